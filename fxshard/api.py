@@ -1,0 +1,181 @@
+"""The public functions, with FSDP2's names and meaning where FSDP2 has them."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, cast, overload
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+from fxshard import sharding
+from fxshard.errors import ConfigError
+from fxshard.options import launched_world_size
+from fxshard.runtime.frame import CompiledGraph, Frame
+from fxshard.sharding import ShardedModule
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+@overload
+def fully_shard(
+    module: Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Any = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: Any = ...,
+) -> Module: ...
+
+
+@overload
+def fully_shard(
+    module: list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Any = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: Any = ...,
+) -> list[nn.Module]: ...
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Any = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> Any:
+    """Shard the parameters of `module` over the data-parallel ranks, in place; torch's FSDP2 `fully_shard`, compiled.
+
+    Call it bottom-up. Each call makes one unit of the parameters that no earlier call has taken: they are gathered
+    together and their gradients are reduced together. Parameters become `DTensor(Shard(0))`; optimizers, `state_dict`,
+    `torch.distributed.checkpoint` and `clip_grad_norm_` work on them. Then `torch.compile(module, backend="fxshard")`.
+
+    Args:
+        module: the module, or a list of modules that make one unit together.
+        mesh: 1-D device mesh of the ranks that share the parameters; default: all ranks (a process group is
+            initialised if there is none).
+        reshard_after_forward: True frees the gathered parameters after forward and gathers them again in backward;
+            False keeps them; None is False for the outermost module and True for the others.
+        shard_placement_fn: not implemented yet.
+        mp_policy: dtypes of gathered parameters, of gradient reduction, of inputs and outputs; torch's dataclass.
+        offload_policy: only the default; offloading is not implemented yet.
+        ignored_params: parameters that stay as they are: not sharded, their gradients not reduced.
+        dp_mesh_dims: not implemented yet.
+
+    Returns:
+        `module` itself; its class is now a subclass that is also a `ShardedModule`.
+
+    Raises:
+        ConfigError: wrong mesh, sharded twice, compiled before, or parameters that cannot be sharded (named).
+        NotImplementedError: an argument of a later release, named.
+    """
+    _refuse_later_arguments(reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims)
+    modules = _modules(module)
+    _require_fresh(modules)
+    chosen = _require_mesh(mesh if mesh is not None else default_mesh())
+    sharding.shard(
+        modules,
+        chosen,
+        mp_policy=mp_policy or MixedPrecisionPolicy(),
+        reshard_after_forward=cast("bool | None", reshard_after_forward),
+        ignored=ignored_params or (),
+    )
+    return module
+
+
+def compiled_graphs(module: nn.Module) -> list[CompiledGraph]:
+    """The graphs that were compiled for a sharded module, after all passes, in the order in which they were compiled.
+
+    Args:
+        module: sharded by `fully_shard` or by the one-line path; compiled or plain.
+    """
+    frames: dict[int, Frame] = {}
+    for unit in sharding.units_under(sharding.plain_module(module)):
+        for reference in unit.frames:
+            if (frame := reference()) is not None:
+                frames.setdefault(id(frame), frame)
+    return [graph for frame in frames.values() for graph in frame.graphs]
+
+
+def _refuse_later_arguments(reshard: Any, placement_fn: Any, offload: OffloadPolicy | None, dp_mesh_dims: Any) -> None:
+    later = {
+        "reshard_after_forward (an int)": reshard is not None and not isinstance(reshard, bool),
+        "shard_placement_fn": placement_fn is not None,
+        "offload_policy": offload is not None and type(offload) is not OffloadPolicy,
+        "dp_mesh_dims": dp_mesh_dims is not None,
+    }
+    names = [name for name, given in later.items() if given]
+    if names:
+        raise NotImplementedError(f"fully_shard: {', '.join(names)} is not implemented yet; leave it out.")
+
+
+def _modules(module: Any) -> list[nn.Module]:
+    modules = list(module) if isinstance(module, list | tuple) else [module]
+    for each in modules:
+        if not isinstance(each, nn.Module):
+            raise ConfigError(f"fully_shard expects an nn.Module or a list of them, got {type(each).__name__}.")
+        if isinstance(each, nn.ModuleList | nn.ModuleDict) and type(each).forward is nn.Module.forward:
+            raise ConfigError(
+                f"fully_shard: {type(each).__name__} has no forward of its own. Shard the modules in it, or the module "
+                "that contains it."
+            )
+    if not modules:
+        raise ConfigError("fully_shard got an empty list of modules.")
+    nested = [m for m in modules if any(m is child for other in modules if other is not m for child in other.modules())]
+    return [m for m in modules if m not in nested]
+
+
+def _require_fresh(modules: list[nn.Module]) -> None:
+    """Raise for a module that is sharded already, by us or by torch, or compiled already."""
+    for module in modules:
+        name = type(module).__name__
+        if isinstance(module, ShardedModule):
+            raise ConfigError(f"fully_shard was called twice on the same module ({name}). Call it once per module.")
+        for path, child in module.named_modules():
+            where = f"{name}.{path}" if path else name
+            if sharding.is_compiled(child) and not isinstance(child, ShardedModule):
+                raise ConfigError(
+                    f"{where} was compiled before fully_shard: its graph would never see the sharding. Call fully_shard "
+                    'first, then torch.compile(module, backend="fxshard").'
+                )
+            if isinstance(child, dist.fsdp.FSDPModule):
+                raise ConfigError(f"{where} is sharded by torch's fully_shard already. Use one of the two.")
+
+
+def _require_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}.")
+    if mesh.ndim == 2:
+        raise NotImplementedError("fully_shard: mesh with 2 axes (HSDP) is not implemented yet; pass a 1-D mesh.")
+    if mesh.ndim != 1:
+        raise ConfigError(f"fully_shard expects a 1-D mesh, got one with {mesh.ndim} axes: {mesh}.")
+    if mesh.device_type != "cpu" and not torch.get_device_module(mesh.device_type).is_available():
+        raise ConfigError(f"the mesh is on {mesh.device_type!r}, but this machine has no such device.")
+    if mesh.get_coordinate() is None:
+        raise ConfigError(f"this rank ({dist.get_rank()}) is not part of the mesh {mesh}.")
+    return mesh
+
+
+def default_mesh() -> DeviceMesh:
+    """All ranks, on the accelerator if there is one; initialises a process group where there is none."""
+    if not dist.is_initialized():
+        if launched_world_size() > 1:
+            dist.init_process_group()
+        else:
+            dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))

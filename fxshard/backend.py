@@ -1,0 +1,74 @@
+"""The entry of `torch.compile(..., backend="fxshard")`: options, capture, passes, lowering."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from fxshard import capture, one_line
+from fxshard.errors import ConfigError
+from fxshard.lower import lower, lower_plain
+from fxshard.options import Options, parse
+from fxshard.passes import pipeline
+from fxshard.runtime.frame import Frame
+from fxshard.runtime.unit import Home
+
+_log = logging.getLogger(__name__)
+
+
+def fxshard(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile one graph that Dynamo captured.
+
+    Args:
+        gm: Dynamo's graph; taken over.
+        example_inputs: its real inputs.
+        options: see `fxshard.options.Options`.
+        mode: must be None or "default".
+
+    Returns:
+        What Dynamo calls in place of the graph.
+
+    Raises:
+        ConfigError, UnsupportedGraph, NotImplementedError: see `docs/errors.md`.
+    """
+    parsed = parse(options, mode)
+    capture.refuse_compiled_autograd()
+    flats = capture.flats_of(example_inputs)
+    unsharded = capture.unsharded_parameters(gm, example_inputs)
+    if flats:
+        _require_one_way(parsed, flats)
+        one_line.require_no_replicas(unsharded, flats)
+        return _compile(gm, example_inputs, flats, parsed)
+    if unsharded:
+        one_line.shard_root(gm, unsharded, parsed)  # returns only where there is nothing to shard over
+    return lower_plain(gm, example_inputs, parsed)
+
+
+def _compile(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], flats: dict[int, Home], options: Options
+) -> Callable[..., Any]:
+    frame = Frame(capture.bind_markers(gm, flats))
+    for home in flats.values():
+        home.unit.frames.append(weakref.ref(frame))
+    lower(gm, example_inputs, frame, pipeline.DEFAULT, options)
+    _log.info("captured %d units: %s", len(frame.plan.units), ", ".join(name or "root" for name in frame.plan.units))
+    return frame
+
+
+def _require_one_way(options: Options, flats: dict[int, Home]) -> None:
+    """Raise if options that only the one-line path reads are given for a model that `fully_shard` sharded."""
+    if options.one_line_only and not all(home.unit.from_one_line for home in flats.values()):
+        raise ConfigError(
+            f"options {', '.join(options.one_line_only)} only act where torch.compile shards the model itself; this one "
+            "was sharded by fully_shard. Pass them to fully_shard (mesh, reshard_after_forward, mp_policy) instead."
+        )

@@ -1,0 +1,172 @@
+"""The `fxshard` command."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fxshard.demo.config import LOWERINGS, MAX_DIFFERENCE, MODELS, DemoConfig
+from fxshard.errors import ConfigError, FxshardError, MissingExtraError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_EXIT_ERROR = 2  # as argparse
+_EXIT_INTERRUPTED = 130  # as a shell, for SIGINT
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (by default the process's own) and return its exit status."""
+    args = _parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], int] = args.command
+    try:
+        return command(args)
+    except FxshardError as error:
+        sys.stderr.write(f"fxshard: {error}\n")
+        return _EXIT_ERROR
+    except KeyboardInterrupt:
+        sys.stderr.write("fxshard: interrupted\n")
+        return _EXIT_INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fxshard", description="Fully sharded data parallelism (FSDP, ZeRO-3) as a compiler backend for PyTorch."
+    )
+    parser.add_argument("--version", action="version", version=f"fxshard {_version()}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    _add_demo(
+        commands.add_parser(
+            "demo",
+            help="train a small model sharded, on ranks started here, and compare it with unsharded training",
+            description=(
+                "Start a few ranks on this machine and train a byte-level language model of about 5M parameters on the "
+                "Python sources of the standard library, with parameters, gradients and AdamW state sharded over the "
+                "ranks. Then train the same model unsharded on the same batches and compare. Exits with 0 if the loss "
+                f"fell and no step's losses differ by more than {MAX_DIFFERENCE:g}, with 1 if not, "
+                f"with {_EXIT_ERROR} on an error."
+            ),
+        )
+    )
+    return parser
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=_demo)
+    default = "(default: %(default)s)"
+
+    def add(flag: str, text: str, **kwargs: Any) -> None:
+        parser.add_argument(flag, help=text, **kwargs)
+
+    def number(flag: str, least: int, start: int | None, text: str) -> None:
+        add(flag, text, type=_at_least(least), default=start, metavar="N")
+
+    number("--steps", 2, DemoConfig.steps, f"optimizer steps, 2 or more {default}")
+    number("--ranks", 1, None, "processes that share the model (default: one per GPU, or 2 on CPU)")
+    add(
+        "--device",
+        f"cpu: gloo ranks on this machine's cores; cuda: one NCCL rank per GPU; auto: cuda if there is a GPU {default}",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+    )
+    add(
+        "--model",
+        "gpt: a GPT written for the demo; hf:llama: a Llama with random weights from transformers, if that is "
+        f"installed {default}",
+        choices=MODELS,
+        default=DemoConfig.model,
+    )
+    number("--batch-size", 1, DemoConfig.batch_size, f"sequences per rank and step {default}")
+    number("--seq-len", 2, DemoConfig.seq_len, f"bytes per sequence; a byte is a token {default}")
+    add(
+        "--lower",
+        "what runs the transformed graphs. inductor: generated code, needs a C++ compiler; eager: node by node, "
+        f"starts faster and runs slower {default}",
+        choices=LOWERINGS,
+        default=DemoConfig.lower,
+    )
+    add("--out", "folder for the graphs and the ranks' logs (default: a new temporary one)", type=Path, metavar="DIR")
+    number("--seed", 0, DemoConfig.seed, f"seed of the initial weights and of the batches {default}")
+    add("--no-compare", "leave out the unsharded training", action="store_true")
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be a whole number, {least} or more, got {text!r}")
+        return int(text)
+
+    return parse
+
+
+def _demo(args: argparse.Namespace) -> int:
+    device = _device(args.device)
+    config = DemoConfig(
+        steps=args.steps,
+        ranks=_num_ranks(args.ranks, device),
+        device=device,
+        model=args.model,
+        batch_size=args.batch_size,
+        seq_len=args.seq_len,
+        lower=args.lower,
+        out=_output_folder(args.out),
+        seed=args.seed,
+        compare=not args.no_compare,
+    )
+    from fxshard.demo.run import run_demo
+
+    return run_demo(config, _console())
+
+
+def _device(wanted: str) -> str:
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    if wanted == "cuda" and not num_gpus:
+        raise ConfigError("--device cuda needs a GPU that torch can use, and found none; use --device cpu.")
+    return "cuda" if num_gpus and wanted != "cpu" else "cpu"
+
+
+def _num_ranks(wanted: int | None, device: str) -> int:
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    if device == "cpu":
+        return 2 if wanted is None else wanted
+    if wanted is not None and wanted > num_gpus:
+        raise ConfigError(f"--ranks {wanted} needs {wanted} GPUs, and there are {num_gpus}; use --device cpu.")
+    return num_gpus if wanted is None else wanted
+
+
+def _output_folder(wanted: Path | None) -> Path:
+    if wanted is None:
+        return Path(tempfile.mkdtemp(prefix="fxshard-demo-"))
+    try:
+        wanted.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {wanted} cannot be used as a folder: {error.strerror}.") from error
+    return wanted.resolve()
+
+
+def _console() -> Console:
+    try:
+        from rich.console import Console
+    except ImportError as error:
+        raise MissingExtraError("rich", "dev") from error
+    return Console()
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("fxshard")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed: running from the source tree)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

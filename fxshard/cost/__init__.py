@@ -1,0 +1,1 @@
+"""Estimates over a graph: bytes and lifetimes."""

@@ -1,0 +1,34 @@
+"""The error catalogue: every way fxshard says no, and what each kind means for the reader."""
+
+from __future__ import annotations
+
+
+class FxshardError(Exception):
+    """Base of all errors raised by fxshard.
+
+    A message says what failed, where (parameter FQN or graph node), what was expected and found, and what to do.
+    """
+
+
+class ConfigError(FxshardError, ValueError):
+    """The user asked for something that cannot be done as asked: a wrong option, mesh, parameter or order of calls."""
+
+
+class UnsupportedGraph(FxshardError, RuntimeError):  # noqa: N818 - the field calls it "unsupported", not "...Error"
+    """The model or the way it is run is legal PyTorch, but fxshard declines it by name."""
+
+
+class InvariantError(FxshardError, AssertionError):
+    """A graph or the runtime broke one of fxshard's own rules: a bug in fxshard, or in a third-party pass."""
+
+    def __init__(self, message: str) -> None:
+        """Append where to report it."""
+        super().__init__(f"{message}\nThis is a bug in fxshard or in a pass that was added to it: please report it.")
+
+
+class MissingExtraError(FxshardError, ImportError):
+    """An optional dependency is needed; the message is the pip line that installs it."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        """Name the package that is missing and the extra that brings it."""
+        super().__init__(f"{package} is not installed. Type: python -m pip install 'fxshard[{extra}]'")

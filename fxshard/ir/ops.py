@@ -1,0 +1,109 @@
+"""The two marker ops: what a graph says about parameters before any pass decides how.
+
+[Note: markers]
+`fxshard::unshard(shard, key, slot, shape, dtype)` is the full parameter in slot `slot` of `shard`. Its autograd formula
+is `fxshard::reduce_grad(grad, key, slot, numel, dtype)`: the gradient of the shard that holds the reduced gradient in
+that slot and zeros elsewhere. Tracing through them gives the joint graph of a model with sharded parameters without a
+collective in it; passes replace them, so no pass ever has to guess which collective belongs to which parameter.
+
+`key` names the unit. While Dynamo traces, it is `UnitPlan.sharing_key` (units that agree on it and on their slots may
+share a graph); `capture.py` replaces it by "<unit fqn>#<shard>@<call>".
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from fxshard.errors import UnsupportedGraph
+
+_LIBRARY = torch.library.Library("fxshard", "DEF")
+_LIBRARY.define("unshard(Tensor shard, str key, int slot, SymInt[] shape, ScalarType dtype) -> Tensor")
+_LIBRARY.define("reduce_grad(Tensor grad, str key, int slot, SymInt numel, ScalarType dtype) -> Tensor")
+
+UNSHARD = torch.ops.fxshard.unshard.default
+REDUCE_GRAD = torch.ops.fxshard.reduce_grad.default
+
+
+class MarkerKey(NamedTuple):
+    """The key of a marker once its graph is captured.
+
+    Attributes:
+        unit: key of the unit in the frame's plan.
+        shard: index of the shard in the unit.
+        call: which call of the unit's module this read belongs to; reads of one call share one gather.
+    """
+
+    unit: str
+    shard: int
+    call: str
+
+    def __str__(self) -> str:
+        """The form that the marker's `key` argument has."""
+        return f"{self.unit}#{self.shard}@{self.call}"
+
+    @classmethod
+    def parse(cls, text: str) -> MarkerKey:
+        """Inverse of `str`."""
+        unit, _, rest = text.partition("#")
+        shard, _, call = rest.partition("@")
+        return cls(unit, int(shard), call)
+
+
+def key_of(marker: fx.Node) -> MarkerKey:
+    """The parsed key of an `unshard` or `reduce_grad` node."""
+    text = marker.args[1]
+    assert isinstance(text, str)
+    return MarkerKey.parse(text)
+
+
+def slot_of(marker: fx.Node) -> int:
+    """The slot index of an `unshard` or `reduce_grad` node."""
+    slot = marker.args[2]
+    assert isinstance(slot, int)
+    return slot
+
+
+def is_unshard(node: fx.Node) -> bool:
+    """Whether `node` is an `unshard` marker."""
+    return node.op == "call_function" and node.target is UNSHARD
+
+
+def is_reduce_grad(node: fx.Node) -> bool:
+    """Whether `node` is a `reduce_grad` marker."""
+    return node.op == "call_function" and node.target is REDUCE_GRAD
+
+
+@torch.library.register_fake("fxshard::unshard", lib=_LIBRARY)
+def _(shard: Tensor, key: str, slot: int, shape: list[int], dtype: torch.dtype) -> Tensor:
+    return shard.new_empty(shape, dtype=dtype)
+
+
+@torch.library.register_fake("fxshard::reduce_grad", lib=_LIBRARY)
+def _(grad: Tensor, key: str, slot: int, numel: int, dtype: torch.dtype) -> Tensor:
+    return grad.new_empty((numel,), dtype=dtype)
+
+
+def _refuse(*args: Any) -> Tensor:
+    raise UnsupportedGraph(
+        "a module sharded by fxshard was compiled with another backend: its graph reads sharded parameters through "
+        'fxshard::unshard, which only fxshard\'s passes replace. Use torch.compile(model, backend="fxshard").'
+    )
+
+
+_LIBRARY.impl("unshard", _refuse, "CompositeExplicitAutograd")
+_LIBRARY.impl("reduce_grad", _refuse, "CompositeExplicitAutograd")
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    shard, key, slot, _, _ = inputs
+    ctx.reduce_args = (key, slot, shard.numel(), shard.dtype)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return torch.ops.fxshard.reduce_grad(grad, *ctx.reduce_args), None, None, None, None
+
+
+torch.library.register_autograd("fxshard::unshard", _backward, setup_context=_setup_context, lib=_LIBRARY)

@@ -1,0 +1,165 @@
+"""The plan: which parameter lies where in which shard, and what a captured graph may assume about it.
+
+[Note: layout of a unit]
+A *unit* is the set of parameters that are gathered and reduced together. Parameters of one storage dtype and one
+`requires_grad` share a *shard*: one contiguous 1-D tensor per rank. A parameter of shape `[rows, ...]` is cut into
+`world_size` chunks of `ceil(rows / world_size)` rows, as `torch.chunk` and `DTensor(Shard(0))` cut it; the chunk of
+this rank, zero-padded, is the parameter's *slot* in the shard. Slots follow each other in registration order, so the
+buffer that an all_gather of the shard fills is `[world_size, shard_numel]` and slot `i` is a block of its columns.
+A scalar has no dim to cut: its slot holds the whole value on every rank (replicated), and its gradient is reduced
+into every rank's slot.
+
+Same layout as FSDP2's all_gather and reduce_scatter buffers, which bitwise parity depends on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """Where one parameter lies in its shard.
+
+    Attributes:
+        fqn: fully qualified name of the parameter, relative to the outermost sharded module.
+        shape: global shape.
+        offset: first element in the shard.
+        numel: elements in the shard, padding included; the same on every rank.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    offset: int
+    numel: int
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank holds the whole parameter (scalars only)."""
+        return not self.shape
+
+    @property
+    def full_numel(self) -> int:
+        """Elements of the unsharded parameter."""
+        return math.prod(self.shape)
+
+    def rows_of(self, rank: int, world_size: int) -> tuple[int, int]:
+        """First and last (exclusive) row that `rank` holds."""
+        chunk = -(-self.shape[0] // world_size)
+        return min(rank * chunk, self.shape[0]), min((rank + 1) * chunk, self.shape[0])
+
+    def local_shape(self, rank: int, world_size: int) -> tuple[int, ...]:
+        """Shape of the rows that `rank` holds, without padding."""
+        if self.replicated:
+            return ()
+        first, last = self.rows_of(rank, world_size)
+        return (last - first, *self.shape[1:])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardPlan:
+    """One flat 1-D tensor per rank: the slots of all parameters with the same dtype and `requires_grad`."""
+
+    dtype: torch.dtype
+    trainable: bool
+    slots: tuple[Slot, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements on one rank."""
+        return sum(slot.numel for slot in self.slots)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitPlan:
+    """Everything a pass may know about a unit.
+
+    Attributes:
+        fqn: name of the unit's module, unique within one captured graph.
+        shards: the flat tensors, in registration order of their first parameter.
+        world_size: ranks that share the unit.
+        group: name of the process group of the collectives.
+        param_dtype: dtype of the gathered floating-point parameters, `None` for the storage dtype.
+        reduce_dtype: dtype of the gradient reduction, `None` for the dtype of the gradient.
+        reshard_after_forward: whether backward gathers the parameters again.
+    """
+
+    fqn: str
+    shards: tuple[ShardPlan, ...]
+    world_size: int
+    group: str
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    reshard_after_forward: bool = True
+
+    def unsharded_dtype(self, shard: ShardPlan) -> torch.dtype:
+        """Dtype of the shard's parameters while they are gathered."""
+        return self.param_dtype if self.param_dtype and shard.dtype.is_floating_point else shard.dtype
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Bytes of the gathered unit, padding included."""
+        return sum(s.numel * self.world_size * self.unsharded_dtype(s).itemsize for s in self.shards)
+
+    @property
+    def node_name(self) -> str:
+        """The unit's name as part of a graph node's name."""
+        return self.fqn.replace(".", "_").replace("'", "_") or "root"
+
+    @property
+    def sharing_key(self) -> str:
+        """What two units must have in common to run through one compiled graph, besides the shapes of their slots."""
+        names = (str(d).removeprefix("torch.") for d in (self.param_dtype, self.reduce_dtype))
+        return f"{self.world_size}@{self.group} {'/'.join(names)} {'reshard' if self.reshard_after_forward else 'keep'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FramePlan:
+    """The units that one captured graph reads, by the key that their markers carry.
+
+    Attributes:
+        units: key of a unit in this graph -> its plan.
+        shard_inputs: graph input index -> (unit key, index of the shard in the unit).
+    """
+
+    units: dict[str, UnitPlan]
+    shard_inputs: dict[int, tuple[str, int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterSpec:
+    """What the layout needs to know of a parameter."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+
+
+def lay_out(parameters: Iterable[ParameterSpec], world_size: int) -> tuple[ShardPlan, ...]:
+    """Assign each parameter a slot; see [Note: layout of a unit].
+
+    Args:
+        parameters: in registration order.
+        world_size: ranks that share them.
+    """
+    groups: dict[tuple[torch.dtype, bool], list[ParameterSpec]] = {}
+    for parameter in parameters:
+        groups.setdefault((parameter.dtype, parameter.trainable), []).append(parameter)
+    return tuple(
+        ShardPlan(dtype=dtype, trainable=trainable, slots=_slots(members, world_size))
+        for (dtype, trainable), members in groups.items()
+    )
+
+
+def _slots(parameters: Sequence[ParameterSpec], world_size: int) -> tuple[Slot, ...]:
+    slots, offset = [], 0
+    for p in parameters:
+        numel = -(-p.shape[0] // world_size) * math.prod(p.shape[1:]) if p.shape else 1
+        slots.append(Slot(fqn=p.fqn, shape=p.shape, offset=offset, numel=numel))
+        offset += numel
+    return tuple(slots)

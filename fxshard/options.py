@@ -1,0 +1,115 @@
+"""Options of the backend: frozen, validated, and the only place that reads environment variables."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from fxshard.errors import ConfigError
+
+# Options of the design that have no effect yet, with the only value that is accepted today.
+_NOT_YET: dict[str, Any] = {
+    "bucket": "unit",
+    "prefetch": 0,
+    "reduce_scatter_max_input_buffers": 2,
+    "memory_budget_gib": None,
+    "resident_gib": 0,
+    "streams": "auto",
+    "separate_reduce_scatter_group": False,
+    "cudagraphs": False,
+    "verify": True,
+    "hardware": None,
+    "passes": None,
+    "offload": None,
+}
+
+# Inductor flags that decide the order of collectives; design.md section 4 says why they are ours.
+OWNED_INDUCTOR_FLAGS = (
+    "reorder_for_peak_memory",
+    "reorder_for_compute_comm_overlap",
+    "reorder_for_locality",
+    "custom_partitioner_fn",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `torch.compile(..., backend="fxshard", options={...})` accepts.
+
+    Attributes:
+        mesh: 1-D mesh of the one-line path; `None` is all ranks. An error for a model that `fully_shard` sharded.
+        reshard_after_forward: as in `fully_shard`, for the one-line path only.
+        param_dtype: dtype of gathered parameters and compute, for the one-line path only.
+        reduce_dtype: dtype of gradient reduction, for the one-line path only.
+        lower: "inductor", or "eager" to run the transformed graphs node by node (no decompositions, bitwise FSDP2).
+        inductor: config patches passed to Inductor as they are.
+    """
+
+    mesh: DeviceMesh | None = None
+    reshard_after_forward: bool | None = None
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    lower: str = "inductor"
+    inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Reject values no one could have meant."""
+        if self.lower not in ("inductor", "eager"):
+            raise ConfigError(f'lower must be "inductor" or "eager", got {self.lower!r}.')
+        if not isinstance(self.reshard_after_forward, bool | None):
+            raise ConfigError(f"reshard_after_forward must be True, False or None, got {self.reshard_after_forward!r}.")
+        for name in ("param_dtype", "reduce_dtype"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
+                raise ConfigError(f"{name} must be a floating-point torch.dtype or None, got {value!r}.")
+        if self.mesh is not None and not isinstance(self.mesh, DeviceMesh):
+            raise ConfigError(f"mesh must be a DeviceMesh or None, got {type(self.mesh).__name__}.")
+        owned = sorted(set(self.inductor) & set(OWNED_INDUCTOR_FLAGS))
+        if owned:
+            raise ConfigError(f"inductor={{...}} may not set {', '.join(owned)}: fxshard owns the order of collectives.")
+
+    @property
+    def one_line_only(self) -> tuple[str, ...]:
+        """Names of the set options that only the one-line path reads."""
+        names = ("mesh", "reshard_after_forward", "param_dtype", "reduce_dtype")
+        return tuple(name for name in names if getattr(self, name) is not None)
+
+
+def parse(options: Mapping[str, Any] | None, mode: str | None = None) -> Options:
+    """Turn the dict of `torch.compile` into `Options`.
+
+    Args:
+        options: the user's dict, or `None`.
+        mode: `torch.compile(mode=...)`; only `None` and "default" mean something here.
+
+    Raises:
+        ConfigError: for an unknown key (naming the nearest known one) or a value out of range.
+        NotImplementedError: for an option of a later release, naming it.
+    """
+    if mode not in (None, "default"):
+        raise ConfigError(f"mode={mode!r} has no meaning for backend='fxshard'; pass options={{'inductor': {{...}}}}.")
+    given = dict(options or {})
+    known = [field.name for field in dataclasses.fields(Options)]
+    for name in [key for key in given if key not in known]:
+        if name not in _NOT_YET:
+            raise ConfigError(_unknown(name, [*known, *_NOT_YET]))
+        if given.pop(name) != _NOT_YET[name]:
+            raise NotImplementedError(f"option {name!r} is not implemented yet; leave it out.")
+    return Options(**given)
+
+
+def _unknown(name: object, known: list[str]) -> str:
+    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)
+    return f"unknown option {name!r}. Did you mean {near[0]!r}? Known options: {', '.join(sorted(known))}."
+
+
+def launched_world_size() -> int:
+    """The number of ranks that a launcher such as torchrun announced in the environment, 1 if none did."""
+    return int(os.environ.get("WORLD_SIZE", "1"))

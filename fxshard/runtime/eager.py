@@ -1,0 +1,124 @@
+"""Parameters outside compiled graphs: gather a unit once per call, hand out its parameters, reduce once.
+
+[Note: inside a forward]
+`module.weight` is the DTensor shard for everybody but the forward: a stray read must not launch a collective on one
+rank only. "Inside a forward" means inside the call of any sharded unit on this thread (modules read each other's
+weights), or inside a backward (activation checkpointing runs forwards again there).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxshard.errors import InvariantError
+from fxshard.ir import collectives, fake
+from fxshard.ir.collectives import SlotIndex
+from fxshard.runtime.unit import ParameterRef, Unit, home_of
+
+Parameters = dict[SlotIndex, Tensor]
+
+
+class _Scope:
+    """One call of a unit's module: what was gathered in it, by unit and autograd mode."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.units = units
+        self.gathered: dict[tuple[int, bool, bool], Parameters] = {}
+
+    def parameters_of(self, unit: Unit) -> Parameters:
+        key = (id(unit), torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        if key not in self.gathered:
+            self.gathered[key] = unshard(unit)
+        return self.gathered[key]
+
+
+class _Scopes(threading.local):
+    """The running calls of this thread, outermost first, and what the running backward has gathered again."""
+
+    def __init__(self) -> None:
+        self.stack: list[_Scope] = []
+        self.recompute: tuple[int, _Scope] | None = None
+
+
+_scopes = _Scopes()
+
+
+def enter_call(units: Sequence[Unit]) -> None:
+    """A module that these units were made for starts its call; `leave_call` must follow, also after an error."""
+    _scopes.stack.append(_Scope(units))
+
+
+def leave_call() -> None:
+    """The innermost call ends; what it gathered lives on only where autograd saved it."""
+    _scopes.stack.pop()
+
+
+def inside_call() -> bool:
+    """Whether the caller runs inside the call of a sharded module."""
+    return bool(_scopes.stack)
+
+
+def inside_forward() -> bool:
+    """See [Note: inside a forward]."""
+    return bool(_scopes.stack) or fake.backward_id() is not None
+
+
+def read(ref: ParameterRef) -> Tensor:
+    """The unsharded parameter, gathered at the first read in the running call of its unit."""
+    home = home_of(ref.flat)
+    if home is None:
+        raise InvariantError("a parameter reference points to a tensor that is not a flat of any unit.")
+    return _scope_for(home.unit).parameters_of(home.unit)[home.shard, ref.slot]
+
+
+def _scope_for(unit: Unit) -> _Scope:
+    """The innermost call of the unit itself, else the innermost call, else the running backward's recomputation."""
+    for scope in reversed(_scopes.stack):
+        if unit in scope.units:
+            return scope
+    if _scopes.stack:
+        return _scopes.stack[-1]
+    backward = fake.backward_id()
+    if backward is None:
+        raise InvariantError("an unsharded parameter was asked for outside of any forward or backward.")
+    if _scopes.recompute is None or _scopes.recompute[0] != backward:
+        _scopes.recompute = (backward, _Scope(()))
+    return _scopes.recompute[1]
+
+
+def unshard(unit: Unit) -> Parameters:
+    """All parameters of a unit, in one launch, differentiable with respect to its flats."""
+    index = [(i, j) for i, shard in enumerate(unit.shards) for j in range(len(shard.members))]
+    values = _UnshardUnit.apply(unit, index, *(shard.flat for shard in unit.shards))
+    return dict(zip(index, values, strict=True))
+
+
+class _UnshardUnit(torch.autograd.Function):
+    """all_gather forward, reduce_scatter backward: the collectives of `ir/collectives.py`, run as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: Unit, index: list[SlotIndex], *flats: Tensor) -> tuple[Tensor, ...]:
+        ctx.unit, ctx.index = unit, index
+        ctx.set_materialize_grads(False)
+        values = collectives.unshard(flats, unit.plan, index)
+        frozen = [v for v, (i, _) in zip(values, index, strict=True) if not unit.shards[i].plan.trainable]
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        unit: Unit = ctx.unit
+        written = [(slot, grad) for slot, grad in zip(ctx.index, grads, strict=True) if grad is not None]
+        _scopes.recompute = None
+        if not written:
+            return (None, None, *(None for _ in unit.shards))
+        slots = [slot for slot, _ in written]
+        for i, j in slots:
+            unit.shards[i].sink.expect((j,))
+        reduced = collectives.reduce_grads([grad for _, grad in written], unit.plan, slots)
+        return (None, None, *(reduced.get(i) for i in range(len(unit.shards))))

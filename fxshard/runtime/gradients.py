@@ -1,0 +1,68 @@
+"""From the gradient of a flat to the `.grad` of the parameters that are views of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fxshard.errors import InvariantError
+from fxshard.ir import fake
+from fxshard.ir.plan import ShardPlan
+
+
+class GradientSink:
+    """Hands each parameter its slice of the flat's gradient, as autograd would have.
+
+    A parameter that took no part in the backward keeps its `.grad` (None, usually); a first gradient becomes a view of
+    the reduced buffer, without a copy; a later one is added. Tensor hooks and post-accumulate hooks of the parameter
+    run, in that order.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], plan: ShardPlan) -> None:
+        """One sink per flat; `parameters` in slot order."""
+        self.parameters = list(parameters)
+        self.plan = plan
+        self._slots: set[int] = set()
+        self._backward: int | None = None
+
+    def expect(self, slots: Iterable[int]) -> None:
+        """Say which parameters the running backward gives a gradient, before it arrives."""
+        backward = fake.backward_id()
+        if backward != self._backward:
+            self._slots, self._backward = set(), backward
+        self._slots.update(slots)
+
+    def hand_over(self, flat: Tensor) -> None:
+        """Post-accumulate-grad hook of the flat; leaves `flat.grad` None."""
+        grad, flat.grad = flat.grad, None
+        if grad is None:
+            raise InvariantError("the gradient hook of a flat ran without a gradient.")
+        if not self._slots or self._backward != fake.backward_id():
+            names = ", ".join(slot.fqn for slot in self.plan.slots)
+            raise InvariantError(f"a gradient arrived that no forward announced, for the shard of {names}.")
+        slots, self._slots = self._slots, set()
+        pieces = torch.split(grad, [slot.numel for slot in self.plan.slots])
+        for i in sorted(slots):
+            _give(self.parameters[i], pieces[i])
+
+
+def _give(parameter: nn.Parameter, piece: Tensor) -> None:
+    """Accumulate one parameter's slice, `[slot_numel]`, padding included."""
+    local = cast(Tensor, cast(DTensor, parameter)._local_tensor)
+    rows = piece if piece.numel() == local.numel() else piece[: local.numel()]
+    # The constructor, not from_local: no autograd, no checks, nothing but the wrapper.
+    grad: Tensor = DTensor(rows.view(local.shape), cast(DTensor, parameter)._spec, requires_grad=False)  # type: ignore[call-arg]
+    for hook in (parameter._backward_hooks or {}).values():
+        replaced = hook(grad)
+        grad = grad if replaced is None else replaced
+    with torch.no_grad():
+        if parameter.grad is None:
+            parameter.grad = grad
+        else:
+            parameter.grad += grad
+    for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+        hook(parameter)

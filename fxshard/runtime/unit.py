@@ -1,0 +1,335 @@
+"""A unit at run time: its flat shards, and the DTensor parameters that are views of them.
+
+[Note: the alias]
+`Unit` owns the memory: per shard one contiguous leaf tensor, the *flat*. A parameter that the user sees is a
+`DTensor(Shard(0))` whose local tensor is a view of the flat, so an optimizer step through the DTensor is at once
+visible to the next gather, without a copy. Users may break the alias: `load_state_dict(assign=True)`, `module.weight =
+...`, `.to(dtype)`, `requires_grad_()`. `Unit.check` compares per parameter what the alias rests on, and re-attaches or
+repacks where it does not hold. The DTensor always holds the truth: its values are copied into the flat, never back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fxshard.errors import ConfigError
+from fxshard.ir.plan import ParameterSpec, ShardPlan, Slot, UnitPlan, lay_out
+from fxshard.runtime.gradients import GradientSink
+
+REFS = "_fxshard_refs"
+"""Key in a module's `__dict__`: name of each sharded parameter -> `ParameterRef`."""
+
+
+class ParameterRef(NamedTuple):
+    """All that reading a parameter needs; immutable, so that Dynamo guards on few small values."""
+
+    flat: Tensor
+    key: str
+    slot: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Home(NamedTuple):
+    """Where a flat belongs."""
+
+    unit: Unit
+    shard: int
+
+
+def home_of(flat: Tensor) -> Home | None:
+    """The unit and shard index of a flat, `None` for any other tensor."""
+    return getattr(flat, "_fxshard_home", None)
+
+
+@dataclass(eq=False)
+class Member:
+    """One parameter of a unit.
+
+    Attributes:
+        fqn: name from the outermost sharded module.
+        owners: every module that registers the parameter, with the name there (several when tied).
+        parameter: the DTensor parameter that is registered.
+        original: the parameter that it replaced; the same reference for parameters that were tied.
+        view: its local tensor, a view of the flat.
+        pointer: address of `view`.
+        wrapper_storage: the storage object that torch made for the DTensor itself; `p.data = ...` replaces it.
+    """
+
+    fqn: str
+    owners: list[tuple[nn.Module, str]]
+    parameter: nn.Parameter
+    original: weakref.ref[nn.Parameter]
+    view: Tensor = field(init=False)
+    pointer: int = field(init=False)
+    wrapper_storage: torch.UntypedStorage = field(init=False)
+
+    def attach(self, view: Tensor) -> None:
+        """Make `view` the parameter's local tensor."""
+        cast(DTensor, self.parameter)._local_tensor = view
+        self.remember()
+
+    def remember(self) -> None:
+        """Take what the parameter looks like now as what it must look like at the next check."""
+        self.view = local_of(self.parameter)
+        self.pointer = self.view.data_ptr()
+        self.wrapper_storage = self.parameter.untyped_storage()
+
+    def is_attached(self, trainable: bool) -> bool:
+        """Whether nothing that the alias rests on has changed."""
+        parameter = self.parameter
+        return (
+            cast(DTensor, parameter)._local_tensor is self.view
+            and self.view.data_ptr() == self.pointer
+            and parameter.requires_grad is trainable
+            and parameter.untyped_storage() is self.wrapper_storage
+            and all(module._parameters.get(name) is parameter for module, name in self.owners)
+        )
+
+    @property
+    def spec(self) -> ParameterSpec:
+        """What the layout needs to know."""
+        p = self.parameter
+        return ParameterSpec(fqn=self.fqn, shape=tuple(p.shape), dtype=p.dtype, trainable=p.requires_grad)
+
+
+def local_of(parameter: Tensor) -> Tensor:
+    """The local tensor of a DTensor parameter."""
+    return cast(Tensor, cast(DTensor, parameter)._local_tensor)
+
+
+@dataclass(eq=False)
+class FlatShard:
+    """One flat of a unit, with the parameters that are views of it and the sink for its gradient."""
+
+    plan: ShardPlan
+    flat: Tensor
+    members: list[Member]
+    sink: GradientSink
+
+
+class Unit:
+    """Parameters that are gathered and reduced together; see [Note: the alias].
+
+    Attributes:
+        modules: the modules given to one `fully_shard` call.
+        members: parameters in registration order.
+        shards: their memory.
+        is_root: no other sharded module contains this one.
+        reshard_after_forward: as given; `None` means True for all but the root.
+        generation: raised by every repack and re-attachment.
+        from_one_line: whether `torch.compile` made it, not the user.
+        frames: the captured graphs that read it, weakly.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        members: list[Member],
+        mesh: DeviceMesh,
+        mp_policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None,
+    ) -> None:
+        """Take over `members`, whose parameters are full tensors or DTensors; `pack` comes next."""
+        self.modules = tuple(modules)
+        self.members = members
+        self.mesh = mesh
+        self.mp_policy = mp_policy
+        self.reshard_after_forward = reshard_after_forward
+        self.is_root = True
+        self.fqn = ""
+        self.shards: list[FlatShard] = []
+        self.generation = 0
+        self.from_one_line = False
+        self.frames: list[weakref.ref[Any]] = []
+        self.plan: UnitPlan
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that share the unit."""
+        return cast(int, self.mesh.size())
+
+    def epoch(self) -> int:
+        """Changes whenever parameter values may have changed: repacked, or written in place through the DTensors."""
+        return self.generation + sum(member.parameter._version for member in self.members)
+
+    def pack(self, locals_: Sequence[Tensor]) -> None:
+        """Lay out all members anew and copy `locals_`, this rank's rows of each, into fresh flats."""
+        with torch.no_grad(), torch.inference_mode(False):
+            layout = lay_out([member.spec for member in self.members], self.world_size)
+            by_fqn = {member.fqn: (member, local) for member, local in zip(self.members, locals_, strict=True)}
+            self.shards = [self._pack_shard(i, plan, by_fqn) for i, plan in enumerate(layout)]
+        self.generation += 1
+        self.publish()
+
+    def _pack_shard(self, index: int, plan: ShardPlan, sources: dict[str, tuple[Member, Tensor]]) -> FlatShard:
+        members = [sources[slot.fqn][0] for slot in plan.slots]
+        device = sources[plan.slots[0].fqn][1].device
+        # A Parameter, because Dynamo never makes a Parameter's length symbolic.
+        flat = nn.Parameter(torch.zeros(plan.numel, dtype=plan.dtype, device=device), requires_grad=plan.trainable)
+        shard = FlatShard(plan, flat, members, GradientSink([m.parameter for m in members], plan))
+        flat._fxshard_home = Home(self, index)  # type: ignore[attr-defined]
+        if plan.trainable:
+            flat.register_post_accumulate_grad_hook(shard.sink.hand_over)
+        for slot, member in zip(plan.slots, members, strict=True):
+            view = self._view(flat, slot)
+            view.copy_(sources[slot.fqn][1])
+            member.attach(view)
+        return shard
+
+    def _view(self, flat: Tensor, slot: Slot) -> Tensor:
+        shape = slot.local_shape(self.mesh.get_local_rank(), self.world_size)
+        numel = 1
+        for size in shape:
+            numel *= size
+        return flat.detach()[slot.offset : slot.offset + numel].view(shape)
+
+    def publish(self) -> None:
+        """Refresh the plan and what the modules' getters read; called whenever layout, name or policy changed."""
+        given = self.reshard_after_forward
+        self.plan = UnitPlan(
+            fqn=self.fqn,
+            shards=tuple(shard.plan for shard in self.shards),
+            world_size=self.world_size,
+            group=self.mesh.get_group().group_name,
+            param_dtype=self.mp_policy.param_dtype,
+            reduce_dtype=self.mp_policy.reduce_dtype,
+            reshard_after_forward=not self.is_root if given is None else given,
+        )
+        for shard in self.shards:
+            dtype = self.plan.unsharded_dtype(shard.plan)
+            for i, (slot, member) in enumerate(zip(shard.plan.slots, shard.members, strict=True)):
+                ref = ParameterRef(shard.flat, self.plan.sharing_key, i, slot.shape, dtype)
+                for module, name in member.owners:
+                    module.__dict__.setdefault(REFS, {})[name] = ref
+
+    def rename(self, fqn: str, member_fqns: Sequence[str]) -> None:
+        """Name the unit and its members from a new outermost module."""
+        self.fqn = fqn
+        renamed = {member.fqn: new for member, new in zip(self.members, member_fqns, strict=True)}
+        for member, new in zip(self.members, member_fqns, strict=True):
+            member.fqn = new
+        for shard in self.shards:
+            slots = tuple(
+                Slot(fqn=renamed[s.fqn], shape=s.shape, offset=s.offset, numel=s.numel) for s in shard.plan.slots
+            )
+            shard.plan = ShardPlan(dtype=shard.plan.dtype, trainable=shard.plan.trainable, slots=slots)
+            shard.sink.plan = shard.plan
+        self.publish()
+
+    def check(self) -> None:
+        """Make the alias hold, or say why it cannot.
+
+        Raises:
+            ConfigError: a parameter is still on the meta device, was replaced by something that is not its shard, or
+                lost its values to `p.data = ...`.
+        """
+        if not self._is_attached():
+            self.reattach()
+        for shard in self.shards:
+            if shard.flat.is_meta:
+                names = ", ".join(member.fqn for member in shard.members)
+                raise ConfigError(
+                    f"parameters on the meta device: {names}. Before the first forward call "
+                    "model.to_empty(device=...) and initialise them, or load_state_dict(..., assign=True)."
+                )
+
+    def _is_attached(self) -> bool:
+        return all(m.is_attached(shard.plan.trainable) for shard in self.shards for m in shard.members)
+
+    def reattach_if_possible(self) -> None:
+        """`reattach`, unless some parameters are still to follow the others to a new device."""
+        if not self._is_attached() and len({local_of(m.parameter).device for m in self.members}) == 1:
+            self.reattach()
+
+    def reattach(self) -> None:
+        """Take over whatever the user put in place of our parameters, and view the flats again."""
+        for member in self.members:
+            self._adopt(member)
+        locals_ = [local_of(member.parameter) for member in self.members]
+        if len({local.device for local in locals_}) > 1:
+            devices = ", ".join(f"{m.fqn} on {x.device}" for m, x in zip(self.members, locals_, strict=True))
+            raise ConfigError(f"parameters of one unit are on several devices: {devices}. Move the module as a whole.")
+        if self._layout_changed():
+            self.pack(locals_)
+            return
+        with torch.no_grad(), torch.inference_mode(False):
+            for shard in self.shards:
+                for slot, member in zip(shard.plan.slots, shard.members, strict=True):
+                    view = self._view(shard.flat, slot)
+                    view.copy_(local_of(member.parameter))
+                    member.attach(view)
+                shard.sink.parameters = [m.parameter for m in shard.members]
+        self.generation += 1
+
+    def _layout_changed(self) -> bool:
+        plans = lay_out([member.spec for member in self.members], self.world_size)
+        same_device = all(
+            shard.flat.device == local_of(m.parameter).device for shard in self.shards for m in shard.members
+        )
+        return plans != tuple(shard.plan for shard in self.shards) or not same_device
+
+    def _adopt(self, member: Member) -> None:
+        """Accept a replaced parameter object if it is a shard of the same kind."""
+        found = {id(p): p for module, name in member.owners if (p := module._parameters.get(name)) is not None}
+        new = [p for p in found.values() if p is not member.parameter] or list(found.values())
+        if len(new) != 1:
+            raise ConfigError(
+                f"{member.fqn} is sharded, but {len(new)} different parameters now stand in its place (expected 1, the "
+                "same one in every module that shares it). Assign the same parameter to all of them, or none."
+            )
+        require_shard(new[0], member, self.mesh)
+        if local_of(new[0]) is member.view and new[0].untyped_storage() is not member.wrapper_storage:
+            raise ConfigError(
+                f"{member.fqn}.data was assigned: torch replaces only the wrapper of a DTensor, so the new values are "
+                "lost. Write into it instead: with torch.no_grad(): parameter.copy_(values)."
+            )
+        member.parameter = new[0]
+        for module, name in member.owners:
+            module._parameters[name] = new[0]
+
+
+def require_shard(new: object, member: Member, mesh: DeviceMesh) -> None:
+    """Raise unless `new` can stand in place of a sharded parameter.
+
+    Raises:
+        ConfigError: it is a plain tensor, or a DTensor of another shape, mesh or placement.
+    """
+    old = member.parameter
+    placement = Replicate() if not tuple(old.shape) else Shard(0)
+    fits = isinstance(new, DTensor) and tuple(new.shape) == tuple(old.shape)
+    if fits and isinstance(new, DTensor) and new.device_mesh == mesh and tuple(new.placements) == (placement,):
+        return
+    found = f"{type(new).__name__}{list(getattr(new, 'shape', []))}"
+    raise ConfigError(
+        f"{member.fqn} is sharded: it can only be replaced by a DTensor of shape {list(old.shape)} with placements "
+        f"({placement},) on its mesh, got {found}. To change its values use parameter.copy_(dtensor) under "
+        "torch.no_grad(), or load_state_dict; to replace it, do so before fully_shard."
+    )
+
+
+def shard_rows(parameter: Tensor, rank: int, world_size: int) -> Tensor:
+    """The rows of a full parameter that `rank` keeps."""
+    if parameter.dim() == 0:
+        return parameter.detach()
+    slot = Slot(fqn="", shape=tuple(parameter.shape), offset=0, numel=0)
+    first, last = slot.rows_of(rank, world_size)
+    return parameter.detach()[first:last]
+
+
+def as_dtensor(full: Tensor, rows: Tensor, mesh: DeviceMesh) -> nn.Parameter:
+    """The DTensor parameter whose local tensor is `rows` of `full`."""
+    placement = Replicate() if full.dim() == 0 else Shard(0)
+    shape = full.shape
+    stride = torch.empty(shape, device="meta").stride()
+    dtensor = DTensor.from_local(rows, mesh, (placement,), run_check=False, shape=shape, stride=stride)
+    return nn.Parameter(dtensor, requires_grad=full.requires_grad)

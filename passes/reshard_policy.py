@@ -1,0 +1,84 @@
+"""Say, before the graph is split, whether backward gathers a parameter again or keeps it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.fx import GraphModule
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fxshard.ir import ops
+from fxshard.passes._base import Fact, GraphPass, PassContext
+
+aten = torch.ops.aten
+_RESHAPES = frozenset(
+    op
+    for packet in (
+        aten._to_copy,
+        aten._unsafe_view,
+        aten.alias,
+        aten.clone,
+        aten.detach,
+        aten.expand,
+        aten.permute,
+        aten.reshape,
+        aten.select,
+        aten.slice,
+        aten.split,
+        aten.split_with_sizes,
+        aten.squeeze,
+        aten.t,
+        aten.transpose,
+        aten.unsqueeze,
+        aten.view,
+        torch.ops.prims.convert_element_type,
+    )
+    for op in (getattr(packet, overload) for overload in packet.overloads())
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReshardPolicy(GraphPass):
+    """Tag every marker, and what merely casts or views its result, for the partitioner.
+
+    Before   %w = unshard(%shard, 'blocks.0', 0)                        %t = permute(%w)
+    After    %w = unshard(%shard, 'blocks.0', 0)  # MUST_RECOMPUTE      %t = permute(%w)  # MUST_RECOMPUTE
+
+    `MUST_RECOMPUTE` (reshard_after_forward=True) makes backward gather again from the shard; `MUST_SAVE` keeps the
+    parameter. The whole chain of casts, views and copies after a resharded marker is tagged as well: under autocast the
+    partitioner would otherwise save a cast of every gathered weight, and nothing would be resharded.
+
+    Numerics: unchanged. Memory: resharded units are not alive between forward and backward.
+    No-op: a graph without markers, or one without backward.
+    Limits: what compute makes of a parameter (a norm, a product) is an activation and may be saved.
+    Source: `node.meta["recompute"]` is read by torch's min-cut partitioner (torch/_functorch/partitioners.py);
+    DeepSpeed's DeepCompile tags the same way (deepspeed/compile/partitioner.py).
+    """
+
+    requires = frozenset({Fact.DEDUPED})
+    ensures = frozenset({Fact.RESHARD_TAGGED})
+
+    def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
+        """Edit `gm.graph` in place; return whether anything changed."""
+        changed = False
+        for marker in [node for node in gm.graph.nodes if ops.is_unshard(node)]:
+            unit = ctx.plan.units[ops.key_of(marker).unit]
+            # For one rank the parameter is a view of the shard: there is nothing to keep.
+            reshard = unit.reshard_after_forward or unit.world_size == 1
+            policy = CheckpointPolicy.MUST_RECOMPUTE if reshard else CheckpointPolicy.MUST_SAVE
+            for node in _reshapes_of(marker) if reshard else (marker,):
+                node.meta["recompute"] = policy
+                changed = True
+        return changed
+
+
+def _reshapes_of(marker: fx.Node) -> Iterator[fx.Node]:
+    """`marker` and every node that only casts, views or copies it."""
+    queue = [marker]
+    while queue:
+        node = queue.pop()
+        yield node
+        queue.extend(user for user in node.users if user.target in _RESHAPES and user.all_input_nodes == [node])
