@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from fxshard import capture, one_line
-from fxshard.errors import ConfigError
+from fxshard.errors import ConfigError, FxshardError
 from fxshard.lower import lower, lower_plain
 from fxshard.options import Options, parse
 from fxshard.passes import pipeline
@@ -41,17 +41,23 @@ def fxshard(
     Raises:
         ConfigError, UnsupportedGraph, NotImplementedError: see `docs/errors.md`.
     """
-    parsed = parse(options, mode)
+    try:
+        return _dispatch(gm, example_inputs, parse(options, mode))
+    except (FxshardError, NotImplementedError) as error:
+        raise capture.as_raised_by_backend(error) from error.__cause__
+
+
+def _dispatch(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
     capture.refuse_compiled_autograd()
     flats = capture.flats_of(example_inputs)
     unsharded = capture.unsharded_parameters(gm, example_inputs)
     if flats:
-        _require_one_way(parsed, flats)
+        _require_one_way(options, flats)
         one_line.require_no_replicas(unsharded, flats)
-        return _compile(gm, example_inputs, flats, parsed)
+        return _compile(gm, example_inputs, flats, options)
     if unsharded:
-        one_line.shard_root(gm, unsharded, parsed)  # returns only where there is nothing to shard over
-    return lower_plain(gm, example_inputs, parsed)
+        one_line.shard_root(gm, unsharded, options)  # returns only where there is nothing to shard over
+    return lower_plain(gm, example_inputs, options)
 
 
 def _compile(

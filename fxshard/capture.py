@@ -5,21 +5,28 @@ Private torch modules used here: `torch._dynamo` (guards' sources, configuration
 
 from __future__ import annotations
 
+import gc
+import re
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo import config as dynamo_config
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.exc import BackendCompilerFailed, TensorifyScalarRestartAnalysis
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch.distributed.tensor import DTensor
 
-from fxshard.errors import InvariantError, UnsupportedGraph
+from fxshard.errors import UnsupportedGraph
 from fxshard.ir import ops
 from fxshard.ir.ops import MarkerKey
 from fxshard.ir.plan import FramePlan
 from fxshard.runtime.unit import Home, Unit, home_of
-from fxshard.sharding import ShardedModule
+from fxshard.sharding import ShardedModule, plain_module
+
+Error = TypeVar("Error", bound=Exception)
 
 
 def refuse_compiled_autograd() -> None:
@@ -53,8 +60,12 @@ def unsharded_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> d
 def source_name(placeholder: fx.Node) -> str:
     """Where Dynamo found a graph input, as Python source; the node's name where Dynamo does not say."""
     source = getattr(placeholder, "_dynamo_source", None)
-    name = getattr(source, "name", placeholder.name)
-    return str(name() if callable(name) else name)
+    return placeholder.name if source is None else readable(_name(source))
+
+
+def readable(name: str) -> str:
+    """`L['self']._modules['blocks']._modules['0']._parameters['weight']` -> `self.blocks.0.weight`."""
+    return re.sub(r"(?:\._modules|\._parameters)?\['([^']+)'\]", r".\1", name.removeprefix("L").removeprefix("G")).strip(".")
 
 
 def bind_markers(gm: fx.GraphModule, flats: dict[int, Home]) -> FramePlan:
@@ -118,11 +129,65 @@ def _call(marker: fx.Node) -> str:
     return sharded[-1] if sharded else ""
 
 
-def require_markers(gm: fx.GraphModule, flats: dict[int, Home]) -> None:
-    """Raise if a flat came in that no marker reads: something looked at our memory directly."""
-    if flats and next(_markers(gm), None) is None:
-        names = ", ".join(home.unit.fqn or "root" for home in flats.values())
-        raise InvariantError(f"flats of {names} enter a captured graph that has no parameter read.")
+def roots_of(gm: fx.GraphModule) -> list[nn.Module]:
+    """The outermost modules through which the user's code reached the parameters of a graph, each once.
+
+    Every graph input knows the expression that led to it (`L['self']._modules['0']...`); the shortest prefix of it
+    that is a module is the root. A compiled closure has no `self`, so the frame's locals alone would not do.
+    """
+    root_frame = InstructionTranslator.current_tx().output.root_tx
+    scope = {"L": root_frame.f_locals, "G": root_frame.f_globals}
+    roots: dict[int, nn.Module] = {}
+    for node in gm.graph.nodes:
+        source = getattr(node, "_dynamo_source", None) if node.op == "placeholder" else None
+        for prefix in reversed(list(_bases(source))):
+            try:
+                value = eval(_name(prefix), {}, scope)
+            except Exception:  # noqa: BLE001 - a prefix that is no expression by itself is simply not the module
+                continue
+            if isinstance(value, nn.Module):
+                root = plain_module(value)
+                roots.setdefault(id(root), root)
+                break
+    return [r for r in roots.values() if not any(r is not o and r in list(o.modules()) for o in roots.values())]
+
+
+def _bases(source: Any) -> Iterator[Any]:
+    while source is not None:
+        yield source
+        source = getattr(source, "base", None)
+
+
+def _name(source: Any) -> str:
+    name = source.name
+    return str(name() if callable(name) else name)
+
+
+def restart(reason: str) -> NoReturn:
+    """Have Dynamo forget this capture and trace the frame again, within the same call."""
+    InstructionTranslator.current_tx().output.root_tx.speculation_log.clear()
+    raise TensorifyScalarRestartAnalysis(restart_reason=reason)
+
+
+def refresh_compiled(root: nn.Module) -> None:
+    """Let `torch.compile`'s wrappers of `root` call the class that it has now; they bound the old one's `__call__`."""
+    for wrapper in [o for o in gc.get_objects() if type(o) is OptimizedModule]:
+        if wrapper._orig_mod is root:
+            wrapper._initialize()
+
+
+def as_raised_by_backend(error: Error) -> Error:
+    """The same error, of a class that Dynamo passes on as it is instead of wrapping it in BackendCompilerFailed.
+
+    Users catch `ConfigError`; Dynamo wraps whatever a backend raises, except its own exceptions. The result is both.
+    """
+    cls = type(error)
+    body = {"__module__": cls.__module__, "__init__": lambda self: None, "first_useful_frame": None}
+    both = type(cls.__name__, (cls, BackendCompilerFailed), body)
+    raised = both.__new__(both)
+    raised.args = error.args
+    raised.inner_exception = error
+    return cast(Error, raised.with_traceback(error.__traceback__))
 
 
 def register_backend(backend: Callable[..., Any], name: str) -> None:

@@ -1,5 +1,243 @@
-"""One line without fully_shard: shard the model while it is compiled for the first time."""
+"""One line without fully_shard: shard the model while it is compiled for the first time.
+
+[Note: the one-line path]
+`torch.compile(model, backend="fxshard")` on an unsharded model with several ranks must shard it: replicas that train
+without synchronisation would be silently wrong. The backend is the first of our code to run, in the middle of the
+first call, with the captured graph of the unsharded model in hand. It finds the root module, makes the ranks agree on
+the values, shards, gives live optimizers the new parameters, and has Dynamo trace again. ADR 0003 says why so.
+"""
+
 from __future__ import annotations
+
+import functools
+import gc
+import logging
+import weakref
+from collections.abc import Iterable
 from typing import Any
-def require_no_replicas(unsharded: Any, flats: Any) -> None: ...
-def shard_root(gm: Any, unsharded: Any, options: Any) -> None: ...
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from fxshard import capture, sharding
+from fxshard.errors import ConfigError
+from fxshard.mesh import default_mesh, require_mesh
+from fxshard.options import Options, launched_world_size
+from fxshard.runtime import consistency
+from fxshard.runtime.unit import Home, shard_rows
+
+_log = logging.getLogger(__name__)
+
+
+def require_no_replicas(unsharded: dict[str, nn.Parameter], flats: dict[int, Home]) -> None:
+    """Raise if a sharded model trains parameters that no unit holds and nobody said to ignore."""
+    units = [home.unit for home in flats.values()]
+    ignored = frozenset().union(*(unit.ignored for unit in units))
+    left = [name for name, parameter in unsharded.items() if parameter not in ignored]
+    if left and any(unit.world_size > 1 for unit in units):
+        raise ConfigError(
+            f"trainable parameters are neither sharded nor ignored: {', '.join(left)}. Every rank would train a copy of "
+            "its own. Call fully_shard on the module that contains them, or pass them in ignored_params."
+        )
+
+
+def shard_root(gm: fx.GraphModule, unsharded: dict[str, nn.Parameter], options: Options) -> None:
+    """Shard the model whose parameters entered `gm`, and start the capture again; see [Note: the one-line path].
+
+    Returns only where there is one rank.
+
+    Raises:
+        ConfigError: no process group though a launcher started several ranks, meta parameters, or no root module.
+    """
+    mesh = _mesh(options)
+    if mesh is None or mesh.size() == 1:
+        _log_unsharded()
+        return
+    roots = capture.roots_of(gm)
+    _require_ready(roots, unsharded)
+    for root in roots:
+        _agree_on_values(root)
+        _shard(root, mesh, options)
+    _guard_optimizers()
+    capture.restart("fxshard sharded the model")
+
+
+def _mesh(options: Options) -> DeviceMesh | None:
+    if options.mesh is not None:
+        return require_mesh(options.mesh)
+    if dist.is_initialized():
+        return default_mesh()
+    if launched_world_size() > 1:
+        raise ConfigError(
+            f"WORLD_SIZE is {launched_world_size()} but there is no process group: every rank would train a copy of its "
+            "own. Before the first call of the model add: torch.distributed.init_process_group()"
+        )
+    return None
+
+
+@functools.cache
+def _log_unsharded() -> None:
+    _log.warning("fxshard: one rank, nothing to shard; the model trains unsharded through Inductor.")
+
+
+def _require_ready(roots: list[nn.Module], unsharded: dict[str, nn.Parameter]) -> None:
+    inside = {id(p) for root in roots for p in root.parameters()}
+    homeless = [name for name, p in unsharded.items() if id(p) not in inside]
+    if homeless:
+        raise ConfigError(
+            f"cannot find the module of {', '.join(homeless)}. Shard the model yourself before compiling it: "
+            "fxshard.fully_shard(model)"
+        )
+    for root in roots:
+        meta = [name for name, tensor in root.state_dict(keep_vars=True).items() if tensor.is_meta]
+        if meta:
+            raise ConfigError(
+                f"parameters on the meta device: {', '.join(meta)}. The one-line path needs values. Write instead:\n"
+                "    fxshard.fully_shard(model)\n    model.to_empty(device=...)  # then initialise, then compile"
+            )
+        used = [name for name, p in root.named_parameters() if p.grad is not None]
+        if used:
+            raise ConfigError(
+                f"parameters have gradients from before the first compiled call: {', '.join(used)}. Set them to None "
+                "(optimizer.zero_grad()) first, or call fxshard.fully_shard(model) before using the model."
+            )
+    _require_root_frame(roots)
+
+
+def _require_root_frame(roots: list[nn.Module]) -> None:
+    if any(sharding.units_under(root) for root in roots):
+        raise ConfigError(
+            "part of the model is sharded and part is not. Shard all of it before compiling: fully_shard on the inner "
+            "modules first, then fxshard.fully_shard(model)"
+        )
+
+
+def _agree_on_values(root: nn.Module) -> None:
+    """Give all ranks rank 0's parameters and buffers, if they differ."""
+    tensors = [*root.parameters(), *root.buffers()]
+    if len(set(consistency.gather_texts("one_line", str(consistency.checksum(tensors))))) == 1:
+        return
+    if dist.get_rank() == 0:
+        _log.warning("fxshard: ranks start from different parameters (different seeds?); rank 0's are broadcast.")
+    with torch.no_grad():
+        for tensor in tensors:
+            dist.broadcast(tensor.detach(), src=0)
+
+
+def _shard(root: nn.Module, mesh: DeviceMesh, options: Options) -> None:
+    old = dict(root.named_parameters())
+    policy = MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype)
+    for module in [*_blocks(root), root]:
+        sharding.shard([module], mesh, mp_policy=policy, reshard_after_forward=options.reshard_after_forward)
+    new = dict(root.named_parameters())
+    _rebind_optimizers({id(p): (p, new[fqn]) for fqn, p in old.items()})
+    capture.refresh_compiled(root)
+    units = sharding.units_under(root)
+    for unit in units:
+        unit.from_one_line = True
+    orphans = {fqn: weakref.ref(parameter) for fqn, parameter in old.items()}
+    units[0].after_first_call = functools.partial(_require_no_holders, orphans)
+
+
+def _blocks(root: nn.Module) -> list[nn.Module]:
+    """The units besides the root: what stands in ModuleLists and Sequentials, outermost, if it shares no parameter."""
+    found: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            is_container = isinstance(child, nn.ModuleList | nn.ModuleDict)
+            if isinstance(module, nn.ModuleList | nn.Sequential) and not is_container and next(child.parameters(), None) is not None:
+                found.append(child)
+            else:
+                visit(child)
+
+    visit(root)
+    return [block for block in found if not _shares(block, root)]
+
+
+def _shares(block: nn.Module, root: nn.Module) -> bool:
+    inside = {id(module) for module in block.modules()}
+    outside = {id(p) for m in root.modules() if id(m) not in inside for p in m._parameters.values()}
+    return any(id(p) in outside for p in block.parameters())
+
+
+def _rebind_optimizers(replaced: dict[int, tuple[nn.Parameter, nn.Parameter]]) -> None:
+    """Put the sharded parameters into every live optimizer, with their rows of its state."""
+    for optimizer in [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]:
+        for group in optimizer.param_groups:
+            group["params"] = [replaced[id(p)][1] if id(p) in replaced else p for p in group["params"]]
+        for old in [p for p in optimizer.state if id(p) in replaced]:
+            new = replaced[id(old)][1]
+            optimizer.state[new] = {name: _like(value, old, new) for name, value in optimizer.state.pop(old).items()}
+
+
+def _like(value: Any, old: Tensor, new: nn.Parameter) -> Any:
+    """This rank's rows of an optimizer state tensor, if it is shaped like the parameter."""
+    if not isinstance(value, Tensor) or value.shape != old.shape or not value.dim():
+        return value
+    mesh = new.device_mesh  # type: ignore[attr-defined]
+    rows = shard_rows(value, mesh.get_local_rank(), mesh.size()).clone()
+    return DTensor.from_local(rows, mesh, (Shard(0),), run_check=False, shape=new.shape, stride=new.stride())
+
+
+def _require_no_holders(orphans: dict[str, weakref.ref[nn.Parameter]]) -> None:
+    """Raise if anybody still holds a parameter that was replaced: its values are dead, its gradient stays None."""
+    gc.collect()
+    held = {fqn: parameter for fqn, reference in orphans.items() if (parameter := reference()) is not None}
+    if not held:
+        return
+    kinds = sorted({type(r).__name__ for p in held.values() for r in gc.get_referrers(p) if r is not held})
+    raise ConfigError(
+        f"parameters taken from the model before its first call are still held ({', '.join(kinds)}): "
+        f"{', '.join(held)}. The first call sharded the model and replaced them, so clipping or averaging the old ones "
+        "does nothing. Read model.parameters() after the first call, or call fxshard.fully_shard(model) before it."
+    )
+
+
+@functools.cache
+def _guard_optimizers() -> Any:
+    """From now on refuse an optimizer step that would train an unsynchronised replica; returns the hook's handle."""
+    return register_optimizer_step_pre_hook(_ReplicaGuard())
+
+
+class _ReplicaGuard:
+    """Refuses to step parameters that stand, unsharded, in a model of which another part is sharded.
+
+    A model that was never given to us is not our business: a reference, a small helper, one under DDP. The search for
+    the model is made once per optimizer.
+    """
+
+    def __init__(self) -> None:
+        self._approved: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer in self._approved or not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        plain = [p for p in parameters if p.grad is not None and not isinstance(p, DTensor)]
+        replicas = _replicas(plain) if plain else []
+        if replicas:
+            raise ConfigError(
+                f"optimizer step on parameters that are not sharded: {', '.join(replicas)}. Only a part of the model was "
+                "compiled with backend='fxshard', so their gradients were never averaged over the ranks. Compile the "
+                "outermost module, or call fxshard.fully_shard(model) before compiling its parts."
+            )
+        self._approved.add(optimizer)
+
+
+def _replicas(parameters: Iterable[Tensor]) -> list[str]:
+    """FQNs of those parameters that have a sharded module beside them in some live model, and are not ignored."""
+    wanted = {id(p) for p in parameters}
+    found: dict[int, str] = {}
+    for model in [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]:
+        units = sharding.units_under(model)
+        ignored = {id(p) for unit in units for p in unit.ignored}
+        for name, parameter in model.named_parameters() if units else ():
+            if id(parameter) in wanted - ignored and len(name) > len(found.get(id(parameter), "")):
+                found[id(parameter)] = name.removeprefix("_orig_mod.")
+    return list(found.values())

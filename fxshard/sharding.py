@@ -38,12 +38,10 @@ class ModuleState:
         units: the units made by that call (none, if all parameters were taken already).
         nested: those, and the units of all modules inside.
         mp_policy: casts of the module's inputs and outputs.
-        ignored: parameters of the module that are not sharded on purpose.
     """
 
     units: tuple[Unit, ...]
     mp_policy: MixedPrecisionPolicy
-    ignored: frozenset[nn.Parameter]
     nested: tuple[Unit, ...] = field(default=())
 
 
@@ -256,7 +254,9 @@ def shard(
     _require_untied(taken, [unit for module in modules for unit in units_under(module)])
     _move_buffers(modules, mesh)
     units = (_make_unit(modules, taken, mesh, mp_policy, reshard_after_forward),) if taken else ()
-    state = ModuleState(units, mp_policy, skip)
+    for unit in units:
+        unit.ignored = skip
+    state = ModuleState(units, mp_policy)
     for module in modules:
         module.__dict__[STATE] = state
     for module in {id(owner): owner for _, places in taken.values() for owner, _ in places}.values():

@@ -61,6 +61,10 @@ class Frame:
         results = self.compiled(*args)
         if torch.is_grad_enabled() and self.trained:
             self._prepare_backward(results, units)
+        for unit in units.values():
+            if unit.after_first_call is not None:
+                callback, unit.after_first_call = unit.after_first_call, None
+                callback()
         return results
 
     def _units(self, args: Sequence[Any]) -> dict[str, Unit]:

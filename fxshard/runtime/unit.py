@@ -11,7 +11,7 @@ repacks where it does not hold. The DTensor always holds the truth: its values a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -128,6 +128,8 @@ class Unit:
         reshard_after_forward: as given; `None` means True for all but the root.
         generation: raised by every repack and re-attachment.
         from_one_line: whether `torch.compile` made it, not the user.
+        ignored: parameters of the modules that stay unsharded on purpose.
+        after_first_call: run once, when a compiled graph with this unit has run for the first time.
         frames: the captured graphs that read it, weakly.
     """
 
@@ -150,6 +152,8 @@ class Unit:
         self.shards: list[FlatShard] = []
         self.generation = 0
         self.from_one_line = False
+        self.ignored: frozenset[nn.Parameter] = frozenset()
+        self.after_first_call: Callable[[], None] | None = None
         self.frames: list[weakref.ref[Any]] = []
         self.plan: UnitPlan
 

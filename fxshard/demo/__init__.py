@@ -1,0 +1,1 @@
+"""Watch a real model train sharded: what `fxshard demo` runs."""

@@ -1,0 +1,80 @@
+"""What the ranks tell the process that started them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Run(Enum):
+    """Which training an event belongs to."""
+
+    SHARDED = "sharded"
+    UNSHARDED = "unsharded"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """A training is about to take its first step, which compiles.
+
+    Attributes:
+        run: Which training.
+        num_params: Parameters of the whole model.
+        full_bytes: Bytes of parameters, gradients and AdamW moments that one rank holds when nothing is sharded.
+    """
+
+    run: Run
+    num_params: int
+    full_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One rank has taken an optimizer step.
+
+    Attributes:
+        run: Which training.
+        rank: Who took it.
+        step: Which step, from 0.
+        loss: Mean loss over this rank's rows of the batch.
+        seconds: How long it took, the compile of the first step included.
+        state_bytes: Storage of parameters, gradients and AdamW state on this rank.
+    """
+
+    run: Run
+    rank: int
+    step: int
+    loss: float
+    seconds: float
+    state_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph:
+    """A compiled graph was written.
+
+    Attributes:
+        kind: "forward", "backward" or "inference".
+        path: The text of the graph after all passes.
+        collectives: Launches in this graph by name of the operation.
+    """
+
+    kind: str
+    path: str
+    collectives: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed:
+    """A rank raised, and is about to exit.
+
+    Attributes:
+        rank: Which.
+        error: The exception in one line; its traceback is in the rank's log.
+    """
+
+    rank: int
+    error: str
+
+
+Event = Started | Step | Graph | Failed

@@ -1,0 +1,160 @@
+"""Start the ranks, pass on what they tell, and leave none behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Generator, Iterator
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Final, NoReturn
+
+from torch import multiprocessing
+from torch.distributed import TCPStore
+
+from fxshard.demo.config import DemoConfig
+from fxshard.demo.events import Event, Failed
+from fxshard.demo.worker import log_path, rank_main
+from fxshard.errors import FxshardError
+
+_GRACE_S: Final = 2.0  # for a process to end by itself
+
+
+class RankError(FxshardError, RuntimeError):
+    """A rank died, raised or fell silent, so the demo ended early."""
+
+
+def events_of_ranks(config: DemoConfig) -> Generator[Event]:
+    """Start `config.ranks` processes and yield what they tell, until all have ended well.
+
+    However the iteration ends (a rank dies, Ctrl-C, the iterator is closed), no process is left.
+
+    Raises:
+        RankError: A rank died or raised, or nothing was heard for `config.stall_s` seconds.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = _Ranks(config)
+    try:
+        ranks.start(store.port)
+        yield from ranks.events()
+    finally:
+        ranks.stop()
+
+
+class _Ranks:
+    """The processes and the read ends of their pipes, by rank."""
+
+    def __init__(self, config: DemoConfig) -> None:
+        self._config = config
+        self._processes: list[BaseProcess] = []
+        self._pipes: list[Connection] = []
+
+    def start(self, port: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        num_threads = max(1, (os.cpu_count() or 1) // self._config.ranks)
+        with _ranks_ignore_ctrl_c(), _environment_of_ranks(num_threads):
+            for rank in range(self._config.ranks):
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=rank_main, args=(rank, self._config, port, num_threads, theirs), name=f"fxshard-rank{rank}"
+                )
+                process.start()
+                theirs.close()  # so that the end of the process ends the pipe
+                self._processes.append(process)
+                self._pipes.append(ours)
+
+    def events(self) -> Iterator[Event]:
+        listening = set(self._pipes)
+        while listening:
+            ready = wait(list(listening), timeout=self._config.stall_s)
+            if not ready:
+                raise RankError(f"no rank has made progress for {self._config.stall_s:g} s; see {self._config.out}.")
+            for pipe in self._pipes:
+                if pipe not in ready:
+                    continue
+                try:
+                    event = pipe.recv()
+                except EOFError:
+                    listening.discard(pipe)
+                    self._check_ended_well(self._pipes.index(pipe))
+                    continue
+                if isinstance(event, Failed):
+                    self._raise_for(event)
+                yield event
+
+    def stop(self) -> None:
+        """End every process: ask, then insist."""
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.join(_GRACE_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def _check_ended_well(self, rank: int) -> None:
+        process = self._processes[rank]
+        process.join(_GRACE_S)
+        if process.exitcode != 0:
+            self._raise_for(Failed(rank=rank, error=f"exited with status {process.exitcode}"))
+
+    def _raise_for(self, first: Failed) -> NoReturn:
+        """Raise for the rank that is to blame: one that a signal ended goes before those that only miss it."""
+        deadline = time.monotonic() + _GRACE_S
+        while time.monotonic() < deadline:
+            for rank, process in enumerate(self._processes):
+                if (process.exitcode or 0) < 0:
+                    raise RankError(self._killed(rank, -(process.exitcode or 0)))
+            time.sleep(0.05)
+        hint = ""
+        if "InvalidCxxCompiler" in first.error:
+            hint = "\nInductor needs a C++ compiler such as g++: install one, or run fxshard demo --lower eager."
+        raise RankError(
+            f"rank {first.rank} failed: {first.error}{hint}\n"
+            f"Its output, traceback included: {log_path(self._config, first.rank)}"
+        )
+
+    def _killed(self, rank: int, number: int) -> str:
+        hint = " The system does this when memory runs out." if number == signal.SIGKILL else ""
+        return (
+            f"rank {rank} was ended by {signal.Signals(number).name}, so the other ranks were stopped.{hint}\n"
+            f"Its output: {log_path(self._config, rank)}"
+        )
+
+
+@contextlib.contextmanager
+def _ranks_ignore_ctrl_c() -> Iterator[None]:
+    """Start processes that leave Ctrl-C to this one, which then stops them; an ignored signal stays so across exec."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def _environment_of_ranks(num_threads: int) -> Iterator[None]:
+    """Set, for the processes started inside, what is not set already.
+
+    Few threads; idle threads that sleep (spinning ones slow a busy machine down several times); compilation in the rank
+    itself, since a pool of compilers starts slower than a small model compiles; gloo on the loopback interface; and no
+    word from multiprocessing about the semaphores (of tqdm, inside torch) that it cleans up after a stopped rank.
+    """
+    wanted = {
+        "OMP_NUM_THREADS": str(num_threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TORCHINDUCTOR_COMPILE_THREADS": str(num_threads),
+        "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",
+    }
+    if sys.platform == "linux":
+        wanted["GLOO_SOCKET_IFNAME"] = "lo"
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]

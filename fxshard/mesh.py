@@ -1,0 +1,36 @@
+"""Which ranks share the parameters: the default mesh, and what a given one must satisfy."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fxshard.errors import ConfigError
+from fxshard.options import launched_world_size
+
+
+def require_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Raise unless `mesh` is a 1-D mesh on a device that exists and this rank is part of it."""
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}.")
+    if mesh.ndim == 2:
+        raise NotImplementedError("fully_shard: mesh with 2 axes (HSDP) is not implemented yet; pass a 1-D mesh.")
+    if mesh.ndim != 1:
+        raise ConfigError(f"fully_shard expects a 1-D mesh, got one with {mesh.ndim} axes: {mesh}.")
+    if mesh.device_type != "cpu" and not torch.get_device_module(mesh.device_type).is_available():
+        raise ConfigError(f"the mesh is on {mesh.device_type!r}, but this machine has no such device.")
+    if mesh.get_coordinate() is None:
+        raise ConfigError(f"this rank ({dist.get_rank()}) is not part of the mesh {mesh}.")
+    return mesh
+
+
+def default_mesh() -> DeviceMesh:
+    """All ranks, on the accelerator if there is one; initialises a process group where there is none."""
+    if not dist.is_initialized():
+        if launched_world_size() > 1:
+            dist.init_process_group()
+        else:
+            dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))

@@ -1,0 +1,49 @@
+"""Compare values across ranks without a collective, so that ranks in different places get an error, not a hang."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
+
+from fxshard.errors import ConfigError
+
+
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """CRC32 over the bytes of all tensors, in order."""
+    crc = 0
+    for tensor in tensors:
+        data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        crc = zlib.crc32(data.numpy(), crc)
+    return crc
+
+
+def gather_texts(topic: str, text: str, timeout: timedelta = timedelta(minutes=5)) -> list[str]:
+    """Every rank's text, by rank, through the store of the default process group.
+
+    Args:
+        topic: what is compared; the n-th exchange of a rank on a topic meets the n-th of the others.
+        text: this rank's.
+        timeout: how long to wait for the other ranks.
+
+    Raises:
+        ConfigError: some ranks never came; they are named.
+    """
+    store, rank, world_size = _get_default_store(), dist.get_rank(), dist.get_world_size()
+    ordinal = store.add(f"fxshard/{topic}/ordinal/{rank}", 1)
+    keys = [f"fxshard/{topic}/{ordinal}/{r}" for r in range(world_size)]
+    store.set(keys[rank], text)
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError as error:
+        absent = [str(r) for r, key in enumerate(keys) if not store.check([key])]
+        raise ConfigError(
+            f"{topic}: rank {rank} waited {timeout} for rank {', '.join(absent)}. All ranks must make the first call of "
+            "the compiled model."
+        ) from error
+    return [store.get(key).decode() for key in keys]
