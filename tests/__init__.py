@@ -1,0 +1,1 @@
+"""Tests of fxshard; they mirror the sources."""

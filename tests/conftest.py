@@ -1,0 +1,27 @@
+"""A fake process group of two ranks, in this process: enough for every error that comes before a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+@pytest.fixture
+def fake_group() -> Iterator[None]:
+    """Pretend to be rank 0 of 2; collectives return at once and move nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def mesh(fake_group: None) -> DeviceMesh:
+    """Return the 1-D mesh of both ranks."""
+    return init_device_mesh("cpu", (2,))

@@ -1,0 +1,93 @@
+"""What the backend refuses in its options, and in the models of the one-line path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fxshard import fully_shard
+from fxshard.errors import ConfigError
+from tests.numerics.harness import compile_module
+from tests.numerics.models import MLP, WIDTH
+
+
+def call(model: nn.Module, options: dict[str, Any]) -> None:
+    compile_module(model, options={"lower": "eager", **options})(torch.ones(2, WIDTH))
+
+
+def sharded_mlp(mesh: DeviceMesh) -> nn.Module:
+    model = MLP()
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("given", "nearest"),
+    [
+        ("reshard_after_foward", "reshard_after_forward"),
+        ("param_type", "param_dtype"),
+        ("memory_budget", "memory_budget_gib"),
+        ("lowering", "lower"),
+    ],
+)
+def test_names_the_option_nearest_to_an_unknown_one(mesh: DeviceMesh, given: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=rf"(?s){given}.*mean '{nearest}'"):
+        call(sharded_mlp(mesh), {given: None})
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("lower", "triton"),
+        ("param_dtype", "bf16"),
+        ("reduce_dtype", torch.int8),
+        ("reshard_after_forward", 2),
+        ("mesh", 2),
+        ("inductor", {"reorder_for_peak_memory": True}),
+    ],
+)
+def test_names_the_option_whose_value_means_nothing(mesh: DeviceMesh, option: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=option):
+        call(sharded_mlp(mesh), {option: value})
+
+
+@pytest.mark.parametrize(("option", "value"), [("cudagraphs", True), ("bucket", "auto"), ("memory_budget_gib", 4)])
+def test_names_the_option_that_a_later_release_brings(mesh: DeviceMesh, option: str, value: Any) -> None:
+    with pytest.raises(NotImplementedError, match=option):
+        call(sharded_mlp(mesh), {option: value})
+
+
+def test_one_line_refuses_a_model_on_the_meta_device(mesh: DeviceMesh) -> None:
+    model = MLP().to("meta")
+    with pytest.raises(ConfigError, match=r"(?s)(?=.*head\.weight)(?=.*meta)(?=.*fully_shard)(?=.*to_empty)"):
+        compile_module(model)(torch.ones(2, WIDTH, device="meta"))
+
+
+def test_one_line_refuses_complex_parameters_by_name(mesh: DeviceMesh) -> None:
+    model = MLP()
+    model.head.phase = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+    with pytest.raises(ConfigError, match=r"(?s)complex.*head\.phase"):
+        call(model, {})
+    assert type(model) is MLP
+
+
+def test_one_line_refuses_a_mesh_of_three_axes(fake_group: None) -> None:
+    mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("a", "b", "c"))
+    with pytest.raises(ConfigError, match=r"(?s)mesh.*1-D"):
+        call(MLP(), {"mesh": mesh})
+
+
+def test_asks_for_the_line_that_starts_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"init_process_group"):
+        call(MLP(), {})
+
+
+def test_refuses_a_mode_that_has_no_meaning(mesh: DeviceMesh) -> None:
+    compiled = compile_module(sharded_mlp(mesh), mode="max-autotune")
+    with pytest.raises(ConfigError, match="mode"):
+        compiled(torch.ones(2, WIDTH))

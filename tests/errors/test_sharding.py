@@ -1,0 +1,216 @@
+"""What `fully_shard` refuses; a refusal leaves the module as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import Shard
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrize import register_parametrization
+
+from fxshard import fully_shard
+from fxshard.errors import ConfigError
+from tests.numerics.harness import compile_module
+from tests.numerics.models import MLP, WIDTH
+
+
+@contextmanager
+def left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Check that the model keeps its classes and its parameters."""
+    classes = [type(module) for module in model.modules()]
+    parameters = dict(model.named_parameters())
+    yield
+    assert [type(module) for module in model.modules()] == classes
+    found = dict(model.named_parameters())
+    assert found.keys() == parameters.keys()
+    assert all(found[name] is p for name, p in parameters.items())
+
+
+def with_parameter(name: str, parameter: nn.Parameter) -> nn.Module:
+    model = nn.Module()
+    model.inner = nn.Linear(4, 4)
+    model.inner.register_parameter(name, parameter)
+    return model
+
+
+def test_refuses_a_module_that_is_sharded_already(mesh: DeviceMesh) -> None:
+    model = MLP()
+    fully_shard(model.blocks[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    with left_as_it_was(model), pytest.raises(ConfigError, match=r"(?i)(twice|already)"):
+        fully_shard(model, mesh=mesh)
+    with left_as_it_was(model), pytest.raises(ConfigError, match=r"(?i)(twice|already)"):
+        fully_shard(model.blocks[0], mesh=mesh)
+
+
+def test_refuses_the_result_of_torch_compile(mesh: DeviceMesh) -> None:
+    model = MLP()
+    compiled = compile_module(model)
+    with left_as_it_was(model), pytest.raises(ConfigError, match=r"(?s)compile.*before|before.*compile"):
+        fully_shard(compiled, mesh=mesh)
+
+
+def test_refuses_a_module_that_was_compiled_in_place(mesh: DeviceMesh) -> None:
+    model = MLP()
+    model.compile(backend="fxshard")
+    with left_as_it_was(model), pytest.raises(ConfigError, match=r"(?s)compile.*before|before.*compile"):
+        fully_shard(model, mesh=mesh)
+
+
+def test_refuses_a_unit_inside_a_unit_that_is_sharded_already(mesh: DeviceMesh) -> None:
+    model = MLP()
+    fully_shard(model, mesh=mesh)
+    with left_as_it_was(model), pytest.raises(ConfigError, match=r"(?s)(inner|inside|bottom|first|outer|already)"):
+        fully_shard(model.blocks[0], mesh=mesh)
+
+
+def test_refuses_complex_parameters_by_name(mesh: DeviceMesh) -> None:
+    model = with_parameter("phase", nn.Parameter(torch.ones(4, dtype=torch.complex64)))
+    with left_as_it_was(model), pytest.raises(ConfigError, match=r"(?s)complex.*inner\.phase.*ignored_params"):
+        fully_shard(model, mesh=mesh)
+
+
+def test_refuses_sparse_parameters_by_name(mesh: DeviceMesh) -> None:
+    model = with_parameter("links", nn.Parameter(torch.eye(4).to_sparse()))
+    with left_as_it_was(model), pytest.raises(ConfigError, match=r"(?s)sparse.*inner\.links.*ignored_params"):
+        fully_shard(model, mesh=mesh)
+
+
+def test_refuses_parameters_of_one_unit_on_two_devices(mesh: DeviceMesh) -> None:
+    model = MLP()
+    model.head.to("meta")
+    with left_as_it_was(model), pytest.raises(ConfigError, match=r"(?s)(?=.*head\.weight)(?=.*meta)(?=.*cpu)"):
+        fully_shard(model, mesh=mesh)
+
+
+def absent_device_types() -> list[str]:
+    available = {"cuda": torch.cuda.is_available(), "xpu": torch.xpu.is_available(), "meta": False}
+    return [device_type for device_type, here in available.items() if not here]
+
+
+@pytest.mark.parametrize("device_type", absent_device_types())
+def test_refuses_a_mesh_on_a_device_that_is_not_here(fake_group: None, device_type: str) -> None:
+    model = MLP()
+    mesh = DeviceMesh(device_type, [0, 1])
+    with left_as_it_was(model), pytest.raises(ConfigError, match=f"(?s)mesh.*{device_type}"):
+        fully_shard(model, mesh=mesh)
+
+
+def test_refuses_a_mesh_of_three_axes(fake_group: None) -> None:
+    model = MLP()
+    mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("a", "b", "c"))
+    with left_as_it_was(model), pytest.raises(ConfigError, match=r"1-D mesh.*3 axes"):
+        fully_shard(model, mesh=mesh)
+
+
+def test_refuses_what_is_no_mesh(fake_group: None) -> None:
+    model = MLP()
+    with left_as_it_was(model), pytest.raises(ConfigError, match=r"(?s)mesh.*DeviceMesh"):
+        fully_shard(model, mesh=(2,))  # type: ignore[call-overload]
+
+
+def test_refuses_a_mesh_without_this_rank(fake_group: None) -> None:
+    model = MLP()
+    mesh = DeviceMesh("cpu", [1])
+    with left_as_it_was(model), pytest.raises(ConfigError, match=r"rank \(0\) is not part of the mesh"):
+        fully_shard(model, mesh=mesh)
+
+
+def test_refuses_a_mixed_precision_policy_of_another_kind(mesh: DeviceMesh) -> None:
+    model = MLP()
+    with left_as_it_was(model), pytest.raises(ConfigError, match=r"(?s)mp_policy.*MixedPrecisionPolicy"):
+        fully_shard(model, mesh=mesh, mp_policy=torch.bfloat16)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("module", [[], "model", None])
+def test_refuses_what_is_no_module(mesh: DeviceMesh, module: Any) -> None:
+    with pytest.raises(ConfigError, match=r"(?i)module"):
+        fully_shard(module, mesh=mesh)
+
+
+def test_refuses_a_container_that_has_no_forward(mesh: DeviceMesh) -> None:
+    model = MLP()
+    with left_as_it_was(model), pytest.raises(ConfigError, match=r"(?s)ModuleList.*forward"):
+        fully_shard(model.blocks, mesh=mesh)
+
+
+def test_refuses_a_tied_parameter_in_two_units(mesh: DeviceMesh) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    model["b"].weight = model["a"].weight
+    fully_shard(model["a"], mesh=mesh)
+    with pytest.raises(ConfigError, match=r"(?s)(?=.*weight)(?=.*(tied|shared))"):
+        fully_shard(nn.Sequential(model["a"], model["b"]), mesh=mesh)
+
+
+LATER = {
+    "shard_placement_fn": lambda p: Shard(0),
+    "offload_policy": CPUOffloadPolicy(),
+    "dp_mesh_dims": object(),
+    "reshard_after_forward": 2,
+}
+
+
+@pytest.mark.parametrize("argument", LATER)
+def test_names_the_argument_that_a_later_release_brings(mesh: DeviceMesh, argument: str) -> None:
+    model = MLP()
+    with left_as_it_was(model), pytest.raises(NotImplementedError, match=argument):
+        fully_shard(model, mesh=mesh, **{argument: LATER[argument]})  # type: ignore[call-overload]
+
+
+def test_names_the_two_axes_of_a_mesh_that_a_later_release_brings(fake_group: None) -> None:
+    model = MLP()
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    with left_as_it_was(model), pytest.raises(NotImplementedError, match=r"(?s)mesh.*(2-D|HSDP)"):
+        fully_shard(model, mesh=mesh)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [1.5, "yes"])
+def test_refuses_a_reshard_after_forward_of_another_kind(mesh: DeviceMesh, reshard_after_forward: Any) -> None:
+    model = MLP()
+    with left_as_it_was(model), pytest.raises(ConfigError, match=r"(?s)reshard_after_forward.*True.*False.*None"):
+        fully_shard(model, mesh=mesh, reshard_after_forward=reshard_after_forward)
+
+
+def test_asks_for_a_process_group_where_a_launcher_announced_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    model = MLP()
+    with (
+        left_as_it_was(model),
+        pytest.raises(ValueError, match=r"(MASTER_ADDR|RANK|init_process_group)"),
+    ):
+        fully_shard(model)
+    assert not dist.is_initialized()
+
+
+def parametrize(module: nn.Linear) -> None:
+    register_parametrization(module, "weight", nn.Identity())
+
+
+@pytest.mark.parametrize("change", [weight_norm, parametrize])
+def test_refuses_to_parametrize_a_sharded_parameter(mesh: DeviceMesh, change: Callable[[nn.Linear], Any]) -> None:
+    model = MLP()
+    fully_shard(model, mesh=mesh)
+
+    def change_and_call() -> None:
+        change(model.head)
+        model(torch.ones(1, WIDTH))
+
+    with pytest.raises(ConfigError, match=r"(?s)head\.weight is sharded.*(before fully_shard|parametri)"):
+        change_and_call()
+
+
+def test_asks_to_initialise_a_model_that_is_still_on_the_meta_device(mesh: DeviceMesh) -> None:
+    model = MLP().to("meta")
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(ConfigError, match=r"(?s)(?=.*head\.weight)(?=.*meta)(?=.*to_empty)"):
+        model(torch.ones(1, WIDTH))

@@ -1,0 +1,311 @@
+"""Train one scenario in several systems and compare what they computed.
+
+A `Scenario` says what to train: model, batches, loss, how to shard and compile, what happens in a step. A `System`
+says by what:
+
+    UNSHARDED    the plain module on the global batch, in float64
+    FSDP2        torch.distributed.fsdp.fully_shard in eager mode, fp32
+    fxshard(..)  ours, in either precision, lowered to the FX interpreter or to Inductor
+
+`check` holds ours, lowered to the interpreter, to rtol 1e-9 against UNSHARDED and to bitwise equality with FSDP2;
+`check_inductor` holds the compiled code to rtol 1e-5 against FSDP2. The loss of a rank is a mean over its rows, and all
+ranks have equally many, so the mean over ranks is the loss of the global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+import fxshard
+
+NUM_STEPS = 5
+COMPILE_PREFIX = "_orig_mod."
+
+Batch = tuple[Tensor, ...]
+Grads = dict[str, Tensor | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """How a scenario is trained."""
+
+    name: str
+    fully_shard: Callable[..., Any] | None = None
+    backend: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    global_batch: bool = False
+    ours: bool = False
+
+
+UNSHARDED = System(name="unsharded float64", dtype=torch.float64, global_batch=True)
+FSDP2 = System(name="FSDP2", fully_shard=fsdp2_fully_shard)
+
+
+def fxshard_system(*, dtype: torch.dtype = torch.float32, lower: str = "eager", **options: Any) -> System:
+    """Return the system under test."""
+    return System(
+        name=f"fxshard, lower={lower}, {dtype}",
+        fully_shard=fxshard.fully_shard,
+        backend="fxshard",
+        ours=True,
+        options={"lower": lower, **options},
+        dtype=dtype,
+    )
+
+
+def world_mesh() -> DeviceMesh:
+    """Return the 1-D mesh of all ranks."""
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def compile_module(module: nn.Module, options: Mapping[str, Any] | None = None, **kwargs: Any) -> nn.Module:
+    """Compile with our backend; torch's own signature does not say that a module in gives a module out."""
+    return cast(nn.Module, cast(Any, torch.compile)(module, backend="fxshard", options=options, **kwargs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tools:
+    """What `prepare` shards and compiles with; both do nothing where the system does not."""
+
+    system: System
+    scenario: Scenario
+
+    def shard(self, module: nn.Module | list[nn.Module], **kwargs: Any) -> None:
+        """Apply the system's fully_shard with the scenario's arguments, unless `kwargs` says otherwise."""
+        if self.system.fully_shard is not None:
+            self.system.fully_shard(module, **{"mesh": world_mesh(), **self.scenario.shard_kwargs, **kwargs})
+
+    def compile(self, module: nn.Module) -> nn.Module:
+        """Return the module compiled by the system's backend."""
+        if self.system.backend is None:
+            return module
+        return compile_module(module, options=self.system.options, **self.scenario.compile_kwargs)
+
+    def compile_in_place(self, module: nn.Module) -> None:
+        """Compile the module's own call."""
+        if self.system.backend is not None:
+            kwargs = {"backend": self.system.backend, "options": dict(self.system.options)}
+            module.compile(**kwargs, **self.scenario.compile_kwargs)
+
+
+def blocks_of(model: nn.Module) -> Iterable[nn.Module]:
+    """Return the units of a model besides its root: its `blocks`, if it has any."""
+    blocks = getattr(model, "blocks", ())
+    assert isinstance(blocks, Iterable)
+    return blocks
+
+
+def shard_blocks(model: nn.Module, tools: Tools) -> None:
+    """Make a unit of each block, and one of the rest."""
+    for block in blocks_of(model):
+        tools.shard(block)
+    tools.shard(model)
+
+
+def shard_and_compile(model: nn.Module, tools: Tools) -> nn.Module:
+    """Shard block by block, compile the whole."""
+    shard_blocks(model, tools)
+    return tools.compile(model)
+
+
+def only_shard(model: nn.Module, tools: Tools) -> nn.Module:
+    """Shard block by block, compile nothing."""
+    shard_blocks(model, tools)
+    return model
+
+
+def only_compile(model: nn.Module, tools: Tools) -> nn.Module:
+    """Leave the sharding to the first call of our compiled module; shard block by block elsewhere."""
+    if not tools.system.ours:
+        shard_blocks(model, tools)
+    return tools.compile(model)
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """Return the optimizer of most scenarios."""
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def squared_error(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Return the mean squared error of the model."""
+    loss: Tensor = (model(x) - y).square().mean()
+    return loss
+
+
+@dataclass(kw_only=True)
+class Run:
+    """A training run and what it has computed so far."""
+
+    scenario: Scenario
+    system: System
+    model: nn.Module
+    optim: Optimizer
+    losses: list[Tensor] = field(default_factory=list)
+    grads: Grads = field(default_factory=dict)
+    params: dict[str, Tensor] = field(default_factory=dict)
+    extra: list[Tensor] = field(default_factory=list)
+    """What a scenario wants compared besides; it must not depend on the rank."""
+
+    def batch(self, step: int) -> Batch:
+        """Return this rank's rows of a step, or all rows where the system trains on the global batch."""
+        ranks = range(dist.get_world_size()) if self.system.global_batch else [dist.get_rank()]
+        parts = zip(*(self.scenario.batch(step, rank) for rank in ranks), strict=True)
+        rows = (torch.cat(part) for part in parts)
+        return tuple(x.to(self.system.dtype) if x.is_floating_point() else x for x in rows)
+
+    def loss(self, step: int) -> Tensor:
+        """Return the loss of a step's batch."""
+        return self.scenario.loss(self.model, *self.batch(step))
+
+    def record_loss(self, loss: Tensor) -> None:
+        """Keep the mean over ranks of a step's loss."""
+        mean = loss.detach().clone()
+        if not self.system.global_batch:
+            dist.all_reduce(mean)
+            mean /= dist.get_world_size()
+        self.losses.append(mean)
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters by the names that they have without the compiler's wrapper."""
+        return {name.replace(COMPILE_PREFIX, ""): p for name, p in self.model.named_parameters()}
+
+
+def full(x: Tensor) -> Tensor:
+    """Return a copy of the whole of a tensor that may be sharded."""
+    x = x.detach()
+    return x.full_tensor() if isinstance(x, DTensor) else x.clone()
+
+
+def backward_of_one_loss(run: Run, step: int) -> Tensor:
+    """Run forward and backward of one batch."""
+    loss = run.loss(step)
+    loss.backward()
+    return loss
+
+
+def update(run: Run) -> None:
+    """Step the optimizer and drop the gradients."""
+    run.optim.step()
+    run.optim.zero_grad()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """What is trained, and how one step of it goes."""
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[int, int], Batch]
+    """(step, rank) -> rows of that rank."""
+    cast_model: bool = True
+    """Whether the model takes the dtype of the system."""
+    loss: Callable[..., Tensor] = squared_error
+    prepare: Callable[[nn.Module, Tools], nn.Module] = shard_and_compile
+    shard_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    compile_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = adamw
+    before_step: Callable[[Run, int], None] = lambda run, step: None
+    backward: Callable[[Run, int], Tensor] = backward_of_one_loss
+    """Forward and backward of a step; returns its loss."""
+    update: Callable[[Run], None] = update
+
+
+def start(scenario: Scenario, system: System) -> Run:
+    """Build the model, shard and compile it, and build its optimizer."""
+    torch.manual_seed(0)
+    model = scenario.model()
+    if scenario.cast_model:
+        model = model.to(system.dtype)
+    model = scenario.prepare(model, Tools(system=system, scenario=scenario))
+    return Run(scenario=scenario, system=system, model=model, optim=scenario.optimizer(model.parameters()))
+
+
+def train_step(run: Run, step: int) -> None:
+    """Do one step, and keep its loss and the first step's gradients."""
+    run.scenario.before_step(run, step)
+    torch.manual_seed(1000 * step + dist.get_rank())
+    run.record_loss(run.scenario.backward(run, step))
+    if step == 0:
+        run.grads = {name: None if p.grad is None else full(p.grad) for name, p in run.named_parameters().items()}
+    run.scenario.update(run)
+
+
+def train(scenario: Scenario, system: System) -> Run:
+    """Train the scenario in a system."""
+    run = start(scenario, system)
+    for step in range(NUM_STEPS):
+        train_step(run, step)
+    run.params = {name: full(p) for name, p in run.named_parameters().items()}
+    return run
+
+
+# ---- comparisons
+
+
+def assert_close(actual: Any, expected: Any, what: str, *, rtol: float, atol: float) -> None:
+    """Compare tensors (or sequences of them), saying what they are."""
+    torch.testing.assert_close(
+        actual, expected, rtol=rtol, atol=atol, equal_nan=True, msg=lambda text: f"{what}: {text}"
+    )
+
+
+def assert_same_tensors(
+    actual: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], what: str, *, rtol: float, atol: float
+) -> None:
+    """Compare tensors by name, absent ones included."""
+    assert actual.keys() == expected.keys(), f"{what}: {sorted(actual)} against {sorted(expected)}"
+    for name, value in expected.items():
+        ours = actual[name]
+        assert (ours is None) == (value is None), f"{what} of {name}: {ours} against {value}"
+        if ours is not None:
+            assert_close(ours, value, f"{what} of {name}", rtol=rtol, atol=atol)
+
+
+def compare(ours: Run, reference: Run, *, rtol: float, atol: float, params: bool = True) -> None:
+    """Compare the losses, the first step's gradients, the extras and (if asked) the final parameters."""
+    title = f"{ours.system.name} against {reference.system.name}"
+    assert_same_tensors(ours.grads, reference.grads, f"{title}: gradient", rtol=rtol, atol=atol)
+    for step, (loss, expected) in enumerate(zip(ours.losses, reference.losses, strict=True)):
+        assert_close(loss, expected, f"{title}: loss of step {step}", rtol=rtol, atol=atol)
+    assert_close(ours.extra, reference.extra, f"{title}: extra", rtol=rtol, atol=atol)
+    if params:
+        assert_same_tensors(ours.params, reference.params, f"{title}: final parameter", rtol=rtol, atol=atol)
+
+
+def check_against_unsharded(scenario: Scenario, *, lower: str = "eager", system: System | None = None) -> None:
+    """Hold ours, in float64, to unsharded training on the global batch."""
+    ours = system or fxshard_system(dtype=torch.float64, lower=lower)
+    compare(train(scenario, ours), train(scenario, UNSHARDED), rtol=1e-9, atol=1e-11)
+
+
+def check_bitwise(scenario: Scenario) -> None:
+    """Hold ours, lowered to the interpreter, to bitwise equality with FSDP2."""
+    compare(train(scenario, fxshard_system()), train(scenario, FSDP2), rtol=0.0, atol=0.0)
+
+
+def check(scenario: Scenario) -> None:
+    """Hold ours, lowered to the interpreter, to both references."""
+    check_bitwise(scenario)
+    check_against_unsharded(scenario)
+
+
+def check_close(scenario: Scenario) -> None:
+    """Hold ours to both references where FSDP2 adds up the parts of a gradient in another order."""
+    compare(train(scenario, fxshard_system()), train(scenario, FSDP2), rtol=1e-5, atol=1e-6, params=False)
+    check_against_unsharded(scenario)
+
+
+def check_inductor(scenario: Scenario, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    """Hold our compiled code to FSDP2: losses and first-step gradients."""
+    ours = train(scenario, fxshard_system(lower="inductor"))
+    compare(ours, train(scenario, FSDP2), rtol=rtol, atol=atol, params=False)

@@ -1,0 +1,260 @@
+"""What graphs may look like: breaks, dynamic shapes, recomputation, precision, several forwards before a backward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from tests.numerics.harness import (
+    Run,
+    Scenario,
+    Tools,
+    check,
+    check_against_unsharded,
+    check_bitwise,
+    check_close,
+    fxshard_system,
+    only_shard,
+    shard_and_compile,
+    squared_error,
+    start,
+    train,
+)
+from tests.numerics.models import (
+    GPT,
+    MLP,
+    WIDTH,
+    Block,
+    checkpointed_gpt,
+    cross_entropy,
+    rows,
+    tokens,
+    tokens_of_many_shapes,
+)
+from tests.ranks import two_ranks
+
+
+class Broken(nn.Module):
+    """A graph break between two blocks, both of whose graphs read parameters of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x) * self.gain
+        torch._dynamo.graph_break()
+        y: Tensor = self.head(self.blocks[1](x))
+        return y
+
+
+class BrokenBetweenReads(Broken):
+    """A graph break between two reads of one parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x) * self.gain
+        torch._dynamo.graph_break()
+        y: Tensor = self.blocks[1](x) * self.gain
+        return y
+
+
+class Dropped(nn.Module):
+    """Dropout, whose masks differ between the ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = F.dropout(block(x), p=0.5)
+        return x
+
+
+class TwoOutputs(nn.Module):
+    """A module that takes a dict and a flag, and returns a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(WIDTH, WIDTH)
+        self.heads = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in ("mean", "spread")})
+
+    def forward(self, inputs: dict[str, Tensor], *, both: bool) -> dict[str, Tensor]:
+        x = torch.tanh(self.trunk(inputs["x"]))
+        names = ("mean", "spread") if both else ("mean",)
+        return {name: self.heads[name](x) for name in names}
+
+
+def loss_of_dicts(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    outputs = model({"x": x}, both=True)
+    loss: Tensor = (outputs["mean"] - y).square().mean() + outputs["spread"].square().mean()
+    return loss
+
+
+@two_ranks
+def test_trains_across_a_graph_break() -> None:
+    check(Scenario(model=Broken, batch=rows()))
+
+
+@two_ranks
+def test_adds_up_what_two_graphs_give_one_parameter() -> None:
+    # Each graph reduces its own part over the ranks; FSDP2 adds the parts first.
+    check_close(Scenario(model=BrokenBetweenReads, batch=rows()))
+
+
+@two_ranks
+def test_trains_with_fullgraph() -> None:
+    check(Scenario(model=GPT, batch=tokens(), loss=cross_entropy, compile_kwargs={"fullgraph": True}))
+
+
+@two_ranks
+def test_trains_with_dicts_as_inputs_and_outputs() -> None:
+    check(Scenario(model=TwoOutputs, batch=rows(), loss=loss_of_dicts))
+
+
+@two_ranks
+@pytest.mark.parametrize("dynamic", [None, True, False])
+def test_trains_on_a_batch_and_length_that_change_each_step(dynamic: bool | None) -> None:
+    kwargs = {"dynamic": dynamic}
+    check(Scenario(model=GPT, batch=tokens_of_many_shapes, loss=cross_entropy, compile_kwargs=kwargs))
+
+
+@two_ranks
+@pytest.mark.parametrize(("dynamic", "most_graphs"), [(True, 1), (None, 2), (False, 5)])
+def test_compiles_no_graph_per_shape_unless_told_to(dynamic: bool | None, most_graphs: int) -> None:
+    kwargs = {"dynamic": dynamic, "fullgraph": True}
+    counters.clear()
+    train(Scenario(model=GPT, batch=tokens_of_many_shapes, loss=cross_entropy, compile_kwargs=kwargs), fxshard_system())
+    assert counters["stats"]["unique_graphs"] <= most_graphs, counters["stats"]
+
+
+@two_ranks
+def test_compiles_once_when_nothing_changes() -> None:
+    counters.clear()
+    train(Scenario(model=MLP, batch=rows(), compile_kwargs={"fullgraph": True}), fxshard_system())
+    assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
+
+
+@two_ranks
+@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
+def test_trains_with_activation_checkpointing(reshard_after_forward: bool | None) -> None:
+    shard_kwargs = {"reshard_after_forward": reshard_after_forward}
+    check(Scenario(model=checkpointed_gpt, batch=tokens(), loss=cross_entropy, shard_kwargs=shard_kwargs))
+
+
+@two_ranks
+def test_recomputes_checkpointed_blocks_in_eager_mode() -> None:
+    check(Scenario(model=checkpointed_gpt, batch=tokens(), loss=cross_entropy, prepare=only_shard))
+
+
+@two_ranks
+def test_draws_the_dropout_masks_that_fsdp2_draws() -> None:
+    check_bitwise(Scenario(model=Dropped, batch=rows()))
+
+
+def squared_error_under_autocast(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return squared_error(model, x, y)
+
+
+@two_ranks
+@pytest.mark.parametrize("reshard_after_forward", [True, None])
+def test_trains_under_bf16_autocast(reshard_after_forward: bool | None) -> None:
+    shard_kwargs = {"reshard_after_forward": reshard_after_forward}
+    check_bitwise(Scenario(model=MLP, batch=rows(), loss=squared_error_under_autocast, shard_kwargs=shard_kwargs))
+
+
+PRECISIONS = {
+    "compute in bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    "compute in bf16, reduce in fp32": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    "reduce in bf16": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
+    "cast no inputs": MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False),
+}
+
+
+def squared_error_in_bf16(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return squared_error(model, x.bfloat16(), y)
+
+
+@two_ranks
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_trains_in_mixed_precision(precision: str, compiled: bool) -> None:
+    policy = PRECISIONS[precision]
+    loss = squared_error if policy.cast_forward_inputs else squared_error_in_bf16
+    prepare = shard_and_compile if compiled else only_shard
+    check_bitwise(Scenario(model=MLP, batch=rows(), loss=loss, prepare=prepare, shard_kwargs={"mp_policy": policy}))
+
+
+def shard_root_and_compile(model: nn.Module, tools: Tools) -> nn.Module:
+    tools.shard(model)
+    return tools.compile(model)
+
+
+@two_ranks
+def test_returns_the_output_dtype_of_the_policy() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    prepare = shard_root_and_compile
+    scenario = Scenario(model=MLP, batch=rows(), prepare=prepare, shard_kwargs={"mp_policy": policy})
+    check_bitwise(scenario)
+    run = start(scenario, fxshard_system())
+    assert run.model(run.batch(0)[0]).dtype == torch.float32
+
+
+@two_ranks
+def test_trains_a_bf16_model() -> None:
+    check_bitwise(Scenario(model=lambda: MLP().bfloat16(), batch=rows(), loss=squared_error_in_bf16, cast_model=False))
+
+
+def two_forwards_before_two_backwards(run: Run, step: int) -> Tensor:
+    first, second = run.loss(step), run.loss(step + 10)
+    first.backward()
+    second.backward()
+    return first.detach() + second.detach()
+
+
+def one_backward_through_two_forwards(run: Run, step: int) -> Tensor:
+    loss = run.loss(step) + run.loss(step + 10)
+    loss.backward()
+    return loss
+
+
+@two_ranks
+@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
+def test_runs_two_forwards_before_two_backwards(reshard_after_forward: bool | None) -> None:
+    shard_kwargs = {"reshard_after_forward": reshard_after_forward}
+    scenario = Scenario(model=MLP, batch=rows(), backward=two_forwards_before_two_backwards, shard_kwargs=shard_kwargs)
+    check(scenario)
+    check(replace(scenario, prepare=only_shard))
+
+
+def penalise_the_gradient_of_the_input(run: Run, step: int) -> Tensor:
+    x, y = run.batch(step)
+    x.requires_grad_()
+    loss = (run.model(x) - y).square().mean()
+    (grad,) = torch.autograd.grad(loss * x.shape[0], [x], create_graph=True)
+    penalty: Tensor = loss + grad.square().mean()
+    penalty.backward()
+    return penalty
+
+
+@two_ranks
+def test_differentiates_a_gradient_in_eager_mode() -> None:
+    scenario = Scenario(model=MLP, batch=rows(), backward=penalise_the_gradient_of_the_input, prepare=only_shard)
+    check_against_unsharded(scenario)
+
+
+@two_ranks
+def test_runs_one_backward_through_two_forwards() -> None:
+    # FSDP2 reduces units whose inputs need no gradient once for both forwards, the others once for each.
+    scenario = Scenario(model=MLP, batch=rows(), backward=one_backward_through_two_forwards)
+    check_close(scenario)
+    check_close(replace(scenario, prepare=only_shard))

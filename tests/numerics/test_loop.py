@@ -1,0 +1,278 @@
+"""What training loops do around forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from tests.numerics.harness import (
+    FSDP2,
+    Batch,
+    Run,
+    Scenario,
+    Tools,
+    check,
+    check_against_unsharded,
+    check_bitwise,
+    full,
+    fxshard_system,
+    only_shard,
+    shard_and_compile,
+    shard_blocks,
+    train,
+    update,
+)
+from tests.numerics.models import MLP, WIDTH, Block, rows
+from tests.ranks import two_ranks
+
+Prepare = Callable[[nn.Module, Tools], nn.Module]
+BOTH_WAYS = pytest.mark.parametrize("prepare", [shard_and_compile, only_shard])
+
+
+def output_of_fixed_rows(run: Run) -> Tensor:
+    x = torch.linspace(-1, 1, 3 * WIDTH, dtype=run.system.dtype).view(3, WIDTH)
+    output: Tensor = run.model(x)
+    return output.detach().clone()
+
+
+def evaluate(run: Run, step: int) -> None:
+    run.model.eval()
+    with torch.no_grad():
+        run.extra.append(output_of_fixed_rows(run))
+    run.model.train()
+    run.extra.append(output_of_fixed_rows(run))
+
+
+@two_ranks
+@BOTH_WAYS
+def test_evaluates_between_training_steps(prepare: Prepare) -> None:
+    check(Scenario(model=MLP, batch=rows(), before_step=evaluate, prepare=prepare))
+
+
+def evaluate_once_in_inference_mode(run: Run, step: int) -> None:
+    if step == 0:
+        # FSDP2 gathers into buffers that it keeps, and cannot train after an inference mode has made them.
+        with torch.no_grad() if run.system is FSDP2 else torch.inference_mode():
+            output = output_of_fixed_rows(run)
+        run.extra.append(output.clone())
+
+
+@two_ranks
+@BOTH_WAYS
+def test_evaluates_in_inference_mode_before_the_first_training_step(prepare: Prepare) -> None:
+    check(Scenario(model=MLP, batch=rows(), before_step=evaluate_once_in_inference_mode, prepare=prepare))
+
+
+class Deliberate(Exception):
+    """Raised by the tests, in the middle of a step."""
+
+
+def fail_after_forward(run: Run) -> None:
+    run.loss(1)
+    raise Deliberate
+
+
+def fail_in_forward(run: Run) -> None:
+    run.model(torch.zeros(3, WIDTH + 1, dtype=run.system.dtype))
+
+
+def fail_in_backward(run: Run) -> None:
+    def fail(grad: Tensor) -> None:
+        raise Deliberate
+
+    x, y = run.batch(1)
+    x.requires_grad_()
+    output = run.model(x)
+    output.register_hook(fail)
+    (output - y).square().mean().backward()
+
+
+def fail_late_in_backward(run: Run) -> None:
+    def fail(grad: Tensor) -> None:
+        raise Deliberate
+
+    x, y = run.batch(1)
+    x.requires_grad_().register_hook(fail)
+    (run.model(x) - y).square().mean().backward()
+
+
+FAILURES = {f.__name__: f for f in (fail_after_forward, fail_in_forward, fail_in_backward, fail_late_in_backward)}
+
+
+@two_ranks
+@BOTH_WAYS
+@pytest.mark.parametrize("failure", FAILURES)
+def test_trains_on_after_an_exception_in_the_middle_of_a_step(failure: str, prepare: Prepare) -> None:
+    def fail_before_the_third_step(run: Run, step: int) -> None:
+        if run.system.ours and step == 2:
+            with pytest.raises((Deliberate, RuntimeError)):
+                FAILURES[failure](run)
+            run.optim.zero_grad()
+
+    check(Scenario(model=MLP, batch=rows(), before_step=fail_before_the_third_step, prepare=prepare))
+
+
+def update_and_zero(run: Run) -> None:
+    run.optim.step()
+    run.optim.zero_grad(set_to_none=False)
+    assert all(full(p.grad).count_nonzero() == 0 for p in run.named_parameters().values() if p.grad is not None)
+
+
+@two_ranks
+@BOTH_WAYS
+def test_zeroes_gradients_in_place(prepare: Prepare) -> None:
+    check(Scenario(model=MLP, batch=rows(), update=update_and_zero, prepare=prepare))
+
+
+def update_compiled(run: Run) -> None:
+    torch.compile(run.optim.step)()
+    run.optim.zero_grad()
+
+
+@two_ranks
+def test_steps_a_compiled_optimizer() -> None:
+    check_against_unsharded(Scenario(model=MLP, batch=rows(), update=update_compiled))
+
+
+def clip_and_update(run: Run, **kwargs: Any) -> None:
+    norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), max_norm=0.05, **kwargs)
+    run.extra.append(full(norm))
+    update(run)
+
+
+@two_ranks
+@pytest.mark.parametrize("foreach", [True, False, None])
+def test_clips_the_norm_of_gradients(foreach: bool | None) -> None:
+    scenario = Scenario(model=MLP, batch=rows(), update=partial(clip_and_update, foreach=foreach))
+    check(scenario)
+    assert all(norm > 0.05 for norm in train(scenario, fxshard_system()).extra), "nothing was clipped"
+
+
+def rows_with_an_overflow(step: int, rank: int) -> Batch:
+    x, y = rows()(step, rank)
+    if (step, rank) == (1, 1):
+        y[0, 0] = float("inf")
+    return x, y
+
+
+class ScaledLoop:
+    """The steps of a loop with a GradScaler."""
+
+    def __init__(self) -> None:
+        self.scalers: dict[int, torch.amp.GradScaler] = {}
+
+    def scaler_of(self, run: Run) -> torch.amp.GradScaler:
+        """Return the scaler of a run."""
+        return self.scalers.setdefault(id(run), torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2))
+
+    def backward(self, run: Run, step: int) -> Tensor:
+        """Run backward of the scaled loss."""
+        loss = run.loss(step)
+        self.scaler_of(run).scale(loss).backward()
+        return loss
+
+    def update(self, run: Run) -> None:
+        """Unscale, clip, step."""
+        scaler = self.scaler_of(run)
+        scaler.unscale_(run.optim)
+        torch.nn.utils.clip_grad_norm_(run.model.parameters(), max_norm=1.0)
+        scaler.step(run.optim)
+        scaler.update()
+        run.optim.zero_grad()
+        run.extra.append(torch.tensor(scaler.get_scale()))
+
+
+def scaled(scenario: Scenario) -> Scenario:
+    """Return the scenario with a GradScaler in its loop, and a gradient that overflows on one rank."""
+    loop = ScaledLoop()
+    return replace(scenario, batch=rows_with_an_overflow, backward=loop.backward, update=loop.update)
+
+
+@two_ranks
+def test_skips_on_all_ranks_the_step_whose_scaled_gradients_overflow_on_one() -> None:
+    check(scaled(Scenario(model=MLP, batch=rows())))
+
+
+def foreach_adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, foreach=True)
+
+
+def fused_adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, nesterov=True)
+
+
+@two_ranks
+@pytest.mark.parametrize("optimizer", [foreach_adamw, fused_adamw, sgd])
+def test_trains_with_optimizer(optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]) -> None:
+    check(Scenario(model=MLP, batch=rows(), optimizer=optimizer))
+
+
+class Pair(nn.Module):
+    """Two models that are sharded each by itself, under a root that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = MLP()
+        self.decoder = nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.decoder(self.encoder(x))
+        return y
+
+
+def shard_each(model: nn.Module, tools: Tools) -> nn.Module:
+    assert isinstance(model, Pair)
+    for child in (model.encoder, model.decoder):
+        shard_blocks(child, tools)
+        tools.compile_in_place(child)
+    return model
+
+
+@two_ranks
+def test_trains_two_sharded_models_with_one_loss_through_both() -> None:
+    check(Scenario(model=Pair, batch=rows(), prepare=shard_each))
+
+
+@two_ranks
+def test_trains_two_sharded_models_in_turns() -> None:
+    scenario = Scenario(model=MLP, batch=rows())
+    alone, first, second = (train(scenario, fxshard_system()) for _ in range(3))
+    check_bitwise(scenario)
+    for name, value in alone.params.items():
+        torch.testing.assert_close(first.params[name], value, rtol=0.0, atol=0.0)
+        torch.testing.assert_close(second.params[name], value, rtol=0.0, atol=0.0)
+
+
+def reset_dynamo(run: Run, step: int) -> None:
+    if step == 2:
+        torch._dynamo.reset()
+
+
+@two_ranks
+def test_trains_on_after_a_reset_of_dynamo() -> None:
+    check(Scenario(model=MLP, batch=rows(), before_step=reset_dynamo))
+
+
+@two_ranks
+def test_gradients_are_sharded_like_their_parameters() -> None:
+    def look(run: Run) -> None:
+        for name, p in run.named_parameters().items():
+            assert isinstance(p, DTensor), f"{name} is a {type(p).__name__}"
+            assert isinstance(p.grad, DTensor), f"the gradient of {name} is a {type(p.grad).__name__}"
+            assert p.grad.placements == p.placements, name
+            assert p.grad.to_local().shape == p.to_local().shape, name
+            assert p.grad.stride() == p.stride(), name
+
+    train(Scenario(model=MLP, batch=rows(), update=look), fxshard_system())
