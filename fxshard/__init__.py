@@ -8,8 +8,8 @@ from fxshard.api import compiled_graphs, fully_shard
 from fxshard.backend import fxshard as _backend
 from fxshard.capture import register_backend as _register_backend
 from fxshard.errors import ConfigError, FxshardError, InvariantError, MissingExtraError, UnsupportedGraph
+from fxshard.modules import ShardedModule
 from fxshard.runtime.frame import CompiledGraph
-from fxshard.sharding import ShardedModule
 
 __all__ = [
     "CPUOffloadPolicy",

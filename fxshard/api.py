@@ -12,8 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from fxshard import sharding
 from fxshard.errors import ConfigError
 from fxshard.mesh import default_mesh, require_mesh
+from fxshard.modules import ShardedModule, is_compiled, plain_module, units_under
 from fxshard.runtime.frame import CompiledGraph, Frame
-from fxshard.sharding import ShardedModule
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -82,6 +82,7 @@ def fully_shard(
         ConfigError: wrong mesh, sharded twice, compiled before, or parameters that cannot be sharded (named).
         NotImplementedError: an argument of a later release, named.
     """
+    _require_kinds(reshard_after_forward, mp_policy)
     _refuse_later_arguments(reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims)
     modules = _modules(module)
     _require_fresh(modules)
@@ -103,11 +104,18 @@ def compiled_graphs(module: nn.Module) -> list[CompiledGraph]:
         module: sharded by `fully_shard` or by the one-line path; compiled or plain.
     """
     frames: dict[int, Frame] = {}
-    for unit in sharding.units_under(sharding.plain_module(module)):
+    for unit in units_under(plain_module(module)):
         for reference in unit.frames:
             if (frame := reference()) is not None:
                 frames.setdefault(id(frame), frame)
     return [graph for frame in frames.values() for graph in frame.graphs]
+
+
+def _require_kinds(reshard: object, mp_policy: object) -> None:
+    if not isinstance(reshard, bool | int | None):
+        raise ConfigError(f"reshard_after_forward must be True, False or None, got {reshard!r}.")
+    if not isinstance(mp_policy, MixedPrecisionPolicy | None):
+        raise ConfigError(f"mp_policy must be a MixedPrecisionPolicy, got {mp_policy!r}.")
 
 
 def _refuse_later_arguments(reshard: Any, placement_fn: Any, offload: OffloadPolicy | None, dp_mesh_dims: Any) -> None:
@@ -146,10 +154,10 @@ def _require_fresh(modules: list[nn.Module]) -> None:
             raise ConfigError(f"fully_shard was called twice on the same module ({name}). Call it once per module.")
         for path, child in module.named_modules():
             where = f"{name}.{path}" if path else name
-            if sharding.is_compiled(child) and not isinstance(child, ShardedModule):
+            if is_compiled(child) and not isinstance(child, ShardedModule):
                 raise ConfigError(
-                    f"{where} was compiled before fully_shard: its graph would never see the sharding. Call fully_shard "
-                    'first, then torch.compile(module, backend="fxshard").'
+                    f"{where} was compiled before fully_shard: its graph would never see the sharding. Call "
+                    'fully_shard first, then torch.compile(module, backend="fxshard").'
                 )
             if isinstance(child, dist.fsdp.FSDPModule):
                 raise ConfigError(f"{where} is sharded by torch's fully_shard already. Use one of the two.")

@@ -23,8 +23,8 @@ from fxshard.errors import UnsupportedGraph
 from fxshard.ir import ops
 from fxshard.ir.ops import MarkerKey
 from fxshard.ir.plan import FramePlan
+from fxshard.modules import ShardedModule, plain_module
 from fxshard.runtime.unit import Home, Unit, home_of
-from fxshard.sharding import ShardedModule, plain_module
 
 Error = TypeVar("Error", bound=Exception)
 
@@ -65,7 +65,8 @@ def source_name(placeholder: fx.Node) -> str:
 
 def readable(name: str) -> str:
     """`L['self']._modules['blocks']._modules['0']._parameters['weight']` -> `self.blocks.0.weight`."""
-    return re.sub(r"(?:\._modules|\._parameters)?\['([^']+)'\]", r".\1", name.removeprefix("L").removeprefix("G")).strip(".")
+    expression = name.removeprefix("L").removeprefix("G")
+    return re.sub(r"(?:\._modules|\._parameters)?\['([^']+)'\]", r".\1", expression).strip(".")
 
 
 def bind_markers(gm: fx.GraphModule, flats: dict[int, Home]) -> FramePlan:
@@ -143,7 +144,7 @@ def roots_of(gm: fx.GraphModule) -> list[nn.Module]:
         for prefix in reversed(list(_bases(source))):
             try:
                 value = eval(_name(prefix), {}, scope)
-            except Exception:  # noqa: BLE001 - a prefix that is no expression by itself is simply not the module
+            except Exception:
                 continue
             if isinstance(value, nn.Module):
                 root = plain_module(value)
@@ -183,7 +184,7 @@ def as_raised_by_backend(error: Error) -> Error:
     """
     cls = type(error)
     body = {"__module__": cls.__module__, "__init__": lambda self: None, "first_useful_frame": None}
-    both = type(cls.__name__, (cls, BackendCompilerFailed), body)
+    both: Any = type(cls.__name__, (cls, BackendCompilerFailed), body)
     raised = both.__new__(both)
     raised.args = error.args
     raised.inner_exception = error

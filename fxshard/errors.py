@@ -14,7 +14,7 @@ class ConfigError(FxshardError, ValueError):
     """The user asked for something that cannot be done as asked: a wrong option, mesh, parameter or order of calls."""
 
 
-class UnsupportedGraph(FxshardError, RuntimeError):  # noqa: N818 - the field calls it "unsupported", not "...Error"
+class UnsupportedGraph(FxshardError, RuntimeError):
     """The model or the way it is run is legal PyTorch, but fxshard declines it by name."""
 
 

@@ -52,12 +52,13 @@ def lower(gm: fx.GraphModule, inputs: Sequence[Any], frame: Frame, pipeline: Pip
 def lower_plain(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
     """Compile a graph that reads no sharded parameter, as torch would."""
     if options.lower == "eager":
-        return cast("Callable[..., Any]", aot_autograd(fw_compiler=_boxed, bw_compiler=_boxed)(gm, inputs))
+        return aot_autograd(fw_compiler=_boxed, bw_compiler=_boxed)(gm, inputs)
     return cast("Callable[..., Any]", compile_fx(gm, list(inputs), config_patches=dict(options.inductor)))
 
 
 def _boxed(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    return cast("Callable[..., Any]", make_boxed_func(gm.forward))
+    run: Callable[..., Any] = make_boxed_func(gm.forward)
+    return run
 
 
 class _Stages:
@@ -77,10 +78,11 @@ class _Stages:
             inference_compiler=compiler("inference"),
             partition_fn=self.partition,
         )
-        return cast("Callable[..., Any]", backend(gm, inputs))
+        return backend(gm, inputs)
 
     def inductor(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        patches = {name: value for name, value in _KEEP_ORDER.items() if name in inductor_config._config}
+        known = inductor_config.get_config_copy()
+        patches: dict[str, Any] = {name: value for name, value in _KEEP_ORDER.items() if name in known}
         patches |= {**self.options.inductor, "custom_partitioner_fn": _Partitioner(self)}
         compiled = compile_fx(gm, list(inputs), inner_compile=self._compile_split, config_patches=patches)
         return cast("Callable[..., Any]", compiled)
@@ -126,7 +128,7 @@ class _Stages:
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-class _Partitioner(CustomPartitionerFn):  # type: ignore[misc] # untyped in torch
+class _Partitioner(CustomPartitionerFn):
     """`_Stages.partition` in the form that Inductor's configuration wants."""
 
     def __init__(self, stages: _Stages) -> None:

@@ -17,8 +17,10 @@ def require_mesh(mesh: DeviceMesh) -> DeviceMesh:
     if mesh.ndim == 2:
         raise NotImplementedError("fully_shard: mesh with 2 axes (HSDP) is not implemented yet; pass a 1-D mesh.")
     if mesh.ndim != 1:
-        raise ConfigError(f"fully_shard expects a 1-D mesh, got one with {mesh.ndim} axes: {mesh}.")
-    if mesh.device_type != "cpu" and not torch.get_device_module(mesh.device_type).is_available():
+        raise ConfigError(
+            f"mesh: expected a 1-D mesh, got one with {mesh.ndim} axes: {mesh}. Slice an axis: mesh[name]."
+        )
+    if not _is_here(mesh.device_type):
         raise ConfigError(f"the mesh is on {mesh.device_type!r}, but this machine has no such device.")
     if mesh.get_coordinate() is None:
         raise ConfigError(f"this rank ({dist.get_rank()}) is not part of the mesh {mesh}.")
@@ -34,3 +36,10 @@ def default_mesh() -> DeviceMesh:
             dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))
+
+
+def _is_here(device_type: str) -> bool:
+    try:
+        return device_type == "cpu" or bool(torch.get_device_module(device_type).is_available())
+    except RuntimeError:  # "meta" and the like have no module
+        return False

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import types
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -27,6 +28,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from fxshard import capture, sharding
 from fxshard.errors import ConfigError
 from fxshard.mesh import default_mesh, require_mesh
+from fxshard.modules import units_under
 from fxshard.options import Options, launched_world_size
 from fxshard.runtime import consistency
 from fxshard.runtime.unit import Home, shard_rows
@@ -41,8 +43,8 @@ def require_no_replicas(unsharded: dict[str, nn.Parameter], flats: dict[int, Hom
     left = [name for name, parameter in unsharded.items() if parameter not in ignored]
     if left and any(unit.world_size > 1 for unit in units):
         raise ConfigError(
-            f"trainable parameters are neither sharded nor ignored: {', '.join(left)}. Every rank would train a copy of "
-            "its own. Call fully_shard on the module that contains them, or pass them in ignored_params."
+            f"trainable parameters are neither sharded nor ignored: {', '.join(left)}. Every rank would train its own "
+            "copy. Call fully_shard on the module that contains them, or pass them in ignored_params."
         )
 
 
@@ -56,10 +58,12 @@ def shard_root(gm: fx.GraphModule, unsharded: dict[str, nn.Parameter], options: 
     """
     mesh = _mesh(options)
     if mesh is None or mesh.size() == 1:
-        _log_unsharded()
+        _announce(capture.roots_of(gm))
         return
     roots = capture.roots_of(gm)
     _require_ready(roots, unsharded)
+    for root in roots:
+        sharding.require_shardable(dict(root.named_parameters()), mesh)
     for root in roots:
         _agree_on_values(root)
         _shard(root, mesh, options)
@@ -74,15 +78,22 @@ def _mesh(options: Options) -> DeviceMesh | None:
         return default_mesh()
     if launched_world_size() > 1:
         raise ConfigError(
-            f"WORLD_SIZE is {launched_world_size()} but there is no process group: every rank would train a copy of its "
-            "own. Before the first call of the model add: torch.distributed.init_process_group()"
+            f"WORLD_SIZE is {launched_world_size()} but there is no process group: every rank would train its own "
+            "copy. Before the first call of the model add: torch.distributed.init_process_group()"
         )
     return None
 
 
+def _announce(roots: list[nn.Module]) -> None:
+    """Say once per model that it trains unsharded; graph breaks and recompiles come here again."""
+    if any(root not in _announced() for root in roots):
+        _log.warning("fxshard: one rank, nothing to shard; the model trains unsharded.")
+    _announced().update(roots)
+
+
 @functools.cache
-def _log_unsharded() -> None:
-    _log.warning("fxshard: one rank, nothing to shard; the model trains unsharded through Inductor.")
+def _announced() -> weakref.WeakSet[nn.Module]:
+    return weakref.WeakSet()
 
 
 def _require_ready(roots: list[nn.Module], unsharded: dict[str, nn.Parameter]) -> None:
@@ -106,11 +117,11 @@ def _require_ready(roots: list[nn.Module], unsharded: dict[str, nn.Parameter]) -
                 f"parameters have gradients from before the first compiled call: {', '.join(used)}. Set them to None "
                 "(optimizer.zero_grad()) first, or call fxshard.fully_shard(model) before using the model."
             )
-    _require_root_frame(roots)
+    _require_all_unsharded(roots)
 
 
-def _require_root_frame(roots: list[nn.Module]) -> None:
-    if any(sharding.units_under(root) for root in roots):
+def _require_all_unsharded(roots: list[nn.Module]) -> None:
+    if any(units_under(root) for root in roots):
         raise ConfigError(
             "part of the model is sharded and part is not. Shard all of it before compiling: fully_shard on the inner "
             "modules first, then fxshard.fully_shard(model)"
@@ -137,7 +148,7 @@ def _shard(root: nn.Module, mesh: DeviceMesh, options: Options) -> None:
     new = dict(root.named_parameters())
     _rebind_optimizers({id(p): (p, new[fqn]) for fqn, p in old.items()})
     capture.refresh_compiled(root)
-    units = sharding.units_under(root)
+    units = units_under(root)
     for unit in units:
         unit.from_one_line = True
     orphans = {fqn: weakref.ref(parameter) for fqn, parameter in old.items()}
@@ -150,8 +161,9 @@ def _blocks(root: nn.Module) -> list[nn.Module]:
 
     def visit(module: nn.Module) -> None:
         for child in module.children():
+            inside_container = isinstance(module, nn.ModuleList | nn.Sequential)
             is_container = isinstance(child, nn.ModuleList | nn.ModuleDict)
-            if isinstance(module, nn.ModuleList | nn.Sequential) and not is_container and next(child.parameters(), None) is not None:
+            if inside_container and not is_container and next(child.parameters(), None) is not None:
                 found.append(child)
             else:
                 visit(child)
@@ -186,17 +198,30 @@ def _like(value: Any, old: Tensor, new: nn.Parameter) -> Any:
 
 
 def _require_no_holders(orphans: dict[str, weakref.ref[nn.Parameter]]) -> None:
-    """Raise if anybody still holds a parameter that was replaced: its values are dead, its gradient stays None."""
+    """Raise if a collection or object still holds a replaced parameter: its values are dead, its gradient stays None.
+
+    A bare variable is let be: loops over `model.parameters()` leave one behind.
+    """
     gc.collect()
-    held = {fqn: parameter for fqn, reference in orphans.items() if (parameter := reference()) is not None}
+    alive = [(fqn, parameter) for fqn, reference in orphans.items() if (parameter := reference()) is not None]
+    ours = {id(alive), *map(id, alive)}
+    holders = {fqn: [r for r in gc.get_referrers(p) if id(r) not in ours and _holds(r)] for fqn, p in alive}
+    held = {fqn: found for fqn, found in holders.items() if found}
     if not held:
         return
-    kinds = sorted({type(r).__name__ for p in held.values() for r in gc.get_referrers(p) if r is not held})
+    kinds = sorted({type(holder).__name__ for found in held.values() for holder in found})
     raise ConfigError(
-        f"parameters taken from the model before its first call are still held ({', '.join(kinds)}): "
+        f"parameters taken from the model before its first call are still held (by: {', '.join(kinds)}): "
         f"{', '.join(held)}. The first call sharded the model and replaced them, so clipping or averaging the old ones "
         "does nothing. Read model.parameters() after the first call, or call fxshard.fully_shard(model) before it."
     )
+
+
+def _holds(referrer: object) -> bool:
+    """Whether a referrer is more than the variables of a module, a function or a closure."""
+    if isinstance(referrer, dict):
+        return "__builtins__" not in referrer
+    return not isinstance(referrer, types.FrameType | types.CellType | types.GeneratorType)
 
 
 @functools.cache
@@ -223,9 +248,9 @@ class _ReplicaGuard:
         replicas = _replicas(plain) if plain else []
         if replicas:
             raise ConfigError(
-                f"optimizer step on parameters that are not sharded: {', '.join(replicas)}. Only a part of the model was "
-                "compiled with backend='fxshard', so their gradients were never averaged over the ranks. Compile the "
-                "outermost module, or call fxshard.fully_shard(model) before compiling its parts."
+                f"optimizer step on parameters that are not sharded: {', '.join(replicas)}. Only a part of the model "
+                "was compiled with backend='fxshard', so their gradients were never averaged over the ranks. Compile "
+                "the outermost module, or call fxshard.fully_shard(model) before compiling its parts."
             )
         self._approved.add(optimizer)
 
@@ -235,7 +260,7 @@ def _replicas(parameters: Iterable[Tensor]) -> list[str]:
     wanted = {id(p) for p in parameters}
     found: dict[int, str] = {}
     for model in [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]:
-        units = sharding.units_under(model)
+        units = units_under(model)
         ignored = {id(p) for unit in units for p in unit.ignored}
         for name, parameter in model.named_parameters() if units else ():
             if id(parameter) in wanted - ignored and len(name) > len(found.get(id(parameter), "")):

@@ -73,7 +73,7 @@ class Options:
             raise ConfigError(f"mesh must be a DeviceMesh or None, got {type(self.mesh).__name__}.")
         owned = sorted(set(self.inductor) & set(OWNED_INDUCTOR_FLAGS))
         if owned:
-            raise ConfigError(f"inductor={{...}} may not set {', '.join(owned)}: fxshard owns the order of collectives.")
+            raise ConfigError(f"inductor may not set {', '.join(owned)}: fxshard owns the order of collectives.")
 
     @property
     def one_line_only(self) -> tuple[str, ...]:

@@ -42,12 +42,15 @@ class InsertCollectives(GraphPass):
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
         """Edit `gm.graph` in place; return whether anything changed."""
-        gathered = [_gather(unit, markers, ctx) for unit, markers in _reads(gm.graph, ctx)]
-        reduced = [_reduce(unit, writes, ctx) for unit, writes in _writes(gm.graph, ctx)]
-        if reduced:
+        reads, writes = _reads(gm.graph, ctx), _writes(gm.graph, ctx)
+        for unit, markers in reads:
+            _gather(unit, markers, ctx)
+        for unit, grads in writes:
+            _reduce(unit, grads, ctx)
+        if writes:
             gm.graph.eliminate_dead_code()  # the markers themselves, which nothing reads any more
         _refuse_leftovers(gm)
-        return bool(gathered or reduced)
+        return bool(reads or writes)
 
 
 def _reads(graph: fx.Graph, ctx: PassContext) -> list[tuple[UnitPlan, list[fx.Node]]]:

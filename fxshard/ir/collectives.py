@@ -152,7 +152,7 @@ def _reduce_scatter(grads: list[Tensor], plan: UnitPlan, slots: list[SlotIndex],
     """Concatenate into `[world_size, n]` (the copy-in), reduce in `dtype`, return this rank's `[n]`."""
     world_size = plan.world_size
     rows = [g.expand(world_size) if g.dim() == 0 else g for g in grads]
-    flat = torch.ops.aten._chunk_cat([r.to(dtype) for r in rows], 0, world_size).view(-1)
+    flat: Tensor = torch.ops.aten._chunk_cat([r.to(dtype) for r in rows], 0, world_size).view(-1)
     rule = division(world_size, dtype)
     if rule.before != 1:
         flat = flat / rule.before

@@ -10,9 +10,13 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, fx
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.eval_frame import skip_code
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+eval_frame_callback = get_eval_frame_callback
+"""Dynamo's state on this thread: a function (compiling), None (off), False (only run what is compiled)."""
 
 Function = TypeVar("Function", bound=Any)
 
@@ -45,12 +49,12 @@ def run_this_frame_eagerly(function: Function) -> Function:
 def backward_id() -> int | None:
     """Identity of the backward pass that this thread is running, `None` outside of one."""
     task = torch._C._current_graph_task_id()
-    return None if task == -1 else cast(int, task)
+    return None if task == -1 else task
 
 
 def backward_keeps_graph() -> bool:
     """Whether the running backward was called with `retain_graph=True`."""
-    return cast(bool, torch._C._autograd._get_current_graph_task_keep_graph())
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:

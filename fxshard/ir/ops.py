@@ -76,14 +76,16 @@ def is_reduce_grad(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is REDUCE_GRAD
 
 
-@torch.library.register_fake("fxshard::unshard", lib=_LIBRARY)
-def _(shard: Tensor, key: str, slot: int, shape: list[int], dtype: torch.dtype) -> Tensor:
+def _fake_unshard(shard: Tensor, key: str, slot: int, shape: list[int], dtype: torch.dtype) -> Tensor:
     return shard.new_empty(shape, dtype=dtype)
 
 
-@torch.library.register_fake("fxshard::reduce_grad", lib=_LIBRARY)
-def _(grad: Tensor, key: str, slot: int, numel: int, dtype: torch.dtype) -> Tensor:
+def _fake_reduce_grad(grad: Tensor, key: str, slot: int, numel: int, dtype: torch.dtype) -> Tensor:
     return grad.new_empty((numel,), dtype=dtype)
+
+
+torch.library.register_fake("fxshard::unshard", _fake_unshard, lib=_LIBRARY)
+torch.library.register_fake("fxshard::reduce_grad", _fake_reduce_grad, lib=_LIBRARY)
 
 
 def _refuse(*args: Any) -> Tensor:

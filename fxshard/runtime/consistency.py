@@ -19,7 +19,7 @@ def checksum(tensors: Iterable[Tensor]) -> int:
     crc = 0
     for tensor in tensors:
         data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        crc = zlib.crc32(data.numpy(), crc)
+        crc = zlib.crc32(data.numpy(), crc)  # type: ignore[arg-type] # a numpy array is a buffer
     return crc
 
 
@@ -43,7 +43,7 @@ def gather_texts(topic: str, text: str, timeout: timedelta = timedelta(minutes=5
     except RuntimeError as error:
         absent = [str(r) for r, key in enumerate(keys) if not store.check([key])]
         raise ConfigError(
-            f"{topic}: rank {rank} waited {timeout} for rank {', '.join(absent)}. All ranks must make the first call of "
-            "the compiled model."
+            f"{topic}: rank {rank} waited {timeout} for rank {', '.join(absent)}. All ranks must make the "
+            "first call of the compiled model."
         ) from error
     return [store.get(key).decode() for key in keys]

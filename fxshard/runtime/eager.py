@@ -94,7 +94,7 @@ def _scope_for(unit: Unit) -> _Scope:
 def unshard(unit: Unit) -> Parameters:
     """All parameters of a unit, in one launch, differentiable with respect to its flats."""
     index = [(i, j) for i, shard in enumerate(unit.shards) for j in range(len(shard.members))]
-    values = _UnshardUnit.apply(unit, index, *(shard.flat for shard in unit.shards))
+    values = _UnshardUnit.apply(unit, index, *(s.flat for s in unit.shards))  # type: ignore[no-untyped-call]
     return dict(zip(index, values, strict=True))
 
 
@@ -103,7 +103,7 @@ class _UnshardUnit(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, unit: Unit, index: list[SlotIndex], *flats: Tensor) -> tuple[Tensor, ...]:
-        ctx.unit, ctx.index = unit, index
+        ctx.unit, ctx.index, ctx.epoch = unit, index, unit.epoch()
         ctx.set_materialize_grads(False)
         values = collectives.unshard(flats, unit.plan, index)
         frozen = [v for v, (i, _) in zip(values, index, strict=True) if not unit.shards[i].plan.trainable]
@@ -113,6 +113,7 @@ class _UnshardUnit(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         unit: Unit = ctx.unit
+        unit.require_epoch(ctx.epoch)
         written = [(slot, grad) for slot, grad in zip(ctx.index, grads, strict=True) if grad is not None]
         _scopes.recompute = None
         if not written:

@@ -92,7 +92,8 @@ class Frame:
         if not outputs:
             return
         seen = {key: unit.epoch() for key, unit in units.items() if self.plan.units[key].reshard_after_forward}
-        trained, ran = self.trained, [False]
+        trained = self.trained
+        ran: list[int | None] = [None]
 
         def before_backward(_: Tensor) -> None:
             backward = fake.backward_id()
@@ -101,7 +102,7 @@ class Frame:
             ran[0] = backward
             _refuse_repeated_backward()
             for key, epoch in seen.items():
-                _require_epoch(units[key], epoch)
+                units[key].require_epoch(epoch)
             for key, slots in trained.items():
                 for i, j in slots:
                     units[key].shards[i].sink.expect((j,))
@@ -124,13 +125,4 @@ def _refuse_repeated_backward() -> None:
         raise UnsupportedGraph(
             "backward(retain_graph=True) through a graph compiled by fxshard is not supported: its backward frees what "
             "forward saved. Add the losses and call backward once, or run forward again."
-        )
-
-
-def _require_epoch(unit: Unit, epoch: int) -> None:
-    if unit.epoch() != epoch:
-        raise UnsupportedGraph(
-            f"parameters of unit {unit.fqn or 'root'!r} were changed between forward and backward (an optimizer step, "
-            "load_state_dict, copy_): backward would gather the new values for activations of the old ones. Run "
-            "forward again after changing parameters."
         )

@@ -52,10 +52,10 @@ class GradientSink:
 
 def _give(parameter: nn.Parameter, piece: Tensor) -> None:
     """Accumulate one parameter's slice, `[slot_numel]`, padding included."""
-    local = cast(Tensor, cast(DTensor, parameter)._local_tensor)
+    local = cast(DTensor, parameter)._local_tensor
     rows = piece if piece.numel() == local.numel() else piece[: local.numel()]
     # The constructor, not from_local: no autograd, no checks, nothing but the wrapper.
-    grad: Tensor = DTensor(rows.view(local.shape), cast(DTensor, parameter)._spec, requires_grad=False)  # type: ignore[call-arg]
+    grad: Tensor = DTensor(rows.view(local.shape), cast(DTensor, parameter)._spec, requires_grad=False)
     for hook in (parameter._backward_hooks or {}).values():
         replaced = hook(grad)
         grad = grad if replaced is None else replaced

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fxshard.errors import ConfigError
+from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.ir.plan import ParameterSpec, ShardPlan, Slot, UnitPlan, lay_out
 from fxshard.runtime.gradients import GradientSink
 
@@ -104,7 +104,7 @@ class Member:
 
 def local_of(parameter: Tensor) -> Tensor:
     """The local tensor of a DTensor parameter."""
-    return cast(Tensor, cast(DTensor, parameter)._local_tensor)
+    return cast(DTensor, parameter)._local_tensor
 
 
 @dataclass(eq=False)
@@ -160,11 +160,20 @@ class Unit:
     @property
     def world_size(self) -> int:
         """Ranks that share the unit."""
-        return cast(int, self.mesh.size())
+        return self.mesh.size()
 
     def epoch(self) -> int:
         """Changes whenever parameter values may have changed: repacked, or written in place through the DTensors."""
         return self.generation + sum(member.parameter._version for member in self.members)
+
+    def require_epoch(self, epoch: int) -> None:
+        """Raise if parameter values have changed since `epoch()` was `epoch`: that forward's backward is void."""
+        if self.epoch() != epoch:
+            raise UnsupportedGraph(
+                f"parameters of unit {self.fqn or 'root'!r} were changed between forward and backward (by an optimizer "
+                "step, load_state_dict, copy_): backward would combine new values with activations of the old ones. "
+                "Run forward again after changing parameters."
+            )
 
     def pack(self, locals_: Sequence[Tensor]) -> None:
         """Lay out all members anew and copy `locals_`, this rank's rows of each, into fresh flats."""
@@ -286,6 +295,11 @@ class Unit:
         """Accept a replaced parameter object if it is a shard of the same kind."""
         found = {id(p): p for module, name in member.owners if (p := module._parameters.get(name)) is not None}
         new = [p for p in found.values() if p is not member.parameter] or list(found.values())
+        if not new:
+            raise ConfigError(
+                f"{member.fqn} is sharded, but is gone from its module. Apply parametrizations and weight_norm, and "
+                "delete parameters, before fully_shard."
+            )
         if len(new) != 1:
             raise ConfigError(
                 f"{member.fqn} is sharded, but {len(new)} different parameters now stand in its place (expected 1, the "
