@@ -47,8 +47,8 @@ class MarkerKey(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> MarkerKey:
         """Inverse of `str`."""
-        unit, _, rest = text.partition("#")
-        shard, _, call = rest.partition("@")
+        rest, _, call = text.rpartition("@")
+        unit, _, shard = rest.rpartition("#")
         return cls(unit, int(shard), call)
 
 

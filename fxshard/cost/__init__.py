@@ -1,1 +1,0 @@
-"""Estimates over a graph: bytes and lifetimes."""
