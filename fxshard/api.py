@@ -84,6 +84,10 @@ def fully_shard(
     """
     _require_kinds(reshard_after_forward, mp_policy)
     _refuse_later_arguments(reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims)
+    if getattr(mp_policy, "param_dtype_override_fn", None) is not None:
+        raise NotImplementedError(
+            "fully_shard: mp_policy.param_dtype_override_fn is not implemented yet; leave it out."
+        )
     modules = _modules(module)
     _require_fresh(modules)
     chosen = require_mesh(mesh if mesh is not None else default_mesh())

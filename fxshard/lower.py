@@ -140,6 +140,9 @@ class _Partitioner(CustomPartitionerFn):
     def uuid(self) -> str:
         return self._stages.digest
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Partitioner:
+        return self
+
     def __getstate__(self) -> str:
         # Inductor pickles its whole configuration into the cache key; of us it must see the digest and nothing else.
         return self.uuid()

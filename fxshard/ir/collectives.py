@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from fxshard.ir.plan import ShardPlan, Slot, UnitPlan
 
@@ -21,6 +22,10 @@ ALL_GATHER_COALESCED = _c10d.all_gather_into_tensor_coalesced.default
 REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
 WAIT = _c10d.wait_tensor.default
 LAUNCHES = (ALL_GATHER, ALL_GATHER_COALESCED, REDUCE_SCATTER)
+
+REDUCES_IN_STORAGE_DTYPE = hasattr(FSDPParam, "unsharded_grad_dtype")
+"""What `MixedPrecisionPolicy(reduce_dtype=None)` means in this torch: the parameter's dtype, as FSDP2 from 2.15 on, or
+the dtype of the gradient, as FSDP2 before."""
 
 SlotIndex = tuple[int, int]
 """(shard, slot): a parameter of a unit."""
@@ -127,8 +132,9 @@ def reduce_grads(grads: Sequence[Tensor], plan: UnitPlan, writes: Sequence[SlotI
         Shard index -> `[shard_numel]` in the shard's dtype, zeros where no gradient was given.
     """
     groups: dict[torch.dtype, list[int]] = {}
-    for i, grad in enumerate(grads):
-        groups.setdefault(plan.reduce_dtype or grad.dtype, []).append(i)
+    for i, (grad, (shard, _)) in enumerate(zip(grads, writes, strict=True)):
+        default = plan.shards[shard].dtype if REDUCES_IN_STORAGE_DTYPE else grad.dtype
+        groups.setdefault(plan.reduce_dtype or default, []).append(i)
     pieces: dict[SlotIndex, Tensor] = {}
     whole: dict[int, Tensor] = {}
     for dtype, members in groups.items():

@@ -84,7 +84,7 @@ class UnitPlan:
         world_size: ranks that share the unit.
         group: name of the process group of the collectives.
         param_dtype: dtype of the gathered floating-point parameters, `None` for the storage dtype.
-        reduce_dtype: dtype of the gradient reduction, `None` for the dtype of the gradient.
+        reduce_dtype: dtype of the gradient reduction, `None` for what FSDP2 of the same torch would take.
         reshard_after_forward: whether backward gathers the parameters again.
     """
 

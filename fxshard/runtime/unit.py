@@ -74,8 +74,21 @@ class Member:
     wrapper_storage: torch.UntypedStorage = field(init=False)
 
     def attach(self, view: Tensor) -> None:
-        """Make `view` the parameter's local tensor."""
-        cast(DTensor, self.parameter)._local_tensor = view
+        """Make `view` the parameter's local tensor; the parameter stays the object that optimizers hold.
+
+        A DTensor takes its storage offset from the local tensor it is built with, and Dynamo wants the two to agree
+        when it traces an optimizer step. So the parameter is built anew and swapped in, where torch can swap: it
+        cannot where something holds a weak reference, and hooks would be left behind.
+        """
+        old = self.parameter
+        has_hooks = bool(old._backward_hooks or getattr(old, "_post_accumulate_grad_hooks", None))
+        if old.storage_offset() == view.storage_offset() or has_hooks or weakref.getweakrefs(old):
+            cast(DTensor, old)._local_tensor = view
+        else:
+            grad, old.grad = old.grad, None
+            rebuilt = DTensor(view, cast(DTensor, old)._spec, requires_grad=False)
+            torch.utils.swap_tensors(old, nn.Parameter(rebuilt, requires_grad=old.requires_grad))
+            old.grad = grad
         self.remember()
 
     def remember(self) -> None:

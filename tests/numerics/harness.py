@@ -241,7 +241,8 @@ def train_step(run: Run, step: int) -> None:
 
 
 def train(scenario: Scenario, system: System) -> Run:
-    """Train the scenario in a system."""
+    """Train the scenario in a system, whose graphs count towards no other system's recompile limit."""
+    torch._dynamo.reset()
     run = start(scenario, system)
     for step in range(NUM_STEPS):
         train_step(run, step)

@@ -21,13 +21,15 @@ from tests.numerics.harness import (
     Tools,
     check,
     check_against_unsharded,
-    check_bitwise,
+    compare,
     full,
     fxshard_system,
     only_shard,
     shard_and_compile,
     shard_blocks,
+    start,
     train,
+    train_step,
     update,
 )
 from tests.numerics.models import MLP, WIDTH, Block, rows
@@ -250,11 +252,13 @@ def test_trains_two_sharded_models_with_one_loss_through_both() -> None:
 @two_ranks
 def test_trains_two_sharded_models_in_turns() -> None:
     scenario = Scenario(model=MLP, batch=rows())
-    alone, first, second = (train(scenario, fxshard_system()) for _ in range(3))
-    check_bitwise(scenario)
-    for name, value in alone.params.items():
-        torch.testing.assert_close(first.params[name], value, rtol=0.0, atol=0.0)
-        torch.testing.assert_close(second.params[name], value, rtol=0.0, atol=0.0)
+    runs = [start(scenario, system) for system in (fxshard_system(), fxshard_system(), FSDP2)]
+    for step in range(3):
+        for run in runs:
+            train_step(run, step)
+    first, second, reference = runs
+    compare(first, reference, rtol=0.0, atol=0.0)
+    compare(second, reference, rtol=0.0, atol=0.0)
 
 
 def reset_dynamo(run: Run, step: int) -> None:

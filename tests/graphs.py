@@ -1,0 +1,313 @@
+"""Small graphs for the tests of passes: traced as the backend traces them, seen before and after every pass.
+
+`trace` compiles a sharded module with the library's own capture and lowering, in one process on a fake group, and keeps
+a copy of the graphs between the passes. `tests/steps.py` runs them.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fxshard import MixedPrecisionPolicy, capture, fully_shard
+from fxshard.ir.plan import FramePlan
+from fxshard.ir.text import graph_text, node_text
+from fxshard.lower import lower
+from fxshard.options import Options
+from fxshard.passes import _manager
+from fxshard.passes._base import Fact, GraphKind, GraphPass, PassContext
+from fxshard.passes.pipeline import DEFAULT, Pipeline
+from fxshard.runtime.frame import Frame
+
+GOLDEN = Path(__file__).parent / "golden"
+WIDTH = 4
+
+Graph = tuple[fx.GraphModule, PassContext]
+Kept = dict[tuple[GraphKind, type[GraphPass] | None], fx.GraphModule]
+
+
+@contextmanager
+def fake_ranks(world_size: int) -> Iterator[DeviceMesh]:
+    """Pretend to be rank 0 of `world_size`; collectives return at once and move nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield init_device_mesh("cpu", (world_size,))
+    finally:
+        torch._dynamo.reset()
+        dist.destroy_process_group()
+
+
+# ---- models: few nodes, and ops whose trace is the same in every supported torch
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int = WIDTH, bias_dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width))
+        self.bias = nn.Parameter(torch.randn(width, dtype=bias_dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class ThereAndBack(nn.Module):
+    """Reads its only parameter twice in one call, as an embedding that is also the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight) @ self.weight
+
+
+class CalledTwice(nn.Module):
+    """Calls one layer twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers[0](self.layers[0](x))
+        return y
+
+
+class Casting(nn.Module):
+    """Computes with a transposed bfloat16 copy of its matrix, as under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.bfloat16() @ self.weight.bfloat16().t()
+
+
+class Scale(nn.Module):
+    """Owns a scalar, which every rank holds whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
+# ---- tracing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keep(GraphPass):
+    """Keeps a copy of the graph that it sees."""
+
+    after: type[GraphPass] | None
+    kept: Kept
+
+    def apply(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+        self.kept[ctx.kind, self.after] = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skip(GraphPass):
+    """Stands in the place of a pass that a test leaves out."""
+
+    ensures = frozenset(Fact)
+
+    def apply(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """The graphs of a training step between all passes, and the module that they came from.
+
+    Attributes:
+        module: before it was sharded.
+        plan: of the captured frame.
+        kept: (kind of graph, pass) -> the graph after that pass, after None: before the first.
+        width: of the module's input.
+    """
+
+    module: nn.Module
+    plan: FramePlan
+    kept: Kept
+    width: int
+
+    def at(self, kind: GraphKind, after: type[GraphPass] | None = None) -> Graph:
+        """A graph that is the caller's to edit, and the context of its passes."""
+        gm = self.kept[kind, after]
+        return fx.GraphModule(gm, copy.deepcopy(gm.graph)), PassContext(plan=self.plan, kind=kind)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that the graphs were traced for."""
+        return next(iter(self.plan.units.values())).world_size
+
+
+def trace(
+    module: nn.Module,
+    *,
+    units: Callable[[nn.Module], Sequence[nn.Module]] = lambda module: [module],
+    world_size: int = 2,
+    pipeline: Pipeline = DEFAULT,
+    train: bool = True,
+    width: int = WIDTH,
+    **shard_kwargs: Any,
+) -> Traced:
+    """Shard, compile and run a module once, forward and (if `train`) backward.
+
+    Args:
+        module: takes `[2, width]`.
+        units: the modules to make units of, inner ones first.
+        world_size: number of fake ranks.
+        pipeline: the passes.
+        train: whether to run with autograd.
+        width: of the module's input.
+        **shard_kwargs: of fully_shard.
+    """
+    kept: Kept = {}
+    plans: list[FramePlan] = []
+    original = copy.deepcopy(module)
+    dtype = next(module.parameters()).dtype
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Frame:
+        frame = Frame(capture.bind_markers(gm, capture.flats_of(inputs)))
+        plans.append(frame.plan)
+        between = Pipeline(joint=_with_copies(pipeline.joint, kept), split=_with_copies(pipeline.split, kept))
+        lower(gm, inputs, frame, between, Options(lower="eager"))
+        return frame
+
+    with fake_ranks(world_size) as mesh, torch.set_grad_enabled(train):
+        for unit in units(module):
+            fully_shard(unit, mesh=mesh, **shard_kwargs)
+        result = torch.compile(module, backend=backend)(torch.ones(2, width, dtype=dtype))
+        if train:
+            result.sum().backward()
+    (plan,) = plans
+    return Traced(module=original, plan=plan, kept=kept, width=width)
+
+
+def _with_copies(passes: Sequence[GraphPass], kept: Kept) -> tuple[GraphPass, ...]:
+    steps: list[GraphPass] = [Keep(after=None, kept=kept)]
+    for step in passes:
+        steps += [step, Keep(after=type(step), kept=kept)]
+    return tuple(steps)
+
+
+def layers_of(module: nn.Module) -> Sequence[nn.Module]:
+    """The units of the models with layers: each layer, then the rest."""
+    return [*module.get_submodule("layers").children(), module]
+
+
+def two_layers(**kwargs: Any) -> Traced:
+    """Two units of a matrix and a vector each."""
+    return trace(TwoLayers(), units=layers_of, **kwargs)
+
+
+def uneven(**kwargs: Any) -> Traced:
+    """One unit whose five rows no two ranks or more can share equally."""
+    return trace(Layer(5), width=5, **kwargs)
+
+
+def two_dtypes(**kwargs: Any) -> Traced:
+    """One unit of a float32 matrix and a bfloat16 vector."""
+    return trace(Layer(bias_dtype=torch.bfloat16), **kwargs)
+
+
+def doubles(**kwargs: Any) -> Traced:
+    """One unit in float64, which the collectives do not average themselves."""
+    return trace(Layer().double(), **kwargs)
+
+
+def mixed_precision(**kwargs: Any) -> Traced:
+    """One unit that is gathered in bfloat16 and reduced in float32."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return trace(Layer(), mp_policy=policy, **kwargs)
+
+
+def frozen_weight(**kwargs: Any) -> Traced:
+    """One unit whose matrix is not trained."""
+    layer = Layer()
+    layer.weight.requires_grad_(False)
+    return trace(layer, **kwargs)
+
+
+def read_twice(**kwargs: Any) -> Traced:
+    """One unit that reads its matrix twice in one call."""
+    return trace(ThereAndBack(), **kwargs)
+
+
+def called_twice(**kwargs: Any) -> Traced:
+    """One unit whose module is called twice."""
+    return trace(CalledTwice(), units=layers_of, **kwargs)
+
+
+def casting(**kwargs: Any) -> Traced:
+    """One unit whose matrix is cast and transposed before use."""
+    return trace(Casting(), **kwargs)
+
+
+def scalar(**kwargs: Any) -> Traced:
+    """One unit of one number."""
+    return trace(Scale(), **kwargs)
+
+
+# ---- passes and texts
+
+
+def run_pass(pass_: GraphPass, gm: fx.GraphModule, ctx: PassContext, given: Sequence[Fact] | None = None) -> bool:
+    """Run one pass as the pipeline does; `given` is what it requires unless said otherwise."""
+    return _manager.run(gm, [pass_], ctx, given=pass_.requires if given is None else given)
+
+
+def text(gm: fx.GraphModule) -> str:
+    """The whole graph."""
+    return graph_text(gm.graph)
+
+
+def text_with_tags(gm: fx.GraphModule) -> str:
+    """The whole graph, with what the partitioner was told about its nodes."""
+    return "\n".join(node_text(node) + _tag(node) for node in gm.graph.nodes)
+
+
+def _tag(node: fx.Node) -> str:
+    policy = node.meta.get("recompute")
+    return f"  # recompute={policy.name}" if policy is not None else ""
+
+
+def accepts() -> bool:
+    """Whether expected texts are to be written anew: `EXPECTTEST_ACCEPT=1`."""
+    return bool(os.environ.get("EXPECTTEST_ACCEPT"))
+
+
+def assert_golden(actual: str, name: str) -> None:
+    """Compare with `tests/golden/<name>.txt`."""
+    path = GOLDEN / f"{name}.txt"
+    if accepts():
+        path.write_text(actual + "\n")
+    assert actual + "\n" == path.read_text(), f"{path.name} differs; EXPECTTEST_ACCEPT=1 writes it anew"

@@ -1,0 +1,71 @@
+"""The pipeline: every pass has its place, its test and its page, and none depends on another's module."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+
+from fxshard.passes._base import GraphPass
+from fxshard.passes.dedup_unshard import DedupUnshard
+from fxshard.passes.pipeline import DEFAULT, OPTIONAL, Pipeline
+
+ROOT = Path(__file__).parents[2]
+NOT_PASSES = ("__init__", "_base", "_manager", "pipeline")
+MODULES = sorted(path.stem for path in (ROOT / "passes").glob("*.py") if path.stem not in NOT_PASSES)
+
+
+def pass_of(module: str) -> type[GraphPass]:
+    """The one pass of a module."""
+    name = f"fxshard.passes.{module}"
+    found = [
+        cls
+        for _, cls in inspect.getmembers(importlib.import_module(name), inspect.isclass)
+        if issubclass(cls, GraphPass) and cls.__module__ == name
+    ]
+    (cls,) = found
+    return cls
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_finds_every_pass_in_the_pipeline_or_among_the_optional_ones(module: str) -> None:
+    used = {type(step) for step in (*DEFAULT.joint, *DEFAULT.split)}
+    assert pass_of(module) in used | set(OPTIONAL)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_finds_every_pass_by_one_name(module: str) -> None:
+    assert pass_of(module).__name__ == "".join(word.title() for word in module.split("_"))
+    assert (ROOT / f"tests/passes/test_{module}.py").is_file()
+    assert (ROOT / f"docs/passes/{module}.md").is_file()
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_describes_every_pass_alike(module: str) -> None:
+    text = inspect.getdoc(pass_of(module)) or ""
+    missing = [word for word in ("Before ", "After ", "Numerics: ", "Memory: ", "No-op: ") if word not in text]
+    assert not missing
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_finds_no_pass_that_imports_another(module: str) -> None:
+    tree = ast.parse((ROOT / f"passes/{module}.py").read_text())
+    imported = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert not [name for name in imported if name.rpartition(".")[2] in MODULES]
+
+
+class Newer(DedupUnshard):
+    """A pass whose result has changed."""
+
+    version = 2
+
+
+Newer.__qualname__ = DedupUnshard.__qualname__
+
+
+def test_tells_compile_caches_apart_by_the_versions_of_passes() -> None:
+    assert repr(Newer()) == repr(DedupUnshard())
+    assert Pipeline(joint=(Newer(),), split=()).digest != Pipeline(joint=(DedupUnshard(),), split=()).digest

@@ -1,0 +1,121 @@
+"""ReshardPolicy: what the partitioner is told about each marker, and that it makes no difference to the numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from fxshard.errors import InvariantError
+from fxshard.passes._base import Fact
+from fxshard.passes.dedup_unshard import DedupUnshard
+from fxshard.passes.insert_collectives import InsertCollectives
+from fxshard.passes.pipeline import DEFAULT, Pipeline
+from fxshard.passes.reshard_policy import ReshardPolicy
+from tests import graphs
+from tests.graphs import Traced, assert_golden, run_pass, text, text_with_tags
+from tests.steps import assert_same_step, step
+
+
+def tagged(traced: Traced) -> str:
+    """The joint graph after the pass, with its tags."""
+    gm, ctx = traced.at("joint", after=DedupUnshard)
+    assert run_pass(ReshardPolicy(), gm, ctx)
+    return text_with_tags(gm)
+
+
+def test_has_backward_gather_again_what_is_resharded() -> None:
+    assert_golden(tagged(graphs.two_layers()), "reshard_policy_resharded")
+
+
+def test_has_backward_keep_what_is_not_resharded() -> None:
+    assert_golden(tagged(graphs.two_layers(reshard_after_forward=False)), "reshard_policy_kept")
+
+
+def test_tags_casts_and_views_of_a_parameter_as_well() -> None:
+    assert_expected_inline(
+        tagged(graphs.casting(reshard_after_forward=True)),
+        """\
+%primals_1: f32[2, 4] = input
+%primals_2: f32[8] = input
+%tangents_1: bf16[2, 4] = input
+%_to_copy: bf16[2, 4] = aten._to_copy(%primals_1, dtype=bf16)
+%unshard: f32[4, 4] = fxshard.unshard(%primals_2, '#0@0', 0, [4, 4], f32)  # recompute=MUST_RECOMPUTE
+%_to_copy_1: bf16[4, 4] = aten._to_copy(%unshard, dtype=bf16)  # recompute=MUST_RECOMPUTE
+%t: bf16[4, 4] = aten.t(%_to_copy_1)  # recompute=MUST_RECOMPUTE
+%mm: bf16[2, 4] = aten.mm(%_to_copy, %t)
+%t_1: bf16[4, 2] = aten.t(%tangents_1)
+%mm_1: bf16[4, 4] = aten.mm(%t_1, %_to_copy)
+%t_2: bf16[4, 4] = aten.t(%mm_1)
+%t_3: bf16[4, 4] = aten.t(%t_2)
+%_to_copy_2: f32[4, 4] = aten._to_copy(%t_3, dtype=f32, layout=strided)
+%reduce_grad: f32[8] = fxshard.reduce_grad(%_to_copy_2, '#0@0', 0, 8, f32)
+return %mm, None, %reduce_grad""",
+    )
+
+
+def test_has_one_rank_view_its_shard_again() -> None:
+    assert_expected_inline(
+        tagged(graphs.read_twice(world_size=1)),
+        """\
+%primals_1: f32[16] = input
+%primals_2: f32[2, 4] = input
+%tangents_1: f32[2, 4] = input
+%unshard: f32[4, 4] = fxshard.unshard(%primals_1, '#0@0', 0, [4, 4], f32)  # recompute=MUST_RECOMPUTE
+%mm: f32[2, 4] = aten.mm(%primals_2, %unshard)
+%mm_1: f32[2, 4] = aten.mm(%mm, %unshard)
+%t: f32[4, 2] = aten.t(%mm)
+%mm_2: f32[4, 4] = aten.mm(%t, %tangents_1)
+%t_1: f32[4, 4] = aten.t(%unshard)  # recompute=MUST_RECOMPUTE
+%mm_3: f32[2, 4] = aten.mm(%tangents_1, %t_1)
+%reduce_grad: f32[16] = fxshard.reduce_grad(%mm_2, '#0@0', 0, 16, f32)
+%t_2: f32[4, 2] = aten.t(%primals_2)
+%mm_4: f32[4, 4] = aten.mm(%t_2, %mm_3)
+%reduce_grad_1: f32[16] = fxshard.reduce_grad(%mm_4, '#0@0', 0, 16, f32)
+%add: f32[16] = aten.add.Tensor(%reduce_grad, %reduce_grad_1)
+return %mm_1, %add, None""",
+    )
+
+
+def test_gathers_in_backward_only_what_forward_resharded() -> None:
+    resharded, _ = graphs.two_layers().at("backward", after=InsertCollectives)
+    kept, _ = graphs.two_layers(reshard_after_forward=False).at("backward", after=InsertCollectives)
+    assert text(resharded).count("all_gather") == 1  # of the layer whose input needs a gradient
+    assert text(kept).count("all_gather") == 0
+
+
+def test_gives_the_same_tags_when_run_again() -> None:
+    gm, ctx = graphs.two_layers().at("joint", after=DedupUnshard)
+    run_pass(ReshardPolicy(), gm, ctx)
+    before = text_with_tags(gm)
+    run_pass(ReshardPolicy(), gm, ctx)
+    assert text_with_tags(gm) == before
+
+
+def test_leaves_a_graph_without_markers_alone() -> None:
+    gm, ctx = graphs.uneven().at("forward", after=InsertCollectives)
+    before = text_with_tags(gm)
+    assert not run_pass(ReshardPolicy(), gm, ctx)
+    assert text_with_tags(gm) == before
+
+
+def test_wants_markers_that_are_merged() -> None:
+    gm, ctx = graphs.uneven().at("joint")
+    with pytest.raises(InvariantError) as refused:
+        run_pass(ReshardPolicy(), gm, ctx, given=[Fact.MARKED])
+    assert_expected_inline(
+        str(refused.value),
+        """\
+ReshardPolicy() requires DEDUPED; run the pass that ensures it before this one.
+This is a bug in fxshard or in a pass that was added to it: please report it.""",
+    )
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_leaves_every_bit_of_a_step_as_it_was(reshard_after_forward: bool) -> None:
+    kwargs = {"world_size": 4, "reshard_after_forward": reshard_after_forward}
+    torch.manual_seed(0)
+    with_tags = graphs.two_layers(**kwargs)
+    torch.manual_seed(0)
+    without = graphs.two_layers(pipeline=Pipeline(joint=DEFAULT.joint[:1], split=DEFAULT.split), **kwargs)
+    assert_same_step(step(with_tags), step(without), rtol=0.0, atol=0.0)

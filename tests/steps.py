@@ -1,0 +1,124 @@
+"""A training step for all ranks in this process: the graphs after all passes, run on real values.
+
+Torch's LocalTensor holds one value per rank and computes its collectives. The same step without sharding is the
+reference.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+
+from fxshard.ir.plan import ShardPlan
+from fxshard.passes.insert_collectives import InsertCollectives
+from tests.graphs import Traced, fake_ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a step computes.
+
+    Attributes:
+        outputs: of each rank.
+        grads: parameter FQN -> its gradient, averaged over the ranks, whole; absent where there is none.
+    """
+
+    outputs: list[Tensor]
+    grads: dict[str, Tensor]
+
+
+def batch_of(traced: Traced, rank: int) -> tuple[Tensor, Tensor]:
+    """A rank's input and the gradient of its output."""
+    generator = torch.Generator().manual_seed(rank)
+    dtype = next(traced.module.parameters()).dtype
+    x, dy = (torch.randn(2, traced.width, generator=generator, dtype=dtype) for _ in range(2))
+    return x, dy
+
+
+def step(traced: Traced) -> Step:
+    """Run the graphs after all passes on all ranks, each with its rows of the parameters and its own batch."""
+    forward, _ = traced.at("forward", after=InsertCollectives)
+    backward, _ = traced.at("backward", after=InsertCollectives)
+    world_size = traced.world_size
+    batches = [batch_of(traced, rank) for rank in range(world_size)]
+    arguments = list(_forward_inputs(traced, forward, [x for x, _ in batches]))
+    tangent = _on_all_ranks([dy for _, dy in batches])
+    with fake_ranks(world_size), LocalTensorMode(world_size), torch.no_grad():
+        results = forward(*arguments)
+        saved = dict(zip(_result_names(forward), results, strict=True))
+        inputs = [node.name for node in backward.graph.find_nodes(op="placeholder")]
+        grads = backward(*(saved.get(name, tangent) for name in inputs))
+    return Step(outputs=_per_rank(results[0]), grads=_full_grads(traced, grads))
+
+
+def reference_step(traced: Traced) -> Step:
+    """The same step without sharding: the original module on every rank's batch, gradients averaged."""
+    module = copy.deepcopy(traced.module)
+    outputs = []
+    for rank in range(traced.world_size):
+        x, dy = batch_of(traced, rank)
+        outputs.append(module(x))
+        outputs[-1].backward(dy / traced.world_size)
+    grads = {fqn: p.grad for fqn, p in module.named_parameters() if p.grad is not None}
+    return Step(outputs=[y.detach() for y in outputs], grads=grads)
+
+
+def assert_same_step(actual: Step, expected: Step, **tolerances: float) -> None:
+    """Compare outputs and gradients, absent ones included."""
+    assert actual.grads.keys() == expected.grads.keys()
+    torch.testing.assert_close(actual.outputs, expected.outputs, **tolerances)
+    torch.testing.assert_close(actual.grads, expected.grads, **tolerances)
+
+
+def _result_names(gm: fx.GraphModule) -> list[str]:
+    (results,) = gm.graph.output_node().args
+    assert isinstance(results, Sequence)
+    return [result.name for result in results if isinstance(result, fx.Node)]
+
+
+def _on_all_ranks(values: Sequence[Tensor]) -> Tensor:
+    return LocalTensor({rank: value.detach() for rank, value in enumerate(values)})
+
+
+def _per_rank(value: Any) -> list[Tensor]:
+    return [value._local_tensors[rank] for rank in sorted(value._local_tensors)]
+
+
+def _forward_inputs(traced: Traced, forward: fx.GraphModule, xs: Sequence[Tensor]) -> Iterator[Tensor]:
+    parameters = dict(traced.module.named_parameters())
+    for i, _ in enumerate(forward.graph.find_nodes(op="placeholder")):
+        if i in traced.plan.shard_inputs:
+            unit, shard = traced.plan.shard_inputs[i]
+            plan = traced.plan.units[unit].shards[shard]
+            yield _on_all_ranks([shard_of(plan, parameters, r, traced.world_size) for r in range(traced.world_size)])
+        else:
+            yield _on_all_ranks(xs)
+
+
+def shard_of(plan: ShardPlan, parameters: Mapping[str, Tensor], rank: int, world_size: int) -> Tensor:
+    """A rank's flat tensor, written down from the note on layout in `ir/plan.py`."""
+    flat = torch.zeros(plan.numel, dtype=plan.dtype)
+    for slot in plan.slots:
+        whole = parameters[slot.fqn].detach()
+        rows = whole if slot.replicated else whole[slice(*slot.rows_of(rank, world_size))]
+        flat[slot.offset : slot.offset + rows.numel()] = rows.reshape(-1)
+    return flat
+
+
+def _full_grads(traced: Traced, grads: Sequence[Any]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for i, (unit, shard) in traced.plan.shard_inputs.items():
+        if grads[i] is None:
+            continue
+        ranks = _per_rank(grads[i])
+        for slot in traced.plan.units[unit].shards[shard].slots:
+            pieces = [flat[slot.offset : slot.offset + slot.numel] for flat in ranks]
+            whole = pieces[0] if slot.replicated else torch.cat(pieces)[: slot.full_numel]
+            found[slot.fqn] = whole.view(slot.shape)
+    return found
