@@ -64,8 +64,17 @@ def _compile(
     gm: fx.GraphModule, example_inputs: Sequence[Any], flats: dict[int, Home], options: Options
 ) -> Callable[..., Any]:
     frame = Frame(capture.bind_markers(gm, flats))
+    for key, share in capture.read_shares(gm, frame.plan).items():
+        if share < 0.5 and frame.plan.units[key].world_size > 1:
+            _log.warning(
+                "fxshard: a captured graph reads %.0f%% of unit %r but gathers all of it. Where a graph break splits "
+                "the unit, remove the break (TORCH_LOGS=graph_breaks) or give the parts a fully_shard each.",
+                100 * share,
+                key or "root",
+            )
     for home in flats.values():
-        home.unit.frames.append(weakref.ref(frame))
+        alive = [reference for reference in home.unit.frames if reference() is not None]
+        home.unit.frames = [*alive, weakref.ref(frame)]
     lower(gm, example_inputs, frame, pipeline.DEFAULT, options)
     _log.info("captured %d units: %s", len(frame.plan.units), ", ".join(name or "root" for name in frame.plan.units))
     return frame

@@ -111,6 +111,16 @@ def _markers(gm: fx.GraphModule) -> Iterator[fx.Node]:
                     yield node
 
 
+def read_shares(gm: fx.GraphModule, plan: FramePlan) -> dict[str, float]:
+    """Unit key -> the share of the unit's elements that a graph with bound markers reads."""
+    read = {(key.unit, key.shard, ops.slot_of(m)) for m in _markers(gm) for key in (ops.key_of(m),)}
+    total = {key: sum(shard.numel for shard in unit.shards) for key, unit in plan.units.items()}
+    used = dict.fromkeys(plan.units, 0)
+    for unit, shard, slot in read:
+        used[unit] += plan.units[unit].shards[shard].slots[slot].numel
+    return {key: used[key] / max(1, total[key]) for key in plan.units}
+
+
 def _unit_keys(units: Sequence[Unit]) -> dict[int, str]:
     """Unit id -> its FQN, made unique within the graph (two models may use the same names)."""
     keys: dict[int, str] = {}

@@ -65,7 +65,7 @@ def shard_root(gm: fx.GraphModule, unsharded: dict[str, nn.Parameter], options: 
     for root in roots:
         sharding.require_shardable(dict(root.named_parameters()), mesh)
     for root in roots:
-        _agree_on_values(root)
+        _agree_on_values(root, mesh.get_group())
         _shard(root, mesh, options)
     _guard_optimizers()
     capture.restart("fxshard sharded the model")
@@ -128,16 +128,19 @@ def _require_all_unsharded(roots: list[nn.Module]) -> None:
         )
 
 
-def _agree_on_values(root: nn.Module) -> None:
-    """Give all ranks rank 0's parameters and buffers, if they differ."""
+def _agree_on_values(root: nn.Module, group: dist.ProcessGroup) -> None:
+    """Give all ranks the first rank's parameters and buffers, if they differ."""
     tensors = [*root.parameters(), *root.buffers()]
-    if len(set(consistency.gather_texts("one_line", str(consistency.checksum(tensors))))) == 1:
+    if len(set(consistency.gather_texts("one_line", str(consistency.checksum(tensors)), group))) == 1:
         return
-    if dist.get_rank() == 0:
-        _log.warning("fxshard: ranks start from different parameters (different seeds?); rank 0's are broadcast.")
+    source = dist.get_process_group_ranks(group)[0]
+    if dist.get_rank() == source:
+        _log.warning(
+            "fxshard: ranks start from different parameters (different seeds?); rank %d's are broadcast.", source
+        )
     with torch.no_grad():
         for tensor in tensors:
-            dist.broadcast(tensor.detach(), src=0)
+            dist.broadcast(tensor.detach(), src=source, group=group)
 
 
 def _shard(root: nn.Module, mesh: DeviceMesh, options: Options) -> None:

@@ -23,27 +23,31 @@ def checksum(tensors: Iterable[Tensor]) -> int:
     return crc
 
 
-def gather_texts(topic: str, text: str, timeout: timedelta = timedelta(minutes=5)) -> list[str]:
-    """Every rank's text, by rank, through the store of the default process group.
+def gather_texts(
+    topic: str, text: str, group: dist.ProcessGroup, timeout: timedelta = timedelta(minutes=5)
+) -> list[str]:
+    """Every rank's text, in group order, through the store of the default process group.
 
     Args:
         topic: what is compared; the n-th exchange of a rank on a topic meets the n-th of the others.
         text: this rank's.
+        group: the ranks that compare.
         timeout: how long to wait for the other ranks.
 
     Raises:
         ConfigError: some ranks never came; they are named.
     """
-    store, rank, world_size = _get_default_store(), dist.get_rank(), dist.get_world_size()
-    ordinal = store.add(f"fxshard/{topic}/ordinal/{rank}", 1)
-    keys = [f"fxshard/{topic}/{ordinal}/{r}" for r in range(world_size)]
+    store, rank, ranks = _get_default_store(), dist.get_rank(), dist.get_process_group_ranks(group)
+    place = f"fxshard/{topic}/{group.group_name}"
+    ordinal = store.add(f"{place}/ordinal/{rank}", 1)
+    keys = {r: f"{place}/{ordinal}/{r}" for r in ranks}
     store.set(keys[rank], text)
     try:
-        store.wait(keys, timeout)
+        store.wait(list(keys.values()), timeout)
     except RuntimeError as error:
-        absent = [str(r) for r, key in enumerate(keys) if not store.check([key])]
+        absent = [str(r) for r, key in keys.items() if not store.check([key])]
         raise ConfigError(
             f"{topic}: rank {rank} waited {timeout} for rank {', '.join(absent)}. All ranks must make the "
             "first call of the compiled model."
         ) from error
-    return [store.get(key).decode() for key in keys]
+    return [store.get(key).decode() for key in keys.values()]
