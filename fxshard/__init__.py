@@ -9,6 +9,7 @@ from fxshard.backend import fxshard as _backend
 from fxshard.capture import register_backend as _register_backend
 from fxshard.errors import ConfigError, FxshardError, InvariantError, MissingExtraError, UnsupportedGraph
 from fxshard.modules import ShardedModule
+from fxshard.one_line import guard_optimizers as _guard_optimizers
 from fxshard.runtime.frame import CompiledGraph
 
 __all__ = [
@@ -27,3 +28,4 @@ __all__ = [
 ]
 
 _register_backend(_backend, "fxshard")
+_guard_optimizers()

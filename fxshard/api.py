@@ -68,7 +68,8 @@ def fully_shard(
         mesh: 1-D device mesh of the ranks that share the parameters; default: all ranks (a process group is
             initialised if there is none).
         reshard_after_forward: True frees the gathered parameters after forward and gathers them again in backward;
-            False keeps them; None is False for the outermost module and True for the others.
+            False keeps them; None is False for the outermost module and True for the others. Compiled code only: a
+            model that runs eagerly keeps what autograd saved until its backward.
         shard_placement_fn: not implemented yet.
         mp_policy: dtypes of gathered parameters, of gradient reduction, of inputs and outputs; torch's dataclass.
         offload_policy: only the default; offloading is not implemented yet.

@@ -11,7 +11,7 @@ from torch import fx
 
 from fxshard import capture, one_line
 from fxshard.errors import ConfigError, FxshardError
-from fxshard.lower import lower, lower_plain
+from fxshard.lower import lower, lower_plain, require_known_flags
 from fxshard.options import Options, parse
 from fxshard.passes import pipeline
 from fxshard.runtime.frame import Frame
@@ -49,6 +49,7 @@ def fxshard(
 
 def _dispatch(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
     capture.refuse_compiled_autograd()
+    require_known_flags(options)
     flats = capture.flats_of(example_inputs)
     unsharded = capture.unsharded_parameters(gm, example_inputs)
     if flats:

@@ -92,6 +92,7 @@ def bind_markers(gm: fx.GraphModule, flats: dict[int, Home]) -> FramePlan:
                 f"%{marker.name} reads a parameter through {flat}, which is not an input of the captured graph. "
                 "Read the parameter outside of the function that transforms it (vmap, cond, custom autograd)."
             )
+        _refuse_mutation(marker, home)
         unit = keys[id(home.unit)]
         numbered = calls.setdefault((unit, _call(marker)), sum(u == unit for u, _ in calls))
         marker.target = ops.UNSHARD
@@ -109,6 +110,19 @@ def _markers(gm: fx.GraphModule) -> Iterator[fx.Node]:
             for node in module.graph.nodes:
                 if node.op == "call_function" and node.target in (torch.ops.fxshard.unshard, ops.UNSHARD):
                     yield node
+
+
+def _refuse_mutation(marker: fx.Node, home: Home) -> None:
+    """Raise if the graph writes into a parameter: the write would be lost with the gathered copy."""
+    for user in marker.users:
+        name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
+        in_place = name in ("iadd", "isub", "imul", "itruediv") or (name.endswith("_") and not name.startswith("__"))
+        if in_place and user.args and user.args[0] is marker:
+            fqn = home.unit.plan.shards[home.shard].slots[ops.slot_of(marker)].fqn
+            raise UnsupportedGraph(
+                f"{fqn} is changed in place during forward ({name}): the change would be lost with the gathered copy. "
+                "Change parameters outside of forward, under torch.no_grad()."
+            )
 
 
 def read_shares(gm: fx.GraphModule, plan: FramePlan) -> dict[str, float]:
@@ -178,6 +192,33 @@ def restart(reason: str) -> NoReturn:
     """Have Dynamo forget this capture and trace the frame again, within the same call."""
     InstructionTranslator.current_tx().output.root_tx.speculation_log.clear()
     raise TensorifyScalarRestartAnalysis(restart_reason=reason)
+
+
+def compiled_around(part: nn.Module) -> nn.Module | None:
+    """A live module that was given to `torch.compile` and contains `part` without being it."""
+    for wrapper in [o for o in gc.get_objects() if type(o) is OptimizedModule]:
+        if wrapper._orig_mod is not part and any(m is part for m in wrapper._orig_mod.modules()):
+            return wrapper._orig_mod
+    return None
+
+
+def is_compiled_by(module: nn.Module, name: str) -> bool:
+    """Whether `torch.compile(module)` or `module.compile()` was given the backend called `name`."""
+    if type(module) is OptimizedModule:
+        candidates = [getattr(module.dynamo_ctx, "callback", None)]
+    else:
+        closure = getattr(module._compiled_call_impl, "__closure__", None) or ()
+        candidates = [cell.cell_contents for cell in closure if hasattr(cell, "cell_contents")]
+    return any(_backend_name(candidate) == name for candidate in candidates)
+
+
+def _backend_name(callback: Any) -> str | None:
+    """The innermost of Dynamo's wrappers around a backend knows the name that the user gave."""
+    name = None
+    while callback is not None:
+        name = getattr(callback, "compiler_name", None)
+        callback = getattr(callback, "_torchdynamo_orig_backend", None)
+    return name
 
 
 def refresh_compiled(root: nn.Module) -> None:

@@ -21,21 +21,13 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.decomposition import select_decomp_table
 
+from fxshard.errors import ConfigError
 from fxshard.ir import collectives, ops, text
-from fxshard.options import Options
+from fxshard.options import KEEP_ORDER_FLAGS, Options
 from fxshard.passes import _manager
 from fxshard.passes._base import GraphKind, PassContext
 from fxshard.passes.pipeline import JOINT_GIVEN, SPLIT_GIVEN, Pipeline
 from fxshard.runtime.frame import CompiledGraph, Frame
-
-# Inductor's own schedulers would undo the order of collectives; design.md section 4.
-_KEEP_ORDER = {
-    "reorder_for_peak_memory": False,
-    "reorder_for_compute_comm_overlap": False,
-    "reorder_for_locality": False,
-    "reorder_for_locality_in_training": False,
-    "aten_distributed_optimizations.enable_simple_overlap": False,
-}
 
 
 def lower(gm: fx.GraphModule, inputs: Sequence[Any], frame: Frame, pipeline: Pipeline, options: Options) -> None:
@@ -47,6 +39,14 @@ def lower(gm: fx.GraphModule, inputs: Sequence[Any], frame: Frame, pipeline: Pip
             frame.compiled = stages.interpret(gm, inputs)
         else:
             frame.compiled = stages.inductor(gm, inputs)
+
+
+def require_known_flags(options: Options) -> None:
+    """Raise for an Inductor flag that this torch does not have; before anything is sharded or compiled."""
+    known = inductor_config.get_config_copy()
+    unknown = [name for name in options.inductor if name not in known]
+    if unknown:
+        raise ConfigError(f"inductor: this torch's torch._inductor.config has no {', '.join(map(repr, unknown))}.")
 
 
 def lower_plain(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
@@ -82,7 +82,8 @@ class _Stages:
 
     def inductor(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         known = inductor_config.get_config_copy()
-        patches: dict[str, Any] = {name: value for name, value in _KEEP_ORDER.items() if name in known}
+        # Inductor's own schedulers would undo the order of collectives; ADR 0002.
+        patches: dict[str, Any] = {name: False for name in KEEP_ORDER_FLAGS if name in known}
         patches |= {**self.options.inductor, "custom_partitioner_fn": _Partitioner(self)}
         compiled = compile_fx(gm, list(inputs), inner_compile=self._compile_split, config_patches=patches)
         return cast("Callable[..., Any]", compiled)

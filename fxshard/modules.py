@@ -211,9 +211,20 @@ def _swapped_class(cls: type[nn.Module], names: frozenset[str], is_unit: bool) -
     if issubclass(cls, nn.RNNBase):
         # RNNs keep their weights in a list of their own beside _parameters.
         body["_flat_weights"] = property(_rnn_weights, lambda self, weights: None)
+    if is_unit and cls.forward.__module__.startswith("torch.nn"):
+        # torch.compile traces the call of torch.nn's own modules from outside; ours must run first, as it is.
+        body["forward"] = _own_forward(cls)
     body["_fxshard_base"] = cls
     name = f"Sharded{cls.__name__}" if is_unit else cls.__name__
     return type(name, (mixin, cls), body)
+
+
+def _own_forward(cls: type[nn.Module]) -> Callable[..., Any]:
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return cls.forward(self, *args, **kwargs)
+
+    return forward
 
 
 def _rnn_weights(rnn: nn.RNNBase) -> list[Tensor | None]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import logging
 import types
 import weakref
@@ -22,8 +23,9 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from fxshard import capture, sharding
 from fxshard.errors import ConfigError
@@ -31,7 +33,7 @@ from fxshard.mesh import default_mesh, require_mesh
 from fxshard.modules import units_under
 from fxshard.options import Options, launched_world_size
 from fxshard.runtime import consistency
-from fxshard.runtime.unit import Home, shard_rows
+from fxshard.runtime.unit import Home, as_dtensor, shard_rows
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +69,6 @@ def shard_root(gm: fx.GraphModule, unsharded: dict[str, nn.Parameter], options: 
     for root in roots:
         _agree_on_values(root, mesh.get_group())
         _shard(root, mesh, options)
-    _guard_optimizers()
     capture.restart("fxshard sharded the model")
 
 
@@ -105,6 +106,13 @@ def _require_ready(roots: list[nn.Module], unsharded: dict[str, nn.Parameter]) -
             "fxshard.fully_shard(model)"
         )
     for root in roots:
+        outer = capture.compiled_around(root)
+        if outer is not None:
+            raise ConfigError(
+                f"the first graph of the compiled {type(outer).__name__} that was captured holds only its part "
+                f"{type(root).__name__}: a graph break hides the rest (TORCH_LOGS=graph_breaks says where). Shard "
+                "the model yourself before compiling it: fxshard.fully_shard(model)"
+            )
         meta = [name for name, tensor in root.state_dict(keep_vars=True).items() if tensor.is_meta]
         if meta:
             raise ConfigError(
@@ -129,18 +137,44 @@ def _require_all_unsharded(roots: list[nn.Module]) -> None:
 
 
 def _agree_on_values(root: nn.Module, group: dist.ProcessGroup) -> None:
-    """Give all ranks the first rank's parameters and buffers, if they differ."""
-    tensors = [*root.parameters(), *root.buffers()]
-    if len(set(consistency.gather_texts("one_line", str(consistency.checksum(tensors)), group))) == 1:
-        return
+    """Give all ranks the first rank's parameters and buffers, if they differ.
+
+    Raises:
+        ConfigError: names, shapes or dtypes differ between the ranks' models; the first difference is named.
+    """
+    named = dict(root.named_parameters()) | dict(root.named_buffers())
+    layout = [f"{name}: {tensor.dtype}{list(tensor.shape)}" for name, tensor in named.items()]
+    texts = consistency.gather_texts("one_line_layout", "\n".join(layout), group)
+    for rank, text in zip(dist.get_process_group_ranks(group), texts, strict=True):
+        if text.splitlines() != layout:
+            pairs = itertools.zip_longest(layout, text.splitlines(), fillvalue="nothing")
+            ours, theirs = next(pair for pair in pairs if pair[0] != pair[1])
+            raise ConfigError(
+                f"the ranks' models differ: rank {dist.get_rank()} has {ours}, rank {rank} has {theirs}. Build the "
+                "same model on every rank."
+            )
+    tensors = list(named.values())
+    if len(set(consistency.gather_texts("one_line", str(consistency.checksum(tensors)), group))) > 1:
+        _broadcast(tensors, group)
+
+
+def _broadcast(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
     source = dist.get_process_group_ranks(group)[0]
     if dist.get_rank() == source:
-        _log.warning(
-            "fxshard: ranks start from different parameters (different seeds?); rank %d's are broadcast.", source
-        )
+        _log.warning("fxshard: ranks start from different parameters (seeds?); rank %d's are broadcast.", source)
     with torch.no_grad():
         for tensor in tensors:
-            dist.broadcast(tensor.detach(), src=source, group=group)
+            values = tensor.detach().clone(memory_format=torch.contiguous_format)  # gloo ignores strides
+            dist.broadcast(values, src=source, group=group)
+            _write(tensor.detach(), values)
+
+
+def _write(tensor: Tensor, values: Tensor) -> None:
+    """`tensor.copy_(values)`, also for an expanded tensor: each element of its memory is written once."""
+    for dim in range(tensor.dim()):
+        if tensor.stride(dim) == 0 and tensor.size(dim) > 1:
+            tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    tensor.copy_(values)
 
 
 def _shard(root: nn.Module, mesh: DeviceMesh, options: Options) -> None:
@@ -188,16 +222,18 @@ def _rebind_optimizers(replaced: dict[int, tuple[nn.Parameter, nn.Parameter]]) -
             group["params"] = [replaced[id(p)][1] if id(p) in replaced else p for p in group["params"]]
         for old in [p for p in optimizer.state if id(p) in replaced]:
             new = replaced[id(old)][1]
-            optimizer.state[new] = {name: _like(value, old, new) for name, value in optimizer.state.pop(old).items()}
+            state = optimizer.state.pop(old)
+            optimizer.state[new] = {
+                name: _like(value, new) if name != "step" and getattr(value, "shape", None) == old.shape else value
+                for name, value in state.items()
+            }
 
 
-def _like(value: Any, old: Tensor, new: nn.Parameter) -> Any:
-    """This rank's rows of an optimizer state tensor, if it is shaped like the parameter."""
-    if not isinstance(value, Tensor) or value.shape != old.shape or not value.dim():
-        return value
+def _like(value: Tensor, new: nn.Parameter) -> Tensor:
+    """This rank's rows of an optimizer state tensor that is shaped like the parameter."""
     mesh = new.device_mesh  # type: ignore[attr-defined]
     rows = shard_rows(value, mesh.get_local_rank(), mesh.size()).clone()
-    return DTensor.from_local(rows, mesh, (Shard(0),), run_check=False, shape=new.shape, stride=new.stride())
+    return as_dtensor(value, rows, mesh).detach()
 
 
 def _require_no_holders(orphans: dict[str, weakref.ref[nn.Parameter]]) -> None:
@@ -228,13 +264,17 @@ def _holds(referrer: object) -> bool:
 
 
 @functools.cache
-def _guard_optimizers() -> Any:
-    """From now on refuse an optimizer step that would train an unsynchronised replica; returns the hook's handle."""
+def guard_optimizers() -> RemovableHandle:
+    """From now on refuse an optimizer step that would train an unsynchronised replica.
+
+    Installed when fxshard is imported, not when it shards: a model of which Dynamo captures nothing never comes to the
+    backend. The one process-wide hook of fxshard; `guard_optimizers().remove()` takes it away.
+    """
     return register_optimizer_step_pre_hook(_ReplicaGuard())
 
 
 class _ReplicaGuard:
-    """Refuses to step parameters that stand, unsharded, in a model of which another part is sharded.
+    """Refuses to step parameters that stand, unsharded, in a model that is sharded elsewhere or compiled by fxshard.
 
     A model that was never given to us is not our business: a reference, a small helper, one under DDP. The search for
     the model is made once per optimizer.
@@ -244,6 +284,8 @@ class _ReplicaGuard:
         self._approved: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():  # Dynamo cannot trace the search: a compiled step is not checked
+            return
         if optimizer in self._approved or not dist.is_initialized() or dist.get_world_size() == 1:
             return
         parameters = (p for group in optimizer.param_groups for p in group["params"])
@@ -251,21 +293,23 @@ class _ReplicaGuard:
         replicas = _replicas(plain) if plain else []
         if replicas:
             raise ConfigError(
-                f"optimizer step on parameters that are not sharded: {', '.join(replicas)}. Only a part of the model "
-                "was compiled with backend='fxshard', so their gradients were never averaged over the ranks. Compile "
-                "the outermost module, or call fxshard.fully_shard(model) before compiling its parts."
+                f"optimizer step on parameters that are not sharded: {', '.join(replicas)}. Their model was only "
+                "partly captured with backend='fxshard' (compiled in part, or split by graph breaks: "
+                "TORCH_LOGS=graph_breaks), so their gradients were never averaged over the ranks. "
+                "Compile the outermost module, or call fxshard.fully_shard(model) before compiling."
             )
         self._approved.add(optimizer)
 
 
 def _replicas(parameters: Iterable[Tensor]) -> list[str]:
-    """FQNs of those parameters that have a sharded module beside them in some live model, and are not ignored."""
+    """FQNs of those parameters that have a sharded module beside them or fxshard around them, and are not ignored."""
     wanted = {id(p) for p in parameters}
     found: dict[int, str] = {}
     for model in [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]:
         units = units_under(model)
         ignored = {id(p) for unit in units for p in unit.ignored}
-        for name, parameter in model.named_parameters() if units else ():
+        is_ours = bool(units) or capture.is_compiled_by(model, "fxshard")
+        for name, parameter in model.named_parameters() if is_ours else ():
             if id(parameter) in wanted - ignored and len(name) > len(found.get(id(parameter), "")):
                 found[id(parameter)] = name.removeprefix("_orig_mod.")
     return list(found.values())

@@ -30,13 +30,15 @@ _NOT_YET: dict[str, Any] = {
     "offload": None,
 }
 
-# Inductor flags that decide the order of collectives; design.md section 4 says why they are ours.
-OWNED_INDUCTOR_FLAGS = (
+# Inductor flags that decide the order of collectives; its own schedulers would undo ours.
+KEEP_ORDER_FLAGS = (
     "reorder_for_peak_memory",
     "reorder_for_compute_comm_overlap",
     "reorder_for_locality",
-    "custom_partitioner_fn",
+    "reorder_for_locality_in_training",
+    "aten_distributed_optimizations.enable_simple_overlap",
 )
+OWNED_INDUCTOR_FLAGS = (*KEEP_ORDER_FLAGS, "custom_partitioner_fn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,8 @@ class Options:
                 raise ConfigError(f"{name} must be a floating-point torch.dtype or None, got {value!r}.")
         if self.mesh is not None and not isinstance(self.mesh, DeviceMesh):
             raise ConfigError(f"mesh must be a DeviceMesh or None, got {type(self.mesh).__name__}.")
+        if not isinstance(self.inductor, Mapping):
+            raise ConfigError(f"inductor must be a dict of Inductor config patches, got {self.inductor!r}.")
         owned = sorted(set(self.inductor) & set(OWNED_INDUCTOR_FLAGS))
         if owned:
             raise ConfigError(f"inductor may not set {', '.join(owned)}: fxshard owns the order of collectives.")

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
 
 from fxshard.errors import ConfigError
 from fxshard.modules import STATE, ModuleState, state_of, swap_class, units_under
-from fxshard.runtime.unit import REFS, Member, Unit, as_dtensor, home_of, shard_rows
+from fxshard.runtime.unit import REFS, Member, Unit, adopt_attributes, as_dtensor, home_of, shard_rows
 
 
 def managed_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
@@ -51,6 +52,7 @@ def shard(
     require_shardable({fqn: param for fqn, (param, _) in taken.items()}, mesh)
     _require_untaken(modules, taken)
     _require_untied(taken, [unit for module in modules for unit in units_under(module)])
+    _require_dense_gradients(modules)
     _move_buffers(modules, mesh)
     units = (_make_unit(modules, taken, mesh, mp_policy, reshard_after_forward),) if taken else ()
     for unit in units:
@@ -82,7 +84,9 @@ def _make_unit(
         for fqn, (param, places) in taken.items():
             full = _on_mesh_device(param, mesh)
             rows.append(shard_rows(full, rank, world_size))
-            members.append(Member(fqn, places, as_dtensor(full, rows[-1], mesh), weakref.ref(param)))
+            dtensor = as_dtensor(full, rows[-1], mesh)
+            adopt_attributes(dtensor, param.__dict__)
+            members.append(Member(fqn, places, dtensor, weakref.ref(param)))
     unit = Unit(modules, members, mesh, mp_policy, reshard_after_forward)
     unit.pack(rows)
     for member in members:
@@ -100,6 +104,16 @@ def _owners(modules: Sequence[nn.Module], skip: frozenset[nn.Parameter]) -> list
             if param is not None and param not in skip and name not in refs:
                 owners.setdefault(id(param), (param, []))[1].append((module, name))
     return list(owners.values())
+
+
+def _require_dense_gradients(modules: Sequence[nn.Module]) -> None:
+    """Raise for embeddings with sparse gradients: there is nothing of fixed size to reduce."""
+    paths = _paths(modules)
+    sparse = [paths[id(m)] for m in managed_modules(modules) if getattr(m, "sparse", False) is True]
+    if sparse:
+        raise ConfigError(
+            f"embeddings with sparse=True cannot be sharded: {', '.join(sparse)}. Build them with sparse=False."
+        )
 
 
 def _require_untaken(modules: Sequence[nn.Module], taken: dict[str, Any]) -> None:
@@ -164,14 +178,15 @@ def require_shardable(parameters: dict[str, nn.Parameter], mesh: DeviceMesh) -> 
         NotImplementedError: parameters that are DTensors already (tensor parallelism).
     """
     wrong = {
+        "uninitialised (lazy)": [n for n, p in parameters.items() if isinstance(p, UninitializedParameter)],
         "complex": [n for n, p in parameters.items() if p.is_complex()],
         "sparse": [n for n, p in parameters.items() if p.layout != torch.strided],
     }
     for kind, names in wrong.items():
         if names:
             raise ConfigError(
-                f"{kind} parameters cannot be sharded: {', '.join(names)}. Pass them in ignored_params, or store them "
-                "as real, dense tensors."
+                f"{kind} parameters cannot be sharded: {', '.join(names)}. Pass them in ignored_params, or make them "
+                "real, dense and initialised first (a lazy module by one forward)."
             )
     dtensors = [n for n, p in parameters.items() if isinstance(p, DTensor)]
     if dtensors:

@@ -49,7 +49,7 @@ class InsertCollectives(GraphPass):
             _reduce(unit, grads, ctx)
         if writes:
             gm.graph.eliminate_dead_code()  # the markers themselves, which nothing reads any more
-        _refuse_leftovers(gm)
+        _refuse_leftovers(gm, ctx)
         return bool(reads or writes)
 
 
@@ -73,10 +73,12 @@ def _gather(unit: UnitPlan, markers: list[fx.Node], ctx: PassContext) -> None:
         return collectives.unshard(flat, unit, reads)
 
     parameters, created = splice(markers[0], gather, inputs, ctx.decompositions)
-    _name_collectives(created, unit, "unshard")
+    call = ops.key_of(markers[0]).call
+    suffix = "" if call == "0" else f"_call{call}"
+    _name_collectives(created, f"unshard_{unit.node_name}{suffix}", f"wait_{unit.node_name}{suffix}")
     for marker, (shard, slot), parameter in zip(markers, reads, parameters, strict=True):
         if parameter in created:
-            rename(parameter, _parameter_name(unit.shards[shard].slots[slot].fqn))
+            rename(parameter, unit.shards[shard].slots[slot].fqn.replace(".", "_") + suffix)
         marker.replace_all_uses_with(parameter)
         marker.graph.erase_node(marker)
 
@@ -118,7 +120,7 @@ def _summands(result: fx.node.Argument) -> list[fx.Node]:
         return []
     if ops.is_reduce_grad(result):
         return [result]
-    if result.target is not torch.ops.aten.add.Tensor:
+    if result.target is not torch.ops.aten.add.Tensor or result.kwargs:
         return []
     terms = [_summands(term) for term in result.args]
     return [marker for term in terms for marker in term] if all(terms) else []
@@ -138,7 +140,7 @@ def _reduce(unit: UnitPlan, writes: _UnitWrites, ctx: PassContext) -> None:
 
     graph = inputs[0].graph
     results, created = splice(_after_all(inputs), reduce, inputs, ctx.decompositions)
-    _name_collectives(created, unit, "reduce")
+    _name_collectives(created, f"reduce_{unit.node_name}", f"reduced_{unit.node_name}")
     outputs = list(_results(graph))
     for shard, result in zip(sorted(writes.outputs), results, strict=True):
         outputs[writes.outputs[shard]] = result
@@ -154,28 +156,29 @@ def _after_all(nodes: Sequence[fx.Node]) -> fx.Node:
     return place
 
 
-def _name_collectives(created: Sequence[fx.Node], unit: UnitPlan, verb: str) -> None:
+def _name_collectives(created: Sequence[fx.Node], launch: str, wait: str) -> None:
     for node in created:
         if node.target is collectives.WAIT:
-            rename(node, f"wait_{unit.node_name}" if verb == "unshard" else f"reduced_{unit.node_name}")
+            rename(node, wait)
         elif node.target in collectives.LAUNCHES:
-            rename(node, f"{verb}_{unit.node_name}")
+            rename(node, launch)
 
 
-def _parameter_name(fqn: str) -> str:
-    return fqn.replace(".", "_")
-
-
-def _refuse_leftovers(gm: GraphModule) -> None:
+def _refuse_leftovers(gm: GraphModule, ctx: PassContext) -> None:
     """Decline a graph that still has a marker: in a subgraph, or in arithmetic on a shard's gradient."""
     for module in gm.modules():
-        if not isinstance(module, GraphModule):
-            continue
-        for node in module.graph.nodes:
-            if ops.is_unshard(node) or ops.is_reduce_grad(node):
-                where = "inside a subgraph (cond, while_loop, ...)" if module is not gm else "in the graph"
+        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+            if not (ops.is_unshard(node) or ops.is_reduce_grad(node)):
+                continue
+            key = ops.key_of(node)
+            fqn = ctx.plan.units[key.unit].shards[key.shard].slots[ops.slot_of(node)].fqn
+            if module is not gm:
                 raise UnsupportedGraph(
-                    f"parameter marker %{node.name} of {node.args[1]} is left {where}: fxshard replaces markers only "
-                    "at the top level, and gradients only where they are sums. Move the parameter read out of the "
-                    f"subgraph, or exclude this module from compilation.\n{text.window(node)}"
+                    f"{fqn} is read inside a subgraph (cond, while_loop, flex attention); parameters are gathered at "
+                    "the top level only. Read it outside and pass it in, or leave the module uncompiled.\n"
+                    f"{text.window(node)}"
                 )
+            raise UnsupportedGraph(
+                f"{fqn}: its gradient is not a plain sum over its reads, so it cannot be reduced with its unit. Leave "
+                f"the module that computes on it uncompiled (torch.compiler.disable).\n{text.window(node)}"
+            )

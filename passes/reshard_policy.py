@@ -66,12 +66,10 @@ class ReshardPolicy(GraphPass):
         changed = False
         for marker in [node for node in gm.graph.nodes if ops.is_unshard(node)]:
             unit = ctx.plan.units[ops.key_of(marker).unit]
-            # For one rank the parameter is a view of the shard: there is nothing to keep.
-            reshard = unit.reshard_after_forward or unit.world_size == 1
-            policy = CheckpointPolicy.MUST_RECOMPUTE if reshard else CheckpointPolicy.MUST_SAVE
-            for node in _reshapes_of(marker) if reshard else (marker,):
+            policy = CheckpointPolicy.MUST_RECOMPUTE if unit.regathers else CheckpointPolicy.MUST_SAVE
+            for node in _reshapes_of(marker) if unit.regathers else (marker,):
+                changed |= node.meta.get("recompute") is not policy
                 node.meta["recompute"] = policy
-                changed = True
         return changed
 
 

@@ -52,10 +52,10 @@ def fake_ranks(world_size: int) -> Iterator[DeviceMesh]:
 
 
 class Layer(nn.Module):
-    def __init__(self, width: int = WIDTH, bias_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, width: int = 4) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(width, width))
-        self.bias = nn.Parameter(torch.randn(width, dtype=bias_dtype))
+        self.bias = nn.Parameter(torch.randn(width))
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight + self.bias
@@ -236,7 +236,9 @@ def uneven(**kwargs: Any) -> Traced:
 
 def two_dtypes(**kwargs: Any) -> Traced:
     """One unit of a float32 matrix and a bfloat16 vector."""
-    return trace(Layer(bias_dtype=torch.bfloat16), **kwargs)
+    layer = Layer()
+    layer.bias = nn.Parameter(layer.bias.detach().bfloat16())
+    return trace(layer, **kwargs)
 
 
 def doubles(**kwargs: Any) -> Traced:

@@ -69,11 +69,11 @@ def reference_step(traced: Traced) -> Step:
     return Step(outputs=[y.detach() for y in outputs], grads=grads)
 
 
-def assert_same_step(actual: Step, expected: Step, **tolerances: float) -> None:
-    """Compare outputs and gradients, absent ones included."""
+def assert_same_step(actual: Step, expected: Step, *, rtol: float | None = None, atol: float | None = None) -> None:
+    """Compare outputs and gradients, absent ones included; without tolerances, torch's for the dtype."""
     assert actual.grads.keys() == expected.grads.keys()
-    torch.testing.assert_close(actual.outputs, expected.outputs, **tolerances)
-    torch.testing.assert_close(actual.grads, expected.grads, **tolerances)
+    torch.testing.assert_close(actual.outputs, expected.outputs, rtol=rtol, atol=atol)
+    torch.testing.assert_close(actual.grads, expected.grads, rtol=rtol, atol=atol)
 
 
 def _result_names(gm: fx.GraphModule) -> list[str]:

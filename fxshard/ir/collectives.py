@@ -157,8 +157,10 @@ def _covered_shard(plan: UnitPlan, slots: Sequence[SlotIndex]) -> tuple[int] | N
 def _reduce_scatter(grads: list[Tensor], plan: UnitPlan, slots: list[SlotIndex], dtype: torch.dtype) -> Tensor:
     """Concatenate into `[world_size, n]` (the copy-in), reduce in `dtype`, return this rank's `[n]`."""
     world_size = plan.world_size
-    rows = [g.expand(world_size) if g.dim() == 0 else g for g in grads]
-    flat: Tensor = torch.ops.aten._chunk_cat([r.to(dtype) for r in rows], 0, world_size).view(-1)
+    rows = [(g.expand(world_size) if g.dim() == 0 else g).to(dtype) for g in grads if g.numel()]
+    if not rows:  # only parameters without elements: nothing to send
+        return grads[0].new_zeros(0, dtype=dtype)
+    flat: Tensor = torch.ops.aten._chunk_cat(rows, 0, world_size).view(-1)
     rule = division(world_size, dtype)
     if rule.before != 1:
         flat = flat / rule.before

@@ -101,6 +101,11 @@ class UnitPlan:
         return self.param_dtype if self.param_dtype and shard.dtype.is_floating_point else shard.dtype
 
     @property
+    def regathers(self) -> bool:
+        """Whether backward reads the shards again; for one rank always, for a parameter is a view of its shard."""
+        return self.reshard_after_forward or self.world_size == 1
+
+    @property
     def unsharded_bytes(self) -> int:
         """Bytes of the gathered unit, padding included."""
         return sum(s.numel * self.world_size * self.unsharded_dtype(s).itemsize for s in self.shards)

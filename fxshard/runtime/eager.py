@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxshard.errors import InvariantError
+from fxshard.errors import InvariantError, UnsupportedGraph
 from fxshard.ir import collectives, fake
 from fxshard.ir.collectives import SlotIndex
 from fxshard.runtime.unit import ParameterRef, Unit, home_of
@@ -29,11 +29,13 @@ class _Scope:
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = units
         self.gathered: dict[tuple[int, bool, bool], Parameters] = {}
+        self.versions: dict[tuple[int, bool, bool], list[int]] = {}
 
     def parameters_of(self, unit: Unit) -> Parameters:
         key = (id(unit), torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         if key not in self.gathered:
             self.gathered[key] = unshard(unit)
+            self.versions[key] = _versions(self.gathered[key])
         return self.gathered[key]
 
 
@@ -55,7 +57,13 @@ def enter_call(units: Sequence[Unit]) -> None:
 
 def leave_call() -> None:
     """The innermost call ends; what it gathered lives on only where autograd saved it."""
-    _scopes.stack.pop()
+    scope = _scopes.stack.pop()
+    for key, parameters in scope.gathered.items():
+        if _versions(parameters) != scope.versions[key]:
+            raise UnsupportedGraph(
+                "a parameter was changed in place during forward: the change would be lost with the gathered copy. "
+                "Change parameters outside of forward, under torch.no_grad()."
+            )
 
 
 def inside_call() -> bool:
@@ -89,6 +97,10 @@ def _scope_for(unit: Unit) -> _Scope:
     if _scopes.recompute is None or _scopes.recompute[0] != backward:
         _scopes.recompute = (backward, _Scope(()))
     return _scopes.recompute[1]
+
+
+def _versions(parameters: Parameters) -> list[int]:
+    return [0 if value.is_inference() else value._version for value in parameters.values()]
 
 
 def unshard(unit: Unit) -> Parameters:

@@ -58,13 +58,16 @@ class Frame:
             for unit in units.values():
                 unit.check()
             self._require_current(args, units)
+        trains = torch.is_grad_enabled() and bool(self.trained)
+        nodes = [arg.grad_fn if isinstance(arg, Tensor) else None for arg in args] if trains else []
         results = self.compiled(*args)
-        if torch.is_grad_enabled() and self.trained:
-            self._prepare_backward(results, units)
+        if trains:
+            mutated = [a for a, node in zip(args, nodes, strict=True) if _has_graph(a) and a.grad_fn is not node]
+            self._prepare_backward([*_flat(results), *mutated], units)
         for unit in units.values():
             if unit.after_first_call is not None:
-                callback, unit.after_first_call = unit.after_first_call, None
-                callback()
+                unit.after_first_call()  # raises until its cause is gone
+                unit.after_first_call = None
         return results
 
     def _units(self, args: Sequence[Any]) -> dict[str, Unit]:
@@ -86,29 +89,45 @@ class Frame:
                     "function again, or call the module once after such a change."
                 )
 
-    def _prepare_backward(self, results: Any, units: dict[str, Unit]) -> None:
+    def _prepare_backward(self, results: list[Any], units: dict[str, Unit]) -> None:
         """Hook the outputs: before the graph's backward runs, check it may, and announce its gradients."""
-        outputs = [r for r in (results if isinstance(results, list | tuple) else [results]) if _has_graph(r)]
-        if not outputs:
+        hook = _BeforeBackward(self, units)
+        for result in results:
+            if _has_graph(result):
+                result.register_hook(hook.run)
+
+
+class _BeforeBackward:
+    """One call of a frame, seen from its backward: runs once per backward, at the first gradient of an output."""
+
+    def __init__(self, frame: Frame, units: dict[str, Unit]) -> None:
+        self.trained, self.units = frame.trained, units
+        # What backward reads from the flats again: kept copies are of the time of the forward by themselves.
+        plans = frame.plan.units
+        self.epochs = {key: unit.epoch() for key, unit in units.items() if plans[key].regathers}
+        self.ran: int | None = None
+
+    def run(self, _: Tensor) -> None:
+        _announce_eagerly(self)
+
+    def announce(self) -> None:
+        if self.ran == fake.backward_id():
             return
-        seen = {key: unit.epoch() for key, unit in units.items() if self.plan.units[key].reshard_after_forward}
-        trained = self.trained
-        ran: list[int | None] = [None]
+        self.ran = fake.backward_id()
+        _refuse_repeated_backward()
+        for key, epoch in self.epochs.items():
+            self.units[key].require_epoch(epoch)
+        for key, slots in self.trained.items():
+            for i, j in slots:
+                self.units[key].shards[i].sink.expect((j,))
 
-        def before_backward(_: Tensor) -> None:
-            backward = fake.backward_id()
-            if ran[0] == backward:
-                return
-            ran[0] = backward
-            _refuse_repeated_backward()
-            for key, epoch in seen.items():
-                units[key].require_epoch(epoch)
-            for key, slots in trained.items():
-                for i, j in slots:
-                    units[key].shards[i].sink.expect((j,))
 
-        for output in outputs:
-            output.register_hook(before_backward)
+# A whole train step may be compiled: then Dynamo is on during backward, and must leave our hooks alone.
+_announce_eagerly = torch.compiler.disable(_BeforeBackward.announce)
+
+
+def _flat(results: Any) -> list[Any]:
+    return list(results) if isinstance(results, list | tuple) else [results]
 
 
 def _has_graph(value: Any) -> bool:

@@ -26,28 +26,35 @@ class GradientSink:
         """One sink per flat; `parameters` in slot order."""
         self.parameters = list(parameters)
         self.plan = plan
-        self._slots: set[int] = set()
-        self._backward: int | None = None
+        # By backward: reentrant checkpointing runs backwards inside of a backward.
+        self._expected: dict[int | None, set[int]] = {}
 
     def expect(self, slots: Iterable[int]) -> None:
         """Say which parameters the running backward gives a gradient, before it arrives."""
-        backward = fake.backward_id()
-        if backward != self._backward:
-            self._slots, self._backward = set(), backward
-        self._slots.update(slots)
+        self._expected.setdefault(fake.backward_id(), set()).update(slots)
+
+    def forget(self) -> None:
+        """Drop what backwards that never ended (an exception) have announced; called when no backward runs."""
+        self._expected.clear()
 
     def hand_over(self, flat: Tensor) -> None:
         """Post-accumulate-grad hook of the flat; leaves `flat.grad` None."""
+        _hand_over_eagerly(self, flat)
+
+    def take(self, flat: Tensor) -> None:
+        """Give every expected parameter its slice of `flat.grad`."""
         grad, flat.grad = flat.grad, None
-        if grad is None:
-            raise InvariantError("the gradient hook of a flat ran without a gradient.")
-        if not self._slots or self._backward != fake.backward_id():
+        slots = self._expected.pop(fake.backward_id(), None)
+        if grad is None or not slots:
             names = ", ".join(slot.fqn for slot in self.plan.slots)
             raise InvariantError(f"a gradient arrived that no forward announced, for the shard of {names}.")
-        slots, self._slots = self._slots, set()
         pieces = torch.split(grad, [slot.numel for slot in self.plan.slots])
         for i in sorted(slots):
             _give(self.parameters[i], pieces[i])
+
+
+# A whole train step may be compiled: then Dynamo is on during backward, and must leave our hooks alone.
+_hand_over_eagerly = torch.compiler.disable(GradientSink.take)
 
 
 def _give(parameter: nn.Parameter, piece: Tensor) -> None:

@@ -10,8 +10,9 @@ repacks where it does not hold. The DTensor always holds the truth: its values a
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fxshard.errors import ConfigError, UnsupportedGraph
+from fxshard.ir import fake
 from fxshard.ir.plan import ParameterSpec, ShardPlan, Slot, UnitPlan, lay_out
 from fxshard.runtime.gradients import GradientSink
 
@@ -86,9 +88,11 @@ class Member:
             cast(DTensor, old)._local_tensor = view
         else:
             grad, old.grad = old.grad, None
+            attributes = dict(old.__dict__)
             rebuilt = DTensor(view, cast(DTensor, old)._spec, requires_grad=False)
             torch.utils.swap_tensors(old, nn.Parameter(rebuilt, requires_grad=old.requires_grad))
             old.grad = grad
+            adopt_attributes(old, attributes)
         self.remember()
 
     def remember(self) -> None:
@@ -214,9 +218,7 @@ class Unit:
 
     def _view(self, flat: Tensor, slot: Slot) -> Tensor:
         shape = slot.local_shape(self.mesh.get_local_rank(), self.world_size)
-        numel = 1
-        for size in shape:
-            numel *= size
+        numel = math.prod(shape)
         return flat.detach()[slot.offset : slot.offset + numel].view(shape)
 
     def publish(self) -> None:
@@ -262,6 +264,8 @@ class Unit:
         if not self._is_attached():
             self.reattach()
         for shard in self.shards:
+            if fake.backward_id() is None:
+                shard.sink.forget()
             if shard.flat.is_meta:
                 names = ", ".join(member.fqn for member in shard.members)
                 raise ConfigError(
@@ -279,13 +283,14 @@ class Unit:
 
     def reattach(self) -> None:
         """Take over whatever the user put in place of our parameters, and view the flats again."""
-        for member in self.members:
-            self._adopt(member)
+        replaced = [self._adopt(member) for member in self.members]
         locals_ = [local_of(member.parameter) for member in self.members]
         if len({local.device for local in locals_}) > 1:
             devices = ", ".join(f"{m.fqn} on {x.device}" for m, x in zip(self.members, locals_, strict=True))
             raise ConfigError(f"parameters of one unit are on several devices: {devices}. Move the module as a whole.")
-        if self._layout_changed():
+        if any(replaced) or self._layout_changed():
+            # Fresh flats also for a replaced parameter: the displaced one, or a state_dict, still views the old flat,
+            # and may come back (weights swapped in for an evaluation).
             self.pack(locals_)
             return
         with torch.no_grad(), torch.inference_mode(False):
@@ -304,8 +309,8 @@ class Unit:
         )
         return plans != tuple(shard.plan for shard in self.shards) or not same_device
 
-    def _adopt(self, member: Member) -> None:
-        """Accept a replaced parameter object if it is a shard of the same kind."""
+    def _adopt(self, member: Member) -> bool:
+        """Accept a replaced parameter object if it is a shard of the same kind; whether there was one."""
         found = {id(p): p for module, name in member.owners if (p := module._parameters.get(name)) is not None}
         new = [p for p in found.values() if p is not member.parameter] or list(found.values())
         if not new:
@@ -324,9 +329,10 @@ class Unit:
                 f"{member.fqn}.data was assigned: torch replaces only the wrapper of a DTensor, so the new values are "
                 "lost. Write into it instead: with torch.no_grad(): parameter.copy_(values)."
             )
-        member.parameter = new[0]
+        replaced, member.parameter = new[0] is not member.parameter, new[0]
         for module, name in member.owners:
             module._parameters[name] = new[0]
+        return replaced
 
 
 def require_shard(new: object, member: Member, mesh: DeviceMesh) -> None:
@@ -346,6 +352,12 @@ def require_shard(new: object, member: Member, mesh: DeviceMesh) -> None:
         f"({placement},) on its mesh, got {found}. To change its values use parameter.copy_(dtensor) under "
         "torch.no_grad(), or load_state_dict; to replace it, do so before fully_shard."
     )
+
+
+def adopt_attributes(parameter: nn.Parameter, attributes: Mapping[str, Any]) -> None:
+    """Keep what users hang on parameters (`p.no_decay = True`) when the object behind them changes."""
+    for name, value in attributes.items():
+        parameter.__dict__.setdefault(name, value)
 
 
 def shard_rows(parameter: Tensor, rank: int, world_size: int) -> Tensor:

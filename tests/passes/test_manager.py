@@ -63,9 +63,12 @@ class NeedsCollectives(GraphPass):
 def test_names_every_fact_that_a_pass_misses() -> None:
     with pytest.raises(InvariantError) as refused:
         _manager.run(small_graph(), [NeedsCollectives()], CTX, given=[])
-    assert_expected_inline(str(refused.value), """\
+    assert_expected_inline(
+        str(refused.value),
+        """\
 NeedsCollectives() requires COLLECTIVES, DEDUPED; run the pass that ensures it before this one.
-This is a bug in fxshard or in a pass that was added to it: please report it.""")
+This is a bug in fxshard or in a pass that was added to it: please report it.""",
+    )
 
 
 def test_counts_on_what_earlier_passes_ensure() -> None:
@@ -103,19 +106,25 @@ def test_logs_one_line_per_pass(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="fxshard.passes")
     _manager.run(small_graph(), [DropRelu(), DropRelu(keep=1)], CTX, given=[Fact.DEDUPED])
     lines = [record.getMessage() for record in caplog.records if record.name == "fxshard.passes._manager"]
-    assert_expected_inline(without_times(lines), """\
+    assert_expected_inline(
+        without_times(lines),
+        """\
 [forward 01/02] DropRelu(keep=0)  nodes 5 -> 4  N ms
-[forward 02/02] DropRelu(keep=1)  nodes 4 -> 4  N ms""")
+[forward 02/02] DropRelu(keep=1)  nodes 4 -> 4  N ms""",
+    )
 
 
 def test_logs_the_graph_after_each_pass_when_debugging(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, logger="fxshard.passes")
     _manager.run(small_graph(), [DropRelu()], CTX, given=[Fact.DEDUPED])
     lines = [record.getMessage() for record in caplog.records if record.name == "fxshard.passes._manager"]
-    assert_expected_inline(without_times(lines), """\
+    assert_expected_inline(
+        without_times(lines),
+        """\
 [forward 01/01] DropRelu(keep=0)  nodes 5 -> 4  N ms
 forward graph after DropRelu(keep=0):
 %x = input
 %y = input
 %add = add(%x, %y)
-return %add""")
+return %add""",
+    )

@@ -1,0 +1,87 @@
+"""The gradient of a flat becomes the gradients of its parameters, as autograd would have left them."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fxshard import fully_shard
+from fxshard.errors import InvariantError
+from fxshard.modules import units_under
+from fxshard.runtime.unit import FlatShard
+
+WEIGHT, BIAS = 0, 1
+
+
+@pytest.fixture
+def shard(mesh: DeviceMesh) -> FlatShard:
+    """The shard of rank 0 of 2: 3 of 5 rows of the weight, `[9]`, and 3 of 5 elements of the bias."""
+    layer = nn.Linear(3, 5)
+    fully_shard(layer, mesh=mesh)
+    (unit,) = units_under(layer)
+    (shard,) = unit.shards
+    return shard
+
+
+def hand_over(shard: FlatShard, grad: Tensor, *slots: int) -> None:
+    """What a backward does: it announces its gradients, and autograd accumulates that of the flat."""
+    shard.sink.expect(slots)
+    shard.flat.grad = grad
+    shard.sink.hand_over(shard.flat)
+
+
+def local_grad(shard: FlatShard, slot: int) -> Tensor:
+    grad = cast(DTensor, shard.members[slot].parameter.grad)
+    return grad.to_local()
+
+
+def test_gives_each_parameter_its_slice_without_a_copy(shard: FlatShard) -> None:
+    grad = torch.arange(12.0)
+    hand_over(shard, grad, WEIGHT, BIAS)
+    assert local_grad(shard, WEIGHT).tolist() == grad[:9].view(3, 3).tolist()
+    assert local_grad(shard, BIAS).data_ptr() == grad[9:].data_ptr()
+
+
+def test_leaves_the_flat_without_a_gradient(shard: FlatShard) -> None:
+    hand_over(shard, torch.ones(12), WEIGHT, BIAS)
+    assert shard.flat.grad is None
+
+
+def test_gives_nothing_to_a_parameter_that_took_no_part(shard: FlatShard) -> None:
+    hand_over(shard, torch.ones(12), BIAS)
+    assert shard.members[WEIGHT].parameter.grad is None
+    assert local_grad(shard, BIAS).tolist() == [1.0] * 3
+
+
+def test_adds_to_a_gradient_that_is_there(shard: FlatShard) -> None:
+    hand_over(shard, torch.ones(12), WEIGHT, BIAS)
+    hand_over(shard, torch.full((12,), 2.0), BIAS)
+    assert local_grad(shard, WEIGHT).flatten().tolist() == [1.0] * 9
+    assert local_grad(shard, BIAS).tolist() == [3.0] * 3
+
+
+def test_runs_the_hooks_of_a_parameter_in_torchs_order(shard: FlatShard) -> None:
+    parameter = shard.members[BIAS].parameter
+    seen: list[str] = []
+    parameter.register_hook(lambda grad: grad * 2)
+    parameter.register_hook(lambda grad: seen.append("tensor hook"))
+    parameter.register_post_accumulate_grad_hook(lambda p: seen.append(f"accumulated {p.grad is not None}"))
+    hand_over(shard, torch.ones(12), BIAS)
+    assert local_grad(shard, BIAS).tolist() == [2.0] * 3
+    assert seen == ["tensor hook", "accumulated True"]
+
+
+def test_refuses_a_gradient_that_nobody_announced(shard: FlatShard) -> None:
+    with pytest.raises(InvariantError, match=r"no forward announced, for the shard of weight, bias"):
+        hand_over(shard, torch.ones(12))
+
+
+def test_takes_an_announcement_once(shard: FlatShard) -> None:
+    hand_over(shard, torch.ones(12), BIAS)
+    with pytest.raises(InvariantError, match=r"no forward announced"):
+        hand_over(shard, torch.ones(12))

@@ -1,0 +1,104 @@
+"""The tour and the pages of the passes show what the code produces now; EXPECTTEST_ACCEPT=1 writes them anew."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+from fxshard.passes._base import GraphKind, GraphPass
+from fxshard.passes.dedup_unshard import DedupUnshard
+from fxshard.passes.insert_collectives import InsertCollectives
+from fxshard.passes.reshard_policy import ReshardPolicy
+from tests import graphs
+from tests.graphs import Traced, text, text_with_tags
+from tests.pages import assert_filled, assert_page, code_block, described
+
+Pairs = list[tuple[str, str]]
+"""Title and graph, in the order of the page."""
+
+
+def graph_block(traced: Traced, kind: GraphKind, after: type[GraphPass] | None = None) -> str:
+    gm, _ = traced.at(kind, after=after)
+    return code_block(text_with_tags(gm) if kind == "joint" else text(gm))
+
+
+def model_block() -> str:
+    sources = (inspect.getsource(model) for model in (graphs.Layer, graphs.TwoLayers))
+    return code_block("\n\n".join(sources), "python")
+
+
+def test_shows_in_the_tour_what_each_pass_does_now() -> None:
+    traced = graphs.two_layers()
+    blocks = {
+        "model": model_block(),
+        "graph: joint": graph_block(traced, "joint"),
+        "graph: joint after ReshardPolicy": graph_block(traced, "joint", ReshardPolicy),
+        "graph: forward": graph_block(traced, "forward"),
+        "graph: backward": graph_block(traced, "backward"),
+        "graph: forward after InsertCollectives": graph_block(traced, "forward", InsertCollectives),
+        "graph: backward after InsertCollectives": graph_block(traced, "backward", InsertCollectives),
+    }
+    assert_filled("docs/tour.md", blocks)
+
+
+def test_is_right_to_say_in_the_tour_that_dedup_changes_nothing() -> None:
+    traced = graphs.two_layers()
+    assert graph_block(traced, "joint") == graph_block(traced, "joint", DedupUnshard)
+
+
+def page_of(pass_: type[GraphPass], example: str, pairs: Pairs) -> str:
+    """The page of a pass: its module's summary, its docstring, and an example graph before and after."""
+    module = importlib.import_module(pass_.__module__)
+    summary = (module.__doc__ or "").strip()
+    name = pass_.__module__.rpartition(".")[2]
+    graph_texts = "\n\n".join(f"{title}:\n\n{block}" for title, block in pairs)
+    return f"""\
+# {pass_.__name__}
+
+{summary}
+
+{described(pass_)}
+
+Code: [`passes/{name}.py`](../../passes/{name}.py). Tests: \
+[`tests/passes/test_{name}.py`](../../tests/passes/test_{name}.py).
+
+## Example
+
+{example}
+
+{graph_texts}
+
+This page is written by `tests/test_tour.py` from the pass and its graphs.
+"""
+
+
+def before_and_after(traced: Traced, kind: GraphKind, before: type[GraphPass] | None, after: type[GraphPass]) -> Pairs:
+    return [
+        (f"The {kind} graph before", graph_block(traced, kind, before)),
+        (f"The {kind} graph after", graph_block(traced, kind, after)),
+    ]
+
+
+def test_keeps_the_page_of_dedup_unshard_in_step() -> None:
+    pairs = before_and_after(graphs.read_twice(), "joint", None, DedupUnshard)
+    example = "A module that reads its only weight twice in one call: `(x @ weight) @ weight`."
+    assert_page("docs/passes/dedup_unshard.md", page_of(DedupUnshard, example, pairs))
+
+
+def test_keeps_the_page_of_reshard_policy_in_step() -> None:
+    traced = graphs.casting(reshard_after_forward=True)
+    pairs = before_and_after(traced, "joint", DedupUnshard, ReshardPolicy)
+    example = (
+        "A module that computes in bfloat16 with a cast and transposed weight, under `reshard_after_forward=True`."
+    )
+    assert_page("docs/passes/reshard_policy.md", page_of(ReshardPolicy, example, pairs))
+
+
+def test_keeps_the_page_of_insert_collectives_in_step() -> None:
+    traced = graphs.trace(graphs.Layer(), reshard_after_forward=True)
+    pairs = [
+        *before_and_after(traced, "forward", DedupUnshard, InsertCollectives),
+        *before_and_after(traced, "backward", DedupUnshard, InsertCollectives),
+    ]
+    example = "One layer, `x @ weight + bias`, on two ranks."
+    assert_page("docs/passes/insert_collectives.md", page_of(InsertCollectives, example, pairs))
