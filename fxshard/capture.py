@@ -168,7 +168,7 @@ def roots_of(gm: fx.GraphModule) -> list[nn.Module]:
         for prefix in reversed(list(_bases(source))):
             try:
                 value = eval(_name(prefix), {}, scope)
-            except (NameError, SyntaxError, LookupError, AttributeError, TypeError, NotImplementedError):  # no expression
+            except (NameError, SyntaxError, LookupError, AttributeError, TypeError, NotImplementedError):
                 continue
             if isinstance(value, nn.Module):
                 root = plain_module(value)
