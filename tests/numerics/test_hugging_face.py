@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 from tests.numerics.harness import (
@@ -21,8 +22,6 @@ from tests.numerics.harness import (
 )
 from tests.numerics.models import VOCAB, tokens
 from tests.ranks import two_ranks
-
-transformers = pytest.importorskip("transformers")
 
 
 def llama(key_value_heads: int = 4) -> nn.Module:
