@@ -1,0 +1,1 @@
+"""What a graph costs: FLOPs, bytes, seconds, as expressions in its own symbols and the world size."""

@@ -1,0 +1,101 @@
+"""What the launches of a graph cost: the alpha-beta model, one in-order queue per process group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from fxshard.cost.hardware import HardwareSpec
+from fxshard.cost.sizes import Sizes, unit_of
+from fxshard.cost.symbols import WORLD_SIZE, Quantity
+from fxshard.ir.liveness import tensors_in
+from fxshard.ir.text import dtype_text
+
+_SHORT = {
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "reduce_scatter_tensor_out": "reduce_scatter",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One collective of a graph.
+
+    Attributes:
+        node: what starts it.
+        unit: key of the unit that it serves, `None` for a collective that no pass of ours inserted.
+        op: short name: `all_gather`, `reduce_scatter`, `all_reduce`, ...
+        dtype: short names of what is sent.
+        group: name of the process group.
+        nbytes: of the whole buffer, all ranks' shards.
+        seconds: that it keeps its group's queue busy.
+    """
+
+    node: fx.Node
+    unit: str | None
+    op: str
+    dtype: str
+    group: str
+    nbytes: Quantity
+    seconds: Quantity
+
+
+def launches_of(sizes: Sizes, hardware: HardwareSpec) -> dict[fx.Node, Launch]:
+    """The launches of a graph, in program order."""
+    known: dict[tuple[str, Quantity, Quantity], Quantity] = {}
+    found = {}
+    for node, nbytes in sizes.of_launch.items():
+        given = _arguments(node)
+        op, group = _short_name(node), str(given.get("group_name"))
+        ranks = WORLD_SIZE if group in sizes.open_groups else given.get("group_size", sizes.point.world_size)
+        key = (op, nbytes, ranks)
+        if key not in known:
+            known[key] = transfer_seconds(op, nbytes, ranks, hardware)
+        found[node] = Launch(
+            node=node,
+            unit=unit_of(node),
+            op=op,
+            dtype="+".join(dict.fromkeys(dtype_text(t.dtype) for t in tensors_in(node))),
+            group=group,
+            nbytes=nbytes,
+            seconds=known[key],
+        )
+    return found
+
+
+def transfer_seconds(op: str, nbytes: Quantity, ranks: Quantity, hardware: HardwareSpec) -> Quantity:
+    """Time of one collective: `latency + factor * (ranks - 1) / ranks * nbytes / bandwidth`.
+
+    The alpha-beta (Hockney) model in the form of nccl-tests' bus bandwidth: each rank sends and receives
+    `(ranks - 1) / ranks` of the buffer, in an all_reduce twice. The latency is one number: that it grows with the
+    number of ranks, as a ring's does, is left out.
+
+    Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md; Thakur et al., "Optimization of
+    Collective Communication Operations in MPICH" (2005).
+
+    Args:
+        op: short name.
+        nbytes: of the whole buffer.
+        ranks: size of the group.
+        hardware: whose link it is.
+    """
+    factor = 2 if op == "all_reduce" else 1
+    return hardware.link_latency + factor * (ranks - 1) * nbytes / ranks / hardware.link_bandwidth
+
+
+def _short_name(launch: fx.Node) -> str:
+    name: str = getattr(launch.target, "_opname", "")
+    return _SHORT.get(name, name.rstrip("_"))
+
+
+def _arguments(launch: fx.Node) -> dict[str, Any]:
+    target: Any = launch.target
+    return (
+        dict(zip((argument.name for argument in target._schema.arguments), launch.args, strict=False)) | launch.kwargs
+    )

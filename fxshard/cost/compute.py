@@ -1,0 +1,183 @@
+"""What the compute of a graph costs: FLOPs and bytes per node, and the roofline of the two.
+
+Every op is costed alone, as if it were one kernel. Inductor fuses pointwise ops, so the time of a chain of those is an
+upper bound; matrix products, convolutions and attention, which hide communication, are kernels of their own anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.flop_counter import flop_registry
+
+from fxshard.cost.hardware import HardwareSpec
+from fxshard.cost.symbols import Point, Quantity, product, size_of
+from fxshard.ir import collectives, ops
+from fxshard.ir.liveness import Liveness, is_launch, tensors_in
+
+_aten = torch.ops.aten
+
+_SAME_FLOPS: Mapping[Any, Any] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
+    _aten._scaled_dot_product_fused_attention_overrideable: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_fused_attention_overrideable_backward: _aten._scaled_dot_product_flash_attention_backward,
+}
+"""Kernels that torch's table leaves out -> the one whose formula holds for them."""
+
+_READS_SELECTED = (_aten.embedding, _aten.index, _aten.index_select, _aten.gather)
+"""Ops that read of their first input only what they return."""
+
+_UNINITIALISED = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided)
+"""Ops that write nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeCost:
+    """What one node costs.
+
+    Attributes:
+        flops: of matrix products, convolutions and attention; other ops count as none, their bytes decide.
+        nbytes: read from and written to device memory.
+        seconds: `max(flops / peak, nbytes / bandwidth)` plus the overhead of a kernel.
+    """
+
+    flops: Quantity
+    nbytes: Quantity
+    seconds: Quantity
+
+
+FREE = NodeCost(flops=0, nbytes=0, seconds=0.0)
+"""Views, inputs, sizes, markers; launches and waits, whose time is the link's."""
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Dtype and sizes of a tensor, and its elements in memory: an expanded dim has one."""
+
+    dtype: torch.dtype
+    sizes: tuple[Quantity, ...]
+    numel: Quantity
+
+    @property
+    def nbytes(self) -> Quantity:
+        return self.numel * self.dtype.itemsize
+
+
+class ComputeModel:
+    """Costs the nodes of one graph; equal ops on equal shapes are costed once."""
+
+    def __init__(self, live: Liveness, hardware: HardwareSpec, point: Point) -> None:
+        """Bind the graph.
+
+        Args:
+            live: its storages, which tell views from copies.
+            hardware: what it runs on.
+            point: where the two sides of the roofline are compared.
+        """
+        self._live, self._hardware, self._point = live, hardware, point
+        self._shapes: dict[fx.Node, tuple[_Shape, ...]] = {}
+        self._costs: dict[Hashable, NodeCost] = {}
+
+    def cost(self, node: fx.Node) -> NodeCost:
+        """The cost of `node`, without the guard that asking a `SymInt` would add."""
+        if self._is_free(node):
+            return FREE
+        read = tuple(shape for source in node.all_input_nodes for shape in self._shapes_of(source))
+        written = self._shapes_of(node)
+        formula = _formula(node.target)
+        arguments = _freeze((node.args, node.kwargs), self._shapes_of) if formula is not None else None
+        key = (node.target, read, written, arguments)
+        if key not in self._costs:
+            flops = self._flops(formula, arguments, written) if formula is not None else 0
+            self._costs[key] = self._roofline(flops, _bytes_moved(node.target, read, written), (*read, *written))
+        return self._costs[key]
+
+    def _is_free(self, node: fx.Node) -> bool:
+        target = node.target
+        if node.op != "call_function" or not (self._live.storages_of[node] or _is_mutable(target)):
+            return True
+        if is_launch(node) or target is collectives.WAIT or ops.is_unshard(node) or ops.is_reduce_grad(node):
+            return True
+        if getattr(target, "overloadpacket", None) in _UNINITIALISED:
+            return True
+        return not _is_mutable(target) and not self._live.allocates(node)
+
+    def _shapes_of(self, node: fx.Node) -> tuple[_Shape, ...]:
+        if node not in self._shapes:
+            self._shapes[node] = tuple(map(_shape_of, tensors_in(node)))
+        return self._shapes[node]
+
+    def _flops(self, formula: Any, arguments: Any, written: tuple[_Shape, ...]) -> Quantity:
+        """By torch's table; at the traced sizes where a formula compares symbolic ones.
+
+        0 where a formula wants real tensors: torch's are so for attention over sequences of different lengths.
+        """
+        results = tuple(shape.sizes for shape in written)
+        result = results[0] if len(results) == 1 else results
+        for given in ((arguments, result), _at((arguments, result), self._point)):
+            try:
+                return _apply(formula, *given)
+            except (AssertionError, AttributeError, TypeError):
+                continue
+        return 0
+
+    def _roofline(self, flops: Quantity, nbytes: Quantity, shapes: tuple[_Shape, ...]) -> NodeCost:
+        dtype = next((shape.dtype for shape in shapes if shape.dtype.is_floating_point), torch.float32)
+        computing, moving = flops / self._hardware.peak(dtype), nbytes / self._hardware.memory_bandwidth
+        longer = computing if self._point.value(computing) > self._point.value(moving) else moving
+        return NodeCost(flops=flops, nbytes=nbytes, seconds=longer + self._hardware.kernel_overhead)
+
+
+def _bytes_moved(target: Any, read: tuple[_Shape, ...], written: tuple[_Shape, ...]) -> Quantity:
+    out = sum((shape.nbytes for shape in written), start=0)
+    if getattr(target, "overloadpacket", None) in _READS_SELECTED:
+        return out + out + sum((shape.nbytes for shape in read[1:]), start=0)
+    return out + sum((shape.nbytes for shape in read), start=0)
+
+
+def _shape_of(tensor: Tensor) -> _Shape:
+    sizes = tuple(map(size_of, tensor.shape))
+    strides = map(size_of, tensor.stride())
+    return _Shape(tensor.dtype, sizes, product(n for n, stride in zip(sizes, strides, strict=True) if stride != 0))
+
+
+def _is_mutable(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def _formula(target: Any) -> Any:
+    """Torch's FLOP formula of an op, `None` for ops whose FLOPs do not count."""
+    packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+    return flop_registry.get(_SAME_FLOPS.get(packet, packet))
+
+
+def _apply(formula: Any, arguments: Any, result: Any) -> Quantity:
+    args, kwargs = arguments
+    return formula(*args, **dict(kwargs), out_val=result)
+
+
+def _freeze(value: Any, shapes_of: Any) -> Any:
+    """Arguments with shapes in the place of tensors, in a form that can be a key; dicts become pairs."""
+    if isinstance(value, fx.Node):
+        shapes = shapes_of(value)
+        if shapes:
+            return shapes[0].sizes if len(shapes) == 1 else tuple(shape.sizes for shape in shapes)
+        size = value.meta.get("val")
+        return size_of(size) if isinstance(size, int | torch.SymInt) else None
+    if isinstance(value, list | tuple):
+        return tuple(_freeze(item, shapes_of) for item in value)
+    if isinstance(value, dict):
+        return tuple((key, _freeze(item, shapes_of)) for key, item in value.items())
+    return value
+
+
+def _at(value: Any, point: Point) -> Any:
+    """Frozen arguments with numbers in the place of expressions."""
+    if isinstance(value, tuple):
+        return tuple(_at(item, point) for item in value)
+    return point.value(value) if getattr(value, "free_symbols", None) else value

@@ -1,0 +1,153 @@
+"""What a rank and its link can do: the numbers that turn FLOPs and bytes into seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fxshard.errors import ConfigError
+from fxshard.ir.text import dtype_text
+
+_DTYPES = sorted({dtype_text(value) for value in vars(torch).values() if isinstance(value, torch.dtype)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareSpec:
+    """One rank's device and its link to the others.
+
+    Attributes:
+        name: what it is called.
+        peak_flops: short name of a dtype (`bf16`, `f32`) -> achievable dense FLOP/s.
+        memory_bandwidth: B/s of device memory, reads and writes together.
+        link_latency: seconds that a collective takes before its first byte moves.
+        link_bandwidth: bus bandwidth of one rank in a collective, B/s.
+        memory_gib: device memory.
+        kernel_overhead: seconds that each kernel costs besides its work.
+    """
+
+    name: str
+    peak_flops: Mapping[str, float]
+    memory_bandwidth: float
+    link_latency: float
+    link_bandwidth: float
+    memory_gib: float
+    kernel_overhead: float
+
+    def __post_init__(self) -> None:
+        """Reject numbers that no hardware has."""
+        if not self.peak_flops:
+            raise ConfigError(f"hardware {self.name!r}: peak_flops names no dtype; give at least one FLOP/s.")
+        unknown = [_near(name, _DTYPES) for name in self.peak_flops if name not in _DTYPES]
+        if unknown:
+            raise ConfigError(f"hardware {self.name!r}: peak_flops has unknown dtypes: {', '.join(unknown)}.")
+        numbers = {f"peak_flops.{dtype}": value for dtype, value in self.peak_flops.items()}
+        numbers |= {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type == "float"}
+        may_be_zero = ("link_latency", "kernel_overhead")
+        wrong = [name for name, value in numbers.items() if not _positive(value, or_zero=name in may_be_zero)]
+        if wrong:
+            listed = ", ".join(f"{name}={numbers[name]!r}" for name in wrong)
+            raise ConfigError(f"hardware {self.name!r}: must be positive finite numbers: {listed}.")
+
+    def peak(self, dtype: torch.dtype) -> float:
+        """FLOP/s in `dtype`; for a dtype that is not listed the slowest listed one."""
+        return self.peak_flops.get(dtype_text(dtype)) or min(self.peak_flops.values())
+
+    def to_json(self) -> str:
+        """What `load` reads."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return json.dumps(fields | {"peak_flops": dict(self.peak_flops)}, indent=2) + "\n"
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    """`name`, and the known one that it was probably meant to be."""
+    near = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.0)
+    return f"{name!r} (did you mean {near[0]!r}?)"
+
+
+def _positive(value: Any, *, or_zero: bool) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 < value < float("inf") or (or_zero and value == 0)
+
+
+BUILTIN: Mapping[str, HardwareSpec] = {
+    spec.name: spec
+    for spec in (
+        HardwareSpec(
+            name="h100",
+            peak_flops={"bf16": 790e12, "f16": 790e12, "f32": 54e12, "f64": 54e12},
+            memory_bandwidth=3.0e12,
+            link_latency=30e-6,
+            link_bandwidth=370e9,
+            memory_gib=79,
+            kernel_overhead=2e-6,
+        ),
+        HardwareSpec(
+            name="h200",
+            peak_flops={"bf16": 790e12, "f16": 790e12, "f32": 54e12, "f64": 54e12},
+            memory_bandwidth=4.3e12,
+            link_latency=30e-6,
+            link_bandwidth=370e9,
+            memory_gib=140,
+            kernel_overhead=2e-6,
+        ),
+        HardwareSpec(
+            name="cpu",
+            peak_flops={"bf16": 25e9, "f16": 25e9, "f32": 50e9, "f64": 25e9},
+            memory_bandwidth=10e9,
+            link_latency=200e-6,
+            link_bandwidth=1e9,
+            memory_gib=16,
+            kernel_overhead=5e-6,
+        ),
+    )
+}
+"""Starting points, none of them measured by fxshard; a JSON file with your own numbers is better.
+
+`h100`, `h200` (SXM): bf16 and the copy bandwidths are what others reach with large GEMMs and copies; fp32 (without
+TF32) and fp64 are 80 % of the data sheet's 67e12; the link is NCCL's bus bandwidth over NVLink within one node as in
+torch's own tables (`torch/_inductor/comm_analysis.py`), across nodes it is a fraction of that; latency and kernel
+overhead are estimates. `cpu`: one core with gloo over loopback, all estimates, for trying things out.
+"""
+
+
+def load(name_or_path: str | Path) -> HardwareSpec:
+    """The spec of a builtin name (`h100`, `h200`, `cpu`) or of a JSON file.
+
+    Raises:
+        ConfigError: for a name that is neither, and for a file with missing, unknown or impossible fields.
+    """
+    builtin = BUILTIN.get(str(name_or_path))
+    if builtin is not None:
+        return builtin
+    path = Path(name_or_path)
+    if not path.is_file():
+        raise ConfigError(
+            f"hardware {_near(str(name_or_path), BUILTIN)} is neither a file nor one of {', '.join(BUILTIN)}."
+        )
+    try:
+        fields = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not a JSON file: {error}.") from error
+    return _from_fields(fields, path)
+
+
+def _from_fields(fields: Any, path: Path) -> HardwareSpec:
+    known = [field.name for field in dataclasses.fields(HardwareSpec)]
+    if not isinstance(fields, dict) or not isinstance(fields.get("peak_flops", {}), dict):
+        raise ConfigError(f"{path}: a hardware file is a JSON object, and so is its peak_flops.")
+    wrong = [f"missing {name!r}" for name in known if name not in fields]
+    wrong += [f"unknown {_near(name, known)}" for name in fields if name not in known]
+    if wrong:
+        raise ConfigError(f"{path}: fields of the hardware do not fit: {', '.join(wrong)}.")
+    try:
+        return HardwareSpec(**fields)
+    except ConfigError as error:
+        raise ConfigError(f"{path} does not describe hardware: {error}") from error

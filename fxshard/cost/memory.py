@@ -1,0 +1,53 @@
+"""Live bytes per node and where they peak.
+
+Counted are the graph's own storages: inputs (the flats among them), activations, gathered buffers and gradients, as
+`ir/liveness.py` has them, every op's result among them: what Inductor fuses away is counted as well. Not counted are
+optimizer state, what other graphs saved, allocator rounding and workspaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxshard.cost.sizes import Sizes
+from fxshard.cost.symbols import Quantity, Sum
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """The most that is live at once.
+
+    Attributes:
+        nbytes: what is live at `node`, as an expression; for shapes far from the traced ones another node may be worse.
+        node: where the peak is at the traced world size and shapes; the first such node.
+    """
+
+    nbytes: Quantity
+    node: fx.Node
+
+
+def live_bytes(sizes: Sizes, only: Collection[int] | None = None) -> dict[fx.Node, int]:
+    """For each node the bytes that are live while it runs, at the traced world size and shapes.
+
+    Args:
+        sizes: of the graph.
+        only: indices of the storages to count, all by default.
+    """
+    values = [int(sizes.point.value(size)) for size in _counted(sizes, only)]
+    return {node: int(total) for node, total in zip(sizes.live.nodes, sizes.live.running_sum(values), strict=True)}
+
+
+def peak(sizes: Sizes, only: Collection[int] | None = None) -> Peak:
+    """Find the peak; arguments as in `live_bytes`."""
+    series = live_bytes(sizes, only)
+    node = max(series, key=series.__getitem__)
+    at = sizes.live.nodes.index(node)
+    storages = zip(sizes.live.storages, _counted(sizes, only), strict=True)
+    return Peak(nbytes=Sum(size for s, size in storages if s.birth <= at <= s.last_use).total, node=node)
+
+
+def _counted(sizes: Sizes, only: Collection[int] | None) -> list[Quantity]:
+    return [size if only is None or i in only else 0 for i, size in enumerate(sizes.of_storage)]

@@ -1,0 +1,208 @@
+"""How many bytes each storage and each launch of a graph has: expressions of the world size where the plan knows them.
+
+[Note: open world size]
+A graph is traced for one world size, and its shapes are numbers of that size. The plan knows better: a slot has
+`ceil(rows / world_size)` rows, whatever the world size. So the flats, the gathered buffers, the parameters copied out
+of them, the reduction's buffers and their casts get the plan's expression; everything else keeps its traced size. An
+expression is used only if it gives the traced number of bytes at the traced world size.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from fxshard.cost.symbols import WORLD_SIZE, Point, Quantity, Sum, hints_of, product, size_of
+from fxshard.ir import collectives, ops, tags
+from fxshard.ir.liveness import Liveness, is_launch, is_unshard_launch, liveness, tensors_in
+from fxshard.ir.plan import FramePlan, ShardPlan, Slot, UnitPlan
+
+_ELEMENTWISE = frozenset(("_to_copy", "convert_element_type", "div", "clone"))
+"""Ops between a flat or a reduced gradient and what is launched or returned."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The memory of a graph.
+
+    Attributes:
+        live: its storages.
+        point: the world size and shapes that it was traced with.
+        of_storage: bytes of each of `live.storages`.
+        of_launch: bytes of the whole buffer (all ranks' shards) of each launch.
+        open_groups: process groups whose size is the world size.
+    """
+
+    live: Liveness
+    point: Point
+    of_storage: tuple[Quantity, ...]
+    of_launch: dict[fx.Node, Quantity]
+    open_groups: frozenset[str]
+
+
+def sizes_of(graph: fx.Graph, plan: FramePlan, *, donated: bool = False) -> Sizes:
+    """Measure a graph.
+
+    Args:
+        graph: of AOTAutograd, before or after any pass.
+        plan: of its frame.
+        donated: as in `liveness`.
+    """
+    world_size = max((unit.world_size for unit in plan.units.values()), default=1)
+    point = Point(world_size=world_size, hints=hints_of(graph))
+    units = {key: unit for key, unit in plan.units.items() if unit.world_size == world_size}
+    return _Measurement(liveness(graph, donated=donated), point, units).run()
+
+
+def unit_of(node: fx.Node) -> str | None:
+    """The key of the unit that a launch is tagged with, `None` without a tag."""
+    text = tags.tags_of(node).get(tags.UNIT)
+    return None if text is None else text.rpartition("@")[0]
+
+
+def numel_of(tensor: Tensor) -> Quantity:
+    """Elements of a tensor; adds no guard."""
+    return product(size_of(size) for size in tensor.shape)
+
+
+def nbytes_of(tensor: Tensor) -> Quantity:
+    """Bytes of a tensor's elements; adds no guard."""
+    return numel_of(tensor) * tensor.dtype.itemsize
+
+
+def slot_numel(slot: Slot) -> Quantity:
+    """Elements of a slot on one rank, as an expression of the world size."""
+    return product(slot.shape[1:]) * _chunk(slot.shape[0]) if slot.shape else 1
+
+
+def shard_numel(shard: ShardPlan) -> Quantity:
+    """Elements of a shard on one rank, as an expression of the world size."""
+    return sympy.Add(*map(slot_numel, shard.slots))
+
+
+@functools.cache
+def _chunk(rows: int) -> Quantity:
+    return sympy.ceiling(sympy.Integer(rows) / WORLD_SIZE)
+
+
+class _Measurement:
+    """One walk over a graph that finds what the plan knows about its storages."""
+
+    def __init__(self, live: Liveness, point: Point, units: dict[str, UnitPlan]) -> None:
+        self.live, self.point, self.units = live, point, units
+        self.slots = {slot.fqn: slot for unit in units.values() for shard in unit.shards for slot in shard.slots}
+        self.sizes: list[Quantity] = [size_of(storage.nbytes) for storage in live.storages]
+        self.elements: dict[int, Quantity] = {}  # storage -> expression that the plan has for it
+        self.launches: dict[fx.Node, Quantity] = {}
+
+    def run(self) -> Sizes:
+        for node in self.live.nodes:
+            if is_launch(node):
+                self._measure_launch(node)
+            for storage, elements in self._known(node):
+                self._set(storage, elements)
+        return Sizes(
+            live=self.live,
+            point=self.point,
+            of_storage=tuple(self.sizes),
+            of_launch=self.launches,
+            open_groups=frozenset(unit.group for unit in self.units.values()),
+        )
+
+    def _set(self, storage: int, elements: Quantity) -> None:
+        nbytes = elements * self.live.storages[storage].tensor.dtype.itemsize
+        if self.point.value(nbytes) == self.sizes[storage]:
+            self.elements[storage], self.sizes[storage] = elements, nbytes
+
+    def _known(self, node: fx.Node) -> Iterator[tuple[int, Quantity]]:
+        """Storages of `node` that the plan describes, and their elements."""
+        made = self.live.storages_of[node]
+        tagged = tags.tags_of(node)
+        if tags.SHARD in tagged:
+            unit, _, shard_index = tagged[tags.SHARD].rpartition("#")
+            if unit in self.units:
+                yield made[0], shard_numel(self.units[unit].shards[int(shard_index)])
+        elif ops.is_reduce_grad(node):
+            key = ops.key_of(node)
+            if key.unit in self.units:
+                yield made[0], shard_numel(self.units[key.unit].shards[key.shard])
+        elif tagged.get(tags.PARAM) in self.slots and not ops.is_unshard(node):
+            yield made[0], WORLD_SIZE * slot_numel(self.slots[tagged[tags.PARAM]])
+        elif _is_elementwise(node):
+            sources = self.live.storages_of[node.all_input_nodes[0]]
+            yield from ((made[0], self.elements[i]) for i in sources if i in self.elements and made)
+
+    def _measure_launch(self, launch: fx.Node) -> None:
+        """Fill in `launches`, and what the plan knows of the launch's storages."""
+        filled, read = self.live.storages_of[launch], [t for s in launch.all_input_nodes for t in tensors_in(s)]
+        nbytes = Sum()
+        if is_unshard_launch(launch):
+            for storage, result, source in zip(filled, tensors_in(launch), launch.all_input_nodes, strict=True):
+                elements, shard = numel_of(result), self._shard_behind(source)
+                if shard is not None and elements == shard.numel * self.point.world_size:
+                    elements = WORLD_SIZE * shard_numel(shard)
+                self._set(storage, elements)
+                nbytes.add(elements * result.dtype.itemsize)
+        elif launch.target is collectives.REDUCE_SCATTER and (slots := self._slots_reduced(launch)):
+            shard_elements = sympy.Add(*map(slot_numel, slots))
+            self._set(filled[0], shard_elements)
+            for source in _through_elementwise(launch.all_input_nodes[0]):
+                self._set(self.live.storages_of[source][0], WORLD_SIZE * shard_elements)
+            nbytes.add(WORLD_SIZE * shard_elements * read[0].dtype.itemsize)
+        else:
+            sides = [Sum(map(nbytes_of, tensors)).total for tensors in (read, tensors_in(launch))]
+            nbytes.add(max(sides, key=self.point.value))
+        self.launches[launch] = nbytes.total
+
+    def _shard_behind(self, source: fx.Node) -> ShardPlan | None:
+        """The shard that an all_gather's input is, or is a cast of."""
+        *_, flat = _through_elementwise(source)
+        unit, _, index = tags.tags_of(flat).get(tags.SHARD, "").rpartition("#")
+        return self.units[unit].shards[int(index)] if index and unit in self.units else None
+
+    def _slots_reduced(self, launch: fx.Node) -> Sequence[Slot]:
+        """The slots that a reduce_scatter leaves on one rank; none if that cannot be told."""
+        (result,) = tensors_in(launch)
+        traced = numel_of(result)
+        candidates = self._slots_likely_reduced(launch)
+        return next((slots for slots in candidates if sum(slot.numel for slot in slots) == traced), ())
+
+    def _slots_likely_reduced(self, launch: fx.Node) -> Iterator[Sequence[Slot]]:
+        """One trained shard of the launch's unit, all of them, or those whose gradients can be seen to go in."""
+        unit = self.units.get(unit_of(launch) or "")
+        trained = [shard.slots for shard in unit.shards if shard.trainable] if unit is not None else []
+        yield from trained
+        yield [slot for slots in trained for slot in slots]
+        yield [self.slots[fqn] for fqn in _grads_into(launch) if fqn in self.slots]
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target._opname in _ELEMENTWISE and bool(node.all_input_nodes)
+
+
+def _through_elementwise(node: fx.Node) -> Iterator[fx.Node]:
+    """`node`, and what it was made of by elementwise ops alone."""
+    yield node
+    while _is_elementwise(node):
+        node = node.all_input_nodes[0]
+        yield node
+
+
+def _grads_into(launch: fx.Node, limit: int = 4096) -> Sequence[str]:
+    """FQNs of the gradients that are copied into a launch; looks at no more than `limit` nodes."""
+    found: dict[str, None] = {}
+    waiting, seen = list(launch.all_input_nodes), set(launch.all_input_nodes)
+    while waiting and len(seen) < limit:
+        node = waiting.pop()
+        grads = tags.grads_of(node)
+        found |= dict.fromkeys(grads)
+        sources = [] if grads else [source for source in node.all_input_nodes if source not in seen]
+        seen.update(sources)
+        waiting += sources
+    return list(found)

@@ -1,0 +1,205 @@
+"""The statistics of a graph: how much it gathers, reduces, computes and holds, and how long it takes."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+from torch import fx
+
+from fxshard.cost.comm import Launch, launches_of
+from fxshard.cost.compute import FREE, ComputeModel
+from fxshard.cost.hardware import HardwareSpec
+from fxshard.cost.memory import peak
+from fxshard.cost.simulate import Timeline, simulate
+from fxshard.cost.sizes import Sizes, sizes_of
+from fxshard.cost.symbols import Quantity, Sum, evaluate
+from fxshard.errors import ConfigError
+from fxshard.ir.liveness import unsharded_storages
+from fxshard.ir.plan import FramePlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphStats:
+    """What one graph does in one run, on one rank.
+
+    Quantities are numbers, or sympy expressions in the graph's own symbols and `world_size`; `evaluate` makes numbers.
+
+    Attributes:
+        num_nodes: nodes of the graph.
+        collectives: short name of an op -> number of launches.
+        gathered_bytes: of all all_gathers' whole buffers.
+        reduced_bytes: of all reduce_scatters' whole buffers.
+        flops: of matrix products, convolutions and attention.
+        compute_seconds: sum over the nodes.
+        comm_seconds: sum over the launches.
+        exposed_seconds: how long compute stands at waits.
+        peak_bytes: the most that is live at once.
+        unsharded_peak_bytes: the most that is live at once of unsharded parameters.
+        world_size: that the graph was traced for.
+        hints: name of a symbol -> the value that it was traced with.
+    """
+
+    num_nodes: int
+    collectives: Mapping[str, int]
+    gathered_bytes: Quantity
+    reduced_bytes: Quantity
+    flops: Quantity
+    compute_seconds: Quantity
+    comm_seconds: Quantity
+    exposed_seconds: Quantity
+    peak_bytes: Quantity
+    unsharded_peak_bytes: Quantity
+    world_size: int
+    hints: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """Names of the open symbols, `world_size` among them."""
+        values = (getattr(self, name) for name in _QUANTITIES)
+        free = (symbol.name for value in values if isinstance(value, sympy.Basic) for symbol in value.free_symbols)
+        return tuple(sorted(set(free)))
+
+    def evaluate(self, world_size: int | None = None, **symbols: int) -> GraphStats:
+        """The same with numbers.
+
+        Args:
+            world_size: ranks; by default those that the graph was traced for.
+            **symbols: values of the graph's symbols; by default those that it was traced with.
+
+        Raises:
+            ConfigError: for a name that is not a symbol of the graph.
+        """
+        known = sorted({*self.symbols, *self.hints} - {"world_size"})
+        unknown = [name for name in symbols if name not in known]
+        if unknown:
+            raise ConfigError(f"the graph has no symbol {', '.join(unknown)}; it has {', '.join(known) or 'none'}.")
+        ranks, values = world_size or self.world_size, {**self.hints, **symbols}
+        numbers: dict[str, Any] = {name: _number(getattr(self, name), ranks, values) for name in _QUANTITIES}
+        return dataclasses.replace(self, **numbers, world_size=ranks, hints=values)
+
+    def __str__(self) -> str:
+        """One line in human units, at the world size and shapes that the graph was traced with."""
+        at = self.evaluate()
+        launches = [f"{count} {op}" for op, count in at.collectives.items()] or ["no collective"]
+        return (
+            f"{at.num_nodes} nodes, {', '.join(launches)}, "
+            f"gathered {_mib(at.gathered_bytes)}, reduced {_mib(at.reduced_bytes)}, {_short(at.flops / 1e9)} GFLOP, "
+            f"compute {_ms(at.compute_seconds)}, comm {_ms(at.comm_seconds)}, exposed {_ms(at.exposed_seconds)}, "
+            f"peak {_mib(at.peak_bytes)}, unsharded {_mib(at.unsharded_peak_bytes)}"
+        )
+
+
+_QUANTITIES = tuple(field.name for field in dataclasses.fields(GraphStats) if field.type == "Quantity")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveCost:
+    """One row of the table of launches.
+
+    Attributes:
+        node: name of the launch.
+        unit: key of its unit, `None` for a collective that no pass of ours inserted.
+        op: short name of the op.
+        dtype: what is sent.
+        nbytes: of the whole buffer.
+        seconds: that the launch takes.
+        start: when it starts, seconds since the graph began, at the traced world size and shapes.
+        exposed_seconds: how long compute stands at its wait, likewise.
+    """
+
+    node: str
+    unit: str | None
+    op: str
+    dtype: str
+    nbytes: Quantity
+    seconds: Quantity
+    start: float
+    exposed_seconds: float
+
+
+def graph_stats(graph: fx.Graph, plan: FramePlan, hardware: HardwareSpec, *, donated: bool = False) -> GraphStats:
+    """The statistics of a graph, after any pass; adds no guard to it.
+
+    Args:
+        graph: of AOTAutograd; markers cost nothing.
+        plan: of its frame.
+        hardware: what it runs on.
+        donated: whether saved activations are freed after their last use: true for backward.
+    """
+    sizes = sizes_of(graph, plan, donated=donated)
+    costs = _Costs(sizes, hardware)
+    launches, timeline = costs.launches.values(), costs.timeline
+    return GraphStats(
+        num_nodes=len(sizes.live.nodes),
+        collectives=dict(collections.Counter(launch.op for launch in launches)),
+        gathered_bytes=Sum(launch.nbytes for launch in launches if launch.op == "all_gather").total,
+        reduced_bytes=Sum(launch.nbytes for launch in launches if launch.op == "reduce_scatter").total,
+        flops=costs.flops,
+        compute_seconds=Sum(costs.compute.values()).total,
+        comm_seconds=Sum(launch.seconds for launch in launches).total,
+        exposed_seconds=timeline.exposed,
+        peak_bytes=peak(sizes).nbytes,
+        unsharded_peak_bytes=peak(sizes, only=unsharded_storages(sizes.live)).nbytes,
+        world_size=sizes.point.world_size,
+        hints={symbol.name: value for symbol, value in sizes.point.hints.items()},
+    )
+
+
+def collectives_of(graph: fx.Graph, plan: FramePlan, hardware: HardwareSpec) -> list[CollectiveCost]:
+    """The launches of a graph with their costs, in program order."""
+    return [
+        CollectiveCost(
+            node=transfer.launch.node.name,
+            unit=transfer.launch.unit,
+            op=transfer.launch.op,
+            dtype=transfer.launch.dtype,
+            nbytes=transfer.launch.nbytes,
+            seconds=transfer.launch.seconds,
+            start=transfer.start,
+            exposed_seconds=transfer.exposed,
+        )
+        for transfer in _Costs(sizes_of(graph, plan), hardware).timeline.transfers
+    ]
+
+
+class _Costs:
+    """Every cost of one graph."""
+
+    def __init__(self, sizes: Sizes, hardware: HardwareSpec) -> None:
+        model, flops = ComputeModel(sizes.live, hardware, sizes.point), Sum()
+        self.compute: dict[fx.Node, Quantity] = {}
+        for node in sizes.live.nodes:
+            cost = model.cost(node)
+            if cost is not FREE:
+                self.compute[node] = cost.seconds
+                flops.add(cost.flops)
+        self.flops: Quantity = flops.total
+        self.launches: dict[fx.Node, Launch] = launches_of(sizes, hardware)
+        self.timeline: Timeline = simulate(sizes.live, self.compute, self.launches, sizes.point)
+
+
+def _number(quantity: Quantity, world_size: int, values: Mapping[str, int]) -> int | float:
+    if not isinstance(quantity, sympy.Basic):
+        return _plain(quantity)
+    return evaluate(quantity, world_size, {s: values[s.name] for s in quantity.free_symbols if s.name in values})
+
+
+def _plain(quantity: Any) -> int | float:
+    return quantity if isinstance(quantity, int) else float(quantity)
+
+
+def _mib(nbytes: float) -> str:
+    return f"{_short(nbytes / 2**20)} MiB"
+
+
+def _ms(seconds: float) -> str:
+    return f"{_short(seconds * 1e3)} ms"
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

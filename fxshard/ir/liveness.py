@@ -1,0 +1,289 @@
+"""When the memory behind a graph's values is allocated and freed: one interval of nodes per storage.
+
+[Note: liveness]
+Views have no memory of their own, so what lives and dies is a *storage*. It is born at the node that allocates it and
+dies after the last node that reads any view of it, with three exceptions:
+
+- What a launch reads and what it fills is in use until its wait: the process group holds both until then.
+- The graph's results live to the end.
+- The graph's inputs are the caller's and live throughout, but for the activations that forward saved for backward:
+  those are handed over (`donated`) and freed after their last use.
+
+Which storage a value has follows from the ops' schemas, not from the fake tensors alone: a pass that replaces a node
+brings a new fake tensor, while the views of the old one still carry theirs.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxshard.ir import collectives, fake, ops, tags
+
+UNBACKED_HINT = 8192
+"""What a size that only the data knows counts for."""
+
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+"""A view whose schema does not say so."""
+
+_COPIES = (torch.ops.aten.clone, torch.ops.aten.split_with_sizes_copy)
+"""What copying parameters out of the gathered buffer is made of, besides views."""
+
+_CALLERS = ("primals_", "tangents_")
+"""Names of backward's inputs that forward did not save: AOTAutograd's for parameters, inputs and incoming gradients."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Storage:
+    """One allocation.
+
+    Attributes:
+        maker: the node that allocates it, or the graph input that brings it.
+        tensor: a fake tensor in it.
+        birth: position of the first node that needs it, 0 for an input.
+        last_use: position of the last node that needs it; of an input at least its own.
+    """
+
+    maker: fx.Node
+    tensor: Tensor
+    birth: int
+    last_use: int
+
+    @property
+    def nbytes(self) -> int | torch.SymInt:
+        """Bytes, symbolic where a shape is."""
+        return self.tensor.untyped_storage().nbytes()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Liveness:
+    """The storages of a graph; see [Note: liveness].
+
+    Attributes:
+        nodes: in program order.
+        storages: in program order of their makers.
+        storages_of: node -> for each tensor in its value the index of its storage.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    storages: tuple[Storage, ...]
+    storages_of: dict[fx.Node, tuple[int, ...]]
+
+    def running_sum(self, sizes: Sequence[float]) -> list[float]:
+        """For each node the sum of `sizes` over the storages that are live while it runs."""
+        changes: list[float] = [0] * (len(self.nodes) + 1)
+        for storage, size in zip(self.storages, sizes, strict=True):
+            changes[storage.birth] += size
+            changes[storage.last_use + 1] -= size
+        return list(itertools.accumulate(changes[:-1]))
+
+    def allocates(self, node: fx.Node) -> bool:
+        """Whether `node` makes memory of its own; a view does not."""
+        return any(self.storages[index].maker is node for index in self.storages_of[node])
+
+
+def liveness(graph: fx.Graph, *, donated: bool = False) -> Liveness:
+    """Find the storages of a graph and when they are live, in time linear in its nodes.
+
+    Args:
+        graph: of AOTAutograd, with fake tensors as `meta["val"]`.
+        donated: whether inputs that are saved activations are freed after their last use: true for backward.
+    """
+    return _Sweep(graph, donated).run()
+
+
+def live_bytes(graph: fx.Graph, *, donated: bool = False) -> dict[fx.Node, int]:
+    """For each node the bytes that are live while it runs; symbolic sizes count as their hints."""
+    live = liveness(graph, donated=donated)
+    sizes = [hint_of(storage.nbytes) for storage in live.storages]
+    return {node: int(size) for node, size in zip(live.nodes, live.running_sum(sizes), strict=True)}
+
+
+def unsharded_bytes(graph: fx.Graph) -> list[tuple[fx.Node, int]]:
+    """For each node the bytes of unsharded parameters that are live while it runs.
+
+    Counted are gathered buffers, the parameters copied out of them and views of either; not what compute makes of them.
+    """
+    live = liveness(graph, donated=True)  # parameters that forward kept for backward are freed like activations
+    counted = unsharded_storages(live)
+    sizes = [hint_of(storage.nbytes) if i in counted else 0 for i, storage in enumerate(live.storages)]
+    return [(node, int(size)) for node, size in zip(live.nodes, live.running_sum(sizes), strict=True)]
+
+
+def unsharded_storages(live: Liveness) -> frozenset[int]:
+    """Indices of the storages that hold unsharded parameters."""
+    found: set[int] = set()
+    on_the_way: set[fx.Node] = set()  # from a launch to the parameters copied out of it
+    for node in live.nodes:
+        if tags.PARAM in tags.tags_of(node) or ops.is_unshard(node):
+            # One rank's parameter is a view of its shard, which is there anyway.
+            shards = (live.storages[i].maker for i in live.storages_of[node])
+            if not any(tags.SHARD in tags.tags_of(maker) for maker in shards):
+                found.update(live.storages_of[node])
+        elif is_unshard_launch(node) or (_passes_on(node, live) and node.all_input_nodes[0] in on_the_way):
+            on_the_way.add(node)
+            found.update(live.storages_of[node])
+    return frozenset(found)
+
+
+def is_launch(node: fx.Node) -> bool:
+    """Whether `node` starts a collective, ours or another library's."""
+    target = node.target
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and target.namespace in ("_c10d_functional", "_c10d_functional_autograd")
+        and target._opname != "wait_tensor"
+    )
+
+
+def is_unshard_launch(node: fx.Node) -> bool:
+    """Whether `node` is an all_gather."""
+    return node.target in (collectives.ALL_GATHER, collectives.ALL_GATHER_COALESCED)
+
+
+def hint_of(size: int | torch.SymInt) -> int:
+    """The value that `size` had when the graph was traced; adds no guard."""
+    if isinstance(size, int):
+        return size
+    hint, expression = size.node.hint, size.node.expr
+    if hint is not None:
+        return int(hint)
+    known = size.node.shape_env.backed_var_to_val
+    return int(expression.subs({symbol: known.get(symbol, UNBACKED_HINT) for symbol in expression.free_symbols}))
+
+
+def tensors_in(node: fx.Node) -> list[Tensor]:
+    """The tensors that a node's value consists of."""
+    value = node.meta.get("val")
+    if isinstance(value, Tensor):
+        return [value]
+    return [leaf for leaf in value if isinstance(leaf, Tensor)] if isinstance(value, list | tuple) else []
+
+
+def _passes_on(node: fx.Node, live: Liveness) -> bool:
+    """Whether `node` is a view, a wait or a plain copy of its first input."""
+    if node.op != "call_function" or not node.all_input_nodes:
+        return False
+    return getattr(node.target, "overloadpacket", None) in _COPIES or not live.allocates(node)
+
+
+@functools.cache
+def _aliases(target: torch._ops.OpOverload) -> tuple[tuple[int, str] | None, ...]:
+    """For each return of an op the argument (position, name) in whose memory it lies."""
+    if target in (_UNSAFE_VIEW, collectives.WAIT):
+        return ((0, target._schema.arguments[0].name),)
+    found: list[tuple[int, str] | None] = []
+    arguments = [(i, a.name, a.alias_info.before_set) for i, a in enumerate(target._schema.arguments) if a.alias_info]
+    for result in target._schema.returns:
+        if result.alias_info is None or not arguments:
+            found.append(None)
+            continue
+        # A returned list names its alias set on its elements, where Python cannot see it: there is one argument then.
+        shared = (argument for argument in arguments if argument[2] & result.alias_info.before_set)
+        found.append(next(shared, arguments[0])[:2])
+    return tuple(found)
+
+
+class _Sweep:
+    """One walk over a graph, in program order."""
+
+    def __init__(self, graph: fx.Graph, donated: bool) -> None:
+        self.nodes, self.donated = tuple(graph.nodes), donated
+        self.storages: list[Storage] = []
+        self.storages_of: dict[fx.Node, tuple[int, ...]] = {}
+        self.by_id: dict[int, int] = {}  # of a fake tensor's storage; decides only where no schema does
+        self.pinned: set[int] = set()  # the caller's
+        self.in_flight: dict[int, tuple[int, ...]] = {}  # what a launch fills -> what it reads
+
+    def run(self) -> Liveness:
+        for position, node in enumerate(self.nodes):
+            for source in node.all_input_nodes:
+                for index in self.storages_of[source]:
+                    self.storages[index].last_use = position
+            made = self.storages_of[node] = self._storages(node, position)
+            if node.target is collectives.WAIT:
+                for filled in made:
+                    self._use(self.in_flight.pop(filled, ()), position)
+            elif is_launch(node):
+                read = tuple(i for source in node.all_input_nodes for i in self.storages_of[source])
+                self.in_flight |= dict.fromkeys(made, read)
+        end = len(self.nodes) - 1
+        self._use(sorted(self.pinned), end)
+        for filled, read in self.in_flight.items():  # never waited for
+            self._use((filled, *read), end)
+        return Liveness(nodes=self.nodes, storages=tuple(self.storages), storages_of=self.storages_of)
+
+    def _use(self, indices: Sequence[int], position: int) -> None:
+        for index in indices:
+            self.storages[index].last_use = position
+
+    def _storages(self, node: fx.Node, position: int) -> tuple[int, ...]:
+        tensors = tensors_in(node)
+        if not tensors:
+            return ()
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            return self._of_op(node, node.target, tensors, position)
+        if node.target is operator.getitem and (element := self._element(node)) is not None:
+            self.by_id[fake.storage_id(tensors[0])] = element
+            return (element,)
+        if node.op not in ("placeholder", "get_attr"):
+            return tuple(self._known_or_new(node, tensor, position) for tensor in tensors)
+        found = tuple(self._known_or_new(node, tensor, position) for tensor in tensors)
+        self._use(found, position)
+        for index in found:
+            self.storages[index].birth = 0
+        if not (self.donated and _is_saved(node)):
+            self.pinned.update(found)
+        return found
+
+    def _of_op(
+        self, node: fx.Node, target: torch._ops.OpOverload, tensors: list[Tensor], position: int
+    ) -> tuple[int, ...]:
+        """By the schema: each result lies in an argument, or is new."""
+        sources = [self._source(node, alias) for alias in _aliases(target)]
+        if len(sources) != len(tensors):  # a list of tensors is one return
+            sources = sources[:1] * len(tensors)
+        found = []
+        for tensor, source in zip(tensors, sources, strict=True):
+            index = self._new(node, tensor, position) if source is None else source
+            self.by_id[fake.storage_id(tensor)] = index
+            found.append(index)
+        return tuple(found)
+
+    def _source(self, node: fx.Node, alias: tuple[int, str] | None) -> int | None:
+        if alias is None:
+            return None
+        position, name = alias
+        argument: Any = node.args[position] if position < len(node.args) else node.kwargs.get(name)
+        return next(iter(self.storages_of[argument]), None) if isinstance(argument, fx.Node) else None
+
+    def _element(self, node: fx.Node) -> int | None:
+        """The storage of a tuple's element."""
+        parent, index = node.args
+        assert isinstance(parent, fx.Node)
+        value = parent.meta.get("val")
+        if not isinstance(index, int) or not isinstance(value, list | tuple):
+            return None
+        before = sum(isinstance(leaf, Tensor) for leaf in value[:index])
+        return self.storages_of[parent][before]
+
+    def _known_or_new(self, node: fx.Node, tensor: Tensor, position: int) -> int:
+        known = self.by_id.get(fake.storage_id(tensor))
+        return self._new(node, tensor, position) if known is None else known
+
+    def _new(self, node: fx.Node, tensor: Tensor, position: int) -> int:
+        self.storages.append(Storage(maker=node, tensor=tensor, birth=position, last_use=position))
+        self.by_id[fake.storage_id(tensor)] = len(self.storages) - 1
+        return len(self.storages) - 1
+
+
+def _is_saved(placeholder: fx.Node) -> bool:
+    """Whether an input of backward is an activation that forward saved."""
+    return not placeholder.name.startswith(_CALLERS) and tags.SHARD not in tags.tags_of(placeholder)

@@ -1,0 +1,98 @@
+"""Sizes: which storages and launches follow the world size, on the graphs of every kind of unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fxshard.cost.comm import launches_of
+from fxshard.cost.hardware import load
+from fxshard.cost.memory import live_bytes, peak
+from fxshard.cost.sizes import sizes_of
+from fxshard.cost.symbols import WORLD_SIZE, Point
+from fxshard.ir import liveness
+from fxshard.ir.plan import FramePlan
+from fxshard.passes._base import GraphKind
+from fxshard.passes.insert_collectives import InsertCollectives
+from tests import graphs
+from tests.cost.big import Builder
+
+c10d = torch.ops._c10d_functional
+
+EVERY_UNIT = [
+    graphs.two_layers,
+    graphs.uneven,
+    graphs.two_dtypes,
+    graphs.doubles,
+    graphs.mixed_precision,
+    graphs.frozen_weight,
+    graphs.called_twice,
+    graphs.scalar,
+]
+Make = Callable[..., graphs.Traced]
+
+
+def bytes_of_launches(traced: graphs.Traced, kind: GraphKind, world_size: int) -> dict[str, Any]:
+    gm, ctx = traced.at(kind, after=InsertCollectives)
+    sizes = sizes_of(gm.graph, ctx.plan)
+    at = Point(world_size=world_size, hints={})
+    return {launch.node.name: at.value(launch.nbytes) for launch in launches_of(sizes, load("h100")).values()}
+
+
+@pytest.mark.parametrize("make", EVERY_UNIT)
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_the_bytes_of_a_launch_at_another_world_size_are_those_of_a_graph_traced_there(
+    make: Make, kind: GraphKind
+) -> None:
+    here, there = bytes_of_launches(make(), kind, 8), bytes_of_launches(make(world_size=8), kind, 8)
+    assert here == there
+    assert len(here) > 0
+
+
+@pytest.mark.parametrize("make", EVERY_UNIT)
+def test_the_peak_of_forward_at_another_world_size_is_that_of_a_graph_traced_there(make: Make) -> None:
+    peaks = []
+    for world_size in (2, 4):
+        gm, ctx = make(world_size=world_size).at("forward", after=InsertCollectives)
+        peaks.append(Point(world_size=4, hints={}).value(peak(sizes_of(gm.graph, ctx.plan)).nbytes))
+    assert peaks[0] == peaks[1]
+
+
+@pytest.mark.parametrize("make", EVERY_UNIT)
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_at_the_traced_world_size_memory_is_what_the_fake_tensors_say(make: Make, kind: GraphKind) -> None:
+    gm, ctx = make().at(kind, after=InsertCollectives)
+    sizes = sizes_of(gm.graph, ctx.plan)
+    traced = liveness.live_bytes(gm.graph)
+    assert live_bytes(sizes) == traced
+    assert sizes.point.value(peak(sizes).nbytes) == traced[peak(sizes).node] == max(traced.values())
+
+
+def test_a_unit_of_which_only_some_gradients_are_reduced_is_matched_by_its_tags() -> None:
+    class HalfUsed(graphs.Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.bias
+
+    gm, ctx = graphs.trace(HalfUsed()).at("backward", after=InsertCollectives)
+    (launch,) = launches_of(sizes_of(gm.graph, ctx.plan), load("h100")).values()
+    assert launch.nbytes.subs(WORLD_SIZE, 2) == graphs.WIDTH * 4
+    assert launch.nbytes.subs(WORLD_SIZE, 3) == 3 * 2 * 4
+
+
+def test_a_launch_that_no_plan_knows_keeps_its_traced_bytes() -> None:
+    build = Builder()
+    x = build.input("x", (24, 8))
+    reduced = build.wait(build.call(c10d.all_reduce.default, x, "sum", "tensor_parallel"))
+    sizes = sizes_of(build.finish(reduced), FramePlan(units={}, shard_inputs={}))
+    (launch,) = launches_of(sizes, load("h100")).values()
+    assert (launch.op, launch.unit, launch.group, launch.nbytes) == ("all_reduce", None, "tensor_parallel", 24 * 8 * 4)
+
+
+def test_a_coalesced_launch_lists_all_its_dtypes() -> None:
+    gm, ctx = graphs.two_dtypes().at("forward", after=InsertCollectives)
+    (launch,) = launches_of(sizes_of(gm.graph, ctx.plan), load("h100")).values()
+    assert (launch.op, launch.unit, launch.dtype) == ("all_gather", "", "f32+bf16")
+    assert launch.nbytes.subs(WORLD_SIZE, 2) == graphs.WIDTH**2 * 4 + graphs.WIDTH * 2
