@@ -101,7 +101,13 @@ def bind_markers(gm: fx.GraphModule, flats: dict[int, Home]) -> FramePlan:
         if isinstance(module, fx.GraphModule):
             module.recompile()
     units = {keys[id(home.unit)]: home.unit.plan for home in flats.values()}
-    return FramePlan(units=units, shard_inputs={i: (keys[id(h.unit)], h.shard) for i, h in flats.items()})
+    return FramePlan(
+        units=units,
+        shard_inputs={i: (keys[id(h.unit)], h.shard) for i, h in flats.items()},
+        input_names=tuple(
+            "" if i in flats else source_name(node).removeprefix("self.") for i, node in enumerate(placeholders)
+        ),
+    )
 
 
 def _markers(gm: fx.GraphModule) -> Iterator[fx.Node]:

@@ -1,7 +1,7 @@
 """Small graphs for the tests of passes: traced as the backend traces them, seen before and after every pass.
 
-`trace` compiles a sharded module with the library's own capture and lowering, in one process on a fake group, and keeps
-a copy of the graphs between the passes. `tests/steps.py` runs them.
+`trace` compiles a sharded module with the library's own capture and lowering, in one process on a fake group; the
+journal of the frame has the graphs. `tests/steps.py` runs them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fxshard import MixedPrecisionPolicy, capture, fully_shard
+from fxshard.demo.gpt import GPT
+from fxshard.ir.journal import CAPTURED, Journal
 from fxshard.ir.plan import FramePlan
-from fxshard.ir.text import graph_text, node_text
+from fxshard.ir.text import graph_text
 from fxshard.lower import lower
 from fxshard.options import Options
 from fxshard.passes import _manager
@@ -34,7 +36,6 @@ GOLDEN = Path(__file__).parent / "golden"
 WIDTH = 4
 
 Graph = tuple[fx.GraphModule, PassContext]
-Kept = dict[tuple[GraphKind, type[GraphPass] | None], fx.GraphModule]
 
 
 @contextmanager
@@ -121,22 +122,10 @@ class Scale(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Keep(GraphPass):
-    """Keeps a copy of the graph that it sees."""
-
-    after: type[GraphPass] | None
-    kept: Kept
-
-    def apply(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
-        self.kept[ctx.kind, self.after] = fx.GraphModule(gm, copy.deepcopy(gm.graph))
-        return False
-
-
-@dataclass(frozen=True, kw_only=True)
 class Skip(GraphPass):
-    """Stands in the place of a pass that a test leaves out."""
+    """Stands in the place of DedupUnshard where a test leaves it out."""
 
-    ensures = frozenset(Fact)
+    ensures = frozenset({Fact.DEDUPED})
 
     def apply(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         return False
@@ -144,24 +133,29 @@ class Skip(GraphPass):
 
 @dataclass(frozen=True, kw_only=True)
 class Traced:
-    """The graphs of a training step between all passes, and the module that they came from.
+    """The graphs of a training step before and after all passes, and the module that they came from.
 
     Attributes:
         module: before it was sharded.
         plan: of the captured frame.
-        kept: (kind of graph, pass) -> the graph after that pass, after None: before the first.
+        journal: of the captured frame.
         width: of the module's input.
     """
 
     module: nn.Module
     plan: FramePlan
-    kept: Kept
+    journal: Journal
     width: int
 
     def at(self, kind: GraphKind, after: type[GraphPass] | None = None) -> Graph:
-        """A graph that is the caller's to edit, and the context of its passes."""
-        gm = self.kept[kind, after]
-        return fx.GraphModule(gm, copy.deepcopy(gm.graph)), PassContext(plan=self.plan, kind=kind)
+        """A graph that is the caller's to edit, and the context of its passes.
+
+        Args:
+            kind: of the graph.
+            after: the pass that made it; `None` for the graph before the first pass.
+        """
+        record = self.journal.stages[kind][after().name if after else CAPTURED]
+        return fx.GraphModule({}, copy.deepcopy(record.graph)), PassContext(plan=self.plan, kind=kind)
 
     @property
     def world_size(self) -> int:
@@ -177,46 +171,43 @@ def trace(
     pipeline: Pipeline = DEFAULT,
     train: bool = True,
     width: int = WIDTH,
+    inputs: Sequence[Tensor] = (),
+    lowering: Literal["eager", "inductor"] = "eager",
+    verify: bool = True,
     **shard_kwargs: Any,
 ) -> Traced:
     """Shard, compile and run a module once, forward and (if `train`) backward.
 
     Args:
-        module: takes `[2, width]`.
+        module: takes `inputs`.
         units: the modules to make units of, inner ones first.
         world_size: number of fake ranks.
         pipeline: the passes.
         train: whether to run with autograd.
         width: of the module's input.
+        inputs: of the module; by default one tensor of ones, `[2, width]`.
+        lowering: in whose dialect of aten; Inductor generates no code.
+        verify: off where the pipeline leaves out what the verifier would miss.
         **shard_kwargs: of fully_shard.
     """
-    kept: Kept = {}
-    plans: list[FramePlan] = []
+    frames: list[Frame] = []
     original = copy.deepcopy(module)
-    dtype = next(module.parameters()).dtype
+    given = inputs or [torch.ones(2, width, dtype=next(module.parameters()).dtype)]
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Frame:
         frame = Frame(capture.bind_markers(gm, capture.flats_of(inputs)))
-        plans.append(frame.plan)
-        between = Pipeline(joint=_with_copies(pipeline.joint, kept), split=_with_copies(pipeline.split, kept))
-        lower(gm, inputs, frame, between, Options(lower="eager"))
+        frames.append(frame)
+        lower(gm, inputs, frame, pipeline, Options(lower=lowering, verify=verify), generate_code=lowering == "eager")
         return frame
 
     with fake_ranks(world_size) as mesh, torch.set_grad_enabled(train):
         for unit in units(module):
             fully_shard(unit, mesh=mesh, **shard_kwargs)
-        result = torch.compile(module, backend=backend)(torch.ones(2, width, dtype=dtype))
+        result = torch.compile(module, backend=backend)(*given)
         if train:
             result.sum().backward()
-    (plan,) = plans
-    return Traced(module=original, plan=plan, kept=kept, width=width)
-
-
-def _with_copies(passes: Sequence[GraphPass], kept: Kept) -> tuple[GraphPass, ...]:
-    steps: list[GraphPass] = [Keep(after=None, kept=kept)]
-    for step in passes:
-        steps += [step, Keep(after=type(step), kept=kept)]
-    return tuple(steps)
+    (frame,) = frames
+    return Traced(module=original, plan=frame.plan, journal=frame.journal, width=width)
 
 
 def layers_of(module: nn.Module) -> Sequence[nn.Module]:
@@ -279,6 +270,13 @@ def scalar(**kwargs: Any) -> Traced:
     return trace(Scale(), **kwargs)
 
 
+def gpt(**kwargs: Any) -> Traced:
+    """The GPT of the demo, two narrow blocks of it, each a unit."""
+    model = GPT(max_seq_len=8, dim=16, num_layers=2, num_heads=2)
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    return trace(model, units=lambda m: [*m.get_submodule("blocks").children(), m], inputs=[tokens], **kwargs)
+
+
 # ---- passes and texts
 
 
@@ -292,16 +290,6 @@ def text(gm: fx.GraphModule) -> str:
     return graph_text(gm.graph)
 
 
-def text_with_tags(gm: fx.GraphModule) -> str:
-    """The whole graph, with what the partitioner was told about its nodes."""
-    return "\n".join(node_text(node) + _tag(node) for node in gm.graph.nodes)
-
-
-def _tag(node: fx.Node) -> str:
-    policy = node.meta.get("recompute")
-    return f"  # recompute={policy.name}" if policy is not None else ""
-
-
 def accepts() -> bool:
     """Whether expected texts are to be written anew: `EXPECTTEST_ACCEPT=1`."""
     return bool(os.environ.get("EXPECTTEST_ACCEPT"))
@@ -311,5 +299,6 @@ def assert_golden(actual: str, name: str) -> None:
     """Compare with `tests/golden/<name>.txt`."""
     path = GOLDEN / f"{name}.txt"
     if accepts():
+        path.parent.mkdir(exist_ok=True)
         path.write_text(actual + "\n")
     assert actual + "\n" == path.read_text(), f"{path.name} differs; EXPECTTEST_ACCEPT=1 writes it anew"

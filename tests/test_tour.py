@@ -10,7 +10,7 @@ from fxshard.passes.dedup_unshard import DedupUnshard
 from fxshard.passes.insert_collectives import InsertCollectives
 from fxshard.passes.reshard_policy import ReshardPolicy
 from tests import graphs
-from tests.graphs import Traced, text, text_with_tags
+from tests.graphs import Traced, text
 from tests.pages import assert_filled, assert_page, code_block, described
 
 Pairs = list[tuple[str, str]]
@@ -19,7 +19,7 @@ Pairs = list[tuple[str, str]]
 
 def graph_block(traced: Traced, kind: GraphKind, after: type[GraphPass] | None = None) -> str:
     gm, _ = traced.at(kind, after=after)
-    return code_block(text_with_tags(gm) if kind == "joint" else text(gm))
+    return code_block(text(gm))
 
 
 def model_block() -> str:
@@ -31,6 +31,7 @@ def test_shows_in_the_tour_what_each_pass_does_now() -> None:
     traced = graphs.two_layers()
     blocks = {
         "model": model_block(),
+        "graph: dynamo": code_block(str(traced.journal.last("dynamo"))),
         "graph: joint": graph_block(traced, "joint"),
         "graph: joint after ReshardPolicy": graph_block(traced, "joint", ReshardPolicy),
         "graph: forward": graph_block(traced, "forward"),

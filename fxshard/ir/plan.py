@@ -129,10 +129,12 @@ class FramePlan:
     Attributes:
         units: key of a unit in this graph -> its plan.
         shard_inputs: graph input index -> (unit key, index of the shard in the unit).
+        input_names: of the graph's inputs, as the user's code calls them; empty for flats.
     """
 
     units: dict[str, UnitPlan]
     shard_inputs: dict[int, tuple[str, int]]
+    input_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,16 +1,30 @@
 """Graphs as text: the one format of golden tests, errors, logs and dumps.
 
-One node per line: `%name: dtype[shape] = namespace.op(args)  # key=value`. No object ids, devices, paths or versions,
-so that the same graph has the same text on every rank, machine and torch release.
+One node per line: `%name: dtype[shape] = namespace.op(args)  # key=value`; lines that begin with `#` name the module
+whose code the nodes below come from. No object ids, devices, paths or versions, so that the same graph has the same
+text on every rank, machine and torch release. A graph begins in the code of its root module.
+
+[Note: printed names]
+A node prints under its own name, but for two kinds of inputs, which torch calls `primals_1`, `primals_2`, ...: the flat
+of a unit prints as `%shard_<unit>`, and an input of the user's code as that code calls it. Where another node has the
+name already, a number is appended. `graph_text`, `node_text` and `window` give a node the same name.
+
+A node that torch wrapped into `control_deps`, to fix its place, prints as the node itself, with what it must follow
+in `# after=`; the attribute that holds the wrapped node does not print.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import enum
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fxshard.ir import ops, tags
 
 _DTYPES = {
     torch.float64: "f64",
@@ -27,77 +41,284 @@ _DTYPES = {
     torch.complex128: "c128",
 }
 _NAMESPACES = {"_c10d_functional": "c10d"}
+_NOT_PRINTED = ("device", "pin_memory")
+_DEVICE = re.compile(r"(cpu|cuda|xpu|mps|hpu|npu|mtia|meta|privateuseone)(:\d+)?")
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_LONG = 8
+"""Lists of one repeated number print in short from this length on."""
+
+Names = Mapping[fx.Node, str]
+"""The nodes that do not print under their own name."""
 
 
 def graph_text(graph: fx.Graph) -> str:
-    """The whole graph, one node per line."""
-    return "\n".join(node_text(node) for node in graph.nodes)
+    """The whole graph: one line per node, and a comment wherever the module changes that the nodes come from."""
+    return "\n".join(_lines(graph))
 
 
 def window(node: fx.Node, lines: int = 10) -> str:
     """The nodes around `node`, which an arrow marks; for error messages."""
-    nodes = list(node.graph.nodes)
-    at = nodes.index(node)
+    nodes = [n for n in node.graph.nodes if n is node or not _is_part_of_wrapping(n)]
+    names, at = _names(node.graph), nodes.index(node)
     near = nodes[max(0, at - lines) : at + lines + 1]
-    return "\n".join(("-> " if n is node else "   ") + node_text(n) for n in near)
+    return "\n".join(("-> " if n is node else "   ") + _line(n, names) for n in near)
 
 
 def node_text(node: fx.Node) -> str:
     """One node as one line."""
-    if node.op == "output":
-        (results,) = node.args
-        return f"return {_arg(results)}" if not isinstance(results, list | tuple) else f"return {_args(results)}"
-    call = "input" if node.op == "placeholder" else f"{_target(node)}({_call_args(node)})"
-    return f"%{node.name}{_type(node.meta.get('val'))} = {call}{_meta(node)}"
+    renamed = any(_wanted_name(n) for n in (node, *node.all_input_nodes))
+    return _line(node, _names(node.graph) if renamed else {})
+
+
+def name_of(node: fx.Node) -> str:
+    """The name under which a node prints, without the `%`."""
+    return _names(node.graph)[node] if _wanted_name(node) else node.name
+
+
+def type_text(node: fx.Node) -> str:
+    """Type of a node's value, such as `f32[2, 4]`; empty where the graph does not say."""
+    return _type(node.meta.get("val", node.meta.get("example_value")))
 
 
 def dtype_text(dtype: torch.dtype) -> str:
     """Short name of a dtype: `f32`, `bf16`, `i64`."""
-    return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
+    return _DTYPES.get(dtype) or str(dtype).removeprefix("torch.")
+
+
+# ---- names
+
+
+def _names(graph: fx.Graph) -> Names:
+    wanted = {n: name for n in graph.find_nodes(op="placeholder") if (name := _wanted_name(n))}
+    if not wanted:
+        return {}
+    taken = {node.name for node in graph.nodes if node not in wanted}
+    names: dict[fx.Node, str] = {}
+    for node, name in wanted.items():
+        names[node] = _free(name, taken)
+        taken.add(names[node])
+    return names
+
+
+def _wanted_name(node: fx.Node) -> str | None:
+    """What an input should be called; see [Note: printed names]."""
+    if node.op != "placeholder":
+        return None
+    if flat := _flat_of(node):
+        unit, shard = flat
+        return f"shard_{_word(unit) or 'root'}" + ("" if shard == "0" else f"_{shard}")
+    return _word(str(tags.tags_of(node).get(tags.INPUT, ""))) or None
+
+
+def _flat_of(placeholder: fx.Node) -> tuple[str, str] | None:
+    """Unit and index of the shard that an input is: from its tag, or from a marker that reads it."""
+    shard = tags.tags_of(placeholder).get(tags.SHARD)
+    if shard is None:
+        marker = next((user for user in placeholder.users if ops.is_unshard(user)), None)
+        shard = str(marker.args[1]).rpartition("@")[0] if marker is not None else ""
+    unit, hash_, index = str(shard).rpartition("#")
+    return (unit, index) if hash_ else None
+
+
+def _word(text: str) -> str:
+    return re.sub(r"\W+", "_", text).strip("_")
+
+
+def _free(name: str, taken: Container[str]) -> str:
+    candidate, number = name, 0
+    while candidate in taken:
+        number += 1
+        candidate = f"{name}_{number}"
+    return candidate
+
+
+# ---- lines
+
+
+def _lines(graph: fx.Graph) -> Iterator[str]:
+    names = _names(graph)
+    section = "root"
+    for node in graph.nodes:
+        if _is_part_of_wrapping(node):
+            continue
+        here = _section(node, section)
+        if here != section:
+            yield f"# {here}"
+            section = here
+        yield _line(node, names)
+
+
+def _line(node: fx.Node, names: Names) -> str:
+    if node.op == "output":
+        results = node.args[0]
+        return f"return {_args(results, names) if isinstance(results, list | tuple) else _arg(results, names)}"
+    type_ = type_text(node)
+    left = f"%{names.get(node, node.name)}: {type_}" if type_ else f"%{names.get(node, node.name)}"
+    wrapped = _wrapped(node)
+    if wrapped is None:
+        return f"{left} = {_call(node, names)}{_comments(node, names, ())}"
+    inner, inputs, after = wrapped
+    inner_names = {placeholder: names.get(n, n.name) for placeholder, n in inputs.items()}
+    return f"{left} = {_call(inner, inner_names)}{_comments(node, names, after)}"
+
+
+def _call(node: fx.Node, names: Names) -> str:
+    if node.op == "placeholder":
+        return "input"
+    if node.op == "get_attr":
+        return f"get_attr.{node.target}"
+    target = f"{node.op}.{node.target}" if isinstance(node.target, str) else _callable(node.target)
+    named = (f"{key}={_arg(value, names)}" for key, value in node.kwargs.items() if key not in _NOT_PRINTED)
+    return f"{target}({', '.join([*(_arg(a, names) for a in node.args), *named])})"
+
+
+def _comments(node: fx.Node, names: Names, after: Sequence[fx.Node]) -> str:
+    marks = dict(tags.tags_of(node))
+    first = []
+    if node.op == "placeholder" and (flat := _flat_of(node)):
+        unit, shard = flat
+        first.append(f"flat{'' if shard == '0' else ' ' + shard} of {unit or 'root'}")
+        marks.pop(tags.SHARD, None)
+    if marks.get(tags.INPUT) == names.get(node):
+        marks.pop(tags.INPUT, None)
+    policy = node.meta.get("recompute")
+    if isinstance(policy, CheckpointPolicy):
+        marks["recompute"] = policy.name
+    if after:
+        marks["after"] = _args(after, names)
+    comments = [*first, *(f"{key}={marks[key]}" for key in sorted(marks))]
+    return "".join(f"  # {_one_line(comment)}" for comment in comments)
+
+
+# ---- modules
+
+
+def _section(node: fx.Node, current: str) -> str:
+    """The module whose code `node` comes from; `current` where the node does not say."""
+    if node.op not in ("call_function", "call_method", "call_module"):
+        return current
+    if stack := node.meta.get("nn_module_stack"):
+        return _innermost(stack)
+    if stack := node.meta.get("fwd_nn_module_stack"):
+        return f"{_innermost(stack)} (backward)"
+    trace = node.meta.get("stack_trace")
+    if trace and "Gradient addition node" not in trace:  # code of the user's, outside all submodules
+        return "root (backward)" if current.endswith(" (backward)") else "root"
+    return current
+
+
+def _innermost(stack: Mapping[str, tuple[str, Any]]) -> str:
+    """FQN of the last module of an `nn_module_stack`, relative to what was compiled.
+
+    Dynamo writes `L['self'].blocks.0`, `L['self']._modules['blocks']._modules['0']`, `L['model'].blocks[0]`.
+    """
+    path, _ = list(stack.values())[-1]
+    path = re.sub(r"^[LG]\['[^']*'\]|\.__closure__\[\d+\]\.cell_contents|\b_modules(?=\[)", "", path)
+    names = (name for name in re.split(r"[\[\]'.]+", path) if name not in ("", "_orig_mod"))
+    return ".".join(names) or "root"
+
+
+# ---- nodes in control_deps
+
+
+def _wrapped(node: fx.Node) -> tuple[fx.Node, dict[fx.Node, fx.Node], list[fx.Node]] | None:
+    """What `control_deps(after, get_attr of a graph, *inputs)` wraps, if it wraps one node.
+
+    Returns:
+        The wrapped node, for each input of its graph the node outside, and the nodes that must come before.
+    """
+    if node.op != "call_function" or getattr(node.target, "__name__", "") != "control_deps":
+        return None
+    given: Sequence[Any] = node.args
+    after, attribute, *inputs = given
+    graph = _held_graph(attribute)
+    if graph is None or not isinstance(after, list | tuple):
+        return None
+    results: Sequence[Any] = graph.output_node().args
+    inner = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
+    if len(inner) != 1 or inner[0] is not results[0]:
+        return None
+    outside = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=False))
+    return inner[0], outside, list(after)
+
+
+def _held_graph(attribute: Any) -> fx.Graph | None:
+    """The graph that a `get_attr` node reads, if its graph still belongs to the module that holds it."""
+    if not isinstance(attribute, fx.Node) or attribute.op != "get_attr":
+        return None
+    held: Any = attribute.graph.owning_module
+    for name in str(attribute.target).split("."):
+        held = getattr(held, name, None)
+    return held.graph if isinstance(held, fx.GraphModule) else None
+
+
+def _is_part_of_wrapping(node: fx.Node) -> bool:
+    if node.op != "get_attr" or not node.users:
+        return False
+    return all(_wrapped(user) is not None and user.args[1] is node for user in node.users)
+
+
+# ---- values
 
 
 def _type(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f": {dtype_text(value.dtype)}[{', '.join(str(s) for s in value.shape)}]"
-    if isinstance(value, torch.SymInt):
-        return f": Sym({value})"
+    if isinstance(value, Tensor):
+        return f"{dtype_text(value.dtype)}[{', '.join(map(str, value.shape))}]"
+    if isinstance(value, _SYMBOLIC):
+        return f"Sym({value})"
+    if isinstance(value, list | tuple) and value:
+        return f"({', '.join(_type(v) or str(type(v).__name__) for v in value)})"
     return ""
 
 
-def _target(node: fx.Node) -> str:
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        overload = "" if target._overloadname == "default" else f".{target._overloadname}"
-        namespace = _NAMESPACES.get(target.namespace, target.namespace)
-        return f"{namespace}.{target._opname}{overload}"
-    if node.op in ("call_module", "call_method", "get_attr"):
-        return f"{node.op}.{target}"
-    return getattr(target, "__name__", str(target))
+def _args(values: Iterable[Any], names: Names) -> str:
+    return ", ".join([_arg(value, names) for value in values])
 
 
-def _call_args(node: fx.Node) -> str:
-    named = (f"{key}={_arg(value)}" for key, value in node.kwargs.items() if key not in ("device", "pin_memory"))
-    return ", ".join([*(_arg(a) for a in node.args), *named])
-
-
-def _args(values: Iterable[Any]) -> str:
-    return ", ".join(_arg(value) for value in values)
-
-
-def _arg(value: Any) -> str:
+def _arg(value: Any, names: Names) -> str:
     if isinstance(value, fx.Node):
-        return f"%{value.name}"
+        return f"%{names.get(value, value.name)}"
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__name__}.{value.name}"
+    if isinstance(value, torch.device) or (isinstance(value, str) and _DEVICE.fullmatch(value)):
+        return "device"
+    if value is None or isinstance(value, str | int | float | complex):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return _list(value, names)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_arg(k, names)}: {_arg(v, names)}" for k, v in value.items()) + "}"
+    if isinstance(value, slice):
+        parts = [value.start, value.stop] + ([] if value.step is None else [value.step])
+        return ":".join("" if part is None else _arg(part, names) for part in parts)
     if isinstance(value, torch.dtype):
         return dtype_text(value)
-    if isinstance(value, list | tuple):
-        return f"[{_args(value)}]"
     if isinstance(value, torch.layout | torch.memory_format):
         return str(value).removeprefix("torch.")
+    if isinstance(value, Tensor):
+        return _type(value)
+    return str(value) if isinstance(value, _SYMBOLIC) else _callable(value)
+
+
+def _list(values: Sequence[Any], names: Names) -> str:
+    if len(values) >= _LONG and len({(type(v), v) for v in values if isinstance(v, int | float)}) == 1:
+        return f"[{values[0]!r}] * {len(values)}"
+    return f"[{_args(values, names)}]"
+
+
+def _callable(value: Any) -> str:
+    """Name of an op or function; for what has none, its repr without the address."""
     if isinstance(value, torch._ops.OpOverload):
-        return str(value)
-    return repr(value)
+        overload = "" if value._overloadname == "default" else f".{value._overloadname}"
+        return f"{_NAMESPACES.get(value.namespace, value.namespace)}.{value._opname}{overload}"
+    if isinstance(value, torch._ops.OpOverloadPacket):
+        namespace, _, op = value._qualified_op_name.partition("::")
+        return f"{_NAMESPACES.get(namespace, namespace)}.{op}"
+    name = getattr(value, "__name__", None)
+    if isinstance(name, str) and callable(value):
+        return name
+    return _one_line(re.sub(r"( object)? at 0x[0-9a-fA-F]+", "", repr(value)))
 
 
-def _meta(node: fx.Node) -> str:
-    own = node.meta.get("fxshard", {})
-    return "".join(f"  # {key}={own[key]}" for key in sorted(own))
+def _one_line(text: str) -> str:
+    return "\\n".join(text.splitlines())

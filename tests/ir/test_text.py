@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import operator
+import re
+import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import fx, nn
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
+from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+from torch.utils._ordered_set import OrderedSet
+from torch.utils.checkpoint import CheckpointPolicy
 
-from fxshard.ir.text import dtype_text, graph_text, node_text, window
+from fxshard.ir.journal import snapshot
+from fxshard.ir.text import graph_text, name_of, node_text, window
+from tests import graphs
 
 aten = torch.ops.aten
 
@@ -18,6 +29,13 @@ aten = torch.ops.aten
 def graph_of_inputs(*names: str) -> tuple[fx.Graph, list[fx.Node]]:
     graph = fx.Graph()
     return graph, [graph.placeholder(name) for name in names]
+
+
+def nodes_of(graph: fx.Graph) -> dict[str, fx.Node]:
+    return {node.name: node for node in graph.nodes}
+
+
+# ---- lines
 
 
 def test_writes_a_line_per_node() -> None:
@@ -45,39 +63,6 @@ def test_writes_one_result_without_brackets() -> None:
     assert node_text(graph.output(x)) == "return %x"
 
 
-def test_sorts_what_our_passes_note_on_a_node() -> None:
-    _, (x,) = graph_of_inputs("x")
-    x.meta["fxshard"] = {"unit": "blocks.0", "bucket": 1}
-    assert node_text(x) == "%x = input  # bucket=1  # unit=blocks.0"
-
-
-def test_leaves_out_devices_and_pinning() -> None:
-    graph, _ = graph_of_inputs()
-    node = graph.call_function(
-        aten.empty.memory_format,
-        ([2, 2],),
-        {"dtype": torch.int64, "layout": torch.strided, "device": torch.device("cuda:1"), "pin_memory": False},
-    )
-    assert node_text(node) == "%empty_memory_format = aten.empty.memory_format([2, 2], dtype=i64, layout=strided)"
-
-
-def test_leaves_out_stack_traces_and_values() -> None:
-    _, (x,) = graph_of_inputs("x")
-    x.meta.update(stack_trace='File "/somewhere/model.py", line 3', val=torch.ones(2))
-    assert node_text(x) == "%x: f32[2] = input"
-
-
-def test_shortens_the_namespace_of_collectives() -> None:
-    graph, (x,) = graph_of_inputs("x")
-    node = graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (x,))
-    assert node_text(node) == "%wait_tensor_default = c10d.wait_tensor(%x)"
-
-
-def test_writes_python_functions_by_name() -> None:
-    graph, (x,) = graph_of_inputs("x")
-    assert node_text(graph.call_function(operator.getitem, (x, 0))) == "%getitem = getitem(%x, 0)"
-
-
 def test_writes_calls_of_modules_and_methods() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -93,28 +78,34 @@ def test_writes_calls_of_modules_and_methods() -> None:
         graph_text(fx.symbolic_trace(Model()).graph),
         """\
 %x = input
+# relu
 %relu = call_module.relu(%x)
-%bias = get_attr.bias()
+%bias = get_attr.bias
 %add = add(%relu, %bias)
 %sum_1 = call_method.sum(%add)
 return %sum_1""",
     )
 
 
-def test_writes_symbolic_sizes() -> None:
-    size = ShapeEnv().create_unbacked_symint()
-    _, (n, x) = graph_of_inputs("n", "x")
-    n.meta["val"] = size
-    x.meta["val"] = torch.empty(size, 4, device="meta")
-    assert [node_text(n), node_text(x)] == ["%n: Sym(u0) = input", "%x: f32[u0, 4] = input"]
+def test_writes_a_call_of_a_subgraph() -> None:
+    graph, (x,) = graph_of_inputs("x")
+    body = graph.create_node("get_attr", "wrap_body_0")
+    graph.call_function(tag_activation_checkpoint, (body, x), {"use_reentrant": False})
+    assert_expected_inline(
+        graph_text(graph),
+        """\
+%x = input
+%wrap_body_0 = get_attr.wrap_body_0
+%tag_activation_checkpoint = tag_activation_checkpoint(%wrap_body_0, %x, use_reentrant=False)""",
+    )
 
 
-@pytest.mark.parametrize(
-    ("dtype", "short"),
-    [(torch.float32, "f32"), (torch.bfloat16, "bf16"), (torch.bool, "b8"), (torch.float8_e4m3fn, "float8_e4m3fn")],
-)
-def test_shortens_dtypes(dtype: torch.dtype, short: str) -> None:
-    assert dtype_text(dtype) == short
+def test_gives_a_graph_the_same_text_twice() -> None:
+    graph, (x,) = graph_of_inputs("x")
+    graph.output(graph.call_function(torch.neg, (x,)))
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(graph, {}))
+    assert graph_text(copied) == graph_text(graph)
 
 
 def test_marks_a_node_among_its_neighbours() -> None:
@@ -131,9 +122,273 @@ def test_marks_a_node_among_its_neighbours() -> None:
     )
 
 
-def test_gives_a_graph_the_same_text_twice() -> None:
-    graph, (x,) = graph_of_inputs("x")
-    graph.output(graph.call_function(torch.neg, (x,)))
-    copied = fx.Graph()
-    copied.output(copied.graph_copy(graph, {}))
-    assert graph_text(copied) == graph_text(graph)
+def test_shows_ten_lines_on_either_side() -> None:
+    graph, (node,) = graph_of_inputs("x")
+    for _ in range(40):
+        node = graph.call_function(torch.neg, (node,))
+    middle = nodes_of(graph)["neg_20"]
+    assert len(window(middle).splitlines()) == 21
+
+
+# ---- names
+
+
+def test_names_inputs_as_the_user_does() -> None:
+    graph, (flat, tokens, seen, tangent) = graph_of_inputs("primals_1", "primals_2", "primals_3", "tangents_1")
+    flat.meta["fxshard"] = {"shard": "layers.0#0"}
+    tokens.meta["fxshard"] = {"input": "tokens"}
+    seen.meta["fxshard"] = {"input": "batch['seen']"}
+    graph.output((graph.call_function(torch.add, (flat, tokens)), seen, tangent))
+    assert_expected_inline(
+        graph_text(graph),
+        """\
+%shard_layers_0 = input  # flat of layers.0
+%tokens = input
+%batch_seen = input  # input=batch['seen']
+%tangents_1 = input
+%add = add(%shard_layers_0, %tokens)
+return %add, %batch_seen, %tangents_1""",
+    )
+
+
+def test_numbers_the_flats_of_a_unit_that_has_several() -> None:
+    _, (first, second) = graph_of_inputs("primals_1", "primals_2")
+    first.meta["fxshard"], second.meta["fxshard"] = {"shard": "#0"}, {"shard": "#1"}
+    assert [node_text(first), node_text(second)] == [
+        "%shard_root = input  # flat of root",
+        "%shard_root_1 = input  # flat 1 of root",
+    ]
+
+
+def test_knows_a_flat_by_the_marker_that_reads_it() -> None:
+    graph, (flat,) = graph_of_inputs("l_self_flat")
+    marker = graph.call_function(torch.ops.fxshard.unshard.default, (flat, "layers.0#0@0", 1, [4], torch.float32))
+    assert name_of(flat) == "shard_layers_0"
+    assert node_text(marker) == "%unshard_default = fxshard.unshard(%shard_layers_0, 'layers.0#0@0', 1, [4], f32)"
+
+
+def test_never_prints_two_nodes_under_one_name() -> None:
+    graph, (x, y, z) = graph_of_inputs("primals_1", "primals_2", "primals_3")
+    for node in (x, y):
+        node.meta["fxshard"] = {"input": "add"}
+    z.meta["fxshard"] = {"input": "add.1"}
+    graph.call_function(torch.add, (x, y))
+    assert_expected_inline(
+        graph_text(graph),
+        """\
+%add_1 = input  # input=add
+%add_2 = input  # input=add
+%add_1_1 = input  # input=add.1
+%add = add(%add_1, %add_2)""",
+    )
+
+
+# ---- comments
+
+
+def test_sorts_what_is_known_of_a_node() -> None:
+    _, (x,) = graph_of_inputs("x")
+    x.meta["fxshard"] = {"unit": "blocks.0@0", "bucket": 1}
+    x.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    assert node_text(x) == "%x = input  # bucket=1  # recompute=MUST_SAVE  # unit=blocks.0@0"
+
+
+def test_leaves_out_stack_traces_and_values() -> None:
+    _, (x,) = graph_of_inputs("x")
+    x.meta.update(stack_trace='File "/somewhere/model.py", line 3', val=torch.ones(2))
+    assert node_text(x) == "%x: f32[2] = input"
+
+
+def calls_in(*stacks: dict[str, Any]) -> fx.Graph:
+    """A chain of calls, each with one entry of metadata."""
+    graph, (node,) = graph_of_inputs("x")
+    for meta in stacks:
+        node = graph.call_function(torch.neg, (node,))
+        node.meta.update(meta)
+    graph.output(node)
+    return graph
+
+
+def in_module(path: str, key: str = "nn_module_stack") -> dict[str, Any]:
+    return {key: {"1": ("L['self']", nn.Module), "2": (path, nn.Module)}}
+
+
+def test_marks_where_the_code_of_another_module_begins() -> None:
+    graph = calls_in(
+        {"stack_trace": 'File "model.py", line 3'},
+        in_module("L['self'].layers.0"),
+        in_module("L['self'].layers.0"),
+        {},
+        {"stack_trace": 'File "model.py", line 4'},
+        in_module("L['self'].layers.1"),
+        in_module("L['self'].layers.1", "fwd_nn_module_stack"),
+        {"stack_trace": "\nGradient addition node due to multiple use of tensor around:"},
+        {"stack_trace": 'File "model.py", line 3'},
+    )
+    assert_expected_inline(
+        graph_text(graph),
+        """\
+%x = input
+%neg = neg(%x)
+# layers.0
+%neg_1 = neg(%neg)
+%neg_2 = neg(%neg_1)
+%neg_3 = neg(%neg_2)
+# root
+%neg_4 = neg(%neg_3)
+# layers.1
+%neg_5 = neg(%neg_4)
+# layers.1 (backward)
+%neg_6 = neg(%neg_5)
+%neg_7 = neg(%neg_6)
+# root (backward)
+%neg_8 = neg(%neg_7)
+return %neg_8""",
+    )
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "L['self'].layers.0",
+        "L['self']._modules['layers']._modules['0']",
+        "L['fn']._modules['layers']._modules['0']",
+        "L['model'].layers[0]",
+        "L['fn'].__closure__[0].cell_contents.layers.0",
+        "G['model']._orig_mod.layers.0",
+        "layers.0",
+    ],
+)
+def test_names_modules_relative_to_the_model(path: str) -> None:
+    assert "# layers.0" in graph_text(calls_in(in_module(path))).splitlines()
+
+
+# ---- control_deps
+
+
+def pinned(function: Callable[..., Any], after: dict[str, list[str]]) -> fx.GraphModule:
+    """The graph of a function of two tensors, with some nodes tied to others as Inductor ties them."""
+    gm = fx.symbolic_trace(function)
+    nodes = nodes_of(gm.graph)
+    preserve_node_ordering(gm.graph, {nodes[n]: OrderedSet([nodes[d] for d in deps]) for n, deps in after.items()})
+    gm.graph.lint()
+    return gm
+
+
+def products(x: torch.Tensor, w: torch.Tensor) -> Any:
+    first, second = aten.mm.default(x, w), aten.mm.default(w, x)
+    return aten._chunk_cat.default([second, first, second], 0, 2)
+
+
+def test_prints_a_node_in_control_deps_as_the_node_itself() -> None:
+    gm = pinned(products, {"mm_default_1": ["x", "mm_default"], "_chunk_cat_default": ["mm_default"]})
+    nodes_of(gm.graph)["x"].meta["fxshard"] = {"input": "tokens"}
+    assert any(str(node.target) == "control_deps" for node in gm.graph.nodes)
+    assert_expected_inline(
+        graph_text(gm.graph),
+        """\
+%tokens = input
+%w = input
+%mm_default = aten.mm(%tokens, %w)
+%mm_default_1 = aten.mm(%w, %tokens)  # after=%tokens, %mm_default
+%_chunk_cat_default = aten._chunk_cat([%mm_default_1, %mm_default, %mm_default_1], 0, 2)  # after=%mm_default
+return %_chunk_cat_default""",
+    )
+
+
+def test_prints_the_keywords_of_a_node_in_control_deps() -> None:
+    gm = pinned(lambda x, w: aten._to_copy.default(x, dtype=torch.bfloat16, device="cpu"), {"_to_copy_default": ["w"]})
+    assert node_text(nodes_of(gm.graph)["_to_copy_default"]) == (
+        "%_to_copy_default = aten._to_copy(%x, dtype=bf16)  # after=%w"
+    )
+
+
+def test_counts_no_line_for_what_holds_a_wrapped_node() -> None:
+    gm = pinned(products, {"mm_default_1": ["mm_default"]})
+    assert_expected_inline(
+        window(nodes_of(gm.graph)["mm_default_1"], lines=1),
+        """\
+   %mm_default = aten.mm(%x, %w)
+-> %mm_default_1 = aten.mm(%w, %x)  # after=%mm_default
+   %_chunk_cat_default = aten._chunk_cat([%mm_default_1, %mm_default, %mm_default_1], 0, 2)""",
+    )
+
+
+def test_prints_control_deps_as_it_is_where_the_wrapped_node_is_gone() -> None:
+    gm = pinned(products, {"mm_default_1": ["mm_default"]})
+    delattr(gm, "subgraph_mm_default_1")
+    assert node_text(nodes_of(gm.graph)["mm_default_1"]) == (
+        "%mm_default_1 = control_deps([%mm_default], %subgraph_mm_default_1, %w, %x)"
+    )
+
+
+def test_prints_a_large_graph_in_no_time() -> None:
+    graph, (node,) = graph_of_inputs("primals_1")
+    node.meta["fxshard"] = {"shard": "#0"}
+    for _ in range(30_000):
+        node = graph.call_function(aten.add.Tensor, (node, node))
+        node.meta |= in_module("L['self'].layers.0") | {"val": torch.empty(2, 4)}
+    start = time.process_time()
+    assert len(graph_text(graph).splitlines()) == 30_002
+    assert time.process_time() - start < 2
+
+
+# ---- any graph
+
+NAMES = st.text(alphabet="ab_1.#'[ ", min_size=1, max_size=6)
+WORDS = NAMES | st.just("two\nlines")
+TAGS = st.dictionaries(st.sampled_from(["input", "shard", "param", "grad", "unit"]), WORDS | st.just("a.b#0"))
+PATHS = st.sampled_from(["L['self']", "L['self'].a", "L['self'].a.b", "a"])
+METAS = st.fixed_dictionaries(
+    {},
+    optional={
+        "fxshard": TAGS,
+        "val": st.sampled_from([torch.empty(2, 3), (torch.empty(1), None), 3, None]),
+        "nn_module_stack": PATHS.map(lambda path: {"1": (path, nn.Module)}),
+        "fwd_nn_module_stack": PATHS.map(lambda path: {"1": (path, nn.Module)}),
+        "stack_trace": st.sampled_from(["", "File 'a.py'\nline 2", "Gradient addition node"]),
+        "recompute": st.sampled_from(CheckpointPolicy),
+    },
+)
+CONSTANTS = st.none() | st.integers(-2, 2) | st.floats() | WORDS | st.lists(st.integers(0, 1), max_size=9)
+
+
+@st.composite
+def any_graph(draw: st.DrawFn) -> fx.Graph:
+    graph = fx.Graph()
+    nodes = [graph.placeholder(name) for name in draw(st.lists(NAMES, min_size=1, max_size=4))]
+    for name in draw(st.lists(NAMES, max_size=8)):
+        operands = st.sampled_from(nodes)
+        args = draw(st.lists(operands | st.lists(operands) | CONSTANTS, max_size=3))
+        target: Any = draw(st.sampled_from([torch.neg, aten.add.Tensor, operator.getitem]))
+        nodes.append(graph.create_node("call_function", target, tuple(args), name=name))
+    for node in nodes:
+        node.meta.update(draw(METAS))
+    graph.output(draw(st.lists(st.sampled_from(nodes))))
+    return graph
+
+
+@given(any_graph())
+@settings(derandomize=True, deadline=None, max_examples=200)
+def test_writes_every_node_of_any_graph_once_under_a_name_of_its_own(graph: fx.Graph) -> None:
+    lines = [line for line in graph_text(graph).splitlines() if not line.startswith("# ")]
+    assert lines == [node_text(node) for node in graph.nodes]
+    names = [name_of(node) for node in graph.nodes]
+    assert len({*names}) == len(names)
+    defined = [match[1] for line in lines if (match := re.match(r"%(\w+)(?:: [^=]+)? = ", line))]
+    assert defined == names[:-1]
+
+
+@given(any_graph())
+@settings(derandomize=True, deadline=None, max_examples=200)
+def test_writes_a_snapshot_as_the_graph_that_it_was_taken_of(graph: fx.Graph) -> None:
+    assert graph_text(snapshot(graph)) == graph_text(graph)
+
+
+@pytest.mark.parametrize("build", [graphs.two_layers, graphs.two_dtypes, graphs.called_twice])
+def test_writes_nothing_of_this_machine_into_a_traced_graph(build: Callable[..., graphs.Traced]) -> None:
+    traced = build()
+    for record in traced.journal:
+        text = str(record)
+        assert not re.search(r"0x[0-9a-f]{4,}|/|cpu|primals_|torch", text)
+        assert text == graph_text(snapshot(record.graph))

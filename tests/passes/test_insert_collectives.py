@@ -38,18 +38,18 @@ def test_gathers_in_a_graph_without_backward() -> None:
     assert_expected_inline(
         inserted(graphs.trace(graphs.Layer(), train=False), "inference"),
         """\
-%arg0_1: f32[10] = input
-%arg1_1: f32[2, 4] = input
-%unshard_root: f32[20] = c10d.all_gather_into_tensor(%arg0_1, 2, '0')
-%wait_root: f32[20] = c10d.wait_tensor(%unshard_root)
+%shard_root: f32[10] = input  # flat of root
+%x: f32[2, 4] = input
+%unshard_root: f32[20] = c10d.all_gather_into_tensor(%shard_root, 2, '0')  # unit=@0
+%wait_root: f32[20] = c10d.wait_tensor(%unshard_root)  # unit=@0
 %view: f32[2, 10] = aten.view(%wait_root, [2, 10])
 %slice_1: f32[2, 8] = aten.slice.Tensor(%view, 1, 0, 8)
 %clone: f32[2, 8] = aten.clone(%slice_1, memory_format=contiguous_format)
-%weight: f32[4, 4] = aten.view(%clone, [4, 4])
+%weight: f32[4, 4] = aten.view(%clone, [4, 4])  # param=weight
 %slice_2: f32[2, 2] = aten.slice.Tensor(%view, 1, 8, 10)
 %clone_1: f32[2, 2] = aten.clone(%slice_2, memory_format=contiguous_format)
-%bias: f32[4] = aten.view(%clone_1, [4])
-%mm: f32[2, 4] = aten.mm(%arg1_1, %weight)
+%bias: f32[4] = aten.view(%clone_1, [4])  # param=bias
+%mm: f32[2, 4] = aten.mm(%x, %weight)
 %add: f32[2, 4] = aten.add.Tensor(%mm, %bias)
 return %add""",
     )
@@ -59,24 +59,24 @@ def test_trims_the_padding_rows_of_an_uneven_parameter() -> None:
     assert_expected_inline(
         inserted(graphs.uneven(), "forward"),
         """\
-%primals_1: f32[18] = input
-%primals_2: f32[2, 5] = input
-%unshard_root: f32[36] = c10d.all_gather_into_tensor(%primals_1, 2, '0')
-%wait_root: f32[36] = c10d.wait_tensor(%unshard_root)
+%shard_root: f32[18] = input  # flat of root
+%x: f32[2, 5] = input
+%unshard_root: f32[36] = c10d.all_gather_into_tensor(%shard_root, 2, '0')  # unit=@0
+%wait_root: f32[36] = c10d.wait_tensor(%unshard_root)  # unit=@0
 %view: f32[2, 18] = aten.view(%wait_root, [2, 18])
 %slice_1: f32[2, 15] = aten.slice.Tensor(%view, 1, 0, 15)
 %clone: f32[2, 15] = aten.clone(%slice_1, memory_format=contiguous_format)
 %view_1: f32[30] = aten.view(%clone, [-1])
 %slice_2: f32[25] = aten.slice.Tensor(%view_1, 0, 0, 25)
-%weight: f32[5, 5] = aten.view(%slice_2, [5, 5])
+%weight: f32[5, 5] = aten.view(%slice_2, [5, 5])  # param=weight
 %slice_3: f32[2, 3] = aten.slice.Tensor(%view, 1, 15, 18)
 %clone_1: f32[2, 3] = aten.clone(%slice_3, memory_format=contiguous_format)
 %view_3: f32[6] = aten.view(%clone_1, [-1])
 %slice_4: f32[5] = aten.slice.Tensor(%view_3, 0, 0, 5)
-%bias: f32[5] = aten.view(%slice_4, [5])
-%mm: f32[2, 5] = aten.mm(%primals_2, %weight)
+%bias: f32[5] = aten.view(%slice_4, [5])  # param=bias
+%mm: f32[2, 5] = aten.mm(%x, %weight)
 %add: f32[2, 5] = aten.add.Tensor(%mm, %bias)
-%t: f32[5, 2] = aten.t(%primals_2)
+%t: f32[5, 2] = aten.t(%x)
 return %add, %t""",
     )
 
@@ -88,39 +88,18 @@ def test_pads_the_gradients_of_an_uneven_parameter() -> None:
 %t: f32[5, 2] = input
 %tangents_1: f32[2, 5] = input
 %sum_1: f32[1, 5] = aten.sum.dim_IntList(%tangents_1, [0], True)
-%view: f32[5] = aten.view(%sum_1, [5])
-%mm_1: f32[5, 5] = aten.mm(%t, %tangents_1)
+%view: f32[5] = aten.view(%sum_1, [5])  # grad=bias
+%mm_1: f32[5, 5] = aten.mm(%t, %tangents_1)  # grad=weight
 %_chunk_cat: f32[2, 18] = aten._chunk_cat([%mm_1, %view], 0, 2)
 %view_1: f32[36] = aten.view(%_chunk_cat, [-1])
-%reduce_root: f32[18] = c10d.reduce_scatter_tensor(%view_1, 'avg', 2, '0')
-%reduced_root: f32[18] = c10d.wait_tensor(%reduce_root)
+%reduce_root: f32[18] = c10d.reduce_scatter_tensor(%view_1, 'avg', 2, '0')  # unit=@0
+%reduced_root: f32[18] = c10d.wait_tensor(%reduce_root)  # unit=@0
 return %reduced_root, None""",
     )
 
 
 def test_gathers_two_dtypes_with_one_coalesced_launch() -> None:
-    assert_expected_inline(
-        inserted(graphs.two_dtypes(), "forward"),
-        """\
-%primals_1: f32[8] = input
-%primals_2: f32[2, 4] = input
-%primals_3: bf16[2] = input
-%unshard_root = c10d.all_gather_into_tensor_coalesced([%primals_1, %primals_3], 2, '0')
-%getitem: f32[16] = getitem(%unshard_root, 0)
-%getitem_1: bf16[4] = getitem(%unshard_root, 1)
-%wait_root: f32[16] = c10d.wait_tensor(%getitem)
-%wait_root_1: bf16[4] = c10d.wait_tensor(%getitem_1)
-%view: f32[2, 8] = aten.view(%wait_root, [2, 8])
-%slice_1: f32[2, 8] = aten.slice.Tensor(%view, 1, 0, 8)
-%weight: f32[4, 4] = aten.view(%slice_1, [4, 4])
-%view_2: bf16[2, 2] = aten.view(%wait_root_1, [2, 2])
-%slice_2: bf16[2, 2] = aten.slice.Tensor(%view_2, 1, 0, 2)
-%bias: bf16[4] = aten.view(%slice_2, [4])
-%mm: f32[2, 4] = aten.mm(%primals_2, %weight)
-%add: f32[2, 4] = aten.add.Tensor(%mm, %bias)
-%t: f32[4, 2] = aten.t(%primals_2)
-return %add, %t""",
-    )
+    assert_golden(inserted(graphs.two_dtypes(), "forward"), "insert_collectives_two_dtypes")
 
 
 def test_reduces_two_dtypes_each_by_itself() -> None:
@@ -131,16 +110,16 @@ def test_reduces_two_dtypes_each_by_itself() -> None:
 %tangents_1: f32[2, 4] = input
 %sum_1: f32[1, 4] = aten.sum.dim_IntList(%tangents_1, [0], True)
 %view: f32[4] = aten.view(%sum_1, [4])
-%_to_copy: bf16[4] = aten._to_copy(%view, dtype=bf16)
-%mm_1: f32[4, 4] = aten.mm(%t, %tangents_1)
+%_to_copy: bf16[4] = aten._to_copy(%view, dtype=bf16)  # grad=bias
+%mm_1: f32[4, 4] = aten.mm(%t, %tangents_1)  # grad=weight
 %_chunk_cat: f32[2, 8] = aten._chunk_cat([%mm_1], 0, 2)
 %view_1: f32[16] = aten.view(%_chunk_cat, [-1])
-%reduce_root: f32[8] = c10d.reduce_scatter_tensor(%view_1, 'avg', 2, '0')
-%reduced_root: f32[8] = c10d.wait_tensor(%reduce_root)
+%reduce_root: f32[8] = c10d.reduce_scatter_tensor(%view_1, 'avg', 2, '0')  # unit=@0
+%reduced_root: f32[8] = c10d.wait_tensor(%reduce_root)  # unit=@0
 %_chunk_cat_1: bf16[2, 2] = aten._chunk_cat([%_to_copy], 0, 2)
 %view_2: bf16[4] = aten.view(%_chunk_cat_1, [-1])
-%reduce_root_1: bf16[2] = c10d.reduce_scatter_tensor(%view_2, 'avg', 2, '0')
-%reduced_root_1: bf16[2] = c10d.wait_tensor(%reduce_root_1)
+%reduce_root_1: bf16[2] = c10d.reduce_scatter_tensor(%view_2, 'avg', 2, '0')  # unit=@0
+%reduced_root_1: bf16[2] = c10d.wait_tensor(%reduce_root_1)  # unit=@0
 return %reduced_root, None, %reduced_root_1""",
     )
 
@@ -149,21 +128,21 @@ def test_casts_the_shard_before_it_gathers_in_mixed_precision() -> None:
     assert_expected_inline(
         inserted(graphs.mixed_precision(), "forward"),
         """\
-%primals_1: f32[10] = input
-%primals_2: bf16[2, 4] = input
-%_to_copy: bf16[10] = aten._to_copy(%primals_1, dtype=bf16)
-%unshard_root: bf16[20] = c10d.all_gather_into_tensor(%_to_copy, 2, '0')
-%wait_root: bf16[20] = c10d.wait_tensor(%unshard_root)
+%shard_root: f32[10] = input  # flat of root
+%x: bf16[2, 4] = input
+%_to_copy: bf16[10] = aten._to_copy(%shard_root, dtype=bf16)
+%unshard_root: bf16[20] = c10d.all_gather_into_tensor(%_to_copy, 2, '0')  # unit=@0
+%wait_root: bf16[20] = c10d.wait_tensor(%unshard_root)  # unit=@0
 %view: bf16[2, 10] = aten.view(%wait_root, [2, 10])
 %slice_1: bf16[2, 8] = aten.slice.Tensor(%view, 1, 0, 8)
 %clone: bf16[2, 8] = aten.clone(%slice_1, memory_format=contiguous_format)
-%weight: bf16[4, 4] = aten.view(%clone, [4, 4])
+%weight: bf16[4, 4] = aten.view(%clone, [4, 4])  # param=weight
 %slice_2: bf16[2, 2] = aten.slice.Tensor(%view, 1, 8, 10)
 %clone_1: bf16[2, 2] = aten.clone(%slice_2, memory_format=contiguous_format)
-%bias: bf16[4] = aten.view(%clone_1, [4])
-%mm: bf16[2, 4] = aten.mm(%primals_2, %weight)
+%bias: bf16[4] = aten.view(%clone_1, [4])  # param=bias
+%mm: bf16[2, 4] = aten.mm(%x, %weight)
 %add: bf16[2, 4] = aten.add.Tensor(%mm, %bias)
-%t: bf16[4, 2] = aten.t(%primals_2)
+%t: bf16[4, 2] = aten.t(%x)
 return %add, %t""",
     )
 
@@ -175,14 +154,14 @@ def test_casts_the_gradients_before_it_reduces_in_mixed_precision() -> None:
 %t: bf16[4, 2] = input
 %tangents_1: bf16[2, 4] = input
 %sum_1: bf16[1, 4] = aten.sum.dim_IntList(%tangents_1, [0], True)
-%view: bf16[4] = aten.view(%sum_1, [4])
-%mm_1: bf16[4, 4] = aten.mm(%t, %tangents_1)
+%view: bf16[4] = aten.view(%sum_1, [4])  # grad=bias
+%mm_1: bf16[4, 4] = aten.mm(%t, %tangents_1)  # grad=weight
 %_to_copy: f32[4, 4] = aten._to_copy(%mm_1, dtype=f32)
 %_to_copy_1: f32[4] = aten._to_copy(%view, dtype=f32)
 %_chunk_cat: f32[2, 10] = aten._chunk_cat([%_to_copy, %_to_copy_1], 0, 2)
 %view_1: f32[20] = aten.view(%_chunk_cat, [-1])
-%reduce_root: f32[10] = c10d.reduce_scatter_tensor(%view_1, 'avg', 2, '0')
-%reduced_root: f32[10] = c10d.wait_tensor(%reduce_root)
+%reduce_root: f32[10] = c10d.reduce_scatter_tensor(%view_1, 'avg', 2, '0')  # unit=@0
+%reduced_root: f32[10] = c10d.wait_tensor(%reduce_root)  # unit=@0
 return %reduced_root, None""",
     )
 
@@ -194,40 +173,20 @@ def test_divides_float64_gradients_before_and_after_the_sum() -> None:
 %t: f64[4, 2] = input
 %tangents_1: f64[2, 4] = input
 %sum_1: f64[1, 4] = aten.sum.dim_IntList(%tangents_1, [0], True)
-%view: f64[4] = aten.view(%sum_1, [4])
-%mm_1: f64[4, 4] = aten.mm(%t, %tangents_1)
+%view: f64[4] = aten.view(%sum_1, [4])  # grad=bias
+%mm_1: f64[4, 4] = aten.mm(%t, %tangents_1)  # grad=weight
 %_chunk_cat: f64[4, 5] = aten._chunk_cat([%mm_1, %view], 0, 4)
 %view_1: f64[20] = aten.view(%_chunk_cat, [-1])
 %div: f64[20] = aten.div.Tensor(%view_1, 2)
-%reduce_root: f64[5] = c10d.reduce_scatter_tensor(%div, 'sum', 4, '0')
-%reduced_root: f64[5] = c10d.wait_tensor(%reduce_root)
+%reduce_root: f64[5] = c10d.reduce_scatter_tensor(%div, 'sum', 4, '0')  # unit=@0
+%reduced_root: f64[5] = c10d.wait_tensor(%reduce_root)  # unit=@0
 %div_1: f64[5] = aten.div.Tensor(%reduced_root, 2.0)
 return %div_1, None""",
     )
 
 
 def test_gathers_a_frozen_parameter_with_the_trained_ones() -> None:
-    assert_expected_inline(
-        inserted(graphs.frozen_weight(), "forward"),
-        """\
-%primals_1: f32[8] = input
-%primals_2: f32[2, 4] = input
-%primals_3: f32[2] = input
-%unshard_root = c10d.all_gather_into_tensor_coalesced([%primals_1, %primals_3], 2, '0')
-%getitem: f32[16] = getitem(%unshard_root, 0)
-%getitem_1: f32[4] = getitem(%unshard_root, 1)
-%wait_root: f32[16] = c10d.wait_tensor(%getitem)
-%wait_root_1: f32[4] = c10d.wait_tensor(%getitem_1)
-%view: f32[2, 8] = aten.view(%wait_root, [2, 8])
-%slice_1: f32[2, 8] = aten.slice.Tensor(%view, 1, 0, 8)
-%weight: f32[4, 4] = aten.view(%slice_1, [4, 4])
-%view_2: f32[2, 2] = aten.view(%wait_root_1, [2, 2])
-%slice_2: f32[2, 2] = aten.slice.Tensor(%view_2, 1, 0, 2)
-%bias: f32[4] = aten.view(%slice_2, [4])
-%mm: f32[2, 4] = aten.mm(%primals_2, %weight)
-%add: f32[2, 4] = aten.add.Tensor(%mm, %bias)
-return %add""",
-    )
+    assert_golden(inserted(graphs.frozen_weight(), "forward"), "insert_collectives_frozen_weight")
 
 
 def test_reduces_no_gradient_of_a_frozen_parameter() -> None:
@@ -236,11 +195,11 @@ def test_reduces_no_gradient_of_a_frozen_parameter() -> None:
         """\
 %tangents_1: f32[2, 4] = input
 %sum_1: f32[1, 4] = aten.sum.dim_IntList(%tangents_1, [0], True)
-%view: f32[4] = aten.view(%sum_1, [4])
+%view: f32[4] = aten.view(%sum_1, [4])  # grad=bias
 %_chunk_cat: f32[2, 2] = aten._chunk_cat([%view], 0, 2)
 %view_1: f32[4] = aten.view(%_chunk_cat, [-1])
-%reduce_root: f32[2] = c10d.reduce_scatter_tensor(%view_1, 'avg', 2, '0')
-%reduced_root: f32[2] = c10d.wait_tensor(%reduce_root)
+%reduce_root: f32[2] = c10d.reduce_scatter_tensor(%view_1, 'avg', 2, '0')  # unit=@0
+%reduced_root: f32[2] = c10d.wait_tensor(%reduce_root)  # unit=@0
 return None, None, %reduced_root""",
     )
 
@@ -257,18 +216,18 @@ def test_gathers_a_weight_that_is_read_twice_once() -> None:
     assert_expected_inline(
         inserted(graphs.read_twice(), "forward"),
         """\
-%primals_1: f32[8] = input
-%primals_2: f32[2, 4] = input
-%unshard_root: f32[16] = c10d.all_gather_into_tensor(%primals_1, 2, '0')
-%wait_root: f32[16] = c10d.wait_tensor(%unshard_root)
+%shard_root: f32[8] = input  # flat of root
+%x: f32[2, 4] = input
+%unshard_root: f32[16] = c10d.all_gather_into_tensor(%shard_root, 2, '0')  # unit=@0
+%wait_root: f32[16] = c10d.wait_tensor(%unshard_root)  # unit=@0
 %view: f32[2, 8] = aten.view(%wait_root, [2, 8])
 %slice_1: f32[2, 8] = aten.slice.Tensor(%view, 1, 0, 8)
-%weight: f32[4, 4] = aten.view(%slice_1, [4, 4])
-%mm: f32[2, 4] = aten.mm(%primals_2, %weight)
+%weight: f32[4, 4] = aten.view(%slice_1, [4, 4])  # param=weight
+%mm: f32[2, 4] = aten.mm(%x, %weight)
 %mm_1: f32[2, 4] = aten.mm(%mm, %weight)
 %t: f32[4, 2] = aten.t(%mm)
 %t_1: f32[4, 4] = aten.t(%weight)
-%t_2: f32[4, 2] = aten.t(%primals_2)
+%t_2: f32[4, 2] = aten.t(%x)
 return %mm_1, %t, %t_1, %t_2""",
     )
 
@@ -281,14 +240,14 @@ def test_reduces_a_weight_that_is_read_twice_once() -> None:
 %t_1: f32[4, 4] = input
 %t_2: f32[4, 2] = input
 %tangents_1: f32[2, 4] = input
-%mm_2: f32[4, 4] = aten.mm(%t, %tangents_1)
+%mm_2: f32[4, 4] = aten.mm(%t, %tangents_1)  # grad=weight
 %mm_3: f32[2, 4] = aten.mm(%tangents_1, %t_1)
-%mm_4: f32[4, 4] = aten.mm(%t_2, %mm_3)
+%mm_4: f32[4, 4] = aten.mm(%t_2, %mm_3)  # grad=weight
 %add_1: f32[4, 4] = aten.add.Tensor(%mm_2, %mm_4)
 %_chunk_cat: f32[2, 8] = aten._chunk_cat([%add_1], 0, 2)
 %view: f32[16] = aten.view(%_chunk_cat, [-1])
-%reduce_root: f32[8] = c10d.reduce_scatter_tensor(%view, 'avg', 2, '0')
-%reduced_root: f32[8] = c10d.wait_tensor(%reduce_root)
+%reduce_root: f32[8] = c10d.reduce_scatter_tensor(%view, 'avg', 2, '0')  # unit=@0
+%reduced_root: f32[8] = c10d.wait_tensor(%reduce_root)  # unit=@0
 return %reduced_root, None""",
     )
 
@@ -305,17 +264,17 @@ def test_gathers_a_scalar_and_keeps_one_copy() -> None:
     assert_expected_inline(
         inserted(graphs.scalar(), "forward"),
         """\
-%primals_1: f32[1] = input
-%primals_2: f32[2, 4] = input
-%unshard_root: f32[2] = c10d.all_gather_into_tensor(%primals_1, 2, '0')
-%wait_root: f32[2] = c10d.wait_tensor(%unshard_root)
+%shard_root: f32[1] = input  # flat of root
+%x: f32[2, 4] = input
+%unshard_root: f32[2] = c10d.all_gather_into_tensor(%shard_root, 2, '0')  # unit=@0
+%wait_root: f32[2] = c10d.wait_tensor(%unshard_root)  # unit=@0
 %view: f32[2, 1] = aten.view(%wait_root, [2, 1])
 %slice_1: f32[2, 1] = aten.slice.Tensor(%view, 1, 0, 1)
 %view_1: f32[2] = aten.view(%slice_1, [-1])
 %slice_2: f32[1] = aten.slice.Tensor(%view_1, 0, 0, 1)
-%gain: f32[] = aten.view(%slice_2, [])
-%mul: f32[2, 4] = aten.mul.Tensor(%primals_2, %gain)
-return %mul, %primals_2""",
+%gain: f32[] = aten.view(%slice_2, [])  # param=gain
+%mul: f32[2, 4] = aten.mul.Tensor(%x, %gain)
+return %mul, %x""",
     )
 
 
@@ -323,15 +282,15 @@ def test_reduces_a_scalar_into_the_slot_of_every_rank() -> None:
     assert_expected_inline(
         inserted(graphs.scalar(), "backward"),
         """\
-%primals_2: f32[2, 4] = input
+%x: f32[2, 4] = input
 %tangents_1: f32[2, 4] = input
-%mul_1: f32[2, 4] = aten.mul.Tensor(%tangents_1, %primals_2)
-%sum_1: f32[] = aten.sum(%mul_1)
+%mul_1: f32[2, 4] = aten.mul.Tensor(%tangents_1, %x)
+%sum_1: f32[] = aten.sum(%mul_1)  # grad=gain
 %expand: f32[2] = aten.expand(%sum_1, [2])
 %_chunk_cat: f32[2, 1] = aten._chunk_cat([%expand], 0, 2)
 %view: f32[2] = aten.view(%_chunk_cat, [-1])
-%reduce_root: f32[1] = c10d.reduce_scatter_tensor(%view, 'avg', 2, '0')
-%reduced_root: f32[1] = c10d.wait_tensor(%reduce_root)
+%reduce_root: f32[1] = c10d.reduce_scatter_tensor(%view, 'avg', 2, '0')  # unit=@0
+%reduced_root: f32[1] = c10d.wait_tensor(%reduce_root)  # unit=@0
 return %reduced_root, None""",
     )
 

@@ -1,0 +1,130 @@
+"""The journal of a captured graph: its graphs after every pass, kept for whoever wants to look."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from fxshard.ir import text
+
+CAPTURED = "captured"
+"""Name of the record of a graph as its stage received it, before the first pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decline:
+    """A pass left a node alone, and why.
+
+    Attributes:
+        node: name of the node.
+        why: one sentence.
+    """
+
+    node: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One graph after one pass.
+
+    Attributes:
+        name: of the pass, as its module is called; `captured` for the graph before the first pass.
+        stage: `dynamo`, `joint`, `forward`, `backward` or `inference`.
+        description: the pass with its options.
+        graph: a copy; the same object as in the record before if the pass changed nothing.
+        changed: whether the pass changed the graph.
+        seconds: time the pass took, verification included.
+        declined: what the pass left alone.
+    """
+
+    name: str
+    stage: str
+    description: str
+    graph: fx.Graph
+    changed: bool
+    seconds: float
+    declined: tuple[Decline, ...] = ()
+
+    def __str__(self) -> str:
+        """The graph as `ir/text.py` prints it."""
+        return text.graph_text(self.graph)
+
+
+@dataclass(eq=False)
+class Journal:
+    """The records of one frame: stage -> name -> record, in the order in which they were made."""
+
+    stages: dict[str, dict[str, Record]] = field(default_factory=dict)
+
+    def begin(self, stage: str, graph: fx.Graph, description: str) -> str:
+        """Open a stage with the graph as it is.
+
+        Returns:
+            The stage's name, with a number where a graph of this kind was compiled before.
+        """
+        name = _unused(stage, self.stages)
+        first = Record(
+            name=CAPTURED, stage=name, description=description, graph=snapshot(graph), changed=True, seconds=0
+        )
+        self.stages[name] = {CAPTURED: first}
+        return name
+
+    def add(
+        self,
+        stage: str,
+        name: str,
+        description: str,
+        graph: fx.Graph,
+        *,
+        changed: bool,
+        seconds: float,
+        declined: Sequence[Decline],
+    ) -> None:
+        """Record what a pass made of the stage's graph."""
+        records = self.stages[stage]
+        name = _unused(name, records)
+        kept = snapshot(graph) if changed else self.last(stage).graph
+        records[name] = Record(
+            name=name,
+            stage=stage,
+            description=description,
+            graph=kept,
+            changed=changed,
+            seconds=seconds,
+            declined=tuple(declined),
+        )
+
+    def last(self, stage: str) -> Record:
+        """The newest record of a stage."""
+        return next(reversed(self.stages[stage].values()))
+
+    def __iter__(self) -> Iterator[Record]:
+        """All records, stage by stage."""
+        for records in self.stages.values():
+            yield from records.values()
+
+
+_KEPT_META = frozenset(
+    ("val", "example_value", "fxshard", "recompute", "nn_module_stack", "fwd_nn_module_stack", "stack_trace", "desc")
+)
+
+
+def snapshot(graph: fx.Graph) -> fx.Graph:
+    """A copy with the same node names; tags and fake values are shared, edits are not."""
+    copied = fx.Graph(owning_module=graph.owning_module)
+    copied.output(copied.graph_copy(graph, {}))
+    for node, original in zip(copied.nodes, graph.nodes, strict=True):
+        node.meta = {key: value for key, value in original.meta.items() if key in _KEPT_META}
+    return copied
+
+
+def _unused(name: str, taken: Mapping[str, object]) -> str:
+    """`name`, or the first of `name_2`, `name_3`, ... that is not taken."""
+    candidate, number = name, 1
+    while candidate in taken:
+        number += 1
+        candidate = f"{name}_{number}"
+    return candidate
