@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast, overload
 
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fxshard import sharding
+from fxshard.backend import frames_of
 from fxshard.errors import ConfigError
+from fxshard.ir import collectives, text
 from fxshard.mesh import default_mesh, require_mesh
-from fxshard.modules import ShardedModule, is_compiled, plain_module, units_under
-from fxshard.runtime.frame import CompiledGraph, Frame
+from fxshard.modules import ShardedModule, is_compiled
+from fxshard.runtime.frame import Frame
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -102,18 +107,46 @@ def fully_shard(
     return module
 
 
+@dataclass(frozen=True, kw_only=True)
+class CompiledGraph:
+    """One graph after all passes.
+
+    Attributes:
+        kind: "forward", "backward" or "inference".
+        text: the graph, one node per line (`ir/text.py`).
+        collectives: "all_gather" and "reduce_scatter" -> how many the graph launches; absent where none.
+    """
+
+    kind: str
+    text: str
+    collectives: dict[str, int]
+
+
 def compiled_graphs(module: nn.Module) -> list[CompiledGraph]:
     """The graphs that were compiled for a sharded module, after all passes, in the order in which they were compiled.
+
+    `fxshard.explanation_of` has them after every pass.
 
     Args:
         module: sharded by `fully_shard` or by the one-line path; compiled or plain.
     """
-    frames: dict[int, Frame] = {}
-    for unit in units_under(plain_module(module)):
-        for reference in unit.frames:
-            if (frame := reference()) is not None:
-                frames.setdefault(id(frame), frame)
-    return [graph for frame in frames.values() for graph in frame.graphs]
+    return [_compiled_graph(kind, graph) for frame in frames_of(module) for kind, graph in _final_graphs(frame)]
+
+
+def _final_graphs(frame: Frame) -> Iterator[tuple[str, fx.Graph]]:
+    for stage in frame.journal.stages:
+        kind = re.sub(r"_\d+$", "", stage)
+        if kind in ("forward", "backward", "inference"):
+            yield kind, frame.journal.last(stage).graph
+
+
+def _compiled_graph(kind: str, graph: fx.Graph) -> CompiledGraph:
+    launches = {
+        "all_gather": len(collectives.unshard_launches(graph)),
+        "reduce_scatter": len(collectives.reduce_launches(graph)),
+    }
+    used = {op: count for op, count in launches.items() if count}
+    return CompiledGraph(kind=kind, text=text.graph_text(graph), collectives=used)
 
 
 def _require_kinds(reshard: object, mp_policy: object) -> None:

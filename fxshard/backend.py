@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from fxshard import capture, one_line
+from fxshard.cost import hardware
 from fxshard.errors import ConfigError, FxshardError
 from fxshard.lower import lower, lower_plain, require_known_flags
+from fxshard.modules import plain_module, units_under
 from fxshard.options import Options, parse
 from fxshard.passes import pipeline
+from fxshard.runtime import agreement
 from fxshard.runtime.frame import Frame
 from fxshard.runtime.unit import Home
 
@@ -44,12 +48,18 @@ def fxshard(
     try:
         return _dispatch(gm, example_inputs, parse(options, mode))
     except (FxshardError, NotImplementedError) as error:
+        groups = {home.unit.plan.group for home in capture.flats_of(example_inputs).values()}
+        agreement.report_failure(groups, str(error))
         raise capture.as_raised_by_backend(error) from error.__cause__
 
 
 def _dispatch(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
     capture.refuse_compiled_autograd()
     require_known_flags(options)
+    # A wrong pipeline or hardware is refused before anything is sharded.
+    pipeline.chosen(options.passes)
+    if options.hardware is not None:
+        hardware.load(options.hardware)
     flats = capture.flats_of(example_inputs)
     unsharded = capture.unsharded_parameters(gm, example_inputs)
     if flats:
@@ -61,10 +71,53 @@ def _dispatch(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Option
     return lower_plain(gm, example_inputs, options)
 
 
-def _compile(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], flats: dict[int, Home], options: Options
+def frames_of(module: nn.Module) -> list[Frame]:
+    """The live captured graphs of a sharded module, compiled or plain, in the order in which they were captured."""
+    frames: dict[int, Frame] = {}
+    for unit in units_under(plain_module(module)):
+        for reference in unit.frames:
+            if (frame := reference()) is not None:
+                frames.setdefault(id(frame), frame)
+    return list(frames.values())
+
+
+def capture_only(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, frames: list[Frame]
 ) -> Callable[..., Any]:
-    frame = Frame(capture.bind_markers(gm, flats))
+    """Do what `fxshard` does with a graph of a sharded model, but stop before code generation; for `explain`.
+
+    Args:
+        gm: as in `fxshard`.
+        example_inputs: may be fake.
+        options: the user's.
+        frames: gets the new frame; a graph that reads no sharded parameter makes none.
+
+    Returns:
+        The graph, interpreted.
+    """
+    try:
+        capture.refuse_compiled_autograd()
+        flats = capture.flats_of(example_inputs)
+        if not flats:
+            return lower_plain(gm, example_inputs, dataclasses.replace(options, lower="eager"))
+        _require_one_way(options, flats)
+        one_line.require_no_replicas(capture.unsharded_parameters(gm, example_inputs), flats)
+        frame = _compile(gm, example_inputs, flats, options, generate_code=False)
+    except (FxshardError, NotImplementedError) as error:
+        raise capture.as_raised_by_backend(error) from error.__cause__
+    frames.append(frame)
+    return frame
+
+
+def _compile(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    flats: dict[int, Home],
+    options: Options,
+    *,
+    generate_code: bool = True,
+) -> Frame:
+    frame = Frame(capture.bind_markers(gm, flats), hardware=options.hardware)
     for key, share in capture.read_shares(gm, frame.plan).items():
         if share < 0.5 and frame.plan.units[key].world_size > 1:
             _log.warning(
@@ -76,7 +129,7 @@ def _compile(
     for home in flats.values():
         alive = [reference for reference in home.unit.frames if reference() is not None]
         home.unit.frames = [*alive, weakref.ref(frame)]
-    lower(gm, example_inputs, frame, pipeline.DEFAULT, options)
+    lower(gm, example_inputs, frame, pipeline.chosen(options.passes), options, generate_code=generate_code)
     _log.info("captured %d units: %s", len(frame.plan.units), ", ".join(name or "root" for name in frame.plan.units))
     return frame
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +24,6 @@ _NOT_YET: dict[str, Any] = {
     "streams": "auto",
     "separate_reduce_scatter_group": False,
     "cudagraphs": False,
-    "verify": True,
-    "hardware": None,
-    "passes": None,
     "offload": None,
 }
 
@@ -38,7 +35,7 @@ KEEP_ORDER_FLAGS = (
     "reorder_for_locality_in_training",
     "aten_distributed_optimizations.enable_simple_overlap",
 )
-OWNED_INDUCTOR_FLAGS = (*KEEP_ORDER_FLAGS, "custom_partitioner_fn")
+OWNED_INDUCTOR_FLAGS = (*KEEP_ORDER_FLAGS, "custom_partitioner_fn", "post_grad_custom_post_pass")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +48,10 @@ class Options:
         param_dtype: dtype of gathered parameters and compute, for the one-line path only.
         reduce_dtype: dtype of gradient reduction, for the one-line path only.
         lower: "inductor", or "eager" to run the transformed graphs node by node (no decompositions, bitwise FSDP2).
+        verify: check every invariant of `ir/spec.py` after every pass; "debug" also re-runs the graphs on fake tensors.
+        passes: a function from the default `Pipeline` to the one to run; passes of your own get the same checks.
+        hardware: what the cost model estimates for: "h100", "h200", "cpu" or the path of a JSON file
+            (`cost/hardware.py`); `None` is "h100". Decides estimates only.
         inductor: config patches passed to Inductor as they are.
     """
 
@@ -59,12 +60,21 @@ class Options:
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     lower: str = "inductor"
+    verify: bool | str = True
+    passes: Callable[[Any], Any] | None = dataclasses.field(default=None, repr=False)  # Pipeline.digest speaks for it
+    hardware: str | None = None
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Reject values no one could have meant."""
         if self.lower not in ("inductor", "eager"):
             raise ConfigError(f'lower must be "inductor" or "eager", got {self.lower!r}.')
+        if self.verify not in (True, False, "debug"):
+            raise ConfigError(f'verify must be True, False or "debug", got {self.verify!r}.')
+        if self.passes is not None and not callable(self.passes):
+            raise ConfigError(f"passes must be a function from Pipeline to Pipeline or None, got {self.passes!r}.")
+        if not isinstance(self.hardware, str | None):
+            raise ConfigError(f"hardware must be a name, the path of a JSON file or None, got {self.hardware!r}.")
         if not isinstance(self.reshard_after_forward, bool | None):
             raise ConfigError(f"reshard_after_forward must be True, False or None, got {self.reshard_after_forward!r}.")
         for name in ("param_dtype", "reduce_dtype"):

@@ -6,26 +6,20 @@ logs or dumps: `_manager.run` does, for every pass alike.
 
 from __future__ import annotations
 
-import enum
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
+from torch import fx
 from torch.fx import GraphModule
 
+from fxshard.ir import text
+from fxshard.ir.facts import Fact as Fact
+from fxshard.ir.facts import GraphKind as GraphKind
+from fxshard.ir.journal import Decline, Journal
 from fxshard.ir.plan import FramePlan
-
-GraphKind = Literal["joint", "forward", "backward", "inference"]
-
-
-class Fact(enum.Enum):
-    """What a graph is known to satisfy; passes require and ensure facts, and the manager checks the chain."""
-
-    MARKED = "parameters are read through fxshard.unshard markers"
-    DEDUPED = "a parameter is read by at most one marker per call of its unit"
-    RESHARD_TAGGED = "every marker says whether backward gathers again or keeps the parameter"
-    COLLECTIVES = "no marker is left: gathers and reductions are collectives on whole units"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +30,25 @@ class PassContext:
         plan: the units of the frame.
         kind: which graph of the frame this is.
         decompositions: table for code that a pass traces into the graph; empty keeps aten ops whole.
+        num_results: how many outputs of a forward graph are results; the rest is saved for backward. `None`: unknown.
+        unsharded_budget_bytes: what unsharded parameters may take at any time, `None` for no limit.
+        verify: whether the manager verifies the graph after every pass; "debug" also re-runs it on fake tensors.
+        journal: where the manager keeps the graphs.
+        declined: what the running pass left alone; see `decline`.
     """
 
     plan: FramePlan
     kind: GraphKind
     decompositions: Mapping[Any, Any] = field(default_factory=dict)
+    num_results: int | None = None
+    unsharded_budget_bytes: int | None = None
+    verify: bool | str = True
+    journal: Journal = field(default_factory=Journal)
+    declined: list[Decline] = field(default_factory=list)
+
+    def decline(self, node: fx.Node, why: str) -> None:
+        """Say that the running pass leaves `node` alone, and why; shown by `fxshard.explain`."""
+        self.declined.append(Decline(node=text.name_of(node), why=why))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +59,18 @@ class GraphPass(ABC):
         requires: facts that must hold before.
         ensures: facts that hold after.
         version: raised whenever the pass changes its result; part of every compile cache key.
+        reorders_only: whether the pass changes nothing but when things happen; `bisect_numerics` holds it to the bit.
     """
 
     requires: ClassVar[frozenset[Fact]] = frozenset()
     ensures: ClassVar[frozenset[Fact]] = frozenset()
     version: ClassVar[int] = 1
+    reorders_only: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        """The class's name as its module is called: `InsertCollectives` -> `insert_collectives`."""
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(self).__name__).lower()
 
     @abstractmethod
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:

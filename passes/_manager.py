@@ -1,4 +1,4 @@
-"""Run passes: check their facts, apply, lint, recompile, time, log. The only place that does any of these."""
+"""Run passes: check facts, apply, lint, verify, recompile, time, log, record. The only place that does any of these."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from collections.abc import Iterable, Sequence
 from torch.fx import GraphModule
 
 from fxshard.errors import InvariantError
-from fxshard.ir import fake, text
+from fxshard.ir import contract, fake, spec, tags
+from fxshard.ir.journal import CAPTURED, Record
 from fxshard.passes._base import Fact, GraphPass, PassContext
 
 _log = logging.getLogger(__name__)
 
 
-def run(gm: GraphModule, passes: Sequence[GraphPass], ctx: PassContext, *, given: Iterable[Fact]) -> bool:
+def run(
+    gm: GraphModule, passes: Sequence[GraphPass], ctx: PassContext, *, given: Iterable[Fact], stage: str = ""
+) -> bool:
     """Apply `passes` in order.
 
     Args:
@@ -23,40 +26,86 @@ def run(gm: GraphModule, passes: Sequence[GraphPass], ctx: PassContext, *, given
         passes: a stage of the pipeline.
         ctx: handed to every pass.
         given: facts that hold before the first pass.
+        stage: what the journal calls it; by default the kind of the graph.
 
     Returns:
         Whether any pass changed the graph.
 
     Raises:
         InvariantError: a pass requires what nothing before it ensures (checked before the first pass runs), or left a
-            malformed graph.
+            graph that is malformed or breaks an invariant (`ir/spec.py`).
     """
-    _check_facts(passes, given)
-    changed = [_run_one(gm, step, ctx, f"{i + 1:02}/{len(passes):02}") for i, step in enumerate(passes)]
-    return any(changed)
+    given = tuple(given)
+    check_facts(passes, given)
+    facts = set(given)
+    if Fact.MARKED in facts:
+        tags.tag_markers(gm.graph, ctx.plan)
+    stage = ctx.journal.begin(stage or ctx.kind, gm.graph, "as the stage received it")
+    _publish(ctx.journal.stages[stage][CAPTURED], "00/00")
+    agreed = contract.contract_of(
+        gm.graph,
+        ctx.plan,
+        ctx.kind,
+        num_results=ctx.num_results,
+        unsharded_budget_bytes=ctx.unsharded_budget_bytes,
+    )
+    changed = False
+    for i, step in enumerate(passes):
+        facts |= step.ensures
+        changed |= _run_one(gm, step, ctx, agreed, facts, stage, f"{i + 1:02}/{len(passes):02}")
+    return changed
 
 
-def _check_facts(passes: Sequence[GraphPass], given: Iterable[Fact]) -> None:
+def check_facts(passes: Sequence[GraphPass], given: Iterable[Fact]) -> frozenset[Fact]:
+    """The facts that hold after `passes`.
+
+    Raises:
+        InvariantError: a pass requires a fact that is neither given nor ensured by a pass before it.
+    """
     known = set(given)
     for step in passes:
         missing = sorted(fact.name for fact in step.requires - known)
         if missing:
             raise InvariantError(f"{step} requires {', '.join(missing)}; run the pass that ensures it before this one.")
         known |= step.ensures
+    return frozenset(known)
 
 
-def _run_one(gm: GraphModule, step: GraphPass, ctx: PassContext, place: str) -> bool:
+def _run_one(
+    gm: GraphModule,
+    step: GraphPass,
+    ctx: PassContext,
+    agreed: contract.Contract,
+    facts: set[Fact],
+    stage: str,
+    place: str,
+) -> bool:
     start, nodes = time.perf_counter(), len(gm.graph.nodes)
+    ctx.declined.clear()
     changed = step.apply(gm, ctx)
     if changed:
         try:
             gm.graph.lint()
         except RuntimeError as error:
             raise InvariantError(f"{step} left a malformed {ctx.kind} graph: {error}") from error
+    if ctx.verify and (changed or step.ensures):
+        spec.verify(gm.graph, agreed, facts, broken_by=str(step), debug=ctx.verify == "debug")
+    if changed:
         gm.recompile()
-    took_ms = (time.perf_counter() - start) * 1e3
-    _log.info("[%s %s] %s  nodes %d -> %d  %.0f ms", ctx.kind, place, step, nodes, len(gm.graph.nodes), took_ms)
-    if _log.isEnabledFor(logging.DEBUG):
-        _log.debug("%s graph after %s:\n%s", ctx.kind, step, text.graph_text(gm.graph))
-    fake.trace_artifact(f"fxshard_{ctx.kind}_{place[:2]}_{type(step).__name__}", lambda: text.graph_text(gm.graph))
+    seconds = time.perf_counter() - start
+    ctx.journal.add(
+        stage, step.name, str(step), gm.graph, changed=changed, seconds=seconds, declined=tuple(ctx.declined)
+    )
+    _log.info("[%s %s] %s  nodes %d -> %d  %.0f ms", stage, place, step, nodes, len(gm.graph.nodes), seconds * 1e3)
+    _publish(ctx.journal.last(stage), place)
     return changed
+
+
+def _publish(record: Record, place: str) -> None:
+    """Give a record to those who listen: the debug log, and torch's structured trace."""
+    for declined in record.declined:
+        _log.info("[%s %s] %s left %%%s alone: %s", record.stage, place, record.name, declined.node, declined.why)
+    if _log.isEnabledFor(logging.DEBUG):
+        after = "" if record.name == CAPTURED else "after "
+        _log.debug("%s graph %s%s:\n%s", record.stage, after, record.description, record)
+    fake.trace_artifact(f"fxshard_{record.stage}_{place[:2]}_{record.name}", lambda: str(record))

@@ -11,8 +11,9 @@ from torch import Tensor, fx
 from torch.fx import GraphModule
 
 from fxshard.errors import UnsupportedGraph
-from fxshard.ir import collectives, ops, text
+from fxshard.ir import collectives, ops, tags, text
 from fxshard.ir.collectives import SlotIndex
+from fxshard.ir.ops import MarkerKey
 from fxshard.ir.plan import UnitPlan
 from fxshard.ir.splice import rename, splice
 from fxshard.passes._base import Fact, GraphPass, PassContext
@@ -73,10 +74,11 @@ def _gather(unit: UnitPlan, markers: list[fx.Node], ctx: PassContext) -> None:
         return collectives.unshard(flat, unit, reads)
 
     parameters, created = splice(markers[0], gather, inputs, ctx.decompositions)
-    call = ops.key_of(markers[0]).call
-    suffix = "" if call == "0" else f"_call{call}"
-    _name_collectives(created, f"unshard_{unit.node_name}{suffix}", f"wait_{unit.node_name}{suffix}")
+    key = ops.key_of(markers[0])
+    suffix = "" if key.call == "0" else f"_call{key.call}"
+    _name_collectives(created, f"unshard_{unit.node_name}{suffix}", f"wait_{unit.node_name}{suffix}", key)
     for marker, (shard, slot), parameter in zip(markers, reads, parameters, strict=True):
+        tags.tag(parameter, tags.PARAM, unit.shards[shard].slots[slot].fqn)
         if parameter in created:
             rename(parameter, unit.shards[shard].slots[slot].fqn.replace(".", "_") + suffix)
         marker.replace_all_uses_with(parameter)
@@ -88,10 +90,12 @@ class _UnitWrites:
     """The gradients of one unit in a backward graph.
 
     Attributes:
+        key: of one of its markers.
         grads: for each parameter the unsharded gradients to add up, in order.
         outputs: shard index -> position among the graph's outputs.
     """
 
+    key: MarkerKey
     grads: dict[SlotIndex, list[fx.Node]] = field(default_factory=dict)
     outputs: dict[int, int] = field(default_factory=dict)
 
@@ -103,7 +107,7 @@ def _writes(graph: fx.Graph, ctx: PassContext) -> list[tuple[UnitPlan, _UnitWrit
         for marker in _summands(result):
             key, grad = ops.key_of(marker), marker.args[0]
             assert isinstance(grad, fx.Node)
-            writes = units.setdefault(key.unit, _UnitWrites())
+            writes = units.setdefault(key.unit, _UnitWrites(key))
             writes.grads.setdefault((key.shard, ops.slot_of(marker)), []).append(grad)
             writes.outputs[key.shard] = position
     return [(ctx.plan.units[unit], writes) for unit, writes in units.items()]
@@ -140,7 +144,7 @@ def _reduce(unit: UnitPlan, writes: _UnitWrites, ctx: PassContext) -> None:
 
     graph = inputs[0].graph
     results, created = splice(_after_all(inputs), reduce, inputs, ctx.decompositions)
-    _name_collectives(created, f"reduce_{unit.node_name}", f"reduced_{unit.node_name}")
+    _name_collectives(created, f"reduce_{unit.node_name}", f"reduced_{unit.node_name}", writes.key)
     outputs = list(_results(graph))
     for shard, result in zip(sorted(writes.outputs), results, strict=True):
         outputs[writes.outputs[shard]] = result
@@ -156,12 +160,12 @@ def _after_all(nodes: Sequence[fx.Node]) -> fx.Node:
     return place
 
 
-def _name_collectives(created: Sequence[fx.Node], launch: str, wait: str) -> None:
+def _name_collectives(created: Sequence[fx.Node], launch: str, wait: str, key: MarkerKey) -> None:
     for node in created:
-        if node.target is collectives.WAIT:
-            rename(node, wait)
-        elif node.target in collectives.LAUNCHES:
-            rename(node, launch)
+        is_wait = node.target is collectives.WAIT
+        if is_wait or node.target in collectives.LAUNCHES:
+            rename(node, wait if is_wait else launch)
+            tags.tag(node, tags.UNIT, f"{key.unit}@{key.call}")
 
 
 def _refuse_leftovers(gm: GraphModule, ctx: PassContext) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 
+from fxshard.errors import ConfigError, InvariantError
+from fxshard.passes import _manager
 from fxshard.passes._base import Fact, GraphPass
 from fxshard.passes.dedup_unshard import DedupUnshard
 from fxshard.passes.insert_collectives import InsertCollectives
@@ -15,20 +18,34 @@ OPTIONAL: tuple[type[GraphPass], ...] = ()
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """The passes of each stage, in order.
+    """The passes of each stage, in order. Change it with `dataclasses.replace`.
 
     Attributes:
         joint: on the joint forward-backward graph, before it is split.
         split: on the forward, the backward and the inference graph, each for itself.
+        last: on the same graphs, after Inductor's own passes and right before code is generated.
     """
 
     joint: tuple[GraphPass, ...]
     split: tuple[GraphPass, ...]
+    last: tuple[GraphPass, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Reject what is not a tuple of passes."""
+        for stage in fields(self):
+            passes = getattr(self, stage.name)
+            wrong = [p for p in passes if not isinstance(p, GraphPass)] if isinstance(passes, tuple) else [passes]
+            if wrong:
+                raise ConfigError(
+                    f"Pipeline.{stage.name} must be a tuple of GraphPass instances, got {wrong[0]!r} in it. Derive "
+                    "passes from fxshard.GraphPass and give instances, not classes."
+                )
 
     @property
     def digest(self) -> str:
-        """What a compile cache must know of the passes: names, options, versions."""
-        return repr([(p, p.version) for p in (*self.joint, *self.split)])
+        """What a compile cache must know of the passes: stages, names, options, versions."""
+        stages = (self.joint, self.split, self.last)
+        return repr([[(p, p.version) for p in stage] for stage in stages])
 
 
 DEFAULT = Pipeline(
@@ -40,7 +57,40 @@ DEFAULT = Pipeline(
         DedupUnshard(),  # again: a graph without backward has seen no joint stage
         InsertCollectives(),  # after the split: each graph gathers where it reads and reduces where it writes
     ),
+    last=(),  # nothing to do yet where Inductor's own passes have run
 )
 
 JOINT_GIVEN = (Fact.MARKED,)
 SPLIT_GIVEN = (Fact.MARKED,)
+LAST_GIVEN = (Fact.COLLECTIVES, Fact.LOWERED)
+_NEEDED = {"joint": Fact.RESHARD_TAGGED, "split": Fact.COLLECTIVES}
+
+
+def chosen(change: Callable[[Pipeline], Pipeline] | None) -> Pipeline:
+    """The default pipeline as `options={"passes": change}` wants it.
+
+    Raises:
+        ConfigError: `change` returned no pipeline, or one that does not shard: a fact is missing, and which.
+    """
+    if change is None:
+        return DEFAULT
+    pipeline = change(DEFAULT)
+    if not isinstance(pipeline, Pipeline):
+        raise ConfigError(
+            f"options['passes'] must return a Pipeline, got {type(pipeline).__name__}. It is given the default one: "
+            "return dataclasses.replace(pipeline, split=(*pipeline.split, MyPass()))."
+        )
+    given = {"joint": JOINT_GIVEN, "split": SPLIT_GIVEN, "last": LAST_GIVEN}
+    for stage, facts in given.items():
+        try:
+            known = _manager.check_facts(getattr(pipeline, stage), facts)
+        except InvariantError as error:
+            raise ConfigError(
+                f"options['passes'], stage {stage!r}: a fact is missing. {str(error).splitlines()[0]}"
+            ) from None
+        if stage in _NEEDED and _NEEDED[stage] not in known:
+            raise ConfigError(
+                f"options['passes'], stage {stage!r}: nothing ensures {_NEEDED[stage].name} ({_NEEDED[stage].value}). "
+                "Keep the pass that does, or put one with the same `ensures` in its place."
+            )
+    return pipeline

@@ -5,39 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 from torch.fx import GraphModule
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxshard.ir import ops
+from fxshard.ir import movement, ops
 from fxshard.passes._base import Fact, GraphPass, PassContext
-
-aten = torch.ops.aten
-_RESHAPES = frozenset(
-    op
-    for packet in (
-        aten._to_copy,
-        aten._unsafe_view,
-        aten.alias,
-        aten.clone,
-        aten.detach,
-        aten.expand,
-        aten.permute,
-        aten.reshape,
-        aten.select,
-        aten.slice,
-        aten.split,
-        aten.split_with_sizes,
-        aten.squeeze,
-        aten.t,
-        aten.transpose,
-        aten.unsqueeze,
-        aten.view,
-        torch.ops.prims.convert_element_type,
-    )
-    for op in (getattr(packet, overload) for overload in packet.overloads())
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,4 +52,4 @@ def _reshapes_of(marker: fx.Node) -> Iterator[fx.Node]:
     while queue:
         node = queue.pop()
         yield node
-        queue.extend(user for user in node.users if user.target in _RESHAPES and user.all_input_nodes == [node])
+        queue.extend(user for user in node.users if user.target in movement.MOVEMENT and user.all_input_nodes == [node])

@@ -88,7 +88,7 @@ def test_inductor_keys_its_cache_on_the_digest_of_options_plan_and_passes(mesh: 
     frame = next(f for unit in units_under(model) for r in unit.frames if (f := r()) is not None)
 
     def partitioner(options: Options, of: Frame = frame) -> _Partitioner:
-        return _Partitioner(_Stages(of, DEFAULT, options))
+        return _Partitioner(_Stages(of, DEFAULT, options, generate_code=True))
 
     same, other = partitioner(Options()), partitioner(Options(inductor={"max_autotune": True}))
     assert same.uuid() == partitioner(Options()).uuid() != other.uuid()

@@ -5,18 +5,46 @@ The questions have no public answer, so this file asks private modules and is on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import CodeType, FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._dynamo.eval_frame import skip_code
+from torch._C._distributed_c10d import _register_process_group, _resolve_process_group, _unregister_process_group
+from torch._C._dynamo.eval_frame import get_eval_frame_callback, reset_code
+from torch._dynamo import pgo
+from torch._dynamo.convert_frame import Tracker, input_codes, output_codes
+from torch._dynamo.eval_frame import cached_backends, skip_code
+from torch._dynamo.utils import CleanupManager, counters
 from torch._logging import trace_structured
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+FakeMode = FakeTensorMode
+"""While it is on, tensors have shapes, strides, dtypes and devices, but no data."""
+
+copying_to = FakeCopyMode
+"""`with copying_to(mode): copy.deepcopy(value)` copies tensors to fake ones."""
+
+is_wrapper = is_traceable_wrapper_subclass
+"""Whether a tensor is made of other tensors, as a DTensor is."""
 
 eval_frame_callback = get_eval_frame_callback
 """Dynamo's state on this thread: a function (compiling), None (off), False (only run what is compiled)."""
+
+NO_VALUE = (DataDependentOutputException, DynamicOutputShapeException)
+"""Raised where code asks a fake tensor for what only data knows; `error.func` is the op."""
 
 Function = TypeVar("Function", bound=Any)
 
@@ -34,6 +62,46 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
             if isinstance(leaf, FakeTensor):
                 return leaf.fake_mode
     return None
+
+
+def input_index(placeholder: fx.Node) -> int | None:
+    """Which input of the captured graph a placeholder of AOTAutograd's graph is, `None` for what AOTAutograd added."""
+    index = getattr(placeholder.meta.get("desc"), "idx", None)
+    return index if isinstance(index, int) else None
+
+
+def disagreements(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, str]]:
+    """Nodes whose recorded value has another dtype or shape than running them on fake tensors gives.
+
+    Subgraphs, and nodes whose inputs have no recorded value, are not run.
+
+    Returns:
+        The node, what is recorded, what running it gives (or why it cannot run).
+    """
+    mode = fake_mode_of(graph)
+    if mode is None:
+        return
+    for node in graph.nodes:
+        inputs = [source.meta.get("val") for source in node.all_input_nodes]
+        if not isinstance(node.target, torch._ops.OpOverload) or any(value is None for value in inputs):
+            continue
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+        try:
+            with mode, torch.no_grad():
+                found = _looks(node.target(*args, **kwargs))
+        except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
+            found = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        recorded = _looks(node.meta.get("val"))
+        if found != recorded:
+            yield node, recorded, found
+
+
+def _looks(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, list | tuple):
+        return f"({', '.join(_looks(item) for item in value)})"
+    return type(value).__name__
 
 
 def run_this_frame_eagerly(function: Function) -> Function:
@@ -63,6 +131,79 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
     trace_structured("artifact", metadata_fn=lambda: metadata, payload_fn=text)
 
 
+@contextmanager
+def named_groups(sizes: Mapping[str, int]) -> Iterator[None]:
+    """Let torch find groups of ranks that do not exist by name: Inductor looks up the size of each group in a graph.
+
+    Nothing can be sent over them; a name that stands for a real group is left alone.
+    """
+    make: Any = dist.ProcessGroup  # its stubs want a store, which only a group that talks needs
+    groups = {name: make(0, size) for name, size in sizes.items() if not _is_group(name)}  # torch holds them weakly
+    for name, group in groups.items():
+        _register_process_group(cast(Any, name), group)
+    try:
+        yield
+    finally:
+        for name in groups:
+            _unregister_process_group(cast(Any, name))
+
+
+def _is_group(name: str) -> bool:
+    try:
+        _resolve_process_group(cast(Any, name))
+    except RuntimeError:
+        return False
+    return True
+
+
 def storage_id(tensor: Tensor) -> int:
     """Identity of a tensor's storage: equal for views of one another, also for fake tensors."""
     return cast(int, cast(Any, tensor.untyped_storage())._cdata)
+
+
+@contextmanager
+def untouched_dynamo() -> Iterator[None]:
+    """Have Dynamo forget, at the end, everything that it compiled inside.
+
+    [Note: Dynamo's caches]
+    Dynamo keeps what it compiles with code objects, which all instances of a class share: compiling a copy of a model
+    adds entries that the model's own calls would search and count against the recompile limit, and no entry can be
+    removed by itself. So functions that Dynamo knows already run with a copy of their code in the meantime, and code
+    that it came to know is reset afterwards, flags included. Sizes that it noted for automatic dynamic shapes (by file
+    and line, not by code object), backends and counters are put back, and what it put among the globals of the model's
+    modules (compiled graphs, functions that resume after a graph break) is removed.
+    Limit: a function that is defined anew in every call shares the code of its earlier definitions; if Dynamo knows
+    that, entries are added to it.
+    """
+    known = {id(code): code for code in [*_alive(input_codes), *_alive(output_codes)]}
+    borrowed = [(function, function.__code__) for function in _functions_of(known)]
+    sizes, counts = copy.deepcopy(dict(pgo.get_code_state())), copy.deepcopy(dict(counters))
+    backends = {*cached_backends}
+    for function, code in borrowed:
+        function.__code__ = code.replace()
+    try:
+        yield
+    finally:
+        for function, code in borrowed:
+            function.__code__ = code
+        for code in _alive(input_codes):
+            if id(code) not in known:
+                reset_code(code)
+        for code in _alive(output_codes):
+            if id(code) not in known and code in CleanupManager.instance:
+                CleanupManager.instance._remove_id(id(code))
+        for current, saved in ((pgo.get_code_state(), sizes), (counters, counts)):
+            current.clear()
+            current.update(cast(Any, saved))
+        for key in cached_backends.keys() - backends:
+            del cached_backends[key]
+
+
+def _alive(codes: Tracker) -> list[CodeType]:
+    return [code for reference in codes.seen if (code := reference()) is not None]
+
+
+def _functions_of(codes: dict[int, CodeType]) -> list[FunctionType]:
+    """All functions that run one of `codes`."""
+    owners = gc.get_referrers(*codes.values()) if codes else []
+    return [owner for owner in owners if type(owner) is FunctionType and id(owner.__code__) in codes]

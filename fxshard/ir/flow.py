@@ -1,0 +1,367 @@
+"""Follow shards, buffers and gradients through a graph: what each value is, in terms of the plan.
+
+[Note: flow]
+The verifier must know that `%layers_0_weight` really is the slot of `layers.0.weight` in what its launch gathered, and
+that the gradient of `layers.0.bias` really ends up in its slot of the reduced shard. `flow_of` walks the graph once and
+gives each value that comes from a flat or from a gradient a description; ops are read from their arguments, never from
+`meta["val"]`, which a wrong pass may have left behind. Views are followed by running the op itself on a tensor of the
+meta device, whose offset and strides then say which elements are meant.
+
+Forward   Flat -> (cast) -> InFlight -> wait -> Window -> views, copies -> Window tagged `param`
+Backward  node tagged `grad` -> Row -> Concat -> (divide) -> InFlight -> wait -> Piece -> (divide, cast) -> Assembled
+
+A description stops at a node tagged `param` (what reads it is compute) and starts at a node tagged `grad`.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxshard.ir import collectives, movement, tags
+from fxshard.ir.plan import FramePlan
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A unit's shard, `[shard_numel]`, in the dtype to which it was cast."""
+
+    unit: str
+    shard: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """What a launch returned and no wait has completed; `index` picks a result of a coalesced launch."""
+
+    launch: fx.Node
+    index: int | None = 0
+
+
+@dataclass(frozen=True)
+class Window:
+    """Elements of a gathered buffer, `[world_size * shard_numel]`.
+
+    Attributes:
+        flat: the shard that was gathered.
+        view: on the meta device: shape, strides and offset in the buffer, or in the copy of it.
+        copied: the elements of the buffer that were copied, where `view` is of a copy.
+        launch: what gathered the buffer; nothing did for one rank.
+    """
+
+    flat: Flat
+    view: Tensor
+    copied: Tensor | None = None
+    launch: fx.Node | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """The gradient of one parameter on its way to a reduction: a sum of tagged nodes, cast, padded or reshaped."""
+
+    terms: tuple[fx.Node, ...]
+    dtype: torch.dtype
+    view: Tensor
+
+
+@dataclass(frozen=True)
+class Concat:
+    """Rows side by side, `[world_size, n]`: the copy-in of a reduction."""
+
+    rows: tuple[Row, ...]
+    world_size: int
+    dtype: torch.dtype
+    divisor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements of a reduced buffer, `[n]`; of the concat itself for one rank, which launches nothing."""
+
+    concat: Concat
+    launch: fx.Node | None
+    view: Tensor
+    dtype: torch.dtype
+    divisor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """Where a shard has no gradient."""
+
+    numel: int
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """The gradient of a shard, put together from pieces."""
+
+    parts: tuple[Piece | Zeros, ...]
+
+
+Value = Flat | InFlight | Window | Row | Concat | Piece | Zeros | Assembled
+
+
+@dataclass
+class Flow:
+    """What is known of a graph.
+
+    Attributes:
+        values: description of each node that has one; several for an op that returns several.
+        parameters: each node tagged `param` -> what it is made of, `None` if that could not be followed.
+        strays: (reader, what it reads): a flat, an in-flight or a gathered buffer, read as no pass of ours does.
+    """
+
+    values: dict[fx.Node, Value | tuple[Value, ...]] = field(default_factory=dict)
+    parameters: dict[fx.Node, Value | tuple[Value, ...] | None] = field(default_factory=dict)
+    strays: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
+
+
+def flow_of(graph: fx.Graph, plan: FramePlan) -> Flow:
+    """Walk `graph` once; see [Note: flow]."""
+    flow = Flow()
+    for node in graph.nodes:
+        marks = tags.tags_of(node)
+        value = _describe(node, marks, flow, plan)
+        if tags.PARAM in marks:
+            flow.parameters[node] = value
+            value = value if isinstance(value, Flat) else None
+        if tags.GRAD in marks:
+            value = _leaf(node)
+        if value is not None:
+            flow.values[node] = value
+    return flow
+
+
+def _describe(node: fx.Node, marks: dict[str, str], flow: Flow, plan: FramePlan) -> Value | tuple[Value, ...] | None:
+    if node.op == "placeholder" and tags.SHARD in marks:
+        unit, _, shard = marks[tags.SHARD].rpartition("#")
+        return Flat(unit, int(shard), plan.units[unit].shards[int(shard)].dtype)
+    known = [n for n in node.all_input_nodes if n in flow.values]
+    rule = _RULES.get(node.target) if node.op == "call_function" else None
+    value = rule(node, flow, plan) if rule is not None and (known or node.target in _ZEROS) else None
+    if value is None:
+        flow.strays += [(node, n) for n in known if _must_be_followed(n, node, flow)]
+    return value
+
+
+def _must_be_followed(node: fx.Node, reader: fx.Node, flow: Flow) -> bool:
+    """Whether only a known op may read `node`: not gradients and parameters, which compute reads freely."""
+    value = flow.values[node]
+    if isinstance(value, Flat):
+        return node not in flow.parameters and reader.op != "output"  # a flat may be saved: it is there anyway
+    return isinstance(value, InFlight | Window) or (isinstance(value, tuple) and isinstance(value[0], Window))
+
+
+def _leaf(node: fx.Node) -> Row | None:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or not all(isinstance(n, int) for n in value.shape):
+        return None
+    return Row((node,), value.dtype, torch.empty(tuple(value.shape), dtype=torch.int8, device="meta"))
+
+
+def _input(node: fx.Node, flow: Flow, at: int = 0) -> Value | tuple[Value, ...] | None:
+    argument = node.args[at] if len(node.args) > at else None
+    return flow.values.get(argument) if isinstance(argument, fx.Node) else None
+
+
+def _buffer(numel: int) -> Tensor:
+    return torch.empty(numel, dtype=torch.int8, device="meta")
+
+
+def _moved(node: fx.Node, view: Tensor) -> Any:
+    """The op of `node` on a meta tensor instead; `None` where it cannot be."""
+    if len(node.all_input_nodes) != 1:
+        return None
+    try:
+        return node.target(view, *node.args[1:])  # type: ignore[operator]
+    except (RuntimeError, IndexError, TypeError, ValueError):
+        return None
+
+
+def _view(node: fx.Node, flow: Flow, plan: FramePlan) -> Value | tuple[Value, ...] | None:
+    value = _as_buffer(_input(node, flow), node, plan)
+    if isinstance(value, Concat):
+        return _view_of_concat(node, value)
+    if not isinstance(value, Window | Row | Piece):
+        return None
+    moved = _moved(node, value.view)
+    if isinstance(moved, Tensor):
+        return replace(value, view=moved)
+    return tuple(replace(value, view=part) for part in moved) if moved is not None else None
+
+
+def _as_buffer(value: Any, node: fx.Node, plan: FramePlan) -> Any:
+    """A flat that one rank holds alone is the gathered buffer itself."""
+    if isinstance(value, Flat) and plan.units[value.unit].world_size == 1:
+        return Window(value, _buffer(plan.units[value.unit].shards[value.shard].numel))
+    return value
+
+
+def _view_of_concat(node: fx.Node, concat: Concat) -> Value | tuple[Value, ...] | None:
+    """Flattened, it is the same; cut in pieces, it is what one rank takes for the reduced buffer."""
+    numel = sum(row_numel(row, concat.world_size) for row in concat.rows)
+    moved = _moved(node, _buffer(numel * concat.world_size))
+    if isinstance(moved, Tensor):
+        whole = moved.numel() == numel * concat.world_size and moved.is_contiguous()
+        return concat if whole else Piece(concat, None, moved, concat.dtype)
+    return tuple(Piece(concat, None, part, concat.dtype) for part in moved) if moved is not None else None
+
+
+def _copy(node: fx.Node, flow: Flow, plan: FramePlan) -> Value | None:
+    value = _as_buffer(_input(node, flow), node, plan)
+    if isinstance(value, Row | Piece):
+        return replace(value, view=value.view.contiguous())
+    if isinstance(value, Concat):
+        return value
+    if not isinstance(value, Window) or (value.copied is not None and not value.view.is_contiguous()):
+        return None
+    if value.copied is not None:
+        return value
+    return replace(value, view=torch.empty(value.view.shape, dtype=torch.int8, device="meta"), copied=value.view)
+
+
+def _cast(node: fx.Node, flow: Flow, plan: FramePlan) -> Value | None:
+    value = _input(node, flow)
+    if isinstance(value, Flat | Row | Concat | Piece):
+        return replace(value, dtype=movement.cast_dtype(node, value.dtype))
+    return None
+
+
+def _resize(node: fx.Node, flow: Flow, plan: FramePlan) -> Value | None:
+    """`expand` and `constant_pad_nd` of a gradient."""
+    value = _input(node, flow)
+    moved = _moved(node, value.view) if isinstance(value, Row) else None
+    return replace(value, view=moved) if isinstance(value, Row) and isinstance(moved, Tensor) else None
+
+
+def _add(node: fx.Node, flow: Flow, plan: FramePlan) -> Value | None:
+    left, right = _input(node, flow, 0), _input(node, flow, 1)
+    if not isinstance(left, Row) or not isinstance(right, Row) or node.kwargs or left.view.shape != right.view.shape:
+        return None
+    return Row((*left.terms, *right.terms), torch.promote_types(left.dtype, right.dtype), left.view)
+
+
+def _divide(node: fx.Node, flow: Flow, plan: FramePlan) -> Value | None:
+    value, divisor = _input(node, flow), node.args[1]
+    if not isinstance(value, Concat | Piece) or not isinstance(divisor, int | float) or node.kwargs:
+        return None
+    return replace(value, divisor=value.divisor * divisor)
+
+
+def _multiply(node: fx.Node, flow: Flow, plan: FramePlan) -> Value | None:
+    value, factor = _input(node, flow), node.args[1]
+    if not isinstance(value, Concat | Piece) or not isinstance(factor, int | float) or not factor:
+        return None
+    return replace(value, divisor=value.divisor / factor)
+
+
+def _concat(node: fx.Node, flow: Flow, plan: FramePlan) -> Value | None:
+    """`_chunk_cat(rows, 0, world_size)`, its decomposition `cat(rows, 1)`, or `cat` of reduced pieces."""
+    (members, *rest) = node.args
+    listed = members if isinstance(members, list | tuple) else ()
+    parts = [flow.values.get(m) if isinstance(m, fx.Node) else None for m in listed]
+    if node.target is aten._chunk_cat.default:
+        rows = tuple(part for part in parts if isinstance(part, Row))
+        fits = len(rows) == len(parts) and len(rest) == 2 and rest[0] == 0 and isinstance(rest[1], int)
+        return Concat(rows, rest[1], rows[0].dtype) if rows and fits else None  # type: ignore[arg-type]
+    rows = tuple(part for part in parts if isinstance(part, Row) and part.view.dim() == 2)
+    if rows and len(rows) == len(parts) and list(rest) in ([1], [-1]):
+        return Concat(rows, rows[0].view.shape[0], rows[0].dtype)
+    pieces = tuple(part for part in parts if isinstance(part, Piece | Zeros))
+    return Assembled(pieces) if pieces and len(pieces) == len(parts) and list(rest) in ([], [0]) else None
+
+
+def _getitem(node: fx.Node, flow: Flow, plan: FramePlan) -> Value | None:
+    value, index = _input(node, flow), node.args[1]
+    if isinstance(value, InFlight) and value.index is None and isinstance(index, int):
+        return InFlight(value.launch, index)
+    known = isinstance(value, tuple) and isinstance(index, int) and -len(value) <= index < len(value)
+    return value[index] if known else None  # type: ignore[index]
+
+
+def _launch(node: fx.Node, flow: Flow, plan: FramePlan) -> Value | None:
+    return InFlight(node, None if node.target is collectives.ALL_GATHER_COALESCED else 0)
+
+
+def _wait(node: fx.Node, flow: Flow, plan: FramePlan) -> Value | None:
+    value = _input(node, flow)
+    if not isinstance(value, InFlight) or value.index is None:
+        return None
+    source = launch_input(value.launch, value.index)
+    moved = flow.values.get(source) if source is not None else None
+    if isinstance(moved, Flat):
+        numel = plan.units[moved.unit].shards[moved.shard].numel
+        return Window(moved, _buffer(numel * world_size_of(value.launch)), launch=value.launch)
+    if isinstance(moved, Row):  # a single gradient needs no concat
+        moved = Concat((moved,), world_size_of(value.launch), moved.dtype)
+    if isinstance(moved, Concat):
+        numel = sum(row_numel(row, moved.world_size) for row in moved.rows)
+        return Piece(moved, value.launch, _buffer(numel), moved.dtype)
+    return None
+
+
+def _zeros(node: fx.Node, flow: Flow, plan: FramePlan) -> Value | None:
+    fills = [a for a in node.args[1:] if isinstance(a, int | float)] if node.target is aten.full.default else []
+    sizes = node.args[1] if node.target is aten.new_zeros.default else node.args[0]
+    sizes = sizes if isinstance(sizes, list | tuple) else [sizes]
+    numel = math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None
+    return None if any(fills) or numel is None else Zeros(numel)
+
+
+def launch_input(launch: fx.Node, index: int) -> fx.Node | None:
+    """The tensor that a launch sends, or the `index`-th of a coalesced one."""
+    sent = launch.args[0]
+    found = sent[index] if isinstance(sent, list | tuple) and index < len(sent) else sent
+    return found if isinstance(found, fx.Node) else None
+
+
+def world_size_of(launch: fx.Node) -> int:
+    """The number of ranks that a launch names."""
+    size = launch.args[2 if launch.target is collectives.REDUCE_SCATTER else 1]
+    return size if isinstance(size, int) else 0
+
+
+def group_of(launch: fx.Node) -> str:
+    """The process group that a launch names."""
+    return str(launch.args[3 if launch.target is collectives.REDUCE_SCATTER else 2])
+
+
+def row_numel(row: Row, world_size: int) -> int:
+    """Elements of a row on one rank: `ceil(rows / world_size)` rows, as `_chunk_cat` pads them."""
+    first = row.view.shape[0] if row.view.dim() else 1
+    return -(-first // world_size) * math.prod(row.view.shape[1:])
+
+
+Rule = Callable[[fx.Node, Flow, FramePlan], "Value | tuple[Value, ...] | None"]
+
+
+def _rules() -> dict[Any, Rule]:
+    table: tuple[tuple[Iterable[Any], Rule], ...] = (
+        (movement.VIEWS, _view),
+        (movement.COPIES, _copy),
+        (movement.CASTS, _cast),
+        ((aten.expand.default, aten.constant_pad_nd.default), _resize),
+        ((aten.add.Tensor,), _add),
+        ((aten.div.Tensor, aten.div.Scalar), _divide),
+        ((aten.mul.Tensor, aten.mul.Scalar), _multiply),
+        ((aten._chunk_cat.default, aten.cat.default), _concat),
+        ((operator.getitem,), _getitem),
+        (collectives.LAUNCHES, _launch),
+        ((collectives.WAIT,), _wait),
+        (_ZEROS, _zeros),
+    )
+    return {target: rule for targets, rule in table for target in targets}
+
+
+_ZEROS = (aten.new_zeros.default, aten.zeros.default, aten.full.default)
+_RULES = _rules()

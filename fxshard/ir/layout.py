@@ -1,0 +1,132 @@
+"""Whether what the flow found in a graph lies where the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, fx
+
+from fxshard.ir import collectives, flow
+from fxshard.ir.flow import Concat, Flat, Piece, Row, Window, Zeros
+from fxshard.ir.plan import ShardPlan, Slot, UnitPlan
+
+Segment = tuple[int, int, Piece | Zeros]
+"""First element in a shard's gradient, number of elements, what they are."""
+
+
+def is_slot(value: Flat | Window, unit: str, shard: int, slot: Slot, plan: UnitPlan) -> bool:
+    """Whether `value` is the unsharded parameter of `slot`: every rank's columns, row after row, without padding."""
+    if isinstance(value, Flat):  # one rank, and the parameter is all there is
+        value = Window(value, torch.empty(plan.shards[value.shard].numel, dtype=torch.int8, device="meta"))
+    if (value.flat.unit, value.flat.shard) != (unit, shard) or tuple(value.view.shape) != slot.shape:
+        return False
+    if not slot.full_numel:
+        return True
+    if not value.view.is_contiguous():
+        return False
+    if value.copied is not None:
+        return value.view.storage_offset() == 0 and _is_block(value.copied, slot, plan.shards[shard], plan.world_size)
+    # Without a copy only what is contiguous in the buffer can be the parameter.
+    whole = plan.world_size == 1 or slot.numel == plan.shards[shard].numel or slot.full_numel <= slot.numel
+    return whole and value.view.storage_offset() == slot.offset
+
+
+def _is_block(copied: Tensor, slot: Slot, shard: ShardPlan, world_size: int) -> bool:
+    """Whether a copy took the slot's columns of `[world_size, shard_numel]`."""
+    rows_apart = world_size == 1 or copied.stride()[:1] == (shard.numel,)
+    return (
+        tuple(copied.shape) == (world_size, slot.numel)
+        and copied.storage_offset() == slot.offset
+        and rows_apart
+        and (slot.numel <= 1 or copied.stride(1) == 1)
+    )
+
+
+def segments_of(value: flow.Value | None) -> list[Segment] | None:
+    """A shard's gradient, piece by piece; `None` if it is something else."""
+    if isinstance(value, Row):
+        value = Concat((value,), 1, value.dtype)
+    if isinstance(value, Concat):  # one rank: what it has put together is reduced already
+        numel = sum(flow.row_numel(row, value.world_size) for row in value.rows)
+        buffer = torch.empty(numel, dtype=torch.int8, device="meta")
+        value = Piece(value, None, buffer, value.dtype) if value.world_size == 1 else None
+    parts = value.parts if isinstance(value, flow.Assembled) else (value,)
+    segments: list[Segment] = []
+    start = 0
+    for part in parts:
+        if not isinstance(part, Piece | Zeros):
+            return None
+        numel = part.numel if isinstance(part, Zeros) else part.view.numel()
+        segments.append((start, numel, part))
+        start += numel
+    return segments
+
+
+def row_at(segments: list[Segment], slot: Slot) -> Row | None:
+    """The gradient that lies in `slot`, `None` if no single one does."""
+    for start, numel, piece in segments:
+        if isinstance(piece, Zeros) or not start <= slot.offset < start + numel or not piece.view.is_contiguous():
+            continue
+        offset = piece.view.storage_offset() + slot.offset - start
+        for row in piece.concat.rows:
+            size = flow.row_numel(row, piece.concat.world_size)
+            if offset == 0 and size == slot.numel and slot.offset + size <= start + numel:
+                return row
+            offset -= size
+    return None
+
+
+def is_zero(segments: list[Segment], slot: Slot) -> bool:
+    """Whether `slot` has no gradient."""
+    overlapping = [part for start, n, part in segments if start < slot.offset + slot.numel and slot.offset < start + n]
+    return bool(overlapping) and all(isinstance(part, Zeros) for part in overlapping)
+
+
+def sent_by(launch: fx.Node, found: flow.Flow) -> Concat | None:
+    """What a reduction sends."""
+    source = flow.launch_input(launch, 0)
+    value = found.values.get(source) if source is not None else None
+    if isinstance(value, Row):
+        return Concat((value,), flow.world_size_of(launch), value.dtype)
+    return value if isinstance(value, Concat) else None
+
+
+def wrong_ranks(launch: fx.Node, unit: UnitPlan) -> Iterator[str]:
+    """How a launch addresses other ranks than those that share the unit."""
+    if flow.group_of(launch) != unit.group:
+        yield f"expected group {unit.group!r}, found {flow.group_of(launch)!r}"
+    if flow.world_size_of(launch) != unit.world_size:
+        yield f"{unit.world_size} ranks share the unit, the launch says {flow.world_size_of(launch)}"
+
+
+def wrong_reduction(launch: fx.Node, sent: Concat, row: Row, unit: UnitPlan, shard: ShardPlan) -> Iterator[str]:
+    """How a launch reduces a gradient otherwise than planned."""
+    default = shard.dtype if collectives.REDUCES_IN_STORAGE_DTYPE else _dtype_of(row)
+    expected = unit.reduce_dtype or default
+    rule = collectives.division(unit.world_size, expected)
+    if sent.dtype is not expected:
+        yield f"expected a reduction in {expected}, found {sent.dtype}"
+    if launch.args[1] != rule.op:
+        yield f"expected operator {rule.op!r}, found {launch.args[1]!r}"
+    if sent.divisor != rule.before:
+        yield f"expected division by {rule.before:g} before the reduction, found {sent.divisor:g}"
+
+
+def wrong_result(piece: Piece, unit: UnitPlan, shard: ShardPlan) -> Iterator[str]:
+    """How a reduced gradient is finished otherwise than planned."""
+    rule = collectives.division(unit.world_size, piece.concat.dtype)
+    after = rule.after if piece.launch is not None else rule.before * rule.after
+    if piece.divisor != after:
+        yield f"expected division by {after:g} after the reduction, found {piece.divisor:g}"
+    if piece.dtype is not shard.dtype:
+        yield f"expected the gradient in {shard.dtype}, found {piece.dtype}"
+
+
+def _dtype_of(row: Row) -> torch.dtype:
+    """The dtype in which the gradient was computed, before any cast for the reduction."""
+    dtypes = [term.meta["val"].dtype for term in row.terms]
+    total: torch.dtype = dtypes[0]
+    for dtype in dtypes[1:]:
+        total = torch.promote_types(total, dtype)
+    return total

@@ -1,0 +1,358 @@
+"""The invariants, one generator each: it yields the nodes at which the rule in its docstring is broken, and how."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import fx
+
+from fxshard.ir import collectives, contract, fake, flow, layout, liveness, movement, ops, tags, text
+from fxshard.ir.contract import Place, Subject
+
+Violation = tuple[fx.Node, str]
+"""The node at which a rule is broken, and how."""
+
+
+# ---- markers
+
+
+def markers_match_the_plan(subject: Subject) -> Iterator[Violation]:
+    """A marker names a parameter of the plan, reads the flat that holds it, and has its shape and dtype."""
+    for node in subject.graph.nodes:
+        if not (ops.is_unshard(node) or ops.is_reduce_grad(node)):
+            continue
+        found = contract.find(subject.contract.plan, contract.place_of(node))
+        if found is None:
+            yield node, f"the plan has no slot {contract.place_of(node)}"
+            continue
+        unit, shard, slot = found
+        if ops.is_reduce_grad(node):
+            if node.args[3:5] != (shard.numel, shard.dtype):
+                yield node, f"the shard of {slot.fqn} has {shard.numel} elements of {shard.dtype}"
+            continue
+        key, flat = ops.key_of(node), node.args[0]
+        marks = tags.tags_of(flat) if isinstance(flat, fx.Node) else {}
+        if marks.get(tags.SHARD) != f"{key.unit}#{key.shard}":
+            yield node, f"it reads {_name(flat)}, which is not the flat of shard {key.shard} of unit {key.unit!r}"
+        shape, dtype = node.args[3:5]
+        if (tuple(shape), dtype) != (slot.shape, unit.unsharded_dtype(shard)):
+            yield node, f"{slot.fqn} has shape {list(slot.shape)} and dtype {unit.unsharded_dtype(shard)}"
+
+
+def markers_keep_their_promise(subject: Subject) -> Iterator[Violation]:
+    """As many gradients are reduced for each parameter as when the stage began."""
+    found: dict[Place, list[fx.Node]] = {}
+    for node in subject.graph.nodes:
+        if ops.is_reduce_grad(node):
+            found.setdefault(contract.place_of(node), []).append(node)
+    for place in sorted(found.keys() | subject.contract.promised.keys()):
+        markers, expected = found.get(place, []), subject.contract.promised.get(place, 0)
+        if len(markers) != expected:
+            node = markers[-1] if markers else subject.graph.output_node()
+            slot = contract.find(subject.contract.plan, place)
+            yield node, f"{slot[2].fqn if slot else place} has {len(markers)} gradients to reduce, and had {expected}"
+
+
+def parameters_are_read_once_per_call(subject: Subject) -> Iterator[Violation]:
+    """One marker reads a parameter in one call of its unit."""
+    seen: dict[tuple[object, ...], fx.Node] = {}
+    for node in subject.graph.nodes:
+        if ops.is_unshard(node):
+            first = seen.setdefault(node.args[:3], node)
+            if first is not node:
+                yield node, f"%{first.name} reads the same parameter in the same call"
+
+
+def markers_say_whether_backward_gathers_again(subject: Subject) -> Iterator[Violation]:
+    """Every marker is tagged for the partitioner as its unit's reshard_after_forward says."""
+    for node in subject.graph.nodes:
+        if ops.is_unshard(node):
+            unit = subject.contract.plan.units[ops.key_of(node).unit]
+            wanted = "MUST_RECOMPUTE" if unit.regathers else "MUST_SAVE"
+            found = getattr(node.meta.get("recompute"), "name", None)
+            if found != wanted:
+                yield node, f"expected recompute={wanted}, found {found}"
+
+
+def no_marker_is_left(subject: Subject) -> Iterator[Violation]:
+    """Once collectives stand in the graph, no marker does."""
+    for node in subject.graph.nodes:
+        if ops.is_unshard(node) or ops.is_reduce_grad(node):
+            yield node, "the marker was not replaced"
+
+
+# ---- launches and waits
+
+
+def launch_has_one_wait(subject: Subject) -> Iterator[Violation]:
+    """Every result of a launch has exactly one user, its wait."""
+    for launch in subject.launches:
+        results = [launch]
+        if launch.target is collectives.ALL_GATHER_COALESCED:
+            results, sent = list(launch.users), launch.all_input_nodes
+            indices = sorted(str(user.args[-1]) for user in results)
+            if indices != sorted(str(i) for i in range(len(sent))):
+                yield launch, f"a coalesced launch of {len(sent)} tensors has the results {', '.join(indices)}"
+        for result in results:
+            readers = list(result.users)
+            if len(readers) != 1 or readers[0].target is not collectives.WAIT:
+                names = ", ".join(_name(reader) for reader in readers) or "none"
+                yield result, f"expected one user, its wait; found {names}"
+
+
+def collectives_keep_their_order(subject: Subject) -> Iterator[Violation]:
+    """What the ranks agreed on before Inductor's passes is what is launched after them, in the same order."""
+    found = contract.sequence_of(subject.graph)
+    if found != subject.contract.sequence:
+        pairs = itertools.zip_longest(subject.contract.sequence, found, fillvalue="nothing")
+        before, after = next(pair for pair in pairs if pair[0] != pair[1])
+        yield subject.graph.output_node(), f"first difference: {before} before, {after} now"
+
+
+def values_are_read_after_they_are_there(subject: Subject) -> Iterator[Violation]:
+    """A node stands after everything it reads."""
+    order_of = {node: i for i, node in enumerate(subject.graph.nodes)}
+    for node, at in order_of.items():
+        for source in node.all_input_nodes:
+            if order_of.get(source, at) >= at:
+                yield node, f"it reads {_name(source)}, which comes later"
+
+
+def buffers_in_flight_are_waited_for(subject: Subject) -> Iterator[Violation]:
+    """Between a launch and its wait nothing reads the buffer, and a wait of ours completes a launch."""
+    for node in subject.graph.nodes:
+        is_wait = node.target is collectives.WAIT
+        values = {n: subject.flow.values.get(n) for n in node.all_input_nodes}
+        for source, value in values.items():
+            if isinstance(value, flow.InFlight) and not is_wait and value.index is not None:
+                yield node, f"it reads {_name(source)}, which no wait has completed"
+        if is_wait and tags.UNIT in tags.tags_of(node):
+            if not any(isinstance(value, flow.InFlight) for value in values.values()):
+                yield node, "it waits for something that no launch returned"
+
+
+def gathers_match_the_plan(subject: Subject) -> Iterator[Violation]:
+    """An all_gather sends whole flats of one unit, in its unsharded dtype, to its group; once per call of the unit."""
+    gathered: dict[tuple[str, str], fx.Node] = {}
+    for launch in (n for n in subject.launches if n.target is not collectives.REDUCE_SCATTER):
+        flats = [subject.flow.values.get(n) for n in launch.all_input_nodes]
+        if not all(isinstance(flat, flow.Flat) for flat in flats):
+            yield launch, "it sends something that is not the flat of a unit, or its one cast"
+            continue
+        call = tags.tags_of(launch).get(tags.UNIT, "").rpartition("@")[2]
+        for flat in (f for f in flats if isinstance(f, flow.Flat)):
+            unit = subject.contract.plan.units[flat.unit]
+            expected = unit.unsharded_dtype(unit.shards[flat.shard])
+            yield from ((launch, why) for why in layout.wrong_ranks(launch, unit))
+            if flat.dtype is not expected:
+                yield launch, f"unit {flat.unit or 'root'!r} is gathered in {expected}, this is {flat.dtype}"
+            if gathered.setdefault((flat.unit, call), launch) is not launch:
+                yield launch, f"{_name(gathered[flat.unit, call])} gathers the unit for the same call"
+
+
+# ---- parameters
+
+
+def parameters_are_their_slots(subject: Subject) -> Iterator[Violation]:
+    """An unsharded parameter is exactly its slot of what was gathered: every rank's rows, without the padding."""
+    units = subject.contract.plan.units
+    for node, value in subject.flow.parameters.items():
+        fqn = tags.tags_of(node)[tags.PARAM]
+        if _is_saved(node):
+            continue  # forward made it, and forward's own graph is verified
+        found = subject.slots.get(fqn, [])
+        if not found:
+            yield node, f"the plan has no parameter {fqn}"
+        elif not isinstance(value, flow.Window | flow.Flat):
+            yield node, f"{fqn} does not come from what was gathered"
+        elif not any(layout.is_slot(value, key, shard, slot, units[key]) for key, shard, slot in found):
+            slot = found[0][2]
+            where = f"{slot.numel} elements per rank from {slot.offset} on"
+            yield node, f"{fqn} has shape {list(slot.shape)}; its slot is {where}"
+
+
+def gathered_buffers_are_read_as_parameters(subject: Subject) -> Iterator[Violation]:
+    """Compute reads parameters; a flat, a buffer in flight or a gathered buffer is read on the way to one only."""
+    for reader, source in subject.flow.strays:
+        yield reader, f"it reads {_name(source)} without being on the way to a parameter"
+
+
+def nothing_is_read_after_reshard(subject: Subject) -> Iterator[Violation]:
+    """What reshards after forward is not saved for backward; what is gathered for a call is read in it."""
+    for saved in subject.results[subject.contract.num_results :] if subject.contract.num_results is not None else ():
+        origin = _parameter_behind(saved)
+        if origin is not None and _reshards(subject, origin):
+            yield origin, f"its unit reshards after forward, but {_name(saved)} is saved for backward"
+    for node in subject.flow.parameters:
+        if _is_saved(node) and _reshards(subject, node):
+            yield node, "its unit reshards after forward, but backward is given the parameter"
+        elif not node.users and node.op != "placeholder":
+            yield node, "it is gathered for this call, and nothing reads it"
+
+
+# ---- gradients
+
+
+def gradients_reach_their_slots(subject: Subject) -> Iterator[Violation]:
+    """The gradient of each parameter is in its slot of its shard's gradient: all of its terms, each once."""
+    for output, (unit, shard) in subject.contract.gradients.items():
+        segments = layout.segments_of(subject.value_of(output))
+        node = _result_node(subject, output)
+        if segments is None:
+            yield node, f"output {output} is not the reduced gradient of shard {shard} of unit {unit or 'root'!r}"
+            continue
+        for slot, place in contract.places_of(subject.contract.plan, unit, shard):
+            row, promised = layout.row_at(segments, slot), subject.contract.promised.get(place, 0)
+            if row is not None and not promised:
+                yield node, f"{slot.fqn} has no gradient, but {_name(row.terms[0])} is in its slot"
+            elif row is not None:
+                yield from ((node, why) for why in _wrong_terms(subject, slot.fqn, row, promised))
+            elif promised or not layout.is_zero(segments, slot):
+                yield node, f"{slot.fqn} is not in its slot of the reduced gradient"
+
+
+def gradients_are_reduced_once(subject: Subject) -> Iterator[Violation]:
+    """Every gradient is sent by one launch, and what a launch reduces is used."""
+    sent = [(launch, row) for launch in subject.reductions for row in _rows(subject, launch)]
+    counts = Counter(id(row) for _, row in sent)
+    used: set[int] = set()
+    for output in subject.contract.gradients:
+        for _, _, piece in layout.segments_of(subject.value_of(output)) or ():
+            used.update(id(row) for row in (piece.concat.rows if isinstance(piece, flow.Piece) else ()))
+    for launch, row in sent:
+        names = ", ".join(tags.grads_of(row.terms[0]))
+        if counts[id(row)] > 1:
+            yield launch, f"the gradient of {names} is reduced {counts[id(row)]} times"
+        elif id(row) not in used and not subject.contract.had_launches:
+            yield launch, f"the gradient of {names} is reduced for nothing"
+
+
+def reductions_match_the_plan(subject: Subject) -> Iterator[Violation]:
+    """A reduction has its unit's group, dtype, operator and divisors."""
+    units = subject.contract.plan.units
+    for launch in subject.reductions:
+        value = layout.sent_by(launch, subject.flow)
+        if value is None:
+            yield launch, "it reduces something that is not made of gradients"
+        elif value.world_size != flow.world_size_of(launch):
+            yield launch, f"its gradients are cut for {value.world_size} ranks"
+        for row in value.rows if value is not None else ():
+            for key, shard, slot in (at for fqn in tags.grads_of(row.terms[0]) for at in subject.slots.get(fqn, [])):
+                wrong = [
+                    *layout.wrong_ranks(launch, units[key]),
+                    *layout.wrong_reduction(launch, value, row, units[key], units[key].shards[shard]),  # type: ignore[arg-type]
+                ]
+                yield from ((launch, f"{slot.fqn}: {why}") for why in wrong)
+    for output, (key, shard) in subject.contract.gradients.items():
+        for _, _, piece in layout.segments_of(subject.value_of(output)) or ():
+            if isinstance(piece, flow.Piece):
+                for why in layout.wrong_result(piece, units[key], units[key].shards[shard]):
+                    yield _result_node(subject, output), why
+
+
+# ---- the whole graph
+
+
+def signature_is_unchanged(subject: Subject) -> Iterator[Violation]:
+    """Inputs and outputs are those that AOTAutograd recorded: number, order, shapes, dtypes, and which are None."""
+    inputs = contract.inputs_of(subject.graph)
+    outputs = tuple(contract.type_of(result) for result in subject.results)
+    end = subject.graph.output_node()
+    if inputs != subject.contract.inputs:
+        yield end, f"the inputs were {list(subject.contract.inputs)}, and are {list(inputs)}"
+    if outputs != subject.contract.outputs:
+        yield end, f"the outputs were {list(subject.contract.outputs)}, and are {list(outputs)}"
+
+
+def compute_reads_what_it_read(subject: Subject) -> Iterator[Violation]:
+    """A node that passes left in place reads the same values as before, and a parameter in the same call of its unit."""
+    nodes = {node.name: node for node in subject.graph.nodes}
+    for name, (target, expected) in subject.contract.reads.items():
+        node = nodes.get(name)
+        if node is None or node.target != target:
+            continue
+        for want, argument in zip(expected, contract.arguments_of(node), strict=False):
+            found = subject.sources_of(argument)
+            is_parameter = not want[0].startswith("%")
+            if not is_parameter and (want[0][1:] not in nodes or found[-1][0][1:] not in subject.contract.reads):
+                continue  # what it read was replaced
+            if not any(_is_same(want, source) for source in found):
+                yield node, f"it read {_source(want)}, and reads {_source(found[0])}"
+        if ops.is_reduce_grad(node) and subject.contract.slots[name] != contract.place_of(node):
+            yield node, f"it reduced the gradient of {subject.contract.slots[name]}, now of {contract.place_of(node)}"
+
+
+def unsharded_bytes_stay_within_the_budget(subject: Subject) -> Iterator[Violation]:
+    """Unsharded parameters, gathered buffers included, never take more bytes than the budget."""
+    budget = subject.contract.unsharded_budget_bytes
+    for node, used in liveness.unsharded_bytes(subject.graph):
+        if budget is not None and used > budget:
+            yield node, f"{used} bytes of unsharded parameters are alive here, the budget is {budget}"
+            return
+
+
+def types_agree_with_a_fake_run(subject: Subject) -> Iterator[Violation]:
+    """Running the node on fake tensors gives the shape and dtype that its `meta["val"]` says."""
+    for node, recorded, found in fake.disagreements(subject.graph):
+        yield node, f'meta["val"] is {recorded}, running it gives {found}'
+
+
+# ---- what the rules ask
+
+
+def _is_same(wanted: contract.Source, found: contract.Source) -> bool:
+    """Whether two sources agree, as far as the call is known: one rank gathers nothing."""
+    return wanted[0] == found[0] and (found[1] is None or wanted[1] == found[1])
+
+
+def _source(source: contract.Source) -> str:
+    return source[0] if source[1] is None else f"{source[0]}, call {source[1]}"
+
+
+def _name(value: object) -> str:
+    return f"%{text.name_of(value)}" if isinstance(value, fx.Node) else str(value)
+
+
+def _result_node(subject: Subject, output: int) -> fx.Node:
+    result = subject.results[output] if output < len(subject.results) else None
+    return result if isinstance(result, fx.Node) else subject.graph.output_node()
+
+
+def _rows(subject: Subject, launch: fx.Node) -> tuple[flow.Row, ...]:
+    value = layout.sent_by(launch, subject.flow)
+    return value.rows if value is not None else ()
+
+
+def _wrong_terms(subject: Subject, fqn: str, row: flow.Row, promised: int) -> Iterator[str]:
+    foreign = [_name(term) for term in row.terms if fqn not in tags.grads_of(term)]
+    if foreign:
+        yield f"in the slot of {fqn} is {', '.join(foreign)}, which is not its gradient"
+    elif len(row.terms) != promised:
+        yield f"{fqn} has {promised} gradients to add up, in its slot are {len(row.terms)}"
+    elif missing := subject.gradient_nodes[fqn] - set(row.terms):
+        yield f"{', '.join(sorted(map(_name, missing)))} is a gradient of {fqn}, but not in its slot"
+
+
+def _is_saved(node: fx.Node) -> bool:
+    """Whether a parameter is one that forward saved for backward."""
+    return node.op == "placeholder" and tags.SHARD not in tags.tags_of(node)
+
+
+def _reshards(subject: Subject, parameter: fx.Node) -> bool:
+    found = subject.slots.get(tags.tags_of(parameter)[tags.PARAM], [])
+    units = [subject.contract.plan.units[key] for key, _, _ in found]
+    return bool(units) and all(unit.world_size > 1 and unit.regathers for unit in units)
+
+
+def _parameter_behind(value: fx.node.Argument) -> fx.Node | None:
+    """The parameter that a saved value only casts, views or copies."""
+    while isinstance(value, fx.Node):
+        if tags.PARAM in tags.tags_of(value):
+            return value
+        if value.target not in movement.MOVEMENT and value.target is not operator.getitem:
+            return None
+        value = value.args[0]
+    return None

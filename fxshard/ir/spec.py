@@ -1,0 +1,129 @@
+"""What must hold of every graph, whatever the passes did to it: the invariants as a table, and who broke one.
+
+[Note: verification]
+A *contract* is taken when a stage receives its graph: the signature, and which gradients the markers promise to reduce
+into which output. After every pass `verify` checks each invariant of `INVARIANTS` that applies to the graph by then:
+which facts hold decides whether parameters are markers or collectives. An invariant is a generator of `(node, why)`;
+the first thing it yields is an error that names the pass, the invariant and the node, with the lines around it.
+
+As JAX's `check_jaxpr` (jax/_src/core.py) and tinygrad's `spec.py`: the rules are data, and they are all in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxshard.errors import InvariantError
+from fxshard.ir import rules, text
+from fxshard.ir.contract import Contract, Subject
+from fxshard.ir.facts import Fact
+from fxshard.ir.rules import Violation
+
+
+def verify(graph: fx.Graph, agreed: Contract, facts: Collection[Fact], *, broken_by: str, debug: bool) -> None:
+    """Raise for the first invariant that does not hold.
+
+    Args:
+        graph: after a pass.
+        agreed: the contract of the stage.
+        facts: what the passes so far ensure.
+        broken_by: whom the message blames.
+        debug: also check the invariants that are too slow for every compile.
+
+    Raises:
+        InvariantError: names the pass, the invariant and the node, and shows the lines around it.
+    """
+    subject = Subject(graph=graph, contract=agreed, facts=facts)
+    for invariant in INVARIANTS:
+        if not invariant.applies(subject) or (invariant.slow and not debug):
+            continue
+        for node, why in invariant.check(subject):
+            raise InvariantError(
+                f"{broken_by} broke `{invariant.name}` in the {agreed.kind} graph at %{text.name_of(node)}: {why}\n"
+                f"Rule: {invariant.statement}\n\n{text.window(node)}\n"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Invariant:
+    """One rule.
+
+    Attributes:
+        check: yields where the rule is broken, and how; its name and docstring are the rule's.
+        applies: whether the rule means anything for a graph.
+        slow: checked at `verify="debug"` only.
+    """
+
+    check: Callable[[Subject], Iterator[Violation]]
+    applies: Callable[[Subject], bool]
+    slow: bool = False
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return self.check.__name__
+
+    @property
+    def statement(self) -> str:
+        """The rule in one sentence."""
+        return (self.check.__doc__ or "").strip()
+
+
+def _always(subject: Subject) -> bool:
+    return True
+
+
+def _marked(subject: Subject) -> bool:
+    return Fact.COLLECTIVES not in subject.facts
+
+
+def _deduped(subject: Subject) -> bool:
+    return _marked(subject) and Fact.DEDUPED in subject.facts
+
+
+def _tagged(subject: Subject) -> bool:
+    return Fact.RESHARD_TAGGED in subject.facts
+
+
+def _explicit(subject: Subject) -> bool:
+    return Fact.COLLECTIVES in subject.facts
+
+
+def _followed(subject: Subject) -> bool:
+    return _explicit(subject) and not _lowered(subject)
+
+
+def _lowered(subject: Subject) -> bool:
+    return Fact.LOWERED in subject.facts
+
+
+def _limited(subject: Subject) -> bool:
+    return subject.contract.unsharded_budget_bytes is not None
+
+
+INVARIANTS: tuple[Invariant, ...] = (
+    Invariant(check=rules.values_are_read_after_they_are_there, applies=_always),  # first: the others count on it
+    Invariant(check=rules.signature_is_unchanged, applies=_always),
+    Invariant(check=rules.markers_match_the_plan, applies=_marked),
+    Invariant(check=rules.markers_keep_their_promise, applies=_marked),
+    Invariant(check=rules.parameters_are_read_once_per_call, applies=_deduped),
+    Invariant(check=rules.markers_say_whether_backward_gathers_again, applies=_tagged),
+    Invariant(check=rules.no_marker_is_left, applies=_explicit),
+    Invariant(check=rules.launch_has_one_wait, applies=_explicit),
+    Invariant(check=rules.buffers_in_flight_are_waited_for, applies=_followed),
+    Invariant(check=rules.gathers_match_the_plan, applies=_followed),
+    Invariant(check=rules.parameters_are_their_slots, applies=_followed),
+    Invariant(check=rules.gathered_buffers_are_read_as_parameters, applies=_followed),
+    Invariant(check=rules.nothing_is_read_after_reshard, applies=_followed),
+    Invariant(check=rules.gradients_reach_their_slots, applies=_followed),
+    Invariant(check=rules.gradients_are_reduced_once, applies=_followed),
+    Invariant(check=rules.reductions_match_the_plan, applies=_followed),
+    Invariant(check=rules.collectives_keep_their_order, applies=_lowered),
+    Invariant(check=rules.compute_reads_what_it_read, applies=_always),
+    Invariant(check=rules.unsharded_bytes_stay_within_the_budget, applies=_limited),
+    Invariant(check=rules.types_agree_with_a_fake_run, applies=_always, slow=True),
+)
+"""Every rule, in the order in which they are checked; `docs/invariants.md` is written from this table."""

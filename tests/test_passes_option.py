@@ -1,0 +1,189 @@
+"""options={"passes": fn}: users add, drop and replace passes, and third-party passes get the checks of our own."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+
+import fxshard
+from fxshard import ConfigError, Fact, GraphPass, InvariantError, PassContext, Pipeline
+from fxshard.ir import collectives
+from fxshard.passes.insert_collectives import InsertCollectives
+from tests import graphs
+
+Change = Callable[[Pipeline], Any]
+
+NO_CACHE = {"fx_graph_cache": False}  # a hit would skip the last stage, and with it what is tested here
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkWaits(GraphPass):
+    """A third-party pass: moves every wait right before its first reader."""
+
+    requires = frozenset({Fact.COLLECTIVES})
+    reorders_only = True
+
+    def apply(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+        order = {node: i for i, node in enumerate(gm.graph.nodes)}
+        for wait in [node for node in gm.graph.nodes if node.target is collectives.WAIT]:
+            min(wait.users, key=order.__getitem__).prepend(wait)
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkipWaits(GraphPass):
+    """A faulty pass: lets compute read what is still in flight."""
+
+    requires = frozenset({Fact.COLLECTIVES})
+
+    def apply(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+        for wait in [node for node in gm.graph.nodes if node.target is collectives.WAIT]:
+            wait.replace_all_uses_with(wait.args[0])
+            gm.graph.erase_node(wait)
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapLaunches(GraphPass):
+    """A faulty pass, for after Inductor's: launches in another order than the ranks agreed on."""
+
+    def apply(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+        first, *others = collectives.unshard_launches(gm.graph)
+        if others:
+            first.prepend(others[0])
+        return bool(others)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Idle(GraphPass):
+    """Leaves every launch alone, and says so."""
+
+    def apply(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+        for launch in collectives.unshard_launches(gm.graph):
+            ctx.decline(launch, "there is nothing to hide it behind")
+        return False
+
+
+def in_split(*added: GraphPass) -> Change:
+    return lambda pipeline: dataclasses.replace(pipeline, split=(*pipeline.split, *added))
+
+
+def in_last(*added: GraphPass) -> Change:
+    return lambda pipeline: dataclasses.replace(pipeline, last=added)
+
+
+def run(mesh: DeviceMesh, change: Change, lower: str = "eager", **options: Any) -> torch.nn.Module:
+    model = graphs.TwoLayers()
+    for unit in graphs.layers_of(model):
+        fxshard.fully_shard(unit, mesh=mesh)
+    options |= {"lower": lower, "passes": change, "inductor": NO_CACHE}
+    compiled = torch.compile(model, backend="fxshard", options=options)
+    compiled(torch.ones(2, 4)).sum().backward()
+    return model
+
+
+@pytest.mark.parametrize("lower", ["eager", "inductor"])
+@pytest.mark.parametrize("where", [in_split, in_last])
+def test_runs_a_third_party_pass(mesh: DeviceMesh, lower: str, where: Callable[..., Change]) -> None:
+    model = run(mesh, where(SinkWaits()), lower)
+    stages = fxshard.explanation_of(model).graphs
+    last = "_last" if where is in_last else ""
+    assert "sink_waits" in stages[f"forward{last}"]
+    assert "sink_waits" in stages[f"backward{last}"]
+
+
+@pytest.mark.parametrize("lower", ["eager", "inductor"])
+@pytest.mark.parametrize("where", [in_split, in_last])
+def test_blames_a_third_party_pass_for_what_it_broke(
+    mesh: DeviceMesh, lower: str, where: Callable[..., Change]
+) -> None:
+    with pytest.raises(InvariantError, match=r"SkipWaits\(\) broke `launch_has_one_wait`"):
+        run(mesh, where(SkipWaits()), lower)
+
+
+@pytest.mark.parametrize("lower", ["eager", "inductor"])
+def test_refuses_another_order_of_launches_after_the_ranks_agreed(mesh: DeviceMesh, lower: str) -> None:
+    with pytest.raises(InvariantError, match=r"SwapLaunches\(\) broke `collectives_keep_their_order`"):
+        run(mesh, in_last(SwapLaunches()), lower)
+
+
+def test_shows_the_lines_around_what_a_pass_broke(mesh: DeviceMesh) -> None:
+    with pytest.raises(InvariantError) as broken:
+        run(mesh, in_split(SkipWaits()))
+    text = str(broken.value).partition("\n\nThis is a bug")[0]
+    assert_expected_inline(text, """\
+SkipWaits() broke `launch_has_one_wait` in the forward graph at %unshard_layers_0: expected one user, its wait; found %view
+Rule: Every result of a launch has exactly one user, its wait.
+
+   %shard_layers_0: f32[10] = input  # flat of layers.0
+   %x: f32[2, 4] = input
+   %shard_layers_1: f32[10] = input  # flat of layers.1
+-> %unshard_layers_0: f32[20] = c10d.all_gather_into_tensor(%shard_layers_0, 2, '0')  # unit=layers.0@0
+   %view: f32[2, 10] = aten.view(%unshard_layers_0, [2, 10])
+   %slice_1: f32[2, 8] = aten.slice.Tensor(%view, 1, 0, 8)
+   %clone: f32[2, 8] = aten.clone(%slice_1, memory_format=contiguous_format)
+   %layers_0_weight: f32[4, 4] = aten.view(%clone, [4, 4])  # param=layers.0.weight
+   %slice_2: f32[2, 2] = aten.slice.Tensor(%view, 1, 8, 10)
+   %clone_1: f32[2, 2] = aten.clone(%slice_2, memory_format=contiguous_format)
+   %layers_0_bias: f32[4] = aten.view(%clone_1, [4])  # param=layers.0.bias
+   %mm: f32[2, 4] = aten.mm(%x, %layers_0_weight)
+   %add: f32[2, 4] = aten.add.Tensor(%mm, %layers_0_bias)
+   %unshard_layers_1: f32[20] = c10d.all_gather_into_tensor(%shard_layers_1, 2, '0')  # unit=layers.1@0""")
+
+
+def test_says_what_a_pass_left_alone(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="fxshard.passes")
+    model = run(mesh, in_split(Idle()))
+    record = fxshard.explanation_of(model).graphs["forward"]["idle"]
+    assert [d.node for d in record.declined] == ["unshard_layers_0", "unshard_layers_1"]
+    assert not record.changed
+    assert "idle left %unshard_layers_0 alone: there is nothing to hide it behind" in caplog.text
+
+
+def test_replaces_a_pass(mesh: DeviceMesh) -> None:
+    class Other(InsertCollectives):
+        """The same under another name."""
+
+    change: Change = lambda p: dataclasses.replace(p, split=(*p.split[:-1], Other()))  # noqa: E731
+    assert list(fxshard.explanation_of(run(mesh, change)).graphs["forward"])[-1] == "other"
+
+
+def test_checks_the_types_of_all_nodes_when_debugging(mesh: DeviceMesh) -> None:
+    run(mesh, in_split(SinkWaits()), verify="debug")
+
+
+def test_lets_the_verifier_be_switched_off(mesh: DeviceMesh) -> None:
+    run(mesh, in_last(SwapLaunches()), verify=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: None, "must return a Pipeline, got NoneType"),
+        (lambda p: dataclasses.replace(p, split=[SinkWaits()]), r"Pipeline.split must be a tuple of GraphPass"),
+        (lambda p: dataclasses.replace(p, split=(*p.split, SinkWaits)), r"Pipeline.split must be a tuple of GraphPass"),
+        (lambda p: dataclasses.replace(p, split=p.split[:-1]), "stage 'split': nothing ensures COLLECTIVES"),
+        (lambda p: dataclasses.replace(p, joint=p.joint[:-1]), "stage 'joint': nothing ensures RESHARD_TAGGED"),
+        (
+            lambda p: dataclasses.replace(p, split=p.split[1:]),
+            r"a fact is missing. InsertCollectives\(\) requires DEDUPED",
+        ),
+    ],
+)
+def test_refuses_a_pipeline_that_cannot_shard(mesh: DeviceMesh, change: Change, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(mesh, change)
+
+
+def test_tells_compile_caches_apart_by_added_passes() -> None:
+    pipeline = Pipeline(joint=(), split=())
+    assert in_split(SinkWaits())(pipeline).digest != in_last(SinkWaits())(pipeline).digest != pipeline.digest
