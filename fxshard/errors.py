@@ -26,6 +26,10 @@ class InvariantError(FxshardError, AssertionError):
         super().__init__(f"{message}\nThis is a bug in fxshard or in a pass that was added to it: please report it.")
 
 
+class RankMismatchError(FxshardError, RuntimeError):
+    """The ranks are about to launch different collectives, or one of them never came."""
+
+
 class MissingExtraError(FxshardError, ImportError):
     """An optional dependency is needed; the message is the pip line that installs it."""
 

@@ -12,24 +12,10 @@ from torch import Tensor
 from fxshard.errors import ConfigError, InvariantError, UnsupportedGraph
 from fxshard.ir import fake
 from fxshard.ir.collectives import SlotIndex
+from fxshard.ir.journal import Journal
 from fxshard.ir.plan import FramePlan
 from fxshard.runtime import eager
 from fxshard.runtime.unit import Unit, home_of
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompiledGraph:
-    """One graph after all passes.
-
-    Attributes:
-        kind: "forward", "backward" or "inference".
-        text: the graph, one node per line (`ir/text.py`).
-        collectives: "all_gather" and "reduce_scatter" -> how many the graph launches; absent where none.
-    """
-
-    kind: str
-    text: str
-    collectives: dict[str, int]
 
 
 @dataclass(eq=False)
@@ -40,13 +26,15 @@ class Frame:
         plan: the units, by the key of their markers. Blocks of equal shape share a frame, so the units themselves are
             found at each call, from the flats that come in.
         trained: unit key -> the parameters that the graph's backward gives a gradient; filled on the joint graph.
-        graphs: what was compiled, in order; a backward may be compiled as late as its first run.
+        journal: its graphs after every pass; a backward may be compiled as late as its first run.
+        hardware: what the user's options name for estimates.
         compiled: the lowered forward (or inference) graph.
     """
 
     plan: FramePlan
     trained: dict[str, list[SlotIndex]] = field(default_factory=dict)
-    graphs: list[CompiledGraph] = field(default_factory=list)
+    journal: Journal = field(default_factory=Journal)
+    hardware: str | None = None
     compiled: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
