@@ -4,26 +4,50 @@ from __future__ import annotations
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from fxshard.api import compiled_graphs, fully_shard
+from fxshard.api import CompiledGraph, compiled_graphs, fully_shard
 from fxshard.backend import fxshard as _backend
 from fxshard.capture import register_backend as _register_backend
-from fxshard.errors import ConfigError, FxshardError, InvariantError, MissingExtraError, UnsupportedGraph
+from fxshard.errors import (
+    ConfigError,
+    FxshardError,
+    InvariantError,
+    MissingExtraError,
+    RankMismatchError,
+    UnsupportedGraph,
+)
+from fxshard.inspect.bisect import BitDifference, bisect_numerics
+from fxshard.inspect.explain import explain, explanation_of
+from fxshard.inspect.explanation import Explanation
+from fxshard.ir.journal import Decline, Record
 from fxshard.modules import ShardedModule
 from fxshard.one_line import guard_optimizers as _guard_optimizers
-from fxshard.runtime.frame import CompiledGraph
+from fxshard.passes._base import Fact, GraphPass, PassContext
+from fxshard.passes.pipeline import Pipeline
 
 __all__ = [
+    "BitDifference",
     "CPUOffloadPolicy",
     "CompiledGraph",
     "ConfigError",
+    "Decline",
+    "Explanation",
+    "Fact",
     "FxshardError",
+    "GraphPass",
     "InvariantError",
     "MissingExtraError",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "PassContext",
+    "Pipeline",
+    "RankMismatchError",
+    "Record",
     "ShardedModule",
     "UnsupportedGraph",
+    "bisect_numerics",
     "compiled_graphs",
+    "explain",
+    "explanation_of",
     "fully_shard",
 ]
 

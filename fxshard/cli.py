@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _EXIT_ERROR = 2  # as argparse
 _EXIT_INTERRUPTED = 130  # as a shell, for SIGINT
+_TABLE_WIDTH = 140  # characters that the table of a training step takes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,7 +54,38 @@ def _parser() -> argparse.ArgumentParser:
             ),
         )
     )
+    _add_explain(
+        commands.add_parser(
+            "explain",
+            help="show what every pass does to the graphs of a model, without a cluster",
+            description=(
+                "Shard and compile a model on tensors without data, for any number of ranks, and print a table of all "
+                "graphs, or the graphs after one pass. Needs no GPU, no process group and no memory for the weights."
+            ),
+        )
+    )
     return parser
+
+
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=_explain)
+    add = parser.add_argument
+    add(
+        "target",
+        metavar="MODULE:FUNCTION",
+        help=(
+            "a function without parameters that returns the model with its inputs: (model, args) or "
+            "(model, args, kwargs), or the model alone if its forward needs none. Build it under "
+            "torch.device('meta') if it is large. The current directory is importable"
+        ),
+    )
+    add("--world-size", type=_at_least(1), metavar="N", help="ranks; not needed for a model that is sharded already")
+    add("--pass", dest="pass_name", metavar="NAME", help='print the graphs after this pass; "captured" is before any')
+    add("--stage", metavar="NAME", help="with --pass: only this stage (joint, forward, backward, inference, ...)")
+    add("--frame", type=_at_least(0), metavar="N", help="with --pass: only this captured graph, counted from 0")
+    add("--html", type=Path, metavar="FILE", help="write a page with all graphs, their differences and collectives")
+    add("--lower", choices=LOWERINGS, default="inductor", help="what would run the graphs (default: %(default)s)")
+    add("--hardware", metavar="NAME", help="what to estimate for: h100, h200, cpu or a JSON file (default: h100)")
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
@@ -102,6 +134,29 @@ def _at_least(least: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def _explain(args: argparse.Namespace) -> int:
+    if args.pass_name is None and (args.stage is not None or args.frame is not None):
+        raise ConfigError("--stage and --frame choose among the graphs that --pass NAME prints; add it.")
+    from fxshard.inspect.explain import explain
+    from fxshard.inspect.target import build
+
+    model, inputs, named_inputs = build(args.target)
+    options = {"lower": args.lower, "hardware": args.hardware}
+    explanation = explain(model, *inputs, world_size=args.world_size, options=options, **named_inputs)
+    if args.pass_name is not None:
+        explanation.print(args.pass_name, stage=args.stage, frame=args.frame)
+    else:
+        console = _console()
+        if not console.is_terminal:
+            console.width = _TABLE_WIDTH
+        shown = explanation if console.width >= _TABLE_WIDTH else repr(explanation)
+        console.print(shown, highlight=False, soft_wrap=True)
+    if args.html is not None:
+        explanation.save_html(args.html)
+        sys.stderr.write(f"wrote {args.html}\n")
+    return 0
 
 
 def _demo(args: argparse.Namespace) -> int:

@@ -180,7 +180,7 @@ def _write(tensor: Tensor, values: Tensor) -> None:
 def _shard(root: nn.Module, mesh: DeviceMesh, options: Options) -> None:
     old = dict(root.named_parameters())
     policy = MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype)
-    for module in [*_blocks(root), root]:
+    for module in units_of(root):
         sharding.shard([module], mesh, mp_policy=policy, reshard_after_forward=options.reshard_after_forward)
     new = dict(root.named_parameters())
     _rebind_optimizers({id(p): (p, new[fqn]) for fqn, p in old.items()})
@@ -192,8 +192,11 @@ def _shard(root: nn.Module, mesh: DeviceMesh, options: Options) -> None:
     units[0].after_first_call = functools.partial(_require_no_holders, orphans)
 
 
-def _blocks(root: nn.Module) -> list[nn.Module]:
-    """The units besides the root: what stands in ModuleLists and Sequentials, outermost, if it shares no parameter."""
+def units_of(root: nn.Module) -> list[nn.Module]:
+    """The modules to make units of, inner ones first.
+
+    What stands in ModuleLists and Sequentials, outermost, if it shares no parameter; then the root.
+    """
     found: list[nn.Module] = []
 
     def visit(module: nn.Module) -> None:
@@ -206,7 +209,7 @@ def _blocks(root: nn.Module) -> list[nn.Module]:
                 visit(child)
 
     visit(root)
-    return [block for block in found if not _shares(block, root)]
+    return [*(block for block in found if not _shares(block, root)), root]
 
 
 def _shares(block: nn.Module, root: nn.Module) -> bool:

@@ -92,4 +92,4 @@ def test_the_wheel_holds_every_pass_under_fxshard_alone(has_symlinks: bool, tmp_
     assert {name.name for name in modules if name.parts[:2] == ("fxshard", "passes")} == {
         path.name for path in (ROOT / "passes").glob("*.py")
     }
-    assert Path("fxshard/py.typed") in modules
+    assert {Path("fxshard/py.typed"), Path("fxshard/inspect/page.html.jinja")} <= modules

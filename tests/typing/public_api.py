@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import assert_type
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fxshard
@@ -38,6 +38,14 @@ def graphs_are_text_and_counts(net: Net) -> None:
     assert_type(graph.kind, str)
     assert_type(graph.text, str)
     assert_type(graph.collectives, dict[str, int])
+
+
+def explaining_gives_graphs_by_stage_and_pass(net: Net, x: torch.Tensor) -> None:
+    explanation = assert_type(fxshard.explain(net, x, world_size=64, options={"lower": "eager"}), fxshard.Explanation)
+    record = explanation.graphs["forward"]["insert_collectives"]
+    assert_type(record.graph, fx.Graph)
+    assert_type(explanation.diff("captured", "insert_collectives"), str)
+    assert_type(fxshard.explanation_of(net), fxshard.Explanation)
 
 
 def errors_have_one_base(error: fxshard.FxshardError) -> Exception:

@@ -1,0 +1,138 @@
+"""`explain`: compile a model without its data, its ranks or its device, and keep every graph."""
+
+from __future__ import annotations
+
+import functools
+import os
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fxshard import backend
+from fxshard.cost import hardware
+from fxshard.errors import ConfigError, UnsupportedGraph
+from fxshard.inspect.explanation import Explanation, FrameExplanation
+from fxshard.inspect.shadow import shadow_of
+from fxshard.ir import fake
+from fxshard.lower import require_known_flags
+from fxshard.modules import plain_module, units_under
+from fxshard.options import parse
+from fxshard.passes import pipeline
+from fxshard.runtime.frame import Frame
+
+DEFAULT_HARDWARE = "h100"
+
+
+def explain(
+    model: nn.Module,
+    *args: Any,
+    world_size: int | None = None,
+    mesh: DeviceMesh | None = None,
+    options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Explanation:
+    """Show what every pass does to a model, without a cluster: no process group, no data, no code generation.
+
+    A copy of the model is sharded and compiled on fake tensors, as `torch.compile(model, backend="fxshard")` would on
+    one of `world_size` ranks, and called once. The model, its gradients, random state and compiled code stay as they
+    are, and so does a process group. With gradients on, the graphs are those of training; under `torch.no_grad()` those
+    of inference.
+
+        fxshard.explain(model, tokens, world_size=64).print("insert_collectives")
+
+    Args:
+        model: sharded by `fully_shard` or not, compiled or not; may be on the meta device.
+        *args: of the model's forward; tensors may be on meta, too.
+        world_size: ranks of a model that is not sharded; default: those of the process group, if there is one.
+        mesh: instead of `world_size`.
+        options: as for `torch.compile(model, backend="fxshard", options=...)`.
+        **kwargs: of the model's forward.
+
+    Returns:
+        The graphs of every frame and stage after every pass, and what they cost.
+
+    Raises:
+        ConfigError: a wrong option, an unknown or contradictory number of ranks, nothing of the model was captured.
+        UnsupportedGraph: the model cannot be copied, or fxshard declines to compile it.
+        Exception: whatever the model's forward raises.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"explain expects an nn.Module, got {type(model).__name__}.")
+    parsed = parse(options)
+    require_known_flags(parsed)
+    pipeline.chosen(parsed.passes)
+    hardware.load(parsed.hardware or DEFAULT_HARDWARE)  # an unknown one is refused before the work
+    name = type_name(model)
+    shadow = shadow_of(model, world_size=world_size, mesh=mesh, options=parsed)
+    fake_args, fake_kwargs = shadow.inputs(args, kwargs)
+    frames: list[Frame] = []
+    groups = {unit.plan.group: unit.world_size for unit in units_under(shadow.model)}
+    with fake.named_groups(groups), shadow.tracing():
+        keep = functools.partial(backend.capture_only, options=parsed, frames=frames)
+        try:
+            torch.compile(shadow.model, backend=keep)(*fake_args, **fake_kwargs)
+        except fake.NO_VALUE as error:
+            raise UnsupportedGraph(
+                f"the forward of {name} reads values of a tensor ({error.func} at {_place(error)}), but explain runs "
+                "on tensors that have none. Take the read out of forward, or explain the part of the model before it."
+            ) from error
+    if not frames:
+        raise ConfigError(
+            f"no graph with sharded parameters was captured from {name}: its forward reads no parameter that is "
+            "sharded, or no graph of it could be captured (TORCH_LOGS=graph_breaks says why)."
+        )
+    return explanation(name, shadow.world_size, frames)
+
+
+def explanation_of(model: nn.Module) -> Explanation:
+    """Show what every pass did to a model that was compiled with `backend="fxshard"` and has been called.
+
+    Args:
+        model: the compiled model, or the module that was compiled.
+
+    Returns:
+        As `explain`. What is compiled later (another shape, the first backward) appears in it where it belongs to a
+        frame that was there; call again for new frames.
+
+    Raises:
+        ConfigError: the model is not sharded, or nothing has been compiled for it yet.
+    """
+    units = units_under(plain_module(model))
+    if not units:
+        raise ConfigError(
+            f"{type_name(model)} is not sharded. Call it once, compiled with backend='fxshard' on several ranks, or "
+            "use fxshard.explain(model, *args, world_size=...)."
+        )
+    frames = backend.frames_of(model)
+    if not frames:
+        raise ConfigError(
+            f"nothing has been compiled for {type_name(model)} yet. Compile it with backend='fxshard' and call it "
+            "once, or use fxshard.explain(model, *args)."
+        )
+    return explanation(type_name(model), units[0].world_size, frames)
+
+
+def explanation(name: str, world_size: int, frames: Sequence[Frame]) -> Explanation:
+    """The explanation of captured frames."""
+    spec = hardware.load(frames[0].hardware or DEFAULT_HARDWARE)
+    kept = tuple(FrameExplanation(plan=frame.plan, journal=frame.journal, hardware=spec) for frame in frames)
+    return Explanation(model=name, world_size=world_size, frames=kept, hardware=spec)
+
+
+def _place(error: BaseException) -> str:
+    """The innermost line of the user's code that led to an error."""
+    library = tuple(os.path.join(os.path.dirname(path), "") for path in (str(torch.__file__), str(backend.__file__)))
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [frame for frame in frames if not frame.filename.startswith((*library, "<"))]
+    return f"{outside[-1].filename}:{outside[-1].lineno}, {outside[-1].line}" if outside else "an unknown line"
+
+
+def type_name(model: nn.Module) -> str:
+    """Name of the class that the user wrote."""
+    cls = type(plain_module(model))
+    name: str = getattr(cls, "_fxshard_base", cls).__name__
+    return name

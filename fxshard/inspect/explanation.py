@@ -1,0 +1,246 @@
+"""What is kept of a compilation to look at: every graph after every pass, and what each of them costs."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from fxshard.cost.hardware import HardwareSpec
+from fxshard.cost.stats import CollectiveCost, GraphStats, collectives_of, graph_stats
+from fxshard.errors import ConfigError
+from fxshard.ir.journal import CAPTURED, Journal, Record
+from fxshard.ir.plan import FramePlan
+
+DYNAMO = "dynamo"
+"""The stage of the graph as Dynamo captured it: the user's own calls, of which no cost is known."""
+
+
+class StageStats(Mapping[str, GraphStats]):
+    """Name of a pass -> statistics of the graph after it, for one stage; computed when they are read."""
+
+    def __init__(self, frame: FrameExplanation, stage: str) -> None:
+        self._frame, self._stage = frame, stage
+
+    def __getitem__(self, name: str) -> GraphStats:
+        return self._frame.stats_of(self._frame.graphs[self._stage][name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._frame.graphs[self._stage])
+
+    def __len__(self) -> int:
+        return len(self._frame.graphs[self._stage])
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{name}: {stats}" for name, stats in self.items())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FrameExplanation:
+    """One captured graph; a model without graph breaks is captured in one.
+
+    Attributes:
+        plan: its units.
+        journal: its records.
+        hardware: what the costs are estimates for.
+    """
+
+    plan: FramePlan
+    journal: Journal = field(repr=False)
+    hardware: HardwareSpec = field(repr=False)
+    _known: dict[tuple[int, bool], GraphStats] = field(default_factory=dict, repr=False)
+
+    @property
+    def graphs(self) -> Mapping[str, Mapping[str, Record]]:
+        """Stage -> name of a pass -> the graph after that pass, in the order in which they ran.
+
+        Stages are `dynamo` (as captured), `joint` (forward and backward in one), `forward`, `backward`, `inference`,
+        and `forward_last` and so on where passes run after Inductor's own; a number follows where a graph of the kind
+        was compiled before. The first record of a stage is `captured`: the graph as the stage received it.
+        """
+        return MappingProxyType(self.journal.stages)
+
+    @property
+    def stats(self) -> Mapping[str, StageStats]:
+        """Stage -> name of a pass -> statistics of the graph after it; without the stage `dynamo`."""
+        return {stage: StageStats(self, stage) for stage in self.graphs if stage != DYNAMO}
+
+    def stats_of(self, record: Record) -> GraphStats:
+        """Statistics of one record of this frame, other than `dynamo`'s; a graph is looked at once."""
+        donated = record.stage.startswith("backward")
+        key = id(record.graph), donated
+        if key not in self._known:
+            self._known[key] = graph_stats(record.graph, self.plan, self.hardware, donated=donated)
+        return self._known[key]
+
+    def collectives(self, stage: str, pass_name: str | None = None) -> list[CollectiveCost]:
+        """The launches of the graph after a pass (default: the last one), with their costs, in program order."""
+        record = self.journal.last(stage) if pass_name is None else self.graphs[stage][pass_name]
+        return collectives_of(record.graph, self.plan, self.hardware)
+
+    def final_stages(self) -> list[str]:
+        """The stages whose last graph is what runs: no `joint`, and no `forward` where there is a `forward_last`."""
+        kinds = [stage for stage in self.graphs if re.match(r"(forward|backward|inference)(_|$)", stage)]
+        return [stage for stage in kinds if "_last" in stage or _last_of(stage) not in kinds]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Explanation:
+    """What every pass did to a model: returned by `fxshard.explain` and `fxshard.explanation_of`.
+
+    Attributes:
+        model: name of the model's class.
+        world_size: ranks that the outermost unit is sharded over.
+        frames: one for each captured graph with sharded parameters, in the order of their capture.
+        hardware: what the costs are estimates for.
+    """
+
+    model: str
+    world_size: int
+    frames: tuple[FrameExplanation, ...]
+    hardware: HardwareSpec
+
+    @property
+    def graphs(self) -> Mapping[str, Mapping[str, Record]]:
+        """`frames[0].graphs`.
+
+        Raises:
+            ConfigError: there are several frames.
+        """
+        return self._only_frame("graphs").graphs
+
+    @property
+    def stats(self) -> Mapping[str, StageStats]:
+        """`frames[0].stats`.
+
+        Raises:
+            ConfigError: there are several frames.
+        """
+        return self._only_frame("stats").stats
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """Keys of the units, the empty one for the root, in the order of their first use."""
+        return tuple(dict.fromkeys(key for frame in self.frames for key in frame.plan.units))
+
+    def print(self, pass_name: str, stage: str | None = None, frame: int | None = None) -> None:
+        """Print the graphs after a pass.
+
+        Args:
+            pass_name: such as "insert_collectives"; "captured" is the graph before the first pass.
+            stage: only this one; default: all that the pass ran in.
+            frame: only this one; default: all.
+
+        Raises:
+            ConfigError: there is no such pass, stage or frame; the message names those that there are.
+        """
+        for number, record in self._records(pass_name, stage, frame):
+            print(f"# {self._where(number, record.stage)}, {_when(record)}\n{record}\n")
+
+    def diff(self, before: str, after: str, stage: str | None = None, frame: int | None = None) -> str:
+        """What changed between two passes, as a unified diff; a stage that lacks one of them has no part in it.
+
+        Args:
+            before: name of a pass.
+            after: name of a pass.
+            stage: only this one.
+            frame: only this one.
+
+        Raises:
+            ConfigError: there is no such pass, stage or frame, or no stage has both.
+        """
+        old = {(number, record.stage): record for number, record in self._records(before, stage, frame)}
+        new = {(number, record.stage): record for number, record in self._records(after, stage, frame)}
+        both = [place for place in old if place in new]
+        if not both:
+            raise ConfigError(
+                f"no stage has both {before!r} and {after!r}: {before!r} is in {_stages(old)}, {after!r} in "
+                f"{_stages(new)}. A diff is of one stage."
+            )
+        return "".join(_unified(self._where(*place), old[place], new[place]) for place in both)
+
+    def save_html(self, path: str | Path) -> None:
+        """Write one self-contained page: the passes, their differences side by side, the collectives by unit.
+
+        Raises:
+            MissingExtraError: jinja2 is not installed.
+            ConfigError: the file cannot be written.
+        """
+        from fxshard.inspect import html
+
+        html.save(self, Path(path))
+
+    def __repr__(self) -> str:
+        from fxshard.inspect import summary
+
+        return summary.text(self)
+
+    def __rich__(self) -> Any:
+        from fxshard.inspect import summary
+
+        return summary.table(self)
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, str]:
+        """For notebooks: the table, and `repr` where HTML cannot be shown."""
+        from fxshard.inspect import summary
+
+        return {"text/plain": repr(self), "text/html": summary.html_table(self)}
+
+    def _only_frame(self, attribute: str) -> FrameExplanation:
+        if len(self.frames) != 1:
+            raise ConfigError(
+                f"the model was captured in {len(self.frames)} frames, and `.{attribute}` is for one. Use "
+                f".frames[i].{attribute}. (TORCH_LOGS=graph_breaks says why a model is captured in several.)"
+            )
+        return self.frames[0]
+
+    def _records(self, name: str, stage: str | None, frame: int | None) -> list[tuple[int, Record]]:
+        if frame is not None and frame not in range(len(self.frames)):
+            raise ConfigError(f"there is no frame {frame!r}: there are {len(self.frames)}, counted from 0.")
+        places = [
+            (number, place, records)
+            for number in (range(len(self.frames)) if frame is None else (frame,))
+            for place, records in self.frames[number].graphs.items()
+        ]
+        if stage is not None and all(place != stage for _, place, _ in places):
+            raise ConfigError(_unknown("stage", stage, (place for _, place, _ in places)))
+        places = [place for place in places if stage in (None, place[1])]
+        found = [(number, records[name]) for number, _, records in places if name in records]
+        if not found:
+            where = "" if stage is None else f" in stage {stage!r}"
+            raise ConfigError(_unknown("pass", name, (known for _, _, records in places for known in records), where))
+        return found
+
+    def _where(self, number: int, stage: str) -> str:
+        return stage if len(self.frames) == 1 else f"frame {number}, {stage}"
+
+
+def _last_of(stage: str) -> str:
+    """`forward` -> `forward_last`, `forward_2` -> `forward_last_2`."""
+    return re.sub(r"^([a-z]+)(_\d+)?$", r"\1_last\2", stage)
+
+
+def _when(record: Record) -> str:
+    return record.description if record.name == CAPTURED else f"after {record.description}"
+
+
+def _unified(where: str, old: Record, new: Record) -> str:
+    before, after = (f"{where}, {record.name}" for record in (old, new))
+    diff = difflib.unified_diff(str(old).splitlines(), str(new).splitlines(), before, after, lineterm="")
+    return "".join(f"{line}\n" for line in diff)
+
+
+def _stages(places: Iterable[tuple[int, str]]) -> str:
+    return ", ".join(dict.fromkeys(stage for _, stage in places))
+
+
+def _unknown(kind: str, name: object, known: Iterable[str], where: str = "") -> str:
+    """The message for a name that does not exist: the nearest that does, and all of them."""
+    names = list(dict.fromkeys(known))
+    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.0)
+    guess = f" Did you mean {near[0]!r}?" if near else ""
+    return f"there is no {kind} {name!r}{where}.{guess} There are: {', '.join(names) or 'none'}."

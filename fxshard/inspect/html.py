@@ -1,0 +1,208 @@
+"""An explanation as one self-contained page: passes, their differences side by side, collectives by unit.
+
+The page holds every distinct line of all graphs once; its script makes the differences where they are looked at.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fxshard.cost.stats import GraphStats
+from fxshard.cost.symbols import Quantity, evaluate
+from fxshard.errors import ConfigError, MissingExtraError
+from fxshard.inspect import summary
+from fxshard.inspect.explanation import Explanation, FrameExplanation
+from fxshard.ir.journal import Record
+
+TEMPLATE = "page.html.jinja"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launches:
+    """Launches of one kind for one unit in one graph.
+
+    Attributes:
+        frame: number of the frame.
+        stage: of the graph.
+        unit: key of the unit, "root" for the root's.
+        op: short name.
+        dtype: what is sent.
+        count: how many.
+        nbytes: of their whole buffers.
+        seconds: estimated time of the transfers.
+        exposed: the part of it that compute waits for.
+    """
+
+    frame: int
+    stage: str
+    unit: str
+    op: str
+    dtype: str
+    count: int
+    nbytes: float
+    seconds: float
+    exposed: float
+
+
+def save(explanation: Explanation, path: Path) -> None:
+    """Write the page; see `Explanation.save_html`."""
+    text = page(explanation)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the page cannot be written to {path}: {error.strerror}.") from error
+
+
+def page(explanation: Explanation) -> str:
+    """The whole page.
+
+    Raises:
+        MissingExtraError: jinja2 is not installed.
+    """
+    try:
+        from jinja2 import Environment, StrictUndefined
+    except ImportError as error:
+        raise MissingExtraError("jinja2", "report") from error
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string((importlib.resources.files(__package__) / TEMPLATE).read_text(encoding="utf-8"))
+    launches = list(launches_by_unit(explanation))
+    return template.render(
+        title=explanation.model,
+        headline=summary.headline(explanation),
+        facts=_facts(explanation),
+        tiles=_tiles(explanation),
+        several_frames=len(explanation.frames) > 1,
+        stages=_stages(explanation),
+        launches=launches,
+        longest=max((time for row in launches for time in (row.seconds, row.exposed)), default=0) or 1,
+        size=summary.size,
+        duration=summary.duration,
+        hardware=explanation.hardware.name,
+        data=graphs_data(explanation),
+    )
+
+
+def graphs_data(explanation: Explanation) -> dict[str, Any]:
+    """All graphs for the page's script: lines, texts as lists of line numbers, and which record has which text."""
+    lines: dict[str, int] = {}
+    texts: dict[int, list[int]] = {}
+    frames: list[list[dict[str, Any]]] = []
+    for frame in explanation.frames:
+        stages = []
+        for stage, records in frame.graphs.items():
+            for record in records.values():
+                if id(record.graph) not in texts:
+                    ids = (lines.setdefault(line, len(lines)) for line in str(record).split("\n"))
+                    texts[id(record.graph)] = list(ids)
+            place = list(texts)
+            stages.append({"name": stage, "records": [_record(r, place.index(id(r.graph))) for r in records.values()]})
+        frames.append(stages)
+    return {"lines": list(lines), "texts": list(texts.values()), "frames": frames}
+
+
+def _record(record: Record, text: int) -> dict[str, Any]:
+    return {
+        "name": record.name,
+        "description": record.description,
+        "changed": record.changed,
+        "declined": [[declined.node, declined.why] for declined in record.declined],
+        "text": text,
+    }
+
+
+def launches_by_unit(explanation: Explanation) -> Iterator[Launches]:
+    """The collectives of the graphs that run, added up by unit and kind, in the order of their first launch."""
+    for number, frame in enumerate(explanation.frames):
+        for stage in frame.final_stages():
+            yield from _launches_of(number, frame, stage)
+
+
+def _launches_of(number: int, frame: FrameExplanation, stage: str) -> Iterator[Launches]:
+    at = frame.stats_of(frame.journal.last(stage))
+    sums: dict[tuple[str, str, str], list[float]] = {}
+    for cost in frame.collectives(stage):
+        unit = "not of a unit" if cost.unit is None else cost.unit or "root"
+        added = sums.setdefault((unit, cost.op, cost.dtype), [0, 0, 0, 0])
+        for i, quantity in enumerate((1, cost.nbytes, cost.seconds, cost.exposed_seconds)):
+            added[i] += _number(quantity, at)
+    for (unit, op, dtype), (count, nbytes, seconds, exposed) in sums.items():
+        yield Launches(
+            frame=number,
+            stage=stage,
+            unit=unit,
+            op=op,
+            dtype=dtype,
+            count=int(count),
+            nbytes=nbytes,
+            seconds=seconds,
+            exposed=exposed,
+        )
+
+
+def _number(quantity: Quantity, at: GraphStats) -> float:
+    """The quantity at the world size and shapes that the graph was traced with."""
+    symbols = getattr(quantity, "free_symbols", ())
+    return evaluate(quantity, at.world_size, {s: at.hints[s.name] for s in symbols if s.name in at.hints})
+
+
+def _facts(explanation: Explanation) -> list[tuple[str, str]]:
+    return [
+        ("world size", str(explanation.world_size)),
+        ("units", str(len(explanation.units))),
+        ("frames", str(len(explanation.frames))),
+        ("estimated for", explanation.hardware.name),
+        ("torch", torch.__version__),
+    ]
+
+
+def _tiles(explanation: Explanation) -> list[tuple[str, str, str]]:
+    """The numbers of one step, all graphs that run together: label, number, remark."""
+    stats = [
+        frame.stats_of(frame.journal.last(stage)).evaluate()
+        for frame in explanation.frames
+        for stage in frame.final_stages()
+    ]
+    counts: Counter[str] = Counter()
+    for at in stats:
+        counts.update(at.collectives)
+    gathered, reduced, flops, compute, comm, exposed = (
+        sum(getattr(at, name) for at in stats)
+        for name in ("gathered_bytes", "reduced_bytes", "flops", "compute_seconds", "comm_seconds", "exposed_seconds")
+    )
+    peak = max((at.peak_bytes for at in stats), default=0)
+    unsharded = max((at.unsharded_peak_bytes for at in stats), default=0)
+    return [
+        ("gathered", summary.size(gathered) or "nothing", summary.number(counts["all_gather"], "all_gather")),
+        ("reduced", summary.size(reduced) or "nothing", summary.number(counts["reduce_scatter"], "reduce_scatter")),
+        ("compute", summary.duration(compute) or "none", summary.scaled(flops, "FLOP")),
+        ("exposed", summary.duration(exposed) or "none", f"of {summary.duration(comm) or 'no'} communication"),
+        ("peak", summary.size(peak) or "none", f"{summary.size(unsharded) or 'nothing'} of it unsharded"),
+    ]
+
+
+def _stages(explanation: Explanation) -> list[dict[str, Any]]:
+    """The rows of the table of passes, by stage."""
+    stages: list[dict[str, Any]] = []
+    for row in summary.rows(explanation):
+        if not row.place:
+            stages.append({"frame": row.frame, "name": row.record.stage, "rows": []})
+        before = [*explanation.frames[row.frame].graphs[row.record.stage]][max(0, row.place - 1)]
+        stages[-1]["rows"].append(
+            {
+                "name": row.record.name,
+                "description": row.record.description,
+                "changed": row.record.changed,
+                "before": before,
+                "cells": list(zip(summary.COLUMNS, row.cells, strict=True)),
+                "seconds": summary.duration(row.record.seconds),
+                "declined": len(row.record.declined),
+            }
+        )
+    return stages
