@@ -104,7 +104,7 @@ def _writes(graph: fx.Graph, ctx: PassContext) -> list[tuple[UnitPlan, _UnitWrit
     """The gradients of each unit, found from the graph's outputs."""
     units: dict[str, _UnitWrites] = {}
     for position, result in enumerate(_results(graph)):
-        for marker in _summands(result):
+        for marker in ops.reduce_markers(result):
             key, grad = ops.key_of(marker), marker.args[0]
             assert isinstance(grad, fx.Node)
             writes = units.setdefault(key.unit, _UnitWrites(key))
@@ -116,18 +116,6 @@ def _writes(graph: fx.Graph, ctx: PassContext) -> list[tuple[UnitPlan, _UnitWrit
 def _results(graph: fx.Graph) -> Sequence[fx.node.Argument]:
     (results,) = graph.output_node().args
     return results if isinstance(results, list | tuple) else (results,)
-
-
-def _summands(result: fx.node.Argument) -> list[fx.Node]:
-    """The `reduce_grad` markers whose sum `result` is, in the order in which autograd added them; else nothing."""
-    if not isinstance(result, fx.Node):
-        return []
-    if ops.is_reduce_grad(result):
-        return [result]
-    if result.target is not torch.ops.aten.add.Tensor or result.kwargs:
-        return []
-    terms = [_summands(term) for term in result.args]
-    return [marker for term in terms for marker in term] if all(terms) else []
 
 
 def _reduce(unit: UnitPlan, writes: _UnitWrites, ctx: PassContext) -> None:

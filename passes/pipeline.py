@@ -23,7 +23,8 @@ class Pipeline:
     Attributes:
         joint: on the joint forward-backward graph, before it is split.
         split: on the forward, the backward and the inference graph, each for itself.
-        last: on the same graphs, after Inductor's own passes and right before code is generated.
+        last: on the same graphs, after Inductor's own passes and right before code is generated; not run, and not in
+            the journal, where Inductor finds the code in its cache.
     """
 
     joint: tuple[GraphPass, ...]

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from fxshard.ir import collectives, flow, ops, order, tags, text
@@ -147,7 +146,7 @@ def contract_of(
         if ops.is_reduce_grad(node):
             promised[place_of(node)] += 1
     results = results_of(graph)
-    summands = {i: list(reduce_markers(result)) for i, result in enumerate(results)}
+    summands = {i: ops.reduce_markers(result) for i, result in enumerate(results)}
     gradients = {i: (ops.key_of(m[0]).unit, ops.key_of(m[0]).shard) for i, m in summands.items() if m}
     return Contract(
         plan=plan,
@@ -163,18 +162,6 @@ def contract_of(
         num_results=num_results if kind == "forward" else None,
         unsharded_budget_bytes=unsharded_budget_bytes,
     )
-
-
-def reduce_markers(result: fx.node.Argument) -> list[fx.Node]:
-    """The `reduce_grad` markers whose sum `result` is, in the order in which autograd added them; else nothing."""
-    if not isinstance(result, fx.Node):
-        return []
-    if ops.is_reduce_grad(result):
-        return [result]
-    if result.target is not torch.ops.aten.add.Tensor or result.kwargs:
-        return []
-    terms = [reduce_markers(term) for term in result.args]
-    return [marker for term in terms for marker in term] if all(terms) else []
 
 
 def place_of(marker: fx.Node) -> Place:

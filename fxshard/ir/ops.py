@@ -76,6 +76,18 @@ def is_reduce_grad(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is REDUCE_GRAD
 
 
+def reduce_markers(result: fx.node.Argument) -> list[fx.Node]:
+    """The `reduce_grad` markers whose sum `result` is, in the order in which autograd added them; else nothing."""
+    if not isinstance(result, fx.Node):
+        return []
+    if is_reduce_grad(result):
+        return [result]
+    if result.target is not torch.ops.aten.add.Tensor or result.kwargs:
+        return []
+    terms = [reduce_markers(term) for term in result.args]
+    return [marker for term in terms for marker in term] if all(terms) else []
+
+
 def _fake_unshard(shard: Tensor, key: str, slot: int, shape: list[int], dtype: torch.dtype) -> Tensor:
     return shard.new_empty(shape, dtype=dtype)
 
