@@ -117,6 +117,8 @@ def wrong_result(piece: Piece, unit: UnitPlan, shard: ShardPlan) -> Iterator[str
     """How a reduced gradient is finished otherwise than planned."""
     rule = collectives.division(unit.world_size, piece.concat.dtype)
     after = rule.after if piece.launch is not None else rule.before * rule.after
+    if piece.launch is None and unit.world_size > 1:
+        yield "no launch reduced it: it is this rank's own gradient"
     if piece.divisor != after:
         yield f"expected division by {after:g} after the reduction, found {piece.divisor:g}"
     if piece.dtype is not shard.dtype:

@@ -268,7 +268,7 @@ def signature_is_unchanged(subject: Subject) -> Iterator[Violation]:
 
 
 def compute_reads_what_it_read(subject: Subject) -> Iterator[Violation]:
-    """A node that passes left in place reads the same values as before, and a parameter in the same call of its unit."""
+    """A node that passes left in place reads what it read before, and a parameter in the same call of its unit."""
     nodes = {node.name: node for node in subject.graph.nodes}
     for name, (target, expected) in subject.contract.reads.items():
         node = nodes.get(name)
@@ -276,8 +276,8 @@ def compute_reads_what_it_read(subject: Subject) -> Iterator[Violation]:
             continue
         for want, argument in zip(expected, contract.arguments_of(node), strict=False):
             found = subject.sources_of(argument)
-            is_parameter = not want[0].startswith("%")
-            if not is_parameter and (want[0][1:] not in nodes or found[-1][0][1:] not in subject.contract.reads):
+            is_new = len(found) == 1 and argument.name not in subject.contract.reads
+            if want[0].startswith("%") and (want[0][1:] not in nodes or is_new):
                 continue  # what it read was replaced
             if not any(_is_same(want, source) for source in found):
                 yield node, f"it read {_source(want)}, and reads {_source(found[0])}"

@@ -71,36 +71,50 @@ class Invariant:
         """The rule in one sentence."""
         return (self.check.__doc__ or "").strip()
 
+    @property
+    def when(self) -> str:
+        """When it is checked, in words."""
+        words = (self.applies.__doc__ or "").strip().rstrip(".")
+        return f'{words}, at `verify="debug"` only' if self.slow else words
+
 
 def _always(subject: Subject) -> bool:
+    """After every pass."""
     return True
 
 
 def _marked(subject: Subject) -> bool:
+    """Until collectives are inserted."""
     return Fact.COLLECTIVES not in subject.facts
 
 
 def _deduped(subject: Subject) -> bool:
+    """From the removal of double reads until collectives are inserted."""
     return _marked(subject) and Fact.DEDUPED in subject.facts
 
 
 def _tagged(subject: Subject) -> bool:
+    """Once markers say whether backward gathers again."""
     return Fact.RESHARD_TAGGED in subject.facts
 
 
 def _explicit(subject: Subject) -> bool:
+    """Once collectives are inserted."""
     return Fact.COLLECTIVES in subject.facts
 
 
 def _followed(subject: Subject) -> bool:
+    """Once collectives are inserted, until Inductor's own passes run."""
     return _explicit(subject) and not _lowered(subject)
 
 
 def _lowered(subject: Subject) -> bool:
+    """Once Inductor's own passes have run."""
     return Fact.LOWERED in subject.facts
 
 
 def _limited(subject: Subject) -> bool:
+    """After every pass, where a budget is set."""
     return subject.contract.unsharded_budget_bytes is not None
 
 

@@ -1,0 +1,1 @@
+"""Broken graphs, by the hundred: the verifier must catch each of them."""

@@ -1,0 +1,205 @@
+"""The correct graphs, each with its contract, and the mutants that a mutator makes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxshard.errors import InvariantError
+from fxshard.ir import contract, liveness, spec
+from fxshard.ir.facts import Fact, GraphKind
+from fxshard.ir.journal import CAPTURED, Journal, snapshot
+from fxshard.passes.insert_collectives import InsertCollectives
+from fxshard.passes.reshard_policy import ReshardPolicy
+from tests import graphs
+from tests.graphs import Traced
+from tests.mutation.edits import Mutator
+
+
+class PartlyUsed(nn.Module):
+    """Reads two of its three vectors: the gradient of its shard has zeros in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.unused, self.last = (nn.Parameter(torch.randn(graphs.WIDTH)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.first + self.last
+
+
+def partly_used(**kwargs: Any) -> Traced:
+    """One unit of which a parameter is never read."""
+    return graphs.trace(PartlyUsed(), **kwargs)
+
+
+def square_batch(**kwargs: Any) -> Traced:
+    """Two units whose matrices have the shape of the activations."""
+    return graphs.two_layers(inputs=[torch.ones(graphs.WIDTH, graphs.WIDTH)], **kwargs)
+
+
+MODELS: dict[str, Callable[..., Traced]] = {
+    "two_layers": graphs.two_layers,
+    "uneven": graphs.uneven,
+    "two_dtypes": graphs.two_dtypes,
+    "doubles": graphs.doubles,
+    "mixed_precision": graphs.mixed_precision,
+    "frozen_weight": graphs.frozen_weight,
+    "read_twice": graphs.read_twice,
+    "called_twice": graphs.called_twice,
+    "casting": graphs.casting,
+    "scalar": graphs.scalar,
+    "gpt": graphs.gpt,
+    "partly_used": partly_used,
+    "square_batch": square_batch,
+}
+MUTATED = tuple(model for model in MODELS if model not in ("frozen_weight", "casting", "gpt"))
+ON_FOUR_RANKS = ("two_layers", "uneven", "doubles", "scalar")
+DIALECTS = ("eager", "inductor")
+WORLD_SIZES = (1, 2, 4)
+SPLIT: tuple[GraphKind, ...] = ("forward", "backward")
+KINDS: tuple[GraphKind, ...] = ("joint", *SPLIT)
+
+COLLECTIVES = (Fact.MARKED, Fact.DEDUPED, Fact.COLLECTIVES)
+LOWERED = (Fact.COLLECTIVES, Fact.LOWERED)
+MARKERS = (Fact.MARKED, Fact.DEDUPED, Fact.RESHARD_TAGGED)
+
+
+@functools.cache
+def traced(model: str, world_size: int, dialect: str) -> Traced:
+    """A model, traced once for all tests."""
+    return MODELS[model](world_size=world_size, lowering=dialect)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A correct graph of a model: after InsertCollectives, or the joint graph with its markers.
+
+    Attributes:
+        model: key of `MODELS`.
+        world_size: ranks.
+        dialect: eager's or Inductor's.
+        kind: of the graph.
+        held: to what it is held: the contract of its "stage", that and a "budget" that it just meets, that and its
+            "types", or the order of its launches before Inductor's "last" passes.
+    """
+
+    model: str
+    world_size: int
+    dialect: str
+    kind: GraphKind
+    held: str = "stage"
+
+    def __str__(self) -> str:
+        return f"{self.model} ({self.held}, {self.kind}, {self.world_size} ranks, {self.dialect})"
+
+    @property
+    def traced(self) -> Traced:
+        return traced(self.model, self.world_size, self.dialect)
+
+    @property
+    def pass_name(self) -> str:
+        """The pass that made the graph."""
+        return (ReshardPolicy if self.kind == "joint" else InsertCollectives)().name
+
+    @property
+    def graph(self) -> fx.Graph:
+        """A copy that is the caller's to break."""
+        return snapshot(self.traced.journal.stages[self.kind][self.pass_name].graph)
+
+    @functools.cached_property
+    def contract(self) -> contract.Contract:
+        """As the manager takes it before the first pass."""
+        stages = self.traced.journal.stages
+        before = stages[self.kind][self.pass_name if self.held == "last" else CAPTURED].graph
+        return contract.contract_of(
+            before,
+            self.traced.plan,
+            self.kind,
+            num_results=len(contract.results_of(stages["dynamo"][CAPTURED].graph)),
+            unsharded_budget_bytes=_peak(self.graph) if self.held == "budget" else None,
+        )
+
+    def verify(self, graph: fx.Graph, *, debug: bool = False) -> None:
+        """Raise as the manager would after the pass that made the graph."""
+        facts = MARKERS if self.kind == "joint" else COLLECTIVES
+        if self.held == "last":
+            facts = LOWERED
+        debug |= self.held == "types"
+        spec.verify(graph, self.contract, facts, broken_by="Mutant()", debug=debug)
+
+    def with_graph(self, graph: fx.Graph) -> Traced:
+        """The model's step with this graph in the place of the correct one."""
+        stages = {kind: dict(records) for kind, records in self.traced.journal.stages.items()}
+        record = stages[self.kind][self.pass_name]
+        stages[self.kind][self.pass_name] = dataclasses.replace(record, graph=graph)
+        return dataclasses.replace(self.traced, journal=Journal(stages=stages))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """A correct graph, broken at one place.
+
+    Attributes:
+        case: the graph that it was.
+        mutator: name of what broke it.
+        where: name of the node at which.
+        graph: what became of it.
+    """
+
+    case: Case
+    mutator: str
+    where: str
+    graph: fx.Graph
+
+    def __str__(self) -> str:
+        return f"{self.mutator} at %{self.where} of {self.case}"
+
+    def caught_by(self) -> str | None:
+        """The invariant that it breaks first."""
+        try:
+            self.case.verify(self.graph)
+        except InvariantError as error:
+            return str(error).split("`")[1]
+        return None
+
+    def takes_more_memory(self) -> bool:
+        """Whether more bytes of unsharded parameters live at once."""
+        return _peak(self.graph) > _peak(self.case.graph)
+
+
+def correct_cases(models: Sequence[str]) -> Iterator[Case]:
+    """Every graph of the models: in eager's dialect for all numbers of ranks, in Inductor's for two."""
+    for model, world_size, dialect, kind in itertools.product(models, WORLD_SIZES, DIALECTS, KINDS):
+        if dialect == "eager" or world_size == 2:
+            yield Case(model=model, world_size=world_size, dialect=dialect, kind=kind)
+
+
+def mutated_cases() -> Iterator[Case]:
+    """Those that are broken: where there is something to gather, and four ranks where they make a difference."""
+    for held, kind in itertools.product(("last", "budget", "types"), SPLIT):
+        yield Case(model="gpt", world_size=2, dialect="eager", kind=kind, held=held)
+    for case in correct_cases(MUTATED):
+        if case.world_size == 2 or (case.world_size == 4 and case.model in ON_FOUR_RANKS):
+            yield case
+
+
+def mutants(case: Case, mutator: Mutator) -> Iterator[Mutant]:
+    """One mutant per place at which the mutator applies."""
+    number = len(list(mutator(case.graph)))
+    for i in range(number):
+        graph = case.graph
+        node, break_it = list(mutator(graph))[i]
+        where = node.name
+        break_it()
+        yield Mutant(case=case, mutator=mutator.__name__, where=where, graph=graph)
+
+
+def _peak(graph: fx.Graph) -> int:
+    return max((used for _, used in liveness.unsharded_bytes(graph)), default=0)

@@ -1,0 +1,211 @@
+"""The verifier catches every way in which a graph was broken, and passes every graph that was not."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from fxshard.errors import InvariantError
+from fxshard.ir import order
+from fxshard.ir.spec import INVARIANTS, Invariant
+from tests.mutation import collective_mutators, gradient_mutators, marker_mutators, parameter_mutators
+from tests.mutation.cases import MODELS, Case, Mutant, correct_cases, mutants, mutated_cases
+from tests.mutation.edits import Mutator, launches
+from tests.pages import ROOT, assert_page
+from tests.steps import Step, step
+
+EXPLICIT: tuple[Mutator, ...] = (
+    *collective_mutators.MUTATORS,
+    *parameter_mutators.MUTATORS,
+    *gradient_mutators.MUTATORS,
+)
+RESULTS: tuple[Mutator, ...] = (
+    gradient_mutators.return_none,
+    gradient_mutators.drop_a_result,
+    gradient_mutators.swap_two_results,
+    gradient_mutators.return_an_input,
+)
+MARKED: tuple[Mutator, ...] = (*marker_mutators.MUTATORS, *RESULTS)
+
+
+def mutators_of(case: Case) -> tuple[Mutator, ...]:
+    """What breaks a graph of this kind."""
+    if case.held == "stage":
+        return MARKED if case.kind == "joint" else EXPLICIT
+    by_held: dict[str, tuple[Mutator, ...]] = {
+        "last": collective_mutators.OF_ORDER,
+        "budget": collective_mutators.OF_MEMORY,
+        "types": collective_mutators.OF_TYPES,
+    }
+    return by_held[case.held]
+
+
+def all_mutants() -> Iterator[Mutant]:
+    for case in mutated_cases():
+        for mutator in mutators_of(case):
+            yield from mutants(case, mutator)
+
+
+@functools.cache
+def outcomes() -> tuple[tuple[Mutant, str | None], ...]:
+    """Every mutant, and the invariant that caught it."""
+    return tuple((mutant, mutant.caught_by()) for mutant in all_mutants())
+
+
+@functools.cache
+def correct_step(case: Case) -> Step:
+    return step(case.traced)
+
+
+def changes_nothing(mutant: Mutant) -> bool:
+    """Whether a step on all ranks gives the same to the bit, and takes no more memory."""
+    if mutant.case.kind == "joint" or mutant.case.held != "stage" or mutant.takes_more_memory():
+        return False
+    expected = correct_step(mutant.case)
+    try:
+        found = step(mutant.case.with_graph(mutant.graph))
+    except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError, AssertionError):
+        return False
+    same_grads = found.grads.keys() == expected.grads.keys() and all(
+        torch.equal(grad, expected.grads[fqn]) for fqn, grad in found.grads.items()
+    )
+    return same_grads and all(map(torch.equal, found.outputs, expected.outputs))
+
+
+@functools.cache
+def survivors() -> tuple[tuple[Mutant, ...], tuple[Mutant, ...]]:
+    """The mutants that were not caught: those that change something, and those that do not."""
+    missed = [mutant for mutant, invariant in outcomes() if invariant is None]
+    harmless = [mutant for mutant in missed if changes_nothing(mutant)]
+    return tuple(mutant for mutant in missed if mutant not in harmless), tuple(harmless)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_passes_every_correct_graph(model: str) -> None:
+    for case in correct_cases([model]):
+        case.verify(case.graph, debug=True)
+
+
+def test_catches_every_mutant_that_changes_something() -> None:
+    missed, _ = survivors()
+    assert "\n".join(map(str, missed)) == ""
+
+
+def test_catches_at_least_three_hundred_mutants_of_five_models() -> None:
+    caught = [mutant for mutant, invariant in outcomes() if invariant]
+    assert len(caught) >= 300
+    assert len({mutant.case.model for mutant in caught}) >= 5
+
+
+def test_every_mutator_breaks_something() -> None:
+    counts = Counter(mutant.mutator for mutant, invariant in outcomes() if invariant)
+    mutators = {mutator.__name__ for case in mutated_cases() for mutator in mutators_of(case)}
+    assert sorted(name for name in mutators if not counts[name]) == []
+
+
+def test_every_invariant_catches_something() -> None:
+    names = {invariant for _, invariant in outcomes()}
+    assert [invariant.name for invariant in INVARIANTS if invariant.name not in names] == []
+
+
+def test_discards_only_a_few_mutants_that_change_nothing() -> None:
+    _, harmless = survivors()
+    assert len(harmless) * 20 < len(outcomes())
+
+
+def test_ranks_that_swap_two_launches_do_not_agree_on_the_order() -> None:
+    """What no rank can see alone: the graph is correct, and another one than that of the other ranks."""
+    case = Case(model="gpt", world_size=2, dialect="eager", kind="forward")
+    expected = order.sequence(case.graph)
+    swapped = 0
+    for i, j in itertools.combinations(range(len(expected)), 2):
+        if expected[i].text != expected[j].text:
+            graph = case.graph
+            gathers = launches(graph)
+            gathers[i].prepend(gathers[j])
+            case.verify(graph)
+            assert [launch.text for launch in order.sequence(graph)] != [launch.text for launch in expected]
+            swapped += 1
+    assert swapped
+
+
+def test_the_error_names_pass_invariant_and_node_and_shows_the_lines_around_it() -> None:
+    case = Case(model="two_layers", world_size=2, dialect="eager", kind="forward")
+    mutant = next(mutants(case, collective_mutators.name_another_group))
+    with pytest.raises(InvariantError) as refused:
+        case.verify(mutant.graph)
+    assert_expected_inline(
+        str(refused.value),
+        """\
+Mutant() broke `gathers_match_the_plan` in the forward graph at %unshard_layers_0: expected group '0', found 'other'
+Rule: An all_gather sends whole flats of one unit, in its unsharded dtype, to its group; once per call of the unit.
+
+   %shard_layers_0: f32[10] = input  # flat of layers.0
+   %x: f32[2, 4] = input
+   %shard_layers_1: f32[10] = input  # flat of layers.1
+-> %unshard_layers_0: f32[20] = c10d.all_gather_into_tensor(%shard_layers_0, 2, 'other')  # unit=layers.0@0
+   %wait_layers_0: f32[20] = c10d.wait_tensor(%unshard_layers_0)  # unit=layers.0@0
+   %view: f32[2, 10] = aten.view(%wait_layers_0, [2, 10])
+   %slice_1: f32[2, 8] = aten.slice.Tensor(%view, 1, 0, 8)
+   %clone: f32[2, 8] = aten.clone(%slice_1, memory_format=contiguous_format)
+   %layers_0_weight: f32[4, 4] = aten.view(%clone, [4, 4])  # param=layers.0.weight
+   %slice_2: f32[2, 2] = aten.slice.Tensor(%view, 1, 8, 10)
+   %clone_1: f32[2, 2] = aten.clone(%slice_2, memory_format=contiguous_format)
+   %layers_0_bias: f32[4] = aten.view(%clone_1, [4])  # param=layers.0.bias
+   %mm: f32[2, 4] = aten.mm(%x, %layers_0_weight)
+   %add: f32[2, 4] = aten.add.Tensor(%mm, %layers_0_bias)
+
+This is a bug in fxshard or in a pass that was added to it: please report it.""",
+    )
+
+
+def test_the_page_of_invariants_is_current() -> None:
+    if torch.__version__.startswith("2.13."):
+        return assert_page("docs/invariants.md", page())
+    text = (ROOT / "docs/invariants.md").read_text()
+    for invariant in INVARIANTS:
+        assert heading(invariant) in text  # what catches which mutant depends on the ops of the installed torch
+
+
+HEAD = """# Invariants
+
+After every pass the verifier checks the graph against the rules below, in this order; the first one that is broken is \
+the error. They are written down as a table, `INVARIANTS` in `fxshard/ir/spec.py`, from which this page is generated.
+
+What they catch is measured: `tests/mutation` breaks the correct graphs of {models} models in {mutators} ways, at each \
+place where that is possible. Of {total} broken graphs {caught} are caught; the other {harmless} give the same outputs \
+and gradients to the bit and take no more memory, so there is nothing to catch.
+"""
+
+
+def page() -> str:
+    """The document."""
+    caught: dict[str, Counter[str]] = {invariant.name: Counter() for invariant in INVARIANTS}
+    for mutant, invariant in outcomes():
+        if invariant:
+            caught[invariant][mutant.mutator] += 1
+    head = HEAD.format(
+        models=len({mutant.case.model for mutant, _ in outcomes()}),
+        mutators=len({mutant.mutator for mutant, _ in outcomes()}),
+        total=len(outcomes()),
+        caught=sum(counts.total() for counts in caught.values()),
+        harmless=len(survivors()[1]),
+    )
+    return head + "".join(f"{heading(invariant)}{listed(caught[invariant.name])}\n" for invariant in INVARIANTS)
+
+
+def heading(invariant: Invariant) -> str:
+    when = invariant.when[0].lower() + invariant.when[1:]
+    return f"\n## {invariant.name}\n\n{invariant.statement}\n\n- **Checked**: {when}.\n"
+
+
+def listed(counts: Counter[str]) -> str:
+    """What a rule catches first, most frequent first."""
+    items = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return f"- **Caught**: {', '.join(f'`{name}` {number}' for name, number in items) or 'no mutant'}."
