@@ -120,7 +120,9 @@ def test_shows_the_lines_around_what_a_pass_broke(mesh: DeviceMesh) -> None:
     with pytest.raises(InvariantError) as broken:
         run(mesh, in_split(SkipWaits()))
     text = str(broken.value).partition("\n\nThis is a bug")[0]
-    assert_expected_inline(text, """\
+    assert_expected_inline(
+        text,
+        """\
 SkipWaits() broke `launch_has_one_wait` in the forward graph at %unshard_layers_0: expected one user, its wait; found %view
 Rule: Every result of a launch has exactly one user, its wait.
 
@@ -137,7 +139,8 @@ Rule: Every result of a launch has exactly one user, its wait.
    %layers_0_bias: f32[4] = aten.view(%clone_1, [4])  # param=layers.0.bias
    %mm: f32[2, 4] = aten.mm(%x, %layers_0_weight)
    %add: f32[2, 4] = aten.add.Tensor(%mm, %layers_0_bias)
-   %unshard_layers_1: f32[20] = c10d.all_gather_into_tensor(%shard_layers_1, 2, '0')  # unit=layers.1@0""")
+   %unshard_layers_1: f32[20] = c10d.all_gather_into_tensor(%shard_layers_1, 2, '0')  # unit=layers.1@0""",
+    )
 
 
 def test_says_what_a_pass_left_alone(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:

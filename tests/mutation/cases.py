@@ -128,7 +128,7 @@ class Case:
 
     def verify(self, graph: fx.Graph, *, debug: bool = False) -> None:
         """Raise as the manager would after the pass that made the graph."""
-        facts = MARKERS if self.kind == "joint" else COLLECTIVES
+        facts: tuple[Fact, ...] = MARKERS if self.kind == "joint" else COLLECTIVES
         if self.held == "last":
             facts = LOWERED
         debug |= self.held == "types"
