@@ -1,5 +1,7 @@
 """options={"passes": fn}: users add, drop and replace passes, and third-party passes get the checks of our own."""
 
+# ruff: noqa: E501 (an error message is as long as it is)
+
 from __future__ import annotations
 
 import dataclasses

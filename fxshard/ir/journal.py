@@ -114,7 +114,8 @@ _KEPT_META = frozenset(
 
 def snapshot(graph: fx.Graph) -> fx.Graph:
     """A copy with the same node names; tags and fake values are shared, edits are not."""
-    copied = fx.Graph(owning_module=graph.owning_module)
+    # The module is kept only for the subgraphs in it: a journal that outlives the model must not hold its modules.
+    copied = fx.Graph(owning_module=graph.owning_module if graph.find_nodes(op="get_attr") else None)
     copied.output(copied.graph_copy(graph, {}))
     for node, original in zip(copied.nodes, graph.nodes, strict=True):
         node.meta = {key: value for key, value in original.meta.items() if key in _KEPT_META}
