@@ -78,7 +78,7 @@ def _gather(unit: UnitPlan, markers: list[fx.Node], ctx: PassContext) -> None:
     suffix = "" if key.call == "0" else f"_call{key.call}"
     _name_collectives(created, f"unshard_{unit.node_name}{suffix}", f"wait_{unit.node_name}{suffix}", key)
     for marker, (shard, slot), parameter in zip(markers, reads, parameters, strict=True):
-        tags.tag(parameter, tags.PARAM, unit.shards[shard].slots[slot].fqn)
+        tags.tag(parameter, tags.PARAM, ctx.plan.parameter_name(key.unit, shard, slot))
         if parameter in created:
             rename(parameter, unit.shards[shard].slots[slot].fqn.replace(".", "_") + suffix)
         marker.replace_all_uses_with(parameter)

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from fxshard.cost.symbols import WORLD_SIZE, Point, Quantity, Sum, hints_of, product, size_of
 from fxshard.ir import collectives, ops, tags
 from fxshard.ir.liveness import Liveness, is_launch, is_unshard_launch, liveness, tensors_in
-from fxshard.ir.plan import FramePlan, ShardPlan, Slot, UnitPlan
+from fxshard.ir.plan import FramePlan, ShardPlan, Slot, UnitPlan, qualified
 
 _ELEMENTWISE = frozenset(("_to_copy", "convert_element_type", "div", "clone"))
 """Ops between a flat or a reduced gradient and what is launched or returned."""
@@ -95,7 +95,12 @@ class _Measurement:
 
     def __init__(self, live: Liveness, point: Point, units: dict[str, UnitPlan]) -> None:
         self.live, self.point, self.units = live, point, units
-        self.slots = {slot.fqn: slot for unit in units.values() for shard in unit.shards for slot in shard.slots}
+        self.slots = {
+            qualified(key, slot.fqn): slot
+            for key, unit in units.items()
+            for shard in unit.shards
+            for slot in shard.slots
+        }
         self.sizes: list[Quantity] = [size_of(storage.nbytes) for storage in live.storages]
         self.elements: dict[int, Quantity] = {}  # storage -> expression that the plan has for it
         self.launches: dict[fx.Node, Quantity] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -12,7 +12,7 @@ from torch import fx
 from fxshard.ir import collectives, flow, ops, order, tags, text
 from fxshard.ir.facts import Fact, GraphKind
 from fxshard.ir.flow import Flow, Value
-from fxshard.ir.plan import FramePlan, ShardPlan, Slot, UnitPlan
+from fxshard.ir.plan import FramePlan, ShardPlan, Slot, UnitPlan, qualified
 
 Place = tuple[str, int, int]
 """(unit, shard, slot): a parameter of the frame."""
@@ -85,12 +85,12 @@ class Subject:
 
     @functools.cached_property
     def slots(self) -> dict[str, list[tuple[str, int, Slot]]]:
-        """FQN -> (unit, shard, slot), for every parameter of the plan; two models in one graph may use one name."""
+        """What tags call a parameter -> (unit, shard, slot), for every parameter of the plan."""
         found: dict[str, list[tuple[str, int, Slot]]] = {}
         for key, unit in self.contract.plan.units.items():
             for i, shard in enumerate(unit.shards):
                 for slot in shard.slots:
-                    found.setdefault(slot.fqn, []).append((key, i, slot))
+                    found.setdefault(qualified(key, slot.fqn), []).append((key, i, slot))
         return found
 
     @functools.cached_property
@@ -126,6 +126,11 @@ class Subject:
         return results_of(self.graph)
 
 
+def promised_by(results: Sequence[fx.node.Argument]) -> dict[Place, int]:
+    """How many gradients the markers behind a graph's outputs add up for each parameter; one may be added twice."""
+    return dict(Counter(place_of(marker) for result in results for marker in ops.reduce_markers(result)))
+
+
 def results_of(graph: fx.Graph) -> list[fx.node.Argument]:
     """What a graph returns, one by one."""
     (results,) = graph.output_node().args
@@ -141,10 +146,6 @@ def contract_of(
     unsharded_budget_bytes: int | None = None,
 ) -> Contract:
     """The contract of a graph whose markers are tagged and which no pass of the stage has touched yet."""
-    promised: Counter[Place] = Counter()
-    for node in graph.nodes:
-        if ops.is_reduce_grad(node):
-            promised[place_of(node)] += 1
     results = results_of(graph)
     summands = {i: ops.reduce_markers(result) for i, result in enumerate(results)}
     gradients = {i: (ops.key_of(m[0]).unit, ops.key_of(m[0]).shard) for i, m in summands.items() if m}
@@ -153,7 +154,7 @@ def contract_of(
         kind=kind,
         inputs=inputs_of(graph),
         outputs=tuple(type_of(result) for result in results),
-        promised=dict(promised),
+        promised=promised_by(results),
         gradients=gradients,
         had_launches=any(n.target in collectives.LAUNCHES and tags.UNIT in tags.tags_of(n) for n in graph.nodes),
         sequence=sequence_of(graph),
@@ -191,7 +192,7 @@ def _source_of(node: fx.Node, plan: FramePlan) -> Source:
     key = ops.key_of(node) if found is not None else None
     if found is None or key is None:
         return f"%{node.name}", None
-    return _parameter(key.unit, found[2].fqn), key.call
+    return _parameter(key.unit, qualified(key.unit, found[2].fqn)), key.call
 
 
 def _parameter(unit: str, fqn: str) -> str:

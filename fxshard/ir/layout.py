@@ -77,6 +77,14 @@ def row_at(segments: list[Segment], slot: Slot) -> Row | None:
     return None
 
 
+def launch_at(segments: list[Segment], slot: Slot) -> fx.Node | None:
+    """The launch that reduced what lies in `slot`."""
+    for start, numel, piece in segments:
+        if isinstance(piece, Piece) and start <= slot.offset < start + numel:
+            return piece.launch
+    return None
+
+
 def is_zero(segments: list[Segment], slot: Slot) -> bool:
     """Whether `slot` has no gradient."""
     overlapping = [part for start, n, part in segments if start < slot.offset + slot.numel and slot.offset < start + n]

@@ -136,6 +136,15 @@ class FramePlan:
     shard_inputs: dict[int, tuple[str, int]]
     input_names: tuple[str, ...] = ()
 
+    def parameter_name(self, unit: str, shard: int, slot: int) -> str:
+        """What tags call a parameter."""
+        return qualified(unit, self.units[unit].shards[shard].slots[slot].fqn)
+
+
+def qualified(unit: str, fqn: str) -> str:
+    """An FQN with the marks of its unit's key, by which `capture.py` tells two models of one graph apart."""
+    return fqn + unit[len(unit.rstrip("'")) :]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSpec:

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from torch import fx
 
 from fxshard.ir import collectives, contract, fake, flow, layout, liveness, movement, ops, tags, text
-from fxshard.ir.contract import Place, Subject
+from fxshard.ir.contract import Subject
+from fxshard.ir.plan import ShardPlan, UnitPlan, qualified
 
 Violation = tuple[fx.Node, str]
 """The node at which a rule is broken, and how."""
@@ -44,16 +45,14 @@ def markers_match_the_plan(subject: Subject) -> Iterator[Violation]:
 
 def markers_keep_their_promise(subject: Subject) -> Iterator[Violation]:
     """As many gradients are reduced for each parameter as when the stage began."""
-    found: dict[Place, list[fx.Node]] = {}
-    for node in subject.graph.nodes:
-        if ops.is_reduce_grad(node):
-            found.setdefault(contract.place_of(node), []).append(node)
-    for place in sorted(found.keys() | subject.contract.promised.keys()):
-        markers, expected = found.get(place, []), subject.contract.promised.get(place, 0)
-        if len(markers) != expected:
-            node = markers[-1] if markers else subject.graph.output_node()
+    last = {contract.place_of(node): node for node in subject.graph.nodes if ops.is_reduce_grad(node)}
+    found, promised = contract.promised_by(subject.results), subject.contract.promised
+    for place in sorted(found.keys() | promised.keys() | last.keys()):
+        if found.get(place, 0) != promised.get(place, 0):
+            node = last.get(place, subject.graph.output_node())
             slot = contract.find(subject.contract.plan, place)
-            yield node, f"{slot[2].fqn if slot else place} has {len(markers)} gradients to reduce, and had {expected}"
+            counts = f"{found.get(place, 0)} gradients to reduce, and had {promised.get(place, 0)}"
+            yield node, f"{slot[2].fqn if slot else place} has {counts}"
 
 
 def parameters_are_read_once_per_call(subject: Subject) -> Iterator[Violation]:
@@ -209,25 +208,25 @@ def gradients_reach_their_slots(subject: Subject) -> Iterator[Violation]:
             if row is not None and not promised:
                 yield node, f"{slot.fqn} has no gradient, but {_name(row.terms[0])} is in its slot"
             elif row is not None:
-                yield from ((node, why) for why in _wrong_terms(subject, slot.fqn, row, promised))
+                yield from ((node, why) for why in _wrong_terms(subject, qualified(unit, slot.fqn), row, promised))
             elif promised or not layout.is_zero(segments, slot):
                 yield node, f"{slot.fqn} is not in its slot of the reduced gradient"
 
 
 def gradients_are_reduced_once(subject: Subject) -> Iterator[Violation]:
     """Every gradient is sent by one launch, and what a launch reduces is used."""
+    placed: Counter[int] = Counter()
+    for output, (unit, shard) in subject.contract.gradients.items():
+        segments = layout.segments_of(subject.value_of(output)) or []
+        rows = (layout.row_at(segments, slot) for slot, _ in contract.places_of(subject.contract.plan, unit, shard))
+        placed.update(id(row) for row in rows if row is not None)
     sent = [(launch, row) for launch in subject.reductions for row in _rows(subject, launch)]
     counts = Counter(id(row) for _, row in sent)
-    used: set[int] = set()
-    for output in subject.contract.gradients:
-        for _, _, piece in layout.segments_of(subject.value_of(output)) or ():
-            used.update(id(row) for row in (piece.concat.rows if isinstance(piece, flow.Piece) else ()))
     for launch, row in sent:
-        names = ", ".join(tags.grads_of(row.terms[0]))
-        if counts[id(row)] > 1:
-            yield launch, f"the gradient of {names} is reduced {counts[id(row)]} times"
-        elif id(row) not in used and not subject.contract.had_launches:
-            yield launch, f"the gradient of {names} is reduced for nothing"
+        if counts[id(row)] > placed[id(row)] and not subject.contract.had_launches:
+            names = ", ".join(tags.grads_of(row.terms[0]))
+            slots = f"{placed[id(row)]} slots"
+            yield launch, f"the gradient of {names} is sent {counts[id(row)]} times, and lies in {slots}"
 
 
 def reductions_match_the_plan(subject: Subject) -> Iterator[Violation]:
@@ -239,18 +238,17 @@ def reductions_match_the_plan(subject: Subject) -> Iterator[Violation]:
             yield launch, "it reduces something that is not made of gradients"
         elif value.world_size != flow.world_size_of(launch):
             yield launch, f"its gradients are cut for {value.world_size} ranks"
-        for row in value.rows if value is not None else ():
-            for key, shard, slot in (at for fqn in tags.grads_of(row.terms[0]) for at in subject.slots.get(fqn, [])):
-                wrong = [
-                    *layout.wrong_ranks(launch, units[key]),
-                    *layout.wrong_reduction(launch, value, row, units[key], units[key].shards[shard]),  # type: ignore[arg-type]
-                ]
-                yield from ((launch, f"{slot.fqn}: {why}") for why in wrong)
     for output, (key, shard) in subject.contract.gradients.items():
-        for _, _, piece in layout.segments_of(subject.value_of(output)) or ():
+        unit, plan = units[key], units[key].shards[shard]
+        segments = layout.segments_of(subject.value_of(output)) or []
+        for _, _, piece in segments:
             if isinstance(piece, flow.Piece):
-                for why in layout.wrong_result(piece, units[key], units[key].shards[shard]):
-                    yield _result_node(subject, output), why
+                yield from ((_result_node(subject, output), why) for why in layout.wrong_result(piece, unit, plan))
+        for slot, _ in contract.places_of(subject.contract.plan, key, shard):
+            row, reduced_by = layout.row_at(segments, slot), layout.launch_at(segments, slot)
+            if row is not None and reduced_by is not None:
+                wrong = [*layout.wrong_ranks(reduced_by, unit), *_wrong_reduction(subject, reduced_by, row, unit, plan)]
+                yield from ((reduced_by, f"{slot.fqn}: {why}") for why in wrong)
 
 
 # ---- the whole graph
@@ -319,6 +317,13 @@ def _name(value: object) -> str:
 def _result_node(subject: Subject, output: int) -> fx.Node:
     result = subject.results[output] if output < len(subject.results) else None
     return result if isinstance(result, fx.Node) else subject.graph.output_node()
+
+
+def _wrong_reduction(
+    subject: Subject, launch: fx.Node, row: flow.Row, unit: UnitPlan, shard: ShardPlan
+) -> Iterator[str]:
+    sent = layout.sent_by(launch, subject.flow)
+    return layout.wrong_reduction(launch, sent, row, unit, shard) if sent is not None else iter(())
 
 
 def _rows(subject: Subject, launch: fx.Node) -> tuple[flow.Row, ...]:

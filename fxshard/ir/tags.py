@@ -68,8 +68,8 @@ def tag_markers(graph: fx.Graph, plan: FramePlan) -> None:
             flat = node.args[0]
             assert isinstance(flat, fx.Node)
             tag(flat, SHARD, f"{key.unit}#{key.shard}")
-            tag(node, PARAM, plan.units[key.unit].shards[key.shard].slots[ops.slot_of(node)].fqn)
+            tag(node, PARAM, plan.parameter_name(key.unit, key.shard, ops.slot_of(node)))
         elif ops.is_reduce_grad(node):
             key, grad = ops.key_of(node), node.args[0]
             assert isinstance(grad, fx.Node)
-            tag_grad(grad, plan.units[key.unit].shards[key.shard].slots[ops.slot_of(node)].fqn)
+            tag_grad(grad, plan.parameter_name(key.unit, key.shard, ops.slot_of(node)))

@@ -1,0 +1,59 @@
+"""Graphs that look wrong and are right: the verifier lets them pass, and the step equals the unsharded one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import fxshard
+from tests import graphs
+from tests.steps import assert_same_step, reference_step, step
+
+WIDTH = 4
+
+
+class OneGradientForTwo(nn.Module):
+    """The gradients of two parameters are one node of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.b = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.a + self.b)
+
+
+class Squared(nn.Module):
+    """The gradient of the parameter is one node, added to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.a * self.a)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("model", [OneGradientForTwo, Squared])
+def test_lets_gradients_that_are_one_node_pass(model: type[nn.Module], world_size: int) -> None:
+    torch.manual_seed(0)
+    traced = graphs.trace(model(), world_size=world_size)
+    assert_same_step(step(traced), reference_step(traced))
+
+
+def test_tells_two_models_with_the_same_names_apart(mesh: DeviceMesh) -> None:
+    models = [graphs.TwoLayers(), graphs.TwoLayers()]
+    for model in models:
+        for unit in graphs.layers_of(model):
+            fxshard.fully_shard(unit, mesh=mesh)
+
+    def both(x: Tensor) -> Tensor:
+        y: Tensor = models[0](x) + models[1](x)
+        return y
+
+    torch.compile(both, backend="fxshard", options={"lower": "eager"})(torch.ones(2, 4)).sum().backward()
+    assert all(p.grad is not None for model in models for p in model.parameters())
