@@ -109,6 +109,8 @@ def parse(options: Mapping[str, Any] | None, mode: str | None = None) -> Options
     """
     if mode not in (None, "default"):
         raise ConfigError(f"mode={mode!r} has no meaning for backend='fxshard'; pass options={{'inductor': {{...}}}}.")
+    if not isinstance(options, Mapping | None):
+        raise ConfigError(f"options must be a dict, got {options!r}.")
     given = dict(options or {})
     known = [field.name for field in dataclasses.fields(Options)]
     for name in [key for key in given if key not in known]:

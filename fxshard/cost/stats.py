@@ -72,13 +72,16 @@ class GraphStats:
             **symbols: values of the graph's symbols; by default those that it was traced with.
 
         Raises:
-            ConfigError: for a name that is not a symbol of the graph.
+            ConfigError: for a name that is not a symbol of the graph, or a world size below 1.
         """
         known = sorted({*self.symbols, *self.hints} - {"world_size"})
         unknown = [name for name in symbols if name not in known]
         if unknown:
             raise ConfigError(f"the graph has no symbol {', '.join(unknown)}; it has {', '.join(known) or 'none'}.")
-        ranks, values = world_size or self.world_size, {**self.hints, **symbols}
+        if world_size is not None and world_size < 1:
+            raise ConfigError(f"world_size must be a positive int, got {world_size!r}.")
+        ranks = self.world_size if world_size is None else world_size
+        values = {**self.hints, **symbols}
         numbers: dict[str, Any] = {name: _number(getattr(self, name), ranks, values) for name in _QUANTITIES}
         return dataclasses.replace(self, **numbers, world_size=ranks, hints=values)
 

@@ -101,6 +101,8 @@ def explanation_of(model: nn.Module) -> Explanation:
     Raises:
         ConfigError: the model is not sharded, or nothing has been compiled for it yet.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"explanation_of expects an nn.Module, got {type(model).__name__}.")
     units = units_under(plain_module(model))
     if not units:
         raise ConfigError(

@@ -47,6 +47,7 @@ SETTINGS = (
     Setting(lowering="inductor", collector=False),
     Setting(lowering="eager", collector=False),
     Setting(lowering="inductor", collector=True),
+    Setting(lowering="eager", collector=True),
 )
 
 

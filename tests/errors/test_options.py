@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fxshard import fully_shard
 from fxshard.errors import ConfigError
+from fxshard.options import parse
 from tests.numerics.harness import compile_module
 from tests.numerics.models import MLP, WIDTH
 
@@ -91,3 +92,8 @@ def test_refuses_a_mode_that_has_no_meaning(mesh: DeviceMesh) -> None:
     compiled = compile_module(sharded_mlp(mesh), mode="max-autotune")
     with pytest.raises(ConfigError, match="mode"):
         compiled(torch.ones(2, WIDTH))
+
+
+def test_refuses_options_that_are_no_dict() -> None:
+    with pytest.raises(ConfigError, match=r"options must be a dict, got \['lower'\]"):
+        parse(["lower"])  # type: ignore[arg-type]

@@ -41,7 +41,7 @@ class Squared(nn.Module):
 @pytest.mark.parametrize("model", [OneGradientForTwo, Squared])
 def test_lets_gradients_that_are_one_node_pass(model: type[nn.Module], world_size: int) -> None:
     torch.manual_seed(0)
-    traced = graphs.trace(model(), world_size=world_size)
+    traced = graphs.trace(model(), world_size=world_size, reshard_after_forward=True)
     assert_same_step(step(traced), reference_step(traced))
 
 
