@@ -1,0 +1,194 @@
+"""A process group whose other ranks are emulated, over a link that takes as long as the caller says.
+
+[Note: emulated link]
+One process plays rank 0 of `world_size`; its peers are identical to it, so every collective is computed from this
+rank's own tensors: all_gather repeats the shard, reduce_scatter keeps the own chunk (times the world size for SUM).
+A transfer takes `latency + bytes * (W - 1) / W / bandwidth`, where bytes are those of the full, unsharded tensors
+(twice for all_reduce), and transfers go one after the other, as on the stream of a communicator. What the peers send
+is copied in this process all the same, by a worker thread if the link takes time. docs/emulated_link.md says what such
+numbers mean.
+
+The link is arithmetic: a transfer begins when it was launched or when the one before it has ended, whichever is later,
+and ends after its duration (or after its copy, if that took longer). Nobody sleeps but who waits for a transfer, until
+it has ended. So threads that wake up late delay themselves, never the link.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    ReduceScatterOptions,
+    _register_process_group,
+    _register_work,
+    _resolve_process_group,
+    _unregister_process_group,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import Work
+
+from fxshard.errors import ConfigError
+from fxshard.testing.emulated_group import BACKEND, EmulatedGroup
+from fxshard.testing.link_engine import Engine, InstantEngine, Speed, TimedEngine, Transfer
+
+PROBE = "fxshard/emulated_link/probe"
+"""Name of a group that is asked what torch can reach."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulatedLink:
+    """What `emulated_link` yields.
+
+    Attributes:
+        mesh: all ranks, on one axis.
+        transfers: in the order in which the link carried them; a transfer is there once it has been waited for.
+    """
+
+    mesh: DeviceMesh
+    transfers: list[Transfer]
+
+    def clear(self) -> None:
+        """Forget the transfers so far."""
+        self.transfers.clear()
+
+
+@contextmanager
+def emulated_link(
+    world_size: int,
+    *,
+    gigabytes_per_s: float = math.inf,
+    latency_us: float = 0.0,
+    device: str | torch.device | None = None,
+) -> Iterator[EmulatedLink]:
+    """Make a default process group whose other ranks are emulated, and destroy it at the end.
+
+    This process is rank 0; the peers hold and do the same; see [Note: emulated link]. Without arguments but the first
+    the link is instant: collectives copy, and wait for nothing.
+
+    Args:
+        world_size: how many ranks there seem to be.
+        gigabytes_per_s: bandwidth of each rank's link, in 1e9 bytes.
+        latency_us: of each collective.
+        device: "cpu" or `None`, the same for now.
+
+    Raises:
+        ConfigError: an argument means nothing, or there is a default process group already.
+        NotImplementedError: another device.
+    """
+    speed = Speed(gigabytes_per_s=gigabytes_per_s, latency_us=latency_us)
+    _require_valid(world_size, speed)
+    engine = _engine_for(device, speed)
+    if dist.is_initialized():
+        raise ConfigError(
+            "emulated_link: there is a default process group already. Call torch.distributed.destroy_process_group() "
+            "before, or leave the emulated_link around this one."
+        )
+    if BACKEND not in dist.Backend.backend_list:  # torch has no way to take a backend back
+        dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=["cpu"])
+    # Nobody else can reach a HashStore, which tells fxshard that there is nobody to compare texts with.
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=world_size, pg_options=engine)
+    group = dist.group.WORLD
+    try:
+        with _python_groups_in_out_variants():
+            mesh = init_device_mesh("cpu", (world_size,))
+            engine.transfers.clear()
+            yield EmulatedLink(mesh=mesh, transfers=engine.transfers)
+    finally:
+        engine.close()
+        if dist.group.WORLD is group:
+            dist.destroy_process_group()
+
+
+def _require_valid(world_size: int, speed: Speed) -> None:
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+        raise ConfigError(f"emulated_link: world_size must be a positive int, got {world_size!r}.")
+    if not speed.gigabytes_per_s > 0:
+        raise ConfigError(f"emulated_link: gigabytes_per_s must be positive, got {speed.gigabytes_per_s!r}.")
+    if not 0 <= speed.latency_us < math.inf:
+        raise ConfigError(f"emulated_link: latency_us must be finite and not negative, got {speed.latency_us!r}.")
+
+
+def _engine_for(device: str | torch.device | None, speed: Speed) -> Engine:
+    if device is not None and str(device) != "cpu":
+        raise NotImplementedError(f"emulated_link: device={str(device)!r} is not implemented yet; only the CPU is.")
+    return InstantEngine() if speed.is_instant else TimedEngine(speed)
+
+
+def _make_group(options: Any, engine: Engine | None) -> EmulatedGroup:
+    """Called by torch for the default group, and without an engine for groups of some of its ranks."""
+    if engine is None:
+        engine = cast(EmulatedGroup, dist.group.WORLD).engine
+    return EmulatedGroup(options.group_rank, options.group_size, engine)
+
+
+@contextmanager
+def _python_groups_in_out_variants() -> Iterator[None]:
+    """Let the `_out` variants of functional collectives, which Inductor's bucketing uses, reach a group in Python.
+
+    Before 2.15 they call methods that torch lets no Python class override. There is no other way in than to replace
+    the two operators for a while; what replaces them calls any group, so other groups work as before.
+    """
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    try:
+        for name, replacement in _OUT_VARIANTS.items():
+            if not _reaches_python_groups(name):
+                library.impl(name, replacement, "CPU")
+        yield
+    finally:
+        library._destroy()
+
+
+def _reaches_python_groups(name: str) -> bool:
+    probe = EmulatedGroup(0, 1, InstantEngine())
+    probe.setGroupName(PROBE)
+    _register_process_group(cast(Any, PROBE), probe)
+    output, reduce = torch.zeros(1), ("sum",) if name.startswith("reduce") else ()
+    operator = getattr(torch.ops._c10d_functional, name).default
+    try:
+        torch.ops._c10d_functional.wait_tensor(operator(torch.zeros(1), *reduce, 1, PROBE, out=output))
+    except RuntimeError:
+        return False
+    finally:
+        _unregister_process_group(cast(Any, PROBE))
+    return True
+
+
+def _all_gather_into_tensor_out(input: Tensor, group_size: int, group_name: Any, *, out: Tensor) -> Tensor:
+    _register_work(out, _base(group_name, "all_gather_single", "_allgather_base")(out, input))
+    return out
+
+
+def _reduce_scatter_tensor_out(
+    input: Tensor, reduce_op: str, group_size: int, group_name: Any, *, out: Tensor
+) -> Tensor:
+    options = ReduceScatterOptions()
+    options.reduceOp = dist.ReduceOp(_REDUCTIONS[reduce_op])
+    _register_work(out, _base(group_name, "reduce_scatter_single", "_reduce_scatter_base")(out, input, options))
+    return out
+
+
+def _base(group: Any, *names: str) -> Callable[..., Work]:
+    """The first of these methods that the group has, which may be given by name."""
+    found = group if isinstance(group, dist.ProcessGroup) else _resolve_process_group(group)
+    methods: list[Callable[..., Work]] = [getattr(found, name) for name in names if hasattr(found, name)]
+    return methods[0]
+
+
+_REDUCTIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "product": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
+_OUT_VARIANTS = {
+    "all_gather_into_tensor_out": _all_gather_into_tensor_out,
+    "reduce_scatter_tensor_out": _reduce_scatter_tensor_out,
+}
