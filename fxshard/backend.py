@@ -57,7 +57,7 @@ def _dispatch(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Option
     capture.refuse_compiled_autograd()
     require_known_flags(options)
     # A wrong pipeline or hardware is refused before anything is sharded.
-    pipeline.chosen(options.passes)
+    pipeline.chosen(options)
     if options.hardware is not None:
         hardware.load(options.hardware)
     flats = capture.flats_of(example_inputs)
@@ -117,7 +117,8 @@ def _compile(
     *,
     generate_code: bool = True,
 ) -> Frame:
-    frame = Frame(capture.bind_markers(gm, flats), hardware=options.hardware)
+    device = example_inputs[next(iter(flats))].device
+    frame = Frame(capture.bind_markers(gm, flats), hardware=options.hardware or hardware.of_device(device).name)
     for key, share in capture.read_shares(gm, frame.plan).items():
         if share < 0.5 and frame.plan.units[key].world_size > 1:
             _log.warning(
@@ -129,7 +130,7 @@ def _compile(
     for home in flats.values():
         alive = [reference for reference in home.unit.frames if reference() is not None]
         home.unit.frames = [*alive, weakref.ref(frame)]
-    lower(gm, example_inputs, frame, pipeline.chosen(options.passes), options, generate_code=generate_code)
+    lower(gm, example_inputs, frame, pipeline.chosen(options), options, generate_code=generate_code)
     _log.info("captured %d units: %s", len(frame.plan.units), ", ".join(name or "root" for name in frame.plan.units))
     return frame
 

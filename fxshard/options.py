@@ -16,7 +16,6 @@ from fxshard.errors import ConfigError
 
 # Options of the design that have no effect yet, with the only value that is accepted today.
 _NOT_YET: dict[str, Any] = {
-    "bucket": "unit",
     "prefetch": 0,
     "reduce_scatter_max_input_buffers": 2,
     "memory_budget_gib": None,
@@ -47,11 +46,13 @@ class Options:
         reshard_after_forward: as in `fully_shard`, for the one-line path only.
         param_dtype: dtype of gathered parameters and compute, for the one-line path only.
         reduce_dtype: dtype of gradient reduction, for the one-line path only.
+        bucket: what one launch moves: "unit", "auto" (merge what is too small for the link, split what is too large),
+            or MiB of the whole buffer that a launch is filled up to.
         lower: "inductor", or "eager" to run the transformed graphs node by node (no decompositions, bitwise FSDP2).
         verify: check every invariant of `ir/spec.py` after every pass; "debug" also re-runs the graphs on fake tensors.
         passes: a function from the default `Pipeline` to the one to run; passes of your own get the same checks.
-        hardware: what the cost model estimates for: "h100", "h200", "cpu" or the path of a JSON file
-            (`cost/hardware.py`); `None` is "h100". Decides estimates only.
+        hardware: what the cost model counts on: "h100", "h200", "cpu" or the path of a JSON file (`cost/hardware.py`);
+            `None` is "cpu" for a model on the CPU, else "h100". Decides estimates, buckets and copies; no results.
         inductor: config patches passed to Inductor as they are.
     """
 
@@ -59,6 +60,7 @@ class Options:
     reshard_after_forward: bool | None = None
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    bucket: str | float = "unit"
     lower: str = "inductor"
     verify: bool | str = True
     passes: Callable[[Any], Any] | None = dataclasses.field(default=None, repr=False)  # Pipeline.digest speaks for it

@@ -15,10 +15,11 @@ from typing import Any, ClassVar
 from torch import fx
 from torch.fx import GraphModule
 
+from fxshard.cost.hardware import BUILTIN, HardwareSpec
 from fxshard.ir import text
 from fxshard.ir.facts import Fact as Fact
 from fxshard.ir.facts import GraphKind as GraphKind
-from fxshard.ir.journal import Decline, Journal
+from fxshard.ir.journal import Decline, Journal, Note
 from fxshard.ir.plan import FramePlan
 
 
@@ -31,24 +32,32 @@ class PassContext:
         kind: which graph of the frame this is.
         decompositions: table for code that a pass traces into the graph; empty keeps aten ops whole.
         num_results: how many outputs of a forward graph are results; the rest is saved for backward. `None`: unknown.
+        hardware: what passes that weigh costs count on.
         unsharded_budget_bytes: what unsharded parameters may take at any time, `None` for no limit.
         verify: whether the manager verifies the graph after every pass; "debug" also re-runs it on fake tensors.
         journal: where the manager keeps the graphs.
         declined: what the running pass left alone; see `decline`.
+        notes: why the running pass did what it did; see `explain`.
     """
 
     plan: FramePlan
     kind: GraphKind
     decompositions: Mapping[Any, Any] = field(default_factory=dict)
     num_results: int | None = None
+    hardware: HardwareSpec = BUILTIN["h100"]
     unsharded_budget_bytes: int | None = None
     verify: bool | str = True
     journal: Journal = field(default_factory=Journal)
     declined: list[Decline] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
 
     def decline(self, node: fx.Node, why: str) -> None:
         """Say that the running pass leaves `node` alone, and why; shown by `fxshard.explain`."""
         self.declined.append(Decline(node=text.name_of(node), why=why))
+
+    def note(self, node: fx.Node, why: str) -> None:
+        """Say why the running pass made `node` as it is; shown by `fxshard.explain`."""
+        self.notes.append(Note(node=text.name_of(node), why=why))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,6 +82,7 @@ def _run_one(
 ) -> bool:
     start, nodes = time.perf_counter(), len(gm.graph.nodes)
     ctx.declined.clear()
+    ctx.notes.clear()
     changed = step.apply(gm, ctx)
     if changed:
         try:
@@ -94,7 +95,14 @@ def _run_one(
         gm.recompile()
     seconds = time.perf_counter() - start
     ctx.journal.add(
-        stage, step.name, str(step), gm.graph, changed=changed, seconds=seconds, declined=tuple(ctx.declined)
+        stage,
+        step.name,
+        str(step),
+        gm.graph,
+        changed=changed,
+        seconds=seconds,
+        declined=tuple(ctx.declined),
+        notes=tuple(ctx.notes),
     )
     _log.info("[%s %s] %s  nodes %d -> %d  %.0f ms", stage, place, step, nodes, len(gm.graph.nodes), seconds * 1e3)
     _publish(ctx.journal.last(stage), place)
@@ -103,8 +111,8 @@ def _run_one(
 
 def _publish(record: Record, place: str) -> None:
     """Give a record to those who listen: the debug log, and torch's structured trace."""
-    for declined in record.declined:
-        _log.info("[%s %s] %s left %%%s alone: %s", record.stage, place, record.name, declined.node, declined.why)
+    for reason in record.reasons():
+        _log.info("[%s %s] %s: %s", record.stage, place, record.name, reason)
     if _log.isEnabledFor(logging.DEBUG):
         after = "" if record.name == CAPTURED else "after "
         _log.debug("%s graph %s%s:\n%s", record.stage, after, record.description, record)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 from torch.fx import GraphModule
 
 from fxshard.errors import UnsupportedGraph
-from fxshard.ir import collectives, ops, tags, text
+from fxshard.ir import collectives, contract, ops, text, traffic
 from fxshard.ir.collectives import SlotIndex
-from fxshard.ir.ops import MarkerKey
-from fxshard.ir.plan import UnitPlan
-from fxshard.ir.splice import rename, splice
+from fxshard.ir.traffic import Gather, Reduce, Reduced, Traffic
 from fxshard.passes._base import Fact, GraphPass, PassContext
 
 
@@ -43,117 +39,82 @@ class InsertCollectives(GraphPass):
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
         """Edit `gm.graph` in place; return whether anything changed."""
-        reads, writes = _reads(gm.graph, ctx), _writes(gm.graph, ctx)
-        for unit, markers in reads:
-            _gather(unit, markers, ctx)
-        for unit, grads in writes:
-            _reduce(unit, grads, ctx)
+        writer = Traffic(gm.graph, ctx.plan, ctx.decompositions)
+        gathers, writes = _gathers(gm.graph, ctx), _writes(gm.graph)
+        for gather in gathers:
+            writer.gather([gather])
+        for unit, written in writes.items():
+            reduced: Reduced = {unit: {}}
+            for reduction in _reductions(unit, written, ctx):
+                reduced[unit] |= writer.reduce(reduction)[1][unit]
+            writer.give_back(unit, written.outputs, reduced[unit])
         if writes:
             gm.graph.eliminate_dead_code()  # the markers themselves, which nothing reads any more
+        writer.close()
         _refuse_leftovers(gm, ctx)
-        return bool(reads or writes)
+        return bool(gathers or writes)
 
 
-def _reads(graph: fx.Graph, ctx: PassContext) -> list[tuple[UnitPlan, list[fx.Node]]]:
-    """The markers of each call of each unit, in program order."""
+def _gathers(graph: fx.Graph, ctx: PassContext) -> list[Gather]:
+    """What each call of each unit reads, in program order."""
     calls: dict[tuple[str, str], list[fx.Node]] = {}
     for node in graph.nodes:
         if ops.is_unshard(node):
             key = ops.key_of(node)
             calls.setdefault((key.unit, key.call), []).append(node)
-    return [(ctx.plan.units[unit], markers) for (unit, _), markers in calls.items()]
+    return [_gather(unit, call, markers, ctx) for (unit, call), markers in calls.items()]
 
 
-def _gather(unit: UnitPlan, markers: list[fx.Node], ctx: PassContext) -> None:
-    """Replace the markers of one call of a unit by one launch, before the first of them."""
-    reads = [(ops.key_of(m).shard, ops.slot_of(m)) for m in markers]
-    shards = {shard: m.args[0] for (shard, _), m in zip(reads, markers, strict=True)}
-    inputs = [node for _, node in sorted(shards.items()) if isinstance(node, fx.Node)]
-
-    def gather(*flat: Tensor) -> Sequence[Tensor]:
-        return collectives.unshard(flat, unit, reads)
-
-    parameters, created = splice(markers[0], gather, inputs, ctx.decompositions)
-    key = ops.key_of(markers[0])
-    suffix = "" if key.call == "0" else f"_call{key.call}"
-    _name_collectives(created, f"unshard_{unit.node_name}{suffix}", f"wait_{unit.node_name}{suffix}", key)
-    for marker, (shard, slot), parameter in zip(markers, reads, parameters, strict=True):
-        tags.tag(parameter, tags.PARAM, ctx.plan.parameter_name(key.unit, shard, slot))
-        if parameter in created:
-            rename(parameter, unit.shards[shard].slots[slot].fqn.replace(".", "_") + suffix)
-        marker.replace_all_uses_with(parameter)
-        marker.graph.erase_node(marker)
+def _gather(unit: str, call: str, markers: Sequence[fx.Node], ctx: PassContext) -> Gather:
+    reads = {(ops.key_of(m).shard, ops.slot_of(m)): m for m in markers}
+    flats = {shard: m.args[0] for (shard, _), m in reads.items()}
+    segments = collectives.whole_shards(reads, ctx.plan.units[unit])
+    found = {shard: flat for shard, flat in flats.items() if isinstance(flat, fx.Node)}
+    return Gather(unit=unit, call=call, flats=found, segments=tuple(segments), reads=reads)
 
 
 @dataclass
-class _UnitWrites:
+class _Written:
     """The gradients of one unit in a backward graph.
 
     Attributes:
-        key: of one of its markers.
+        call: of one of its markers.
         grads: for each parameter the unsharded gradients to add up, in order.
         outputs: shard index -> position among the graph's outputs.
     """
 
-    key: MarkerKey
+    call: str
     grads: dict[SlotIndex, list[fx.Node]] = field(default_factory=dict)
     outputs: dict[int, int] = field(default_factory=dict)
 
 
-def _writes(graph: fx.Graph, ctx: PassContext) -> list[tuple[UnitPlan, _UnitWrites]]:
+def _writes(graph: fx.Graph) -> dict[str, _Written]:
     """The gradients of each unit, found from the graph's outputs."""
-    units: dict[str, _UnitWrites] = {}
-    for position, result in enumerate(_results(graph)):
+    units: dict[str, _Written] = {}
+    for position, result in enumerate(contract.results_of(graph)):
         for marker in ops.reduce_markers(result):
             key, grad = ops.key_of(marker), marker.args[0]
             assert isinstance(grad, fx.Node)
-            writes = units.setdefault(key.unit, _UnitWrites(key))
-            writes.grads.setdefault((key.shard, ops.slot_of(marker)), []).append(grad)
-            writes.outputs[key.shard] = position
-    return [(ctx.plan.units[unit], writes) for unit, writes in units.items()]
+            written = units.setdefault(key.unit, _Written(key.call))
+            written.grads.setdefault((key.shard, ops.slot_of(marker)), []).append(grad)
+            written.outputs[key.shard] = position
+    return units
 
 
-def _results(graph: fx.Graph) -> Sequence[fx.node.Argument]:
-    (results,) = graph.output_node().args
-    return results if isinstance(results, list | tuple) else (results,)
-
-
-def _reduce(unit: UnitPlan, writes: _UnitWrites, ctx: PassContext) -> None:
-    """Reduce a unit with one launch per reduce dtype, right after its last gradient."""
-    slots = sorted(writes.grads)
-    inputs = [grad for slot in slots for grad in writes.grads[slot]]
-    counts = [len(writes.grads[slot]) for slot in slots]
-
-    def reduce(*grads: Tensor) -> Sequence[Tensor]:
-        terms = iter(grads)
-        totals = [functools.reduce(torch.add, [next(terms) for _ in range(n)]) for n in counts]
-        reduced = collectives.reduce_grads(totals, unit, slots)
-        return [reduced[shard] for shard in sorted(writes.outputs)]
-
-    graph = inputs[0].graph
-    results, created = splice(_after_all(inputs), reduce, inputs, ctx.decompositions)
-    _name_collectives(created, f"reduce_{unit.node_name}", f"reduced_{unit.node_name}", writes.key)
-    outputs = list(_results(graph))
-    for shard, result in zip(sorted(writes.outputs), results, strict=True):
-        outputs[writes.outputs[shard]] = result
-    graph.output_node().args = (tuple(outputs),)
-
-
-def _after_all(nodes: Sequence[fx.Node]) -> fx.Node:
-    """The first node that comes after all of `nodes` and after the graph's inputs."""
-    order = {node: i for i, node in enumerate(nodes[0].graph.nodes)}
-    place = max(nodes, key=order.__getitem__).next
-    while place.op == "placeholder":
-        place = place.next
-    return place
-
-
-def _name_collectives(created: Sequence[fx.Node], launch: str, wait: str, key: MarkerKey) -> None:
-    for node in created:
-        is_wait = node.target is collectives.WAIT
-        if is_wait or node.target in collectives.LAUNCHES:
-            rename(node, wait if is_wait else launch)
-            tags.tag(node, tags.UNIT, f"{key.unit}@{key.call}")
+def _reductions(unit: str, written: _Written, ctx: PassContext) -> list[Reduce]:
+    """One launch per reduce dtype."""
+    grads = dict(sorted(written.grads.items()))
+    dtypes = {slot: traffic.sum_dtype(nodes) for slot, nodes in grads.items()}
+    groups = collectives.reduce_dtypes(dtypes, ctx.plan.units[unit])
+    return [
+        Reduce(
+            tensors=(tuple((unit, slot) for slot in slots),),
+            terms={(unit, slot): grads[slot] for slot in slots},
+            calls={unit: written.call},
+            dtype=dtype,
+        )
+        for dtype, slots in groups.items()
+    ]
 
 
 def _refuse_leftovers(gm: GraphModule, ctx: PassContext) -> None:

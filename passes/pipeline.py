@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from fxshard.errors import ConfigError, InvariantError
+from fxshard.options import Options
 from fxshard.passes import _manager
 from fxshard.passes._base import Fact, GraphPass
+from fxshard.passes.bucket_collectives import BucketCollectives
+from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.dedup_unshard import DedupUnshard
 from fxshard.passes.insert_collectives import InsertCollectives
 from fxshard.passes.reshard_policy import ReshardPolicy
@@ -49,17 +51,28 @@ class Pipeline:
         return repr([[(p, p.version) for p in stage] for stage in stages])
 
 
-DEFAULT = Pipeline(
-    joint=(
-        DedupUnshard(),  # first: later passes count on one marker per parameter and call
-        ReshardPolicy(),  # before the split: the partitioner reads its tags
-    ),
-    split=(
-        DedupUnshard(),  # again: a graph without backward has seen no joint stage
-        InsertCollectives(),  # after the split: each graph gathers where it reads and reduces where it writes
-    ),
-    last=(),  # nothing to do yet where Inductor's own passes have run
-)
+def default(*, bucket: str | float = "unit", same_sums: bool = False) -> Pipeline:
+    """The passes without a change by the user; the arguments are those of `BucketCollectives`, `CoalesceCollectives`.
+
+    Raises:
+        ConfigError: `bucket` is no size.
+    """
+    return Pipeline(
+        joint=(
+            DedupUnshard(),  # first: later passes count on one marker per parameter and call
+            ReshardPolicy(),  # before the split: the partitioner reads its tags
+        ),
+        split=(
+            DedupUnshard(),  # again: a graph without backward has seen no joint stage
+            InsertCollectives(),  # after the split: each graph gathers where it reads and reduces where it writes
+            BucketCollectives(size=bucket),  # before tensors are cut: the cut is for one launch
+            CoalesceCollectives(same_sums=same_sums),
+        ),
+        last=(),  # nothing to do yet where Inductor's own passes have run
+    )
+
+
+DEFAULT = default()
 
 JOINT_GIVEN = (Fact.MARKED,)
 SPLIT_GIVEN = (Fact.MARKED,)
@@ -67,15 +80,16 @@ LAST_GIVEN = (Fact.COLLECTIVES, Fact.LOWERED)
 _NEEDED = {"joint": Fact.RESHARD_TAGGED, "split": Fact.COLLECTIVES}
 
 
-def chosen(change: Callable[[Pipeline], Pipeline] | None) -> Pipeline:
-    """The default pipeline as `options={"passes": change}` wants it.
+def chosen(options: Options) -> Pipeline:
+    """The default pipeline, as the options want it; what the interpreter runs is to equal FSDP2 bit for bit.
 
     Raises:
-        ConfigError: `change` returned no pipeline, or one that does not shard: a fact is missing, and which.
+        ConfigError: `passes` returned no pipeline, or one that does not shard: a fact is missing, and which.
     """
-    if change is None:
-        return DEFAULT
-    pipeline = change(DEFAULT)
+    pipeline = default(bucket=options.bucket, same_sums=options.lower == "eager")
+    if options.passes is None:
+        return pipeline
+    pipeline = options.passes(pipeline)
     if not isinstance(pipeline, Pipeline):
         raise ConfigError(
             f"options['passes'] must return a Pipeline, got {type(pipeline).__name__}. It is given the default one: "

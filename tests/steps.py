@@ -7,6 +7,7 @@ reference.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,13 @@ import torch
 from torch import Tensor, fx
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 
+from fxshard.cost.hardware import HardwareSpec
 from fxshard.ir.plan import ShardPlan
+from fxshard.passes._base import GraphKind, GraphPass
 from fxshard.passes.insert_collectives import InsertCollectives
-from tests.graphs import Traced, fake_ranks
+from tests.graphs import Traced, fake_ranks, run_pass
+
+KINDS: tuple[GraphKind, GraphKind] = ("forward", "backward")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +41,21 @@ class Step:
 def batch_of(traced: Traced, rank: int) -> tuple[Tensor, Tensor]:
     """A rank's input and the gradient of its output."""
     generator = torch.Generator().manual_seed(rank)
-    dtype = next(traced.module.parameters()).dtype
+    unit = next(iter(traced.plan.units.values()))
+    dtype = unit.param_dtype or next(traced.module.parameters()).dtype
     x, dy = (torch.randn(2, traced.width, generator=generator, dtype=dtype) for _ in range(2))
     return x, dy
 
 
-def step(traced: Traced) -> Step:
-    """Run the graphs after all passes on all ranks, each with its rows of the parameters and its own batch."""
-    forward, _ = traced.at("forward", after=InsertCollectives)
-    backward, _ = traced.at("backward", after=InsertCollectives)
+def step(traced: Traced, *passes: GraphPass, hardware: HardwareSpec | None = None) -> Step:
+    """Run the graphs with collectives on all ranks, each with its rows of the parameters and its own batch.
+
+    Args:
+        traced: the model.
+        *passes: to run on the graphs before.
+        hardware: what they count on.
+    """
+    forward, backward = (_rewritten(traced, kind, passes, hardware) for kind in KINDS)
     world_size = traced.world_size
     batches = [batch_of(traced, rank) for rank in range(world_size)]
     arguments = list(_forward_inputs(traced, forward, [x for x, _ in batches]))
@@ -55,6 +66,17 @@ def step(traced: Traced) -> Step:
         inputs = [node.name for node in backward.graph.find_nodes(op="placeholder")]
         grads = backward(*(saved.get(name, tangent) for name in inputs))
     return Step(outputs=_per_rank(results[0]), grads=_full_grads(traced, grads))
+
+
+def _rewritten(
+    traced: Traced, kind: GraphKind, passes: Sequence[GraphPass], hardware: HardwareSpec | None
+) -> fx.GraphModule:
+    gm, ctx = traced.at(kind, after=InsertCollectives)
+    ctx = dataclasses.replace(ctx, hardware=hardware or ctx.hardware)
+    for step_ in passes:
+        run_pass(step_, gm, ctx)
+    gm.recompile()
+    return gm
 
 
 def reference_step(traced: Traced) -> Step:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 
 from fxshard.passes._base import GraphKind, GraphPass
+from fxshard.passes.bucket_collectives import MIB, BucketCollectives
+from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.dedup_unshard import DedupUnshard
 from fxshard.passes.insert_collectives import InsertCollectives
 from fxshard.passes.reshard_policy import ReshardPolicy
 from tests import graphs
 from tests.graphs import Traced, text
 from tests.pages import assert_filled, assert_page, code_block, described
+
+SPLIT: tuple[GraphKind, GraphKind] = ("forward", "backward")
 
 Pairs = list[tuple[str, str]]
 """Title and graph, in the order of the page."""
@@ -103,3 +108,27 @@ def test_keeps_the_page_of_insert_collectives_in_step() -> None:
     ]
     example = "One layer, `x @ weight + bias`, on two ranks."
     assert_page("docs/passes/insert_collectives.md", page_of(InsertCollectives, example, pairs))
+
+
+def rewritten(traced: Traced, kind: GraphKind, pass_: GraphPass) -> Pairs:
+    """A graph before and after a pass to which even these few bytes matter."""
+    gm, ctx = traced.at(kind, after=InsertCollectives)
+    before = code_block(text(gm))
+    link = dataclasses.replace(ctx.hardware, gather_tensor_overhead=1e-9, reduce_tensor_overhead=1e-9)
+    pass_.apply(gm, dataclasses.replace(ctx, hardware=link))
+    return [(f"The {kind} graph before", before), (f"The {kind} graph after", code_block(text(gm)))]
+
+
+def test_keeps_the_page_of_bucket_collectives_in_step() -> None:
+    layers = 160 / MIB
+    traced = graphs.two_layers(reshard_after_forward=False)
+    pairs = [pair for kind in SPLIT for pair in rewritten(traced, kind, BucketCollectives(size=layers))]
+    example = "Two layers, `x @ weight + bias`, on two ranks, in buckets of 160 bytes."
+    assert_page("docs/passes/bucket_collectives.md", page_of(BucketCollectives, example, pairs))
+
+
+def test_keeps_the_page_of_coalesce_collectives_in_step() -> None:
+    traced = graphs.trace(graphs.Layer(), reshard_after_forward=True)
+    pairs = [pair for kind in SPLIT for pair in rewritten(traced, kind, CoalesceCollectives())]
+    example = "One layer, `x @ weight + bias`, on two ranks; the link is made up so that every copy is dear."
+    assert_page("docs/passes/coalesce_collectives.md", page_of(CoalesceCollectives, example, pairs))

@@ -8,8 +8,9 @@ from typing import Any
 from torch import fx
 
 from fxshard.cost.hardware import HardwareSpec
-from fxshard.cost.sizes import Sizes, unit_of
+from fxshard.cost.sizes import Sizes
 from fxshard.cost.symbols import WORLD_SIZE, Quantity
+from fxshard.ir import tags
 from fxshard.ir.liveness import tensors_in
 from fxshard.ir.text import dtype_text
 
@@ -29,7 +30,7 @@ class Launch:
 
     Attributes:
         node: what starts it.
-        unit: key of the unit that it serves, `None` for a collective that no pass of ours inserted.
+        unit: key of the unit that it serves, several with commas; `None` for a collective that is not of our passes.
         op: short name: `all_gather`, `reduce_scatter`, `all_reduce`, ...
         dtype: short names of what is sent.
         group: name of the process group.
@@ -59,7 +60,7 @@ def launches_of(sizes: Sizes, hardware: HardwareSpec) -> dict[fx.Node, Launch]:
             known[key] = transfer_seconds(op, nbytes, ranks, hardware)
         found[node] = Launch(
             node=node,
-            unit=unit_of(node),
+            unit=", ".join(tags.units_of(node)) if tags.units_of(node) else None,
             op=op,
             dtype="+".join(dict.fromkeys(dtype_text(t.dtype) for t in tensors_in(node))),
             group=group,

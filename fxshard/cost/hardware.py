@@ -30,6 +30,8 @@ class HardwareSpec:
         link_bandwidth: bus bandwidth of one rank in a collective, B/s.
         memory_gib: device memory.
         kernel_overhead: seconds that each kernel costs besides its work.
+        gather_tensor_overhead: seconds that each tensor after the first adds to a coalesced all_gather.
+        reduce_tensor_overhead: the same for a coalesced reduce_scatter.
     """
 
     name: str
@@ -39,6 +41,8 @@ class HardwareSpec:
     link_bandwidth: float
     memory_gib: float
     kernel_overhead: float
+    gather_tensor_overhead: float
+    reduce_tensor_overhead: float
 
     def __post_init__(self) -> None:
         """Reject numbers that no hardware has."""
@@ -49,7 +53,7 @@ class HardwareSpec:
             raise ConfigError(f"hardware {self.name!r}: peak_flops has unknown dtypes: {', '.join(unknown)}.")
         numbers = {f"peak_flops.{dtype}": value for dtype, value in self.peak_flops.items()}
         numbers |= {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type == "float"}
-        may_be_zero = ("link_latency", "kernel_overhead")
+        may_be_zero = ("link_latency", "kernel_overhead", "gather_tensor_overhead", "reduce_tensor_overhead")
         wrong = [name for name, value in numbers.items() if not _positive(value, or_zero=name in may_be_zero)]
         if wrong:
             listed = ", ".join(f"{name}={numbers[name]!r}" for name in wrong)
@@ -88,6 +92,8 @@ BUILTIN: Mapping[str, HardwareSpec] = {
             link_bandwidth=370e9,
             memory_gib=79,
             kernel_overhead=2e-6,
+            gather_tensor_overhead=5e-6,
+            reduce_tensor_overhead=5e-6,
         ),
         HardwareSpec(
             name="h200",
@@ -97,15 +103,19 @@ BUILTIN: Mapping[str, HardwareSpec] = {
             link_bandwidth=370e9,
             memory_gib=140,
             kernel_overhead=2e-6,
+            gather_tensor_overhead=5e-6,
+            reduce_tensor_overhead=5e-6,
         ),
         HardwareSpec(
             name="cpu",
             peak_flops={"bf16": 25e9, "f16": 25e9, "f32": 50e9, "f64": 25e9},
             memory_bandwidth=10e9,
-            link_latency=200e-6,
+            link_latency=350e-6,
             link_bandwidth=1e9,
             memory_gib=16,
             kernel_overhead=5e-6,
+            gather_tensor_overhead=30e-6,
+            reduce_tensor_overhead=1e-3,
         ),
     )
 }
@@ -113,9 +123,15 @@ BUILTIN: Mapping[str, HardwareSpec] = {
 
 `h100`, `h200` (SXM): bf16 and the copy bandwidths are what others reach with large GEMMs and copies; fp32 (without
 TF32) and fp64 are 80 % of the data sheet's 67e12; the link is NCCL's bus bandwidth over NVLink within one node as in
-torch's own tables (`torch/_inductor/comm_analysis.py`), across nodes it is a fraction of that; latency and kernel
-overhead are estimates. `cpu`: one core with gloo over loopback, all estimates, for trying things out.
+torch's own tables (`torch/_inductor/comm_analysis.py`), across nodes it is a fraction of that; latency and overheads
+are estimates. `cpu`: one core with gloo over loopback, all estimates; gloo reduces each tensor of a coalesced
+reduce_scatter by itself, which is why a further one costs it so much.
 """
+
+
+def of_device(device: torch.device | str) -> HardwareSpec:
+    """What to count on where the user named nothing: `cpu` for a CPU, `h100` for all else; the same on every rank."""
+    return BUILTIN["cpu" if torch.device(device).type == "cpu" else "h100"]
 
 
 def load(name_or_path: str | Path) -> HardwareSpec:

@@ -19,7 +19,8 @@ from torch import Tensor, fx
 
 from fxshard.cost.symbols import WORLD_SIZE, Point, Quantity, Sum, hints_of, product, size_of
 from fxshard.ir import collectives, ops, tags
-from fxshard.ir.liveness import Liveness, is_launch, is_unshard_launch, liveness, tensors_in
+from fxshard.ir.flow import launch_inputs
+from fxshard.ir.liveness import Liveness, is_launch, liveness, tensors_in
 from fxshard.ir.plan import FramePlan, ShardPlan, Slot, UnitPlan, qualified
 
 _ELEMENTWISE = frozenset(("_to_copy", "convert_element_type", "div", "clone"))
@@ -57,12 +58,6 @@ def sizes_of(graph: fx.Graph, plan: FramePlan, *, donated: bool = False) -> Size
     point = Point(world_size=world_size, hints=hints_of(graph))
     units = {key: unit for key, unit in plan.units.items() if unit.world_size == world_size}
     return _Measurement(liveness(graph, donated=donated), point, units).run()
-
-
-def unit_of(node: fx.Node) -> str | None:
-    """The key of the unit that a launch is tagged with, `None` without a tag."""
-    text = tags.tags_of(node).get(tags.UNIT)
-    return None if text is None else text.rpartition("@")[0]
 
 
 def numel_of(tensor: Tensor) -> Quantity:
@@ -146,44 +141,58 @@ class _Measurement:
         """Fill in `launches`, and what the plan knows of the launch's storages."""
         filled, read = self.live.storages_of[launch], [t for s in launch.all_input_nodes for t in tensors_in(s)]
         nbytes = Sum()
-        if is_unshard_launch(launch):
-            for storage, result, source in zip(filled, tensors_in(launch), launch.all_input_nodes, strict=True):
-                elements, shard = numel_of(result), self._shard_behind(source)
-                if shard is not None and elements == shard.numel * self.point.world_size:
-                    elements = WORLD_SIZE * shard_numel(shard)
-                self._set(storage, elements)
-                nbytes.add(elements * result.dtype.itemsize)
-        elif launch.target is collectives.REDUCE_SCATTER and (slots := self._slots_reduced(launch)):
-            shard_elements = sympy.Add(*map(slot_numel, slots))
-            self._set(filled[0], shard_elements)
-            for source in _through_elementwise(launch.all_input_nodes[0]):
-                self._set(self.live.storages_of[source][0], WORLD_SIZE * shard_elements)
-            nbytes.add(WORLD_SIZE * shard_elements * read[0].dtype.itemsize)
+        if launch.target in collectives.LAUNCHES:
+            known = self._slots_reduced if launch.target in collectives.REDUCTIONS else self._slots_gathered
+            for storage, result, source in zip(filled, tensors_in(launch), launch_inputs(launch), strict=True):
+                assert source is not None
+                nbytes.add(self._measure_tensor(launch, storage, result, source, known(launch, result, source)))
         else:
             sides = [Sum(map(nbytes_of, tensors)).total for tensors in (read, tensors_in(launch))]
             nbytes.add(max(sides, key=self.point.value))
         self.launches[launch] = nbytes.total
 
-    def _shard_behind(self, source: fx.Node) -> ShardPlan | None:
-        """The shard that an all_gather's input is, or is a cast of."""
-        *_, flat = _through_elementwise(source)
-        unit, _, index = tags.tags_of(flat).get(tags.SHARD, "").rpartition("#")
-        return self.units[unit].shards[int(index)] if index and unit in self.units else None
+    def _measure_tensor(
+        self, launch: fx.Node, storage: int, result: Tensor, source: fx.Node, slots: Sequence[Slot]
+    ) -> Quantity:
+        """Fill in what is known of one tensor of a launch, and give the bytes of its whole buffer."""
+        reduces = launch.target in collectives.REDUCTIONS
+        (sent,) = tensors_in(source)
+        if not slots:
+            return nbytes_of(sent if reduces else result)
+        shard_elements = sympy.Add(*map(slot_numel, slots))
+        self._set(storage, shard_elements if reduces else WORLD_SIZE * shard_elements)
+        for node in _through_elementwise(source) if reduces else ():
+            self._set(self.live.storages_of[node][0], WORLD_SIZE * shard_elements)
+        return WORLD_SIZE * shard_elements * result.dtype.itemsize
 
-    def _slots_reduced(self, launch: fx.Node) -> Sequence[Slot]:
+    def _slots_gathered(self, launch: fx.Node, result: Tensor, source: fx.Node) -> Sequence[Slot]:
+        """The slots in an all_gather's input: a shard, a stretch of it, or a cast of either."""
+        start = 0
+        for node in _through_elementwise(source, and_slices=True):
+            if node.target is torch.ops.aten.slice.Tensor:
+                first = node.args[2] if len(node.args) > 2 else 0
+                start += first if isinstance(first, int) else 0
+            unit, _, index = tags.tags_of(node).get(tags.SHARD, "").rpartition("#")
+            if index and unit in self.units:
+                slots, end = self.units[unit].shards[int(index)].slots, start + tensors_in(source)[0].numel()
+                found = [slot for slot in slots if start <= slot.offset and slot.offset + slot.numel <= end]
+                fits = sum(slot.numel for slot in found) * self.point.world_size == numel_of(result)
+                return found if fits else ()
+        return ()
+
+    def _slots_reduced(self, launch: fx.Node, result: Tensor, source: fx.Node) -> Sequence[Slot]:
         """The slots that a reduce_scatter leaves on one rank; none if that cannot be told."""
-        (result,) = tensors_in(launch)
         traced = numel_of(result)
-        candidates = self._slots_likely_reduced(launch)
+        candidates = self._slots_likely_reduced(launch, source)
         return next((slots for slots in candidates if sum(slot.numel for slot in slots) == traced), ())
 
-    def _slots_likely_reduced(self, launch: fx.Node) -> Iterator[Sequence[Slot]]:
-        """One trained shard of the launch's unit, all of them, or those whose gradients can be seen to go in."""
-        unit = self.units.get(unit_of(launch) or "")
-        trained = [shard.slots for shard in unit.shards if shard.trainable] if unit is not None else []
-        yield from trained
-        yield [slot for slots in trained for slot in slots]
-        yield [self.slots[fqn] for fqn in _grads_into(launch) if fqn in self.slots]
+    def _slots_likely_reduced(self, launch: fx.Node, source: fx.Node) -> Iterator[Sequence[Slot]]:
+        """One trained shard of the launch's units, all of a unit's, or those whose gradients can be seen to go in."""
+        for unit in (self.units[key] for key in tags.units_of(launch) if key in self.units):
+            trained = [shard.slots for shard in unit.shards if shard.trainable]
+            yield from trained
+            yield [slot for slots in trained for slot in slots]
+        yield [self.slots[fqn] for fqn in _grads_into(source) if fqn in self.slots]
 
 
 def _is_elementwise(node: fx.Node) -> bool:
@@ -191,18 +200,18 @@ def _is_elementwise(node: fx.Node) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target._opname in _ELEMENTWISE and bool(node.all_input_nodes)
 
 
-def _through_elementwise(node: fx.Node) -> Iterator[fx.Node]:
-    """`node`, and what it was made of by elementwise ops alone."""
+def _through_elementwise(node: fx.Node, *, and_slices: bool = False) -> Iterator[fx.Node]:
+    """`node`, and what it was made of by elementwise ops alone, or slices as well."""
     yield node
-    while _is_elementwise(node):
+    while _is_elementwise(node) or (and_slices and node.target is torch.ops.aten.slice.Tensor):
         node = node.all_input_nodes[0]
         yield node
 
 
-def _grads_into(launch: fx.Node, limit: int = 4096) -> Sequence[str]:
-    """FQNs of the gradients that are copied into a launch; looks at no more than `limit` nodes."""
+def _grads_into(source: fx.Node, limit: int = 4096) -> Sequence[str]:
+    """FQNs of the gradients that are copied into what a launch sends; looks at no more than `limit` nodes."""
     found: dict[str, None] = {}
-    waiting, seen = list(launch.all_input_nodes), set(launch.all_input_nodes)
+    waiting, seen = [source], {source}
     while waiting and len(seen) < limit:
         node = waiting.pop()
         grads = tags.grads_of(node)

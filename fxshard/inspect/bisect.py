@@ -109,7 +109,7 @@ def bisect_numerics(
     if world_size is None and parsed.mesh is None and not units_under(model):
         world_size = _DEFAULT_RANKS
     keeper = _Keeper()
-    chosen = _keeping(pipeline.chosen(parsed.passes), keeper)
+    chosen = _keeping(pipeline.chosen(parsed), keeper)
     shadow = shadow_of(model, world_size=world_size, options=parsed)
     captures = _capture(shadow, args, kwargs, dataclasses.replace(parsed, passes=lambda _: chosen))
     if not captures:

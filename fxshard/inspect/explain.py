@@ -62,9 +62,9 @@ def explain(
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"explain expects an nn.Module, got {type(model).__name__}.")
-    parsed = parse(options)
+    parsed = parse({"hardware": DEFAULT_HARDWARE, **(options or {})})
     require_known_flags(parsed)
-    pipeline.chosen(parsed.passes)
+    pipeline.chosen(parsed)
     hardware.load(parsed.hardware or DEFAULT_HARDWARE)  # an unknown one is refused before the work
     name = type_name(model)
     shadow = shadow_of(model, world_size=world_size, mesh=mesh, options=parsed)

@@ -128,7 +128,7 @@ class Explanation:
         return tuple(dict.fromkeys(key for frame in self.frames for key in frame.plan.units))
 
     def print(self, pass_name: str, stage: str | None = None, frame: int | None = None) -> None:
-        """Print the graphs after a pass.
+        """Print the graphs after a pass, and why the pass made and left what it did.
 
         Args:
             pass_name: such as "insert_collectives"; "captured" is the graph before the first pass.
@@ -139,7 +139,8 @@ class Explanation:
             ConfigError: there is no such pass, stage or frame; the message names those that there are.
         """
         for number, record in self._records(pass_name, stage, frame):
-            print(f"# {self._where(number, record.stage)}, {_when(record)}\n{record}\n")
+            reasons = "".join(f"# {line}\n" for line in record.reasons())
+            print(f"# {self._where(number, record.stage)}, {_when(record)}\n{reasons}{record}\n")
 
     def diff(self, before: str, after: str, stage: str | None = None, frame: int | None = None) -> str:
         """What changed between two passes, as a unified diff; a stage that lacks one of them has no part in it.

@@ -112,7 +112,7 @@ def _record(record: Record, text: int) -> dict[str, Any]:
         "name": record.name,
         "description": record.description,
         "changed": record.changed,
-        "declined": [[declined.node, declined.why] for declined in record.declined],
+        "reasons": record.reasons(),
         "text": text,
     }
 

@@ -99,7 +99,7 @@ def _call(node: fx.Node, values: Mapping[fx.Node, PerRank], num_ranks: int) -> P
 def _spans(node: fx.Node, num_ranks: int) -> bool:
     """Whether a launch is over all ranks, and moves or averages."""
     given = node.args[1:]
-    if node.target is collectives.REDUCE_SCATTER:
+    if node.target in collectives.REDUCTIONS:
         return given[:2] in (("sum", num_ranks), ("avg", num_ranks))
     return given[:1] == (num_ranks,)
 
@@ -122,8 +122,15 @@ def _reduce(ranks: Sequence[tuple[Any, ...]]) -> PerRank:
     return tuple(part.clone() for part in total.chunk(len(ranks)))
 
 
+def _reduce_all(ranks: Sequence[tuple[Any, ...]]) -> PerRank:
+    tensors = range(len(ranks[0][0]))
+    reduced = [_reduce([(args[0][i], *args[1:]) for args in ranks]) for i in tensors]
+    return tuple(list(parts) for parts in zip(*reduced, strict=True))
+
+
 _COLLECTIVES: dict[Any, Callable[[Sequence[tuple[Any, ...]]], PerRank]] = {
     collectives.ALL_GATHER: _gather,
     collectives.ALL_GATHER_COALESCED: _gather_all,
     collectives.REDUCE_SCATTER: _reduce,
+    collectives.REDUCE_SCATTER_COALESCED: _reduce_all,
 }

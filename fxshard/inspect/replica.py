@@ -20,9 +20,10 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from fxshard.errors import UnsupportedGraph
 from fxshard.ir import fake
 from fxshard.modules import STATE, plain_module
-from fxshard.runtime.unit import REFS, adopt_attributes
+from fxshard.runtime.reference import REFS, TRACED
+from fxshard.runtime.unit import adopt_attributes
 
-_NOT_COPIED = (REFS, STATE, "_compiled_call_impl")
+_NOT_COPIED = (REFS, TRACED, STATE, "_compiled_call_impl")
 _SHARED = (DeviceMesh, dist.ProcessGroup, torch.Generator, UninitializedParameter, UninitializedBuffer, ModuleType)
 _ATOMS = (str, bytes, int, float, complex, type, type(None), FunctionType, BuiltinFunctionType, torch.dtype)
 

@@ -32,21 +32,30 @@ def build(target: str) -> Target:
     Raises:
         ConfigError: there is no such function, or it returned something else.
     """
-    made = _function(target)()
+    made = function_of(target, _RETURN)()
     parts = made if isinstance(made, tuple) else (made,)
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
-        raise ConfigError(f"{target} returned {_kind(made)}; {_RETURN}.")
+        raise ConfigError(f"{target} returned {kind_of(made)}; {_RETURN}.")
     model: nn.Module = parts[0]
     args = parts[1] if len(parts) > 1 else ()
     kwargs = parts[2] if len(parts) > 2 else {}
     if not isinstance(kwargs, dict):
-        raise ConfigError(f"{target} returned {_kind(made)}; kwargs must be a dict of its forward's named inputs.")
+        raise ConfigError(f"{target} returned {kind_of(made)}; kwargs must be a dict of its forward's named inputs.")
     if len(parts) == 1:
         _require_no_inputs(model, target)
     return model, tuple(args) if isinstance(args, tuple | list) else (args,), kwargs
 
 
-def _function(target: str) -> Callable[[], Any]:
+def function_of(target: str, returns: str) -> Callable[[], Any]:
+    """The function that `module:function` names; the current directory is importable.
+
+    Args:
+        target: the function takes no parameters.
+        returns: what it must return, as a message says it.
+
+    Raises:
+        ConfigError: there is no such function.
+    """
     module_name, _, path = target.partition(":")
     if not module_name or not path:
         raise ConfigError(f"{target!r} names no function; write MODULE:FUNCTION, such as my_module:build.")
@@ -66,7 +75,7 @@ def _function(target: str) -> Callable[[], Any]:
         except AttributeError as error:
             raise ConfigError(f"{module_name} has no {path!r}.") from error
     if not callable(found) or isinstance(found, nn.Module):
-        raise ConfigError(f"{target} is no function but {_kind(found)}; write one without parameters: {_RETURN}.")
+        raise ConfigError(f"{target} is no function but {kind_of(found)}; write one without parameters: {returns}.")
     if missing := _required(found):
         raise ConfigError(f"{target} is called without arguments, but it needs {', '.join(missing)}.")
     function: Callable[[], Any] = found
@@ -91,7 +100,8 @@ def _required(function: Callable[..., Any]) -> list[str]:
     return [p.name for p in parameters if p.default is p.empty and p.kind not in positional]
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
+    """How a message names what it got."""
     if isinstance(value, tuple):
         return f"({', '.join(type(part).__name__ for part in value)})"
     return type(value).__name__

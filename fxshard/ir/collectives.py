@@ -5,7 +5,7 @@ Only `_c10d_functional` ops: they trace, Inductor keeps their order, and LocalTe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +20,12 @@ _aten = torch.ops.aten
 ALL_GATHER = _c10d.all_gather_into_tensor.default
 ALL_GATHER_COALESCED = _c10d.all_gather_into_tensor_coalesced.default
 REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
+REDUCE_SCATTER_COALESCED = _c10d.reduce_scatter_tensor_coalesced.default
 WAIT = _c10d.wait_tensor.default
-LAUNCHES = (ALL_GATHER, ALL_GATHER_COALESCED, REDUCE_SCATTER)
+GATHERS = (ALL_GATHER, ALL_GATHER_COALESCED)
+REDUCTIONS = (REDUCE_SCATTER, REDUCE_SCATTER_COALESCED)
+COALESCED = (ALL_GATHER_COALESCED, REDUCE_SCATTER_COALESCED)
+LAUNCHES = (*GATHERS, *REDUCTIONS)
 
 REDUCES_IN_STORAGE_DTYPE = hasattr(FSDPParam, "unsharded_grad_dtype")
 """What `MixedPrecisionPolicy(reduce_dtype=None)` means in this torch: the parameter's dtype, as FSDP2 from 2.15 on, or
@@ -30,65 +34,101 @@ the dtype of the gradient, as FSDP2 before."""
 SlotIndex = tuple[int, int]
 """(shard, slot): a parameter of a unit."""
 
+Segment = tuple[SlotIndex, ...]
+"""Parameters that travel as one tensor of a launch. Gathered ones follow each other in one shard."""
+
 
 def unshard_launches(graph: fx.Graph) -> list[fx.Node]:
     """The all_gather nodes of `graph`, in program order."""
-    return [n for n in graph.nodes if n.op == "call_function" and n.target in (ALL_GATHER, ALL_GATHER_COALESCED)]
+    return [n for n in graph.nodes if n.op == "call_function" and n.target in GATHERS]
 
 
 def reduce_launches(graph: fx.Graph) -> list[fx.Node]:
     """The reduce_scatter nodes of `graph`, in program order."""
-    return [n for n in graph.nodes if n.op == "call_function" and n.target is REDUCE_SCATTER]
+    return [n for n in graph.nodes if n.op == "call_function" and n.target in REDUCTIONS]
 
 
-def unshard(shards: Sequence[Tensor], plan: UnitPlan, reads: Sequence[SlotIndex]) -> list[Tensor]:
-    """Gather a unit in one launch and give the parameters that are read.
+# ---- gather
 
-    The launch's input is the shard itself, or its one cast: nothing is copied in.
+
+def whole_shards(slots: Iterable[SlotIndex], plan: UnitPlan) -> list[Segment]:
+    """One segment for each shard that one of `slots` lies in."""
+    used = sorted({shard for shard, _ in slots})
+    return [tuple((shard, i) for i in range(len(plan.shards[shard].slots))) for shard in used]
+
+
+def unshard(shards: Mapping[int, Tensor], plan: UnitPlan, reads: Sequence[SlotIndex]) -> list[Tensor]:
+    """Gather whole shards of a unit in one launch and give the parameters that are read.
 
     Args:
-        shards: this rank's flat tensors, `[shard_numel]` each, for every shard that `reads` names, in their order.
+        shards: this rank's flat tensors, `[shard_numel]` each, by their index; those that `reads` names.
         plan: the unit.
         reads: the parameters to return.
 
     Returns:
         For each read the unsharded parameter, contiguous, in the unit's unsharded dtype.
     """
-    used = sorted({shard for shard, _ in reads})
-    inputs = [s.to(plan.unsharded_dtype(plan.shards[i])) for i, s in zip(used, shards, strict=True)]
-    gathered = dict(zip(used, _all_gather(inputs, plan), strict=True))
+    segments = whole_shards(reads, plan)
+    launched = launch_gather(gather_inputs(shards, plan, segments), plan.world_size, plan.group)
+    return parameters_in(launched, plan, segments, reads)
+
+
+def gather_inputs(shards: Mapping[int, Tensor], plan: UnitPlan, segments: Sequence[Segment]) -> list[Tensor]:
+    """What a rank sends of its shards, `[segment_numel]` each: the shard itself, or its one cast, or a view of it."""
+    cast = {i: shards[i].to(plan.unsharded_dtype(plan.shards[i])) for i in sorted({seg[0][0] for seg in segments})}
+    return [_columns(cast[segment[0][0]], 0, *_extent(segment, plan)) for segment in segments]
+
+
+def launch_gather(inputs: list[Tensor], world_size: int, group: str) -> list[Tensor]:
+    """Start one all_gather of all `inputs`; each result is `[world_size * numel]`, to be waited for."""
+    if world_size == 1:
+        return inputs
+    if len(inputs) == 1:
+        return [_c10d.all_gather_into_tensor(inputs[0], world_size, group)]
+    return list(_c10d.all_gather_into_tensor_coalesced(inputs, world_size, group))
+
+
+def parameters_in(
+    launched: Sequence[Tensor], plan: UnitPlan, segments: Sequence[Segment], reads: Sequence[SlotIndex]
+) -> list[Tensor]:
+    """Wait for the segments of a unit and give the parameters in them.
+
+    A parameter that is a segment of its own is the buffer that was gathered. Of several in one segment each is a block
+    of columns of `[world_size, segment_numel]`, which is copied out.
+    """
     parameters: dict[SlotIndex, Tensor] = {}
-    for index, full in gathered.items():
-        wanted = sorted({slot for shard, slot in reads if shard == index})
-        for slot, value in zip(wanted, _copy_out(full, plan.shards[index], wanted, plan.world_size), strict=True):
-            parameters[index, slot] = value
+    for buffer, segment in zip(launched, segments, strict=True):
+        gathered = _c10d.wait_tensor(buffer) if plan.world_size > 1 else buffer
+        wanted = sorted(set(segment) & set(reads))
+        if not wanted:
+            continue
+        start, numel = _extent(segment, plan)
+        rows = gathered.view(plan.world_size, numel) if len(segment) > 1 else gathered
+        for shard, i in wanted:
+            slot = plan.shards[shard].slots[i]
+            block = _columns(rows, 1, slot.offset - start, slot.numel).contiguous() if len(segment) > 1 else rows
+            parameters[shard, i] = _trim(block, slot)
     return [parameters[read] for read in reads]
 
 
-def _all_gather(inputs: list[Tensor], plan: UnitPlan) -> list[Tensor]:
-    if plan.world_size == 1:
-        return inputs
-    if len(inputs) == 1:
-        return [_c10d.wait_tensor(_c10d.all_gather_into_tensor(inputs[0], plan.world_size, plan.group))]
-    launched = _c10d.all_gather_into_tensor_coalesced(inputs, plan.world_size, plan.group)
-    return [_c10d.wait_tensor(t) for t in launched]
+def _extent(segment: Segment, plan: UnitPlan) -> tuple[int, int]:
+    """First element of a segment in its shard, and number of elements."""
+    slots = [plan.shards[shard].slots[i] for shard, i in segment]
+    return slots[0].offset, sum(slot.numel for slot in slots)
 
 
-def _copy_out(full: Tensor, shard: ShardPlan, wanted: Sequence[int], world_size: int) -> list[Tensor]:
-    """Turn the columns of `[world_size, shard_numel]` that belong to each wanted slot into its parameter.
-
-    `contiguous` copies only where it must: not for one rank, nor for a slot that is the whole shard.
-    """
-    columns = full.view(world_size, shard.numel)
-    slots = [shard.slots[i] for i in wanted]
-    return [_trim(columns.narrow(1, slot.offset, slot.numel).contiguous(), slot) for slot in slots]
+def _columns(tensor: Tensor, dim: int, start: int, numel: int) -> Tensor:
+    return tensor if (start, numel) == (0, tensor.shape[dim]) else tensor.narrow(dim, start, numel)
 
 
 def _trim(block: Tensor, slot: Slot) -> Tensor:
-    """`[world_size, slot_numel]` -> the parameter, without the padding rows."""
+    """`[world_size, slot_numel]`, or the same in one dim -> the parameter, without the padding rows."""
     if block.numel() != slot.full_numel:
         block = block.view(-1)[: slot.full_numel]
     return block.view(slot.shape)
+
+
+# ---- reduce
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,66 +160,105 @@ def division(world_size: int, dtype: torch.dtype) -> Division:
     return Division(before=before, op="sum", after=world_size / before)
 
 
-def reduce_grads(grads: Sequence[Tensor], plan: UnitPlan, writes: Sequence[SlotIndex]) -> dict[int, Tensor]:
+def reduce_dtypes(dtypes: Mapping[SlotIndex, torch.dtype], plan: UnitPlan) -> dict[torch.dtype, tuple[SlotIndex, ...]]:
+    """Which gradients are reduced together: those with the same reduce dtype; `dtypes` are the gradients' own."""
+    groups: dict[torch.dtype, list[SlotIndex]] = {}
+    for slot, dtype in dtypes.items():
+        default = plan.shards[slot[0]].dtype if REDUCES_IN_STORAGE_DTYPE else dtype
+        groups.setdefault(plan.reduce_dtype or default, []).append(slot)
+    return {dtype: tuple(slots) for dtype, slots in groups.items()}
+
+
+def reduce_grads(grads: Mapping[SlotIndex, Tensor], plan: UnitPlan) -> dict[int, Tensor]:
     """Average gradients over the group and give each rank its shard of them, one launch per reduce dtype.
 
     Args:
-        grads: unsharded gradients, each of its parameter's shape.
+        grads: unsharded gradients, each of its parameter's shape, in registration order.
         plan: the unit.
-        writes: the parameter of each gradient, sorted.
 
     Returns:
         Shard index -> `[shard_numel]` in the shard's dtype, zeros where no gradient was given.
     """
-    groups: dict[torch.dtype, list[int]] = {}
-    for i, (grad, (shard, _)) in enumerate(zip(grads, writes, strict=True)):
-        default = plan.shards[shard].dtype if REDUCES_IN_STORAGE_DTYPE else grad.dtype
-        groups.setdefault(plan.reduce_dtype or default, []).append(i)
-    pieces: dict[SlotIndex, Tensor] = {}
-    whole: dict[int, Tensor] = {}
-    for dtype, members in groups.items():
-        slots = [writes[i] for i in members]
-        reduced = _reduce_scatter([grads[i] for i in members], plan, slots, dtype)
-        if only := _covered_shard(plan, slots):
-            whole[only[0]] = reduced.to(plan.shards[only[0]].dtype)
-            continue
-        parts = torch.split(reduced, [plan.shards[shard].slots[slot].numel for shard, slot in slots])
-        pieces.update(zip(slots, parts, strict=True))
-    return whole | _assemble(pieces, plan)
+    reduced: dict[Segment, Tensor] = {}
+    for dtype, segment in reduce_dtypes({slot: grad.dtype for slot, grad in grads.items()}, plan).items():
+        inputs = reduce_inputs([[grads[slot] for slot in segment]], plan.world_size, dtype)
+        launched = launch_reduce(inputs, dtype, plan.world_size, plan.group)
+        (reduced[segment],) = reduced_in(launched, dtype, plan.world_size)
+    return shard_grads(reduced, plan)
 
 
-def _covered_shard(plan: UnitPlan, slots: Sequence[SlotIndex]) -> tuple[int] | None:
-    """The one shard whose slots `slots` are, all of them and in order, if there is one."""
-    index = slots[0][0]
-    return (index,) if list(slots) == [(index, i) for i in range(len(plan.shards[index].slots))] else None
+def reduce_inputs(grads: Sequence[Sequence[Tensor]], world_size: int, dtype: torch.dtype) -> list[Tensor]:
+    """What a rank sends of its gradients: for each group one tensor, `[world_size * n]`, cast and divided by the rule.
+
+    A gradient that is a group of its own is sent as it is, padded if its rows are uneven; several are concatenated.
+    """
+    inputs, rule = [], division(world_size, dtype)
+    for group in grads:
+        rows = [(grad.expand(world_size) if grad.dim() == 0 else grad) for grad in group]
+        filled = [row.to(dtype) for row in rows if row.numel()]
+        if len(filled) == 1:
+            flat = _padded(filled[0], world_size).reshape(-1)
+        elif filled:
+            flat = torch.ops.aten._chunk_cat(filled, 0, world_size).view(-1)
+        else:  # only parameters without elements: nothing to send
+            flat = rows[0].new_zeros(0, dtype=dtype)
+        inputs.append(flat / rule.before if rule.before != 1 else flat)
+    return inputs
 
 
-def _reduce_scatter(grads: list[Tensor], plan: UnitPlan, slots: list[SlotIndex], dtype: torch.dtype) -> Tensor:
-    """Concatenate into `[world_size, n]` (the copy-in), reduce in `dtype`, return this rank's `[n]`."""
-    world_size = plan.world_size
-    rows = [(g.expand(world_size) if g.dim() == 0 else g).to(dtype) for g in grads if g.numel()]
-    if not rows:  # only parameters without elements: nothing to send
-        return grads[0].new_zeros(0, dtype=dtype)
-    flat: Tensor = torch.ops.aten._chunk_cat(rows, 0, world_size).view(-1)
+def _padded(rows: Tensor, world_size: int) -> Tensor:
+    missing = -rows.shape[0] % world_size
+    return _aten.constant_pad_nd(rows, [0, 0] * (rows.dim() - 1) + [0, missing]) if missing else rows
+
+
+def launch_reduce(inputs: list[Tensor], dtype: torch.dtype, world_size: int, group: str) -> list[Tensor]:
+    """Start one reduce_scatter of all `inputs`; each result is this rank's `[numel / world_size]`, to be waited for."""
     rule = division(world_size, dtype)
-    if rule.before != 1:
-        flat = flat / rule.before
-    if world_size > 1:
-        flat = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(flat, rule.op, world_size, plan.group))
-    return flat / rule.after if rule.after != 1 else flat
+    if world_size == 1 or not any(tensor.numel() for tensor in inputs):
+        return inputs
+    if len(inputs) == 1:
+        return [_c10d.reduce_scatter_tensor(inputs[0], rule.op, world_size, group)]
+    return list(_c10d.reduce_scatter_tensor_coalesced(inputs, rule.op, world_size, group))
 
 
-def _assemble(pieces: dict[SlotIndex, Tensor], plan: UnitPlan) -> dict[int, Tensor]:
-    """Put reduced slots into their shards, zeros between them."""
-    shards: dict[int, Tensor] = {}
-    for index in sorted({shard for shard, _ in pieces}):
-        plan_shard = plan.shards[index]
-        like = next(piece for (shard, _), piece in pieces.items() if shard == index)
-        parts = [
-            pieces[index, i].to(plan_shard.dtype)
-            if (index, i) in pieces
-            else like.new_zeros(slot.numel, dtype=plan_shard.dtype)
-            for i, slot in enumerate(plan_shard.slots)
-        ]
-        shards[index] = torch.cat(parts)
-    return shards
+def reduced_in(launched: Sequence[Tensor], dtype: torch.dtype, world_size: int) -> list[Tensor]:
+    """Wait for what `launch_reduce` gave, and finish the mean."""
+    after = division(world_size, dtype).after
+    done = [_c10d.wait_tensor(t) if world_size > 1 and t.numel() else t for t in launched]
+    return [t / after if after != 1 else t for t in done]
+
+
+def shard_grads(reduced: Mapping[Segment, Tensor], plan: UnitPlan) -> dict[int, Tensor]:
+    """Put reduced segments into their shards, in the shards' dtype, zeros where there is no gradient."""
+    pieces: dict[int, dict[int, tuple[Tensor, int]]] = {}  # shard -> first slot -> piece, number of slots
+    for segment, tensor in reduced.items():
+        runs = _runs(segment)
+        numels = [sum(plan.shards[shard].slots[i].numel for shard, i in run) for run in runs]
+        parts = torch.split(tensor, numels) if len(runs) > 1 else (tensor,)
+        for run, part in zip(runs, parts, strict=True):
+            pieces.setdefault(run[0][0], {})[run[0][1]] = (part, len(run))
+    return {shard: _assembled(found, plan.shards[shard]) for shard, found in sorted(pieces.items())}
+
+
+def _runs(segment: Segment) -> list[list[SlotIndex]]:
+    """A segment in stretches of slots that follow each other in one shard."""
+    runs = [[segment[0]]]
+    for slot in segment[1:]:
+        last = runs[-1][-1]
+        if slot == (last[0], last[1] + 1):
+            runs[-1].append(slot)
+        else:
+            runs.append([slot])
+    return runs
+
+
+def _assembled(pieces: Mapping[int, tuple[Tensor, int]], shard: ShardPlan) -> Tensor:
+    like, _ = next(iter(pieces.values()))
+    parts, i = [], 0
+    while i < len(shard.slots):
+        piece, num_slots = pieces.get(i, (None, 1))
+        if piece is None:
+            piece = like.new_zeros(shard.slots[i].numel, dtype=shard.dtype)
+        parts.append(piece.to(shard.dtype))
+        i += num_slots
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -81,7 +81,7 @@ class Subject:
     @functools.cached_property
     def reductions(self) -> list[fx.Node]:
         """Those of them that reduce gradients."""
-        return [launch for launch in self.launches if launch.target is collectives.REDUCE_SCATTER]
+        return [launch for launch in self.launches if launch.target in collectives.REDUCTIONS]
 
     @functools.cached_property
     def slots(self) -> dict[str, list[tuple[str, int, Slot]]]:
@@ -116,8 +116,8 @@ class Subject:
         if not isinstance(value, flow.Window | flow.Flat):
             return ((f"%{node.name}", None),)
         launch = value.launch if isinstance(value, flow.Window) else None
-        call = tags.tags_of(launch).get(tags.UNIT, "").rpartition("@")[2] if launch is not None else ""
         unit = value.flat.unit if isinstance(value, flow.Window) else value.unit
+        call = tags.units_of(launch).get(unit, "") if launch is not None else ""
         return (_parameter(unit, tags.tags_of(node)[tags.PARAM]), call or None), (f"%{node.name}", None)
 
     @functools.cached_property

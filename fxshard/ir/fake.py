@@ -29,7 +29,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.autograd import profiler
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 FakeMode = FakeTensorMode
 """While it is on, tensors have shapes, strides, dtypes and devices, but no data."""
@@ -39,6 +40,9 @@ copying_to = FakeCopyMode
 
 is_wrapper = is_traceable_wrapper_subclass
 """Whether a tensor is made of other tensors, as a DTensor is."""
+
+DispatchMode = TorchDispatchMode
+"""Base of a context manager that sees every op which runs in it."""
 
 eval_frame_callback = get_eval_frame_callback
 """Dynamo's state on this thread: a function (compiling), None (off), False (only run what is compiled)."""
@@ -123,6 +127,20 @@ def backward_id() -> int | None:
 def backward_keeps_graph() -> bool:
     """Whether the running backward was called with `retain_graph=True`."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def profiler_runs() -> bool:
+    """Whether a torch profiler records now, on whatever thread."""
+    return profiler._is_profiler_enabled
+
+
+def run_unrecorded(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op that the profiler has recorded already, when a `DispatchMode` got it."""
+    torch.autograd._enable_record_function(False)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        torch.autograd._enable_record_function(True)
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:

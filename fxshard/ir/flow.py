@@ -32,11 +32,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Flat:
-    """A unit's shard, `[shard_numel]`, in the dtype to which it was cast."""
+    """Elements `start` to `start + numel` of a unit's shard, in the dtype to which it was cast."""
 
     unit: str
     shard: int
     dtype: torch.dtype
+    start: int
+    numel: int
 
 
 @dataclass(frozen=True)
@@ -49,10 +51,10 @@ class InFlight:
 
 @dataclass(frozen=True)
 class Window:
-    """Elements of a gathered buffer, `[world_size * shard_numel]`.
+    """Elements of a gathered buffer, `[world_size * flat.numel]`.
 
     Attributes:
-        flat: the shard that was gathered.
+        flat: what was gathered.
         view: on the meta device: shape, strides and offset in the buffer, or in the copy of it.
         copied: the elements of the buffer that were copied, where `view` is of a copy.
         launch: what gathered the buffer; nothing did for one rank.
@@ -66,11 +68,12 @@ class Window:
 
 @dataclass(frozen=True)
 class Row:
-    """The gradient of one parameter on its way to a reduction: a sum of tagged nodes, cast, padded or reshaped."""
+    """The gradient of one parameter on its way to a reduction: a sum of tagged nodes, cast, divided or reshaped."""
 
     terms: tuple[fx.Node, ...]
     dtype: torch.dtype
     view: Tensor
+    divisor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,8 @@ def flow_of(graph: fx.Graph, plan: FramePlan) -> Flow:
 def _describe(node: fx.Node, marks: dict[str, str], flow: Flow, plan: FramePlan) -> Value | tuple[Value, ...] | None:
     if node.op == "placeholder" and tags.SHARD in marks:
         unit, _, shard = marks[tags.SHARD].rpartition("#")
-        return Flat(unit, int(shard), plan.units[unit].shards[int(shard)].dtype)
+        found = plan.units[unit].shards[int(shard)]
+        return Flat(unit, int(shard), found.dtype, 0, found.numel)
     known = [n for n in node.all_input_nodes if n in flow.values]
     rule = _RULES.get(node.target) if node.op == "call_function" else None
     value = rule(node, flow, plan) if rule is not None and (known or node.target in _ZEROS) else None
@@ -192,6 +196,10 @@ def _view(node: fx.Node, flow: Flow, plan: FramePlan) -> Value | tuple[Value, ..
     value = _as_buffer(_input(node, flow), node, plan)
     if isinstance(value, Concat):
         return _view_of_concat(node, value)
+    if isinstance(value, Flat):
+        part = _moved(node, _buffer(value.numel))
+        cut = isinstance(part, Tensor) and part.dim() == 1 and part.is_contiguous()
+        return replace(value, start=value.start + part.storage_offset(), numel=part.numel()) if cut else None
     if not isinstance(value, Window | Row | Piece):
         return None
     moved = _moved(node, value.view)
@@ -203,7 +211,7 @@ def _view(node: fx.Node, flow: Flow, plan: FramePlan) -> Value | tuple[Value, ..
 def _as_buffer(value: Any, node: fx.Node, plan: FramePlan) -> Any:
     """A flat that one rank holds alone is the gathered buffer itself."""
     if isinstance(value, Flat) and plan.units[value.unit].world_size == 1:
-        return Window(value, _buffer(plan.units[value.unit].shards[value.shard].numel))
+        return Window(value, _buffer(value.numel))
     return value
 
 
@@ -248,19 +256,21 @@ def _add(node: fx.Node, flow: Flow, plan: FramePlan) -> Value | None:
     left, right = _input(node, flow, 0), _input(node, flow, 1)
     if not isinstance(left, Row) or not isinstance(right, Row) or node.kwargs or left.view.shape != right.view.shape:
         return None
+    if left.divisor != 1 or right.divisor != 1:
+        return None
     return Row((*left.terms, *right.terms), torch.promote_types(left.dtype, right.dtype), left.view)
 
 
 def _divide(node: fx.Node, flow: Flow, plan: FramePlan) -> Value | None:
     value, divisor = _input(node, flow), node.args[1]
-    if not isinstance(value, Concat | Piece) or not isinstance(divisor, int | float) or node.kwargs:
+    if not isinstance(value, Row | Concat | Piece) or not isinstance(divisor, int | float) or node.kwargs:
         return None
     return replace(value, divisor=value.divisor * divisor)
 
 
 def _multiply(node: fx.Node, flow: Flow, plan: FramePlan) -> Value | None:
     value, factor = _input(node, flow), node.args[1]
-    if not isinstance(value, Concat | Piece) or not isinstance(factor, int | float) or not factor:
+    if not isinstance(value, Row | Concat | Piece) or not isinstance(factor, int | float) or not factor:
         return None
     return replace(value, divisor=value.divisor / factor)
 
@@ -271,10 +281,10 @@ def _concat(node: fx.Node, flow: Flow, plan: FramePlan) -> Value | None:
     listed = members if isinstance(members, list | tuple) else ()
     parts = [flow.values.get(m) if isinstance(m, fx.Node) else None for m in listed]
     if node.target is aten._chunk_cat.default:
-        rows = tuple(part for part in parts if isinstance(part, Row))
+        rows = tuple(part for part in parts if isinstance(part, Row) and part.divisor == 1)
         fits = len(rows) == len(parts) and len(rest) == 2 and rest[0] == 0 and isinstance(rest[1], int)
         return Concat(rows, rest[1], rows[0].dtype) if rows and fits else None  # type: ignore[arg-type]
-    rows = tuple(part for part in parts if isinstance(part, Row) and part.view.dim() == 2)
+    rows = tuple(part for part in parts if isinstance(part, Row) and part.view.dim() == 2 and part.divisor == 1)
     if rows and len(rows) == len(parts) and list(rest) in ([1], [-1]):
         return Concat(rows, rows[0].view.shape[0], rows[0].dtype)
     pieces = tuple(part for part in parts if isinstance(part, Piece | Zeros))
@@ -290,7 +300,7 @@ def _getitem(node: fx.Node, flow: Flow, plan: FramePlan) -> Value | None:
 
 
 def _launch(node: fx.Node, flow: Flow, plan: FramePlan) -> Value | None:
-    return InFlight(node, None if node.target is collectives.ALL_GATHER_COALESCED else 0)
+    return InFlight(node, None if node.target in collectives.COALESCED else 0)
 
 
 def _wait(node: fx.Node, flow: Flow, plan: FramePlan) -> Value | None:
@@ -300,10 +310,9 @@ def _wait(node: fx.Node, flow: Flow, plan: FramePlan) -> Value | None:
     source = launch_input(value.launch, value.index)
     moved = flow.values.get(source) if source is not None else None
     if isinstance(moved, Flat):
-        numel = plan.units[moved.unit].shards[moved.shard].numel
-        return Window(moved, _buffer(numel * world_size_of(value.launch)), launch=value.launch)
-    if isinstance(moved, Row):  # a single gradient needs no concat
-        moved = Concat((moved,), world_size_of(value.launch), moved.dtype)
+        return Window(moved, _buffer(moved.numel * world_size_of(value.launch)), launch=value.launch)
+    if isinstance(moved, Row):
+        moved = alone(moved, world_size_of(value.launch))
     if isinstance(moved, Concat):
         numel = sum(row_numel(row, moved.world_size) for row in moved.rows)
         return Piece(moved, value.launch, _buffer(numel), moved.dtype)
@@ -318,6 +327,11 @@ def _zeros(node: fx.Node, flow: Flow, plan: FramePlan) -> Value | None:
     return None if any(fills) or numel is None else Zeros(numel)
 
 
+def alone(row: Row, world_size: int) -> Concat:
+    """What a single gradient is for a reduction: it needs no concat."""
+    return Concat((row,), world_size, row.dtype, row.divisor)
+
+
 def launch_input(launch: fx.Node, index: int) -> fx.Node | None:
     """The tensor that a launch sends, or the `index`-th of a coalesced one."""
     sent = launch.args[0]
@@ -325,15 +339,21 @@ def launch_input(launch: fx.Node, index: int) -> fx.Node | None:
     return found if isinstance(found, fx.Node) else None
 
 
+def launch_inputs(launch: fx.Node) -> list[fx.Node | None]:
+    """The tensors that a launch sends, one by one."""
+    sent = launch.args[0]
+    return [launch_input(launch, i) for i in range(len(sent) if isinstance(sent, list | tuple) else 1)]
+
+
 def world_size_of(launch: fx.Node) -> int:
     """The number of ranks that a launch names."""
-    size = launch.args[2 if launch.target is collectives.REDUCE_SCATTER else 1]
+    size = launch.args[2 if launch.target in collectives.REDUCTIONS else 1]
     return size if isinstance(size, int) else 0
 
 
 def group_of(launch: fx.Node) -> str:
     """The process group that a launch names."""
-    return str(launch.args[3 if launch.target is collectives.REDUCE_SCATTER else 2])
+    return str(launch.args[3 if launch.target in collectives.REDUCTIONS else 2])
 
 
 def row_numel(row: Row, world_size: int) -> int:

@@ -27,6 +27,19 @@ class Decline:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Note:
+    """Why a pass made a node as it is.
+
+    Attributes:
+        node: name of the node.
+        why: one sentence.
+    """
+
+    node: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Record:
     """One graph after one pass.
 
@@ -38,6 +51,7 @@ class Record:
         changed: whether the pass changed the graph.
         seconds: time the pass took, verification included.
         declined: what the pass left alone.
+        notes: why the pass did what it did.
     """
 
     name: str
@@ -47,10 +61,16 @@ class Record:
     changed: bool
     seconds: float
     declined: tuple[Decline, ...] = ()
+    notes: tuple[Note, ...] = ()
 
     def __str__(self) -> str:
         """The graph as `ir/text.py` prints it."""
         return text.graph_text(self.graph)
+
+    def reasons(self) -> list[str]:
+        """What the pass said about nodes that it made or left alone, line by line."""
+        made = [f"%{note.node}: {note.why}" for note in self.notes]
+        return [*made, *(f"left %{declined.node} alone: {declined.why}" for declined in self.declined)]
 
 
 @dataclass(eq=False)
@@ -82,6 +102,7 @@ class Journal:
         changed: bool,
         seconds: float,
         declined: Sequence[Decline],
+        notes: Sequence[Note] = (),
     ) -> None:
         """Record what a pass made of the stage's graph."""
         records = self.stages[stage]
@@ -95,6 +116,7 @@ class Journal:
             changed=changed,
             seconds=seconds,
             declined=tuple(declined),
+            notes=tuple(notes),
         )
 
     def last(self, stage: str) -> Record:

@@ -18,7 +18,7 @@ Segment = tuple[int, int, Piece | Zeros]
 def is_slot(value: Flat | Window, unit: str, shard: int, slot: Slot, plan: UnitPlan) -> bool:
     """Whether `value` is the unsharded parameter of `slot`: every rank's columns, row after row, without padding."""
     if isinstance(value, Flat):  # one rank, and the parameter is all there is
-        value = Window(value, torch.empty(plan.shards[value.shard].numel, dtype=torch.int8, device="meta"))
+        value = Window(value, torch.empty(value.numel, dtype=torch.int8, device="meta"))
     if (value.flat.unit, value.flat.shard) != (unit, shard) or tuple(value.view.shape) != slot.shape:
         return False
     if not slot.full_numel:
@@ -26,27 +26,32 @@ def is_slot(value: Flat | Window, unit: str, shard: int, slot: Slot, plan: UnitP
     if not value.view.is_contiguous():
         return False
     if value.copied is not None:
-        return value.view.storage_offset() == 0 and _is_block(value.copied, slot, plan.shards[shard], plan.world_size)
+        return value.view.storage_offset() == 0 and _is_block(value.copied, slot, value.flat, plan.world_size)
     # Without a copy only what is contiguous in the buffer can be the parameter.
-    whole = plan.world_size == 1 or slot.numel == plan.shards[shard].numel or slot.full_numel <= slot.numel
-    return whole and value.view.storage_offset() == slot.offset
+    whole = plan.world_size == 1 or slot.numel == value.flat.numel or slot.full_numel <= slot.numel
+    return whole and value.view.storage_offset() == slot.offset - value.flat.start
 
 
-def _is_block(copied: Tensor, slot: Slot, shard: ShardPlan, world_size: int) -> bool:
-    """Whether a copy took the slot's columns of `[world_size, shard_numel]`."""
-    rows_apart = world_size == 1 or copied.stride()[:1] == (shard.numel,)
+def _is_block(copied: Tensor, slot: Slot, flat: Flat, world_size: int) -> bool:
+    """Whether a copy took the slot's columns of what was gathered, `[world_size, flat.numel]`."""
+    rows_apart = world_size == 1 or copied.stride()[:1] == (flat.numel,)
     return (
         tuple(copied.shape) == (world_size, slot.numel)
-        and copied.storage_offset() == slot.offset
+        and copied.storage_offset() == slot.offset - flat.start
         and rows_apart
         and (slot.numel <= 1 or copied.stride(1) == 1)
     )
 
 
+def lies_in(slot: Slot, flat: Flat) -> bool:
+    """Whether a slot that has elements is among those of `flat`."""
+    return bool(slot.numel) and flat.start <= slot.offset < flat.start + flat.numel
+
+
 def segments_of(value: flow.Value | None) -> list[Segment] | None:
     """A shard's gradient, piece by piece; `None` if it is something else."""
     if isinstance(value, Row):
-        value = Concat((value,), 1, value.dtype)
+        value = flow.alone(value, 1)
     if isinstance(value, Concat):  # one rank: what it has put together is reduced already
         numel = sum(flow.row_numel(row, value.world_size) for row in value.rows)
         buffer = torch.empty(numel, dtype=torch.int8, device="meta")
@@ -65,6 +70,17 @@ def segments_of(value: flow.Value | None) -> list[Segment] | None:
 
 def row_at(segments: list[Segment], slot: Slot) -> Row | None:
     """The gradient that lies in `slot`, `None` if no single one does."""
+    found = _found_at(segments, slot)
+    return found[0] if found is not None else None
+
+
+def piece_at(segments: list[Segment], slot: Slot) -> Piece | None:
+    """The reduced buffer that the gradient in `slot` lies in."""
+    found = _found_at(segments, slot)
+    return found[1] if found is not None else None
+
+
+def _found_at(segments: list[Segment], slot: Slot) -> tuple[Row, Piece] | None:
     for start, numel, piece in segments:
         if isinstance(piece, Zeros) or not start <= slot.offset < start + numel or not piece.view.is_contiguous():
             continue
@@ -72,16 +88,8 @@ def row_at(segments: list[Segment], slot: Slot) -> Row | None:
         for row in piece.concat.rows:
             size = flow.row_numel(row, piece.concat.world_size)
             if offset == 0 and size == slot.numel and slot.offset + size <= start + numel:
-                return row
+                return row, piece
             offset -= size
-    return None
-
-
-def launch_at(segments: list[Segment], slot: Slot) -> fx.Node | None:
-    """The launch that reduced what lies in `slot`."""
-    for start, numel, piece in segments:
-        if isinstance(piece, Piece) and start <= slot.offset < start + numel:
-            return piece.launch
     return None
 
 
@@ -91,13 +99,11 @@ def is_zero(segments: list[Segment], slot: Slot) -> bool:
     return bool(overlapping) and all(isinstance(part, Zeros) for part in overlapping)
 
 
-def sent_by(launch: fx.Node, found: flow.Flow) -> Concat | None:
-    """What a reduction sends."""
-    source = flow.launch_input(launch, 0)
-    value = found.values.get(source) if source is not None else None
-    if isinstance(value, Row):
-        return Concat((value,), flow.world_size_of(launch), value.dtype)
-    return value if isinstance(value, Concat) else None
+def sent_by(launch: fx.Node, found: flow.Flow) -> list[Concat | None]:
+    """What a reduction sends, tensor by tensor."""
+    values = [found.values.get(source) if source is not None else None for source in flow.launch_inputs(launch)]
+    single = [flow.alone(v, flow.world_size_of(launch)) if isinstance(v, Row) else v for v in values]
+    return [value if isinstance(value, Concat) else None for value in single]
 
 
 def wrong_ranks(launch: fx.Node, unit: UnitPlan) -> Iterator[str]:

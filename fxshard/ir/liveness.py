@@ -145,7 +145,7 @@ def is_launch(node: fx.Node) -> bool:
 
 def is_unshard_launch(node: fx.Node) -> bool:
     """Whether `node` is an all_gather."""
-    return node.target in (collectives.ALL_GATHER, collectives.ALL_GATHER_COALESCED)
+    return node.target in collectives.GATHERS
 
 
 def hint_of(size: int | torch.SymInt) -> int:

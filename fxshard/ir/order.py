@@ -10,7 +10,12 @@ from torch import Tensor, fx
 from fxshard.ir import tags, text
 
 _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd")
-_SHORT = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
+_SHORT = {
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+}
 
 
 class Launch(NamedTuple):
@@ -20,11 +25,15 @@ class Launch(NamedTuple):
         group: name of its process group.
         text: all that the ranks of the group must agree on: `all_gather f32[20 -> 40] on group '0' for layers.0`.
         name: of the node.
+        kind: what is launched: `all_gather`.
+        serves: the units that it is for: `layers.0, layers.1`; empty for the user's own collectives.
     """
 
     group: str
     text: str
     name: str
+    kind: str = ""
+    serves: str = ""
 
 
 def sequence(graph: fx.Graph) -> tuple[Launch, ...]:
@@ -46,9 +55,9 @@ def _launch(node: fx.Node) -> Launch:
     words = [_SHORT.get(target._opname, target._opname), *(value for value in given.values() if isinstance(value, str))]
     # How much a rank sends to each other one is its own affair.
     sizes = _sizes(given, node.meta.get("val")) if "all_to_all" not in target._opname else "[?]"
-    unit, _, call = tags.tags_of(node).get(tags.UNIT, "").rpartition("@")
-    serves = f" for {unit or 'root'}" if call else ""  # else two units of one shape could swap places on one rank
-    return Launch(group, f"{' '.join(words)} {sizes} on group {group!r}{serves}", f"%{node.name}")
+    units = ", ".join(unit or "root" for unit in tags.units_of(node))
+    serves = f" for {units}" if units else ""  # else two units of one shape could swap places on one rank
+    return Launch(group, f"{' '.join(words)} {sizes} on group {group!r}{serves}", f"%{node.name}", words[0], units)
 
 
 def _sizes(given: dict[str, Any], outputs: Any) -> str:

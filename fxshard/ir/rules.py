@@ -11,7 +11,7 @@ from torch import fx
 
 from fxshard.ir import collectives, contract, fake, flow, layout, liveness, movement, ops, tags, text
 from fxshard.ir.contract import Subject
-from fxshard.ir.plan import ShardPlan, UnitPlan, qualified
+from fxshard.ir.plan import qualified
 
 Violation = tuple[fx.Node, str]
 """The node at which a rule is broken, and how."""
@@ -90,8 +90,8 @@ def launch_has_one_wait(subject: Subject) -> Iterator[Violation]:
     """Every result of a launch has exactly one user, its wait."""
     for launch in subject.launches:
         results = [launch]
-        if launch.target is collectives.ALL_GATHER_COALESCED:
-            results, sent = list(launch.users), launch.all_input_nodes
+        if launch.target in collectives.COALESCED:
+            results, sent = list(launch.users), flow.launch_inputs(launch)
             indices = sorted(str(user.args[-1]) for user in results)
             if indices != sorted(str(i) for i in range(len(sent))):
                 yield launch, f"a coalesced launch of {len(sent)} tensors has the results {', '.join(indices)}"
@@ -134,22 +134,27 @@ def buffers_in_flight_are_waited_for(subject: Subject) -> Iterator[Violation]:
 
 
 def gathers_match_the_plan(subject: Subject) -> Iterator[Violation]:
-    """An all_gather sends whole flats of one unit, in its unsharded dtype, to its group; once per call of the unit."""
-    gathered: dict[tuple[str, str], fx.Node] = {}
-    for launch in (n for n in subject.launches if n.target is not collectives.REDUCE_SCATTER):
-        flats = [subject.flow.values.get(n) for n in launch.all_input_nodes]
+    """An all_gather sends whole slots, in their unit's unsharded dtype, to its group; each once per call."""
+    gathered: dict[tuple[str, str, str], fx.Node] = {}
+    for launch in (n for n in subject.launches if n.target in collectives.GATHERS):
+        flats = [subject.flow.values.get(n) if n is not None else None for n in flow.launch_inputs(launch)]
         if not all(isinstance(flat, flow.Flat) for flat in flats):
-            yield launch, "it sends something that is not the flat of a unit, or its one cast"
+            yield launch, "it sends something that is not of the flat of a unit, or of its one cast"
             continue
-        call = tags.tags_of(launch).get(tags.UNIT, "").rpartition("@")[2]
+        calls = tags.units_of(launch)
         for flat in (f for f in flats if isinstance(f, flow.Flat)):
             unit = subject.contract.plan.units[flat.unit]
             expected = unit.unsharded_dtype(unit.shards[flat.shard])
             yield from ((launch, why) for why in layout.wrong_ranks(launch, unit))
             if flat.dtype is not expected:
                 yield launch, f"unit {flat.unit or 'root'!r} is gathered in {expected}, this is {flat.dtype}"
-            if gathered.setdefault((flat.unit, call), launch) is not launch:
-                yield launch, f"{_name(gathered[flat.unit, call])} gathers the unit for the same call"
+            slots = [slot for slot in unit.shards[flat.shard].slots if layout.lies_in(slot, flat)]
+            if sum(slot.numel for slot in slots) != flat.numel:
+                yield launch, f"it cuts a slot: elements {flat.start} to {flat.start + flat.numel} of {_shard(flat)}"
+            for slot in slots:
+                first = gathered.setdefault((flat.unit, calls.get(flat.unit, ""), slot.fqn), launch)
+                if first is not launch:
+                    yield launch, f"{_name(first)} gathers {slot.fqn} for the same call"
 
 
 # ---- parameters
@@ -233,11 +238,11 @@ def reductions_match_the_plan(subject: Subject) -> Iterator[Violation]:
     """A reduction has its unit's group, dtype, operator and divisors."""
     units = subject.contract.plan.units
     for launch in subject.reductions:
-        value = layout.sent_by(launch, subject.flow)
-        if value is None:
-            yield launch, "it reduces something that is not made of gradients"
-        elif value.world_size != flow.world_size_of(launch):
-            yield launch, f"its gradients are cut for {value.world_size} ranks"
+        for value in layout.sent_by(launch, subject.flow):
+            if value is None:
+                yield launch, "it reduces something that is not made of gradients"
+            elif value.world_size != flow.world_size_of(launch):
+                yield launch, f"its gradients are cut for {value.world_size} ranks"
     for output, (key, shard) in subject.contract.gradients.items():
         unit, plan = units[key], units[key].shards[shard]
         segments = layout.segments_of(subject.value_of(output)) or []
@@ -245,9 +250,11 @@ def reductions_match_the_plan(subject: Subject) -> Iterator[Violation]:
             if isinstance(piece, flow.Piece):
                 yield from ((_result_node(subject, output), why) for why in layout.wrong_result(piece, unit, plan))
         for slot, _ in contract.places_of(subject.contract.plan, key, shard):
-            row, reduced_by = layout.row_at(segments, slot), layout.launch_at(segments, slot)
-            if row is not None and reduced_by is not None:
-                wrong = [*layout.wrong_ranks(reduced_by, unit), *_wrong_reduction(subject, reduced_by, row, unit, plan)]
+            row, found = layout.row_at(segments, slot), layout.piece_at(segments, slot)
+            reduced_by = found.launch if found is not None else None
+            if row is not None and found is not None and reduced_by is not None:
+                wrong = [*layout.wrong_ranks(reduced_by, unit)]
+                wrong += layout.wrong_reduction(reduced_by, found.concat, row, unit, plan)
                 yield from ((reduced_by, f"{slot.fqn}: {why}") for why in wrong)
 
 
@@ -314,21 +321,17 @@ def _name(value: object) -> str:
     return f"%{text.name_of(value)}" if isinstance(value, fx.Node) else str(value)
 
 
+def _shard(flat: flow.Flat) -> str:
+    return f"shard {flat.shard} of unit {flat.unit or 'root'!r}"
+
+
 def _result_node(subject: Subject, output: int) -> fx.Node:
     result = subject.results[output] if output < len(subject.results) else None
     return result if isinstance(result, fx.Node) else subject.graph.output_node()
 
 
-def _wrong_reduction(
-    subject: Subject, launch: fx.Node, row: flow.Row, unit: UnitPlan, shard: ShardPlan
-) -> Iterator[str]:
-    sent = layout.sent_by(launch, subject.flow)
-    return layout.wrong_reduction(launch, sent, row, unit, shard) if sent is not None else iter(())
-
-
 def _rows(subject: Subject, launch: fx.Node) -> tuple[flow.Row, ...]:
-    value = layout.sent_by(launch, subject.flow)
-    return value.rows if value is not None else ()
+    return tuple(row for value in layout.sent_by(launch, subject.flow) if value is not None for row in value.rows)
 
 
 def _wrong_terms(subject: Subject, fqn: str, row: flow.Row, promised: int) -> Iterator[str]:

@@ -54,6 +54,11 @@ def splice(
     raise InvariantError("a traced graph had no output node.")
 
 
-def rename(node: fx.Node, name: str) -> None:
-    """Give `node` a name that says what it is; torch appends a number where the name is taken."""
-    node._rename(name)
+def rename(node: fx.Node, name: str, taken: set[str]) -> None:
+    """Give `node` a name that says what it is, with a number where it is among `taken`; adds it there."""
+    candidate, number = name, 0
+    while candidate in taken:
+        number += 1
+        candidate = f"{name}_{number}"
+    node.name = candidate  # torch's own renaming would not give back the name of a node that was erased
+    taken.add(candidate)

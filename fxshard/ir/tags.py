@@ -10,10 +10,12 @@ new one.
     input=tokens            a graph input, as the user's code calls it
     param=blocks.0.weight   an unsharded parameter
     grad=blocks.0.weight    a gradient of an unsharded parameter (one of several, where it is read several times)
-    unit=blocks.0@0         a launch or wait for that unit; after the @, which call of the unit
+    unit=blocks.0@0         a launch or wait for that unit; after the @, which call of the unit; several with " & "
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from torch import fx
 
@@ -23,6 +25,8 @@ from fxshard.ir.plan import FramePlan
 KEY = "fxshard"
 
 SHARD, INPUT, PARAM, GRAD, UNIT = "shard", "input", "param", "grad", "unit"
+
+_AND = " & "  # a unit of several modules has commas in its name
 
 
 def tags_of(node: fx.Node) -> dict[str, str]:
@@ -47,6 +51,18 @@ def grads_of(node: fx.Node) -> tuple[str, ...]:
     """The parameters whose gradient the node is."""
     text = tags_of(node).get(GRAD)
     return tuple(text.split(",")) if text else ()
+
+
+def units_of(node: fx.Node) -> dict[str, str]:
+    """The units that a launch or wait serves -> which call of each."""
+    text = tags_of(node).get(UNIT)
+    parts = [part.rpartition("@") for part in text.split(_AND)] if text is not None else []
+    return {unit: call for unit, _, call in parts}
+
+
+def tag_units(node: fx.Node, calls: Mapping[str, str]) -> None:
+    """Say which units a launch or wait serves, and which call of each."""
+    tag(node, UNIT, _AND.join(f"{unit}@{call}" for unit, call in calls.items()))
 
 
 def tag_markers(graph: fx.Graph, plan: FramePlan) -> None:

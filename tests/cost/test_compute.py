@@ -26,6 +26,8 @@ HARDWARE = HardwareSpec(
     link_bandwidth=2048.0,
     memory_gib=1,
     kernel_overhead=0.5,
+    gather_tensor_overhead=0.0,
+    reduce_tensor_overhead=0.0,
 )
 
 

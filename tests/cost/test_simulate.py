@@ -33,6 +33,8 @@ HARDWARE = HardwareSpec(
     link_bandwidth=2048.0,
     memory_gib=1,
     kernel_overhead=0.0,
+    gather_tensor_overhead=0.0,
+    reduce_tensor_overhead=0.0,
 )
 NO_PLAN = FramePlan(units={}, shard_inputs={})
 

@@ -30,6 +30,8 @@ HARDWARE = HardwareSpec(
     link_bandwidth=8.0,
     memory_gib=1,
     kernel_overhead=0.25,
+    gather_tensor_overhead=0.0,
+    reduce_tensor_overhead=0.0,
 )
 LAYER = (graphs.WIDTH**2 + graphs.WIDTH) * 4  # bytes of a gathered unit
 X = 2 * graphs.WIDTH * 4  # bytes of an activation

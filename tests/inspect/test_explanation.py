@@ -38,7 +38,7 @@ def test_prints_the_graphs_after_a_pass(two_layers: Explanation, capsys: pytest.
         (
             ("insert_collective",),
             "there is no pass 'insert_collective'. Did you mean 'insert_collectives'? There are: captured, "
-            "dedup_unshard, reshard_policy, insert_collectives.",
+            "dedup_unshard, reshard_policy, insert_collectives, bucket_collectives, coalesce_collectives.",
         ),
         (
             ("insert_collectives", "joint"),
@@ -135,8 +135,8 @@ def test_repr_is_a_short_summary(two_layers: Explanation) -> None:
 Explanation of TwoLayers: 2 units, world size 64, 1 frame
   dynamo   ? nodes
   joint    29 nodes after dedup_unshard, reshard_policy
-  forward  14 -> 36 nodes after dedup_unshard, insert_collectives; 2 all_gather; 2.5 KiB gathered
-  backward 20 -> 29 nodes after dedup_unshard, insert_collectives; 1 all_gather, 2 reduce_scatter; 1.25 KiB gathered""",
+  forward  14 -> 36 nodes after dedup_unshard, insert_collectives, bucket_collectives, coalesce_collectives; 2 all_gather; 2.5 KiB gathered
+  backward 20 -> 29 nodes after dedup_unshard, insert_collectives, bucket_collectives, coalesce_collectives; 1 all_gather, 2 reduce_scatter; 1.25 KiB gathered""",
     )
 
 
@@ -145,7 +145,7 @@ def test_a_terminal_shows_a_table(two_layers: Explanation) -> None:
     console.print(two_layers)
     text = console.export_text()
     assert text.startswith("Explanation of TwoLayers: 2 units, world size 64, 1 frame")
-    (row,) = (line for line in text.splitlines() if "reduce_scatter" in line)
+    row, *_ = (line for line in text.splitlines() if "reduce_scatter" in line)
     assert row.split()[:6] == ["insert_collectives", row.split()[1], "1", "all_gather,", "2", "reduce_scatter"]
 
 

@@ -160,8 +160,10 @@ def test_no_name_can_break_out_of_the_page() -> None:
     assert text.count("</script>") == 2
     assert any(EVIL in cell for cell in page.text["th"])
     assert any(EVIL in line for line in page.data["lines"])
-    declined = [d for stage in page.data["frames"][0] for record in stage["records"] for d in record["declined"]]
-    assert {why for _, why in declined} == {EVIL}
+    reasons = [
+        reason for stage in page.data["frames"][0] for record in stage["records"] for reason in record["reasons"]
+    ]
+    assert {reason.partition(" alone: ")[2] for reason in reasons if reason.startswith("left ")} == {EVIL}
 
 
 def test_a_model_without_collectives_has_a_page_too() -> None:

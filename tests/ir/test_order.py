@@ -42,7 +42,7 @@ def test_tells_dtypes_apart() -> None:
 
 
 def test_lists_every_tensor_of_a_coalesced_launch() -> None:
-    text = "all_gather_into_tensor_coalesced f32[8 -> 16], bf16[2 -> 4] on group '0' for root"
+    text = "all_gather f32[8 -> 16], bf16[2 -> 4] on group '0' for root"
     assert launches(graphs.two_dtypes(), "forward") == [text]
 
 

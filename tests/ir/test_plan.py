@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 
 import torch
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fxshard.ir import collectives
+from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.plan import ParameterSpec, ShardPlan, Slot, UnitPlan, lay_out
 from tests.steps import shard_of
 
@@ -35,6 +37,20 @@ def numbered(plan: ShardPlan) -> dict[str, Tensor]:
         values[slot.fqn] = torch.arange(first, first + slot.full_numel, dtype=torch.float32).view(slot.shape)
         first += slot.full_numel
     return values
+
+
+def unit_of(shard: ShardPlan, world_size: int) -> UnitPlan:
+    """A unit of one shard."""
+    return UnitPlan(fqn="", shards=(shard,), world_size=world_size, group="0")
+
+
+def cut(slots: Sequence[SlotIndex], data: st.DataObject) -> Iterator[tuple[SlotIndex, ...]]:
+    """Cut a row of slots anywhere."""
+    start = 0
+    while start < len(slots):
+        end = data.draw(st.integers(start + 1, len(slots)))
+        yield tuple(slots[start:end])
+        start = end
 
 
 def gathered(plan: ShardPlan, values: dict[str, Tensor], world_size: int) -> Tensor:
@@ -111,15 +127,44 @@ def test_fits_the_rows_of_every_rank_into_its_slot(shapes: list[tuple[int, ...]]
 
 
 @QUICK
-@given(SHAPES, WORLD_SIZES)
-def test_gives_every_parameter_back_after_cut_gather_and_trim(shapes: list[tuple[int, ...]], world_size: int) -> None:
-    plan = one_shard(shapes, world_size)
-    values = numbered(plan)
-    full = gathered(plan, values, world_size)
-    found = collectives._copy_out(full, plan, range(len(plan.slots)), world_size)
-    for slot, parameter in zip(plan.slots, found, strict=True):
+@given(SHAPES, WORLD_SIZES, st.data())
+def test_gives_every_parameter_back_however_its_shard_is_cut(
+    shapes: list[tuple[int, ...]], world_size: int, data: st.DataObject
+) -> None:
+    shard = one_shard(shapes, world_size)
+    unit, values = unit_of(shard, world_size), numbered(shard)
+    slots = [(0, i) for i in range(len(shard.slots))]
+    segments = list(cut(slots, data))
+    ranks = [shard_of(shard, values, rank, world_size) for rank in range(world_size)]
+    sent = [collectives.gather_inputs({0: flat}, unit, segments) for flat in ranks]
+    for tensors, flat in zip(sent, ranks, strict=True):
+        assert all(tensor.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for tensor in tensors)
+    found = collectives.parameters_in(
+        [torch.cat(tensors) for tensors in zip(*sent, strict=True)], unit, segments, slots
+    )
+    for slot, parameter in zip(shard.slots, found, strict=True):
         assert torch.equal(parameter, values[slot.fqn])
         assert parameter.is_contiguous()
+
+
+@QUICK
+@given(SHAPES, WORLD_SIZES, st.data())
+def test_gives_every_rank_its_rows_of_the_mean_however_gradients_are_cut(
+    shapes: list[tuple[int, ...]], world_size: int, data: st.DataObject
+) -> None:
+    shard = one_shard(shapes, world_size)
+    unit, values = unit_of(shard, world_size), numbered(shard)
+    missing = data.draw(st.sets(st.integers(0, len(shapes) - 1), max_size=len(shapes) - 1))
+    grads = {(0, i): values[slot.fqn] for i, slot in enumerate(shard.slots) if i not in missing}
+    segments = list(cut(data.draw(st.permutations(list(grads))), data))
+    tensors = [[grads[slot] for slot in segment] for segment in segments]
+    inputs = collectives.reduce_inputs(tensors, world_size, torch.float32)  # the same on every rank, so is their mean
+    expected = {s.fqn: values[s.fqn] if (0, i) in grads else values[s.fqn] * 0 for i, s in enumerate(shard.slots)}
+    for rank in range(world_size):
+        launched = [tensor.chunk(world_size)[rank] for tensor in inputs] if world_size > 1 else inputs
+        reduced = collectives.reduced_in(launched, torch.float32, world_size)
+        found = collectives.shard_grads(dict(zip(segments, reduced, strict=True)), unit)
+        assert torch.equal(found[0], shard_of(shard, expected, rank, world_size))
 
 
 @QUICK

@@ -11,11 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._inductor.decomposition import select_decomp_table
 
+from fxshard.cost.hardware import BUILTIN
 from fxshard.errors import InvariantError
 from fxshard.ir import contract, liveness, spec
 from fxshard.ir.facts import Fact, GraphKind
 from fxshard.ir.journal import CAPTURED, Journal, snapshot
+from fxshard.passes._base import GraphPass
+from fxshard.passes.bucket_collectives import BucketCollectives
+from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.insert_collectives import InsertCollectives
 from fxshard.passes.reshard_policy import ReshardPolicy
 from tests import graphs
@@ -61,6 +66,14 @@ MODELS: dict[str, Callable[..., Traced]] = {
 }
 MUTATED = tuple(model for model in MODELS if model not in ("frozen_weight", "casting", "gpt"))
 ON_FOUR_RANKS = ("two_layers", "uneven", "doubles", "scalar")
+REWRITTEN = ("two_layers", "uneven", "two_dtypes", "doubles", "called_twice")
+DEAR_COPIES = dataclasses.replace(BUILTIN["cpu"], gather_tensor_overhead=1e-9, reduce_tensor_overhead=1e-9)
+REWRITES: dict[str, tuple[GraphPass, ...]] = {
+    "coalesced": (CoalesceCollectives(),),
+    "merged": (BucketCollectives(size=1.0),),
+    "split": (BucketCollectives(size=6e-5),),  # about 64 bytes
+    "merged and coalesced": (BucketCollectives(size=1.0), CoalesceCollectives()),
+}
 DIALECTS = ("eager", "inductor")
 WORLD_SIZES = (1, 2, 4)
 SPLIT: tuple[GraphKind, ...] = ("forward", "backward")
@@ -79,7 +92,7 @@ def traced(model: str, world_size: int, dialect: str) -> Traced:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A correct graph of a model: after InsertCollectives, or the joint graph with its markers.
+    """A correct graph of a model: after InsertCollectives, rewritten or not, or the joint graph with its markers.
 
     Attributes:
         model: key of `MODELS`.
@@ -88,6 +101,7 @@ class Case:
         kind: of the graph.
         held: to what it is held: the contract of its "stage", that and a "budget" that it just meets, that and its
             "types", or the order of its launches before Inductor's "last" passes.
+        rewritten: key of `REWRITES`.
     """
 
     model: str
@@ -95,9 +109,11 @@ class Case:
     dialect: str
     kind: GraphKind
     held: str = "stage"
+    rewritten: str = ""
 
     def __str__(self) -> str:
-        return f"{self.model} ({self.held}, {self.kind}, {self.world_size} ranks, {self.dialect})"
+        by = f", {self.rewritten}" if self.rewritten else ""
+        return f"{self.model} ({self.held}, {self.kind}, {self.world_size} ranks, {self.dialect}{by})"
 
     @property
     def traced(self) -> Traced:
@@ -111,7 +127,19 @@ class Case:
     @property
     def graph(self) -> fx.Graph:
         """A copy that is the caller's to break."""
-        return snapshot(self.traced.journal.stages[self.kind][self.pass_name].graph)
+        return snapshot(self._correct)
+
+    @functools.cached_property
+    def _correct(self) -> fx.Graph:
+        if self.kind == "joint" or not self.rewritten:
+            return self.traced.journal.stages[self.kind][self.pass_name].graph
+        gm, ctx = self.traced.at(self.kind, after=InsertCollectives)
+        gm.graph._graph_namespace._used_names.update(self.contract.reads)  # no new node gets the name of an erased one
+        decompositions = select_decomp_table() if self.dialect == "inductor" else {}
+        ctx = dataclasses.replace(ctx, hardware=DEAR_COPIES, decompositions=decompositions)
+        for step in REWRITES[self.rewritten]:
+            step.apply(gm, ctx)
+        return gm.graph
 
     @functools.cached_property
     def contract(self) -> contract.Contract:
@@ -179,6 +207,8 @@ def correct_cases(models: Sequence[str]) -> Iterator[Case]:
     for model, world_size, dialect, kind in itertools.product(models, WORLD_SIZES, DIALECTS, KINDS):
         if dialect == "eager" or world_size == 2:
             yield Case(model=model, world_size=world_size, dialect=dialect, kind=kind)
+        for rewritten in REWRITES if kind != "joint" and world_size == 2 else ():
+            yield Case(model=model, world_size=world_size, dialect=dialect, kind=kind, rewritten=rewritten)
 
 
 def mutated_cases() -> Iterator[Case]:
@@ -186,7 +216,8 @@ def mutated_cases() -> Iterator[Case]:
     for held, kind in itertools.product(("last", "budget", "types"), SPLIT):
         yield Case(model="gpt", world_size=2, dialect="eager", kind=kind, held=held)
     for case in correct_cases(MUTATED):
-        if case.world_size == 2 or (case.world_size == 4 and case.model in ON_FOUR_RANKS):
+        many = case.world_size == 4 and case.model in ON_FOUR_RANKS
+        if (case.world_size == 2 or many) and (not case.rewritten or case.model in REWRITTEN):
             yield case
 
 

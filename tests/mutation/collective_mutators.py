@@ -84,14 +84,14 @@ def move_a_launch_before_its_input(graph: fx.Graph) -> Iterator[Edit]:
 def drop_a_launch(graph: fx.Graph) -> Iterator[Edit]:
     """The wait waits for what the launch would have sent."""
     for launch in launches(graph):
-        if launch.target != collectives.ALL_GATHER_COALESCED:
+        if launch.target not in collectives.COALESCED:
             yield launch, edit(replace, launch, launch.args[0])
 
 
 def drop_launch_and_wait(graph: fx.Graph) -> Iterator[Edit]:
     """What the launch would have sent is read in its place."""
     for launch in launches(graph):
-        if launch.target != collectives.ALL_GATHER_COALESCED:
+        if launch.target not in collectives.COALESCED:
             yield launch, edit(replace, next(iter(launch.users)), launch.args[0])
 
 
@@ -108,26 +108,26 @@ def swap_two_waits(graph: fx.Graph) -> Iterator[Edit]:
 
 
 def swap_the_results_of_a_coalesced_launch(graph: fx.Graph) -> Iterator[Edit]:
-    for launch in nodes_of(graph, collectives.ALL_GATHER_COALESCED):
+    for launch in nodes_of(graph, *collectives.COALESCED):
         first, second, *_ = launch.users
         yield launch, edit(swap_arguments, first, second, 1)
 
 
 def name_another_group(graph: fx.Graph) -> Iterator[Edit]:
     for launch in launches(graph):
-        index = 3 if launch.target == collectives.REDUCE_SCATTER else 2
+        index = 3 if launch.target in collectives.REDUCTIONS else 2
         yield launch, edit(set_argument, launch, index, "other")
 
 
 def name_another_number_of_ranks(graph: fx.Graph) -> Iterator[Edit]:
     for launch in launches(graph):
-        index = 2 if launch.target == collectives.REDUCE_SCATTER else 1
+        index = 2 if launch.target in collectives.REDUCTIONS else 1
         for world_size in (1, 8):
             yield launch, edit(set_argument, launch, index, world_size)
 
 
 def name_another_operator(graph: fx.Graph) -> Iterator[Edit]:
-    for launch in nodes_of(graph, collectives.REDUCE_SCATTER):
+    for launch in nodes_of(graph, *collectives.REDUCTIONS):
         for operator in sorted({"sum", "avg", "max"} - {str(launch.args[1])}):
             yield launch, edit(set_argument, launch, 1, operator)
 
@@ -184,7 +184,7 @@ def launch_for_nothing(graph: fx.Graph) -> Iterator[Edit]:
     """A second launch that is waited for and never read."""
     for wait in waits(graph):
         launch = wait.args[0]
-        if isinstance(launch, fx.Node) and launch.target != collectives.ALL_GATHER_COALESCED and wait.users:
+        if isinstance(launch, fx.Node) and launch.target not in collectives.COALESCED and wait.users:
             yield launch, edit(_relaunch_for_nothing, wait)
 
 

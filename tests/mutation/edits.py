@@ -68,7 +68,7 @@ def gradient_concats(graph: fx.Graph) -> list[fx.Node]:
 
 def leads_to_reduction(node: fx.Node) -> bool:
     """Whether a node only passes a buffer on to a launch."""
-    while node.target != collectives.REDUCE_SCATTER:
+    while node.target not in collectives.REDUCTIONS:
         if node.target not in (aten.view.default, aten.div.Tensor) or len(node.users) != 1:
             return False
         (node,) = node.users

@@ -135,7 +135,9 @@ def _behind(node: fx.Node, target: Any, *args: Any) -> None:
 
 
 def _reduced(graph: fx.Graph) -> list[fx.Node]:
-    return [next(iter(launch.users)) for launch in nodes_of(graph, collectives.REDUCE_SCATTER)]
+    """The waits for reductions, those of a coalesced launch among them."""
+    results = [user for launch in nodes_of(graph, collectives.REDUCE_SCATTER_COALESCED) for user in launch.users]
+    return [next(iter(node.users)) for node in (*nodes_of(graph, collectives.REDUCE_SCATTER), *results)]
 
 
 def drop_a_division(graph: fx.Graph) -> Iterator[Edit]:

@@ -111,15 +111,13 @@ def test_reduces_two_dtypes_each_by_itself() -> None:
 %sum_1: f32[1, 4] = aten.sum.dim_IntList(%tangents_1, [0], True)
 %view: f32[4] = aten.view(%sum_1, [4])
 %_to_copy: bf16[4] = aten._to_copy(%view, dtype=bf16)  # grad=bias
-%mm_1: f32[4, 4] = aten.mm(%t, %tangents_1)  # grad=weight
-%_chunk_cat: f32[2, 8] = aten._chunk_cat([%mm_1], 0, 2)
-%view_1: f32[16] = aten.view(%_chunk_cat, [-1])
-%reduce_root: f32[8] = c10d.reduce_scatter_tensor(%view_1, 'avg', 2, '0')  # unit=@0
-%reduced_root: f32[8] = c10d.wait_tensor(%reduce_root)  # unit=@0
-%_chunk_cat_1: bf16[2, 2] = aten._chunk_cat([%_to_copy], 0, 2)
-%view_2: bf16[4] = aten.view(%_chunk_cat_1, [-1])
+%view_2: bf16[4] = aten.view(%_to_copy, [-1])
 %reduce_root_1: bf16[2] = c10d.reduce_scatter_tensor(%view_2, 'avg', 2, '0')  # unit=@0
 %reduced_root_1: bf16[2] = c10d.wait_tensor(%reduce_root_1)  # unit=@0
+%mm_1: f32[4, 4] = aten.mm(%t, %tangents_1)  # grad=weight
+%view_1: f32[16] = aten.view(%mm_1, [-1])
+%reduce_root: f32[8] = c10d.reduce_scatter_tensor(%view_1, 'avg', 2, '0')  # unit=@0
+%reduced_root: f32[8] = c10d.wait_tensor(%reduce_root)  # unit=@0
 return %reduced_root, None, %reduced_root_1""",
     )
 
@@ -196,8 +194,7 @@ def test_reduces_no_gradient_of_a_frozen_parameter() -> None:
 %tangents_1: f32[2, 4] = input
 %sum_1: f32[1, 4] = aten.sum.dim_IntList(%tangents_1, [0], True)
 %view: f32[4] = aten.view(%sum_1, [4])  # grad=bias
-%_chunk_cat: f32[2, 2] = aten._chunk_cat([%view], 0, 2)
-%view_1: f32[4] = aten.view(%_chunk_cat, [-1])
+%view_1: f32[4] = aten.view(%view, [-1])
 %reduce_root: f32[2] = c10d.reduce_scatter_tensor(%view_1, 'avg', 2, '0')  # unit=@0
 %reduced_root: f32[2] = c10d.wait_tensor(%reduce_root)  # unit=@0
 return None, None, %reduced_root""",
@@ -220,9 +217,7 @@ def test_gathers_a_weight_that_is_read_twice_once() -> None:
 %x: f32[2, 4] = input
 %unshard_root: f32[16] = c10d.all_gather_into_tensor(%shard_root, 2, '0')  # unit=@0
 %wait_root: f32[16] = c10d.wait_tensor(%unshard_root)  # unit=@0
-%view: f32[2, 8] = aten.view(%wait_root, [2, 8])
-%slice_1: f32[2, 8] = aten.slice.Tensor(%view, 1, 0, 8)
-%weight: f32[4, 4] = aten.view(%slice_1, [4, 4])  # param=weight
+%weight: f32[4, 4] = aten.view(%wait_root, [4, 4])  # param=weight
 %mm: f32[2, 4] = aten.mm(%x, %weight)
 %mm_1: f32[2, 4] = aten.mm(%mm, %weight)
 %t: f32[4, 2] = aten.t(%mm)
@@ -244,8 +239,7 @@ def test_reduces_a_weight_that_is_read_twice_once() -> None:
 %mm_3: f32[2, 4] = aten.mm(%tangents_1, %t_1)
 %mm_4: f32[4, 4] = aten.mm(%t_2, %mm_3)  # grad=weight
 %add_1: f32[4, 4] = aten.add.Tensor(%mm_2, %mm_4)
-%_chunk_cat: f32[2, 8] = aten._chunk_cat([%add_1], 0, 2)
-%view: f32[16] = aten.view(%_chunk_cat, [-1])
+%view: f32[16] = aten.view(%add_1, [-1])
 %reduce_root: f32[8] = c10d.reduce_scatter_tensor(%view, 'avg', 2, '0')  # unit=@0
 %reduced_root: f32[8] = c10d.wait_tensor(%reduce_root)  # unit=@0
 return %reduced_root, None""",
@@ -268,11 +262,9 @@ def test_gathers_a_scalar_and_keeps_one_copy() -> None:
 %x: f32[2, 4] = input
 %unshard_root: f32[2] = c10d.all_gather_into_tensor(%shard_root, 2, '0')  # unit=@0
 %wait_root: f32[2] = c10d.wait_tensor(%unshard_root)  # unit=@0
-%view: f32[2, 1] = aten.view(%wait_root, [2, 1])
-%slice_1: f32[2, 1] = aten.slice.Tensor(%view, 1, 0, 1)
-%view_1: f32[2] = aten.view(%slice_1, [-1])
-%slice_2: f32[1] = aten.slice.Tensor(%view_1, 0, 0, 1)
-%gain: f32[] = aten.view(%slice_2, [])  # param=gain
+%view: f32[2] = aten.view(%wait_root, [-1])
+%slice_1: f32[1] = aten.slice.Tensor(%view, 0, 0, 1)
+%gain: f32[] = aten.view(%slice_1, [])  # param=gain
 %mul: f32[2, 4] = aten.mul.Tensor(%x, %gain)
 return %mul, %x""",
     )
@@ -287,8 +279,7 @@ def test_reduces_a_scalar_into_the_slot_of_every_rank() -> None:
 %mul_1: f32[2, 4] = aten.mul.Tensor(%tangents_1, %x)
 %sum_1: f32[] = aten.sum(%mul_1)  # grad=gain
 %expand: f32[2] = aten.expand(%sum_1, [2])
-%_chunk_cat: f32[2, 1] = aten._chunk_cat([%expand], 0, 2)
-%view: f32[2] = aten.view(%_chunk_cat, [-1])
+%view: f32[2] = aten.view(%expand, [2])
 %reduce_root: f32[1] = c10d.reduce_scatter_tensor(%view, 'avg', 2, '0')  # unit=@0
 %reduced_root: f32[1] = c10d.wait_tensor(%reduce_root)  # unit=@0
 return %reduced_root, None""",

@@ -135,7 +135,7 @@ def test_logs_what_a_pass_left_alone_and_why(caplog: pytest.LogCaptureFixture) -
         logged(caplog),
         """\
 [forward 01/02] LeaveAlone()  nodes 5 -> 5  N ms
-[forward 01/02] leave_alone left %relu alone: it is not linear
+[forward 01/02] leave_alone: left %relu alone: it is not linear
 [forward 02/02] DropRelu(keep=0)  nodes 5 -> 4  N ms""",
     )
 

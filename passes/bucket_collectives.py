@@ -1,0 +1,194 @@
+"""Decide how much each launch moves: merge launches that are too small for the link, split those that are too large."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+from torch.fx import GraphModule
+
+from fxshard.cost import buckets
+from fxshard.cost.buckets import Limits
+from fxshard.errors import ConfigError
+from fxshard.ir.collectives import SlotIndex
+from fxshard.ir.launched import launched_in, rewrite
+from fxshard.ir.liveness import unsharded_bytes
+from fxshard.ir.plan import UnitPlan
+from fxshard.ir.traffic import Gather, Gradient, Reduce, Traffic
+from fxshard.passes._base import Fact, GraphPass, PassContext
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketCollectives(GraphPass):
+    """Merge launches that are too small for the link, and split those that are too large.
+
+    Before   %a = all_gather(%shard_0)   read of layer 0   %b = all_gather(%shard_1)   read of layer 1
+    After    %ab = all_gather_coalesced([%shard_0, %shard_1])   read of layer 0   read of layer 1
+
+    Attributes:
+        size: "unit", one launch per unit and direction; "auto", buckets that use the link well, as `cost/buckets.py`
+            finds for `hardware`; or MiB (of the whole buffer) that a bucket is filled up to.
+
+    Buckets are filled in the order in which forward and backward meet the units, within a bucket in registration
+    order; what a split launch brings is gathered where it is first read, or reduced after its last gradient.
+
+    Numerics: unchanged; where several ranks' gradients are added in a ring, its order depends on their place in the
+    buffer, so sums over three ranks or more may be rounded differently.
+    Memory: a merged unit is gathered earlier than it is read, never beyond the budget; a split one later.
+    No-op: size="unit", one rank, or where no launch is too small or too large.
+    Limits: merges neighbours of one process group (and one reduce dtype) only; a parameter is never split; a launch
+    with anything else in it is left alone.
+    Source: Li et al., "PyTorch Distributed" (VLDB 2020), which buckets gradients so.
+    """
+
+    requires = frozenset({Fact.COLLECTIVES})
+
+    size: str | float = "unit"
+
+    def __post_init__(self) -> None:
+        """Reject sizes that no bucket can have."""
+        is_number = isinstance(self.size, int | float) and not isinstance(self.size, bool)
+        if self.size not in ("unit", "auto") and not (is_number and 0 < float(self.size) < math.inf):
+            raise ConfigError(f'bucket must be "unit", "auto" or a positive number of MiB, got {self.size!r}.')
+
+    def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
+        """Edit `gm.graph` in place; return whether anything changed."""
+        if self.size == "unit":
+            return False
+        found = launched_in(gm.graph, ctx.plan)
+        for launch in found.unread:
+            ctx.decline(launch, "it moves something that is not a unit's parameters or gradients")
+        room = _Room(gm.graph, ctx.unsharded_budget_bytes)
+        writer = Traffic(gm.graph, ctx.plan, ctx.decompositions)
+        gathers = self._gathers([part for parts in found.gathers.values() for part in parts], ctx, room)
+        reductions = self._reductions(list(found.reductions.values()), ctx)
+        notes = rewrite(writer, found, gathers, reductions)
+        for launch, why in notes:
+            ctx.note(launch, why)
+        return bool(notes)
+
+    def _gathers(self, parts: Sequence[Gather], ctx: PassContext, room: _Room) -> list[tuple[list[Gather], str]]:
+        """The all_gathers, in the order in which they will stand, and why."""
+        units = ctx.plan.units
+        limits = self._limits([part.unit for part in parts], ctx)
+        pieces = [piece for part in parts for piece in _split_gather(part, units[part.unit], limits)]
+        pieces.sort(key=_first_read)
+        sizes = [sum(_gather_bytes(units[piece.unit], slot) for slot in _slots(piece)) for piece in pieces]
+
+        def may_join(bucket: list[int], newcomer: int) -> bool:
+            names = [pieces[i].unit for i in (*bucket, newcomer)]
+            early = sum(sizes[i] for i in (*bucket[1:], newcomer))
+            first, last = (_first_read(pieces[i]) for i in (bucket[0], newcomer))
+            return _can_share(names, ctx) and room.for_gathering_early(first, last, early)
+
+        merged = buckets.merge(sizes, limits, may_join)
+        return [([pieces[i] for i in bucket], _why(sum(sizes[i] for i in bucket), limits)) for bucket in merged]
+
+    def _reductions(self, reductions: Sequence[Reduce], ctx: PassContext) -> list[tuple[Reduce, str]]:
+        """The reduce_scatters, in the order in which they will stand, and why."""
+        units = ctx.plan.units
+        limits = self._limits([unit for reduction in reductions for unit in reduction.calls], ctx)
+        pieces = [piece for reduction in reductions for piece in _split_reduce(reduction, units, limits)]
+        pieces.sort(key=lambda piece: max(itertools.chain.from_iterable(piece.terms.values())))
+        sizes = [sum(_reduce_bytes(units, piece.dtype, gradient) for gradient in piece.terms) for piece in pieces]
+
+        def may_join(bucket: list[int], newcomer: int) -> bool:
+            names = [unit for i in (*bucket, newcomer) for unit in pieces[i].calls]
+            return pieces[bucket[0]].dtype is pieces[newcomer].dtype and _can_share(names, ctx)
+
+        merged = buckets.merge(sizes, limits, may_join)
+        return [(_join([pieces[i] for i in bucket]), _why(sum(sizes[i] for i in bucket), limits)) for bucket in merged]
+
+    def _limits(self, units: Iterable[str], ctx: PassContext) -> Limits:
+        world_size = max((ctx.plan.units[unit].world_size for unit in units), default=2)
+        given = None if self.size == "auto" else float(self.size) * MIB
+        return buckets.auto_limits(ctx.hardware, world_size) if given is None else Limits(enough=given, most=given)
+
+
+class _Room:
+    """How much the budget leaves where units are gathered earlier."""
+
+    def __init__(self, graph: fx.Graph, budget: int | None) -> None:
+        self.graph, self.budget = graph, budget
+
+    def for_gathering_early(self, first: fx.Node, last: fx.Node, nbytes: int) -> bool:
+        """Whether `nbytes` more fit between two nodes; what is there already of it is counted again."""
+        if self.budget is None:
+            return True
+        alive = itertools.islice(self.used, self.places[first], self.places[last] + 1)
+        return max(alive) + nbytes <= self.budget
+
+    @functools.cached_property
+    def places(self) -> dict[fx.Node, int]:
+        """Position of each node in the graph as it was."""
+        return {node: i for i, node in enumerate(self.graph.nodes)}
+
+    @functools.cached_property
+    def used(self) -> list[int]:
+        """Unsharded bytes while each node runs, in the graph as it was."""
+        return [nbytes for _, nbytes in unsharded_bytes(self.graph)]
+
+
+def _slots(part: Gather) -> list[SlotIndex]:
+    return sorted(itertools.chain.from_iterable(part.segments))
+
+
+def _first_read(part: Gather) -> fx.Node:
+    return min(part.reads.values())
+
+
+def _gather_bytes(unit: UnitPlan, slot: SlotIndex) -> int:
+    """Of a gathered parameter, padding included."""
+    shard = unit.shards[slot[0]]
+    return shard.slots[slot[1]].numel * unit.world_size * unit.unsharded_dtype(shard).itemsize
+
+
+def _reduce_bytes(units: Mapping[str, UnitPlan], dtype: torch.dtype, gradient: Gradient) -> int:
+    """Of an unsharded gradient in the reduction's dtype, padding included."""
+    unit, (shard, slot) = units[gradient[0]], gradient[1]
+    return unit.shards[shard].slots[slot].numel * unit.world_size * dtype.itemsize
+
+
+def _split_gather(part: Gather, unit: UnitPlan, limits: Limits) -> Iterator[Gather]:
+    """`part` in pieces that are not too large; without those that nothing reads."""
+    slots = _slots(part)
+    for stretch in buckets.split([_gather_bytes(unit, slot) for slot in slots], limits.most):
+        reads = {slots[i]: part.reads[slots[i]] for i in stretch if slots[i] in part.reads}
+        groups = itertools.groupby((slots[i] for i in stretch), key=lambda slot: slot[0])
+        segments = tuple(tuple(group) for _, group in groups)
+        flats = {segment[0][0]: part.flats[segment[0][0]] for segment in segments}
+        if reads:
+            yield replace(part, segments=segments, flats=flats, reads=reads)
+
+
+def _split_reduce(reduction: Reduce, units: Mapping[str, UnitPlan], limits: Limits) -> Iterator[Reduce]:
+    """`reduction` in pieces of one unit each that are not too large."""
+    for unit, group in itertools.groupby(sorted(reduction.gradients), key=lambda gradient: gradient[0]):
+        gradients = list(group)
+        sizes = [_reduce_bytes(units, reduction.dtype, gradient) for gradient in gradients]
+        for stretch in buckets.split(sizes, limits.most):
+            terms = {gradients[i]: reduction.terms[gradients[i]] for i in stretch}
+            yield replace(reduction, tensors=(tuple(terms),), terms=terms, calls={unit: reduction.calls[unit]})
+
+
+def _join(pieces: Sequence[Reduce]) -> Reduce:
+    """One launch with all gradients in one tensor, in registration order."""
+    terms = {gradient: nodes for piece in pieces for gradient, nodes in piece.terms.items()}
+    calls = {unit: call for piece in pieces for unit, call in piece.calls.items()}
+    return replace(pieces[0], tensors=(tuple(terms),), terms=terms, calls=calls)
+
+
+def _can_share(units: Sequence[str], ctx: PassContext) -> bool:
+    """Whether one launch can serve these units: all different, and of one process group."""
+    return len(set(units)) == len(units) and len({ctx.plan.units[unit].group for unit in units}) == 1
+
+
+def _why(nbytes: int, limits: Limits) -> str:
+    return f"{nbytes / MIB:.2f} MiB, where {limits.enough / MIB:.2f} are enough and {limits.most / MIB:.2f} the most"

@@ -1,0 +1,188 @@
+"""BucketCollectives: what is merged, what is split, what the budget allows, and the same bits for all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, fx, nn
+
+from fxshard.cost.hardware import BUILTIN
+from fxshard.errors import ConfigError
+from fxshard.ir import collectives, liveness, tags
+from fxshard.passes._base import GraphKind, PassContext
+from fxshard.passes.bucket_collectives import MIB, BucketCollectives
+from fxshard.passes.insert_collectives import InsertCollectives
+from tests import graphs
+from tests.graphs import Traced, assert_golden, run_pass, text
+from tests.steps import assert_same_step, step
+
+LAYER = 20 * 4 * 2 / 2 / MIB
+"""MiB of a gathered layer: 20 floats."""
+
+
+class Layers(nn.Module):
+    """Calls `count` layers, one after the other."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(graphs.Layer() for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def four_layers() -> Traced:
+    return graphs.trace(Layers(4), units=graphs.layers_of)
+
+
+def bucketed(
+    traced: Traced, kind: GraphKind, size: str | float, **context: object
+) -> tuple[fx.GraphModule, PassContext]:
+    """The graph after the pass."""
+    gm, ctx = traced.at(kind, after=InsertCollectives)
+    ctx = dataclasses.replace(ctx, **context)  # type: ignore[arg-type]
+    run_pass(BucketCollectives(size=size), gm, ctx)
+    return gm, ctx
+
+
+def gathered(gm: fx.GraphModule) -> list[str]:
+    """The units of each all_gather."""
+    return [" ".join(tags.units_of(launch)) for launch in collectives.unshard_launches(gm.graph)]
+
+
+def reduced(gm: fx.GraphModule) -> list[str]:
+    """The units of each reduce_scatter."""
+    return [" ".join(tags.units_of(launch)) for launch in collectives.reduce_launches(gm.graph)]
+
+
+def test_merges_small_gathers() -> None:
+    gm, _ = bucketed(graphs.two_layers(), "forward", 2 * LAYER)
+    assert_golden(text(gm), "bucket_collectives_merged_forward")
+
+
+def test_merges_small_reductions_into_one_buffer() -> None:
+    gm, _ = bucketed(graphs.two_layers(), "backward", 2 * LAYER)
+    assert_golden(text(gm), "bucket_collectives_merged_backward")
+
+
+def test_splits_a_large_unit_where_its_parameters_are_read() -> None:
+    gm, _ = bucketed(graphs.two_layers(), "forward", 0.9 * LAYER)
+    assert_golden(text(gm), "bucket_collectives_split_forward")
+
+
+def test_splits_a_large_reduction() -> None:
+    gm, _ = bucketed(graphs.two_layers(), "backward", 0.9 * LAYER)
+    assert_golden(text(gm), "bucket_collectives_split_backward")
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (1.0 * LAYER, ["layers.0", "layers.1", "layers.2", "layers.3"]),
+        (2.5 * LAYER, ["layers.0 layers.1", "layers.2 layers.3"]),
+        (3.0 * LAYER, ["layers.0 layers.1 layers.2", "layers.3"]),
+        (100.0, ["layers.0 layers.1 layers.2 layers.3"]),
+    ],
+)
+def test_fills_buckets_up_to_the_size(size: float, expected: list[str]) -> None:
+    gm, _ = bucketed(four_layers(), "forward", size)
+    assert gathered(gm) == expected
+
+
+def test_fills_buckets_of_reductions_in_the_order_of_backward() -> None:
+    gm, _ = bucketed(four_layers(), "backward", 3 * LAYER)
+    assert reduced(gm) == ["layers.3 layers.2 layers.1", "layers.0"]
+
+
+def test_leaves_every_unit_its_own_launch_by_default() -> None:
+    gm, ctx = bucketed(four_layers(), "forward", "unit")
+    assert gathered(gm) == ["layers.0", "layers.1", "layers.2", "layers.3"]
+    assert not ctx.journal.last("forward").changed
+
+
+def test_auto_merges_until_latency_is_a_tenth_of_the_time() -> None:
+    # 2 ranks: 80 bytes take latency + 40 s; buckets of 3 layers are the first with latency below a tenth.
+    link = dataclasses.replace(BUILTIN["cpu"], link_bandwidth=1.0, link_latency=13.0)
+    gm, _ = bucketed(four_layers(), "forward", "auto", hardware=link)
+    assert gathered(gm) == ["layers.0 layers.1 layers.2", "layers.3"]
+
+
+def test_auto_splits_what_takes_forty_times_the_latency() -> None:
+    link = dataclasses.replace(BUILTIN["cpu"], link_bandwidth=1.0, link_latency=0.9)
+    gm, _ = bucketed(graphs.two_layers(), "forward", "auto", hardware=link)
+    assert gathered(gm) == ["layers.0", "layers.0", "layers.1", "layers.1"]
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_stays_within_the_budget(layers: int) -> None:
+    traced = four_layers()
+    gm, _ = traced.at("forward", after=InsertCollectives)
+    alone = max(nbytes for _, nbytes in liveness.unsharded_bytes(gm.graph))
+    budget = alone + (layers - 1) * 80
+    gm, _ = bucketed(traced, "forward", 100.0, unsharded_budget_bytes=budget)
+    assert max(nbytes for _, nbytes in liveness.unsharded_bytes(gm.graph)) <= budget
+    assert max(len(units.split()) for units in gathered(gm)) == layers
+
+
+def test_never_gathers_two_calls_of_a_unit_at_once() -> None:
+    gm, _ = bucketed(graphs.called_twice(), "forward", 100.0)
+    assert gathered(gm) == ["layers.0", "layers.0"]
+
+
+def test_reduces_each_dtype_by_itself() -> None:
+    gm, _ = bucketed(graphs.two_dtypes(), "backward", 100.0)
+    dtypes = {launch.meta["val"].dtype for launch in collectives.reduce_launches(gm.graph)}
+    assert dtypes == {torch.float32, torch.bfloat16}
+
+
+def test_says_why() -> None:
+    _, ctx = bucketed(four_layers(), "forward", 2 * LAYER)
+    notes = [f"{note.node}: {note.why}" for note in ctx.journal.last("forward").notes]
+    assert_expected_inline(
+        "\n".join(notes),
+        """\
+unshard_layers_0_to_layers_1: 0.00 MiB, where 0.00 are enough and 0.00 the most
+unshard_layers_2_to_layers_3: 0.00 MiB, where 0.00 are enough and 0.00 the most""",
+    )
+
+
+@pytest.mark.parametrize("size", ["units", 0, -1.0, float("inf"), float("nan"), True, None])
+def test_refuses_what_is_no_size(size: object) -> None:
+    with pytest.raises(ConfigError, match=r'bucket must be "unit", "auto" or a positive number of MiB, got '):
+        BucketCollectives(size=size)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+@pytest.mark.parametrize("size", [2 * LAYER, 0.9 * LAYER])
+def test_changes_nothing_when_run_again(kind: GraphKind, size: float) -> None:
+    gm, ctx = bucketed(four_layers(), kind, size)
+    before = text(gm)
+    assert not BucketCollectives(size=size).apply(gm, ctx)
+    assert text(gm) == before
+
+
+EVERY_UNIT = [
+    graphs.two_layers,
+    graphs.uneven,
+    graphs.two_dtypes,
+    graphs.frozen_weight,
+    graphs.read_twice,
+    graphs.called_twice,
+    graphs.scalar,
+    graphs.doubles,
+    graphs.mixed_precision,
+]
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize("size", [1e-5, 100.0], ids=["split", "merged"])
+@pytest.mark.parametrize("build", EVERY_UNIT)
+def test_computes_the_same_bits(build: Callable[..., Traced], size: float, world_size: int) -> None:
+    traced = build(world_size=world_size)
+    assert_same_step(step(traced, BucketCollectives(size=size)), step(traced), rtol=0, atol=0)
