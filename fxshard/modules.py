@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_map
 from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.ir import fake
 from fxshard.runtime import eager
-from fxshard.runtime.unit import REFS, Member, ParameterRef, Unit, require_shard
+from fxshard.runtime.reference import REFS, TRACED, ParameterRef, flat_key, marker_arguments
+from fxshard.runtime.unit import Member, Unit, require_shard
 
 STATE = "_fxshard_state"
 """Key in the `__dict__` of a module that was given to `fully_shard`."""
@@ -188,17 +189,19 @@ _read_eagerly = torch.compiler.disable(_read)
 
 
 def _getter(name: str) -> property:
+    its_flat = flat_key(name)
+
     @fake.run_this_frame_eagerly
     def get(self: nn.Module) -> Any:
-        refs = self.__dict__[REFS]
         if torch.compiler.is_compiling():  # never touch self._parameters here: Dynamo would trace the DTensors in it
-            ref = refs[name]
-            return torch.ops.fxshard.unshard(ref.flat, ref.key, ref.slot, ref.shape, ref.dtype)
+            traced = self.__dict__[TRACED]
+            key, slot, shape, dtype = marker_arguments(traced[name])
+            return torch.ops.fxshard.unshard(traced[its_flat], key, slot, shape, dtype)
         if fake.eval_frame_callback() is False:  # a C function: a Python one would be offered to Dynamo
             _refuse_fallback(self, name)
         if name not in self._parameters:
             return nn.Module.__getattr__(self, name)
-        return _read_eagerly(self, refs[name], name)
+        return _read_eagerly(self, self.__dict__[REFS][name], name)
 
     return property(get)
 

@@ -15,7 +15,8 @@ from torch.nn.parameter import UninitializedParameter
 
 from fxshard.errors import ConfigError
 from fxshard.modules import STATE, ModuleState, state_of, swap_class, units_under
-from fxshard.runtime.unit import REFS, Member, Unit, adopt_attributes, as_dtensor, home_of, shard_rows
+from fxshard.runtime.reference import REFS
+from fxshard.runtime.unit import Member, Unit, adopt_attributes, as_dtensor, home_of, shard_rows
 
 
 def managed_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:

@@ -39,6 +39,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _resolve_proc
 
 from fxshard.errors import FxshardError, RankMismatchError
 from fxshard.ir.order import Launch
+from fxshard.runtime import ranges
 
 RING = 512
 """Runs per rank that the store keeps."""
@@ -246,7 +247,7 @@ def _crews() -> weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...
 def _crew_of(group_name: str) -> Crew | None:
     """Who takes part in the collectives of a group; `None` if that is this process alone."""
     world = dist.group.WORLD
-    if world is None or _is_in_process(_get_default_store()):
+    if world is None or is_in_process(_get_default_store()):
         return None
     group: dist.ProcessGroup = _resolve_process_group(group_name)  # type: ignore[arg-type] # a NewType since 2.13
     if group.size() == 1 or dist.get_backend(group) == "fake":
@@ -258,7 +259,7 @@ def _crew_of(group_name: str) -> Crew | None:
     return crews[ranks]
 
 
-def _is_in_process(store: dist.Store) -> bool:
+def is_in_process(store: dist.Store) -> bool:
     """Whether no other process can reach the store: the other ranks are emulated."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -295,7 +296,8 @@ class _Guarded:
     def __call__(self, inputs: list[Any]) -> Any:
         self._agree()
         try:
-            return self._run(inputs)
+            with ranges.of_graph(self._launches):
+                return self._run(inputs)
         except RuntimeError as error:
             if not isinstance(error, FxshardError):
                 self._explain(error)

@@ -18,7 +18,9 @@ from torch import Tensor
 from fxshard.errors import InvariantError, UnsupportedGraph
 from fxshard.ir import collectives, fake
 from fxshard.ir.collectives import SlotIndex
-from fxshard.runtime.unit import ParameterRef, Unit, home_of
+from fxshard.runtime import ranges
+from fxshard.runtime.reference import ParameterRef
+from fxshard.runtime.unit import Unit, home_of
 
 Parameters = dict[SlotIndex, Tensor]
 
@@ -117,7 +119,8 @@ class _UnshardUnit(torch.autograd.Function):
     def forward(ctx: Any, unit: Unit, index: list[SlotIndex], *flats: Tensor) -> tuple[Tensor, ...]:
         ctx.unit, ctx.index, ctx.epoch = unit, index, unit.epoch()
         ctx.set_materialize_grads(False)
-        values = collectives.unshard(flats, unit.plan, index)
+        with ranges.of_unit(unit.fqn):
+            values = collectives.unshard(dict(enumerate(flats)), unit.plan, index)
         frozen = [v for v, (i, _) in zip(values, index, strict=True) if not unit.shards[i].plan.trainable]
         ctx.mark_non_differentiable(*frozen)
         return tuple(values)
@@ -133,5 +136,6 @@ class _UnshardUnit(torch.autograd.Function):
         slots = [slot for slot, _ in written]
         for i, j in slots:
             unit.shards[i].sink.expect((j,))
-        reduced = collectives.reduce_grads([grad for _, grad in written], unit.plan, slots)
+        with ranges.of_unit(unit.fqn):
+            reduced = collectives.reduce_grads(dict(written), unit.plan)
         return (None, None, *(reduced.get(i) for i in range(len(unit.shards))))

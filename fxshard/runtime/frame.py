@@ -34,7 +34,7 @@ class Frame:
     plan: FramePlan
     trained: dict[str, list[SlotIndex]] = field(default_factory=dict)
     journal: Journal = field(default_factory=Journal)
-    hardware: str | None = None
+    hardware: str = "h100"
     compiled: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
@@ -106,8 +106,9 @@ class _BeforeBackward:
         for key, epoch in self.epochs.items():
             self.units[key].require_epoch(epoch)
         for key, slots in self.trained.items():
-            for i, j in slots:
-                self.units[key].shards[i].sink.expect((j,))
+            for i, shard in enumerate(self.units[key].shards):
+                if trained := [slot for j, slot in slots if j == i]:
+                    shard.sink.expect(trained)
 
 
 # A whole train step may be compiled: then Dynamo is on during backward, and must leave our hooks alone.

@@ -1,9 +1,19 @@
-"""From the gradient of a flat to the `.grad` of the parameters that are views of it."""
+"""From the gradient of a flat to the `.grad` of the parameters that are views of it.
+
+[Note: hand-over]
+This runs once per unit and backward, for all parameters of the unit, so what it does per parameter is a call into C:
+slices are views of the reduced buffer, wrapped by DTensor's own constructor, and a second gradient is added to all
+parameters in one `foreach`. The wrappers are new ones at each step: a user may hold last step's `.grad`. Where a
+parameter has hooks, or a `.grad` that is not ours, that unit's parameters go one by one, as autograd would.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import cast
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
+from operator import attrgetter, is_
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +23,23 @@ from fxshard.errors import InvariantError
 from fxshard.ir import fake
 from fxshard.ir.plan import ShardPlan
 
+_GRAD, _SPEC, _LOCAL, _SHAPE = map(attrgetter, ("grad", "_spec", "_local_tensor", "_local_tensor.shape"))
+_REQUIRES_GRAD = attrgetter("requires_grad")
+_HOOKS, _POST_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+
+# The constructor, not from_local: no autograd, no checks, nothing but the wrapper. Its __init__ does nothing, slowly.
+_wrap = cast(
+    "Callable[[Tensor, Any], Tensor]",
+    functools.partial(DTensor.__new__, DTensor, requires_grad=False),
+)
+
 
 class GradientSink:
     """Hands each parameter its slice of the flat's gradient, as autograd would have.
 
     A parameter that took no part in the backward keeps its `.grad` (None, usually); a first gradient becomes a view of
     the reduced buffer, without a copy; a later one is added. Tensor hooks and post-accumulate hooks of the parameter
-    run, in that order.
+    run, in that order. See [Note: hand-over].
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], plan: ShardPlan) -> None:
@@ -44,32 +64,63 @@ class GradientSink:
     def take(self, flat: Tensor) -> None:
         """Give every expected parameter its slice of `flat.grad`."""
         grad, flat.grad = flat.grad, None
-        slots = self._expected.pop(fake.backward_id(), None)
+        slots = sorted(self._expected.pop(fake.backward_id(), ()))
         if grad is None or not slots:
             names = ", ".join(slot.fqn for slot in self.plan.slots)
             raise InvariantError(f"a gradient arrived that no forward announced, for the shard of {names}.")
-        pieces = torch.split(grad, [slot.numel for slot in self.plan.slots])
-        for i in sorted(slots):
-            _give(self.parameters[i], pieces[i])
+        parameters = [self.parameters[i] for i in slots]
+        grads = list(map(_wrap, self._slices(grad.contiguous(), slots, parameters), map(_SPEC, parameters)))
+        if any(map(_HOOKS, parameters)) or any(map(_POST_HOOKS, parameters)):
+            _give_one_by_one(parameters, grads)
+        else:
+            _give_together(parameters, grads)
+
+    def _slices(self, grad: Tensor, slots: Sequence[int], parameters: Sequence[nn.Parameter]) -> Iterable[Tensor]:
+        """Views of `grad`, each of its parameter's local shape: a slot without its padding."""
+        start = cast(int, grad.storage_offset())
+        offsets = [start + self.plan.slots[i].offset for i in slots]
+        strides = map(torch.Tensor.stride, map(_LOCAL, parameters))  # of a view of the flat: contiguous
+        return map(grad.as_strided, map(_SHAPE, parameters), strides, offsets)
 
 
 # A whole train step may be compiled: then Dynamo is on during backward, and must leave our hooks alone.
 _hand_over_eagerly = torch.compiler.disable(GradientSink.take)
 
 
-def _give(parameter: nn.Parameter, piece: Tensor) -> None:
-    """Accumulate one parameter's slice, `[slot_numel]`, padding included."""
-    local = cast(DTensor, parameter)._local_tensor
-    rows = piece if piece.numel() == local.numel() else piece[: local.numel()]
-    # The constructor, not from_local: no autograd, no checks, nothing but the wrapper.
-    grad: Tensor = DTensor(rows.view(local.shape), cast(DTensor, parameter)._spec, requires_grad=False)
-    for hook in (parameter._backward_hooks or {}).values():
-        replaced = hook(grad)
-        grad = grad if replaced is None else replaced
-    with torch.no_grad():
-        if parameter.grad is None:
+def _give_together(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> None:
+    """Accumulate the gradients of parameters without hooks."""
+    present = list(map(_GRAD, parameters))
+    if all(map(is_, present, repeat(None))):
+        for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = grad
-        else:
-            parameter.grad += grad
-    for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
-        hook(parameter)
+    elif _can_be_added_together(present, grads):
+        with torch.no_grad():
+            torch._foreach_add_(list(map(_LOCAL, present)), list(map(_LOCAL, grads)))
+        # Only the local tensors were written; whoever saved the DTensors must see that they have changed.
+        torch.autograd.graph.increment_version(present)
+    else:
+        _give_one_by_one(parameters, grads)
+
+
+def _can_be_added_together(present: Sequence[Any], grads: Sequence[Tensor]) -> bool:
+    """Whether adding the local tensors is all there is to `old += grad`."""
+    return (
+        all(map(is_, map(type, present), repeat(DTensor)))
+        and all(map(is_, map(_SPEC, present), map(_SPEC, grads)))
+        and not any(map(_REQUIRES_GRAD, present))
+    )
+
+
+def _give_one_by_one(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> None:
+    """Accumulate gradients as autograd does: tensor hooks, then the gradient, then post-accumulate hooks."""
+    for parameter, grad in zip(parameters, grads, strict=True):
+        for hook in (parameter._backward_hooks or {}).values():
+            replaced = hook(grad)
+            grad = grad if replaced is None else replaced
+        with torch.no_grad():
+            if parameter.grad is None:
+                parameter.grad = grad
+            else:
+                parameter.grad += grad
+        for post_hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+            post_hook(parameter)

@@ -5,15 +5,18 @@
 `DTensor(Shard(0))` whose local tensor is a view of the flat, so an optimizer step through the DTensor is at once
 visible to the next gather, without a copy. Users may break the alias: `load_state_dict(assign=True)`, `module.weight =
 ...`, `.to(dtype)`, `requires_grad_()`. `Unit.check` compares per parameter what the alias rests on, and re-attaches or
-repacks where it does not hold. The DTensor always holds the truth: its values are copied into the flat, never back.
+repacks where it does not hold; it runs at every call, so it compares column by column, in loops that run in C.
+The DTensor always holds the truth: its values are copied into the flat, never back.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
+from operator import attrgetter, eq, is_
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -25,20 +28,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.ir import fake
 from fxshard.ir.plan import ParameterSpec, ShardPlan, Slot, UnitPlan, lay_out
+from fxshard.runtime import reference
 from fxshard.runtime.gradients import GradientSink
+from fxshard.runtime.reference import ParameterRef
 
-REFS = "_fxshard_refs"
-"""Key in a module's `__dict__`: name of each sharded parameter -> `ParameterRef`."""
-
-
-class ParameterRef(NamedTuple):
-    """All that reading a parameter needs; immutable, so that Dynamo guards on few small values."""
-
-    flat: Tensor
-    key: str
-    slot: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+_PARAMETER, _VERSION = attrgetter("parameter"), attrgetter("parameter._version")
+_VIEW, _POINTER, _WRAPPER_STORAGE = attrgetter("view"), attrgetter("pointer"), attrgetter("wrapper_storage")
+_LOCAL, _TRAINABLE, _REGISTERED = attrgetter("_local_tensor"), attrgetter("requires_grad"), attrgetter("_parameters")
 
 
 class Home(NamedTuple):
@@ -101,17 +97,6 @@ class Member:
         self.pointer = self.view.data_ptr()
         self.wrapper_storage = self.parameter.untyped_storage()
 
-    def is_attached(self, trainable: bool) -> bool:
-        """Whether nothing that the alias rests on has changed."""
-        parameter = self.parameter
-        return (
-            cast(DTensor, parameter)._local_tensor is self.view
-            and self.view.data_ptr() == self.pointer
-            and parameter.requires_grad is trainable
-            and parameter.untyped_storage() is self.wrapper_storage
-            and all(module._parameters.get(name) is parameter for module, name in self.owners)
-        )
-
     @property
     def spec(self) -> ParameterSpec:
         """What the layout needs to know."""
@@ -132,6 +117,23 @@ class FlatShard:
     flat: Tensor
     members: list[Member]
     sink: GradientSink
+
+    def __post_init__(self) -> None:
+        """Spread out the owners, which never change."""
+        places = [(module, name, member) for member in self.members for module, name in member.owners]
+        self._owners, self._names, self._owned = zip(*places, strict=True)
+
+    def is_attached(self) -> bool:
+        """Whether nothing that the alias rests on has changed."""
+        parameters, views = list(map(_PARAMETER, self.members)), list(map(_VIEW, self.members))
+        registered = map(dict.get, map(_REGISTERED, self._owners), self._names)
+        return (
+            all(map(is_, map(_LOCAL, parameters), views))
+            and all(map(eq, map(Tensor.data_ptr, views), map(_POINTER, self.members)))
+            and all(map(is_, map(_TRAINABLE, parameters), repeat(self.plan.trainable)))
+            and all(map(is_, map(Tensor.untyped_storage, parameters), map(_WRAPPER_STORAGE, self.members)))
+            and all(map(is_, registered, map(_PARAMETER, self._owned)))
+        )
 
 
 class Unit:
@@ -181,7 +183,8 @@ class Unit:
 
     def epoch(self) -> int:
         """Changes whenever parameter values may have changed: repacked, or written in place through the DTensors."""
-        return self.generation + sum(member.parameter._version for member in self.members)
+        versions: Iterator[int] = map(_VERSION, self.members)
+        return self.generation + sum(versions)
 
     def require_epoch(self, epoch: int) -> None:
         """Raise if parameter values have changed since `epoch()` was `epoch`: that forward's backward is void."""
@@ -238,7 +241,7 @@ class Unit:
             for i, (slot, member) in enumerate(zip(shard.plan.slots, shard.members, strict=True)):
                 ref = ParameterRef(shard.flat, self.plan.sharing_key, i, slot.shape, dtype)
                 for module, name in member.owners:
-                    module.__dict__.setdefault(REFS, {})[name] = ref
+                    reference.publish(module, name, ref)
 
     def rename(self, fqn: str, member_fqns: Sequence[str]) -> None:
         """Name the unit and its members from a new outermost module."""
@@ -274,7 +277,7 @@ class Unit:
                 )
 
     def _is_attached(self) -> bool:
-        return all(m.is_attached(shard.plan.trainable) for shard in self.shards for m in shard.members)
+        return all(shard.is_attached() for shard in self.shards)
 
     def reattach_if_possible(self) -> None:
         """`reattach`, unless some parameters are still to follow the others to a new device."""

@@ -242,7 +242,7 @@ def test_one_process_alone_never_waits(fake_group: None) -> None:
 def test_emulated_ranks_are_never_waited_for() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        assert agreement._is_in_process(_get_default_store())
+        assert agreement.is_in_process(_get_default_store())
     finally:
         dist.destroy_process_group()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import cast
 
 import pytest
@@ -63,6 +64,71 @@ def test_adds_to_a_gradient_that_is_there(shard: FlatShard) -> None:
     hand_over(shard, torch.full((12,), 2.0), BIAS)
     assert local_grad(shard, WEIGHT).flatten().tolist() == [1.0] * 9
     assert local_grad(shard, BIAS).tolist() == [3.0] * 3
+
+
+def test_adds_where_only_some_have_a_gradient(shard: FlatShard) -> None:
+    hand_over(shard, torch.ones(12), BIAS)
+    hand_over(shard, torch.full((12,), 2.0), WEIGHT, BIAS)
+    assert local_grad(shard, WEIGHT).flatten().tolist() == [2.0] * 9
+    assert local_grad(shard, BIAS).tolist() == [3.0] * 3
+
+
+def test_adds_in_place_and_says_so(shard: FlatShard) -> None:
+    hand_over(shard, torch.ones(12), WEIGHT, BIAS)
+    grads = [member.parameter.grad for member in shard.members]
+    versions = [cast(Tensor, grad)._version for grad in grads]
+    hand_over(shard, torch.ones(12), WEIGHT, BIAS)
+    assert all(member.parameter.grad is grad for member, grad in zip(shard.members, grads, strict=True))
+    assert all(cast(Tensor, grad)._version > version for grad, version in zip(grads, versions, strict=True))
+
+
+def test_adds_to_a_gradient_that_a_user_put_there(shard: FlatShard) -> None:
+    parameter = cast(DTensor, shard.members[BIAS].parameter)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    parameter.grad = DTensor.from_local(torch.ones(3), mesh, placements, shape=torch.Size([5]), stride=(1,))
+    hand_over(shard, torch.ones(12), BIAS)
+    assert local_grad(shard, BIAS).tolist() == [2.0] * 3
+
+
+def test_leaves_the_gradients_of_the_last_step_to_who_holds_them(shard: FlatShard) -> None:
+    hand_over(shard, torch.ones(12), WEIGHT, BIAS)
+    held = cast(DTensor, shard.members[WEIGHT].parameter.grad)
+    shard.members[WEIGHT].parameter.grad = None
+    hand_over(shard, torch.zeros(12), WEIGHT, BIAS)
+    assert held.to_local().flatten().tolist() == [1.0] * 9
+
+
+def test_slices_a_gradient_that_begins_inside_its_storage(shard: FlatShard) -> None:
+    hand_over(shard, torch.arange(20.0)[4:16], WEIGHT, BIAS)
+    assert local_grad(shard, BIAS).tolist() == [13.0, 14.0, 15.0]
+
+
+@pytest.mark.parametrize("steps", [1, 2], ids=["first", "added"])
+def test_calls_no_python_function_per_parameter(mesh: DeviceMesh, steps: int) -> None:
+    few, many = (nn.ParameterList(torch.ones(4, 2) for _ in range(n)) for n in (2, 20))
+    assert calls_in_the_last_hand_over(few, mesh, steps) == calls_in_the_last_hand_over(many, mesh, steps)
+
+
+def calls_in_the_last_hand_over(parameters: nn.ParameterList, mesh: DeviceMesh, steps: int) -> int:
+    model = nn.Module()
+    model.parameters_ = parameters
+    fully_shard(model, mesh=mesh)
+    ((shard,),) = [unit.shards for unit in units_under(model)]
+    calls = 0
+
+    def count(frame: object, event: str, _: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    slots, grads = range(len(parameters)), torch.ones(steps, shard.plan.numel)
+    for grad in grads:
+        calls = 0
+        sys.setprofile(count)
+        try:
+            hand_over(shard, grad, *slots)
+        finally:
+            sys.setprofile(None)
+    return calls
 
 
 def test_runs_the_hooks_of_a_parameter_in_torchs_order(shard: FlatShard) -> None:

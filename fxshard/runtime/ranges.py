@@ -1,0 +1,72 @@
+"""While a torch profiler runs, the launches and waits of units stand in its trace under the units' names.
+
+    fxshard::unshard(blocks.0)   the launch of an all_gather; of several units with commas
+    fxshard::reduce(blocks.0)    the launch of a reduce_scatter
+    fxshard::wait(blocks.0)      until its result is there
+
+[Note: ranges]
+Generated code launches collectives by itself. So while a profiler runs, a graph runs under a dispatch mode that sees
+every op, knows from the graph which unit each launch is for, and recognises a wait by the buffer it waits for. That
+makes every op a little slower, in the profile alone: without a profiler one flag is read per run of a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from itertools import repeat
+from typing import Any
+
+from torch import Tensor
+from torch.profiler import record_function
+
+from fxshard.ir import fake
+from fxshard.ir.order import Launch
+
+_VERBS = {"all_gather": "unshard", "reduce_scatter": "reduce"}
+
+
+def of_graph(launches: Iterable[Launch]) -> AbstractContextManager[object]:
+    """Around one run of a compiled graph that makes these launches, in their order for each kind of collective."""
+    if not fake.profiler_runs():
+        return nullcontext()
+    launches = list(launches)
+    return _Ranges({kind: iter([launch.serves for launch in launches if launch.kind == kind]) for kind in _VERBS})
+
+
+def of_unit(fqn: str) -> AbstractContextManager[object]:
+    """Around launches and waits for one unit."""
+    return _Ranges({kind: repeat(fqn or "root") for kind in _VERBS}) if fake.profiler_runs() else nullcontext()
+
+
+class _Ranges(fake.DispatchMode):
+    """Opens the ranges; see [Note: ranges]."""
+
+    def __init__(self, names: Mapping[str, Iterator[str]]) -> None:
+        """`names`: for each kind of collective, whom the next launches are for; an empty name opens no range."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = names
+        self._in_flight: dict[int, str] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one op, in a range if it is a launch or a wait of a unit."""
+        kwargs = kwargs or {}
+        if func.namespace != "_c10d_functional":
+            return fake.run_unrecorded(func, args, kwargs)
+        if func._opname == "wait_tensor":
+            name = self._in_flight.pop(args[0].data_ptr(), "")
+            return _in_range("wait", name, func, args, kwargs)
+        kind, _, _ = func._opname.partition("_into_tensor" if "_into_tensor" in func._opname else "_tensor")
+        name = next(self._names.get(kind, iter(())), "")
+        launched = _in_range(_VERBS.get(kind, ""), name, func, args, kwargs)
+        if name:
+            buffers = [launched] if isinstance(launched, Tensor) else launched
+            self._in_flight.update({buffer.data_ptr(): name for buffer in buffers})
+        return launched
+
+
+def _in_range(verb: str, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with record_function(f"fxshard::{verb}({name})") if name else nullcontext():
+        return run(*args, **kwargs)

@@ -1,0 +1,141 @@
+"""While a torch profiler runs, launches and waits stand in its trace under the names of their units."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+
+from fxshard import fully_shard
+from fxshard.ir import fake
+from fxshard.runtime import ranges
+from fxshard.testing import EmulatedLink, emulated_link
+
+Step = Callable[[], Tensor]
+
+
+@pytest.fixture
+def link() -> Iterator[EmulatedLink]:
+    with emulated_link(2) as link:
+        yield link
+        torch._dynamo.reset()
+
+
+class Model(nn.Module):
+    """Two layers and a bias of the root, so three units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.bias = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x + self.bias
+
+
+def step_of(link: EmulatedLink, options: dict[str, Any] | None) -> Step:
+    """A step that gives the gradients in one tensor; `None` leaves the model uncompiled."""
+    torch.manual_seed(0)
+    model = Model()
+    for layer in model.layers:
+        fully_shard(layer, mesh=link.mesh)
+    fully_shard(model, mesh=link.mesh)
+    run = model if options is None else torch.compile(model, backend="fxshard", options=options)
+    x = torch.randn(4, 8)
+
+    def step() -> Tensor:
+        model.zero_grad()
+        run(x).square().sum().backward()
+        return torch.cat([cast(DTensor, p.grad).to_local().flatten() for p in model.parameters()])
+
+    return step
+
+
+def ranges_of(step: Callable[[], object]) -> Counter[str]:
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step()
+    return Counter(event.name for event in profiler.events() if event.name.startswith("fxshard::"))
+
+
+ONCE_PER_UNIT = Counter(
+    {
+        "fxshard::unshard(layers.0)": 1,
+        "fxshard::unshard(layers.1)": 1,
+        "fxshard::unshard(root)": 1,
+        "fxshard::reduce(layers.0)": 1,
+        "fxshard::reduce(layers.1)": 1,
+        "fxshard::reduce(root)": 1,
+        "fxshard::wait(layers.0)": 2,
+        "fxshard::wait(layers.1)": 2,
+        "fxshard::wait(root)": 2,
+    }
+)
+# The first layer's weight is not needed for the gradient of its own input, which nobody wants.
+GATHERED_AGAIN = Counter({"fxshard::unshard(layers.1)": 1, "fxshard::wait(layers.1)": 1})
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_a_compiled_step_names_each_launch_and_wait_of_each_unit(link: EmulatedLink, lowering: str) -> None:
+    step = step_of(link, {"lower": lowering})
+    step()
+    assert ranges_of(step) == ONCE_PER_UNIT + GATHERED_AGAIN
+
+
+def test_a_step_without_compilation_names_them_too(link: EmulatedLink) -> None:
+    step = step_of(link, None)
+    step()
+    assert ranges_of(step) == ONCE_PER_UNIT
+
+
+def test_a_collective_of_the_users_code_gets_no_range(link: EmulatedLink) -> None:
+    model = fully_shard(nn.Linear(8, 8), mesh=link.mesh)
+
+    def step(x: Tensor) -> Tensor:
+        everything: Tensor = _functional_collectives.all_gather_tensor(model(x), 0, (link.mesh, 0))
+        return everything.sum()
+
+    compiled = torch.compile(step, backend="fxshard", options={"lower": "eager"})
+    with torch.no_grad():
+        compiled(torch.ones(2, 8))
+        found = ranges_of(lambda: compiled(torch.ones(2, 8)))
+    assert found == Counter({"fxshard::unshard(root)": 1, "fxshard::wait(root)": 1})
+
+
+def test_other_ops_stand_in_the_trace_once(link: EmulatedLink) -> None:
+    step = step_of(link, {"lower": "eager"})
+    step()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step()
+    assert [event.name for event in profiler.events()].count("aten::addmm") == 2
+
+
+@pytest.mark.parametrize("options", [None, {"lower": "eager"}, {"lower": "inductor"}], ids=str)
+def test_a_profiler_changes_no_bit_of_the_gradients(link: EmulatedLink, options: dict[str, Any] | None) -> None:
+    step = step_of(link, options)
+    expected = step()
+    with profile(activities=[ProfilerActivity.CPU]):
+        assert torch.equal(step(), expected)
+    assert torch.equal(step(), expected)
+
+
+def test_without_a_profiler_no_op_is_looked_at() -> None:
+    assert not fake.profiler_runs()
+    with ranges.of_unit("layers.0") as entered:
+        assert entered is None
+    with ranges.of_graph(()) as entered:
+        assert entered is None
+
+
+def test_a_profiler_that_has_ended_leaves_nothing_on() -> None:
+    with profile(activities=[ProfilerActivity.CPU]):
+        assert fake.profiler_runs()
+    assert not fake.profiler_runs()
