@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
+import math
+import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fxshard.bench.config import DEFAULT_SYSTEMS, GROUPS, SYSTEMS, BenchConfig, parse_entries
 from fxshard.demo.config import LOWERINGS, MAX_DIFFERENCE, MODELS, DemoConfig
 from fxshard.errors import ConfigError, FxshardError, MissingExtraError
 
@@ -18,6 +23,7 @@ if TYPE_CHECKING:
 
 _EXIT_ERROR = 2  # as argparse
 _EXIT_INTERRUPTED = 130  # as a shell, for SIGINT
+_EXIT_PROBLEM = 1  # it ran to the end, but not well
 _TABLE_WIDTH = 140  # characters that the table of a training step takes
 
 
@@ -64,7 +70,61 @@ def _parser() -> argparse.ArgumentParser:
             ),
         )
     )
+    _add_bench(
+        commands.add_parser(
+            "bench",
+            help="compare the step times of your model under fxshard, FSDP2, DDP and others",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            description=_BENCH_TEXT,
+        )
+    )
     return parser
+
+
+_BENCH_TEXT = f"""\
+Train a model under several systems, step by step in turn, and print a table of step times, collectives and losses.
+
+systems:
+{chr(10).join(f"  {name:<20} {text}" for name, text in SYSTEMS.items())}
+
+Every system shards what stands in ModuleLists and Sequentials as one unit each, and the rest as another, and uses
+AdamW(fused=True). Exits with 0 if all systems ran and their losses agree, with 1 if not, with {_EXIT_ERROR} on an
+error.
+docs/benchmarks/README.md says what is measured, and how."""
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=_bench)
+    add = parser.add_argument
+    add(
+        "target",
+        metavar="MODULE:FUNCTION",
+        help=(
+            "a function without parameters that returns (model, batch) or (model, batch, loss_fn). The model is called "
+            "as model(*batch), model(**batch) or model(batch), for a tuple, a dict and anything else; the loss is "
+            "loss_fn(output, batch), or without it the output or its attribute loss. The function is called twice on "
+            "every rank: with one seed for the weights of all ranks, then with the rank's own seed for its batch"
+        ),
+    )
+    add("--systems", default=",".join(DEFAULT_SYSTEMS), metavar="A,B,...", help=_SYSTEMS_HELP)
+    add("--options", nargs="+", default=[], metavar="NAME=VALUE", help="options for every fxshard in --systems")
+    add("--group", choices=GROUPS, help="what connects the ranks (default: nccl if there is a GPU, else gloo)")
+    add("--ranks", type=_at_least(1), metavar="N", help="processes; gloo: 2 by default; nccl: one per GPU")
+    add("--world-size", type=_at_least(1), metavar="N", help="--group emulated: ranks on the link (default: 8)")
+    add("--gigabytes-per-s", type=_positive, metavar="X", help="--group emulated: bandwidth (default: unlimited)")
+    add("--latency-us", type=_positive, metavar="X", help="--group emulated: latency per transfer (default: none)")
+    add("--rounds", type=_at_least(1), default=10, metavar="N", help="timed steps per system (default: %(default)s)")
+    add("--processes", type=_at_least(1), default=1, metavar="N", help="start everything anew N times (default: 1)")
+    add("--json", type=Path, metavar="FILE", help="write all measurements")
+    add("--plot", type=Path, metavar="FILE", help="draw the medians into an .svg or .png; needs matplotlib")
+    add("--timeout", type=_positive, default=900.0, metavar="S", help="a silent system fails after S seconds (900)")
+    add("--out", type=Path, metavar="DIR", help="keep logs and compiled code here (default: a temporary folder)")
+
+
+_SYSTEMS_HELP = (
+    "what to compare (default: all). Options of fxshard stand behind colons, and it may stand there several times: "
+    "fsdp2,fxshard,fxshard:bucket=auto"
+)
 
 
 def _add_explain(parser: argparse.ArgumentParser) -> None:
@@ -136,6 +196,16 @@ def _at_least(least: int) -> Callable[[str], int]:
     return parse
 
 
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+    return value
+
+
 def _explain(args: argparse.Namespace) -> int:
     if args.pass_name is None and (args.stage is not None or args.frame is not None):
         raise ConfigError("--stage and --frame choose among the graphs that --pass NAME prints; add it.")
@@ -169,13 +239,65 @@ def _demo(args: argparse.Namespace) -> int:
         batch_size=args.batch_size,
         seq_len=args.seq_len,
         lower=args.lower,
-        out=_output_folder(args.out),
+        out=_output_folder(args.out, "demo"),
         seed=args.seed,
         compare=not args.no_compare,
     )
     from fxshard.demo.run import run_demo
 
     return run_demo(config, _console())
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from fxshard.bench.plot import require_plot, save_plot
+    from fxshard.bench.run import run_bench
+    from fxshard.bench.show import Show, show_report
+
+    for path in (args.json, args.plot):
+        if path is not None and not path.resolve().parent.is_dir():
+            raise ConfigError(f"there is no folder {path.parent} to write {path.name} to.")
+    if args.plot is not None:
+        require_plot(args.plot)
+    config, console = _bench_config(args), _console()
+    try:
+        with Show(console, config) as show:
+            report = run_bench(config, show)
+    except ConfigError:  # nothing has started, so there are no logs to keep
+        if args.out is None:
+            shutil.rmtree(config.out)
+        raise
+    if args.json is not None:
+        args.json.write_text(json.dumps(report.to_json(), indent=1) + "\n")
+    show_report(console, report, config)
+    if args.plot is not None:
+        save_plot(report, config, args.plot)
+    if args.out is None and not any(result.error for result in report.systems):
+        shutil.rmtree(config.out)
+    return _EXIT_PROBLEM if report.problems() else 0
+
+
+def _bench_config(args: argparse.Namespace) -> BenchConfig:
+    group = args.group or ("nccl" if _device("auto") == "cuda" else "gloo")
+    link = {"--world-size": args.world_size, "--gigabytes-per-s": args.gigabytes_per_s, "--latency-us": args.latency_us}
+    if group != "emulated" and (given := [flag for flag, value in link.items() if value is not None]):
+        raise ConfigError(f"{', '.join(given)} needs --group emulated, and the group is {group}.")
+    if group == "emulated" and args.ranks is not None:
+        raise ConfigError("--group emulated is one process; say with --world-size how many ranks are on the link.")
+    ranks = 1 if group == "emulated" else _num_ranks(args.ranks, _device("cuda" if group == "nccl" else "cpu"))
+    return BenchConfig(
+        target=args.target,
+        entries=parse_entries([text for text in args.systems.split(",") if text], args.options),
+        out=_output_folder(args.out, "bench"),
+        group=group,
+        ranks=ranks,
+        world_size=args.world_size or 8 if group == "emulated" else ranks,
+        gigabytes_per_s=args.gigabytes_per_s or math.inf,
+        latency_us=args.latency_us or 0.0,
+        rounds=args.rounds,
+        processes=args.processes,
+        num_threads=int(os.environ.get("OMP_NUM_THREADS", "1")),
+        stall_s=args.timeout,
+    )
 
 
 def _device(wanted: str) -> str:
@@ -198,9 +320,9 @@ def _num_ranks(wanted: int | None, device: str) -> int:
     return num_gpus if wanted is None else wanted
 
 
-def _output_folder(wanted: Path | None) -> Path:
+def _output_folder(wanted: Path | None, command: str) -> Path:
     if wanted is None:
-        return Path(tempfile.mkdtemp(prefix="fxshard-demo-"))
+        return Path(tempfile.mkdtemp(prefix=f"fxshard-{command}-"))
     try:
         wanted.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -36,7 +36,7 @@ def test_no_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert "COMMAND" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["demo", "explain"])
+@pytest.mark.parametrize("command", ["bench", "demo", "explain"])
 def test_help_explains_every_argument(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_status(command, "--help") == 0
     text = capsys.readouterr().out

@@ -7,10 +7,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Final, NoReturn
+from pathlib import Path
+from typing import Any, Final, NoReturn, Protocol
 
 from torch import multiprocessing
 from torch.distributed import TCPStore
@@ -24,7 +25,27 @@ _GRACE_S: Final = 2.0  # for a process to end by itself
 
 
 class RankError(FxshardError, RuntimeError):
-    """A rank died, raised or fell silent, so the demo ended early."""
+    """A rank died, raised or fell silent, so the others were stopped."""
+
+
+class Job(Protocol):
+    """What every launch has to know of what the ranks do."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes to start."""
+
+    @property
+    def out(self) -> Path:
+        """Folder of the ranks' logs."""
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds without news from any rank after which to give up."""
+
+
+# What a rank runs: its number, the job, the port of the parent's TCPStore, its threads, and a pipe to the parent.
+Main = Callable[[int, Any, int, int, Connection], None]
 
 
 def events_of_ranks(config: DemoConfig) -> Generator[Event]:
@@ -35,49 +56,70 @@ def events_of_ranks(config: DemoConfig) -> Generator[Event]:
     Raises:
         RankError: A rank died or raised, or nothing was heard for `config.stall_s` seconds.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = _Ranks(config)
+    ranks = Ranks(config, rank_main, num_threads=max(1, (os.cpu_count() or 1) // config.ranks))
     try:
-        ranks.start(store.port)
+        ranks.start()
         yield from ranks.events()
     finally:
         ranks.stop()
 
 
-class _Ranks:
-    """The processes and the read ends of their pipes, by rank."""
+class Ranks:
+    """One process per rank on this machine, each with a pipe to this process; whoever starts them stops them.
 
-    def __init__(self, config: DemoConfig) -> None:
-        self._config = config
+    Args:
+        job: What they do, handed to `main`.
+        main: A function of a module.
+        num_threads: Cores that each may use.
+    """
+
+    def __init__(self, job: Job, main: Main, *, num_threads: int) -> None:
+        self._job = job
+        self._main = main
+        self._num_threads = num_threads
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
 
-    def start(self, port: int) -> None:
+    def start(self) -> None:
+        """Start all processes."""
         context = multiprocessing.get_context("spawn")
-        num_threads = max(1, (os.cpu_count() or 1) // self._config.ranks)
-        with _ranks_ignore_ctrl_c(), _environment_of_ranks(num_threads):
-            for rank in range(self._config.ranks):
-                ours, theirs = context.Pipe(duplex=False)
+        with _ranks_ignore_ctrl_c(), _environment_of_ranks(self._num_threads):
+            for rank in range(self._job.ranks):
+                ours, theirs = context.Pipe()
                 process = context.Process(
-                    target=rank_main, args=(rank, self._config, port, num_threads, theirs), name=f"fxshard-rank{rank}"
+                    target=self._main,
+                    args=(rank, self._job, self._store.port, self._num_threads, theirs),
+                    name=f"fxshard-rank{rank}",
                 )
                 process.start()
                 theirs.close()  # so that the end of the process ends the pipe
                 self._processes.append(process)
                 self._pipes.append(ours)
 
-    def events(self) -> Iterator[Event]:
+    def send(self, message: object) -> None:
+        """Send a message to every rank; that a rank is gone shows in `events`."""
+        for pipe in self._pipes:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.send(message)
+
+    def events(self) -> Iterator[Any]:
+        """Yield what the ranks tell, until all have ended well.
+
+        Raises:
+            RankError: A rank died or raised, or nothing was heard for `stall_s` seconds.
+        """
         listening = set(self._pipes)
         while listening:
-            ready = wait(list(listening), timeout=self._config.stall_s)
+            ready = wait(list(listening), timeout=self._job.stall_s)
             if not ready:
-                raise RankError(f"no rank has made progress for {self._config.stall_s:g} s; see {self._config.out}.")
+                raise RankError(f"no rank has made progress for {self._job.stall_s:g} s; see {self._job.out}.")
             for pipe in self._pipes:
                 if pipe not in ready:
                     continue
                 try:
                     event = pipe.recv()
-                except EOFError:
+                except (EOFError, ConnectionResetError):  # the latter if it has not read what it was sent
                     listening.discard(pipe)
                     self._check_ended_well(self._pipes.index(pipe))
                     continue
@@ -114,14 +156,14 @@ class _Ranks:
             hint = "\nInductor needs a C++ compiler such as g++: install one, or run fxshard demo --lower eager."
         raise RankError(
             f"rank {first.rank} failed: {first.error}{hint}\n"
-            f"Its output, traceback included: {log_path(self._config, first.rank)}"
+            f"Its output, traceback included: {log_path(self._job.out, first.rank)}"
         )
 
     def _killed(self, rank: int, number: int) -> str:
         hint = " The system does this when memory runs out." if number == signal.SIGKILL else ""
         return (
             f"rank {rank} was ended by {signal.Signals(number).name}, so the other ranks were stopped.{hint}\n"
-            f"Its output: {log_path(self._config, rank)}"
+            f"Its output: {log_path(self._job.out, rank)}"
         )
 
 

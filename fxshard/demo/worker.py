@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
+from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,9 +20,9 @@ from fxshard.demo.events import Failed
 from fxshard.demo.train import Tell, train_sharded, train_unsharded
 
 
-def log_path(config: DemoConfig, rank: int) -> Path:
+def log_path(folder: Path, rank: int) -> Path:
     """Where the standard output and error of `rank` go."""
-    return config.out / f"rank{rank}.log"
+    return folder / f"rank{rank}.log"
 
 
 def rank_main(rank: int, config: DemoConfig, port: int, num_threads: int, events: Connection) -> None:
@@ -33,9 +35,16 @@ def rank_main(rank: int, config: DemoConfig, port: int, num_threads: int, events
         num_threads: Cores this rank may use while all ranks run.
         events: Write end of a pipe to the parent.
     """
-    _redirect_output(log_path(config, rank))
-    try:
+    with reporting(rank, config.out, events):
         _train(rank, config, port, num_threads, events.send)
+
+
+@contextlib.contextmanager
+def reporting(rank: int, folder: Path, events: Connection) -> Iterator[None]:
+    """Send output to the log of `rank`; what is raised ends the process with status 1 and is told to the parent."""
+    _redirect_output(log_path(folder, rank))
+    try:
+        yield
     except BrokenPipeError:  # the parent is gone, and with it whoever wanted to know
         sys.exit(1)
     except Exception as error:  # a process boundary: whatever it is, the parent reports it
@@ -44,17 +53,22 @@ def rank_main(rank: int, config: DemoConfig, port: int, num_threads: int, events
         sys.exit(1)
 
 
-def _train(rank: int, config: DemoConfig, port: int, num_threads: int, tell: Tell) -> None:
-    torch.set_num_threads(num_threads)
-    if config.device == "cuda":
+def join(rank: int, ranks: int, *, device: str, port: int, stall_s: float) -> None:
+    """Make the default process group of the ranks on this machine: NCCL, one GPU per rank, on "cuda", else gloo."""
+    if device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group(
-        "nccl" if config.device == "cuda" else "gloo",
+        "nccl" if device == "cuda" else "gloo",
         store=dist.TCPStore("127.0.0.1", port, is_master=False),
         rank=rank,
-        world_size=config.ranks,
-        timeout=timedelta(seconds=config.stall_s),
+        world_size=ranks,
+        timeout=timedelta(seconds=stall_s),
     )
+
+
+def _train(rank: int, config: DemoConfig, port: int, num_threads: int, tell: Tell) -> None:
+    torch.set_num_threads(num_threads)
+    join(rank, config.ranks, device=config.device, port=port, stall_s=config.stall_s)
     train_sharded(config, rank, init_device_mesh(config.device, (config.ranks,)), tell)
     dist.destroy_process_group()
     if rank == 0 and config.compare:

@@ -1,0 +1,1 @@
+"""Compare ways to train one model on several ranks: what `fxshard bench` runs."""

@@ -1,0 +1,179 @@
+"""What one run of the benchmark is told to do."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from fxshard import options
+from fxshard.errors import ConfigError
+
+GROUPS: Final = ("gloo", "emulated", "nccl")
+FXSHARD: Final = "fxshard"  # the one system that takes options
+REFERENCE: Final = "reference"  # runs by itself, before the others
+
+SYSTEMS: Final[Mapping[str, str]] = {
+    "local": "eager, no communication: every rank for itself",
+    "local_compiled": "torch.compile, no communication: the floor",
+    "ddp": "DistributedDataParallel",
+    "fsdp2": "torch's fully_shard, eager",
+    "fsdp2_compiled": "the same, every unit compiled by itself",
+    "fsdp2_best": "the same with explicit forward prefetch, and on CPU with asynchronous gathers",
+    "simplefsdp": "parameters as DTensors that a property gathers, compiled as a whole",
+    "simplefsdp_bucketed": "the same, collectives merged by Inductor",
+    FXSHARD: 'torch.compile(backend="fxshard")',
+}
+DEFAULT_SYSTEMS: Final = tuple(SYSTEMS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One line of the table: a system with its options.
+
+    Attributes:
+        name: as the user wrote it, such as "fxshard:bucket=auto".
+        system: key of `SYSTEMS`.
+        options: for the compiler; of fxshard alone.
+    """
+
+    name: str
+    system: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """The options of `fxshard bench`; `fxshard bench --help` says what each does.
+
+    Attributes:
+        target: `module:function`.
+        entries: what to compare.
+        group: One of `GROUPS`.
+        ranks: Processes that train together; 1 for the emulated link.
+        world_size: Ranks that share the parameters.
+        gigabytes_per_s: Bandwidth of the emulated link.
+        latency_us: Its latency.
+        rounds: Timed steps of each system in each of its processes.
+        processes: How often to start everything anew.
+        out: Folder for logs and compiled code; it exists.
+        num_threads: Threads of each rank.
+        stall_s: Seconds without news from any rank after which a system counts as failed.
+        check_steps: First steps, whose losses are compared.
+        lr: Learning rate of AdamW.
+    """
+
+    target: str
+    entries: tuple[Entry, ...]
+    out: Path
+    group: str = "gloo"
+    ranks: int = 2
+    world_size: int = 2
+    gigabytes_per_s: float = math.inf
+    latency_us: float = 0.0
+    rounds: int = 10
+    processes: int = 1
+    num_threads: int = 1
+    stall_s: float = 900.0
+    check_steps: int = 3
+    lr: float = 1e-3
+
+    @property
+    def device(self) -> str:
+        """Where the model is."""
+        return "cuda" if self.group == "nccl" else "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchJob:
+    """What the ranks of one system do.
+
+    Attributes:
+        config: of the whole run.
+        entry: the system.
+        process: how many times it was started before in this run.
+    """
+
+    config: BenchConfig
+    entry: Entry
+    process: int = 0
+
+    @property
+    def ranks(self) -> int:
+        """Processes to start."""
+        return self.config.ranks
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds without news after which to give up."""
+        return self.config.stall_s
+
+    @property
+    def folder(self) -> Path:
+        """Where the files of the system are."""
+        names = [REFERENCE, *(entry.name for entry in self.config.entries)]
+        return self.config.out / f"{names.index(self.entry.name)}-{self.entry.system}"
+
+    @property
+    def out(self) -> Path:
+        """Folder of the ranks' logs."""
+        return self.folder / f"process{self.process}"
+
+    @property
+    def cache(self) -> Path:
+        """Inductor's cache: empty at the first start of a system, and no other system writes to it."""
+        return self.folder / "cache"
+
+
+def parse_entries(texts: Sequence[str], defaults: Sequence[str] = ()) -> tuple[Entry, ...]:
+    """Turn "fxshard:bucket=auto" and the like into entries.
+
+    Args:
+        texts: a system each, for fxshard with options behind colons.
+        defaults: options `name=value` for all entries of fxshard; those of an entry itself go before them.
+
+    Raises:
+        ConfigError: an unknown or repeated system, or an option that fxshard does not have.
+    """
+    shared = dict(_option(text) for text in defaults)
+    if not texts:
+        raise ConfigError(f"--systems names nothing to compare; systems: {', '.join(SYSTEMS)}.")
+    entries = tuple(_entry(text, shared) for text in texts)
+    if repeated := sorted({entry.name for entry in entries if texts.count(entry.name) > 1}):
+        raise ConfigError(f"--systems names {', '.join(repeated)} more than once.")
+    if shared and not any(entry.system == FXSHARD for entry in entries):
+        raise ConfigError("--options are for fxshard, and --systems does not name it.")
+    return entries
+
+
+def _entry(text: str, shared: Mapping[str, Any]) -> Entry:
+    system, *given = text.split(":")
+    if system not in SYSTEMS:
+        near = difflib.get_close_matches(system, SYSTEMS, n=1, cutoff=0.0)
+        raise ConfigError(
+            f"--systems: unknown system {system!r}. Did you mean {near[0]!r}? Systems: {', '.join(SYSTEMS)}."
+        )
+    if system != FXSHARD:
+        if given:
+            raise ConfigError(f"--systems: {text!r} has options, which only {FXSHARD} takes.")
+        return Entry(name=text, system=system)
+    chosen = {**shared, **dict(_option(option) for option in given)}
+    try:
+        options.parse(chosen)
+    except NotImplementedError:
+        pass  # a system that cannot run is a line of the table
+    return Entry(name=text, system=system, options=chosen)
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise ConfigError(f"an option of fxshard is written NAME=VALUE, such as lower=eager; got {text!r}.")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value

@@ -1,0 +1,63 @@
+"""Sharding without a wrapper, as torchtitan's SimpleFSDP does it: parameters are DTensors, a property gathers them.
+
+Reading `module.weight` redistributes the DTensor to replicated and returns the local tensor, whose gradient is
+a partial average; autograd makes a reduce_scatter of it. All of it is traced by `torch.compile`. The gathered
+parameter is not saved for backward: selective activation checkpointing gathers it again there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+
+def parametrize(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard every parameter over `mesh`, in place, and have every read of one gather it."""
+    sharded: dict[nn.Parameter, nn.Parameter] = {}  # a tied parameter stays one
+    classes: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}  # equal modules share compiled code
+    for module in model.modules():
+        own = dict(module.named_parameters(recurse=False))
+        for name, parameter in own.items():
+            if parameter not in sharded:
+                sharded[parameter] = _shard(parameter, mesh)
+            module.register_parameter(name, sharded[parameter])
+        if own:
+            key = type(module), tuple(own)
+            if key not in classes:
+                classes[key] = _gathering_subclass(*key)
+            module.__class__ = classes[key]
+
+
+def _shard(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    # Every rank has the same weights already, so nothing need be sent.
+    dtensor = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
+    return nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
+
+
+def _gathering_subclass(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    return type(f"Gathering{cls.__name__}", (cls,), {name: property(_reader(name)) for name in names})
+
+
+def _reader(name: str) -> Callable[[nn.Module], Tensor]:
+    def read(module: nn.Module) -> Any:
+        return checkpoint(_gather, module._parameters[name], use_reentrant=False, context_fn=_regather)
+
+    return read
+
+
+def _gather(parameter: DTensor) -> Tensor:
+    replicated = parameter.redistribute(placements=[Replicate()])
+    return replicated.to_local(grad_placements=[Partial(reduce_op="avg")])
+
+
+def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_RECOMPUTE  # by default the partitioner would rather save than communicate
+
+
+_regather = functools.partial(create_selective_checkpoint_contexts, _policy)

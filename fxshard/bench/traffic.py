@@ -1,0 +1,107 @@
+"""Which collectives one step launches, and how many bytes they move, as torch's profiler saw it."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from torch.profiler import ProfilerActivity, profile
+
+# Collective -> the ops of process groups that are it. The first or second input is the unsharded tensor.
+_OPS: Final = {
+    "all_gather": (
+        "allgather_",
+        "_allgather_base_",
+        "all_gather_single_",
+        "allgather_coalesced_",
+        "allgather_into_tensor_coalesced_",
+    ),
+    "reduce_scatter": (
+        "reduce_scatter_",
+        "_reduce_scatter_base_",
+        "reduce_scatter_single_",
+        "reduce_scatter_tensor_coalesced_",
+    ),
+    "all_reduce": ("allreduce_", "allreduce_coalesced_"),
+}
+_COLLECTIVE: Final = {f"c10d::{op}": name for name, ops in _OPS.items() for op in ops}
+_ITEMSIZE: Final = {
+    "double": 8,
+    "float": 4,
+    "c10::Half": 2,
+    "c10::BFloat16": 2,
+    "long int": 8,
+    "int": 4,
+    "short": 2,
+    "signed char": 1,
+    "unsigned char": 1,
+    "bool": 1,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What one kind of collective does in a step.
+
+    Attributes:
+        launches: how many.
+        nbytes: of the unsharded tensors.
+    """
+
+    launches: int
+    nbytes: int
+
+
+def measure(step: Callable[[], object], itemsize: int) -> dict[str, Traffic]:
+    """Run a step under the profiler.
+
+    Args:
+        step: does what is to be counted.
+        itemsize: of the elements of tensors in lists, of which the profiler does not tell the dtype.
+
+    Returns:
+        By name of the collective; what was not launched is absent. A process group that is written in Python is not
+        seen.
+    """
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        step()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return count(json.loads(path.read_text())["traceEvents"], itemsize)
+
+
+def count(events: Iterable[dict[str, Any]], itemsize: int) -> dict[str, Traffic]:
+    """Add up the collectives among the events of a trace; arguments as in `measure`."""
+    found = []
+    for event in events:
+        if (name := _COLLECTIVE.get(event.get("name", ""))) is not None:
+            facts = event.get("args", {})
+            tensors = zip(facts.get("Input Dims", []), facts.get("Input type", []), strict=True)
+            found.append((name, max((_nbytes(shape, dtype, itemsize) for shape, dtype in tensors), default=0)))
+    return add_up(found)
+
+
+def add_up(launches: Iterable[tuple[str, int]]) -> dict[str, Traffic]:
+    """Add up launches, given as name of the collective and unsharded bytes; rare collectives are left out."""
+    sizes: dict[str, list[int]] = {}
+    for name, nbytes in launches:
+        if name in _OPS:
+            sizes.setdefault(name, []).append(nbytes)
+    return {name: Traffic(launches=len(sizes[name]), nbytes=sum(sizes[name])) for name in sorted(sizes)}
+
+
+def _nbytes(shape: Any, dtype: str, itemsize: int) -> int:
+    """Of a tensor, or of all tensors of a list (of lists); 0 of anything else."""
+    if not _is_nested(shape):
+        return math.prod(shape) * _ITEMSIZE[dtype] if dtype in _ITEMSIZE else 0
+    return sum(_nbytes(inner, dtype, itemsize) if _is_nested(inner) else math.prod(inner) * itemsize for inner in shape)
+
+
+def _is_nested(shape: Any) -> bool:
+    return bool(shape) and isinstance(shape[0], list)
