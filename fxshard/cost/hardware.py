@@ -110,11 +110,11 @@ BUILTIN: Mapping[str, HardwareSpec] = {
             name="cpu",
             peak_flops={"bf16": 25e9, "f16": 25e9, "f32": 50e9, "f64": 25e9},
             memory_bandwidth=10e9,
-            link_latency=350e-6,
+            link_latency=250e-6,
             link_bandwidth=1e9,
             memory_gib=16,
             kernel_overhead=5e-6,
-            gather_tensor_overhead=30e-6,
+            gather_tensor_overhead=10e-6,
             reduce_tensor_overhead=1e-3,
         ),
     )
@@ -124,8 +124,9 @@ BUILTIN: Mapping[str, HardwareSpec] = {
 `h100`, `h200` (SXM): bf16 and the copy bandwidths are what others reach with large GEMMs and copies; fp32 (without
 TF32) and fp64 are 80 % of the data sheet's 67e12; the link is NCCL's bus bandwidth over NVLink within one node as in
 torch's own tables (`torch/_inductor/comm_analysis.py`), across nodes it is a fraction of that; latency and overheads
-are estimates. `cpu`: one core with gloo over loopback, all estimates; gloo reduces each tensor of a coalesced
-reduce_scatter by itself, which is why a further one costs it so much.
+are estimates. `cpu`: one core with gloo over loopback between two ranks; latency and overheads were measured there with
+coalesced launches of 1 to 24 tensors, the rest are estimates. Gloo reduces each tensor of a coalesced reduce_scatter by
+itself, which is why a further one costs it so much.
 """
 
 

@@ -15,6 +15,7 @@ A description stops at a node tagged `param` (what reads it is compute) and star
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterable
@@ -186,8 +187,17 @@ def _moved(node: fx.Node, view: Tensor) -> Any:
     """The op of `node` on a meta tensor instead; `None` where it cannot be."""
     if len(node.all_input_nodes) != 1:
         return None
+    args = tuple(tuple(arg) if isinstance(arg, list) else arg for arg in node.args[1:])
+    return _run_on_meta(node.target, args, tuple(view.shape), view.stride(), int(view.storage_offset()))
+
+
+@functools.lru_cache(maxsize=4096)  # a model has many equal layers, and running an op takes longer than looking it up
+def _run_on_meta(
+    target: Any, args: tuple[Any, ...], shape: tuple[int, ...], stride: tuple[int, ...], start: int
+) -> Any:
+    view = torch.empty(0, dtype=torch.int8, device="meta").as_strided(shape, stride, start)
     try:
-        return node.target(view, *node.args[1:])  # type: ignore[operator]
+        return target(view, *(list(arg) if isinstance(arg, tuple) else arg for arg in args))
     except (RuntimeError, IndexError, TypeError, ValueError):
         return None
 

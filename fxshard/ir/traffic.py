@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from fxshard.ir import collectives, flow, tags
 from fxshard.ir.collectives import Segment, SlotIndex
 from fxshard.ir.plan import FramePlan, UnitPlan
-from fxshard.ir.splice import Decompositions, rename, splice
+from fxshard.ir.splice import Decompositions, Splicer, rename
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,8 @@ class Traffic:
 
     def __init__(self, graph: fx.Graph, plan: FramePlan, decompositions: Decompositions) -> None:
         """`decompositions` are applied to what is written, so that it is of the graph's dialect."""
-        self.graph, self.plan, self.decompositions = graph, plan, decompositions
+        self.graph, self.plan = graph, plan
+        self._splicer = Splicer(graph, decompositions)
         self._names: list[tuple[fx.Node, str]] = []
         self._replaced: dict[fx.Node, fx.Node] = {}
 
@@ -98,7 +99,11 @@ class Traffic:
             return collectives.launch_gather(inputs, units[0].world_size, units[0].group)
 
         first = min(node for part in bucket for node in part.reads.values())
-        launched, created = splice(first, launch, flats, self.decompositions)
+        key = (
+            "gather",
+            *((_layout(unit), part.segments, tuple(part.flats)) for unit, part in zip(units, bucket, strict=True)),
+        )
+        launched, created = self._splicer.insert(first, launch, flats, key)
         calls = {part.unit: part.call for part in bucket}
         self._tag(created, f"unshard_{self._name(list(calls), bucket[0].call)}", calls)
         rest = iter(launched)
@@ -112,7 +117,8 @@ class Traffic:
         def finish(*tensors: Tensor) -> Sequence[Tensor]:
             return collectives.parameters_in(tensors, unit, part.segments, reads)
 
-        values, created = splice(min(part.reads.values()), finish, launched, self.decompositions)
+        key = ("parameters", _layout(unit), part.segments, tuple(reads))
+        values, created = self._splicer.insert(min(part.reads.values()), finish, launched, key)
         self._tag(created, f"wait_{self._name([part.unit], part.call)}", {part.unit: part.call})
         for (shard, slot), value in zip(reads, values, strict=True):
             tags.tag(value, tags.PARAM, self.plan.parameter_name(part.unit, shard, slot))
@@ -135,6 +141,7 @@ class Traffic:
         given = [node for gradient in reduce.gradients for node in reduce.terms[gradient]]
         terms = [self._replaced.get(node, node) for node in given]  # a parameter may be another one's gradient
         stretches = [[list(group) for _, group in itertools.groupby(t, key=_unit_of)] for t in reduce.tensors]
+        numels = [[sum(map(self._numel, stretch)) for stretch in found] for found in stretches]
 
         def launch(*tensors: Tensor) -> Sequence[Tensor]:
             values = iter(tensors)
@@ -144,14 +151,14 @@ class Traffic:
 
         def finish(*tensors: Tensor) -> Sequence[Tensor]:
             reduced = collectives.reduced_in(tensors, reduce.dtype, unit.world_size)
-            numels = [[sum(map(self._numel, stretch)) for stretch in found] for found in stretches]
             parts = [torch.split(t, n) if len(n) > 1 else [t] for t, n in zip(reduced, numels, strict=True)]
             return list(itertools.chain.from_iterable(parts))
 
         anchor, name = _after(terms), self._name(list(reduce.calls))
-        launched, created = splice(anchor, launch, terms, self.decompositions)
+        key = (unit.world_size, unit.group, reduce.dtype, str(counts), str(numels))
+        launched, created = self._splicer.insert(anchor, launch, terms, ("reduce", *key))
         self._tag(created, f"reduce_{name}", reduce.calls)
-        results, finished = splice(anchor, finish, launched, self.decompositions)
+        results, finished = self._splicer.insert(anchor, finish, launched, ("reduced", *key))
         self._tag(finished, f"reduced_{name}", reduce.calls)
         found: Reduced = {}
         for stretch, node in zip(itertools.chain.from_iterable(stretches), results, strict=True):
@@ -177,7 +184,8 @@ class Traffic:
             shards = collectives.shard_grads(dict(zip(segments, tensors, strict=True)), self.plan.units[unit])
             return [shards[shard] for shard in sorted(outputs)]
 
-        values, _ = splice(_after(nodes), assemble, nodes, self.decompositions)
+        key = ("assemble", _layout(self.plan.units[unit]), tuple(segments), tuple(sorted(outputs)))
+        values, _ = self._splicer.insert(_after(nodes), assemble, nodes, key)
         (results,) = self.graph.output_node().args
         new = list(results) if isinstance(results, list | tuple) else [results]
         for shard, value in zip(sorted(outputs), values, strict=True):
@@ -207,6 +215,14 @@ class Traffic:
         if len(names) > 1:
             return f"{names[0]}_to_{names[-1]}"
         return names[0] + ("" if call == "0" else f"_call{call}")
+
+
+def _layout(unit: UnitPlan) -> Hashable:
+    """All of a unit that its collectives depend on: everything but names."""
+    slots = tuple(
+        (shard.dtype, tuple((slot.shape, slot.offset, slot.numel) for slot in shard.slots)) for shard in unit.shards
+    )
+    return slots, unit.world_size, unit.group, unit.param_dtype, unit.reduce_dtype
 
 
 def _unit_of(gradient: Gradient) -> str:
