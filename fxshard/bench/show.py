@@ -148,14 +148,15 @@ def _cells(result: SystemResult, report: Report) -> list[str]:
     ratios = [result.ratio(base) for base in report.bases.values()]
     cold, *warm = result.first_step_s
     launches = [f"{traffic.launches} {_SHORT[name]}" for name, traffic in result.traffic.items()]
-    sent = sum(traffic.nbytes for traffic in result.traffic.values())
+    sent = [traffic.nbytes for traffic in result.traffic.values() if traffic.nbytes is not None]
+    all_known = len(sent) == len(result.traffic)
     peak = result.unsharded_peak_bytes
     return [
         f"{statistics.median(steps):.1f} ({min(steps):.1f}-{max(steps):.1f})" + " then failed" * bool(result.error),
         *(_NONE if ratio is None else f"{ratio:.2f}" for ratio in ratios),
         f"{cold:.1f}" + (f" ({statistics.median(warm):.1f})" if warm else ""),
         " ".join(launches) or _NONE,
-        _megabytes(sent) if sent else _NONE,
+        _megabytes(sum(sent)) if sent and all_known else _NONE,
         _NONE if peak is None else _megabytes(peak),
         _NONE if off is None else f"{off:.0e}",
     ]

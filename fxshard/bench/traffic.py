@@ -50,11 +50,11 @@ class Traffic:
 
     Attributes:
         launches: how many.
-        nbytes: of the unsharded tensors.
+        nbytes: of the unsharded tensors; `None` where the profiler hides some of them (lists of more than 30).
     """
 
     launches: int
-    nbytes: int
+    nbytes: int | None
 
 
 def measure(step: Callable[[], object], itemsize: int) -> dict[str, Traffic]:
@@ -83,24 +83,37 @@ def count(events: Iterable[dict[str, Any]], itemsize: int) -> dict[str, Traffic]
         if (name := _COLLECTIVE.get(event.get("name", ""))) is not None:
             facts = event.get("args", {})
             tensors = zip(facts.get("Input Dims", []), facts.get("Input type", []), strict=True)
-            found.append((name, max((_nbytes(shape, dtype, itemsize) for shape, dtype in tensors), default=0)))
+            sizes = [_nbytes(shape, dtype, itemsize) for shape, dtype in tensors]
+            found.append((name, None if None in sizes else max((size for size in sizes if size), default=0)))
     return add_up(found)
 
 
-def add_up(launches: Iterable[tuple[str, int]]) -> dict[str, Traffic]:
+def add_up(launches: Iterable[tuple[str, int | None]]) -> dict[str, Traffic]:
     """Add up launches, given as name of the collective and unsharded bytes; rare collectives are left out."""
-    sizes: dict[str, list[int]] = {}
+    sizes: dict[str, list[int | None]] = {}
     for name, nbytes in launches:
         if name in _OPS:
             sizes.setdefault(name, []).append(nbytes)
-    return {name: Traffic(launches=len(sizes[name]), nbytes=sum(sizes[name])) for name in sorted(sizes)}
+    return {name: Traffic(launches=len(sizes[name]), nbytes=_sum(sizes[name])) for name in sorted(sizes)}
 
 
-def _nbytes(shape: Any, dtype: str, itemsize: int) -> int:
-    """Of a tensor, or of all tensors of a list (of lists); 0 of anything else."""
+def _sum(sizes: list[int | None]) -> int | None:
+    known = [size for size in sizes if size is not None]
+    return sum(known) if len(known) == len(sizes) else None
+
+
+def _nbytes(shape: Any, dtype: str, itemsize: int) -> int | None:
+    """Of a tensor, or of all tensors of a list (of lists); 0 of anything else, `None` of a list that is hidden."""
+    if dtype == "TensorList" and not shape:
+        return None
     if not _is_nested(shape):
         return math.prod(shape) * _ITEMSIZE[dtype] if dtype in _ITEMSIZE else 0
-    return sum(_nbytes(inner, dtype, itemsize) if _is_nested(inner) else math.prod(inner) * itemsize for inner in shape)
+    return sum(_of_list(inner) for inner in shape) * itemsize
+
+
+def _of_list(shape: Any) -> int:
+    """Elements of a tensor in a list, or of all in a list of lists."""
+    return sum(map(_of_list, shape)) if _is_nested(shape) else math.prod(shape)
 
 
 def _is_nested(shape: Any) -> bool:

@@ -176,12 +176,14 @@ def test_collectives_of_a_trace_are_counted_with_their_unsharded_bytes() -> None
             ["TensorList", "TensorList", ""],
         ),
         event("c10d::allgather_", [[[[6], [6]]], [[6]], []], ["", "TensorList", ""]),
+        event("c10d::allreduce_", [[], []], ["TensorList", ""]),  # so many tensors that the profiler hides them
         event("c10d::broadcast_", [[[7]]], ["TensorList"]),
         event("aten::mm", [[8, 4], [4, 4]], ["float", "float"]),
         {"name": "no arguments"},
     ]
     assert count(events, itemsize=2) == {
         "all_gather": Traffic(launches=3, nbytes=8 * 4 * 4 + (16 * 64 + 8) * 2 + 12 * 2),
+        "all_reduce": Traffic(launches=1, nbytes=None),
         "reduce_scatter": Traffic(launches=1, nbytes=4 * 2),
     }
 
