@@ -23,7 +23,7 @@ from fxshard.inspect.explain import type_name
 from fxshard.inspect.lockstep import PerRank, Run, run
 from fxshard.inspect.shadow import Shadow, shadow_of
 from fxshard.inspect.values import Captured, InputValues, constant, originals_of
-from fxshard.ir import fake
+from fxshard.ir import fake, tags
 from fxshard.ir.journal import CAPTURED, Record
 from fxshard.ir.text import name_of, window
 from fxshard.lower import require_known_flags
@@ -197,10 +197,10 @@ class _Bisection:
         """The first difference in this frame, which is the `number`-th."""
         for stage in self._journal.stages:
             before: tuple[Record, Run] | None = None
-            for record, previous in self._suspects(stage):
+            for record, previous, only_reorders in self._suspects(stage):
                 known = before[1] if before and before[0].graph is previous.graph else self._run(previous)
                 ran = self._run(record)
-                if (found := _difference(record.graph, known, ran)) is not None:
+                if (found := _difference(record.graph, known, ran, launches=only_reorders)) is not None:
                     return BitDifference(
                         frame=number,
                         stage=stage,
@@ -212,8 +212,8 @@ class _Bisection:
                 before = record, ran
         return None
 
-    def _suspects(self, stage: str) -> Iterator[tuple[Record, Record]]:
-        """Each pass to look at: its record, and the one before."""
+    def _suspects(self, stage: str) -> Iterator[tuple[Record, Record, bool]]:
+        """Each pass to look at: its record, the one before, and whether it promises to do nothing but reorder."""
         kind = re.sub(r"_\d+$", "", stage)
         if kind in ("dynamo", "joint"):
             return
@@ -223,7 +223,7 @@ class _Bisection:
         for step, record, previous in zip(steps, records, [captured, *records[:-1]], strict=True):
             runs = Fact.COLLECTIVES in known and record.changed
             if runs and (step.reorders_only or self._all_passes):
-                yield record, previous
+                yield record, previous, step.reorders_only
             known |= step.ensures
 
     def _run(self, record: Record, *, keep: bool = True) -> Run:
@@ -261,10 +261,14 @@ class _Found:
     gap: float
 
 
-def _difference(after: fx.Graph, expected: Run, actual: Run) -> _Found | None:
-    """The first node of `after` that also ran before, with other bits; else the first result that is another."""
+def _difference(after: fx.Graph, expected: Run, actual: Run, *, launches: bool) -> _Found | None:
+    """The first node of `after` that also ran before, with other bits; else the first result that is another.
+
+    Launches and waits are compared only if `launches`: other passes may move other tensors under the same names.
+    """
     for node in after.nodes:
-        if node.name in expected.values and node.name in actual.values:
+        is_ours = tags.UNIT in tags.tags_of(node)
+        if node.name in expected.values and node.name in actual.values and (launches or not is_ours):
             gap = _gap(expected.values[node.name], actual.values[node.name])
             if gap is not None:
                 return _Found(node=node, place=node, gap=gap)

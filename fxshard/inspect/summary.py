@@ -84,7 +84,7 @@ def headline(explanation: Explanation) -> str:
 def _stage(frame: FrameExplanation, records: Sequence[Record]) -> str:
     first, last = (len(record.graph.nodes) for record in (records[0], records[-1]))
     parts = [f"{first:,} nodes" if first == last else f"{first:,} -> {last:,} nodes"]
-    names = [record.name for record in records if record.name != CAPTURED]
+    names = [record.name for record in records if record.name != CAPTURED and record.changed]
     if names:
         parts[0] += f" after {', '.join(names)}"
     if records[0].stage != DYNAMO:

@@ -134,9 +134,9 @@ def test_repr_is_a_short_summary(two_layers: Explanation) -> None:
         """\
 Explanation of TwoLayers: 2 units, world size 64, 1 frame
   dynamo   ? nodes
-  joint    29 nodes after dedup_unshard, reshard_policy
-  forward  14 -> 36 nodes after dedup_unshard, insert_collectives, bucket_collectives, coalesce_collectives; 2 all_gather; 2.5 KiB gathered
-  backward 20 -> 29 nodes after dedup_unshard, insert_collectives, bucket_collectives, coalesce_collectives; 1 all_gather, 2 reduce_scatter; 1.25 KiB gathered""",
+  joint    29 nodes after reshard_policy
+  forward  14 -> 36 nodes after insert_collectives; 2 all_gather; 2.5 KiB gathered
+  backward 20 -> 29 nodes after insert_collectives; 1 all_gather, 2 reduce_scatter; 1.25 KiB gathered""",
     )
 
 
