@@ -43,7 +43,7 @@ class BucketCollectives(GraphPass):
     buffer, so sums over three ranks or more may be rounded differently.
     Memory: a merged unit is gathered earlier than it is read, never beyond the budget; a split one later.
     No-op: size="unit", one rank, or where no launch is too small or too large.
-    Limits: merges neighbours of one process group (and one reduce dtype) only; a parameter is never split; a launch
+    Limits: merges neighbours of one process group and dtype only; a parameter is never split; a launch
     with anything else in it is left alone.
     Source: Li et al., "PyTorch Distributed" (VLDB 2020), which buckets gradients so.
     """
@@ -54,8 +54,9 @@ class BucketCollectives(GraphPass):
 
     def __post_init__(self) -> None:
         """Reject sizes that no bucket can have."""
-        is_number = isinstance(self.size, int | float) and not isinstance(self.size, bool)
-        if self.size not in ("unit", "auto") and not (is_number and 0 < float(self.size) < math.inf):
+        if self.size in ("unit", "auto"):
+            return
+        if isinstance(self.size, bool | str) or not isinstance(self.size, int | float) or not 0 < self.size < math.inf:
             raise ConfigError(f'bucket must be "unit", "auto" or a positive number of MiB, got {self.size!r}.')
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
@@ -81,12 +82,14 @@ class BucketCollectives(GraphPass):
         pieces = [piece for part in parts for piece in _split_gather(part, units[part.unit], limits)]
         pieces.sort(key=_first_read)
         sizes = [sum(_gather_bytes(units[piece.unit], slot) for slot in _slots(piece)) for piece in pieces]
+        dtypes = [{_gathered_dtype(units[piece.unit], slot) for slot in _slots(piece)} for piece in pieces]
 
         def may_join(bucket: list[int], newcomer: int) -> bool:
             names = [pieces[i].unit for i in (*bucket, newcomer)]
             early = sum(sizes[i] for i in (*bucket[1:], newcomer))
             first, last = (_first_read(pieces[i]) for i in (bucket[0], newcomer))
-            return _can_share(names, ctx) and room.for_gathering_early(first, last, early)
+            same_dtype = dtypes[bucket[0]] == dtypes[newcomer]  # a launch has one
+            return same_dtype and _can_share(names, ctx) and room.for_gathering_early(first, last, early)
 
         merged = buckets.merge(sizes, limits, may_join)
         return [([pieces[i] for i in bucket], _why(sum(sizes[i] for i in bucket), limits)) for bucket in merged]
@@ -108,8 +111,9 @@ class BucketCollectives(GraphPass):
 
     def _limits(self, units: Iterable[str], ctx: PassContext) -> Limits:
         world_size = max((ctx.plan.units[unit].world_size for unit in units), default=2)
-        given = None if self.size == "auto" else float(self.size) * MIB
-        return buckets.auto_limits(ctx.hardware, world_size) if given is None else Limits(enough=given, most=given)
+        if isinstance(self.size, str):
+            return buckets.auto_limits(ctx.hardware, world_size)
+        return Limits(enough=self.size * MIB, most=self.size * MIB)
 
 
 class _Room:
@@ -146,8 +150,12 @@ def _first_read(part: Gather) -> fx.Node:
 
 def _gather_bytes(unit: UnitPlan, slot: SlotIndex) -> int:
     """Of a gathered parameter, padding included."""
-    shard = unit.shards[slot[0]]
-    return shard.slots[slot[1]].numel * unit.world_size * unit.unsharded_dtype(shard).itemsize
+    numel = unit.shards[slot[0]].slots[slot[1]].numel
+    return numel * unit.world_size * _gathered_dtype(unit, slot).itemsize
+
+
+def _gathered_dtype(unit: UnitPlan, slot: SlotIndex) -> torch.dtype:
+    return unit.unsharded_dtype(unit.shards[slot[0]])
 
 
 def _reduce_bytes(units: Mapping[str, UnitPlan], dtype: torch.dtype, gradient: Gradient) -> int:

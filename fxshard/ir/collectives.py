@@ -80,12 +80,21 @@ def gather_inputs(shards: Mapping[int, Tensor], plan: UnitPlan, segments: Sequen
 
 
 def launch_gather(inputs: list[Tensor], world_size: int, group: str) -> list[Tensor]:
-    """Start one all_gather of all `inputs`; each result is `[world_size * numel]`, to be waited for."""
+    """Start one all_gather for each dtype of `inputs`; each result is `[world_size * numel]`, to be waited for.
+
+    Not one for all: gloo takes all tensors of a coalesced all_gather for tensors of the first one's dtype.
+    """
     if world_size == 1:
         return inputs
-    if len(inputs) == 1:
-        return [_c10d.all_gather_into_tensor(inputs[0], world_size, group)]
-    return list(_c10d.all_gather_into_tensor_coalesced(inputs, world_size, group))
+    results: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(tensor.dtype for tensor in inputs):
+        places = [i for i, tensor in enumerate(inputs) if tensor.dtype is dtype]
+        if len(places) == 1:
+            results[places[0]] = _c10d.all_gather_into_tensor(inputs[places[0]], world_size, group)
+        else:
+            together = _c10d.all_gather_into_tensor_coalesced([inputs[i] for i in places], world_size, group)
+            results |= zip(places, together, strict=True)
+    return [results[i] for i in range(len(inputs))]
 
 
 def parameters_in(

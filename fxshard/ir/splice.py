@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxshard.errors import InvariantError
@@ -29,7 +28,7 @@ class Splicer:
     def __init__(self, graph: fx.Graph, decompositions: Decompositions) -> None:
         """`decompositions` are applied while tracing, so that new nodes are of the same dialect as the graph."""
         self.graph, self.decompositions = graph, decompositions
-        self._traced: dict[Hashable, GraphModule] = {}
+        self._traced: dict[Hashable, fx.Graph] = {}
 
     @functools.cached_property
     def _mode(self) -> Any:
@@ -53,12 +52,17 @@ class Splicer:
             The nodes of the function's results (an input, where the function hands one back), and all new nodes.
         """
         values = [node.meta["val"].detach() for node in inputs]
-        known = (key, tuple((v.shape, v.stride(), v.dtype, v.device) for v in values))
+        known = (key, tuple((tuple(v.shape), v.stride(), v.dtype, v.device) for v in values))
+        if any(isinstance(size, torch.SymInt) for v in values for size in (*v.shape, *v.stride())):
+            return self._copy(self._trace(function, values), anchor, inputs, replayed=False)  # symbols have no hash
         replayed = known in self._traced
         if not replayed:
-            with self._mode, torch.no_grad():
-                self._traced[known] = make_fx(lambda *args: list(function(*args)), dict(self.decompositions))(*values)
-        return self._copy(self._traced[known].graph, anchor, inputs, replayed=replayed)
+            self._traced[known] = self._trace(function, values)
+        return self._copy(self._traced[known], anchor, inputs, replayed=replayed)
+
+    def _trace(self, function: Callable[..., Sequence[Tensor]], values: Sequence[Tensor]) -> fx.Graph:
+        with self._mode, torch.no_grad():
+            return make_fx(lambda *args: list(function(*args)), dict(self.decompositions))(*values).graph
 
     def _copy(
         self, traced: fx.Graph, anchor: fx.Node, inputs: Sequence[fx.Node], *, replayed: bool

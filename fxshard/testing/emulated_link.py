@@ -15,6 +15,7 @@ it has ended. So threads that wake up late delay themselves, never the link.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -109,6 +110,9 @@ def emulated_link(
 def _require_valid(world_size: int, speed: Speed) -> None:
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
         raise ConfigError(f"emulated_link: world_size must be a positive int, got {world_size!r}.")
+    for name, value in dataclasses.asdict(speed).items():
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise ConfigError(f"emulated_link: {name} must be a number, got {value!r}.")
     if not speed.gigabytes_per_s > 0:
         raise ConfigError(f"emulated_link: gigabytes_per_s must be positive, got {speed.gigabytes_per_s!r}.")
     if not 0 <= speed.latency_us < math.inf:

@@ -91,8 +91,8 @@ def test_a_launch_that_no_plan_knows_keeps_its_traced_bytes() -> None:
     assert (launch.op, launch.unit, launch.group, launch.nbytes) == ("all_reduce", None, "tensor_parallel", 24 * 8 * 4)
 
 
-def test_a_coalesced_launch_lists_all_its_dtypes() -> None:
-    gm, ctx = graphs.two_dtypes().at("forward", after=InsertCollectives)
+def test_a_coalesced_launch_counts_all_its_tensors() -> None:
+    gm, ctx = graphs.frozen_weight().at("forward", after=InsertCollectives)
     (launch,) = launches_of(sizes_of(gm.graph, ctx.plan), load("h100")).values()
-    assert (launch.op, launch.unit, launch.dtype) == ("all_gather", "", "f32+bf16")
-    assert launch.nbytes.subs(WORLD_SIZE, 2) == graphs.WIDTH**2 * 4 + graphs.WIDTH * 2
+    assert (launch.op, launch.unit, launch.dtype) == ("all_gather", "", "f32")
+    assert launch.nbytes.subs(WORLD_SIZE, 2) == graphs.WIDTH**2 * 4 + graphs.WIDTH * 4

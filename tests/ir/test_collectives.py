@@ -64,6 +64,6 @@ def test_finds_launches_in_program_order(kind: GraphKind, gathered: list[str], r
 
 
 def test_finds_a_coalesced_launch() -> None:
-    gm, _ = graphs.two_dtypes().at("forward", after=InsertCollectives)
+    gm, _ = graphs.frozen_weight().at("forward", after=InsertCollectives)
     (launch,) = collectives.unshard_launches(gm.graph)
     assert launch.target is collectives.ALL_GATHER_COALESCED

@@ -152,7 +152,7 @@ unshard_layers_2_to_layers_3: 0.00 MiB, where 0.00 are enough and 0.00 the most"
     )
 
 
-@pytest.mark.parametrize("size", ["units", 0, -1.0, float("inf"), float("nan"), True, None])
+@pytest.mark.parametrize("size", ["units", 0, -1.0, float("inf"), float("nan"), True, None, [1]])
 def test_refuses_what_is_no_size(size: object) -> None:
     with pytest.raises(ConfigError, match=r'bucket must be "unit", "auto" or a positive number of MiB, got '):
         BucketCollectives(size=size)  # type: ignore[arg-type]

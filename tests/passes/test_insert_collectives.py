@@ -98,7 +98,7 @@ return %reduced_root, None""",
     )
 
 
-def test_gathers_two_dtypes_with_one_coalesced_launch() -> None:
+def test_gathers_two_dtypes_each_by_itself() -> None:
     assert_golden(inserted(graphs.two_dtypes(), "forward"), "insert_collectives_two_dtypes")
 
 

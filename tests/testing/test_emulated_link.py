@@ -218,6 +218,7 @@ def test_an_instant_transfer_that_fails_raises_at_once() -> None:
         ({"world_size": 2.0}, "world_size must be a positive int"),
         ({"gigabytes_per_s": 0.0}, "gigabytes_per_s must be positive"),
         ({"gigabytes_per_s": math.nan}, "gigabytes_per_s must be positive"),
+        ({"latency_us": "3"}, "latency_us must be a number"),
         ({"latency_us": -1.0}, "latency_us must be finite and not negative"),
         ({"latency_us": math.inf}, "latency_us must be finite and not negative"),
     ],

@@ -1,0 +1,127 @@
+"""Buckets, coalesced launches and dtypes on real ranks: the same numbers as FSDP2 and as unsharded training."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxshard
+from fxshard.cost.hardware import BUILTIN
+from fxshard.passes.coalesce_collectives import CoalesceCollectives
+from fxshard.passes.pipeline import Pipeline
+from tests.numerics.harness import FSDP2, Scenario, compare, compile_module, fxshard_system, train, world_mesh
+from tests.numerics.models import MLP, rows
+from tests.ranks import two_ranks
+
+SIZES = ["auto", 0.0005, 1]
+
+
+@two_ranks
+@pytest.mark.parametrize("size", SIZES)
+def test_trains_in_buckets_of_any_size(size: str | float) -> None:
+    scenario = Scenario(model=MLP, batch=rows())
+    compare(train(scenario, fxshard_system(bucket=size)), train(scenario, FSDP2), rtol=0, atol=0)
+
+
+@two_ranks
+@pytest.mark.parametrize("size", SIZES)
+def test_trains_in_buckets_of_any_size_when_compiled(size: str | float) -> None:
+    scenario = Scenario(model=MLP, batch=rows())
+    compare(
+        train(scenario, fxshard_system(bucket=size, lower="inductor")), train(scenario, FSDP2), rtol=1e-5, atol=1e-6
+    )
+
+
+def cut_everything(pipeline: Pipeline) -> Pipeline:
+    """Reductions are cut in the interpreter as well."""
+    steps = (CoalesceCollectives() if isinstance(step, CoalesceCollectives) else step for step in pipeline.split)
+    return dataclasses.replace(pipeline, split=tuple(steps))
+
+
+@two_ranks
+@pytest.mark.parametrize("lower", ["eager", "inductor"])
+@pytest.mark.parametrize("size", ["unit", "auto"])
+def test_trains_where_nothing_is_copied(size: str, lower: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "hardware.json")
+        spec = dataclasses.replace(BUILTIN["cpu"], gather_tensor_overhead=1e-9, reduce_tensor_overhead=1e-9)
+        with open(path, "w") as file:
+            file.write(spec.to_json())
+        system = fxshard_system(bucket=size, hardware=path, passes=cut_everything, lower=lower)
+        scenario = Scenario(model=MLP, batch=rows())
+        ours = train(scenario, system)
+        graphs = [graph for graph in fxshard.compiled_graphs(ours.model) if "coalesced" in str(graph)]
+        rtol, atol = (0.0, 0.0) if lower == "eager" else (1e-5, 1e-6)
+        compare(ours, train(scenario, FSDP2), rtol=rtol, atol=atol)
+    assert graphs
+
+
+class TwoDtypes(nn.Module):
+    """Parameters of two dtypes, in this order."""
+
+    def __init__(self, first: torch.dtype, second: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Parameter(torch.randn(6, 4).to(first))
+        self.b = nn.Parameter(torch.randn(8, 4).to(second))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.a.double().t() @ self.a.double() @ self.b.double().t()
+
+
+@two_ranks
+@pytest.mark.parametrize("lower", ["eager", "inductor", "uncompiled"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float32, torch.float64)],
+)
+def test_gathers_a_unit_of_two_dtypes(first: torch.dtype, second: torch.dtype, lower: str) -> None:
+    plain, sharded = TwoDtypes(first, second), TwoDtypes(first, second)
+    fxshard.fully_shard(sharded, mesh=world_mesh())
+    model = sharded if lower == "uncompiled" else compile_module(sharded, {"lower": lower})
+    x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))  # the same on every rank
+    expected, found = plain(x), model(x)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    expected.sum().backward()
+    found.sum().backward()
+    for name, parameter in sharded.named_parameters():
+        grad = parameter.grad
+        assert grad is not None
+        torch.testing.assert_close(grad.full_tensor(), plain.get_parameter(name).grad)  # type: ignore[attr-defined]
+
+
+class LearnedToken(nn.Module):
+    """Puts a learned column before a sequence whose length changes: its gradient has a symbolic stride."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(8, 1))
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.cat([self.token, self.linear(x).t()], 1)
+        return y * y.sum(0, keepdim=True)
+
+
+@two_ranks
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_reduces_a_gradient_whose_strides_are_symbolic(dynamic: bool | None) -> None:
+    torch.manual_seed(0)
+    model = LearnedToken()
+    reference = LearnedToken()
+    reference.load_state_dict(model.state_dict())
+    fxshard.fully_shard(model, mesh=world_mesh())
+    compiled = compile_module(model, {"lower": "eager"}, dynamic=dynamic)
+    for length in (4, 6, 9):
+        x = torch.randn(length, 8, generator=torch.Generator().manual_seed(length))
+        for module in (compiled, reference):
+            module(x).sum().backward()
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        assert grad is not None
+        torch.testing.assert_close(grad.full_tensor(), reference.get_parameter(name).grad)  # type: ignore[attr-defined]
