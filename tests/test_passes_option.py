@@ -61,6 +61,9 @@ class SwapLaunches(GraphPass):
     def apply(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         first, *others = collectives.unshard_launches(gm.graph)
         if others:
+            for sent in others[0].all_input_nodes:
+                if sent.op != "placeholder":
+                    first.prepend(sent)
             first.prepend(others[0])
         return bool(others)
 
@@ -125,23 +128,26 @@ def test_shows_the_lines_around_what_a_pass_broke(mesh: DeviceMesh) -> None:
     assert_expected_inline(
         text,
         """\
-SkipWaits() broke `launch_has_one_wait` in the forward graph at %unshard_layers_0: expected one user, its wait; found %view
+SkipWaits() broke `launch_has_one_wait` in the forward graph at %getitem: expected one user, its wait; found %layers_0_weight
 Rule: Every result of a launch has exactly one user, its wait.
 
    %shard_layers_0: f32[10] = input  # flat of layers.0
    %x: f32[2, 4] = input
    %shard_layers_1: f32[10] = input  # flat of layers.1
--> %unshard_layers_0: f32[20] = c10d.all_gather_into_tensor(%shard_layers_0, 2, '0')  # unit=layers.0@0
-   %view: f32[2, 10] = aten.view(%unshard_layers_0, [2, 10])
-   %slice_1: f32[2, 8] = aten.slice.Tensor(%view, 1, 0, 8)
-   %clone: f32[2, 8] = aten.clone(%slice_1, memory_format=contiguous_format)
-   %layers_0_weight: f32[4, 4] = aten.view(%clone, [4, 4])  # param=layers.0.weight
-   %slice_2: f32[2, 2] = aten.slice.Tensor(%view, 1, 8, 10)
-   %clone_1: f32[2, 2] = aten.clone(%slice_2, memory_format=contiguous_format)
-   %layers_0_bias: f32[4] = aten.view(%clone_1, [4])  # param=layers.0.bias
+   %slice_5: f32[8] = aten.slice.Tensor(%shard_layers_0, 0, 0, 8)
+   %slice_6: f32[2] = aten.slice.Tensor(%shard_layers_0, 0, 8, 10)
+   %unshard_layers_0: (f32[16], f32[4]) = c10d.all_gather_into_tensor_coalesced([%slice_5, %slice_6], 2, '0')  # unit=layers.0@0
+-> %getitem: f32[16] = getitem(%unshard_layers_0, 0)
+   %getitem_1: f32[4] = getitem(%unshard_layers_0, 1)
+   %layers_0_weight: f32[4, 4] = aten.view(%getitem, [4, 4])  # param=layers.0.weight
+   %layers_0_bias: f32[4] = aten.view(%getitem_1, [4])  # param=layers.0.bias
    %mm: f32[2, 4] = aten.mm(%x, %layers_0_weight)
    %add: f32[2, 4] = aten.add.Tensor(%mm, %layers_0_bias)
-   %unshard_layers_1: f32[20] = c10d.all_gather_into_tensor(%shard_layers_1, 2, '0')  # unit=layers.1@0""",
+   %slice_7: f32[8] = aten.slice.Tensor(%shard_layers_1, 0, 0, 8)
+   %slice_8: f32[2] = aten.slice.Tensor(%shard_layers_1, 0, 8, 10)
+   %unshard_layers_1: (f32[16], f32[4]) = c10d.all_gather_into_tensor_coalesced([%slice_7, %slice_8], 2, '0')  # unit=layers.1@0
+   %getitem_2: f32[16] = getitem(%unshard_layers_1, 0)
+   %getitem_3: f32[4] = getitem(%unshard_layers_1, 1)""",
     )
 
 

@@ -81,13 +81,15 @@ ONCE_PER_UNIT = Counter(
 )
 # The first layer's weight is not needed for the gradient of its own input, which nobody wants.
 GATHERED_AGAIN = Counter({"fxshard::unshard(layers.1)": 1, "fxshard::wait(layers.1)": 1})
+# Weight and bias are gathered by one launch of two tensors, and each is waited for.
+TWO_TENSORS = Counter({"fxshard::wait(layers.0)": 1, "fxshard::wait(layers.1)": 1})
 
 
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
 def test_a_compiled_step_names_each_launch_and_wait_of_each_unit(link: EmulatedLink, lowering: str) -> None:
     step = step_of(link, {"lower": lowering})
     step()
-    assert ranges_of(step) == ONCE_PER_UNIT + GATHERED_AGAIN
+    assert ranges_of(step) == ONCE_PER_UNIT + GATHERED_AGAIN + TWO_TENSORS
 
 
 def test_a_step_without_compilation_names_them_too(link: EmulatedLink) -> None:
@@ -107,7 +109,7 @@ def test_a_collective_of_the_users_code_gets_no_range(link: EmulatedLink) -> Non
     with torch.no_grad():
         compiled(torch.ones(2, 8))
         found = ranges_of(lambda: compiled(torch.ones(2, 8)))
-    assert found == Counter({"fxshard::unshard(root)": 1, "fxshard::wait(root)": 1})
+    assert found == Counter({"fxshard::unshard(root)": 1, "fxshard::wait(root)": 2})  # weight and bias
 
 
 def test_other_ops_stand_in_the_trace_once(link: EmulatedLink) -> None:
