@@ -206,7 +206,7 @@ def reduce_inputs(grads: Sequence[Sequence[Tensor]], world_size: int, dtype: tor
         rows = [(grad.expand(world_size) if grad.dim() == 0 else grad) for grad in group]
         filled = [row.to(dtype) for row in rows if row.numel()]
         if len(filled) == 1:
-            flat = _padded(filled[0], world_size).reshape(-1)
+            flat = _padded(filled[0], world_size).reshape(-1).contiguous()  # a scalar was expanded
         elif filled:
             flat = torch.ops.aten._chunk_cat(filled, 0, world_size).view(-1)
         else:  # only parameters without elements: nothing to send

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 
 import pytest
@@ -53,7 +54,8 @@ def test_copies_no_parameter_out_where_tensors_are_cheap() -> None:
 
 def test_copies_no_gradient_in_where_tensors_are_cheap() -> None:
     gm, _ = coalesced(graphs.two_layers(), "backward", DEAR_COPIES)
-    assert_golden(text(gm), "coalesce_collectives_backward")
+    numbered = re.sub(r"%view_\d+", "%view_n", text(gm))  # torch counts its views differently from release to release
+    assert_golden(numbered, "coalesce_collectives_backward")
 
 
 @pytest.mark.parametrize("kind", ["forward", "backward"])

@@ -280,7 +280,8 @@ def test_reduces_a_scalar_into_the_slot_of_every_rank() -> None:
 %sum_1: f32[] = aten.sum(%mul_1)  # grad=gain
 %expand: f32[2] = aten.expand(%sum_1, [2])
 %view: f32[2] = aten.view(%expand, [2])
-%reduce_root: f32[1] = c10d.reduce_scatter_tensor(%view, 'avg', 2, '0')  # unit=@0
+%clone: f32[2] = aten.clone(%view, memory_format=contiguous_format)
+%reduce_root: f32[1] = c10d.reduce_scatter_tensor(%clone, 'avg', 2, '0')  # unit=@0
 %reduced_root: f32[1] = c10d.wait_tensor(%reduce_root)  # unit=@0
 return %reduced_root, None""",
     )
