@@ -63,7 +63,7 @@ class Options:
     bucket: str | float = "unit"
     lower: str = "inductor"
     verify: bool | str = True
-    passes: Callable[[Any], Any] | None = dataclasses.field(default=None, repr=False)  # Pipeline.digest speaks for it
+    passes: Callable[[Any], Any] | None = dataclasses.field(default=None, repr=False)  # cache.py hashes what it returns
     hardware: str | None = None
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 

@@ -25,8 +25,8 @@ class Pipeline:
     Attributes:
         joint: on the joint forward-backward graph, before it is split.
         split: on the forward, the backward and the inference graph, each for itself.
-        last: on the same graphs, after Inductor's own passes and right before code is generated; not run, and not in
-            the journal, where Inductor finds the code in its cache.
+        last: on the same graphs, after Inductor's own passes and right before code is generated. Where the code comes
+            out of a cache, they ran when it went in, and run again only for who looks at the graphs.
     """
 
     joint: tuple[GraphPass, ...]
@@ -43,12 +43,6 @@ class Pipeline:
                     f"Pipeline.{stage.name} must be a tuple of GraphPass instances, got {wrong[0]!r} in it. Derive "
                     "passes from fxshard.GraphPass and give instances, not classes."
                 )
-
-    @property
-    def digest(self) -> str:
-        """What a compile cache must know of the passes: stages, names, options, versions."""
-        stages = (self.joint, self.split, self.last)
-        return repr([[(p, p.version) for p in stage] for stage in stages])
 
 
 def default(*, bucket: str | float = "unit", same_sums: bool = False) -> Pipeline:

@@ -277,6 +277,20 @@ def gpt(**kwargs: Any) -> Traced:
     return trace(model, units=lambda m: [*m.get_submodule("blocks").children(), m], inputs=[tokens], **kwargs)
 
 
+EVERY_UNIT = (
+    two_layers,
+    uneven,
+    two_dtypes,
+    frozen_weight,
+    read_twice,
+    called_twice,
+    scalar,
+    doubles,
+    mixed_precision,
+)
+"""A model for each way in which a unit can be laid out, gathered and reduced."""
+
+
 # ---- passes and texts
 
 

@@ -17,8 +17,11 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 import fxshard
-from fxshard import ConfigError, Fact, GraphPass, InvariantError, PassContext, Pipeline
+from fxshard import ConfigError, Fact, GraphPass, InvariantError, PassContext, Pipeline, cache
+from fxshard.cost.hardware import BUILTIN
 from fxshard.ir import collectives
+from fxshard.ir.plan import FramePlan
+from fxshard.options import Options
 from fxshard.passes.insert_collectives import InsertCollectives
 from tests import graphs
 
@@ -196,5 +199,12 @@ def test_refuses_a_pipeline_that_cannot_shard(mesh: DeviceMesh, change: Change, 
 
 
 def test_tells_compile_caches_apart_by_added_passes() -> None:
+    def digest(pipeline: Pipeline) -> str | None:
+        return cache.digest(Options(), FramePlan(units={}, shard_inputs={}), pipeline, BUILTIN["cpu"])
+
     pipeline = Pipeline(joint=(), split=())
-    assert in_split(SinkWaits())(pipeline).digest != in_last(SinkWaits())(pipeline).digest != pipeline.digest
+    digests = {
+        digest(changed) for changed in (pipeline, in_split(SinkWaits())(pipeline), in_last(SinkWaits())(pipeline))
+    }
+    assert len(digests) == 3
+    assert None not in digests

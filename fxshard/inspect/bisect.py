@@ -167,16 +167,13 @@ def _capture(shadow: Shadow, args: tuple[Any, ...], kwargs: dict[str, Any], opti
             captures.append(Captured(frame=frames[-1], inputs=tuple(inputs)))
         return called
 
-    fake_args, fake_kwargs = shadow.inputs(args, kwargs)
-    groups = {unit.plan.group: unit.world_size for unit in units_under(shadow.model)}
-    with fake.named_groups(groups), shadow.tracing():
-        try:
-            torch.compile(shadow.model, backend=keep)(*fake_args, **fake_kwargs)
-        except fake.NO_VALUE as error:
-            raise UnsupportedGraph(
-                f"the forward reads values of a tensor ({error.func}), but bisect_numerics captures graphs on tensors "
-                "that have none. Take the read out of forward, or bisect the part of the model before it."
-            ) from error
+    try:
+        shadow.compile(keep, args, kwargs)
+    except fake.NO_VALUE as error:
+        raise UnsupportedGraph(
+            f"the forward reads values of a tensor ({error.func}), but bisect_numerics captures graphs on tensors "
+            "that have none. Take the read out of forward, or bisect the part of the model before it."
+        ) from error
     return captures
 
 

@@ -68,18 +68,14 @@ def explain(
     hardware.load(parsed.hardware or DEFAULT_HARDWARE)  # an unknown one is refused before the work
     name = type_name(model)
     shadow = shadow_of(model, world_size=world_size, mesh=mesh, options=parsed)
-    fake_args, fake_kwargs = shadow.inputs(args, kwargs)
     frames: list[Frame] = []
-    groups = {unit.plan.group: unit.world_size for unit in units_under(shadow.model)}
-    with fake.named_groups(groups), shadow.tracing():
-        keep = functools.partial(backend.capture_only, options=parsed, frames=frames)
-        try:
-            torch.compile(shadow.model, backend=keep)(*fake_args, **fake_kwargs)
-        except fake.NO_VALUE as error:
-            raise UnsupportedGraph(
-                f"the forward of {name} reads values of a tensor ({error.func} at {_place(error)}), but explain runs "
-                "on tensors that have none. Take the read out of forward, or explain the part of the model before it."
-            ) from error
+    try:
+        shadow.compile(functools.partial(backend.capture_only, options=parsed, frames=frames), args, kwargs)
+    except fake.NO_VALUE as error:
+        raise UnsupportedGraph(
+            f"the forward of {name} reads values of a tensor ({error.func} at {_place(error)}), but explain runs "
+            "on tensors that have none. Take the read out of forward, or explain the part of the model before it."
+        ) from error
     if not frames:
         raise ConfigError(
             f"no graph with sharded parameters was captured from {name}: its forward reads no parameter that is "

@@ -9,7 +9,7 @@ itself is only read. The shadow shares the code of its classes, which is why it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
@@ -76,6 +76,17 @@ class Shadow:
         """Copy the arguments of a call; every tensor in them, however deep, becomes a fake one."""
         copied: tuple[tuple[Any, ...], dict[str, Any]] = self.replica.copy((args, kwargs), "the arguments")
         return copied
+
+    def compile(self, backend: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compile the model with `backend` and call it once, on fake copies of the arguments.
+
+        Raises:
+            fake.NO_VALUE: the model reads values of a tensor.
+        """
+        fake_args, fake_kwargs = self.inputs(args, kwargs)
+        groups = {unit.plan.group: unit.world_size for unit in units_under(self.model)}
+        with fake.named_groups(groups), self.tracing():
+            torch.compile(self.model, backend=backend)(*fake_args, **fake_kwargs)
 
 
 def shadow_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -102,7 +103,7 @@ def test_an_unsharded_model_is_sharded_as_in_one_line(build: Callable[[], nn.Mod
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_hugging_face_model_is_traced(name: str) -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers: Any = importlib.import_module("transformers")  # takes seconds, and only this test needs it
     if name == "llama":
         config = transformers.LlamaConfig(
             num_hidden_layers=2, hidden_size=32, intermediate_size=52, num_attention_heads=4, vocab_size=64

@@ -167,22 +167,9 @@ def test_changes_nothing_when_run_again(kind: GraphKind, size: float) -> None:
     assert text(gm) == before
 
 
-EVERY_UNIT = [
-    graphs.two_layers,
-    graphs.uneven,
-    graphs.two_dtypes,
-    graphs.frozen_weight,
-    graphs.read_twice,
-    graphs.called_twice,
-    graphs.scalar,
-    graphs.doubles,
-    graphs.mixed_precision,
-]
-
-
 @pytest.mark.parametrize("world_size", [1, 4])
 @pytest.mark.parametrize("size", [1e-5, 100.0], ids=["split", "merged"])
-@pytest.mark.parametrize("build", EVERY_UNIT)
+@pytest.mark.parametrize("build", graphs.EVERY_UNIT)
 def test_computes_the_same_bits(build: Callable[..., Traced], size: float, world_size: int) -> None:
     traced = build(world_size=world_size)
     assert_same_step(step(traced, BucketCollectives(size=size)), step(traced), rtol=0, atol=0)

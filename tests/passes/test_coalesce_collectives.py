@@ -172,22 +172,9 @@ def test_changes_nothing_when_run_again(kind: GraphKind) -> None:
     assert text(gm) == before
 
 
-EVERY_UNIT = [
-    graphs.two_layers,
-    graphs.uneven,
-    graphs.two_dtypes,
-    graphs.frozen_weight,
-    graphs.read_twice,
-    graphs.called_twice,
-    graphs.scalar,
-    graphs.doubles,
-    graphs.mixed_precision,
-]
-
-
 @pytest.mark.parametrize("hardware", [DEAR_COPIES, MATRICES], ids=["copies", "matrices"])
 @pytest.mark.parametrize("world_size", [1, 4])
-@pytest.mark.parametrize("build", EVERY_UNIT)
+@pytest.mark.parametrize("build", graphs.EVERY_UNIT)
 def test_computes_the_same_bits(build: Callable[..., Traced], world_size: int, hardware: HardwareSpec) -> None:
     traced = build(world_size=world_size)
     passes = [BucketCollectives(size=1e-4), CoalesceCollectives()]
