@@ -4,8 +4,7 @@
 The verifier must know that `%layers_0_weight` really is the slot of `layers.0.weight` in what its launch gathered, and
 that the gradient of `layers.0.bias` really ends up in its slot of the reduced shard. `flow_of` walks the graph once and
 gives each value that comes from a flat or from a gradient a description; ops are read from their arguments, never from
-`meta["val"]`, which a wrong pass may have left behind. Views are followed by running the op itself on a tensor of the
-meta device, whose offset and strides then say which elements are meant.
+`meta["val"]`, which a wrong pass may have left behind. Views are followed by shape, strides and offset (strided.py).
 
 Forward   Flat -> (cast) -> InFlight -> wait -> Window -> views, copies -> Window tagged `param`
 Backward  node tagged `grad` -> Row -> Concat -> (divide) -> InFlight -> wait -> Piece -> (divide, cast) -> Assembled
@@ -15,7 +14,6 @@ A description stops at a node tagged `param` (what reads it is compute) and star
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from collections.abc import Callable, Iterable
@@ -27,6 +25,7 @@ from torch import Tensor, fx
 
 from fxshard.ir import collectives, movement, tags
 from fxshard.ir.plan import FramePlan
+from fxshard.ir.strided import View, moved, whole
 
 aten = torch.ops.aten
 
@@ -56,14 +55,14 @@ class Window:
 
     Attributes:
         flat: what was gathered.
-        view: on the meta device: shape, strides and offset in the buffer, or in the copy of it.
+        view: elements of the buffer, or of the copy of it.
         copied: the elements of the buffer that were copied, where `view` is of a copy.
         launch: what gathered the buffer; nothing did for one rank.
     """
 
     flat: Flat
-    view: Tensor
-    copied: Tensor | None = None
+    view: View
+    copied: View | None = None
     launch: fx.Node | None = None
 
 
@@ -73,7 +72,7 @@ class Row:
 
     terms: tuple[fx.Node, ...]
     dtype: torch.dtype
-    view: Tensor
+    view: View
     divisor: float = 1.0
 
 
@@ -93,7 +92,7 @@ class Piece:
 
     concat: Concat
     launch: fx.Node | None
-    view: Tensor
+    view: View
     dtype: torch.dtype
     divisor: float = 1.0
 
@@ -171,7 +170,7 @@ def _leaf(node: fx.Node) -> Row | None:
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or not all(isinstance(n, int) for n in value.shape):
         return None
-    return Row((node,), value.dtype, torch.empty(tuple(value.shape), dtype=torch.int8, device="meta"))
+    return Row((node,), value.dtype, whole(*value.shape))
 
 
 def _input(node: fx.Node, flow: Flow, at: int = 0) -> Value | tuple[Value, ...] | None:
@@ -179,64 +178,49 @@ def _input(node: fx.Node, flow: Flow, at: int = 0) -> Value | tuple[Value, ...] 
     return flow.values.get(argument) if isinstance(argument, fx.Node) else None
 
 
-def _buffer(numel: int) -> Tensor:
-    return torch.empty(numel, dtype=torch.int8, device="meta")
-
-
-def _moved(node: fx.Node, view: Tensor) -> Any:
-    """The op of `node` on a meta tensor instead; `None` where it cannot be."""
+def _moved(node: fx.Node, view: View) -> View | tuple[View, ...] | None:
+    """What the op of `node` makes of `view`; `None` where it cannot be, or reads other tensors too."""
     if len(node.all_input_nodes) != 1:
         return None
-    args = tuple(tuple(arg) if isinstance(arg, list) else arg for arg in node.args[1:])
-    return _run_on_meta(node.target, args, tuple(view.shape), view.stride(), int(view.storage_offset()))
-
-
-@functools.lru_cache(maxsize=4096)  # a model has many equal layers, and running an op takes longer than looking it up
-def _run_on_meta(
-    target: Any, args: tuple[Any, ...], shape: tuple[int, ...], stride: tuple[int, ...], start: int
-) -> Any:
-    view = torch.empty(0, dtype=torch.int8, device="meta").as_strided(shape, stride, start)
-    try:
-        return target(view, *(list(arg) if isinstance(arg, tuple) else arg for arg in args))
-    except (RuntimeError, IndexError, TypeError, ValueError):
-        return None
+    return moved(view, node.target, tuple(tuple(arg) if isinstance(arg, list) else arg for arg in node.args[1:]))
 
 
 def _view(node: fx.Node, flow: Flow, plan: FramePlan) -> Value | tuple[Value, ...] | None:
-    value = _as_buffer(_input(node, flow), node, plan)
+    value = _aswhole(_input(node, flow), node, plan)
     if isinstance(value, Concat):
         return _view_of_concat(node, value)
     if isinstance(value, Flat):
-        part = _moved(node, _buffer(value.numel))
-        cut = isinstance(part, Tensor) and part.dim() == 1 and part.is_contiguous()
-        return replace(value, start=value.start + part.storage_offset(), numel=part.numel()) if cut else None
+        part = _moved(node, whole(value.numel))
+        if not isinstance(part, View) or len(part.shape) != 1 or not part.is_contiguous():
+            return None
+        return replace(value, start=value.start + part.start, numel=part.numel)
     if not isinstance(value, Window | Row | Piece):
         return None
-    moved = _moved(node, value.view)
-    if isinstance(moved, Tensor):
-        return replace(value, view=moved)
-    return tuple(replace(value, view=part) for part in moved) if moved is not None else None
+    found = _moved(node, value.view)
+    if isinstance(found, View):
+        return replace(value, view=found)
+    return tuple(replace(value, view=part) for part in found) if found is not None else None
 
 
-def _as_buffer(value: Any, node: fx.Node, plan: FramePlan) -> Any:
+def _aswhole(value: Any, node: fx.Node, plan: FramePlan) -> Any:
     """A flat that one rank holds alone is the gathered buffer itself."""
     if isinstance(value, Flat) and plan.units[value.unit].world_size == 1:
-        return Window(value, _buffer(value.numel))
+        return Window(value, whole(value.numel))
     return value
 
 
 def _view_of_concat(node: fx.Node, concat: Concat) -> Value | tuple[Value, ...] | None:
     """Flattened, it is the same; cut in pieces, it is what one rank takes for the reduced buffer."""
     numel = sum(row_numel(row, concat.world_size) for row in concat.rows)
-    moved = _moved(node, _buffer(numel * concat.world_size))
-    if isinstance(moved, Tensor):
-        whole = moved.numel() == numel * concat.world_size and moved.is_contiguous()
-        return concat if whole else Piece(concat, None, moved, concat.dtype)
-    return tuple(Piece(concat, None, part, concat.dtype) for part in moved) if moved is not None else None
+    found = _moved(node, whole(numel * concat.world_size))
+    if isinstance(found, View):
+        flattened = found.numel == numel * concat.world_size and found.is_contiguous()
+        return concat if flattened else Piece(concat, None, found, concat.dtype)
+    return tuple(Piece(concat, None, part, concat.dtype) for part in found) if found is not None else None
 
 
 def _copy(node: fx.Node, flow: Flow, plan: FramePlan) -> Value | None:
-    value = _as_buffer(_input(node, flow), node, plan)
+    value = _aswhole(_input(node, flow), node, plan)
     if isinstance(value, Row | Piece):
         return replace(value, view=value.view.contiguous())
     if isinstance(value, Concat):
@@ -245,7 +229,7 @@ def _copy(node: fx.Node, flow: Flow, plan: FramePlan) -> Value | None:
         return None
     if value.copied is not None:
         return value
-    return replace(value, view=torch.empty(value.view.shape, dtype=torch.int8, device="meta"), copied=value.view)
+    return replace(value, view=whole(*value.view.shape), copied=value.view)
 
 
 def _cast(node: fx.Node, flow: Flow, plan: FramePlan) -> Value | None:
@@ -258,8 +242,8 @@ def _cast(node: fx.Node, flow: Flow, plan: FramePlan) -> Value | None:
 def _resize(node: fx.Node, flow: Flow, plan: FramePlan) -> Value | None:
     """`expand` and `constant_pad_nd` of a gradient."""
     value = _input(node, flow)
-    moved = _moved(node, value.view) if isinstance(value, Row) else None
-    return replace(value, view=moved) if isinstance(value, Row) and isinstance(moved, Tensor) else None
+    found = _moved(node, value.view) if isinstance(value, Row) else None
+    return replace(value, view=found) if isinstance(value, Row) and isinstance(found, View) else None
 
 
 def _add(node: fx.Node, flow: Flow, plan: FramePlan) -> Value | None:
@@ -294,7 +278,7 @@ def _concat(node: fx.Node, flow: Flow, plan: FramePlan) -> Value | None:
         rows = tuple(part for part in parts if isinstance(part, Row) and part.divisor == 1)
         fits = len(rows) == len(parts) and len(rest) == 2 and rest[0] == 0 and isinstance(rest[1], int)
         return Concat(rows, rest[1], rows[0].dtype) if rows and fits else None  # type: ignore[arg-type]
-    rows = tuple(part for part in parts if isinstance(part, Row) and part.view.dim() == 2 and part.divisor == 1)
+    rows = tuple(part for part in parts if isinstance(part, Row) and len(part.view.shape) == 2 and part.divisor == 1)
     if rows and len(rows) == len(parts) and list(rest) in ([1], [-1]):
         return Concat(rows, rows[0].view.shape[0], rows[0].dtype)
     pieces = tuple(part for part in parts if isinstance(part, Piece | Zeros))
@@ -318,14 +302,14 @@ def _wait(node: fx.Node, flow: Flow, plan: FramePlan) -> Value | None:
     if not isinstance(value, InFlight) or value.index is None:
         return None
     source = launch_input(value.launch, value.index)
-    moved = flow.values.get(source) if source is not None else None
-    if isinstance(moved, Flat):
-        return Window(moved, _buffer(moved.numel * world_size_of(value.launch)), launch=value.launch)
-    if isinstance(moved, Row):
-        moved = alone(moved, world_size_of(value.launch))
-    if isinstance(moved, Concat):
-        numel = sum(row_numel(row, moved.world_size) for row in moved.rows)
-        return Piece(moved, value.launch, _buffer(numel), moved.dtype)
+    sent = flow.values.get(source) if source is not None else None
+    if isinstance(sent, Flat):
+        return Window(sent, whole(sent.numel * world_size_of(value.launch)), launch=value.launch)
+    if isinstance(sent, Row):
+        sent = alone(sent, world_size_of(value.launch))
+    if isinstance(sent, Concat):
+        numel = sum(row_numel(row, sent.world_size) for row in sent.rows)
+        return Piece(sent, value.launch, whole(numel), sent.dtype)
     return None
 
 
@@ -368,7 +352,7 @@ def group_of(launch: fx.Node) -> str:
 
 def row_numel(row: Row, world_size: int) -> int:
     """Elements of a row on one rank: `ceil(rows / world_size)` rows, as `_chunk_cat` pads them."""
-    first = row.view.shape[0] if row.view.dim() else 1
+    first = row.view.shape[0] if row.view.shape else 1
     return -(-first // world_size) * math.prod(row.view.shape[1:])
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from fxshard.ir import collectives, flow
 from fxshard.ir.flow import Concat, Flat, Piece, Row, Window, Zeros
 from fxshard.ir.plan import ShardPlan, Slot, UnitPlan
+from fxshard.ir.strided import View, whole
 
 Segment = tuple[int, int, Piece | Zeros]
 """First element in a shard's gradient, number of elements, what they are."""
@@ -18,28 +19,28 @@ Segment = tuple[int, int, Piece | Zeros]
 def is_slot(value: Flat | Window, unit: str, shard: int, slot: Slot, plan: UnitPlan) -> bool:
     """Whether `value` is the unsharded parameter of `slot`: every rank's columns, row after row, without padding."""
     if isinstance(value, Flat):  # one rank, and the parameter is all there is
-        value = Window(value, torch.empty(value.numel, dtype=torch.int8, device="meta"))
-    if (value.flat.unit, value.flat.shard) != (unit, shard) or tuple(value.view.shape) != slot.shape:
+        value = Window(value, whole(value.numel))
+    if (value.flat.unit, value.flat.shard) != (unit, shard) or value.view.shape != slot.shape:
         return False
     if not slot.full_numel:
         return True
     if not value.view.is_contiguous():
         return False
     if value.copied is not None:
-        return value.view.storage_offset() == 0 and _is_block(value.copied, slot, value.flat, plan.world_size)
+        return value.view.start == 0 and _is_block(value.copied, slot, value.flat, plan.world_size)
     # Without a copy only what is contiguous in the buffer can be the parameter.
-    whole = plan.world_size == 1 or slot.numel == value.flat.numel or slot.full_numel <= slot.numel
-    return whole and value.view.storage_offset() == slot.offset - value.flat.start
+    in_one_piece = plan.world_size == 1 or slot.numel == value.flat.numel or slot.full_numel <= slot.numel
+    return in_one_piece and value.view.start == slot.offset - value.flat.start
 
 
-def _is_block(copied: Tensor, slot: Slot, flat: Flat, world_size: int) -> bool:
+def _is_block(copied: View, slot: Slot, flat: Flat, world_size: int) -> bool:
     """Whether a copy took the slot's columns of what was gathered, `[world_size, flat.numel]`."""
-    rows_apart = world_size == 1 or copied.stride()[:1] == (flat.numel,)
+    rows_apart = world_size == 1 or copied.stride[:1] == (flat.numel,)
     return (
-        tuple(copied.shape) == (world_size, slot.numel)
-        and copied.storage_offset() == slot.offset - flat.start
+        copied.shape == (world_size, slot.numel)
+        and copied.start == slot.offset - flat.start
         and rows_apart
-        and (slot.numel <= 1 or copied.stride(1) == 1)
+        and (slot.numel <= 1 or copied.stride[1] == 1)
     )
 
 
@@ -54,15 +55,14 @@ def segments_of(value: flow.Value | None) -> list[Segment] | None:
         value = flow.alone(value, 1)
     if isinstance(value, Concat):  # one rank: what it has put together is reduced already
         numel = sum(flow.row_numel(row, value.world_size) for row in value.rows)
-        buffer = torch.empty(numel, dtype=torch.int8, device="meta")
-        value = Piece(value, None, buffer, value.dtype) if value.world_size == 1 else None
+        value = Piece(value, None, whole(numel), value.dtype) if value.world_size == 1 else None
     parts = value.parts if isinstance(value, flow.Assembled) else (value,)
     segments: list[Segment] = []
     start = 0
     for part in parts:
         if not isinstance(part, Piece | Zeros):
             return None
-        numel = part.numel if isinstance(part, Zeros) else part.view.numel()
+        numel = part.numel if isinstance(part, Zeros) else part.view.numel
         segments.append((start, numel, part))
         start += numel
     return segments
@@ -84,7 +84,7 @@ def _found_at(segments: list[Segment], slot: Slot) -> tuple[Row, Piece] | None:
     for start, numel, piece in segments:
         if isinstance(piece, Zeros) or not start <= slot.offset < start + numel or not piece.view.is_contiguous():
             continue
-        offset = piece.view.storage_offset() + slot.offset - start
+        offset = piece.view.start + slot.offset - start
         for row in piece.concat.rows:
             size = flow.row_numel(row, piece.concat.world_size)
             if offset == 0 and size == slot.numel and slot.offset + size <= start + numel:

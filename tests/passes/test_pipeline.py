@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from fxshard.cache import digest
+from fxshard.cost.hardware import BUILTIN
+from fxshard.ir.plan import FramePlan
+from fxshard.options import Options
 from fxshard.passes._base import GraphPass
 from fxshard.passes.dedup_unshard import DedupUnshard
 from fxshard.passes.pipeline import DEFAULT, OPTIONAL, Pipeline
@@ -68,4 +72,8 @@ Newer.__qualname__ = DedupUnshard.__qualname__
 
 def test_tells_compile_caches_apart_by_the_versions_of_passes() -> None:
     assert repr(Newer()) == repr(DedupUnshard())
-    assert Pipeline(joint=(Newer(),), split=()).digest != Pipeline(joint=(DedupUnshard(),), split=()).digest
+    keys = {
+        digest(Options(), FramePlan(units={}, shard_inputs={}), Pipeline(joint=(step,), split=()), BUILTIN["cpu"])
+        for step in (DedupUnshard(), Newer())
+    }
+    assert len(keys) == 2
