@@ -13,6 +13,7 @@ from torch import fx, nn
 from fxshard import capture, one_line
 from fxshard.cost import hardware
 from fxshard.errors import ConfigError, FxshardError
+from fxshard.ir.room import GIB
 from fxshard.lower import lower, lower_plain, require_known_flags
 from fxshard.modules import plain_module, units_under
 from fxshard.options import Options, parse
@@ -118,7 +119,12 @@ def _compile(
     generate_code: bool = True,
 ) -> Frame:
     device = example_inputs[next(iter(flats))].device
-    frame = Frame(capture.bind_markers(gm, flats), hardware=options.hardware or hardware.of_device(device).name)
+    budget = options.memory_budget_gib
+    frame = Frame(
+        capture.bind_markers(gm, flats),
+        hardware=options.hardware or hardware.of_device(device).name,
+        unsharded_budget_bytes=None if budget is None else int(budget * GIB),
+    )
     for key, share in capture.read_shares(gm, frame.plan).items():
         if share < 0.5 and frame.plan.units[key].world_size > 1:
             _log.warning(

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from fxshard.errors import UnsupportedGraph
 from fxshard.ir import ops
 from fxshard.ir.ops import MarkerKey
-from fxshard.ir.plan import FramePlan
+from fxshard.ir.plan import FramePlan, UnitPlan
 from fxshard.modules import ShardedModule, plain_module
 from fxshard.runtime.unit import Home, Unit, home_of
 
@@ -100,13 +101,25 @@ def bind_markers(gm: fx.GraphModule, flats: dict[int, Home]) -> FramePlan:
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             module.recompile()
-    units = {keys[id(home.unit)]: home.unit.plan for home in flats.values()}
+    units = {keys[id(home.unit)]: _with_prefetch(home.unit, keys) for home in flats.values()}
     return FramePlan(
         units=units,
         shard_inputs={i: (keys[id(h.unit)], h.shard) for i, h in flats.items()},
         input_names=tuple(
             "" if i in flats else source_name(node).removeprefix("self.") for i, node in enumerate(placeholders)
         ),
+    )
+
+
+def _with_prefetch(unit: Unit, keys: Mapping[int, str]) -> UnitPlan:
+    """The unit's plan with its prefetch lists, as far as this graph has what is in them."""
+
+    def here(listed: tuple[Unit, ...] | None) -> tuple[str, ...] | None:
+        found = tuple(keys[id(other)] for other in listed or () if id(other) in keys)
+        return found or (() if listed == () else None)
+
+    return replace(
+        unit.plan, forward_prefetch=here(unit.forward_prefetch), backward_prefetch=here(unit.backward_prefetch)
     )
 
 

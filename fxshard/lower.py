@@ -40,6 +40,7 @@ from fxshard.errors import ConfigError, FxshardError, InvariantError
 from fxshard.ir import ops, order
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.journal import CAPTURED, Journal, Record, snapshot
+from fxshard.ir.room import GIB
 from fxshard.options import KEEP_ORDER_FLAGS, Options
 from fxshard.passes import _manager
 from fxshard.passes._base import GraphKind, PassContext
@@ -277,12 +278,14 @@ class _Stages:
         _manager.run(gm, self.pipeline.last, self._context(kind), given=LAST_GIVEN, stage=f"{kind}_last")
 
     def _context(self, kind: GraphKind) -> PassContext:
+        budget = self.options.memory_budget_gib
         return PassContext(
             plan=self.frame.plan,
             kind=kind,
             decompositions=self.decompositions,
             num_results=self.num_results,
             hardware=hardware.load(self.frame.hardware),
+            unsharded_budget_bytes=None if budget is None else int(budget * GIB),
             verify=self.options.verify,
             journal=self.journal,
         )
@@ -387,6 +390,7 @@ class _LastStage(CustomGraphPass):
         self._stages.last_stage(gm, self._kind)
         if not self._stages.generate_code:
             raise _StopBeforeCode
+        order.enforce(graph)
 
     def uuid(self) -> str:
         return f"{self._stages.digest} {self._kind}"

@@ -9,7 +9,7 @@ a module that was given to `fully_shard` also gets the FSDP methods and a call t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
 
@@ -122,6 +122,45 @@ class ShardedModule(ParameterOwner):
         for unit in state.nested if recurse else state.units:
             unit.reshard_after_forward = reshard_after_forward
             unit.publish()
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
+        """Say which modules' parameters to gather ahead in forward; compiled code only.
+
+        Right after this module's own gather has been waited for, those of `modules` are launched, in this order; what
+        is in flight or gathered already is not launched again. After a change the next forward compiles anew.
+
+        Args:
+            modules: sharded by `fully_shard`; an empty list for what the option `prefetch` says, `None` for nothing.
+
+        Raises:
+            ConfigError: one of them is not sharded, or this module has no parameters of its own.
+        """
+        _set_prefetch(self, "forward", modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
+        """The same for backward, where a list stands in place of what `prefetch` says."""
+        _set_prefetch(self, "backward", modules)
+
+
+def _set_prefetch(module: ShardedModule, direction: str, modules: Sequence[nn.Module] | None) -> None:
+    setter = f"set_modules_to_{direction}_prefetch"
+    state = cast(ModuleState, module.__dict__[STATE])
+    if not isinstance(modules, list | tuple | None):
+        raise ConfigError(f"{setter} expects a list of modules or None, got {type(modules).__name__}.")
+    listed = [plain_module(each) if isinstance(each, nn.Module) else each for each in modules or ()]
+    for each in listed:
+        if not isinstance(each, ShardedModule):
+            raise ConfigError(f"{setter} expects modules that fully_shard has sharded, got {type(each).__name__}.")
+    if not state.units:
+        raise ConfigError(
+            f"{setter}: {type(module).__name__} has no parameters of its own to wait for: its submodules have them "
+            "all. Call it on one of these."
+        )
+    units = tuple(unit for each in listed for unit in cast(ModuleState, state_of(each)).units)
+    wanted = units or (None if modules is None or listed else ())
+    for unit in state.units:
+        setattr(unit, f"{direction}_prefetch", wanted)
+        unit.publish()
 
 
 def _require_replaceable(module: nn.Module, name: str, value: object) -> None:

@@ -16,9 +16,6 @@ from fxshard.errors import ConfigError
 
 # Options of the design that have no effect yet, with the only value that is accepted today.
 _NOT_YET: dict[str, Any] = {
-    "prefetch": 0,
-    "reduce_scatter_max_input_buffers": 2,
-    "memory_budget_gib": None,
     "resident_gib": 0,
     "streams": "auto",
     "separate_reduce_scatter_group": False,
@@ -48,6 +45,12 @@ class Options:
         reduce_dtype: dtype of gradient reduction, for the one-line path only.
         bucket: what one launch moves: "unit", "auto" (merge what is too small for the link, split what is too large),
             or MiB of the whole buffer that a launch is filled up to.
+        prefetch: how many units ahead an all_gather is launched; 0 or "off": none; "auto": for each unit as many as it
+            takes to hide it, by the cost model. What a module was told by `set_modules_to_forward_prefetch` or
+            `set_modules_to_backward_prefetch` wins.
+        memory_budget_gib: what unsharded parameters may take at any time; gathers are merged and launched ahead only
+            within it.
+        reduce_scatter_max_input_buffers: reductions whose inputs may be alive at once.
         lower: "inductor", or "eager" to run the transformed graphs node by node (no decompositions, bitwise FSDP2).
         verify: check every invariant of `ir/spec.py` after every pass; "debug" also re-runs the graphs on fake tensors.
         passes: a function from the default `Pipeline` to the one to run; passes of your own get the same checks.
@@ -61,6 +64,9 @@ class Options:
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     bucket: str | float = "unit"
+    prefetch: int | str = 1
+    reduce_scatter_max_input_buffers: int = 2
+    memory_budget_gib: float | None = None
     lower: str = "inductor"
     verify: bool | str = True
     passes: Callable[[Any], Any] | None = dataclasses.field(default=None, repr=False)  # cache.py hashes what it returns
@@ -73,6 +79,9 @@ class Options:
             raise ConfigError(f'lower must be "inductor" or "eager", got {self.lower!r}.')
         if self.verify not in (True, False, "debug"):
             raise ConfigError(f'verify must be True, False or "debug", got {self.verify!r}.')
+        budget = self.memory_budget_gib
+        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | float) or not budget > 0):
+            raise ConfigError(f"memory_budget_gib must be a positive number or None, got {budget!r}.")
         if self.passes is not None and not callable(self.passes):
             raise ConfigError(f"passes must be a function from Pipeline to Pipeline or None, got {self.passes!r}.")
         if not isinstance(self.hardware, str | None):

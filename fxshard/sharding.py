@@ -211,4 +211,6 @@ def _name_units(modules: Sequence[nn.Module], state: ModuleState) -> None:
         unit.is_root = unit in state.units
         fqns = [_join(paths.get(id(owner), ""), name) for owner, name in (m.owners[0] for m in unit.members)]
         unit.rename(",".join(filter(None, (paths.get(id(m), "") for m in unit.modules))), fqns)
+    for unit in nested.values():
+        unit.publish()  # a prefetch list names other units
     state.nested = tuple(nested.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,8 +16,8 @@ from fxshard.cost.buckets import Limits
 from fxshard.errors import ConfigError
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.launched import launched_in, rewrite
-from fxshard.ir.liveness import unsharded_bytes
 from fxshard.ir.plan import UnitPlan
+from fxshard.ir.room import Room
 from fxshard.ir.traffic import Gather, Gradient, Reduce, Traffic
 from fxshard.passes._base import Fact, GraphPass, PassContext
 
@@ -66,7 +65,7 @@ class BucketCollectives(GraphPass):
         found = launched_in(gm.graph, ctx.plan)
         for launch in found.unread:
             ctx.decline(launch, "it moves something that is not a unit's parameters or gradients")
-        room = _Room(gm.graph, ctx.unsharded_budget_bytes)
+        room = Room(gm.graph, ctx.unsharded_budget_bytes)
         writer = Traffic(gm.graph, ctx.plan, ctx.decompositions)
         gathers = self._gathers([part for parts in found.gathers.values() for part in parts], ctx, room)
         reductions = self._reductions(list(found.reductions.values()), ctx)
@@ -75,7 +74,7 @@ class BucketCollectives(GraphPass):
             ctx.note(launch, why)
         return bool(notes)
 
-    def _gathers(self, parts: Sequence[Gather], ctx: PassContext, room: _Room) -> list[tuple[list[Gather], str]]:
+    def _gathers(self, parts: Sequence[Gather], ctx: PassContext, room: Room) -> list[tuple[list[Gather], str]]:
         """The all_gathers, in the order in which they will stand, and why."""
         units = ctx.plan.units
         limits = self._limits([part.unit for part in parts], ctx)
@@ -114,30 +113,6 @@ class BucketCollectives(GraphPass):
         if isinstance(self.size, str):
             return buckets.auto_limits(ctx.hardware, world_size)
         return Limits(enough=self.size * MIB, most=self.size * MIB)
-
-
-class _Room:
-    """How much the budget leaves where units are gathered earlier."""
-
-    def __init__(self, graph: fx.Graph, budget: int | None) -> None:
-        self.graph, self.budget = graph, budget
-
-    def for_gathering_early(self, first: fx.Node, last: fx.Node, nbytes: int) -> bool:
-        """Whether `nbytes` more fit between two nodes; what is there already of it is counted again."""
-        if self.budget is None:
-            return True
-        alive = itertools.islice(self.used, self.places[first], self.places[last] + 1)
-        return max(alive) + nbytes <= self.budget
-
-    @functools.cached_property
-    def places(self) -> dict[fx.Node, int]:
-        """Position of each node in the graph as it was."""
-        return {node: i for i, node in enumerate(self.graph.nodes)}
-
-    @functools.cached_property
-    def used(self) -> list[int]:
-        """Unsharded bytes while each node runs, in the graph as it was."""
-        return [nbytes for _, nbytes in unsharded_bytes(self.graph)]
 
 
 def _slots(part: Gather) -> list[SlotIndex]:

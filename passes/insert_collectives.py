@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 from fxshard.errors import UnsupportedGraph
 from fxshard.ir import collectives, contract, ops, text, traffic
 from fxshard.ir.collectives import SlotIndex
+from fxshard.ir.room import require_room
 from fxshard.ir.traffic import Gather, Reduce, Reduced, Traffic
 from fxshard.passes._base import Fact, GraphPass, PassContext
 
@@ -52,6 +53,8 @@ class InsertCollectives(GraphPass):
             gm.graph.eliminate_dead_code()  # the markers themselves, which nothing reads any more
         writer.close()
         _refuse_leftovers(gm, ctx)
+        if ctx.unsharded_budget_bytes is not None:
+            require_room(gm.graph, ctx.unsharded_budget_bytes)
         return bool(gathers or writes)
 
 

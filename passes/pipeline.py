@@ -11,8 +11,11 @@ from fxshard.passes._base import Fact, GraphPass
 from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.dedup_unshard import DedupUnshard
+from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.passes.insert_collectives import InsertCollectives
+from fxshard.passes.pin_order import PinOrder
 from fxshard.passes.reshard_policy import ReshardPolicy
+from fxshard.passes.sink_waits import SinkWaits
 
 OPTIONAL: tuple[type[GraphPass], ...] = ()
 """Passes that no default pipeline runs."""
@@ -45,11 +48,23 @@ class Pipeline:
                 )
 
 
-def default(*, bucket: str | float = "unit", same_sums: bool = False) -> Pipeline:
-    """The passes without a change by the user; the arguments are those of `BucketCollectives`, `CoalesceCollectives`.
+def default(
+    *,
+    bucket: str | float = "unit",
+    prefetch: int | str = 1,
+    reduce_scatter_max_input_buffers: int = 2,
+    lower: str = "inductor",
+) -> Pipeline:
+    """The passes without a change by the user.
+
+    Args:
+        bucket: `BucketCollectives.size`.
+        prefetch: `HoistPrefetch.depth`, or "off".
+        reduce_scatter_max_input_buffers: `SinkWaits.max_buffers`.
+        lower: "inductor", or "eager": then sums are FSDP2's to the bit, and the order needs no pins.
 
     Raises:
-        ConfigError: `bucket` is no size.
+        ConfigError: a value that its pass does not take.
     """
     return Pipeline(
         joint=(
@@ -60,9 +75,11 @@ def default(*, bucket: str | float = "unit", same_sums: bool = False) -> Pipelin
             DedupUnshard(),  # again: a graph without backward has seen no joint stage
             InsertCollectives(),  # after the split: each graph gathers where it reads and reduces where it writes
             BucketCollectives(size=bucket),  # before tensors are cut: the cut is for one launch
-            CoalesceCollectives(same_sums=same_sums),
+            CoalesceCollectives(same_sums=lower == "eager"),
+            SinkWaits(max_buffers=reduce_scatter_max_input_buffers),
+            HoistPrefetch(depth=0 if prefetch == "off" else prefetch),  # type: ignore[arg-type]  # the pass checks it
         ),
-        last=(),  # nothing to do yet where Inductor's own passes have run
+        last=(PinOrder(),) if lower == "inductor" else (),  # the last word: fusion comes next
     )
 
 
@@ -80,7 +97,12 @@ def chosen(options: Options) -> Pipeline:
     Raises:
         ConfigError: `passes` returned no pipeline, or one that does not shard: a fact is missing, and which.
     """
-    pipeline = default(bucket=options.bucket, same_sums=options.lower == "eager")
+    pipeline = default(
+        bucket=options.bucket,
+        prefetch=options.prefetch,
+        reduce_scatter_max_input_buffers=options.reduce_scatter_max_input_buffers,
+        lower=options.lower,
+    )
     if options.passes is None:
         return pipeline
     pipeline = options.passes(pipeline)

@@ -142,15 +142,15 @@ Rule: Every result of a launch has exactly one user, its wait.
    %unshard_layers_0: (f32[16], f32[4]) = c10d.all_gather_into_tensor_coalesced([%slice_5, %slice_6], 2, '0')  # unit=layers.0@0
 -> %getitem: f32[16] = getitem(%unshard_layers_0, 0)
    %getitem_1: f32[4] = getitem(%unshard_layers_0, 1)
-   %layers_0_weight: f32[4, 4] = aten.view(%getitem, [4, 4])  # param=layers.0.weight
-   %layers_0_bias: f32[4] = aten.view(%getitem_1, [4])  # param=layers.0.bias
-   %mm: f32[2, 4] = aten.mm(%x, %layers_0_weight)
-   %add: f32[2, 4] = aten.add.Tensor(%mm, %layers_0_bias)
    %slice_7: f32[8] = aten.slice.Tensor(%shard_layers_1, 0, 0, 8)
    %slice_8: f32[2] = aten.slice.Tensor(%shard_layers_1, 0, 8, 10)
    %unshard_layers_1: (f32[16], f32[4]) = c10d.all_gather_into_tensor_coalesced([%slice_7, %slice_8], 2, '0')  # unit=layers.1@0
    %getitem_2: f32[16] = getitem(%unshard_layers_1, 0)
-   %getitem_3: f32[4] = getitem(%unshard_layers_1, 1)""",
+   %getitem_3: f32[4] = getitem(%unshard_layers_1, 1)
+   %layers_0_weight: f32[4, 4] = aten.view(%getitem, [4, 4])  # param=layers.0.weight
+   %layers_0_bias: f32[4] = aten.view(%getitem_1, [4])  # param=layers.0.bias
+   %mm: f32[2, 4] = aten.mm(%x, %layers_0_weight)
+   %add: f32[2, 4] = aten.add.Tensor(%mm, %layers_0_bias)""",
     )
 
 

@@ -10,8 +10,11 @@ from fxshard.passes._base import GraphKind, GraphPass
 from fxshard.passes.bucket_collectives import MIB, BucketCollectives
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.dedup_unshard import DedupUnshard
+from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.passes.insert_collectives import InsertCollectives
+from fxshard.passes.pin_order import PinOrder
 from fxshard.passes.reshard_policy import ReshardPolicy
+from fxshard.passes.sink_waits import SinkWaits
 from tests import graphs
 from tests.graphs import Traced, text
 from tests.pages import assert_filled, assert_page, code_block, described
@@ -110,12 +113,15 @@ def test_keeps_the_page_of_insert_collectives_in_step() -> None:
     assert_page("docs/passes/insert_collectives.md", page_of(InsertCollectives, example, pairs))
 
 
-def rewritten(traced: Traced, kind: GraphKind, pass_: GraphPass) -> Pairs:
-    """A graph before and after a pass to which even these few bytes matter."""
+def rewritten(traced: Traced, kind: GraphKind, pass_: GraphPass, *earlier: GraphPass) -> Pairs:
+    """A graph before and after a pass to which even these few bytes matter, `earlier` ones having run."""
     gm, ctx = traced.at(kind, after=InsertCollectives)
-    before = code_block(text(gm))
     link = dataclasses.replace(ctx.hardware, gather_tensor_overhead=1e-9, reduce_tensor_overhead=1e-9)
-    pass_.apply(gm, dataclasses.replace(ctx, hardware=link))
+    ctx = dataclasses.replace(ctx, hardware=link)
+    for step in earlier:
+        step.apply(gm, ctx)
+    before = code_block(text(gm))
+    pass_.apply(gm, ctx)
     return [(f"The {kind} graph before", before), (f"The {kind} graph after", code_block(text(gm)))]
 
 
@@ -132,3 +138,25 @@ def test_keeps_the_page_of_coalesce_collectives_in_step() -> None:
     pairs = [pair for kind in SPLIT for pair in rewritten(traced, kind, CoalesceCollectives())]
     example = "One layer, `x @ weight + bias`, on two ranks; the link is made up so that every copy is dear."
     assert_page("docs/passes/coalesce_collectives.md", page_of(CoalesceCollectives, example, pairs))
+
+
+def test_keeps_the_page_of_hoist_prefetch_in_step() -> None:
+    traced = graphs.two_layers(reshard_after_forward=True)
+    pairs = rewritten(traced, "forward", HoistPrefetch(depth=1))
+    example = "Two layers, `x @ weight + bias`, on two ranks, one unit ahead."
+    assert_page("docs/passes/hoist_prefetch.md", page_of(HoistPrefetch, example, pairs))
+
+
+def test_keeps_the_page_of_sink_waits_in_step() -> None:
+    traced = graphs.two_layers(reshard_after_forward=True)
+    pairs = rewritten(traced, "backward", SinkWaits(max_buffers=2))
+    example = "Two layers, `x @ weight + bias`, on two ranks, with two reductions in flight."
+    assert_page("docs/passes/sink_waits.md", page_of(SinkWaits, example, pairs))
+
+
+def test_keeps_the_page_of_pin_order_in_step() -> None:
+    traced = graphs.two_layers(reshard_after_forward=True)
+    earlier = (SinkWaits(max_buffers=2), HoistPrefetch(depth=1))
+    pairs = [pair for kind in SPLIT for pair in rewritten(traced, kind, PinOrder(), *earlier)]
+    example = "Two layers, `x @ weight + bias`, on two ranks; `SinkWaits` and `HoistPrefetch` have run."
+    assert_page("docs/passes/pin_order.md", page_of(PinOrder, example, pairs))

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from fxshard.cost.hardware import HardwareSpec
 from fxshard.cost.symbols import Point, Quantity, product, size_of
 from fxshard.ir import collectives, ops
-from fxshard.ir.liveness import Liveness, is_launch, tensors_in
+from fxshard.ir.liveness import Liveness, tensors_in
 
 _aten = torch.ops.aten
 
@@ -101,7 +101,12 @@ class ComputeModel:
         target = node.target
         if node.op != "call_function" or not (self._live.storages_of[node] or _is_mutable(target)):
             return True
-        if is_launch(node) or target is collectives.WAIT or ops.is_unshard(node) or ops.is_reduce_grad(node):
+        if (
+            collectives.is_launch(node)
+            or target is collectives.WAIT
+            or ops.is_unshard(node)
+            or ops.is_reduce_grad(node)
+        ):
             return True
         if getattr(target, "overloadpacket", None) in _UNINITIALISED:
             return True

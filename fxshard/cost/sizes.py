@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from fxshard.cost.symbols import WORLD_SIZE, Point, Quantity, Sum, hints_of, product, size_of
 from fxshard.ir import collectives, ops, tags
 from fxshard.ir.flow import launch_inputs
-from fxshard.ir.liveness import Liveness, is_launch, liveness, tensors_in
+from fxshard.ir.liveness import Liveness, liveness, tensors_in
 from fxshard.ir.plan import FramePlan, ShardPlan, Slot, UnitPlan, qualified
 
 _ELEMENTWISE = frozenset(("_to_copy", "convert_element_type", "div", "clone"))
@@ -102,7 +102,7 @@ class _Measurement:
 
     def run(self) -> Sizes:
         for node in self.live.nodes:
-            if is_launch(node):
+            if collectives.is_launch(node):
                 self._measure_launch(node)
             for storage, elements in self._known(node):
                 self._set(storage, elements)

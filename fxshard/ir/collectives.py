@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, fx
@@ -16,6 +17,7 @@ from fxshard.ir.plan import ShardPlan, Slot, UnitPlan
 
 _c10d = torch.ops._c10d_functional
 _aten = torch.ops.aten
+_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd")
 
 ALL_GATHER = _c10d.all_gather_into_tensor.default
 ALL_GATHER_COALESCED = _c10d.all_gather_into_tensor_coalesced.default
@@ -36,6 +38,22 @@ SlotIndex = tuple[int, int]
 
 Segment = tuple[SlotIndex, ...]
 """Parameters that travel as one tensor of a launch. Gathered ones follow each other in one shard."""
+
+
+def is_launch(node: fx.Node) -> bool:
+    """Whether a node starts a collective, ours or another library's."""
+    target = node.target
+    return _is_collective(target) and target._opname != "wait_tensor"
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether a node waits for a collective."""
+    target = node.target
+    return _is_collective(target) and target._opname == "wait_tensor"
+
+
+def _is_collective(target: object) -> TypeGuard[torch._ops.OpOverload]:
+    return isinstance(target, torch._ops.OpOverload) and target.namespace in _NAMESPACES
 
 
 def unshard_launches(graph: fx.Graph) -> list[fx.Node]:

@@ -133,16 +133,6 @@ def unsharded_storages(live: Liveness) -> frozenset[int]:
     return frozenset(found)
 
 
-def is_launch(node: fx.Node) -> bool:
-    """Whether `node` starts a collective, ours or another library's."""
-    target = node.target
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and target.namespace in ("_c10d_functional", "_c10d_functional_autograd")
-        and target._opname != "wait_tensor"
-    )
-
-
 def is_unshard_launch(node: fx.Node) -> bool:
     """Whether `node` is an all_gather."""
     return node.target in collectives.GATHERS
@@ -211,7 +201,7 @@ class _Sweep:
             if node.target is collectives.WAIT:
                 for filled in made:
                     self._use(self.in_flight.pop(filled, ()), position)
-            elif is_launch(node):
+            elif collectives.is_launch(node):
                 read = tuple(i for source in node.all_input_nodes for i in self.storages_of[source])
                 self.in_flight |= dict.fromkeys(made, read)
         end = len(self.nodes) - 1

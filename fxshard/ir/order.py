@@ -1,15 +1,24 @@
-"""The order of collectives in a graph: what all ranks must have in common."""
+"""The order of collectives in a graph: what all ranks must have in common, and how Inductor is made to keep it.
+
+[Note: pins]
+A node is *pinned* by a tag that names the node which it must come after. Graphs stay as they are to read, to verify and
+to estimate; only right before Inductor lowers a graph, `enforce` turns the tags into its `control_deps`, a private op
+of torch that is used here and nowhere else.
+"""
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+from torch.utils._ordered_set import OrderedSet
+from torch.utils.flop_counter import flop_registry
 
-from fxshard.ir import tags, text
+from fxshard.ir import collectives, tags, text
 
-_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd")
 _SHORT = {
     "all_gather_into_tensor": "all_gather",
     "all_gather_into_tensor_coalesced": "all_gather",
@@ -38,14 +47,12 @@ class Launch(NamedTuple):
 
 def sequence(graph: fx.Graph) -> tuple[Launch, ...]:
     """The collectives that a run of `graph` launches, in order; those of the user's code included."""
-    return tuple(_launch(node) for node in graph.nodes if _is_launch(node))
+    return tuple(_launch(node) for node in graph.nodes if collectives.is_launch(node))
 
 
-def _is_launch(node: fx.Node) -> bool:
-    target = node.target
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
-        return False
-    return target.namespace in _NAMESPACES and target._opname != "wait_tensor"
+def is_kernel(node: fx.Node) -> bool:
+    """Whether a node is a kernel of its own, which Inductor fuses with nothing that comes before it."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket in flop_registry
 
 
 def _launch(node: fx.Node) -> Launch:
@@ -79,3 +86,34 @@ def _numel(value: Any) -> str:
     """The number, or a question mark where it is symbolic: names of symbols differ between ranks."""
     numel = value.numel() if isinstance(value, Tensor) else None
     return str(numel) if isinstance(numel, int) else "?"
+
+
+# ---- pins
+
+
+def pin(node: fx.Node, before: fx.Node) -> bool:
+    """Say that `node` comes after `before`, unless it reads it anyway; see [Note: pins].
+
+    Returns:
+        Whether that is news.
+    """
+    tensor = _tensor_of(before)
+    if tensor is None or {before, tensor} & set(node.all_input_nodes):
+        return False
+    known = tags.tags_of(node).get(tags.AFTER)
+    tags.tag(node, tags.AFTER, tensor.name)
+    return known != tensor.name
+
+
+def _tensor_of(node: fx.Node) -> fx.Node | None:
+    """The node, or one of its results where it has several: torch 2.11 takes nothing but a tensor."""
+    if isinstance(node.meta.get("val"), Tensor):
+        return node
+    return next((user for user in node.users if user.target is operator.getitem), None)
+
+
+def enforce(graph: fx.Graph) -> None:
+    """Turn pins into dependencies that Inductor's scheduler keeps."""
+    nodes = {node.name: node for node in graph.nodes}
+    pinned = {node: nodes[name] for node in graph.nodes if (name := tags.tags_of(node).get(tags.AFTER)) in nodes}
+    preserve_node_ordering(graph, {node: OrderedSet([before]) for node, before in pinned.items()})

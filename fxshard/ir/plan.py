@@ -86,6 +86,9 @@ class UnitPlan:
         param_dtype: dtype of the gathered floating-point parameters, `None` for the storage dtype.
         reduce_dtype: dtype of the gradient reduction, `None` for what FSDP2 of the same torch would take.
         reshard_after_forward: whether backward gathers the parameters again.
+        forward_prefetch: keys of the units to launch in forward right after this one has been waited for, in order;
+            none listed: as the pass has it by default; `None`: nothing.
+        backward_prefetch: the same in backward.
     """
 
     fqn: str
@@ -95,6 +98,8 @@ class UnitPlan:
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     reshard_after_forward: bool = True
+    forward_prefetch: tuple[str, ...] | None = ()
+    backward_prefetch: tuple[str, ...] | None = ()
 
     def unsharded_dtype(self, shard: ShardPlan) -> torch.dtype:
         """Dtype of the shard's parameters while they are gathered."""
@@ -136,6 +141,16 @@ class FramePlan:
     shard_inputs: dict[int, tuple[str, int]]
     input_names: tuple[str, ...] = ()
 
+    def unit_of(self, module: str) -> str:
+        """Key of the unit that a module belongs to, by its FQN: the one whose module is nearest around it."""
+        around = [
+            (len(fqn), key)
+            for key, unit in self.units.items()
+            for fqn in unit.fqn.split(",")
+            if not fqn or module == fqn or module.startswith(f"{fqn}.")
+        ]
+        return max(around)[1] if around else ""
+
     def parameter_name(self, unit: str, shard: int, slot: int) -> str:
         """What tags call a parameter."""
         return qualified(unit, self.units[unit].shards[shard].slots[slot].fqn)
@@ -144,6 +159,26 @@ class FramePlan:
 def qualified(unit: str, fqn: str) -> str:
     """An FQN with the marks of its unit's key, by which `capture.py` tells two models of one graph apart."""
     return fqn + unit[len(unit.rstrip("'")) :]
+
+
+def prefetch_words(fqn: str, sign: str, listed: Sequence[str] | None) -> str:
+    """A prefetch list of unit `fqn` in words that are the same for all blocks which list, say, the next one."""
+    if listed is None:
+        return f" {sign}none"
+    return f" {sign}{','.join(relative_name(other, fqn) for other in listed)}" if listed else ""
+
+
+def relative_name(fqn: str, origin: str) -> str:
+    """`fqn` as seen from a sibling: `blocks.4` from `blocks.3` is `blocks.+1`, as `blocks.5` is from `blocks.4`."""
+    parts, own = fqn.split("."), origin.split(".")
+    for i, (part, other) in enumerate(zip(parts, own, strict=False)):
+        if part != other:
+            if part.isdigit() and other.isdigit():
+                parts[i] = f"{int(part) - int(other):+d}"
+            break
+        if part.isdigit():
+            parts[i] = "+0"
+    return ".".join(parts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,6 +75,12 @@ def name_of(node: fx.Node) -> str:
     return _names(node.graph)[node] if _wanted_name(node) else node.name
 
 
+def module_of(node: fx.Node) -> str | None:
+    """FQN of the module whose code `node` comes from, in forward or backward; `None` where the node does not say."""
+    name = _section(node, "").removesuffix(" (backward)")
+    return "" if name == "root" else name or None
+
+
 def type_text(node: fx.Node) -> str:
     """Type of a node's value, such as `f32[2, 4]`; empty where the graph does not say."""
     return _type(node.meta.get("val", node.meta.get("example_value")))

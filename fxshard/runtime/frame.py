@@ -28,6 +28,7 @@ class Frame:
         trained: unit key -> the parameters that the graph's backward gives a gradient; filled on the joint graph.
         journal: its graphs after every pass; a backward may be compiled as late as its first run.
         hardware: what the user's options name for estimates.
+        unsharded_budget_bytes: what the user's options let unsharded parameters take, `None` for no limit.
         compiled: the lowered forward (or inference) graph.
     """
 
@@ -35,6 +36,7 @@ class Frame:
     trained: dict[str, list[SlotIndex]] = field(default_factory=dict)
     journal: Journal = field(default_factory=Journal)
     hardware: str = "h100"
+    unsharded_budget_bytes: int | None = None
     compiled: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.ir import fake
-from fxshard.ir.plan import ParameterSpec, ShardPlan, Slot, UnitPlan, lay_out
+from fxshard.ir.plan import ParameterSpec, ShardPlan, Slot, UnitPlan, lay_out, prefetch_words
 from fxshard.runtime import reference
 from fxshard.runtime.gradients import GradientSink
 from fxshard.runtime.reference import ParameterRef
@@ -145,6 +145,9 @@ class Unit:
         shards: their memory.
         is_root: no other sharded module contains this one.
         reshard_after_forward: as given; `None` means True for all but the root.
+        forward_prefetch: units to launch in forward right after this one has been waited for; none listed: as the
+            option has it; `None`: nothing.
+        backward_prefetch: the same in backward.
         generation: raised by every repack and re-attachment.
         from_one_line: whether `torch.compile` made it, not the user.
         ignored: parameters of the modules that stay unsharded on purpose.
@@ -166,6 +169,8 @@ class Unit:
         self.mesh = mesh
         self.mp_policy = mp_policy
         self.reshard_after_forward = reshard_after_forward
+        self.forward_prefetch: tuple[Unit, ...] | None = ()
+        self.backward_prefetch: tuple[Unit, ...] | None = ()
         self.is_root = True
         self.fqn = ""
         self.shards: list[FlatShard] = []
@@ -236,10 +241,13 @@ class Unit:
             reduce_dtype=self.mp_policy.reduce_dtype,
             reshard_after_forward=not self.is_root if given is None else given,
         )
+        # Dynamo guards on the key: another list is another graph.
+        lists = prefetch_words(self.fqn, ">", _names(self.forward_prefetch))
+        lists += prefetch_words(self.fqn, "<", _names(self.backward_prefetch))
         for shard in self.shards:
             dtype = self.plan.unsharded_dtype(shard.plan)
             for i, (slot, member) in enumerate(zip(shard.plan.slots, shard.members, strict=True)):
-                ref = ParameterRef(shard.flat, self.plan.sharing_key, i, slot.shape, dtype)
+                ref = ParameterRef(shard.flat, self.plan.sharing_key + lists, i, slot.shape, dtype)
                 for module, name in member.owners:
                     reference.publish(module, name, ref)
 
@@ -336,6 +344,10 @@ class Unit:
         for module, name in member.owners:
             module._parameters[name] = new[0]
         return replaced
+
+
+def _names(units: Sequence[Unit] | None) -> list[str] | None:
+    return None if units is None else [unit.fqn for unit in units]
 
 
 def require_shard(new: object, member: Member, mesh: DeviceMesh) -> None:

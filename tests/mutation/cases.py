@@ -21,8 +21,10 @@ from fxshard.ir.journal import CAPTURED, Journal, snapshot
 from fxshard.passes._base import GraphPass
 from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
+from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.passes.insert_collectives import InsertCollectives
 from fxshard.passes.reshard_policy import ReshardPolicy
+from fxshard.passes.sink_waits import SinkWaits
 from tests import graphs
 from tests.graphs import Traced
 from tests.mutation.edits import Mutator
@@ -73,6 +75,8 @@ REWRITES: dict[str, tuple[GraphPass, ...]] = {
     "merged": (BucketCollectives(size=1.0),),
     "split": (BucketCollectives(size=6e-5),),  # about 64 bytes
     "merged and coalesced": (BucketCollectives(size=1.0), CoalesceCollectives()),
+    "scheduled": (SinkWaits(), HoistPrefetch(depth=1)),
+    "coalesced and scheduled": (CoalesceCollectives(), SinkWaits(max_buffers=1), HoistPrefetch(depth=2)),
 }
 DIALECTS = ("eager", "inductor")
 WORLD_SIZES = (1, 2, 4)

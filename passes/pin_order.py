@@ -1,0 +1,51 @@
+"""Fix the places of collectives among the compute, so that Inductor's fusions do not move them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+from torch.fx import GraphModule
+
+from fxshard.ir import collectives, order
+from fxshard.passes._base import Fact, GraphPass, PassContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class PinOrder(GraphPass):
+    """Say of collectives which kernel they come after, and of kernels which launch.
+
+    Before   %a1 = all_gather  %m = mm  %w0 = wait  %n = mm                  (in this order, until something fuses)
+    After    %a1 = all_gather  %m = mm  # after=a1  %w0 = wait  # after=m  %n = mm
+
+    Inductor keeps the order of a graph, but a kernel that is fused of an early and a late node runs at the place of the
+    early one, and all that the late one reads before it: a wait could come ahead of the compute that was to hide it.
+    Pins go to kernels that fuse with nothing (matrix products, attention, convolutions), to the ones next to a
+    collective only: a launch or wait comes after the last of them before it, the first of them behind a launch comes
+    after that launch. Among themselves collectives keep their order anyway. `ir/order.py` turns pins into dependencies.
+
+    Numerics: unchanged.
+    Memory: unchanged.
+    No-op: a graph without collectives, or without such kernels.
+    Source: torch's `control_dependencies.py`, which Inductor's own overlap scheduling uses.
+    """
+
+    requires = frozenset({Fact.COLLECTIVES, Fact.LOWERED})
+    reorders_only = True
+
+    def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
+        """Edit `gm.graph` in place; return whether anything changed."""
+        kernel: fx.Node | None = None
+        launch: fx.Node | None = None  # since the last kernel
+        changed = False
+        for node in gm.graph.nodes:
+            before = None
+            if collectives.is_launch(node):
+                before, launch = kernel, node
+            elif collectives.is_wait(node):
+                before = kernel
+            elif order.is_kernel(node):
+                before, kernel, launch = launch, node, None
+            if before is not None and order.pin(node, before):
+                changed = True
+        return changed

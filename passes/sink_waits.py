@@ -1,0 +1,66 @@
+"""Wait for reductions as late as possible, so that the compute behind them runs while they are on the link."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+from torch.fx import GraphModule
+
+from fxshard.errors import ConfigError
+from fxshard.ir import collectives, schedule
+from fxshard.ir.schedule import Flight
+from fxshard.passes._base import Fact, GraphPass, PassContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkWaits(GraphPass):
+    """Move the waits of reductions down: to the end, or to where as many buffers as allowed would be in flight.
+
+    Before   %r1 = reduce_scatter(%dw1)  %g1 = wait(%r1)  ...  %r0 = reduce_scatter(%dw0)  %g0 = wait(%r0)  return
+    After    %r1 = reduce_scatter(%dw1)  ...  %r0 = reduce_scatter(%dw0)  %g1 = wait(%r1)  %g0 = wait(%r0)  return
+
+    Attributes:
+        max_buffers: reductions whose inputs may be alive at once; the oldest is waited for before what the next one
+            sends is put together. FSDP2 has one.
+
+    What is made of a reduced gradient (casts, divisions, its place in the shard's gradient) goes with the wait.
+
+    Numerics: unchanged.
+    Memory: the inputs of `max_buffers` reductions at once, each as large as a unit's unsharded gradients.
+    No-op: a graph without reductions, or where nothing stands between a wait and the end.
+    Source: FSDP2 `_fsdp_param_group.py` (`reduce_scatter_state`), which lets one reduction run beside the compute.
+    """
+
+    requires = frozenset({Fact.COLLECTIVES})
+    reorders_only = True
+
+    max_buffers: int = 2
+
+    def __post_init__(self) -> None:
+        """Reject what is no number of buffers."""
+        if isinstance(self.max_buffers, bool) or not isinstance(self.max_buffers, int) or self.max_buffers < 1:
+            raise ConfigError(f"reduce_scatter_max_input_buffers must be a positive int, got {self.max_buffers!r}.")
+
+    def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
+        """Edit `gm.graph` in place; return whether anything changed."""
+        found = schedule.flights(gm.graph, collectives.REDUCTIONS)
+        before = list(gm.graph.nodes)
+        places: dict[fx.Node, fx.Node] = {}
+        for i, flight in enumerate(found):
+            place, why = self._place(found, i, gm.graph)
+            places |= dict.fromkeys(flight.waits, place)
+            ctx.note(flight.launches[0], why)
+        for node in gm.graph.nodes:
+            sunk = [places[source] for source in node.all_input_nodes if source in places]
+            if sunk and node not in places and node.op != "output":
+                places[node] = max(sunk)  # nodes compare by their place in the graph
+        schedule.move({node: places[node] for node in sorted(places)})
+        return before != list(gm.graph.nodes)
+
+    def _place(self, found: list[Flight], i: int, graph: fx.Graph) -> tuple[fx.Node, str]:
+        if i + self.max_buffers >= len(found):
+            return graph.output_node(), "waited for at the end"
+        later = found[i + self.max_buffers]
+        why = f"waited for before {later.name} is reduced: {self.max_buffers} may be in flight"
+        return next(node for node in later.carried if node > found[i].carried[-1]), why

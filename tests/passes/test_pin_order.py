@@ -1,0 +1,227 @@
+"""PinOrder: what comes after what, whichever nodes Inductor fuses, and that nothing else is said."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from fxshard.ir import collectives, order, tags
+from fxshard.ir.plan import FramePlan
+from fxshard.passes._base import GraphKind, GraphPass, PassContext
+from fxshard.passes.bucket_collectives import BucketCollectives
+from fxshard.passes.coalesce_collectives import CoalesceCollectives
+from fxshard.passes.hoist_prefetch import HoistPrefetch
+from fxshard.passes.insert_collectives import InsertCollectives
+from fxshard.passes.pin_order import PinOrder
+from fxshard.passes.sink_waits import SinkWaits
+from tests import graphs
+from tests.graphs import Traced, assert_golden, layers_of, run_pass, text, trace
+from tests.passes.test_bucket_collectives import LAYER
+from tests.schedules import DEAR_COPIES, MODELS, model_of, renumbered
+
+SPLIT: tuple[GraphKind, GraphKind] = ("forward", "backward")
+SCHEDULE = (SinkWaits(), HoistPrefetch(depth=1))
+BEFORE: dict[str, tuple[GraphPass, ...]] = {
+    "inserted": SCHEDULE,
+    "coalesced": (CoalesceCollectives(), *SCHEDULE),
+    "merged": (BucketCollectives(size=2 * LAYER), *SCHEDULE),
+    "split": (BucketCollectives(size=0.9 * LAYER), *SCHEDULE),
+}
+
+
+class Convolutions(nn.Module):
+    """Two layers whose backward kernel gives a tuple: the gradients of input, weight and bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv1d(2, 2, 1) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.layers
+        y: Tensor = second(first(x))
+        return y
+
+
+def pinned(traced: Traced, kind: GraphKind, before: str = "inserted") -> tuple[fx.GraphModule, PassContext]:
+    """The graph after the pass, and after others that ran before it."""
+    gm, ctx = traced.at(kind, after=InsertCollectives)
+    ctx = PassContext(plan=ctx.plan, kind=kind, hardware=DEAR_COPIES)
+    for step in (*BEFORE[before], PinOrder()):
+        run_pass(step, gm, ctx)
+    return gm, ctx
+
+
+def pins(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Each pinned node, and the one which it must come after."""
+    by_name = {node.name: node for node in graph.nodes}
+    for node in graph.nodes:
+        if tags.AFTER in tags.tags_of(node):
+            yield node, by_name[tags.tags_of(node)[tags.AFTER]]
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether a node launches, waits, or picks a result of a launch."""
+    picked = node.target is operator.getitem and collectives.is_launch(node.all_input_nodes[0])
+    return collectives.is_launch(node) or collectives.is_wait(node) or picked
+
+
+@pytest.mark.parametrize("kind", SPLIT)
+@pytest.mark.parametrize(
+    ("model", "before"),
+    [
+        ("two_layers", "inserted"),
+        ("four_layers", "coalesced"),
+        ("four_layers", "merged"),
+        ("mixed_precision", "inserted"),
+        ("two_dtypes", "inserted"),
+        ("called_twice", "inserted"),
+        ("root", "inserted"),
+    ],
+)
+def test_pins_what_stands_next_to_kernels(model: str, before: str, kind: GraphKind) -> None:
+    gm, _ = pinned(model_of(model), kind, before)
+    assert_golden(renumbered(gm), f"pin_order_{model}_{before}_{kind}")
+
+
+EVERY_GRAPH = [
+    pytest.mark.parametrize("kind", SPLIT),
+    pytest.mark.parametrize("before", BEFORE),
+    pytest.mark.parametrize("model", MODELS),
+]
+
+
+def in_every_graph(test: object) -> object:
+    for mark in EVERY_GRAPH:
+        test = mark(test)
+    return test
+
+
+@in_every_graph
+def test_points_backwards_to_tensors_that_are_not_read_anyway(model: str, before: str, kind: GraphKind) -> None:
+    gm, _ = pinned(model_of(model), kind, before)
+    for node, earlier in pins(gm.graph):
+        assert earlier < node
+        assert earlier not in node.all_input_nodes
+        assert isinstance(earlier.meta["val"], Tensor)
+
+
+@in_every_graph
+def test_pins_collectives_to_kernels_and_kernels_to_launches(model: str, before: str, kind: GraphKind) -> None:
+    gm, _ = pinned(model_of(model), kind, before)
+    for node, earlier in pins(gm.graph):
+        assert is_collective(node) != is_collective(earlier)
+        assert order.is_kernel(earlier if is_collective(node) else node)
+
+
+@in_every_graph
+def test_leaves_no_collective_free_to_pass_the_kernel_before_it(model: str, before: str, kind: GraphKind) -> None:
+    """Every launch or wait comes after the last kernel before it, be it by a pin or by what it reads."""
+    gm, _ = pinned(model_of(model), kind, before)
+    after = dict(pins(gm.graph))
+    kernel: fx.Node | None = None
+    for node in gm.graph.nodes:
+        if (collectives.is_launch(node) or collectives.is_wait(node)) and kernel is not None:
+            assert after.get(node) is kernel or kernel in node.all_input_nodes
+        elif order.is_kernel(node):
+            kernel = node
+
+
+@in_every_graph
+def test_leaves_no_kernel_free_to_pass_the_launch_before_it(model: str, before: str, kind: GraphKind) -> None:
+    """The first kernel behind a launch comes after it."""
+    gm, _ = pinned(model_of(model), kind, before)
+    after = dict(pins(gm.graph))
+    results: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        if collectives.is_launch(node):
+            results = {node, *node.users}
+        elif order.is_kernel(node) and results:
+            assert after.get(node) in results or results & set(node.all_input_nodes)
+            results = set()
+
+
+def test_says_nothing_of_a_collective_that_reads_the_kernel() -> None:
+    gm, ctx = model_of("two_layers").at("backward", after=InsertCollectives)
+    (product, *_) = [node for node in gm.graph.nodes if order.is_kernel(node)]
+    launch, *_ = collectives.reduce_launches(gm.graph)
+    run_pass(PinOrder(), gm, ctx)
+    assert tags.tags_of(launch)[tags.AFTER] == product.name
+    launch.replace_input_with(launch.all_input_nodes[0], product)
+    launch.meta["fxshard"] = {key: value for key, value in tags.tags_of(launch).items() if key != tags.AFTER}
+    PinOrder().apply(gm, ctx)
+    assert tags.AFTER not in tags.tags_of(launch)
+
+
+def test_pins_to_a_tensor_of_a_kernel_that_gives_several() -> None:
+    gm, _ = pinned(trace(Convolutions(), units=layers_of), "backward")
+    kernels = {earlier.all_input_nodes[0].name for _, earlier in pins(gm.graph) if earlier.target is operator.getitem}
+    assert kernels == {node.name for node in gm.graph.nodes if order.is_kernel(node)}
+    assert len(kernels) == 2
+
+
+def test_pins_to_the_result_of_attention() -> None:
+    graph = fx.Graph()
+    x, shard = graph.placeholder("x"), graph.placeholder("shard")
+    launch = graph.call_function(collectives.ALL_GATHER, (shard, 2, "0"))
+    attention = graph.call_function(torch.ops.aten._scaled_dot_product_flash_attention.default, (x, x, x))
+    attended, sums = (graph.call_function(operator.getitem, (attention, i)) for i in range(2))
+    wait = graph.call_function(collectives.WAIT, (launch,))
+    graph.output((attended, sums, wait))
+    for node in graph.nodes:
+        node.meta["val"] = torch.empty(8, device="meta")
+    attention.meta["val"] = (attended.meta["val"], sums.meta["val"])
+    ctx = PassContext(plan=FramePlan(units={}, shard_inputs={}), kind="forward")
+    assert PinOrder().apply(fx.GraphModule({}, graph), ctx)
+    assert list(pins(graph)) == [(attention, launch), (wait, attended)]
+
+
+def test_pins_to_a_tensor_of_a_launch_that_gives_several() -> None:
+    gm, _ = pinned(model_of("four_layers"), "forward", "coalesced")
+    launches = collectives.unshard_launches(gm.graph)
+    earlier = {earlier.all_input_nodes[0] for node, earlier in pins(gm.graph) if order.is_kernel(node)}
+    assert earlier == set(launches[1:])  # what runs behind the first one reads it
+
+
+@pytest.mark.parametrize("kind", SPLIT)
+@pytest.mark.parametrize("before", BEFORE)
+def test_changes_nothing_when_run_again(before: str, kind: GraphKind) -> None:
+    gm, ctx = pinned(model_of("root"), kind, before)
+    shown = text(gm)
+    assert not run_pass(PinOrder(), gm, ctx)
+    assert text(gm) == shown
+
+
+@pytest.mark.parametrize("kind", SPLIT)
+def test_changes_nothing_without_collectives(kind: GraphKind) -> None:
+    gm, ctx = graphs.two_layers(world_size=1).at(kind, after=InsertCollectives)
+    assert not run_pass(PinOrder(), gm, ctx)
+
+
+@pytest.mark.parametrize("kind", SPLIT)
+def test_changes_nothing_without_kernels(kind: GraphKind) -> None:
+    gm, ctx = graphs.scalar().at(kind, after=InsertCollectives)
+    assert collectives.unshard_launches(gm.graph) or collectives.reduce_launches(gm.graph)
+    assert not run_pass(PinOrder(), gm, ctx)
+
+
+@pytest.mark.parametrize("kind", SPLIT)
+def test_adds_and_moves_no_node(kind: GraphKind) -> None:
+    gm, ctx = model_of("root").at(kind, after=InsertCollectives)
+    before = [node.format_node() for node in gm.graph.nodes]
+    assert run_pass(PinOrder(), gm, ctx)
+    assert [node.format_node() for node in gm.graph.nodes] == before
+
+
+@pytest.mark.parametrize("kind", SPLIT)
+def test_runs_last_on_the_graph_that_inductor_makes_code_of(kind: GraphKind) -> None:
+    traced = model_of("two_layers", lowering="inductor")
+    assert list(traced.journal.stages[f"{kind}_last"])[-1] == PinOrder().name
+    assert list(pins(traced.journal.last(f"{kind}_last").graph))
+
+
+def test_is_not_there_where_the_graph_runs_as_it_is() -> None:
+    assert "forward_last" not in model_of("two_layers", lowering="inductor", train=False).journal.stages

@@ -1,0 +1,177 @@
+"""SinkWaits: where reductions are waited for, how many are in flight, what goes along, and the same bits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import fx
+
+from fxshard.errors import ConfigError
+from fxshard.ir import collectives, liveness, order, schedule, tags
+from fxshard.passes._base import GraphPass, PassContext
+from fxshard.passes.bucket_collectives import BucketCollectives
+from fxshard.passes.coalesce_collectives import CoalesceCollectives
+from fxshard.passes.insert_collectives import InsertCollectives
+from fxshard.passes.sink_waits import SinkWaits
+from tests import graphs
+from tests.graphs import assert_golden, run_pass, text
+from tests.passes.test_bucket_collectives import LAYER
+from tests.schedules import DEAR_COPIES, MODELS, model_of, renumbered
+from tests.steps import assert_same_step, step
+
+aten = torch.ops.aten
+
+
+BEFORE: dict[str, tuple[GraphPass, ...]] = {
+    "inserted": (),
+    "coalesced": (CoalesceCollectives(),),
+    "merged": (BucketCollectives(size=2 * LAYER),),
+    "split": (BucketCollectives(size=0.9 * LAYER),),
+}
+
+
+def sunk(name: str, max_buffers: int, *before: GraphPass) -> tuple[fx.GraphModule, PassContext]:
+    """The backward graph after the pass, and after others that ran before it."""
+    gm, ctx = model_of(name).at("backward", after=InsertCollectives)
+    ctx = dataclasses.replace(ctx, hardware=DEAR_COPIES)
+    for step_ in (*before, SinkWaits(max_buffers=max_buffers)):
+        run_pass(step_, gm, ctx)
+    return gm, ctx
+
+
+def events(gm: fx.GraphModule) -> str:
+    """The launches and waits of reductions, and matrix products, in order."""
+    found = []
+    for node in gm.graph.nodes:
+        if node.name.startswith(("reduce_", "reduced_")):
+            found.append(node.name.replace("reduced_layers_", "wait").replace("reduce_layers_", "launch"))
+        elif order.is_kernel(node):
+            found.append("mm")
+    return " ".join(found)
+
+
+def most_in_flight(gm: fx.GraphModule) -> int:
+    """The largest number of units whose reductions have been launched and not been waited for."""
+    waiting: dict[fx.Node, set[fx.Node]] = {}
+    most = 0
+    for node in gm.graph.nodes:
+        if node.target in collectives.REDUCTIONS:
+            results = list(node.users) if node.target in collectives.COALESCED else [node]
+            waiting[node] = {wait for result in results for wait in result.users}
+            most = max(most, len({str(tags.units_of(launch)) for launch in waiting}))
+        waiting = {launch: left for launch, waits in waiting.items() if (left := waits - {node})}
+    return most
+
+
+@pytest.mark.parametrize("model", [model for model in MODELS if model != "kept"])
+def test_waits_as_late_as_two_buffers_allow(model: str) -> None:
+    gm, _ = sunk(model, 2)
+    assert_golden(renumbered(gm), f"sink_waits_{model}")
+
+
+@pytest.mark.parametrize("before", ["coalesced", "merged", "split"])
+def test_waits_late_for_what_other_passes_made(before: str) -> None:
+    gm, _ = sunk("four_layers", 1, *BEFORE[before])
+    assert_golden(renumbered(gm), f"sink_waits_{before}")
+
+
+@pytest.mark.parametrize(
+    ("max_buffers", "expected"),
+    [
+        (1, "mm launch3 mm mm wait3 launch2 mm mm wait2 launch1 mm mm wait1 launch0 wait0"),
+        (2, "mm launch3 mm mm launch2 mm mm wait3 launch1 mm mm wait2 launch0 wait1 wait0"),
+        (3, "mm launch3 mm mm launch2 mm mm launch1 mm mm wait3 launch0 wait2 wait1 wait0"),
+        (4, "mm launch3 mm mm launch2 mm mm launch1 mm mm launch0 wait3 wait2 wait1 wait0"),
+    ],
+)
+def test_waits_for_the_oldest_before_one_too_many_is_launched(max_buffers: int, expected: str) -> None:
+    assert events(sunk("four_layers", max_buffers)[0]) == expected
+
+
+@pytest.mark.parametrize("max_buffers", [1, 2, 3])
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("model", MODELS)
+def test_never_has_more_in_flight_than_buffers(model: str, before: str, max_buffers: int) -> None:
+    gm, _ = sunk(model, max_buffers, *BEFORE[before])
+    num_units = len(schedule.flights(gm.graph, collectives.REDUCTIONS))
+    assert most_in_flight(gm) <= max_buffers
+    if (model, before) != ("tied_head", "split"):  # one unit that is reduced early and late
+        assert most_in_flight(gm) == min(max_buffers, num_units)
+
+
+def test_waits_before_the_next_buffer_is_put_together() -> None:
+    """What is in flight is two buffers of 20 floats; a third one is made when the first is free."""
+    gm, _ = sunk("four_layers", 2)
+    live = liveness.liveness(gm.graph, donated=True)
+    sent = {live.storages_of[launch.all_input_nodes[0]][0] for launch in collectives.reduce_launches(gm.graph)}
+    alive = live.running_sum([int(i in sent) for i in range(len(live.storages))])
+    assert max(alive) == 2
+
+
+def test_waits_no_earlier_than_the_launch_where_the_next_one_was_prepared_before_it() -> None:
+    gm, ctx = model_of("tied_head").at("backward", after=InsertCollectives)
+    (total,) = [node for node in gm.graph.nodes if node.target is aten.add.Tensor]
+    max(total.all_input_nodes).append(total)  # another pass may have the sum where its last summand is
+    assert run_pass(SinkWaits(max_buffers=1), gm, ctx)
+    assert events(gm) == "mm mm mm mm mm launch1 mm mm wait1 launch0 mm mm wait0 reduce_root reduced_root"
+
+
+@pytest.mark.parametrize(("model", "made"), [("doubles", aten.div.Tensor), ("four_layers", aten.cat.default)])
+def test_takes_along_what_is_made_of_a_reduced_gradient(model: str, made: object) -> None:
+    gm, _ = sunk(model, 2, *BEFORE["split"])
+    graph = gm.graph
+    waits = [node for node in graph.find_nodes(op="call_function", target=collectives.WAIT) if node.name[:4] == "redu"]
+    last_launch = collectives.reduce_launches(graph)[-1]
+    read_late = {user for wait in waits if wait > last_launch for user in wait.users if user.op != "output"}
+    assert {node.target for node in read_late} == {made}
+    assert all(node > last_launch for node in read_late)
+
+
+def test_says_why() -> None:
+    _, ctx = sunk("four_layers", 2)
+    assert_expected_inline(
+        "\n".join(f"{note.node}: {note.why}" for note in ctx.notes),
+        """\
+reduce_layers_3: waited for before layers.1 is reduced: 2 may be in flight
+reduce_layers_2: waited for before layers.0 is reduced: 2 may be in flight
+reduce_layers_1: waited for at the end
+reduce_layers_0: waited for at the end""",
+    )
+
+
+@pytest.mark.parametrize("max_buffers", [0, -1, 1.0, "auto", True, None])
+def test_refuses_what_is_no_number_of_buffers(max_buffers: object) -> None:
+    with pytest.raises(ConfigError, match="reduce_scatter_max_input_buffers must be a positive int, got "):
+        SinkWaits(max_buffers=max_buffers)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("max_buffers", [1, 2, 4])
+@pytest.mark.parametrize("model", MODELS)
+def test_changes_nothing_when_run_again(model: str, max_buffers: int) -> None:
+    gm, ctx = sunk(model, max_buffers)
+    before = text(gm)
+    assert not run_pass(SinkWaits(max_buffers=max_buffers), gm, ctx)
+    assert text(gm) == before
+
+
+def test_changes_nothing_without_reductions() -> None:
+    gm, ctx = model_of("four_layers").at("forward", after=InsertCollectives)
+    assert not run_pass(SinkWaits(), gm, ctx)
+
+
+def test_changes_nothing_behind_the_last_reduction() -> None:
+    gm, ctx = graphs.uneven().at("backward", after=InsertCollectives)
+    assert len(schedule.flights(gm.graph, collectives.REDUCTIONS)) == 1
+    assert not run_pass(SinkWaits(), gm, ctx)
+
+
+@pytest.mark.parametrize("max_buffers", [1, 2, 8])
+@pytest.mark.parametrize("before", ["inserted", "split"])
+@pytest.mark.parametrize("model", MODELS)
+def test_computes_the_same_bits(model: str, before: str, max_buffers: int) -> None:
+    traced = model_of(model)
+    rewritten = step(traced, *BEFORE[before], SinkWaits(max_buffers=max_buffers), hardware=DEAR_COPIES)
+    assert_same_step(rewritten, step(traced), rtol=0, atol=0)

@@ -1,0 +1,135 @@
+"""Models whose launches are worth scheduling: several units, gathered and reduced in every way."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxshard import MixedPrecisionPolicy
+from fxshard.cost.hardware import BUILTIN
+from tests import graphs
+from tests.graphs import Traced, layers_of, text, trace
+from tests.passes.test_bucket_collectives import Layers
+
+Lists = Mapping[str, tuple[str, ...] | None]
+"""Unit -> what it is to prefetch."""
+
+DEAR_COPIES = dataclasses.replace(BUILTIN["cpu"], gather_tensor_overhead=1e-9, reduce_tensor_overhead=1e-9)
+"""A copy of anything costs more than a tensor."""
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Rooted(Layers):
+    """Layers between two matrices of the root, which stays gathered around them."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.first, self.last = (nn.Parameter(torch.randn(4, 4)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x @ self.first) @ self.last
+        return y
+
+
+class Repeated(Layers):
+    """Calls all its layers twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x))
+
+
+def four_layers(**kwargs: Any) -> Traced:
+    """Four layers and a root without parameters."""
+    return trace(Layers(4), units=layers_of, **kwargs)
+
+
+def mixed_layers(**kwargs: Any) -> Traced:
+    """Three layers that are gathered in bfloat16 and reduced in float32."""
+    return trace(Layers(3), units=layers_of, mp_policy=BF16, **kwargs)
+
+
+def layers_of_two_dtypes(**kwargs: Any) -> Traced:
+    """Three layers, each with a float32 matrix and a bfloat16 vector."""
+    model = Layers(3)
+    for layer in layers_of(model)[:-1]:
+        layer.bias = nn.Parameter(torch.randn(4).bfloat16())
+    return trace(model, units=layers_of, **kwargs)
+
+
+def repeated(**kwargs: Any) -> Traced:
+    """Two layers, both called twice."""
+    return trace(Repeated(2), units=layers_of, **kwargs)
+
+
+def rooted(**kwargs: Any) -> Traced:
+    """Three layers and a root with parameters of its own."""
+    return trace(Rooted(3), units=layers_of, **kwargs)
+
+
+def kept(**kwargs: Any) -> Traced:
+    """Three layers that stay gathered for backward."""
+    return trace(Layers(3), units=layers_of, reshard_after_forward=False, **kwargs)
+
+
+class TiedHead(Layers):
+    """A root whose head is read twice, after the layers: its gradient is a sum that is complete early in backward."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.first, self.head = (nn.Parameter(torch.randn(4, 4)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x @ self.first) @ self.head @ self.head
+        return y
+
+
+def tied_head(**kwargs: Any) -> Traced:
+    """Two layers, and a root that sends an early sum and a late gradient."""
+    return trace(TiedHead(), units=layers_of, **kwargs)
+
+
+def doubles(**kwargs: Any) -> Traced:
+    """Two layers in float64 on four ranks, whose gradients are divided before and after the reduction."""
+    return trace(Layers(2).double(), units=layers_of, **{"world_size": 4, **kwargs})
+
+
+MODELS: dict[str, Callable[..., Traced]] = {
+    "two_layers": graphs.two_layers,
+    "four_layers": four_layers,
+    "mixed_precision": mixed_layers,
+    "two_dtypes": layers_of_two_dtypes,
+    "called_twice": repeated,
+    "root": rooted,
+    "doubles": doubles,
+    "tied_head": tied_head,
+    "kept": kept,
+}
+
+
+@functools.cache
+def model_of(name: str, **kwargs: Any) -> Traced:
+    """A model, traced once for all tests, which edit copies of its graphs."""
+    return MODELS[name](**kwargs)
+
+
+def with_lists(traced: Traced, *, forward: Lists | None = None, backward: Lists | None = None) -> Traced:
+    """The model whose user has listed what units are to prefetch."""
+    units = dict(traced.plan.units)
+    for unit, listed in (forward or {}).items():
+        units[unit] = dataclasses.replace(units[unit], forward_prefetch=listed)
+    for unit, listed in (backward or {}).items():
+        units[unit] = dataclasses.replace(units[unit], backward_prefetch=listed)
+    return dataclasses.replace(traced, plan=dataclasses.replace(traced.plan, units=units))
+
+
+def renumbered(gm: fx.GraphModule) -> str:
+    """The whole graph, its views numbered in order: torch counts them differently from release to release."""
+    names: dict[str, str] = {}
+    return re.sub(r"%view(?:_\d+)?\b", lambda found: names.setdefault(found[0], f"%view_{len(names)}"), text(gm))
