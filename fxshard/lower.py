@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fxshard import cache
 from fxshard.cost import hardware
 from fxshard.errors import ConfigError, FxshardError, InvariantError
-from fxshard.ir import ops, order
+from fxshard.ir import opening, ops, order
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.journal import CAPTURED, Journal, Record, snapshot
 from fxshard.ir.room import GIB
@@ -172,8 +172,12 @@ class _Stages:
                 self.split_stage(graph, kind)
                 if self.pipeline.last:
                     self.last_stage(graph, kind)
+                launches = order.sequence(graph.graph)
+                if self.generate_code:
+                    self.finish(graph.graph)
+                    graph.recompile()
                 run = _boxed(graph, graph_inputs)
-                return agreement.guard(run, kind, order.sequence(graph.graph)) if self.generate_code else run
+                return agreement.guard(run, kind, launches) if self.generate_code else run
 
             return compile_split
 
@@ -276,6 +280,13 @@ class _Stages:
     def last_stage(self, gm: fx.GraphModule, kind: GraphKind) -> None:
         """The last stage of one graph, in place."""
         _manager.run(gm, self.pipeline.last, self._context(kind), given=LAST_GIVEN, stage=f"{kind}_last")
+
+    def finish(self, graph: fx.Graph) -> None:
+        """What no pass and no reader of graphs need know of, right before a graph becomes code."""
+        if self.options.prefetch not in (0, "off"):
+            opening.relay(graph, self.frame.plan)
+        if self.options.lower == "inductor":
+            order.enforce(graph)
 
     def _context(self, kind: GraphKind) -> PassContext:
         budget = self.options.memory_budget_gib
@@ -390,7 +401,7 @@ class _LastStage(CustomGraphPass):
         self._stages.last_stage(gm, self._kind)
         if not self._stages.generate_code:
             raise _StopBeforeCode
-        order.enforce(graph)
+        self._stages.finish(graph)
 
     def uuid(self) -> str:
         return f"{self._stages.digest} {self._kind}"

@@ -123,6 +123,12 @@ class ShardedModule(ParameterOwner):
             unit.reshard_after_forward = reshard_after_forward
             unit.publish()
 
+    def reset_iter_state(self) -> None:
+        """Forget what a step that was interrupted by an exception left behind: gathers for graphs that never ran."""
+        for unit in cast(ModuleState, self.__dict__[STATE]).nested:
+            if unit.relay is not None:
+                unit.relay.forget()
+
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
         """Say which modules' parameters to gather ahead in forward; compiled code only.
 

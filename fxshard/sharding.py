@@ -16,6 +16,7 @@ from torch.nn.parameter import UninitializedParameter
 from fxshard.errors import ConfigError
 from fxshard.modules import STATE, ModuleState, state_of, swap_class, units_under
 from fxshard.runtime.reference import REFS
+from fxshard.runtime.relay import Relay
 from fxshard.runtime.unit import Member, Unit, adopt_attributes, as_dtensor, home_of, shard_rows
 
 
@@ -211,6 +212,8 @@ def _name_units(modules: Sequence[nn.Module], state: ModuleState) -> None:
         unit.is_root = unit in state.units
         fqns = [_join(paths.get(id(owner), ""), name) for owner, name in (m.owners[0] for m in unit.members)]
         unit.rename(",".join(filter(None, (paths.get(id(m), "") for m in unit.modules))), fqns)
+    relay = Relay()
     for unit in nested.values():
+        unit.relay = relay
         unit.publish()  # a prefetch list names other units
     state.nested = tuple(nested.values())

@@ -8,10 +8,13 @@ collective in it; passes replace them, so no pass ever has to guess which collec
 
 `key` names the unit. While Dynamo traces, it is `UnitPlan.sharing_key` (units that agree on it and on their slots may
 share a graph); `capture.py` replaces it by "<unit fqn>#<shard>@<call>".
+
+`fxshard::open` stands for an all_gather in code that is about to run: see [Note: relay] in `runtime/relay.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +25,13 @@ from fxshard.errors import UnsupportedGraph
 _LIBRARY = torch.library.Library("fxshard", "DEF")
 _LIBRARY.define("unshard(Tensor shard, str key, int slot, SymInt[] shape, ScalarType dtype) -> Tensor")
 _LIBRARY.define("reduce_grad(Tensor grad, str key, int slot, SymInt numel, ScalarType dtype) -> Tensor")
+_LIBRARY.define(
+    "open(Tensor flat, ScalarType dtype, int[] starts, int[] numels, int world_size, str group, str role) -> Tensor[]"
+)
 
 UNSHARD = torch.ops.fxshard.unshard.default
 REDUCE_GRAD = torch.ops.fxshard.reduce_grad.default
+OPEN = torch.ops.fxshard.open.default
 
 
 class MarkerKey(NamedTuple):
@@ -96,6 +103,18 @@ def _fake_reduce_grad(grad: Tensor, key: str, slot: int, numel: int, dtype: torc
     return grad.new_empty((numel,), dtype=dtype)
 
 
+def _fake_open(
+    flat: Tensor, dtype: torch.dtype, starts: list[int], numels: list[int], world_size: int, group: str, role: str
+) -> list[Tensor]:
+    return [flat.new_empty((numel * world_size,), dtype=dtype) for numel in numels]
+
+
+def implement_open(function: Callable[..., list[Tensor]]) -> None:
+    """Say what `fxshard::open` does; the runtime's part, called once."""
+    _LIBRARY.impl("open", function, "CompositeExplicitAutograd")
+
+
+torch.library.register_fake("fxshard::open", _fake_open, lib=_LIBRARY)
 torch.library.register_fake("fxshard::unshard", _fake_unshard, lib=_LIBRARY)
 torch.library.register_fake("fxshard::reduce_grad", _fake_reduce_grad, lib=_LIBRARY)
 

@@ -25,6 +25,13 @@ _SHORT = {
     "reduce_scatter_tensor": "reduce_scatter",
     "reduce_scatter_tensor_coalesced": "reduce_scatter",
 }
+_MORE_KERNELS = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    torch.ops.aten._scaled_dot_product_fused_attention_overrideable,
+    torch.ops.aten._scaled_dot_product_fused_attention_overrideable_backward,
+)
+"""Kernels that torch's table of FLOPs leaves out."""
 
 
 class Launch(NamedTuple):
@@ -52,7 +59,8 @@ def sequence(graph: fx.Graph) -> tuple[Launch, ...]:
 
 def is_kernel(node: fx.Node) -> bool:
     """Whether a node is a kernel of its own, which Inductor fuses with nothing that comes before it."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket in flop_registry
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet in flop_registry or packet in _MORE_KERNELS
 
 
 def _launch(node: fx.Node) -> Launch:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,11 +41,19 @@ class _Scope:
         return self.gathered[key]
 
 
+class Running(NamedTuple):
+    """What this thread runs: the n-th outermost call of a sharded module, or a backward."""
+
+    is_backward: bool
+    number: int
+
+
 class _Scopes(threading.local):
     """The running calls of this thread, outermost first, and what the running backward has gathered again."""
 
     def __init__(self) -> None:
         self.stack: list[_Scope] = []
+        self.calls = 0  # outermost ones so far
         self.recompute: tuple[int, _Scope] | None = None
 
 
@@ -54,6 +62,7 @@ _scopes = _Scopes()
 
 def enter_call(units: Sequence[Unit]) -> None:
     """A module that these units were made for starts its call; `leave_call` must follow, also after an error."""
+    _scopes.calls += not _scopes.stack
     _scopes.stack.append(_Scope(units))
 
 
@@ -76,6 +85,14 @@ def inside_call() -> bool:
 def inside_forward() -> bool:
     """See [Note: inside a forward]."""
     return bool(_scopes.stack) or fake.backward_id() is not None
+
+
+def running() -> Running | None:
+    """What this thread runs now, `None` for nothing of ours."""
+    backward = fake.backward_id()
+    if backward is not None:
+        return Running(True, backward)
+    return Running(False, _scopes.calls) if _scopes.stack else None
 
 
 def read(ref: ParameterRef) -> Tensor:

@@ -20,8 +20,9 @@ from typing import Any
 from torch import Tensor
 from torch.profiler import record_function
 
-from fxshard.ir import fake
+from fxshard.ir import fake, ops
 from fxshard.ir.order import Launch
+from fxshard.runtime.unit import home_of
 
 _VERBS = {"all_gather": "unshard", "reduce_scatter": "reduce"}
 
@@ -53,6 +54,10 @@ class _Ranges(fake.DispatchMode):
     ) -> Any:
         """Run one op, in a range if it is a launch or a wait of a unit."""
         kwargs = kwargs or {}
+        if func is ops.OPEN:
+            next(self._names.get("all_gather", iter(())), "")  # blocks that share a graph have names of their own
+            home = home_of(args[0])
+            return self._expect(home.unit.fqn or "root" if home else "", func(*args, **kwargs))
         if func.namespace != "_c10d_functional":
             return fake.run_unrecorded(func, args, kwargs)
         if func._opname == "wait_tensor":
@@ -60,7 +65,10 @@ class _Ranges(fake.DispatchMode):
             return _in_range("wait", name, func, args, kwargs)
         kind, _, _ = func._opname.partition("_into_tensor" if "_into_tensor" in func._opname else "_tensor")
         name = next(self._names.get(kind, iter(())), "")
-        launched = _in_range(_VERBS.get(kind, ""), name, func, args, kwargs)
+        return self._expect(name, _in_range(_VERBS.get(kind, ""), name, func, args, kwargs))
+
+    def _expect(self, name: str, launched: Any) -> Any:
+        """Remember whose wait it will be that waits for these buffers."""
         if name:
             buffers = [launched] if isinstance(launched, Tensor) else launched
             self._in_flight.update({buffer.data_ptr(): name for buffer in buffers})

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import attrgetter, eq, is_
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,9 @@ from fxshard.ir.plan import ParameterSpec, ShardPlan, Slot, UnitPlan, lay_out, p
 from fxshard.runtime import reference
 from fxshard.runtime.gradients import GradientSink
 from fxshard.runtime.reference import ParameterRef
+
+if TYPE_CHECKING:
+    from fxshard.runtime.relay import Relay
 
 _PARAMETER, _VERSION = attrgetter("parameter"), attrgetter("parameter._version")
 _VIEW, _POINTER, _WRAPPER_STORAGE = attrgetter("view"), attrgetter("pointer"), attrgetter("wrapper_storage")
@@ -153,6 +156,7 @@ class Unit:
         ignored: parameters of the modules that stay unsharded on purpose.
         after_first_call: run once, when a compiled graph with this unit has run for the first time.
         frames: the captured graphs that read it, weakly.
+        relay: hands gathers from graph to graph; the model's, set when the unit is named.
     """
 
     def __init__(
@@ -179,6 +183,7 @@ class Unit:
         self.ignored: frozenset[nn.Parameter] = frozenset()
         self.after_first_call: Callable[[], None] | None = None
         self.frames: list[weakref.ref[Any]] = []
+        self.relay: Relay | None = None
         self.plan: UnitPlan
 
     @property
@@ -207,6 +212,8 @@ class Unit:
             by_fqn = {member.fqn: (member, local) for member, local in zip(self.members, locals_, strict=True)}
             self.shards = [self._pack_shard(i, plan, by_fqn) for i, plan in enumerate(layout)]
         self.generation += 1
+        if self.relay is not None:
+            self.relay.forget()  # it knows the old flats
         self.publish()
 
     def _pack_shard(self, index: int, plan: ShardPlan, sources: dict[str, tuple[Member, Tensor]]) -> FlatShard:

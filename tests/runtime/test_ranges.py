@@ -63,7 +63,9 @@ def step_of(link: EmulatedLink, options: dict[str, Any] | None) -> Step:
 def ranges_of(step: Callable[[], object]) -> Counter[str]:
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         step()
-    return Counter(event.name for event in profiler.events() if event.name.startswith("fxshard::"))
+    return Counter(
+        event.name for event in profiler.events() if event.name.startswith("fxshard::") and "(" in event.name
+    )
 
 
 ONCE_PER_UNIT = Counter(

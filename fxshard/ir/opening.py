@@ -1,0 +1,67 @@
+"""Let the first and the last launch of a graph reach over its ends: `fxshard::open` in their place."""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+
+from fxshard.ir import collectives, flow, ops, order, schedule, tags
+from fxshard.ir.flow import Flat, Flow
+from fxshard.ir.plan import FramePlan
+
+
+def relay(graph: fx.Graph, plan: FramePlan) -> None:
+    """Replace the launches of the first and of the last flight; see [Note: relay] in `runtime/relay.py`.
+
+    Args:
+        graph: about to become code.
+        plan: of its frame.
+    """
+    flights = schedule.flights(graph, collectives.GATHERS)
+    if not flights:
+        return
+    found = flow.flow_of(graph, plan)
+    shards = {tags.tags_of(node).get(tags.SHARD): node for node in graph.find_nodes(op="placeholder")}
+    if len(flights) == 1:
+        roles = [(flights[0], "only")]
+    else:
+        roles = [(flights[0], "first"), (flights[-1], "last")]
+    for flight, role in roles:
+        for launch in flight.launches:
+            sent = _sent(launch, found)
+            flat = shards.get(f"{sent[0].unit}#{sent[0].shard}") if sent else None
+            if flat is not None:
+                _replace(launch, flat, sent, role)
+
+
+def _sent(launch: fx.Node, found: Flow) -> list[Flat]:
+    """The stretches of one flat that a launch sends; none if it sends anything else."""
+    values = [found.values.get(node) if node is not None else None for node in flow.launch_inputs(launch)]
+    flats = [value for value in values if isinstance(value, Flat)]
+    same = len({(flat.unit, flat.shard, flat.dtype) for flat in flats}) == 1
+    return flats if same and len(flats) == len(values) else []
+
+
+def _replace(launch: fx.Node, flat: fx.Node, sent: list[Flat], role: str) -> None:
+    starts, numels = [part.start for part in sent], [part.numel for part in sent]
+    arguments = (flat, sent[0].dtype, starts, numels, flow.world_size_of(launch), flow.group_of(launch), role)
+    graph, value = launch.graph, launch.meta["val"]
+    with graph.inserting_before(launch):
+        opened = graph.call_function(ops.OPEN, arguments)
+        opened.meta = dict(launch.meta)
+        result = opened
+        if launch.target not in collectives.COALESCED:
+            opened.meta["val"] = [value]
+            result = graph.call_function(operator.getitem, (opened, 0))
+            result.meta = {"val": value}
+        launch.replace_all_uses_with(result)
+    name = launch.name
+    graph.erase_node(launch)
+    if launch.target not in collectives.COALESCED:
+        result.name = name  # pins know it by its name
+    following = opened.next
+    while following.op != "output" and following.target not in collectives.LAUNCHES:
+        following = following.next
+    if following.op != "output":  # Inductor keeps the order of the collectives that it knows, and this is none
+        order.pin(following, opened)

@@ -1,0 +1,162 @@
+"""Gather for the next graph while this one computes.
+
+[Note: relay]
+A model that breaks into several graphs, or is compiled block by block, would gather at the start of each graph with
+nothing to hide it. So the first launch of a graph is `fxshard::open`, which takes over what is in flight already, and
+the last one also launches what the next graph will open. Which graph that is, the relay has seen before: it remembers
+what was opened after what, apart for forward and backward. What was launched and is not opened (the model took another
+way this time) is waited for and dropped. All ranks see the same openings, so they launch the same.
+
+A relay never reaches over the end of the outermost module's call or of a backward: an optimizer may step there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fxshard.ir import ops
+from fxshard.runtime import eager, ranges
+from fxshard.runtime.unit import Unit, home_of
+
+_c10d = torch.ops._c10d_functional
+
+
+class Opening(NamedTuple):
+    """One all_gather of stretches of a flat.
+
+    Attributes:
+        flat: this rank's shard, `[shard_numel]`.
+        dtype: in which it is sent.
+        stretches: (first element, number of elements) of each tensor that is sent.
+        world_size: ranks.
+        group: name of their process group.
+    """
+
+    flat: Tensor
+    dtype: torch.dtype
+    stretches: tuple[tuple[int, int], ...]
+    world_size: int
+    group: str
+
+    @property
+    def key(self) -> Key:
+        """What tells it from others."""
+        return self.flat.data_ptr(), self.dtype, self.stretches
+
+    def launch(self, unit: str) -> list[Tensor]:
+        """Start it; each result is `[world_size * numel]`, to be waited for. `unit` is its name in profiles."""
+        sent = self.flat.detach().to(self.dtype)
+        parts = [sent[start : start + numel] for start, numel in self.stretches]
+        with ranges.of_unit(unit):
+            if len(parts) == 1:
+                return [_c10d.all_gather_into_tensor(parts[0], self.world_size, self.group)]
+            return list(_c10d.all_gather_into_tensor_coalesced(parts, self.world_size, self.group))
+
+
+Key = tuple[int, torch.dtype, tuple[tuple[int, int], ...]]
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """What was launched for a later graph.
+
+    Attributes:
+        launched: the buffers.
+        epoch: of the unit, when they were launched.
+        guessed: whether it was launched because it came next the last time, not because a list says so.
+    """
+
+    launched: list[Tensor]
+    epoch: int
+    guessed: bool
+
+
+class Relay:
+    """The openings of one model; see [Note: relay]."""
+
+    def __init__(self) -> None:
+        self._scope: eager.Running | None = None
+        self._last: Key | None = None
+        self._in_flight: dict[Key, _InFlight] = {}
+        self._opened: set[Key] = set()  # in this scope
+        # By direction, backward or not.
+        self._following: dict[tuple[bool, Key], Opening] = {}
+        self._of_unit: dict[tuple[bool, Unit], dict[Key, Opening]] = {}
+
+    def open(self, opening: Opening, unit: Unit) -> list[Tensor]:
+        """What `opening` gathers: taken over, or launched now."""
+        scope = eager.running()
+        if scope is None:
+            return opening.launch(unit.fqn)
+        if scope != self._scope:
+            self.drop()
+            self._scope, self._last = scope, None
+            self._opened.clear()
+        if self._last is not None:
+            self._following[scope.is_backward, self._last] = opening
+        self._of_unit.setdefault((scope.is_backward, unit), {})[opening.key] = opening
+        self._last = opening.key
+        self._opened.add(opening.key)
+        found = self._in_flight.get(opening.key)
+        if found is None or found.epoch != unit.epoch():
+            self.drop(lambda other: other is found or other.guessed)  # the model took another way, or has other weights
+            return opening.launch(unit.fqn)
+        del self._in_flight[opening.key]
+        return found.launched
+
+    def hand_over(self, unit: Unit) -> None:
+        """Launch what comes next: what the unit lists, or what was opened next the last time."""
+        scope = self._scope
+        if scope is None or self._last is None or scope != eager.running():
+            return
+        listed = unit.backward_prefetch if scope.is_backward else unit.forward_prefetch
+        for other in listed or ():
+            for key, opening in self._of_unit.get((scope.is_backward, other), {}).items():
+                if key not in self._opened:
+                    self._launch(opening, guessed=False)
+        following = self._following.get((scope.is_backward, self._last))
+        if listed == () and following is not None:
+            self._launch(following, guessed=True)
+
+    def _launch(self, opening: Opening, *, guessed: bool) -> None:
+        home = home_of(opening.flat)
+        if home is not None and opening.key not in self._in_flight:
+            self._in_flight[opening.key] = _InFlight(opening.launch(home.unit.fqn), home.unit.epoch(), guessed)
+
+    def drop(self, which: Callable[[_InFlight], bool] = lambda _: True) -> None:
+        """Wait for what nobody will open, and free it."""
+        for key, flight in list(self._in_flight.items()):
+            if which(flight):
+                for tensor in flight.launched:
+                    _c10d.wait_tensor(tensor)
+                del self._in_flight[key]
+
+    def forget(self) -> None:
+        """Drop what is in flight, and what was remembered."""
+        self.drop()
+        self._scope = self._last = None
+        self._opened.clear()
+        self._following.clear()
+        self._of_unit.clear()
+
+
+def _open(
+    flat: Tensor, dtype: torch.dtype, starts: list[int], numels: list[int], world_size: int, group: str, role: str
+) -> list[Tensor]:
+    opening = Opening(flat, dtype, tuple(zip(starts, numels, strict=True)), world_size, group)
+    home = home_of(flat)
+    relay = home.unit.relay if home is not None else None
+    if home is None or relay is None:
+        return opening.launch("")
+    launched = relay.open(opening, home.unit) if role in ("first", "only") else opening.launch(home.unit.fqn)
+    if role in ("last", "only"):
+        relay.hand_over(home.unit)
+    return launched
+
+
+ops.implement_open(_open)

@@ -1,0 +1,237 @@
+"""Gathers that reach from graph to graph: who launches what and when, and what happens when the model turns off."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+
+from fxshard import fully_shard
+from fxshard.modules import ShardedModule, units_under
+from fxshard.runtime.relay import Relay
+from fxshard.testing import EmulatedLink, emulated_link
+
+WORDS = {"unshard": "ag", "wait": "w", "reduce": "rs"}
+RANGE = re.compile(r"fxshard::(unshard|wait|reduce)\((?:blocks\.)?(.*)\)")
+NUM_BLOCKS = 4
+
+
+@pytest.fixture
+def link() -> Iterator[EmulatedLink]:
+    with emulated_link(2) as link:
+        yield link
+        torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, width), nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + cast(Tensor, self.down(torch.relu(self.up(x))))
+
+
+class Blocks(nn.Module):
+    """Nothing but blocks; those of different widths do not share a graph. `skipped` are left out."""
+
+    skipped: Sequence[int] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(8 + i) for i in range(NUM_BLOCKS))
+        self.breaks = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            if self.breaks:
+                torch._dynamo.graph_break()
+            if i not in self.skipped:
+                x = block(x)
+        return x
+
+
+def sharded(link: EmulatedLink) -> Blocks:
+    torch.manual_seed(0)
+    model = Blocks()
+    for block in model.blocks:
+        fully_shard(block, mesh=link.mesh)
+    fully_shard(model, mesh=link.mesh)
+    return model
+
+
+def block_by_block(link: EmulatedLink, **options: Any) -> Blocks:
+    model = sharded(link)
+    for block in model.blocks:
+        block.compile(backend="fxshard", options={"lower": "eager"} | options)
+    return model
+
+
+def step(model: nn.Module) -> Tensor:
+    """The gradients of a step, in one tensor."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    model(torch.randn(3, 4)).square().sum().backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return torch.cat([cast(DTensor, grad).to_local().flatten() for grad in grads])
+
+
+def issued(model: nn.Module) -> list[str]:
+    """What forward and backward of a step launch and wait for, and when a block computes: `c`."""
+    torch.manual_seed(1)
+    x = torch.randn(3, 4)
+    words = []
+    with profile(activities=[ProfilerActivity.CPU]) as forward:
+        loss = model(x).square().sum()
+    with profile(activities=[ProfilerActivity.CPU]) as backward:
+        loss.backward()
+    for record in (forward, backward):
+        found: list[str] = []
+        for event in sorted(record.events() or (), key=lambda event: event.time_range.start):
+            match = RANGE.fullmatch(event.name)
+            word = "c" if event.name in ("aten::addmm", "aten::mm") else ""
+            word = WORDS[match[1]] + match[2] if match else word
+            if word and found[-1:] != [word]:
+                found.append(word)
+        words.append(" ".join(found))
+    return words
+
+
+def warm(model: Blocks) -> Blocks:
+    """After a step, in which the relay has seen what follows what."""
+    step(model)
+    return model
+
+
+def test_gathers_the_next_block_before_one_computes(link: EmulatedLink) -> None:
+    forward, backward = issued(warm(block_by_block(link)))
+    assert forward == "ag0 ag1 w0 c ag2 w1 c ag3 w2 c w3 c"
+    assert backward == "ag3 ag2 w3 c rs3 w3 ag1 w2 c rs2 w2 ag0 w1 c rs1 w1 w0 c rs0 w0"
+
+
+def test_gathers_nothing_ahead_in_the_first_step_or_without_prefetch(link: EmulatedLink) -> None:
+    alone = [
+        "ag0 w0 c ag1 w1 c ag2 w2 c ag3 w3 c",
+        "ag3 w3 c rs3 w3 ag2 w2 c rs2 w2 ag1 w1 c rs1 w1 ag0 w0 c rs0 w0",
+    ]
+    assert issued(warm(block_by_block(link, prefetch=0))) == alone
+    model = warm(block_by_block(link))
+    relay_of(model).forget()
+    assert issued(model) == alone
+
+
+def test_follows_lists_from_graph_to_graph(link: EmulatedLink) -> None:
+    model = block_by_block(link)
+    blocks = cast(list[ShardedModule], list(model.blocks))
+    for i, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 3] or None)
+        block.set_modules_to_backward_prefetch(None)
+    forward, backward = issued(warm(model))
+    assert forward == "ag0 ag1 ag2 w0 c ag3 w1 c w2 c w3 c"
+    assert backward == "ag3 w3 c rs3 w3 ag2 w2 c rs2 w2 ag1 w1 c rs1 w1 ag0 w0 c rs0 w0"
+
+
+def test_hands_over_where_a_model_breaks_into_graphs(link: EmulatedLink) -> None:
+    model = sharded(link)
+    model.breaks = True
+    model.compile(backend="fxshard", options={"lower": "eager"})
+    forward, _ = issued(warm(model))
+    assert forward == "ag0 ag1 w0 c ag2 w1 c ag3 w2 c w3 c"
+
+
+def test_drops_what_the_model_does_not_open(link: EmulatedLink) -> None:
+    model = warm(block_by_block(link))
+    reference = block_by_block(link, prefetch=0)
+    for skipped in [(1,), (), (1, 2), (3,)]:
+        model.skipped = reference.skipped = skipped
+        assert torch.equal(step(model), step(reference))
+    model.skipped = ()
+    step(model)
+    assert_nothing_in_flight(model)
+
+
+@pytest.mark.parametrize("lower", ["eager", "inductor"])
+def test_trains_to_the_same_bits(link: EmulatedLink, lower: str) -> None:
+    gradients = []
+    for prefetch in (0, 1):
+        model = block_by_block(link, prefetch=prefetch, lower=lower)
+        optim = torch.optim.AdamW(model.parameters(), fused=True)  # does not raise the parameters' versions
+        for _ in range(3):
+            gradients.append(step(model))
+            optim.step()
+    assert all(map(torch.equal, gradients[:3], gradients[3:]))
+
+
+def test_forgets_what_an_interrupted_step_left(link: EmulatedLink) -> None:
+    model = warm(block_by_block(link))
+    reference = step(model)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = next(iter(model.blocks)).register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.randn(3, 4))
+    handle.remove()
+    assert relay_of(model)._in_flight
+    cast(ShardedModule, model).reset_iter_state()
+    assert_nothing_in_flight(model)
+    assert torch.equal(step(model), reference)
+
+
+def test_does_not_reach_over_the_end_of_a_call_or_of_a_backward(link: EmulatedLink) -> None:
+    model = warm(block_by_block(link))
+    with torch.no_grad():
+        model(torch.randn(3, 4))
+    assert_nothing_in_flight(model)
+    step(model)
+    assert_nothing_in_flight(model)
+
+
+def test_drops_what_it_gathered_of_weights_that_changed(link: EmulatedLink) -> None:
+    results = []
+    for model in (block_by_block(link), block_by_block(link, prefetch=0)):
+        first, second = list(model.blocks)[:2]
+
+        def double(*_: Any, changed: nn.Module = second) -> None:
+            with torch.no_grad():
+                for parameter in changed.parameters():
+                    parameter.mul_(2.0)
+
+        first.register_forward_hook(double)
+        with torch.no_grad():
+            results += [model(torch.ones(3, 4)) for _ in range(3)]
+    assert all(map(torch.equal, results[:3], results[3:]))
+
+
+def test_equal_blocks_share_a_graph_and_still_gather_their_own(link: EmulatedLink) -> None:
+    results = []
+    for prefetch in (0, 1):
+        torch.manual_seed(0)
+        blocks = nn.ModuleList(Block(8) for _ in range(NUM_BLOCKS))
+        model = Blocks()
+        model.blocks = blocks
+        for block in blocks:
+            fully_shard(block, mesh=link.mesh)
+            block.compile(backend="fxshard", options={"lower": "eager", "prefetch": prefetch})
+        fully_shard(model, mesh=link.mesh)
+        results += [step(model) for _ in range(3)]
+    assert all(map(torch.equal, results[:3], results[3:]))
+
+
+def relay_of(model: nn.Module) -> Relay:
+    """The one relay of all units."""
+    (relay,) = {unit.relay for unit in units_under(model)}
+    assert relay is not None
+    return relay
+
+
+def assert_nothing_in_flight(model: nn.Module) -> None:
+    """No gather was left behind."""
+    assert not relay_of(model)._in_flight
