@@ -21,6 +21,8 @@ from fxshard.errors import ConfigError, FxshardError, MissingExtraError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from fxshard.inspect.explanation import Explanation
+
 _EXIT_ERROR = 2  # as argparse
 _EXIT_INTERRUPTED = 130  # as a shell, for SIGINT
 _EXIT_PROBLEM = 1  # it ran to the end, but not well
@@ -213,20 +215,29 @@ def _explain(args: argparse.Namespace) -> int:
     from fxshard.inspect.target import build
 
     model, inputs, named_inputs = build(args.target)
-    options = {"lower": args.lower, "hardware": args.hardware}
+    options = {"lower": args.lower} | ({"hardware": args.hardware} if args.hardware is not None else {})
     explanation = explain(model, *inputs, world_size=args.world_size, options=options, **named_inputs)
     if args.pass_name is not None:
         explanation.print(args.pass_name, stage=args.stage, frame=args.frame)
     else:
-        console = _console()
-        if not console.is_terminal:
-            console.width = _TABLE_WIDTH
-        shown = explanation if console.width >= _TABLE_WIDTH else repr(explanation)
-        console.print(shown, highlight=False, soft_wrap=True)
+        _print_tables(explanation, _console())
     if args.html is not None:
         explanation.save_html(args.html)
         sys.stderr.write(f"wrote {args.html}\n")
     return 0
+
+
+def _print_tables(explanation: Explanation, console: Console) -> None:
+    from fxshard.inspect import summary
+
+    if not console.is_terminal:
+        console.width = _TABLE_WIDTH
+    if console.width >= _TABLE_WIDTH:
+        console.print(explanation, highlight=False, soft_wrap=True)
+        return
+    console.print(repr(explanation), highlight=False, markup=False, soft_wrap=True)
+    if (schedules := summary.table_of_schedules(explanation)) is not None:
+        console.print("", schedules, sep="\n", soft_wrap=True)
 
 
 def _demo(args: argparse.Namespace) -> int:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from fxshard import cli
+from fxshard.cost.hardware import BUILTIN
 from fxshard.errors import ConfigError
 
 
@@ -152,6 +156,30 @@ def test_explain_prints_a_table_of_all_graphs(target: Path, capsys: pytest.Captu
     assert text.startswith("Explanation of TwoLayers: 2 units, world size 64, 1 frame")
     assert "1 all_gather, 2 reduce_scatter" in text
     assert max(map(len, text.splitlines())) <= 140
+    assert "times are estimates for h100" in text
+    assert text.count("no schedule can beat") == 2
+
+
+def test_explain_estimates_for_the_hardware_of_a_file(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = dataclasses.replace(BUILTIN["h100"], name="slow link", link_latency=1.0)
+    (target / "slow.json").write_text(spec.to_json())
+    argv = ("explain", "my_module:build", "--world-size", "64", "--lower", "eager", "--hardware", "slow.json")
+    assert exit_status(*argv) == 0
+    text = capsys.readouterr().out
+    assert "times are estimates for slow link" in text
+    # Two gathers; a gather and two reductions.
+    assert re.findall(r"no schedule can beat +(\S+ \S+)", text) == ["2 s", "3 s"]
+
+
+def test_a_narrow_terminal_gets_the_summary_and_the_schedules(
+    target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "_console", lambda: Console(force_terminal=True, width=100, color_system=None))
+    assert exit_status("explain", "my_module:build", "--world-size", "64", "--lower", "eager") == 0
+    text = capsys.readouterr().out
+    assert text.startswith("Explanation of TwoLayers: 2 units, world size 64, 1 frame\n  dynamo ")
+    assert text.count("no schedule can beat") == 2
+    assert max(map(len, text.splitlines()[5:])) <= 100
 
 
 def test_explain_prints_the_graphs_after_a_pass(target: Path, capsys: pytest.CaptureFixture[str]) -> None:

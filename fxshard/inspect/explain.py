@@ -117,7 +117,15 @@ def explanation_of(model: nn.Module) -> Explanation:
 def explanation(name: str, world_size: int, frames: Sequence[Frame]) -> Explanation:
     """The explanation of captured frames."""
     spec = hardware.load(frames[0].hardware or DEFAULT_HARDWARE)
-    kept = tuple(FrameExplanation(plan=frame.plan, journal=frame.journal, hardware=spec) for frame in frames)
+    kept = tuple(
+        FrameExplanation(
+            plan=frame.plan,
+            journal=frame.journal,
+            hardware=spec,
+            unsharded_budget_bytes=frame.unsharded_budget_bytes,
+        )
+        for frame in frames
+    )
     return Explanation(model=name, world_size=world_size, frames=kept, hardware=spec)
 
 

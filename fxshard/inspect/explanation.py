@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +14,11 @@ from typing import Any
 from fxshard.cost.hardware import HardwareSpec
 from fxshard.cost.stats import CollectiveCost, GraphStats, collectives_of, graph_stats
 from fxshard.errors import ConfigError
-from fxshard.ir.journal import CAPTURED, Journal, Record
+from fxshard.inspect import schedules as scheduling
+from fxshard.inspect.schedules import Schedule
+from fxshard.ir import schedule
+from fxshard.ir.collectives import GATHERS, REDUCTIONS, is_launch
+from fxshard.ir.journal import CAPTURED, Decline, Journal, Note, Record
 from fxshard.ir.plan import FramePlan
 
 DYNAMO = "dynamo"
@@ -47,12 +52,15 @@ class FrameExplanation:
         plan: its units.
         journal: its records.
         hardware: what the costs are estimates for.
+        unsharded_budget_bytes: what unsharded parameters may take at any time, `None` for no limit.
     """
 
     plan: FramePlan
     journal: Journal = field(repr=False)
     hardware: HardwareSpec = field(repr=False)
+    unsharded_budget_bytes: int | None = None
     _known: dict[tuple[int, bool], GraphStats] = field(default_factory=dict, repr=False)
+    _schedules: dict[int, tuple[Schedule, ...]] = field(default_factory=dict, repr=False)
 
     @property
     def graphs(self) -> Mapping[str, Mapping[str, Record]]:
@@ -82,10 +90,70 @@ class FrameExplanation:
         record = self.journal.last(stage) if pass_name is None else self.graphs[stage][pass_name]
         return collectives_of(record.graph, self.plan, self.hardware)
 
+    @property
+    def scheduled(self) -> list[str]:
+        """The stages whose graphs run: "forward", "backward" and "inference", with their numbers."""
+        return [stage for stage in self.graphs if re.fullmatch(r"(forward|backward|inference)(_\d+)?", stage)]
+
+    def running(self, stage: str) -> Record:
+        """What runs of one of `scheduled`: its last graph, or that of `forward_last` for "forward" and so on.
+
+        Raises:
+            ConfigError: there is no such stage, or none whose graph runs.
+        """
+        if stage not in self.scheduled:
+            raise ConfigError(_unknown("graph that runs in stage", stage, self.scheduled))
+        last = _last_of(stage)
+        return self.journal.last(last if last in self.graphs else stage)
+
     def final_stages(self) -> list[str]:
         """The stages whose last graph is what runs: no `joint`, and no `forward` where there is a `forward_last`."""
-        kinds = [stage for stage in self.graphs if re.match(r"(forward|backward|inference)(_|$)", stage)]
-        return [stage for stage in kinds if "_last" in stage or _last_of(stage) not in kinds]
+        return [self.running(stage).stage for stage in self.scheduled]
+
+    def schedules(self, stage: str) -> tuple[Schedule, ...]:
+        """What the compiled schedule of a stage costs, and what others would: none, one unit ahead, automatic.
+
+        Args:
+            stage: one of `scheduled`.
+
+        Raises:
+            ConfigError: there is no such stage.
+        """
+        key = id(self.running(stage).graph)
+        if key not in self._schedules:
+            self._schedules[key] = scheduling.schedules(self, stage)
+        return self._schedules[key]
+
+    def lower_bound(self, stage: str) -> float:
+        """Seconds that no schedule of the same launches and compute can beat, by the cost model.
+
+        Args:
+            stage: one of `scheduled`.
+
+        Raises:
+            ConfigError: there is no such stage.
+        """
+        return scheduling.lower_bound(self, stage)
+
+    def why(self, stage: str) -> dict[str, tuple[str, ...]]:
+        """Why each launch of a stage is as it is and stands where it stands: what the passes said, newest last.
+
+        Args:
+            stage: one of `scheduled`.
+
+        Returns:
+            Name of the launch in the graph that runs -> lines "pass: reason", for all launches in program order.
+
+        Raises:
+            ConfigError: there is no such stage.
+        """
+        final = self.running(stage)
+        records = [*self.graphs[stage].values(), *(self.graphs[final.stage].values() if final.stage != stage else ())]
+        said: dict[str, list[str]] = {node.name: [] for node in final.graph.nodes if is_launch(node)}
+        for record in records:
+            for name, reasons in _reasons(record).items():
+                said.get(name, []).extend(reasons)
+        return {name: tuple(dict.fromkeys(reasons)) for name, reasons in said.items()}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -183,13 +251,13 @@ class Explanation:
     def __rich__(self) -> Any:
         from fxshard.inspect import summary
 
-        return summary.table(self)
+        return summary.tables(self)
 
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, str]:
-        """For notebooks: the table, and `repr` where HTML cannot be shown."""
+        """For notebooks: the tables, and `repr` where HTML cannot be shown."""
         from fxshard.inspect import summary
 
-        return {"text/plain": repr(self), "text/html": summary.html_table(self)}
+        return {"text/plain": repr(self), "text/html": summary.html_tables(self)}
 
     def _only_frame(self, attribute: str) -> FrameExplanation:
         if len(self.frames) != 1:
@@ -218,6 +286,20 @@ class Explanation:
 
     def _where(self, number: int, stage: str) -> str:
         return stage if len(self.frames) == 1 else f"frame {number}, {stage}"
+
+
+def _reasons(record: Record) -> dict[str, list[str]]:
+    """Name of a launch -> what the pass said of it, or of the first of its flight, which stands for the others."""
+    said: dict[str, list[str]] = {}
+    reasons: tuple[Note | Decline, ...] = (*record.notes, *record.declined)
+    for reason in reasons:
+        said.setdefault(reason.node, []).append(f"{record.name}: {reason.why}")
+    found = dict(said)
+    kinds = (GATHERS, REDUCTIONS) if said else ()
+    for flight in itertools.chain.from_iterable(schedule.flights(record.graph, kind) for kind in kinds):
+        first = said.get(flight.launches[0].name, [])
+        found |= {launch.name: said.get(launch.name, first) for launch in flight.launches}
+    return found
 
 
 def _last_of(stage: str) -> str:

@@ -6,6 +6,7 @@ The page holds every distinct line of all graphs once; its script makes the diff
 from __future__ import annotations
 
 import importlib.resources
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ class Launches:
         nbytes: of their whole buffers.
         seconds: estimated time of the transfers.
         exposed: the part of it that compute waits for.
+        why: what the passes said of them, newest last.
     """
 
     frame: int
@@ -49,6 +51,7 @@ class Launches:
     nbytes: float
     seconds: float
     exposed: float
+    why: tuple[str, ...]
 
 
 def save(explanation: Explanation, path: Path) -> None:
@@ -80,6 +83,8 @@ def page(explanation: Explanation) -> str:
         tiles=_tiles(explanation),
         several_frames=len(explanation.frames) > 1,
         stages=_stages(explanation),
+        schedules=[list(rows) for _, rows in itertools.groupby(summary.schedule_rows(explanation), _stage_of)],
+        schedule_columns=summary.SCHEDULE_COLUMNS,
         launches=launches,
         longest=max((time for row in launches for time in (row.seconds, row.exposed)), default=0) or 1,
         size=summary.size,
@@ -87,6 +92,10 @@ def page(explanation: Explanation) -> str:
         hardware=explanation.hardware.name,
         data=graphs_data(explanation),
     )
+
+
+def _stage_of(row: summary.ScheduleRow) -> tuple[int, str]:
+    return row.frame, row.stage
 
 
 def graphs_data(explanation: Explanation) -> dict[str, Any]:
@@ -120,22 +129,26 @@ def _record(record: Record, text: int) -> dict[str, Any]:
 def launches_by_unit(explanation: Explanation) -> Iterator[Launches]:
     """The collectives of the graphs that run, added up by unit and kind, in the order of their first launch."""
     for number, frame in enumerate(explanation.frames):
-        for stage in frame.final_stages():
+        for stage in frame.scheduled:
             yield from _launches_of(number, frame, stage)
 
 
 def _launches_of(number: int, frame: FrameExplanation, stage: str) -> Iterator[Launches]:
-    at = frame.stats_of(frame.journal.last(stage))
+    record, why = frame.running(stage), frame.why(stage)
+    at = frame.stats_of(record)
     sums: dict[tuple[str, str, str], list[float]] = {}
-    for cost in frame.collectives(stage):
+    reasons: dict[tuple[str, str, str], list[str]] = {}
+    for cost in frame.collectives(record.stage):
         unit = "not of a unit" if cost.unit is None else cost.unit or "root"
-        added = sums.setdefault((unit, cost.op, cost.dtype), [0, 0, 0, 0])
+        key = (unit, cost.op, cost.dtype)
+        reasons.setdefault(key, []).extend(why[cost.node])
+        added = sums.setdefault(key, [0, 0, 0, 0])
         for i, quantity in enumerate((1, cost.nbytes, cost.seconds, cost.exposed_seconds)):
             added[i] += _number(quantity, at)
     for (unit, op, dtype), (count, nbytes, seconds, exposed) in sums.items():
         yield Launches(
             frame=number,
-            stage=stage,
+            stage=record.stage,
             unit=unit,
             op=op,
             dtype=dtype,
@@ -143,6 +156,7 @@ def _launches_of(number: int, frame: FrameExplanation, stage: str) -> Iterator[L
             nbytes=nbytes,
             seconds=seconds,
             exposed=exposed,
+            why=tuple(dict.fromkeys(reasons[unit, op, dtype])),
         )
 
 

@@ -9,7 +9,7 @@ itself is only read. The shadow shares the code of its classes, which is why it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
@@ -190,6 +190,11 @@ def _shard_alike(model: nn.Module, units: tuple[Unit, ...], replica: Replica) ->
                 )
     for unit in units:
         _take_over(unit, replica)
+    for unit in units:  # after all names: a list is published by the names of what is in it
+        copied = _copy_of(unit, replica)
+        copied.forward_prefetch = _copies(unit.forward_prefetch, units, replica)
+        copied.backward_prefetch = _copies(unit.backward_prefetch, units, replica)
+        copied.publish()
 
 
 def _calls(model: nn.Module, units: tuple[Unit, ...]) -> list[tuple[ModuleState, list[nn.Module]]]:
@@ -211,9 +216,19 @@ def _calls(model: nn.Module, units: tuple[Unit, ...]) -> list[tuple[ModuleState,
 
 def _take_over(unit: Unit, replica: Replica) -> None:
     """Give the copy of a unit the names and rank that the unit has; it may have been named from further outside."""
-    copied = cast(ModuleState, state_of(replica.of(unit.modules[0]))).units[0]
+    copied = _copy_of(unit, replica)
     names = {(id(replica.of(owner)), name): m.fqn for m in unit.members for owner, name in m.owners}
     places = [(member, member.owners[0]) for member in copied.members]
     copied.is_root, copied.from_one_line = unit.is_root, unit.from_one_line
     copied.ignored = frozenset(replica.of(parameter) for parameter in unit.ignored)
     copied.rename(unit.fqn, [names.get((id(owner), name), member.fqn) for member, (owner, name) in places])
+
+
+def _copy_of(unit: Unit, replica: Replica) -> Unit:
+    return cast(ModuleState, state_of(replica.of(unit.modules[0]))).units[0]
+
+
+def _copies(listed: Sequence[Unit] | None, known: Sequence[Unit], replica: Replica) -> tuple[Unit, ...] | None:
+    """A prefetch list of the copies; what is listed from outside the model is in no graph of it."""
+    copies = tuple(_copy_of(unit, replica) for unit in listed or () if unit in known)
+    return copies or (None if listed is None or listed else ())

@@ -12,10 +12,14 @@ from fxshard.inspect.explanation import DYNAMO, Explanation, FrameExplanation
 from fxshard.ir.journal import CAPTURED, Record
 
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.table import Table
 
 COLUMNS = ("nodes", "collectives", "gathered", "reduced", "flop", "compute", "exposed", "peak")
 """The columns of numbers, of which `Row.cells` has one each."""
+
+SCHEDULE_COLUMNS = ("schedule", "time", "exposed", "unsharded")
+"""The columns of the table of schedules, after frame and stage."""
 
 _NOTEBOOK_WIDTH = 160  # characters; a notebook scrolls what is wider than its cell
 
@@ -35,6 +39,25 @@ class Row:
     record: Record
     place: int
     cells: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleRow:
+    """What the tables say of one schedule of a graph that launches collectives.
+
+    Attributes:
+        frame: number of its frame.
+        stage: of the graph.
+        place: among the rows of the stage, counted from 0.
+        is_bound: whether it is the last row of its stage: the time that no schedule can beat.
+        cells: one text for each of `SCHEDULE_COLUMNS`.
+    """
+
+    frame: int
+    stage: str
+    place: int
+    is_bound: bool
+    cells: tuple[str, str, str, str]
 
 
 def rows(explanation: Explanation) -> Iterator[Row]:
@@ -61,14 +84,36 @@ def _cells(frame: FrameExplanation, record: Record) -> tuple[str, ...]:
     )
 
 
+def schedule_rows(explanation: Explanation) -> Iterator[ScheduleRow]:
+    """The schedules of all graphs that run, in order, each graph's bound last."""
+    for number, frame in enumerate(explanation.frames):
+        for stage in frame.scheduled:
+            if not frame.stats_of(frame.running(stage)).collectives:
+                continue
+            lines = [
+                (
+                    found.name,
+                    duration(found.seconds),
+                    duration(found.exposed_seconds) or "0",
+                    size(found.unsharded_peak_bytes),
+                )
+                for found in frame.schedules(stage)
+            ]
+            lines.append(("no schedule can beat", duration(frame.lower_bound(stage)), "", ""))
+            for place, cells in enumerate(lines):
+                yield ScheduleRow(frame=number, stage=stage, place=place, is_bound=place == len(lines) - 1, cells=cells)
+
+
 def text(explanation: Explanation) -> str:
     """The lines of `repr(explanation)`: one for the model, one for each stage."""
-    lines = [headline(explanation)]
-    for number, frame in enumerate(explanation.frames):
-        for stage, records in frame.graphs.items():
-            place = stage if len(explanation.frames) == 1 else f"frame {number} {stage}"
-            lines.append(f"  {place:<8} {_stage(frame, list(records.values()))}")
-    return "\n".join(lines)
+    several = len(explanation.frames) > 1
+    lines = {
+        f"frame {number} {stage}" if several else stage: _stage(frame, list(records.values()))
+        for number, frame in enumerate(explanation.frames)
+        for stage, records in frame.graphs.items()
+    }
+    width = max(map(len, lines))
+    return "\n".join([headline(explanation), *(f"  {place:<{width}} {line}" for place, line in lines.items())])
 
 
 def headline(explanation: Explanation) -> str:
@@ -94,34 +139,70 @@ def _stage(frame: FrameExplanation, records: Sequence[Record]) -> str:
     return "; ".join(parts)
 
 
-def table(explanation: Explanation) -> Table:
-    """All graphs as a `rich` table; a line is dim where the pass changed nothing."""
+def tables(explanation: Explanation) -> Group:
+    """All graphs as a `rich` table; below it, if any graph launches a collective, their schedules as another."""
     try:
-        from rich.box import SIMPLE_HEAD
-        from rich.markup import escape
-        from rich.table import Table
+        from rich.console import Group
     except ImportError as error:
         raise MissingExtraError("rich", "dev") from error
-    made = Table(
-        box=SIMPLE_HEAD, title=escape(headline(explanation)), title_justify="left", caption=escape(caption(explanation))
-    )
-    several = len(explanation.frames) > 1
-    for name in (*["frame"] * several, "stage", "pass"):
-        made.add_column(name, no_wrap=True)
+    graphs, schedules = _table_of_graphs(explanation), table_of_schedules(explanation)
+    return Group(graphs) if schedules is None else Group(graphs, "", schedules)
+
+
+def _table_of_graphs(explanation: Explanation) -> Table:
+    """A line is dim where the pass changed nothing."""
+    from rich.markup import escape
+
+    several_frames = len(explanation.frames) > 1
+    made = _table(headline(explanation), several_frames)
+    made.caption = escape(caption(explanation))
+    made.add_column("pass", no_wrap=True)
     for name in COLUMNS:
         made.add_column(name, justify="left" if name == "collectives" else "right")
     for row in rows(explanation):
-        if not row.place:
-            made.add_section()
-        place = (*[str(row.frame)] * several, row.record.stage) if not row.place else [""] * (1 + several)
+        place = _place(row.place, row.frame, row.record.stage, made, several_frames)
         style = "" if row.record.changed else "dim"
         made.add_row(*(escape(cell) for cell in (*place, row.record.name, *row.cells)), style=style)
     return made
 
 
-def html_table(explanation: Explanation) -> str:
-    """`table` as HTML, for notebooks."""
-    made = table(explanation)
+def table_of_schedules(explanation: Explanation) -> Table | None:
+    """The schedules as a `rich` table; a stage's bound is dim. `None` where no graph launches a collective."""
+    schedules = list(schedule_rows(explanation))
+    if not schedules:
+        return None
+    several_frames = len(explanation.frames) > 1
+    made = _table("Schedules", several_frames)
+    for name in SCHEDULE_COLUMNS:
+        made.add_column(name, justify="left" if name == "schedule" else "right", no_wrap=True)
+    for row in schedules:
+        place = _place(row.place, row.frame, row.stage, made, several_frames)
+        made.add_row(*place, *row.cells, style="dim" if row.is_bound else "")
+    return made
+
+
+def _table(title: str, several_frames: bool) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.markup import escape
+    from rich.table import Table
+
+    made = Table(box=SIMPLE_HEAD, title=escape(title), title_justify="left")
+    for name in (*["frame"] * several_frames, "stage"):
+        made.add_column(name, no_wrap=True)
+    return made
+
+
+def _place(place: int, frame: int, stage: str, made: Table, several_frames: bool) -> tuple[str, ...]:
+    """The first cells of a row: where it belongs, on the first row of a stage; that row begins a section of `made`."""
+    if place:
+        return ("",) * (1 + several_frames)
+    made.add_section()
+    return (*[str(frame)] * several_frames, stage)
+
+
+def html_tables(explanation: Explanation) -> str:
+    """`tables` as HTML, for notebooks."""
+    made = tables(explanation)
     from rich.console import Console
 
     console = Console(record=True, width=_NOTEBOOK_WIDTH, file=io.StringIO())

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fxshard
 from fxshard import ConfigError, Explanation, UnsupportedGraph, explain, explanation_of
+from fxshard.modules import ShardedModule
 from fxshard.passes.pipeline import DEFAULT
 from tests.graphs import Layer, Scale, TwoLayers
 from tests.inspect.models import (
@@ -39,11 +40,13 @@ def passes_of(explanation: Explanation, frame: int = 0) -> dict[str, list[str]]:
 @pytest.mark.parametrize("lower", ["eager", "inductor"])
 def test_shows_every_stage_and_pass_of_a_training_step(lower: str) -> None:
     explanation = explain(TwoLayers(), X, world_size=64, options={"lower": lower})
+    last = {"forward_last": names(DEFAULT.last), "backward_last": names(DEFAULT.last)} if lower == "inductor" else {}
     assert passes_of(explanation) == {
         "dynamo": ["captured"],
         "joint": names(DEFAULT.joint),
         "forward": names(DEFAULT.split),
         "backward": names(DEFAULT.split),
+        **last,
     }
     record = explanation.graphs["forward"]["insert_collectives"]
     assert isinstance(record.graph, fx.Graph)
@@ -266,6 +269,20 @@ def test_a_forward_that_needs_values_is_refused_with_its_line(do: Callable[[Tens
         UnsupportedGraph, match=r"forward of Doing reads values of a tensor \(aten\..* at .*test_explain"
     ):
         explain(Doing(do), X, world_size=2)
+
+
+def test_a_sharded_model_is_explained_with_its_prefetch_lists(mesh: DeviceMesh) -> None:
+    model = shard(TwoLayers(), mesh)
+    first, second = (cast(ShardedModule, model.get_submodule(f"layers.{i}")) for i in range(2))
+    first.set_modules_to_forward_prefetch([second])
+    second.set_modules_to_backward_prefetch(None)
+    shown = explain(model, X, options=EAGER).frames[0].plan
+    compiled_by_us(model, **EAGER)(X)
+    real = explanation_of(model).frames[0].plan
+    for plan in (shown, real):
+        assert plan.units["layers.0"].forward_prefetch == ("layers.1",)
+        assert plan.units["layers.1"].backward_prefetch is None
+        assert plan.units["layers.1"].forward_prefetch == ()
 
 
 # ---- explanation_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -11,6 +12,7 @@ from expecttest import assert_expected_inline
 from rich.console import Console
 
 from fxshard import ConfigError, Explanation, explain
+from fxshard.inspect.summary import schedule_rows, table_of_schedules
 from fxshard.passes.pipeline import DEFAULT
 from tests.graphs import TwoLayers
 from tests.inspect.models import EAGER, Broken, X, names
@@ -38,7 +40,8 @@ def test_prints_the_graphs_after_a_pass(two_layers: Explanation, capsys: pytest.
         (
             ("insert_collective",),
             "there is no pass 'insert_collective'. Did you mean 'insert_collectives'? There are: captured, "
-            "dedup_unshard, reshard_policy, insert_collectives, bucket_collectives, coalesce_collectives.",
+            "dedup_unshard, reshard_policy, insert_collectives, bucket_collectives, coalesce_collectives, sink_waits, "
+            "hoist_prefetch.",
         ),
         (
             ("insert_collectives", "joint"),
@@ -135,8 +138,8 @@ def test_repr_is_a_short_summary(two_layers: Explanation) -> None:
 Explanation of TwoLayers: 2 units, world size 64, 1 frame
   dynamo   ? nodes
   joint    29 nodes after reshard_policy
-  forward  14 -> 36 nodes after insert_collectives; 2 all_gather; 2.5 KiB gathered
-  backward 20 -> 29 nodes after insert_collectives; 1 all_gather, 2 reduce_scatter; 1.25 KiB gathered""",
+  forward  14 -> 36 nodes after insert_collectives, hoist_prefetch; 2 all_gather; 2.5 KiB gathered
+  backward 20 -> 29 nodes after insert_collectives, sink_waits, hoist_prefetch; 1 all_gather, 2 reduce_scatter; 1.25 KiB gathered""",  # noqa: E501
     )
 
 
@@ -149,8 +152,40 @@ def test_a_terminal_shows_a_table(two_layers: Explanation) -> None:
     assert row.split()[:6] == ["insert_collectives", row.split()[1], "1", "all_gather,", "2", "reduce_scatter"]
 
 
-def test_a_notebook_shows_the_table_as_html(two_layers: Explanation) -> None:
+def test_below_the_table_stand_the_schedules(two_layers: Explanation) -> None:
+    console = Console(width=160, record=True, file=open("/dev/null", "w"))
+    console.print(two_layers)
+    lines = [line.rstrip() for line in console.export_text().splitlines()]
+    forward = itertools.takewhile(lambda line: "backward" not in line, lines[lines.index("Schedules") + 1 :])
+    assert_expected_inline(
+        "\n".join(line for line in forward if line and line.isascii()),
+        """\
+  stage      schedule                 time   exposed   unsharded
+  forward    compiled                68 us     52 us    3.75 KiB
+             no prefetch             76 us     60 us     2.5 KiB
+             1 ahead                 68 us     52 us    3.75 KiB
+             auto                    68 us     52 us    3.75 KiB
+             no schedule can beat    68 us""",
+    )
+
+
+def test_without_collectives_there_are_no_schedules_to_show() -> None:
+    assert table_of_schedules(explain(TwoLayers(), X, world_size=1, options=EAGER)) is None
+
+
+def test_the_schedules_of_several_frames_say_which() -> None:
+    rows = list(schedule_rows(explain(Broken(), X, world_size=2, options=EAGER)))
+    assert [(row.frame, row.stage) for row in rows if row.is_bound] == [
+        (0, "forward"),
+        (0, "backward"),
+        (1, "forward"),
+        (1, "backward"),
+    ]
+
+
+def test_a_notebook_shows_the_tables_as_html(two_layers: Explanation) -> None:
     bundle = two_layers._repr_mimebundle_()
     assert bundle["text/plain"] == repr(two_layers)
     assert bundle["text/html"].startswith("<pre")
     assert "insert_collectives" in bundle["text/html"]
+    assert "no schedule can beat" in bundle["text/html"]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fxshard import ConfigError, Explanation, MissingExtraError, explain
-from fxshard.inspect import html
+from fxshard.inspect import html, summary
 from fxshard.passes.pipeline import Pipeline
 from tests.graphs import Layer, TwoLayers
 from tests.inspect.models import EAGER, Decliner, X
@@ -120,14 +120,29 @@ def test_the_tables_say_what_the_passes_did_and_each_unit_moves(two_layers: Expl
     assert [(row.stage, row.unit, row.op, row.count) for row in rows] == [
         ("forward", "layers.0", "all_gather", 1),
         ("forward", "layers.1", "all_gather", 1),
-        ("backward", "layers.1", "reduce_scatter", 1),
         ("backward", "layers.1", "all_gather", 1),
+        ("backward", "layers.1", "reduce_scatter", 1),
         ("backward", "layers.0", "reduce_scatter", 1),
     ]
     assert {row.nbytes for row in rows} == {64 * 5 * 4}
     exposed = sum(row.exposed for row in rows if row.stage == "backward")
-    stats = two_layers.stats["backward"]["insert_collectives"].evaluate()
+    stats = two_layers.stats["backward"]["hoist_prefetch"].evaluate()
     assert exposed == pytest.approx(stats.exposed_seconds)
+
+
+def test_the_page_shows_the_schedules_of_every_graph_that_runs(two_layers: Explanation) -> None:
+    page = Page(html.page(two_layers))
+    assert page.text["td"].count("no schedule can beat") == page.text["td"].count("auto") == 2
+    (frame,) = two_layers.frames
+    assert summary.duration(frame.lower_bound("forward")) in page.text["td"]
+    assert summary.duration(frame.schedules("forward")[1].exposed_seconds) in page.text["td"]
+
+
+def test_the_table_of_collectives_says_why_each_is_there(two_layers: Explanation) -> None:
+    rows = list(html.launches_by_unit(two_layers))
+    assert rows[1].why == ("hoist_prefetch: 1 ahead, before layers.0 is needed",)
+    cells = Page(html.page(two_layers)).text["div"]
+    assert all(why in cells for row in rows for why in row.why)
 
 
 def test_repeated_launches_of_a_unit_are_added_up() -> None:
@@ -143,6 +158,10 @@ def test_repeated_launches_of_a_unit_are_added_up() -> None:
     with torch.no_grad():
         (row,) = html.launches_by_unit(explain(Twice(), X, world_size=2, options=EAGER))
     assert (row.count, row.nbytes) == (2, 2 * 20 * 4)
+    assert row.why == (
+        "hoist_prefetch: first of the graph",
+        "hoist_prefetch: 1 ahead, before layers.0 is needed",
+    )
 
 
 def test_no_name_can_break_out_of_the_page() -> None:
@@ -169,6 +188,7 @@ def test_no_name_can_break_out_of_the_page() -> None:
 def test_a_model_without_collectives_has_a_page_too() -> None:
     text = html.page(explain(TwoLayers(), X, world_size=1, options=EAGER))
     assert "None of the graphs launches a collective." in text
+    assert "Schedules" not in text
 
 
 def test_saves_the_page(two_layers: Explanation, tmp_path: Path) -> None:

@@ -240,7 +240,6 @@ class Expert(nn.Module):
         return torch.bmm(x, self.weight)
 
 
-@pytest.mark.slow
 def test_takes_templates_for_pinned_products() -> None:
     templates = {"max_autotune": True, "max_autotune_gemm_backends": "CPP,ATEN"}
     x = torch.randn(4, 2 * WIDTH, WIDTH)

@@ -1,0 +1,165 @@
+"""The schedule that was compiled, beside others that could have been, and beside what no schedule can beat.
+
+[Note: what no schedule can beat]
+Schedules of a graph differ in where its launches and waits stand; the compute between them stays in its order. A
+gather goes up, with what prepares it; its wait stays. The wait of a reduction goes down, with what is made of its
+result; its launch stays. So whatever the schedule, all that has been waited for by some point has been on the link
+before, one transfer after the other; all that is launched from some point on is on the link after it; and the compute
+between the two points comes between. The bound is the longest such way through the graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from torch import fx, nn
+
+from fxshard.cost.hardware import HardwareSpec
+from fxshard.cost.overlap import Track
+from fxshard.cost.stats import GraphStats, graph_stats
+from fxshard.ir import schedule
+from fxshard.ir.collectives import GATHERS, REDUCTIONS
+from fxshard.ir.journal import snapshot
+from fxshard.ir.plan import FramePlan
+from fxshard.passes._base import PassContext
+from fxshard.passes.hoist_prefetch import HoistPrefetch
+
+if TYPE_CHECKING:
+    from fxshard.inspect.explanation import FrameExplanation
+
+OTHERS: Mapping[str, int | Literal["auto"]] = {"no prefetch": 0, "1 ahead": 1, "auto": "auto"}
+"""What the compiled schedule is held against -> `HoistPrefetch.depth`; the user's lists count in none of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """What one schedule of a graph costs; seconds at the world size and shapes that the graph was traced with.
+
+    Attributes:
+        name: "compiled", or a key of `OTHERS`.
+        seconds: of the graph, compute and exposed communication.
+        exposed_seconds: how long compute stands at waits.
+        unsharded_peak_bytes: the most that unsharded parameters take.
+    """
+
+    name: str
+    seconds: float
+    exposed_seconds: float
+    unsharded_peak_bytes: int
+
+    def __str__(self) -> str:
+        """One line, in microseconds."""
+        return (
+            f"{self.name}: {self.seconds * 1e6:,.0f} us, {self.exposed_seconds * 1e6:,.0f} us of it exposed; "
+            f"{self.unsharded_peak_bytes:,} B unsharded"
+        )
+
+
+def schedules(frame: FrameExplanation, stage: str) -> tuple[Schedule, ...]:
+    """The schedule that runs, then `OTHERS` if `hoist_prefetch` had something to hoist, within the same budget.
+
+    Args:
+        frame: whose graphs.
+        stage: "forward", "backward" or "inference", with its number if it has one.
+    """
+    found = [_schedule("compiled", frame.stats_of(frame.running(stage)))]
+    before = _before_hoisting(frame, stage)
+    if before is None:
+        return tuple(found)
+    for name, depth in OTHERS.items():
+        graph = _hoisted(before, depth, frame, stage)
+        stats = graph_stats(graph, frame.plan, frame.hardware, donated=stage.startswith("backward"))
+        found.append(_schedule(name, stats))
+    return tuple(found)
+
+
+def lower_bound(frame: FrameExplanation, stage: str) -> float:
+    """Seconds that no schedule of a stage's launches can beat; see [Note: what no schedule can beat]."""
+    # Inductor's own passes may have made the compute of the graph that runs shorter than that of the others.
+    graphs = [frame.running(stage).graph, _before_hoisting(frame, stage)]
+    return min(least_seconds(graph, frame.plan, frame.hardware) for graph in graphs if graph is not None)
+
+
+def least_seconds(graph: fx.Graph, plan: FramePlan, hardware: HardwareSpec) -> float:
+    """`lower_bound` of one graph, which may have any schedule.
+
+    Args:
+        graph: with collectives; what nobody waits for counts as no time.
+        plan: of its frame.
+        hardware: what it runs on.
+    """
+    track = Track(graph, plan, hardware)
+    goes_up = {node for flight in schedule.flights(graph, GATHERS) for node in flight.carried}
+    goes_down = _with_readers(wait for flight in schedule.flights(graph, REDUCTIONS) for wait in flight.waits)
+    waited: set[fx.Node] = set().union(*track.waits.values())
+    to_come = waited - goes_up - goes_down
+    needed: set[fx.Node] = set()
+    compute = late = longest = 0.0  # seconds of the compute that stays, and how much later than by it alone it is
+    for node, following in itertools.pairwise(track.before):
+        if node in track.waits and node not in goes_down:
+            needed |= track.waits[node]
+            late = max(late, _on_link(track, needed) - compute)
+        elif node in to_come:
+            longest = max(longest, late + compute + _on_link(track, to_come))
+            to_come.remove(node)
+        if node not in goes_up | goes_down:
+            compute += track.before[following] - track.before[node]
+    return max(longest, late + compute, track.before[graph.output_node()], _on_link(track, waited))
+
+
+def _on_link(track: Track, launches: Collection[fx.Node]) -> float:
+    """Seconds that the launches take, those of one process group one after the other."""
+    busy: dict[str, float] = {}
+    for launch in sorted(launches):  # nodes compare by their place in the graph
+        group = track.launches[launch].group
+        busy[group] = busy.get(group, 0.0) + track.seconds[launch]
+    return max(busy.values(), default=0.0)
+
+
+def _with_readers(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """`nodes`, and whatever is made of their values."""
+    found: set[fx.Node] = set()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in found and node.op != "output":
+            found.add(node)
+            pending.extend(node.users)
+    return found
+
+
+def _before_hoisting(frame: FrameExplanation, stage: str) -> fx.Graph | None:
+    """The graph that `hoist_prefetch` got, if it ran and there was something to hoist."""
+    records = frame.graphs[stage]
+    names = list(records)
+    hoisting = HoistPrefetch().name
+    if hoisting not in names:
+        return None
+    graph = records[names[names.index(hoisting) - 1]].graph
+    return graph if schedule.flights(graph, GATHERS) else None
+
+
+def _hoisted(before: fx.Graph, depth: int | Literal["auto"], frame: FrameExplanation, stage: str) -> fx.Graph:
+    units = {key: replace(unit, forward_prefetch=(), backward_prefetch=()) for key, unit in frame.plan.units.items()}
+    gm = fx.GraphModule(before.owning_module or nn.Module(), snapshot(before))
+    context = PassContext(
+        plan=replace(frame.plan, units=units),
+        kind="backward" if stage.startswith("backward") else "forward",
+        hardware=frame.hardware,
+        unsharded_budget_bytes=frame.unsharded_budget_bytes,
+    )
+    HoistPrefetch(depth=depth).apply(gm, context)
+    return gm.graph
+
+
+def _schedule(name: str, stats: GraphStats) -> Schedule:
+    at = stats.evaluate()
+    return Schedule(
+        name=name,
+        seconds=float(at.compute_seconds + at.exposed_seconds),
+        exposed_seconds=float(at.exposed_seconds),
+        unsharded_peak_bytes=int(at.unsharded_peak_bytes),
+    )
