@@ -8,7 +8,7 @@ AOTAutograd looks for a Dynamo graph in its cache before any of our passes runs.
 compilation, what goes in is a `SharedCode`: Inductor's code together with the facts that our passes found out. When
 it comes out, it puts the ranks' agreement before its collectives and tells the frame. A backward is compiled along
 with its forward, because an entry is made of both. The journal of a hit has the captured graph only; the rest is made
-when somebody looks (`_LateJournal`). What the key consists of is in `fxshard/cache.py`.
+when somebody looks (`LateJournal`). What the key consists of is in `fxshard/cache.py`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ from fxshard.cost import hardware
 from fxshard.errors import ConfigError, FxshardError, InvariantError
 from fxshard.ir import opening, ops, order
 from fxshard.ir.collectives import SlotIndex
-from fxshard.ir.journal import CAPTURED, Journal, Record, snapshot
-from fxshard.ir.room import GIB
+from fxshard.ir.journal import CAPTURED, LateJournal, Record, snapshot
 from fxshard.options import KEEP_ORDER_FLAGS, Options
 from fxshard.passes import _manager
 from fxshard.passes._base import GraphKind, PassContext
@@ -240,14 +239,18 @@ class _Stages:
         return agreement.guard(code, kind, facts.launches)
 
     def _replay_when_asked(self) -> None:
-        if not isinstance(self.frame.journal, _LateJournal):
-            self.frame.journal = _LateJournal(self._replay)
+        if not isinstance(self.frame.journal, LateJournal):
+            self.frame.journal = LateJournal(self._replay)
 
     def _replay(self) -> dict[str, dict[str, Record]]:
         """Run all passes again, on the graph as Dynamo captured it, and give what the journal then has."""
         graph = self.journal.stages["dynamo"][CAPTURED].graph
         gm = fx.GraphModule(graph.owning_module or nn.Module(), snapshot(graph))
-        frame = Frame(self.frame.plan, hardware=self.frame.hardware)
+        frame = Frame(
+            self.frame.plan,
+            hardware=self.frame.hardware,
+            unsharded_budget_bytes=self.frame.unsharded_budget_bytes,
+        )
         with self.ambient.again():
             lower(gm, self.ambient.inputs, frame, self.pipeline, self.options, generate_code=False)
         return frame.journal.stages
@@ -289,14 +292,13 @@ class _Stages:
             order.enforce(graph)
 
     def _context(self, kind: GraphKind) -> PassContext:
-        budget = self.options.memory_budget_gib
         return PassContext(
             plan=self.frame.plan,
             kind=kind,
             decompositions=self.decompositions,
             num_results=self.num_results,
             hardware=hardware.load(self.frame.hardware),
-            unsharded_budget_bytes=None if budget is None else int(budget * GIB),
+            unsharded_budget_bytes=self.frame.unsharded_budget_bytes,
             verify=self.options.verify,
             journal=self.journal,
         )
@@ -305,20 +307,6 @@ class _Stages:
     def digest(self) -> str | None:
         """What decides the compiled code besides the graph; `None` if it may not be cached."""
         return cache.digest(self.options, self.frame.plan, self.pipeline, hardware.load(self.frame.hardware))
-
-
-class _LateJournal(Journal):
-    """The journal of a frame whose code came from a cache: what is in it is made when somebody looks."""
-
-    def __init__(self, make: Callable[[], dict[str, dict[str, Record]]]) -> None:
-        self._make = make
-
-    @functools.cached_property
-    def stages(self) -> dict[str, dict[str, Record]]:  # type: ignore[override]
-        """As in a `Journal`."""
-        made = self._make()
-        del self._make  # it knows the compiled code
-        return made
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.ir import fake
 from fxshard.runtime import eager
 from fxshard.runtime.reference import REFS, TRACED, ParameterRef, flat_key, marker_arguments
+from fxshard.runtime.relay import UnshardHandle
 from fxshard.runtime.unit import Member, Unit, require_shard
 
 STATE = "_fxshard_state"
@@ -122,6 +123,32 @@ class ShardedModule(ParameterOwner):
         for unit in state.nested if recurse else state.units:
             unit.reshard_after_forward = reshard_after_forward
             unit.publish()
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Launch the gather of this module's parameters now, for the next call of the outermost module.
+
+        Compiled code takes it over where it is the first gather of a graph that has run before; in the middle of a
+        graph the passes have placed it. Call it after the optimizer's step: what was gathered before a fused one is
+        not seen to be old.
+
+        Args:
+            async_op: whether to return at once.
+
+        Returns:
+            With `async_op` a handle whose `wait()` waits for it.
+        """
+        units = cast(ModuleState, self.__dict__[STATE]).units
+        handle = UnshardHandle.of([unit.relay.unshard(unit) for unit in units if unit.relay is not None])
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free what was gathered of this module's parameters for a graph that has not begun; a graph frees its own."""
+        for unit in cast(ModuleState, self.__dict__[STATE]).units:
+            if unit.relay is not None:
+                unit.relay.reshard(unit)
 
     def reset_iter_state(self) -> None:
         """Forget what a step that was interrupted by an exception left behind: gathers for graphs that never ran."""

@@ -61,12 +61,17 @@ class HoistPrefetch(GraphPass):
             return False
         room = Room(gm.graph, ctx.unsharded_budget_bytes)
         places: dict[fx.Node, fx.Node] = {}
-        for wish in self._wishes(found, gm.graph, ctx):
+        wishes = self._wishes(found, gm.graph, ctx)
+        for wish in wishes:
             place, why = wish.within(room)
             if place < wish.flight.carried[0]:  # nodes compare by their place in the graph
                 room.take(place, wish.flight.carried[0], _gathered_bytes(wish.flight))
                 places |= dict.fromkeys(wish.flight.carried, place)
             ctx.note(wish.flight.launches[0], why)
+        offered = {wish.flight for wish in wishes}
+        for flight in found:
+            if flight not in offered:
+                ctx.note(flight.launches[0], "where it is needed: nothing launches it ahead")
         schedule.move(places)
         return before != list(gm.graph.nodes)
 
@@ -84,7 +89,7 @@ class HoistPrefetch(GraphPass):
 
         for j, flight in enumerate(found):
             listed = _listed(flight, ctx)
-            for k in range(j, min(j + max(depths) + 1, len(found))) if listed == () and max(depths) else ():
+            for k in range(j, min(j + max(depths) + 1, len(found))) if listed == () and self.depth else ():
                 if j == k == 0:
                     offer(k, needed[j], "first of the graph")
                 elif 0 < k - j <= depths[k]:

@@ -46,6 +46,8 @@ def test_shows_in_the_tour_what_each_pass_does_now() -> None:
         "graph: backward": graph_block(traced, "backward"),
         "graph: forward after InsertCollectives": graph_block(traced, "forward", InsertCollectives),
         "graph: backward after InsertCollectives": graph_block(traced, "backward", InsertCollectives),
+        "graph: backward after SinkWaits": graph_block(traced, "backward", SinkWaits),
+        "graph: forward after HoistPrefetch": graph_block(traced, "forward", HoistPrefetch),
     }
     assert_filled("docs/tour.md", blocks)
 
@@ -53,6 +55,12 @@ def test_shows_in_the_tour_what_each_pass_does_now() -> None:
 def test_is_right_to_say_in_the_tour_that_dedup_changes_nothing() -> None:
     traced = graphs.two_layers()
     assert graph_block(traced, "joint") == graph_block(traced, "joint", DedupUnshard)
+
+
+def test_is_right_to_say_in_the_tour_that_buckets_and_tensors_stay_as_they_are() -> None:
+    traced = graphs.two_layers()
+    for kind in SPLIT:
+        assert graph_block(traced, kind, InsertCollectives) == graph_block(traced, kind, CoalesceCollectives)
 
 
 def page_of(pass_: type[GraphPass], example: str, pairs: Pairs) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -127,6 +128,21 @@ class Journal:
         """All records, stage by stage."""
         for records in self.stages.values():
             yield from records.values()
+
+
+class LateJournal(Journal):
+    """The journal of a frame whose code came from a cache: what is in it is made when somebody looks."""
+
+    def __init__(self, make: Callable[[], dict[str, dict[str, Record]]]) -> None:
+        """`make` gives the stages."""
+        self._make = make
+
+    @functools.cached_property
+    def stages(self) -> dict[str, dict[str, Record]]:  # type: ignore[override]
+        """As in a `Journal`."""
+        made = self._make()
+        del self._make  # it knows the compiled code
+        return made
 
 
 _KEPT_META = frozenset(

@@ -114,8 +114,8 @@ def _lowered(subject: Subject) -> bool:
 
 
 def _limited(subject: Subject) -> bool:
-    """After every pass, where a budget is set."""
-    return subject.contract.unsharded_budget_bytes is not None
+    """Once collectives are inserted, where a budget is set."""
+    return _explicit(subject) and subject.contract.unsharded_budget_bytes is not None
 
 
 INVARIANTS: tuple[Invariant, ...] = (

@@ -12,9 +12,9 @@ A relay never reaches over the end of the outermost module's call or of a backwa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,19 +61,41 @@ class Opening(NamedTuple):
 Key = tuple[int, torch.dtype, tuple[tuple[int, int], ...]]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _InFlight:
     """What was launched for a later graph.
 
     Attributes:
         launched: the buffers.
         epoch: of the unit, when they were launched.
-        guessed: whether it was launched because it came next the last time, not because a list says so.
+        why: it came "next" the last time, a unit has "listed" it, or the user has "asked" for it.
     """
 
     launched: list[Tensor]
     epoch: int
-    guessed: bool
+    why: Literal["next", "listed", "asked"]
+
+    def is_good_for(self, unit: Unit) -> bool:
+        """Whether the unit has the weights that were gathered, in tensors that autograd can save if it needs to."""
+        usable = torch.is_inference_mode_enabled() or not self.launched[0].is_inference()
+        return usable and self.epoch == unit.epoch()
+
+
+@dataclass(frozen=True)
+class UnshardHandle:
+    """Gathers that `unshard(async_op=True)` has launched."""
+
+    _launched: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, handles: Iterable[UnshardHandle]) -> UnshardHandle:
+        """One for several."""
+        return cls(tuple(tensor for handle in handles for tensor in handle._launched))
+
+    def wait(self) -> None:
+        """Have what runs after this on the current stream (on the CPU: the caller) wait until all are done."""
+        for tensor in self._launched:
+            _c10d.wait_tensor(tensor)
 
 
 class Relay:
@@ -94,20 +116,39 @@ class Relay:
         if scope is None:
             return opening.launch(unit.fqn)
         if scope != self._scope:
-            self.drop()
-            self._scope, self._last = scope, None
-            self._opened.clear()
+            self._begin(scope)
         if self._last is not None:
             self._following[scope.is_backward, self._last] = opening
         self._of_unit.setdefault((scope.is_backward, unit), {})[opening.key] = opening
         self._last = opening.key
         self._opened.add(opening.key)
         found = self._in_flight.get(opening.key)
-        if found is None or found.epoch != unit.epoch():
-            self.drop(lambda other: other is found or other.guessed)  # the model took another way, or has other weights
+        if found is None or not found.is_good_for(unit):
+            # The model took another way than the last time, or has other weights.
+            self.drop(lambda other: other is found or other.why == "next")
             return opening.launch(unit.fqn)
         del self._in_flight[opening.key]
         return found.launched
+
+    def _begin(self, scope: eager.Running) -> None:
+        self.drop(lambda flight: flight.why != "asked")
+        for flight in self._in_flight.values():
+            flight.why = "listed"  # for this call, but for no other
+        self._scope, self._last = scope, None
+        self._opened.clear()
+
+    def unshard(self, unit: Unit) -> UnshardHandle:
+        """Launch what the unit's forward opens, for the next call of the outermost module."""
+        openings = self._of_unit.get((False, unit), {})
+        for opening in openings.values():
+            self._launch(opening, "asked")
+        return UnshardHandle(tuple(tensor for key in openings for tensor in self._in_flight[key].launched))
+
+    def reshard(self, unit: Unit) -> None:
+        """Drop what is in flight for the unit, or was gathered and not opened yet."""
+        own = {shard.flat.data_ptr() for shard in unit.shards}
+        dropped = {flight for key, flight in self._in_flight.items() if key[0] in own}
+        self.drop(lambda flight: flight in dropped)
 
     def hand_over(self, unit: Unit) -> None:
         """Launch what comes next: what the unit lists, or what was opened next the last time."""
@@ -118,15 +159,15 @@ class Relay:
         for other in listed or ():
             for key, opening in self._of_unit.get((scope.is_backward, other), {}).items():
                 if key not in self._opened:
-                    self._launch(opening, guessed=False)
+                    self._launch(opening, "listed")
         following = self._following.get((scope.is_backward, self._last))
         if listed == () and following is not None:
-            self._launch(following, guessed=True)
+            self._launch(following, "next")
 
-    def _launch(self, opening: Opening, *, guessed: bool) -> None:
+    def _launch(self, opening: Opening, why: Literal["next", "listed", "asked"]) -> None:
         home = home_of(opening.flat)
         if home is not None and opening.key not in self._in_flight:
-            self._in_flight[opening.key] = _InFlight(opening.launch(home.unit.fqn), home.unit.epoch(), guessed)
+            self._in_flight[opening.key] = _InFlight(opening.launch(home.unit.fqn), home.unit.epoch(), why)
 
     def drop(self, which: Callable[[_InFlight], bool] = lambda _: True) -> None:
         """Wait for what nobody will open, and free it."""

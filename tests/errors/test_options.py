@@ -48,6 +48,11 @@ def test_names_the_option_nearest_to_an_unknown_one(mesh: DeviceMesh, given: str
         ("reduce_dtype", torch.int8),
         ("reshard_after_forward", 2),
         ("mesh", 2),
+        ("prefetch", -1),
+        ("prefetch", "next"),
+        ("reduce_scatter_max_input_buffers", 0),
+        ("memory_budget_gib", 0),
+        ("memory_budget_gib", "40"),
         ("inductor", {"reorder_for_peak_memory": True}),
     ],
 )
@@ -56,10 +61,37 @@ def test_names_the_option_whose_value_means_nothing(mesh: DeviceMesh, option: st
         call(sharded_mlp(mesh), {option: value})
 
 
-@pytest.mark.parametrize(("option", "value"), [("cudagraphs", True), ("streams", "off"), ("memory_budget_gib", 4)])
+@pytest.mark.parametrize(("option", "value"), [("cudagraphs", True), ("streams", "off"), ("resident_gib", 4)])
 def test_names_the_option_that_a_later_release_brings(mesh: DeviceMesh, option: str, value: Any) -> None:
     with pytest.raises(NotImplementedError, match=option):
         call(sharded_mlp(mesh), {option: value})
+
+
+def test_says_what_a_budget_must_at_least_be_and_what_to_do(mesh: DeviceMesh) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)memory_budget_gib.*alive at %.*smaller units"):
+        call(sharded_mlp(mesh), {"memory_budget_gib": 1e-9})
+
+
+def test_runs_within_a_budget_that_suffices(mesh: DeviceMesh) -> None:
+    call(sharded_mlp(mesh), {"memory_budget_gib": 1, "prefetch": "auto"})
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_refuses_to_prefetch_what_is_not_sharded(mesh: DeviceMesh, direction: str) -> None:
+    model = sharded_mlp(mesh)
+    setter = getattr(model, f"set_modules_to_{direction}_prefetch")
+    with pytest.raises(ValueError, match=rf"set_modules_to_{direction}_prefetch.*got Linear"):
+        setter([nn.Linear(2, 2)])
+    with pytest.raises(ConfigError, match="expects a list of modules or None"):
+        setter(model)
+
+
+def test_refuses_lists_of_a_module_that_gathers_nothing(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(ConfigError, match=r"Sequential has no parameters of its own"):
+        model.set_modules_to_forward_prefetch([model[0]])  # type: ignore[operator]
 
 
 def test_one_line_refuses_a_model_on_the_meta_device(mesh: DeviceMesh) -> None:

@@ -145,6 +145,29 @@ def test_hands_over_where_a_model_breaks_into_graphs(link: EmulatedLink) -> None
     assert forward == "ag0 ag1 w0 c ag2 w1 c ag3 w2 c w3 c"
 
 
+def test_trains_after_a_part_under_inference_mode(link: EmulatedLink) -> None:
+    class Mixed(Blocks):
+        def forward(self, x: Tensor) -> Tensor:
+            first, *rest = self.blocks
+            with torch.inference_mode():
+                y = first(x)
+            x = x + y.clone()
+            for block in rest:
+                x = block(x)
+            return x
+
+    gradients = []
+    for prefetch in (0, 1):
+        torch.manual_seed(0)
+        model = Mixed()
+        for block in model.blocks:
+            fully_shard(block, mesh=link.mesh)
+            block.compile(backend="fxshard", options={"lower": "eager", "prefetch": prefetch})
+        fully_shard(model, mesh=link.mesh)
+        gradients += [step(model) for _ in range(3)]
+    assert all(map(torch.equal, gradients[:3], gradients[3:]))
+
+
 def test_drops_what_the_model_does_not_open(link: EmulatedLink) -> None:
     model = warm(block_by_block(link))
     reference = block_by_block(link, prefetch=0)
@@ -166,6 +189,42 @@ def test_trains_to_the_same_bits(link: EmulatedLink, lower: str) -> None:
             gradients.append(step(model))
             optim.step()
     assert all(map(torch.equal, gradients[:3], gradients[3:]))
+
+
+def test_unshard_launches_ahead_of_the_call(link: EmulatedLink) -> None:
+    model, reference = warm(block_by_block(link)), block_by_block(link, prefetch=0)
+    third = cast(ShardedModule, list(model.blocks)[2])
+    with profile(activities=[ProfilerActivity.CPU]) as record:
+        handle = third.unshard(async_op=True)
+        assert handle is not None
+        handle.wait()
+    assert [event.name for event in record.events() or () if RANGE.fullmatch(event.name)] == [
+        "fxshard::unshard(blocks.2)"
+    ]
+    forward, _ = issued(model)
+    assert forward == "ag0 ag1 w0 c w1 c ag3 w2 c w3 c"
+    assert third.unshard() is None
+    assert torch.equal(step(model), step(reference))
+
+
+def test_reshard_frees_what_was_asked_for(link: EmulatedLink) -> None:
+    model = warm(block_by_block(link))
+    third = cast(ShardedModule, list(model.blocks)[2])
+    third.unshard(async_op=True)
+    third.reshard()
+    assert_nothing_in_flight(model)
+    third.unshard(async_op=True)
+    with torch.no_grad():
+        for parameter in third.parameters():
+            parameter.zero_()
+    forward, _ = issued(model)
+    assert forward == "ag0 ag1 w0 c w1 c ag2 ag3 w2 c w3 c"
+
+
+def test_unshard_of_what_was_never_opened_launches_nothing(link: EmulatedLink) -> None:
+    model = block_by_block(link)
+    cast(ShardedModule, next(iter(model.blocks))).unshard()
+    assert_nothing_in_flight(model)
 
 
 def test_forgets_what_an_interrupted_step_left(link: EmulatedLink) -> None:

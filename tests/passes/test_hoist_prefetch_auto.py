@@ -1,0 +1,126 @@
+"""HoistPrefetch(depth="auto"): as far ahead as it takes to hide a gather, and no further."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+
+from fxshard.cost.hardware import BUILTIN, HardwareSpec
+from fxshard.passes.hoist_prefetch import HoistPrefetch
+from fxshard.passes.insert_collectives import InsertCollectives
+from tests import graphs
+from tests.graphs import Traced, layers_of, run_pass, trace
+
+KERNEL = 1e-3
+"""Seconds of each kernel; its work takes next to none."""
+
+
+class Wide(nn.Module):
+    """Four floats in and out, and in between as many as it takes for a gather of 3200 bytes on two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, 100)), nn.Parameter(torch.randn(100, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.up @ self.down
+
+
+class WideAfterThin(nn.Module):
+    """Five layers of 80 bytes, of four kernels each with their copies, wide ones, and a thin one at the end."""
+
+    def __init__(self, num_wide: int) -> None:
+        super().__init__()
+        wide = [Wide() for _ in range(num_wide)]
+        self.layers = nn.ModuleList([*(graphs.Layer() for _ in range(5)), *wide, graphs.Layer()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def link(bytes_per_kernel: float) -> HardwareSpec:
+    """A link that sends so many bytes of a buffer (half of it, for two ranks) while one kernel runs."""
+    return dataclasses.replace(
+        BUILTIN["cpu"],
+        peak_flops={"f32": 1e18},
+        memory_bandwidth=1e18,
+        kernel_overhead=KERNEL,
+        link_latency=0.0,
+        link_bandwidth=bytes_per_kernel / 2 / KERNEL,
+    )
+
+
+def auto(traced: Traced, hardware: HardwareSpec, **context: Any) -> str:
+    """Why each gather of forward stands where it stands."""
+    gm, ctx = traced.at("forward", after=InsertCollectives)
+    ctx = dataclasses.replace(ctx, hardware=hardware, **context)
+    run_pass(HoistPrefetch(depth="auto"), gm, ctx)
+    return "\n".join(f"{note.node}: {note.why}" for note in ctx.notes)
+
+
+def thin_and_wide(num_wide: int = 1) -> Traced:
+    return trace(WideAfterThin(num_wide), units=layers_of)
+
+
+def test_stays_one_ahead_where_that_hides_everything() -> None:
+    assert_expected_inline(
+        auto(thin_and_wide(), link(bytes_per_kernel=1e9)),
+        """\
+unshard_layers_0: first of the graph
+unshard_layers_1: 1 ahead, before layers.0 is needed
+unshard_layers_2: 1 ahead, before layers.1 is needed
+unshard_layers_3: 1 ahead, before layers.2 is needed
+unshard_layers_4: 1 ahead, before layers.3 is needed
+unshard_layers_5: 1 ahead, before layers.4 is needed
+unshard_layers_6: 1 ahead, before layers.5 is needed""",
+    )
+
+
+def test_goes_as_far_ahead_as_a_large_unit_needs() -> None:
+    assert_expected_inline(
+        auto(thin_and_wide(), link(bytes_per_kernel=300)),
+        """\
+unshard_layers_0: first of the graph
+unshard_layers_1: 1 ahead, before layers.0 is needed
+unshard_layers_2: 1 ahead, before layers.1 is needed
+unshard_layers_3: 1 ahead, before layers.2 is needed
+unshard_layers_4: 1 ahead, before layers.3 is needed
+unshard_layers_5: 2 ahead, before layers.3 is needed
+unshard_layers_6: 1 ahead, before layers.5 is needed""",
+    )
+
+
+def test_goes_no_further_where_the_link_is_never_idle() -> None:
+    assert_expected_inline(
+        auto(thin_and_wide(), link(bytes_per_kernel=5)),
+        """\
+unshard_layers_0: first of the graph
+unshard_layers_1: 1 ahead, before layers.0 is needed
+unshard_layers_2: 1 ahead, before layers.1 is needed
+unshard_layers_3: 1 ahead, before layers.2 is needed
+unshard_layers_4: 1 ahead, before layers.3 is needed
+unshard_layers_5: 1 ahead, before layers.4 is needed
+unshard_layers_6: 1 ahead, before layers.5 is needed""",
+    )
+
+
+def test_stops_where_the_budget_ends() -> None:
+    traced, hardware = thin_and_wide(num_wide=2), link(bytes_per_kernel=300)
+    assert_expected_inline(
+        auto(traced, hardware, unsharded_budget_bytes=7000),
+        """\
+unshard_layers_0: first of the graph
+unshard_layers_1: 1 ahead, before layers.0 is needed
+unshard_layers_2: 1 ahead, before layers.1 is needed
+unshard_layers_3: 1 ahead, before layers.2 is needed
+unshard_layers_4: 1 ahead, before layers.3 is needed
+unshard_layers_5: 2 ahead, before layers.3 is needed
+unshard_layers_6: 1 ahead, before layers.5 is needed; no earlier: memory budget: 8.94e-06 of 6.52e-06 GiB
+unshard_layers_7: 1 ahead, before layers.6 is needed""",
+    )
