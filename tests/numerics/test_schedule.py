@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import re
 from collections import Counter
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.steps import Step, assert_same_step, step
 SPLIT: tuple[GraphKind, GraphKind] = ("forward", "backward")
 KERNELS = frozenset(str(packet).removeprefix("aten.") for packet in flop_registry)
 NO_CACHE = {"fx_graph_cache": False}  # a hit would give no code to look at
+LAUNCH = re.compile(r"all_gather|reduce_scatter|fxshard\.open")
 WIDTH = 16
 
 
@@ -116,9 +118,7 @@ class _Calls(ast.NodeVisitor):
         (target, *_) = node.targets
         if not isinstance(target, ast.Name):
             return
-        if isinstance(node.value, ast.Call) and self.found and "all_gather" in ast.unparse(node.value.func):
-            self.results[target.id] = (self.found[-1], 0)
-        elif isinstance(node.value, ast.Call) and self.found and "reduce_scatter" in ast.unparse(node.value.func):
+        if isinstance(node.value, ast.Call) and LAUNCH.search(ast.unparse(node.value.func)):
             self.results[target.id] = (self.found[-1], 0)
         elif isinstance(node.value, ast.Subscript) and ast.unparse(node.value.value) in self.results:
             launch, _ = self.results[ast.unparse(node.value.value)]
@@ -133,6 +133,10 @@ class _Calls(ast.NodeVisitor):
             self.found.append(f"wait {index} of {launch}")
         elif path[:3] == ["torch", "ops", "_c10d_functional"]:
             self.found.append(f"{path[-1]} {self.launches}")
+            self.launches += 1
+        elif path[2:4] == ["fxshard", "open"]:  # the first and the last gather
+            numels = ast.literal_eval(node.args[3])
+            self.found.append(f"all_gather_into_tensor{'_coalesced' * (len(numels) > 1)} {self.launches}")
             self.launches += 1
         elif path[-1] in KERNELS:
             self.found.append(path[-1])
