@@ -286,8 +286,8 @@ class _Stages:
 
     def finish(self, graph: fx.Graph) -> None:
         """What no pass and no reader of graphs need know of, right before a graph becomes code."""
-        if self.options.prefetch not in (0, "off"):
-            opening.relay(graph, self.frame.plan)
+        is_free = self.options.prefetch not in (0, "off") and self.frame.unsharded_budget_bytes is None
+        opening.relay(graph, self.frame.plan, guess=is_free)
         if self.options.lower == "inductor":
             order.enforce(graph)
 

@@ -106,7 +106,7 @@ class ShardedModule(ParameterOwner):
         try:
             return _cast_output_eagerly(state.mp_policy, super().__call__(*args, **kwargs))
         finally:
-            _leave_call()
+            _leave_call(state)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedModule:
         """Repack after `.to(...)`, `.to_empty(...)` and their kind, where parameters became other tensors."""
@@ -128,8 +128,8 @@ class ShardedModule(ParameterOwner):
         """Launch the gather of this module's parameters now, for the next call of the outermost module.
 
         Compiled code takes it over where it is the first gather of a graph that has run before; in the middle of a
-        graph the passes have placed it. Call it after the optimizer's step: what was gathered before a fused one is
-        not seen to be old.
+        graph the passes have placed it. Call it after parameters were changed, and again after each change: what was
+        gathered before a fused optimizer's step, or a write to `.data` or `to_local()`, is not seen to be old.
 
         Args:
             async_op: whether to return at once.
@@ -160,7 +160,9 @@ class ShardedModule(ParameterOwner):
         """Say which modules' parameters to gather ahead in forward; compiled code only.
 
         Right after this module's own gather has been waited for, those of `modules` are launched, in this order; what
-        is in flight or gathered already is not launched again. After a change the next forward compiles anew.
+        is in flight or gathered already is not launched again. After a change the next forward compiles anew; blocks
+        that are compiled one by one share a graph only if they list alike (the next one, say), so Dynamo may have to be
+        allowed more graphs (`torch._dynamo.config.recompile_limit`).
 
         Args:
             modules: sharded by `fully_shard`; an empty list for what the option `prefetch` says, `None` for nothing.
@@ -178,7 +180,7 @@ class ShardedModule(ParameterOwner):
 def _set_prefetch(module: ShardedModule, direction: str, modules: Sequence[nn.Module] | None) -> None:
     setter = f"set_modules_to_{direction}_prefetch"
     state = cast(ModuleState, module.__dict__[STATE])
-    if not isinstance(modules, list | tuple | None):
+    if not isinstance(modules, list | tuple | nn.ModuleList | None):
         raise ConfigError(f"{setter} expects a list of modules or None, got {type(modules).__name__}.")
     listed = [plain_module(each) if isinstance(each, nn.Module) else each for each in modules or ()]
     for each in listed:
@@ -239,6 +241,15 @@ def _open_call(module: ShardedModule, args: Any, kwargs: Any) -> tuple[ModuleSta
     return state, args, kwargs
 
 
+def _close_call(state: ModuleState) -> None:
+    """Close the scope of a call; the outermost one leaves no gather behind."""
+    try:
+        eager.leave_call()
+    finally:
+        if not eager.inside_call() and state.nested and (relay := state.nested[0].relay) is not None:
+            relay.end()
+
+
 def _refuse_fallback(module: nn.Module, name: str) -> NoReturn:
     """Dynamo runs all frames of a function in this mode once it has hit its recompile limit."""
     raise UnsupportedGraph(
@@ -255,7 +266,7 @@ def _read(module: nn.Module, ref: ParameterRef, name: str) -> Any:
 
 # While a compiled function runs, Dynamo offers itself every Python frame that is called. These must run as they are.
 _enter_call = torch.compiler.disable(_open_call)
-_leave_call = torch.compiler.disable(eager.leave_call)
+_leave_call = torch.compiler.disable(_close_call)
 _cast_output_eagerly = torch.compiler.disable(_cast_output)
 _read_eagerly = torch.compiler.disable(_read)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -48,8 +49,8 @@ class Options:
         prefetch: how many units ahead an all_gather is launched; 0 or "off": none; "auto": for each unit as many as it
             takes to hide it, by the cost model. What a module was told by `set_modules_to_forward_prefetch` or
             `set_modules_to_backward_prefetch` wins.
-        memory_budget_gib: what unsharded parameters may take at any time; gathers are merged and launched ahead only
-            within it.
+        memory_budget_gib: what unsharded parameters may take at any time in a graph; gathers are merged and launched
+            ahead only within it, and for another graph only where a list says so.
         reduce_scatter_max_input_buffers: reductions whose inputs may be alive at once.
         lower: "inductor", or "eager" to run the transformed graphs node by node (no decompositions, bitwise FSDP2).
         verify: check every invariant of `ir/spec.py` after every pass; "debug" also re-runs the graphs on fake tensors.
@@ -80,7 +81,8 @@ class Options:
         if self.verify not in (True, False, "debug"):
             raise ConfigError(f'verify must be True, False or "debug", got {self.verify!r}.')
         budget = self.memory_budget_gib
-        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | float) or not budget > 0):
+        is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
+        if budget is not None and not (is_number and 0 < budget < math.inf):
             raise ConfigError(f"memory_budget_gib must be a positive number or None, got {budget!r}.")
         if self.passes is not None and not callable(self.passes):
             raise ConfigError(f"passes must be a function from Pipeline to Pipeline or None, got {self.passes!r}.")

@@ -146,6 +146,7 @@ def _split_gather(part: Gather, unit: UnitPlan, limits: Limits) -> Iterator[Gath
         reads = {slots[i]: part.reads[slots[i]] for i in stretch if slots[i] in part.reads}
         groups = itertools.groupby((slots[i] for i in stretch), key=lambda slot: slot[0])
         segments = tuple(tuple(group) for _, group in groups)
+        segments = tuple(segment for segment in segments if any(slot in part.reads for slot in segment))
         flats = {segment[0][0]: part.flats[segment[0][0]] for segment in segments}
         if reads:
             yield replace(part, segments=segments, flats=flats, reads=reads)

@@ -11,12 +11,13 @@ from fxshard.ir.flow import Flat, Flow
 from fxshard.ir.plan import FramePlan
 
 
-def relay(graph: fx.Graph, plan: FramePlan) -> None:
+def relay(graph: fx.Graph, plan: FramePlan, *, guess: bool) -> None:
     """Replace the launches of the first and of the last flight; see [Note: relay] in `runtime/relay.py`.
 
     Args:
         graph: about to become code.
         plan: of its frame.
+        guess: whether to launch what came next the last time where no list says what to launch.
     """
     flights = schedule.flights(graph, collectives.GATHERS)
     if not flights:
@@ -32,7 +33,7 @@ def relay(graph: fx.Graph, plan: FramePlan) -> None:
             sent = _sent(launch, found)
             flat = shards.get(f"{sent[0].unit}#{sent[0].shard}") if sent else None
             if flat is not None:
-                _replace(launch, flat, sent, role)
+                _replace(launch, flat, sent, role, guess)
 
 
 def _sent(launch: fx.Node, found: Flow) -> list[Flat]:
@@ -43,9 +44,9 @@ def _sent(launch: fx.Node, found: Flow) -> list[Flat]:
     return flats if same and len(flats) == len(values) else []
 
 
-def _replace(launch: fx.Node, flat: fx.Node, sent: list[Flat], role: str) -> None:
+def _replace(launch: fx.Node, flat: fx.Node, sent: list[Flat], role: str, guess: bool) -> None:
     starts, numels = [part.start for part in sent], [part.numel for part in sent]
-    arguments = (flat, sent[0].dtype, starts, numels, flow.world_size_of(launch), flow.group_of(launch), role)
+    arguments = (flat, sent[0].dtype, starts, numels, flow.world_size_of(launch), flow.group_of(launch), role, guess)
     graph, value = launch.graph, launch.meta["val"]
     with graph.inserting_before(launch):
         opened = graph.call_function(ops.OPEN, arguments)

@@ -26,7 +26,8 @@ _LIBRARY = torch.library.Library("fxshard", "DEF")
 _LIBRARY.define("unshard(Tensor shard, str key, int slot, SymInt[] shape, ScalarType dtype) -> Tensor")
 _LIBRARY.define("reduce_grad(Tensor grad, str key, int slot, SymInt numel, ScalarType dtype) -> Tensor")
 _LIBRARY.define(
-    "open(Tensor flat, ScalarType dtype, int[] starts, int[] numels, int world_size, str group, str role) -> Tensor[]"
+    "open(Tensor flat, ScalarType dtype, int[] starts, int[] numels, int world_size, str group, str role, "
+    "bool guess) -> Tensor[]"
 )
 
 UNSHARD = torch.ops.fxshard.unshard.default
@@ -104,7 +105,14 @@ def _fake_reduce_grad(grad: Tensor, key: str, slot: int, numel: int, dtype: torc
 
 
 def _fake_open(
-    flat: Tensor, dtype: torch.dtype, starts: list[int], numels: list[int], world_size: int, group: str, role: str
+    flat: Tensor,
+    dtype: torch.dtype,
+    starts: list[int],
+    numels: list[int],
+    world_size: int,
+    group: str,
+    role: str,
+    guess: bool,
 ) -> list[Tensor]:
     return [flat.new_empty((numel * world_size,), dtype=dtype) for numel in numels]
 

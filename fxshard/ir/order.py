@@ -108,9 +108,14 @@ def pin(node: fx.Node, before: fx.Node) -> bool:
     tensor = _tensor_of(before)
     if tensor is None or {before, tensor} & set(node.all_input_nodes):
         return False
-    known = tags.tags_of(node).get(tags.AFTER)
-    tags.tag(node, tags.AFTER, tensor.name)
-    return known != tensor.name
+    known = _names_before(node)
+    if tensor.name not in known:
+        tags.tag(node, tags.AFTER, ",".join((*known, tensor.name)))
+    return tensor.name not in known
+
+
+def _names_before(node: fx.Node) -> list[str]:
+    return [name for name in tags.tags_of(node).get(tags.AFTER, "").split(",") if name]
 
 
 def _tensor_of(node: fx.Node) -> fx.Node | None:
@@ -123,5 +128,5 @@ def _tensor_of(node: fx.Node) -> fx.Node | None:
 def enforce(graph: fx.Graph) -> None:
     """Turn pins into dependencies that Inductor's scheduler keeps."""
     nodes = {node.name: node for node in graph.nodes}
-    pinned = {node: nodes[name] for node in graph.nodes if (name := tags.tags_of(node).get(tags.AFTER)) in nodes}
-    preserve_node_ordering(graph, {node: OrderedSet([before]) for node, before in pinned.items()})
+    before = {node: [nodes[name] for name in _names_before(node) if name in nodes] for node in graph.nodes}
+    preserve_node_ordering(graph, {node: OrderedSet(found) for node, found in before.items() if found})

@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from fxshard.errors import UnsupportedGraph
 from fxshard.ir import ops
 from fxshard.runtime import eager, ranges
 from fxshard.runtime.unit import Unit, home_of
@@ -75,13 +76,12 @@ class _InFlight:
     epoch: int
     why: Literal["next", "listed", "asked"]
 
-    def is_good_for(self, unit: Unit) -> bool:
-        """Whether the unit has the weights that were gathered, in tensors that autograd can save if it needs to."""
-        usable = torch.is_inference_mode_enabled() or not self.launched[0].is_inference()
-        return usable and self.epoch == unit.epoch()
+    def can_be_saved(self) -> bool:
+        """Whether autograd could save it now, if it needs to."""
+        return torch.is_inference_mode_enabled() or not self.launched[0].is_inference()
 
 
-@dataclass(frozen=True)
+@dataclass
 class UnshardHandle:
     """Gathers that `unshard(async_op=True)` has launched."""
 
@@ -96,6 +96,7 @@ class UnshardHandle:
         """Have what runs after this on the current stream (on the CPU: the caller) wait until all are done."""
         for tensor in self._launched:
             _c10d.wait_tensor(tensor)
+        self._launched = ()
 
 
 class Relay:
@@ -103,12 +104,12 @@ class Relay:
 
     def __init__(self) -> None:
         self._scope: eager.Running | None = None
-        self._last: Key | None = None
         self._in_flight: dict[Key, _InFlight] = {}
-        self._opened: set[Key] = set()  # in this scope
+        self._opened: list[Key] = []  # in this scope
         # By direction, backward or not.
-        self._following: dict[tuple[bool, Key], Opening] = {}
+        self._following: dict[tuple[bool, int, Key], Opening] = {}  # also by how many were opened so far
         self._of_unit: dict[tuple[bool, Unit], dict[Key, Opening]] = {}
+        self._units: set[Unit] = set()  # whose openings of this scope are in `_of_unit`
 
     def open(self, opening: Opening, unit: Unit) -> list[Tensor]:
         """What `opening` gathers: taken over, or launched now."""
@@ -117,29 +118,42 @@ class Relay:
             return opening.launch(unit.fqn)
         if scope != self._scope:
             self._begin(scope)
-        if self._last is not None:
-            self._following[scope.is_backward, self._last] = opening
-        self._of_unit.setdefault((scope.is_backward, unit), {})[opening.key] = opening
-        self._last = opening.key
-        self._opened.add(opening.key)
+        if self._opened:
+            self._following[scope.is_backward, len(self._opened), self._opened[-1]] = opening
+        if unit not in self._units:
+            self._units.add(unit)
+            self._of_unit[scope.is_backward, unit] = {}
+        self._of_unit[scope.is_backward, unit][opening.key] = opening
+        self._opened.append(opening.key)
         found = self._in_flight.get(opening.key)
-        if found is None or not found.is_good_for(unit):
-            # The model took another way than the last time, or has other weights.
-            self.drop(lambda other: other is found or other.why == "next")
+        if found is None or not found.can_be_saved():
+            self.drop(lambda other: other is found or other.why == "next")  # the model took another way than before
             return opening.launch(unit.fqn)
         del self._in_flight[opening.key]
+        if found.epoch != unit.epoch():  # to gather again would be right, but the other ranks need not do so
+            raise UnsupportedGraph(
+                f"parameters of unit {unit.fqn or 'root'!r} were changed after their gather was launched: inside a "
+                "forward, or after unshard(). Change parameters outside of forward and before unshard(), or compile "
+                'with options={"prefetch": "off"}.'
+            )
         return found.launched
 
     def _begin(self, scope: eager.Running) -> None:
         self.drop(lambda flight: flight.why != "asked")
         for flight in self._in_flight.values():
             flight.why = "listed"  # for this call, but for no other
-        self._scope, self._last = scope, None
+        self._scope = scope
         self._opened.clear()
+        self._units.clear()
+
+    def end(self) -> None:
+        """The outermost call ends: drop what it did not open."""
+        self.drop(lambda flight: flight.why != "asked")
 
     def unshard(self, unit: Unit) -> UnshardHandle:
         """Launch what the unit's forward opens, for the next call of the outermost module."""
         openings = self._of_unit.get((False, unit), {})
+        self.drop(lambda flight: any(flight is self._in_flight.get(key) for key in openings))  # may be of old weights
         for opening in openings.values():
             self._launch(opening, "asked")
         return UnshardHandle(tuple(tensor for key in openings for tensor in self._in_flight[key].launched))
@@ -150,18 +164,18 @@ class Relay:
         dropped = {flight for key, flight in self._in_flight.items() if key[0] in own}
         self.drop(lambda flight: flight in dropped)
 
-    def hand_over(self, unit: Unit) -> None:
-        """Launch what comes next: what the unit lists, or what was opened next the last time."""
+    def hand_over(self, unit: Unit, *, guess: bool) -> None:
+        """Launch what comes next: what the unit lists, or if it lists nothing, what was opened next the last time."""
         scope = self._scope
-        if scope is None or self._last is None or scope != eager.running():
+        if scope is None or not self._opened or scope != eager.running():
             return
         listed = unit.backward_prefetch if scope.is_backward else unit.forward_prefetch
         for other in listed or ():
             for key, opening in self._of_unit.get((scope.is_backward, other), {}).items():
                 if key not in self._opened:
                     self._launch(opening, "listed")
-        following = self._following.get((scope.is_backward, self._last))
-        if listed == () and following is not None:
+        following = self._following.get((scope.is_backward, len(self._opened), self._opened[-1]))
+        if guess and listed == () and following is not None:
             self._launch(following, "next")
 
     def _launch(self, opening: Opening, why: Literal["next", "listed", "asked"]) -> None:
@@ -180,14 +194,22 @@ class Relay:
     def forget(self) -> None:
         """Drop what is in flight, and what was remembered."""
         self.drop()
-        self._scope = self._last = None
+        self._scope = None
         self._opened.clear()
+        self._units.clear()
         self._following.clear()
         self._of_unit.clear()
 
 
 def _open(
-    flat: Tensor, dtype: torch.dtype, starts: list[int], numels: list[int], world_size: int, group: str, role: str
+    flat: Tensor,
+    dtype: torch.dtype,
+    starts: list[int],
+    numels: list[int],
+    world_size: int,
+    group: str,
+    role: str,
+    guess: bool,
 ) -> list[Tensor]:
     opening = Opening(flat, dtype, tuple(zip(starts, numels, strict=True)), world_size, group)
     home = home_of(flat)
@@ -196,7 +218,7 @@ def _open(
         return opening.launch("")
     launched = relay.open(opening, home.unit) if role in ("first", "only") else opening.launch(home.unit.fqn)
     if role in ("last", "only"):
-        relay.hand_over(home.unit)
+        relay.hand_over(home.unit, guess=guess)
     return launched
 
 

@@ -94,7 +94,9 @@ def test_only_the_compute_tells_no_lists_from_one_block_ahead() -> None:
     assert issued_by_fsdp2(NO_LISTS, compute=True) != issued_by_fsdp2(ONE_AHEAD, compute=True)
 
 
-def test_for_ours_switches_the_forward_default_off_where_fsdp2_has_none() -> None:
+def test_for_ours_spells_fsdp2s_defaults_out() -> None:
     ours = REVERSED.for_ours()
     assert {unit for unit in UNIT_NAMES if ours.forward[unit] is None} == {*UNIT_NAMES} - {"blocks.0"}
-    assert (ours.forward["blocks.0"], ours.backward) == (REVERSED.forward["blocks.0"], REVERSED.backward)
+    assert ours.forward["blocks.0"] == REVERSED.forward["blocks.0"]
+    assert ours.backward["blocks.5"] == REVERSED.backward["blocks.5"]
+    assert [ours.backward[unit] for unit in ("", "blocks.0", "blocks.1")] == [("blocks.5",), None, ("blocks.0",)]

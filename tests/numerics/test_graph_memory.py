@@ -62,12 +62,14 @@ def most_unsharded_elements(text: str) -> int:
     return max(sum(b.size for b in buffers if b.first <= node <= b.last) for node in range(len(text.splitlines())))
 
 
-def graphs_of(mesh: DeviceMesh, *, reshard_after_forward: bool | None) -> dict[str, fxshard.CompiledGraph]:
+def graphs_of(
+    mesh: DeviceMesh, *, reshard_after_forward: bool | None, prefetch: int = 1
+) -> dict[str, fxshard.CompiledGraph]:
     model = MLP(NUM_BLOCKS)
     for block in model.blocks:
         fxshard.fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
     fxshard.fully_shard(model, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    compiled = compile_module(model, options={"lower": "eager"})
+    compiled = compile_module(model, options={"lower": "eager", "prefetch": prefetch})
     compiled(torch.ones(2, WIDTH)).sum().backward()
     return {graph.kind: graph for graph in fxshard.compiled_graphs(compiled)}
 
@@ -82,15 +84,16 @@ def test_launches_one_gather_and_one_reduction_per_unit(
     assert graphs["backward"].collectives["reduce_scatter"] == NUM_BLOCKS + 1
 
 
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
 @pytest.mark.parametrize("reshard_after_forward", [True, None])
-def test_forward_keeps_at_most_the_root_and_two_units_unsharded(
-    mesh: DeviceMesh, reshard_after_forward: bool | None
+def test_keeps_no_more_unsharded_than_a_unit_its_copy_the_prefetched_ones_and_the_root(
+    mesh: DeviceMesh, reshard_after_forward: bool | None, prefetch: int
 ) -> None:
-    graphs = graphs_of(mesh, reshard_after_forward=reshard_after_forward)
+    graphs = graphs_of(mesh, reshard_after_forward=reshard_after_forward, prefetch=prefetch)
     model = MLP(1)
     root, unit = (sum(p.numel() + p.shape[-1] for p in m.parameters()) for m in (model.head, model.blocks[0]))
-    assert unit < most_unsharded_elements(graphs["forward"].text) <= root + 2 * unit
-    assert unit < most_unsharded_elements(graphs["backward"].text) <= root + 2 * unit
+    for kind in ("forward", "backward"):
+        assert unit < most_unsharded_elements(graphs[kind].text) <= root + (2 + prefetch) * unit
 
 
 def test_forward_keeps_all_units_unsharded_where_it_was_told_to(mesh: DeviceMesh) -> None:

@@ -173,3 +173,18 @@ def test_changes_nothing_when_run_again(kind: GraphKind, size: float) -> None:
 def test_computes_the_same_bits(build: Callable[..., Traced], size: float, world_size: int) -> None:
     traced = build(world_size=world_size)
     assert_same_step(step(traced, BucketCollectives(size=size)), step(traced), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("size", [0.0003, 0.0005, 0.001])
+def test_sends_no_shard_that_backward_does_not_read(size: float) -> None:
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.fixed = nn.Linear(8, 17), nn.Linear(17, 8), nn.Linear(8, 8).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(self.up(self.fixed(x)))  # type: ignore[no-any-return]
+
+    traced = graphs.trace(nn.Sequential(Frozen(), Frozen()), units=lambda m: [*m.children(), m], width=8)
+    gm, _ = bucketed(traced, "backward", size)
+    assert gathered(gm)

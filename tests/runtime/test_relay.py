@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from fxshard import fully_shard
+from fxshard.errors import UnsupportedGraph
 from fxshard.modules import ShardedModule, units_under
 from fxshard.runtime.relay import Relay
 from fxshard.testing import EmulatedLink, emulated_link
@@ -217,8 +218,23 @@ def test_reshard_frees_what_was_asked_for(link: EmulatedLink) -> None:
     with torch.no_grad():
         for parameter in third.parameters():
             parameter.zero_()
+    with pytest.raises(UnsupportedGraph, match=r"unit 'blocks\.2' were changed"):
+        model(torch.randn(3, 4))
+    third.unshard()
+    third.reshard()
     forward, _ = issued(model)
-    assert forward == "ag0 ag1 w0 c w1 c ag2 ag3 w2 c w3 c"
+    assert forward == "ag0 ag1 w0 c ag2 w1 c ag3 w2 c w3 c"
+
+
+def test_unshard_gathers_anew_what_it_gathered_before(link: EmulatedLink) -> None:
+    model, reference = warm(block_by_block(link)), warm(block_by_block(link, prefetch=0))
+    for each in (model, reference):
+        optim = torch.optim.AdamW(each.parameters(), fused=True, lr=1.0)
+        for _ in range(2):
+            step(each)
+            optim.step()
+            cast(ShardedModule, list(each.blocks)[2]).unshard(async_op=True)
+    assert torch.equal(step(model), step(reference))
 
 
 def test_unshard_of_what_was_never_opened_launches_nothing(link: EmulatedLink) -> None:
@@ -238,6 +254,8 @@ def test_forgets_what_an_interrupted_step_left(link: EmulatedLink) -> None:
     with pytest.raises(KeyboardInterrupt):
         model(torch.randn(3, 4))
     handle.remove()
+    assert_nothing_in_flight(model)
+    cast(ShardedModule, list(model.blocks)[2]).unshard(async_op=True)
     assert relay_of(model)._in_flight
     cast(ShardedModule, model).reset_iter_state()
     assert_nothing_in_flight(model)
@@ -253,20 +271,44 @@ def test_does_not_reach_over_the_end_of_a_call_or_of_a_backward(link: EmulatedLi
     assert_nothing_in_flight(model)
 
 
-def test_drops_what_it_gathered_of_weights_that_changed(link: EmulatedLink) -> None:
-    results = []
-    for model in (block_by_block(link), block_by_block(link, prefetch=0)):
-        first, second = list(model.blocks)[:2]
+def test_refuses_what_it_gathered_of_weights_that_changed(link: EmulatedLink) -> None:
+    model = warm(block_by_block(link))
+    first, second = list(model.blocks)[:2]
 
-        def double(*_: Any, changed: nn.Module = second) -> None:
-            with torch.no_grad():
-                for parameter in changed.parameters():
-                    parameter.mul_(2.0)
-
-        first.register_forward_hook(double)
+    def double(*_: Any) -> None:
         with torch.no_grad():
-            results += [model(torch.ones(3, 4)) for _ in range(3)]
-    assert all(map(torch.equal, results[:3], results[3:]))
+            for parameter in second.parameters():
+                parameter.mul_(2.0)
+
+    handle = first.register_forward_hook(double)
+    with pytest.raises(UnsupportedGraph, match=r"(?s)unit 'blocks\.1' were changed after their gather.*prefetch.*off"):
+        model(torch.ones(3, 4))
+    handle.remove()
+    step(model)
+    assert_nothing_in_flight(model)
+
+
+def test_gathers_no_more_often_where_blocks_are_called_twice(link: EmulatedLink) -> None:
+    class Twice(Blocks):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(block(x))
+            return x
+
+    gathers = []
+    for prefetch in (0, 1):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Twice()
+        for block in model.blocks:
+            fully_shard(block, mesh=link.mesh)
+            block.compile(backend="fxshard", options={"lower": "eager", "prefetch": prefetch})
+        fully_shard(model, mesh=link.mesh)
+        step(model)
+        before = len(link.transfers)
+        step(model)
+        gathers.append(sum(transfer.op == "all_gather" for transfer in link.transfers[before:]))
+    assert gathers[0] == gathers[1] > 0
 
 
 def test_equal_blocks_share_a_graph_and_still_gather_their_own(link: EmulatedLink) -> None:
