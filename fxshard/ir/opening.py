@@ -24,10 +24,9 @@ def relay(graph: fx.Graph, plan: FramePlan, *, guess: bool) -> None:
         return
     found = flow.flow_of(graph, plan)
     shards = {tags.tags_of(node).get(tags.SHARD): node for node in graph.find_nodes(op="placeholder")}
-    if len(flights) == 1:
-        roles = [(flights[0], "only")]
-    else:
-        roles = [(flights[0], "first"), (flights[-1], "last")]
+    roles = [(flights[0], "only" if len(flights) == 1 else "first")]
+    if guess and len(flights) > 1:
+        roles.append((flights[-1], "last"))
     for flight, role in roles:
         for launch in flight.launches:
             sent = _sent(launch, found)

@@ -128,7 +128,7 @@ def test_different_dtypes_of_the_reduction_which_backward_finds(lower: str) -> N
     model = Setup(shard={"mp_policy": policy}, lower=lower).build()
     loss = model(torch.ones(3, WIDTH)).square().mean()
     ours, theirs = (f"reduce_scatter avg {x}[156 -> 78] on group '0' for root  # %reduce_root" for x in ("f32", "bf16"))
-    with refused(difference(1, ours, theirs, kind="backward")):
+    with refused(difference(3, ours, theirs, kind="backward")):
         loss.backward()
 
 
