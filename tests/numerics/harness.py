@@ -143,7 +143,7 @@ def squared_error(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Run:
     """A training run and what it has computed so far."""
 

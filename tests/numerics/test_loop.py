@@ -171,11 +171,12 @@ class ScaledLoop:
     """The steps of a loop with a GradScaler."""
 
     def __init__(self) -> None:
-        self.scalers: dict[int, torch.amp.GradScaler] = {}
+        # By the run itself: the id of a run that is gone may come again, on one rank and not on the other.
+        self.scalers: dict[Run, torch.amp.GradScaler] = {}
 
     def scaler_of(self, run: Run) -> torch.amp.GradScaler:
         """Return the scaler of a run."""
-        return self.scalers.setdefault(id(run), torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2))
+        return self.scalers.setdefault(run, torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2))
 
     def backward(self, run: Run, step: int) -> Tensor:
         """Run backward of the scaled loss."""
