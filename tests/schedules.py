@@ -13,8 +13,11 @@ from torch import Tensor, fx, nn
 
 from fxshard import MixedPrecisionPolicy
 from fxshard.cost.hardware import BUILTIN
+from fxshard.ir import order
+from fxshard.passes._base import GraphKind, GraphPass, PassContext
+from fxshard.passes.insert_collectives import InsertCollectives
 from tests import graphs
-from tests.graphs import Traced, layers_of, text, trace
+from tests.graphs import Traced, layers_of, run_pass, text, trace
 from tests.passes.test_bucket_collectives import Layers
 
 Lists = Mapping[str, tuple[str, ...] | None]
@@ -127,6 +130,28 @@ def with_lists(traced: Traced, *, forward: Lists | None = None, backward: Lists 
     for unit, listed in (backward or {}).items():
         units[unit] = dataclasses.replace(units[unit], backward_prefetch=listed)
     return dataclasses.replace(traced, plan=dataclasses.replace(traced.plan, units=units))
+
+
+def after_passes(
+    traced: Traced, kind: GraphKind, *passes: GraphPass, **context: Any
+) -> tuple[fx.GraphModule, PassContext]:
+    """A graph with its collectives after these passes, and what they said; `context` replaces what they are told."""
+    gm, ctx = traced.at(kind, after=InsertCollectives)
+    ctx = dataclasses.replace(ctx, **context)
+    for step in passes:
+        run_pass(step, gm, ctx)
+    return gm, ctx
+
+
+def events(gm: fx.GraphModule, *, launch: str, wait: str) -> str:
+    """The launches and waits with names that begin like this, numbered by their layer, and products, in order."""
+    found = []
+    for node in gm.graph.nodes:
+        if node.name.startswith((launch, wait)):
+            found.append(node.name.replace(f"{wait}layers_", "wait").replace(f"{launch}layers_", "launch"))
+        elif order.is_kernel(node):
+            found.append("mm")
+    return " ".join(found)
 
 
 def renumbered(gm: fx.GraphModule) -> str:

@@ -105,14 +105,7 @@ def _fake_reduce_grad(grad: Tensor, key: str, slot: int, numel: int, dtype: torc
 
 
 def _fake_open(
-    flat: Tensor,
-    dtype: torch.dtype,
-    starts: list[int],
-    numels: list[int],
-    world_size: int,
-    group: str,
-    role: str,
-    guess: bool,
+    flat: Tensor, dtype: torch.dtype, starts: list[int], numels: list[int], world_size: int, *_: object
 ) -> list[Tensor]:
     return [flat.new_empty((numel * world_size,), dtype=dtype) for numel in numels]
 

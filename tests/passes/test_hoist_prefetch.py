@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 from fxshard.errors import ConfigError
-from fxshard.ir import collectives, liveness, order
+from fxshard.ir import collectives, liveness
 from fxshard.passes._base import GraphKind, GraphPass, PassContext
 from fxshard.passes.bucket_collectives import MIB, BucketCollectives
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
@@ -25,7 +25,7 @@ from fxshard.passes.sink_waits import SinkWaits
 from tests import graphs
 from tests.graphs import Traced, assert_golden, layers_of, run_pass, text, trace
 from tests.passes.test_bucket_collectives import LAYER, Layers
-from tests.schedules import DEAR_COPIES, MODELS, Lists, kept, model_of, renumbered, with_lists
+from tests.schedules import DEAR_COPIES, MODELS, Lists, after_passes, events, kept, model_of, renumbered, with_lists
 from tests.steps import assert_same_step, step
 
 BYTES = int(LAYER * MIB)
@@ -38,22 +38,10 @@ def hoisted(
     traced: Traced, kind: GraphKind, depth: int = 1, *before: GraphPass, **context: Any
 ) -> tuple[fx.GraphModule, PassContext]:
     """The graph after the pass, and after others that ran before it."""
-    gm, ctx = traced.at(kind, after=InsertCollectives)
-    ctx = dataclasses.replace(ctx, **context)
-    for step_ in (*before, HoistPrefetch(depth=depth)):
-        run_pass(step_, gm, ctx)
-    return gm, ctx
+    return after_passes(traced, kind, *before, HoistPrefetch(depth=depth), **context)
 
 
-def events(gm: fx.GraphModule) -> str:
-    """The launches and waits of gathers, and matrix products, in order."""
-    found = []
-    for node in gm.graph.nodes:
-        if node.name.startswith(("unshard_", "wait_")):
-            found.append(node.name.replace("unshard_layers_", "launch").replace("wait_layers_", "wait"))
-        elif order.is_kernel(node):
-            found.append("mm")
-    return " ".join(found)
+gathers = functools.partial(events, launch="unshard_", wait="wait_")
 
 
 def reasons(ctx: PassContext) -> str:
@@ -112,8 +100,8 @@ BACKWARD = {
 @pytest.mark.parametrize("depth", FORWARD)
 def test_launches_where_the_unit_before_has_been_read(depth: int) -> None:
     traced = model_of("four_layers")
-    assert events(hoisted(traced, "forward", depth)[0]) == FORWARD[depth]
-    assert events(hoisted(traced, "backward", depth)[0]) == BACKWARD[depth]
+    assert gathers(hoisted(traced, "forward", depth)[0]) == FORWARD[depth]
+    assert gathers(hoisted(traced, "backward", depth)[0]) == BACKWARD[depth]
 
 
 @pytest.mark.parametrize("kind", SPLIT)
@@ -140,7 +128,7 @@ def test_takes_no_more_than_the_depth_in_units_more(model: str, depth: int, kind
 def test_keeps_the_root_apart_from_what_the_depth_counts() -> None:
     gm, _ = hoisted(model_of("root"), "forward", 1, CoalesceCollectives(), hardware=DEAR_COPIES)
     assert peak(gm) == 64 + 2 * BYTES  # of the root's two matrices the first has been read
-    assert events(gm).split()[:3] == ["unshard_root", "launch0", "wait_root"]
+    assert gathers(gm).split()[:3] == ["unshard_root", "launch0", "wait_root"]
 
 
 @pytest.mark.parametrize("kind", SPLIT)
@@ -157,51 +145,53 @@ def test_has_the_first_gather_run_from_the_start(kind: GraphKind) -> None:
 def test_launches_what_is_listed_in_this_order_right_after_the_wait(depth: int) -> None:
     listed = {"layers.0": ("layers.2", "layers.1"), "layers.1": None, "layers.2": ("layers.3",), "layers.3": None}
     gm, _ = hoisted(with_lists(model_of("four_layers"), forward=listed), "forward", depth)
-    assert events(gm) == "launch0 wait0 launch2 launch1 mm wait1 mm wait2 launch3 mm wait3 mm"
+    assert gathers(gm) == "launch0 wait0 launch2 launch1 mm wait1 mm wait2 launch3 mm wait3 mm"
 
 
 def test_launches_in_backward_what_is_listed_for_backward() -> None:
     listed = {"layers.3": ("layers.1", "layers.2"), "layers.2": None}
     traced = with_lists(model_of("four_layers"), backward=listed)
-    assert events(hoisted(traced, "forward")[0]) == FORWARD[1]
-    assert events(hoisted(traced, "backward", 0)[0]) == "mm launch3 wait3 launch1 launch2 mm mm wait2 mm mm wait1 mm mm"
+    assert gathers(hoisted(traced, "forward")[0]) == FORWARD[1]
+    assert (
+        gathers(hoisted(traced, "backward", 0)[0]) == "mm launch3 wait3 launch1 launch2 mm mm wait2 mm mm wait1 mm mm"
+    )
 
 
 def test_prefers_a_list_to_the_depth_for_that_unit_alone() -> None:
     gm, _ = hoisted(with_lists(model_of("four_layers"), forward={"layers.1": ("layers.3",)}), "forward", 1)
-    assert events(gm) == "launch0 launch1 wait0 mm wait1 launch3 mm launch2 wait2 mm wait3 mm"
+    assert gathers(gm) == "launch0 launch1 wait0 mm wait1 launch3 mm launch2 wait2 mm wait3 mm"
 
 
 def test_launches_nothing_ahead_for_a_unit_without_a_list() -> None:
     gm, _ = hoisted(with_lists(model_of("four_layers"), forward={"layers.0": None, "layers.1": None}), "forward", 1)
-    assert events(gm) == "launch0 wait0 mm launch1 wait1 mm launch2 launch3 wait2 mm wait3 mm"
+    assert gathers(gm) == "launch0 wait0 mm launch1 wait1 mm launch2 launch3 wait2 mm wait3 mm"
 
 
 def test_launches_once_what_two_units_list() -> None:
     listed = {"layers.0": ("layers.1", "layers.2"), "layers.1": ("layers.2", "layers.3"), "layers.2": None}
     gm, _ = hoisted(with_lists(model_of("four_layers"), forward=listed), "forward", 1)
-    assert events(gm) == "launch0 wait0 launch1 launch2 mm wait1 launch3 mm wait2 mm wait3 mm"
+    assert gathers(gm) == "launch0 wait0 launch1 launch2 mm wait1 launch3 mm wait2 mm wait3 mm"
 
 
 @pytest.mark.parametrize("listed", [("layers.0",), ("layers.1",), ("nowhere",)])
 def test_launches_nothing_for_what_is_gathered_already_or_not_at_all(listed: tuple[str, ...]) -> None:
     everywhere = {f"layers.{i}": None for i in range(4)} | {"layers.1": listed}
     gm, ctx = hoisted(with_lists(model_of("four_layers"), forward=everywhere), "forward", 1)
-    assert events(gm) == FORWARD[0]
+    assert gathers(gm) == FORWARD[0]
     assert not ctx.journal.last("forward").changed
 
 
 def test_launches_the_next_call_of_a_unit_that_is_called_twice() -> None:
     listed = {"layers.0": ("layers.1",), "layers.1": ("layers.0",)}
     gm, _ = hoisted(with_lists(model_of("called_twice"), forward=listed), "forward", 0)
-    assert events(gm) == "launch0 wait0 launch1 mm wait1 launch0_call1 mm wait0_call1 launch1_call1 mm wait1_call1 mm"
+    assert gathers(gm) == "launch0 wait0 launch1 mm wait1 launch0_call1 mm wait0_call1 launch1_call1 mm wait1_call1 mm"
 
 
 def test_launches_for_a_bucket_what_any_of_its_units_lists() -> None:
     listed = {"layers.0": None, "layers.1": ("layers.3",)}
     traced = with_lists(model_of("four_layers"), forward=listed)
     gm, _ = hoisted(traced, "forward", 0, BucketCollectives(size=2 * LAYER))
-    assert events(gm) == "launch0_to_layers_1 wait0 mm wait1 launch2_to_layers_3 mm wait2 mm wait3 mm"
+    assert gathers(gm) == "launch0_to_layers_1 wait0 mm wait1 launch2_to_layers_3 mm wait2 mm wait3 mm"
 
 
 # ---- limits, reasons, refusals
@@ -215,14 +205,14 @@ def test_stays_within_the_budget(units: int, depth: int) -> None:
     gm, _ = hoisted(model_of("four_layers"), "forward", depth, unsharded_budget_bytes=budget)
     assert peak(gm) == peak(before) + min(units, depth, 3) * BYTES
     if units >= depth:
-        assert events(gm) == FORWARD[depth]
+        assert gathers(gm) == FORWARD[depth]
 
 
 def test_launches_as_early_as_the_budget_allows_and_says_so() -> None:
     budget = 200  # a layer, its parameters while they are copied out, and half of a layer
     gm, ctx = hoisted(model_of("four_layers"), "forward", 1, unsharded_budget_bytes=budget)
     assert peak(gm) <= budget
-    assert events(gm) == "launch0 wait0 launch1 mm wait1 launch2 mm wait2 launch3 mm wait3 mm"
+    assert gathers(gm) == "launch0 wait0 launch1 mm wait1 launch2 mm wait2 launch3 mm wait3 mm"
     assert "unshard_layers_1: 1 ahead, before layers.0 is needed; no earlier: memory budget: " in reasons(ctx)
 
 

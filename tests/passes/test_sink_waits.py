@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from expecttest import assert_expected_inline
 from torch import fx
 
 from fxshard.errors import ConfigError
-from fxshard.ir import collectives, liveness, order, schedule, tags
+from fxshard.ir import collectives, liveness, schedule, tags
 from fxshard.passes._base import GraphPass, PassContext
 from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
@@ -19,7 +19,7 @@ from fxshard.passes.sink_waits import SinkWaits
 from tests import graphs
 from tests.graphs import assert_golden, run_pass, text
 from tests.passes.test_bucket_collectives import LAYER
-from tests.schedules import DEAR_COPIES, MODELS, model_of, renumbered
+from tests.schedules import DEAR_COPIES, MODELS, after_passes, events, model_of, renumbered
 from tests.steps import assert_same_step, step
 
 aten = torch.ops.aten
@@ -35,22 +35,11 @@ BEFORE: dict[str, tuple[GraphPass, ...]] = {
 
 def sunk(name: str, max_buffers: int, *before: GraphPass) -> tuple[fx.GraphModule, PassContext]:
     """The backward graph after the pass, and after others that ran before it."""
-    gm, ctx = model_of(name).at("backward", after=InsertCollectives)
-    ctx = dataclasses.replace(ctx, hardware=DEAR_COPIES)
-    for step_ in (*before, SinkWaits(max_buffers=max_buffers)):
-        run_pass(step_, gm, ctx)
-    return gm, ctx
+    passes = (*before, SinkWaits(max_buffers=max_buffers))
+    return after_passes(model_of(name), "backward", *passes, hardware=DEAR_COPIES)
 
 
-def events(gm: fx.GraphModule) -> str:
-    """The launches and waits of reductions, and matrix products, in order."""
-    found = []
-    for node in gm.graph.nodes:
-        if node.name.startswith(("reduce_", "reduced_")):
-            found.append(node.name.replace("reduced_layers_", "wait").replace("reduce_layers_", "launch"))
-        elif order.is_kernel(node):
-            found.append("mm")
-    return " ".join(found)
+reductions = functools.partial(events, launch="reduce_", wait="reduced_")
 
 
 def most_in_flight(gm: fx.GraphModule) -> int:
@@ -88,7 +77,7 @@ def test_waits_late_for_what_other_passes_made(before: str) -> None:
     ],
 )
 def test_waits_for_the_oldest_before_one_too_many_is_launched(max_buffers: int, expected: str) -> None:
-    assert events(sunk("four_layers", max_buffers)[0]) == expected
+    assert reductions(sunk("four_layers", max_buffers)[0]) == expected
 
 
 @pytest.mark.parametrize("max_buffers", [1, 2, 3])
@@ -116,7 +105,7 @@ def test_waits_no_earlier_than_the_launch_where_the_next_one_was_prepared_before
     (total,) = [node for node in gm.graph.nodes if node.target is aten.add.Tensor]
     max(total.all_input_nodes).append(total)  # another pass may have the sum where its last summand is
     assert run_pass(SinkWaits(max_buffers=1), gm, ctx)
-    assert events(gm) == "mm mm mm mm mm launch1 mm mm wait1 launch0 mm mm wait0 reduce_root reduced_root"
+    assert reductions(gm) == "mm mm mm mm mm launch1 mm mm wait1 launch0 mm mm wait0 reduce_root reduced_root"
 
 
 @pytest.mark.parametrize(("model", "made"), [("doubles", aten.div.Tensor), ("four_layers", aten.cat.default)])
