@@ -12,6 +12,7 @@ A relay never reaches over the end of the outermost module's call or of a backwa
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -105,6 +106,8 @@ class Relay:
     def __init__(self) -> None:
         self._scope: eager.Running | None = None
         self._in_flight: dict[Key, _InFlight] = {}
+        # A collective that nobody waits for keeps its buffers for as long as the process runs.
+        weakref.finalize(self, _drop, self._in_flight).atexit = False
         self._opened: list[Key] = []  # in this scope
         # By direction, backward or not.
         self._following: dict[tuple[bool, int, Key], Opening] = {}  # also by how many were opened so far
@@ -129,13 +132,14 @@ class Relay:
         if found is None or not found.can_be_saved():
             self.drop(lambda other: other is found or other.why == "next")  # the model took another way than before
             return opening.launch(unit.fqn)
-        del self._in_flight[opening.key]
         if found.epoch != unit.epoch():  # to gather again would be right, but the other ranks need not do so
+            self.drop(lambda other: other is found)
             raise UnsupportedGraph(
                 f"parameters of unit {unit.fqn or 'root'!r} were changed after their gather was launched: inside a "
                 "forward, or after unshard(). Change parameters outside of forward and before unshard(), or compile "
                 'with options={"prefetch": "off"}.'
             )
+        del self._in_flight[opening.key]
         return found.launched
 
     def _begin(self, scope: eager.Running) -> None:
@@ -185,11 +189,7 @@ class Relay:
 
     def drop(self, which: Callable[[_InFlight], bool] = lambda _: True) -> None:
         """Wait for what nobody will open, and free it."""
-        for key, flight in list(self._in_flight.items()):
-            if which(flight):
-                for tensor in flight.launched:
-                    _c10d.wait_tensor(tensor)
-                del self._in_flight[key]
+        _drop(self._in_flight, which)
 
     def forget(self) -> None:
         """Drop what is in flight, and what was remembered."""
@@ -199,6 +199,14 @@ class Relay:
         self._units.clear()
         self._following.clear()
         self._of_unit.clear()
+
+
+def _drop(in_flight: dict[Key, _InFlight], which: Callable[[_InFlight], bool] = lambda _: True) -> None:
+    for key, flight in list(in_flight.items()):
+        if which(flight):
+            for tensor in flight.launched:
+                _c10d.wait_tensor(tensor)
+            del in_flight[key]
 
 
 def _open(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
@@ -9,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._C._distributed_c10d import _get_work_registry_size
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -235,6 +237,17 @@ def test_unshard_gathers_anew_what_it_gathered_before(link: EmulatedLink) -> Non
             optim.step()
             cast(ShardedModule, list(each.blocks)[2]).unshard(async_op=True)
     assert torch.equal(step(model), step(reference))
+
+
+def test_a_model_that_is_dropped_leaves_no_collective_unwaited(link: EmulatedLink) -> None:
+    model = warm(block_by_block(link))
+    unwaited = _get_work_registry_size()
+    cast(ShardedModule, list(model.blocks)[2]).unshard(async_op=True)
+    assert _get_work_registry_size() == unwaited + 1
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert _get_work_registry_size() == unwaited
 
 
 def test_unshard_of_what_was_never_opened_launches_nothing(link: EmulatedLink) -> None:
