@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -16,16 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 from fxshard import fully_shard
 from fxshard.ir import fake
 from fxshard.runtime import ranges
-from fxshard.testing import EmulatedLink, emulated_link
+from fxshard.testing import EmulatedLink
 
 Step = Callable[[], Tensor]
-
-
-@pytest.fixture
-def link() -> Iterator[EmulatedLink]:
-    with emulated_link(2) as link:
-        yield link
-        torch._dynamo.reset()
 
 
 class Model(nn.Module):

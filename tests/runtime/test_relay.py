@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytest
@@ -18,18 +18,11 @@ from fxshard import fully_shard
 from fxshard.errors import UnsupportedGraph
 from fxshard.modules import ShardedModule, units_under
 from fxshard.runtime.relay import Relay
-from fxshard.testing import EmulatedLink, emulated_link
+from fxshard.testing import EmulatedLink
 
 WORDS = {"unshard": "ag", "wait": "w", "reduce": "rs"}
 RANGE = re.compile(r"fxshard::(unshard|wait|reduce)\((?:blocks\.)?(.*)\)")
 NUM_BLOCKS = 4
-
-
-@pytest.fixture
-def link() -> Iterator[EmulatedLink]:
-    with emulated_link(2) as link:
-        yield link
-        torch._dynamo.reset()
 
 
 class Block(nn.Module):
@@ -60,17 +53,17 @@ class Blocks(nn.Module):
         return x
 
 
-def sharded(link: EmulatedLink) -> Blocks:
+def sharded(link: EmulatedLink, model_type: Callable[[], Blocks] = Blocks) -> Blocks:
     torch.manual_seed(0)
-    model = Blocks()
+    model = model_type()
     for block in model.blocks:
         fully_shard(block, mesh=link.mesh)
     fully_shard(model, mesh=link.mesh)
     return model
 
 
-def block_by_block(link: EmulatedLink, **options: Any) -> Blocks:
-    model = sharded(link)
+def block_by_block(link: EmulatedLink, model_type: Callable[[], Blocks] = Blocks, **options: Any) -> Blocks:
+    model = sharded(link, model_type)
     for block in model.blocks:
         block.compile(backend="fxshard", options={"lower": "eager"} | options)
     return model
@@ -161,12 +154,7 @@ def test_trains_after_a_part_under_inference_mode(link: EmulatedLink) -> None:
 
     gradients = []
     for prefetch in (0, 1):
-        torch.manual_seed(0)
-        model = Mixed()
-        for block in model.blocks:
-            fully_shard(block, mesh=link.mesh)
-            block.compile(backend="fxshard", options={"lower": "eager", "prefetch": prefetch})
-        fully_shard(model, mesh=link.mesh)
+        model = block_by_block(link, Mixed, prefetch=prefetch)
         gradients += [step(model) for _ in range(3)]
     assert all(map(torch.equal, gradients[:3], gradients[3:]))
 
@@ -311,13 +299,7 @@ def test_gathers_no_more_often_where_blocks_are_called_twice(link: EmulatedLink)
     gathers = []
     for prefetch in (0, 1):
         torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = Twice()
-        for block in model.blocks:
-            fully_shard(block, mesh=link.mesh)
-            block.compile(backend="fxshard", options={"lower": "eager", "prefetch": prefetch})
-        fully_shard(model, mesh=link.mesh)
-        step(model)
+        model = warm(block_by_block(link, Twice, prefetch=prefetch))
         before = len(link.transfers)
         step(model)
         gathers.append(sum(transfer.op == "all_gather" for transfer in link.transfers[before:]))
@@ -325,16 +307,14 @@ def test_gathers_no_more_often_where_blocks_are_called_twice(link: EmulatedLink)
 
 
 def test_equal_blocks_share_a_graph_and_still_gather_their_own(link: EmulatedLink) -> None:
+    class Equal(Blocks):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(8) for _ in range(NUM_BLOCKS))
+
     results = []
     for prefetch in (0, 1):
-        torch.manual_seed(0)
-        blocks = nn.ModuleList(Block(8) for _ in range(NUM_BLOCKS))
-        model = Blocks()
-        model.blocks = blocks
-        for block in blocks:
-            fully_shard(block, mesh=link.mesh)
-            block.compile(backend="fxshard", options={"lower": "eager", "prefetch": prefetch})
-        fully_shard(model, mesh=link.mesh)
+        model = block_by_block(link, Equal, prefetch=prefetch)
         results += [step(model) for _ in range(3)]
     assert all(map(torch.equal, results[:3], results[3:]))
 
