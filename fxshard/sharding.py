@@ -215,5 +215,6 @@ def _name_units(modules: Sequence[nn.Module], state: ModuleState) -> None:
     relay = Relay()
     for unit in nested.values():
         unit.relay = relay
-        unit.publish()  # a prefetch list names other units
+        if unit.forward_prefetch or unit.backward_prefetch:
+            unit.publish()  # the lists name other units, which have new names only now
     state.nested = tuple(nested.values())

@@ -80,6 +80,10 @@ class HoistPrefetch(GraphPass):
         moving = frozenset(node for flight in found for node in flight.carried)
         needed = _needed(found, moving, graph, ctx)
         depths = [self.depth] * len(found) if isinstance(self.depth, int) else _auto(found, needed, moving, graph, ctx)
+        flights_of: dict[str, list[int]] = {}
+        for k, flight in enumerate(found):
+            for unit in flight.units:
+                flights_of.setdefault(unit, []).append(k)
         wishes: dict[int, _Wish] = {}
 
         def offer(k: int, place: fx.Node, why: str) -> None:
@@ -95,11 +99,11 @@ class HoistPrefetch(GraphPass):
                 elif 0 < k - j <= depths[k]:
                     offer(k, needed[j], f"{k - j} ahead, before {flight.name} is needed")
             for unit in listed or ():
-                for k in [k for k in range(j + 1, len(found)) if unit in found[k].units][:1]:
+                for k in [k for k in flights_of.get(unit, ()) if k > j][:1]:
                     offer(k, schedule.following(flight.waits[-1], moving), f"in the list of {flight.name}")
         for kept, start in _starts_of_kept(found, graph, ctx).items():
             for unit in ctx.plan.units[kept].backward_prefetch or ():
-                for k in [k for k, flight in enumerate(found) if unit in flight.units][:1]:
+                for k in flights_of.get(unit, ())[:1]:
                     offer(k, schedule.following(start.prev, moving), f"in the list of {kept or 'root'}")
         return sorted(wishes.values(), key=lambda wish: wish.place)
 

@@ -8,9 +8,6 @@ text on every rank, machine and torch release. A graph begins in the code of its
 A node prints under its own name, but for two kinds of inputs, which torch calls `primals_1`, `primals_2`, ...: the flat
 of a unit prints as `%shard_<unit>`, and an input of the user's code as that code calls it. Where another node has the
 name already, a number is appended. `graph_text`, `node_text` and `window` give a node the same name.
-
-A node that torch wrapped into `control_deps`, to fix its place, prints as the node itself, with what it must follow
-in `# after=`; the attribute that holds the wrapped node does not print.
 """
 
 from __future__ import annotations
@@ -58,8 +55,8 @@ def graph_text(graph: fx.Graph) -> str:
 
 def window(node: fx.Node, lines: int = 10) -> str:
     """The nodes around `node`, which an arrow marks; for error messages."""
-    nodes = [n for n in node.graph.nodes if n is node or not _is_part_of_wrapping(n)]
-    names, at = _names(node.graph), nodes.index(node)
+    nodes, names = list(node.graph.nodes), _names(node.graph)
+    at = nodes.index(node)
     near = nodes[max(0, at - lines) : at + lines + 1]
     return "\n".join(("-> " if n is node else "   ") + _line(n, names) for n in near)
 
@@ -145,8 +142,6 @@ def _lines(graph: fx.Graph) -> Iterator[str]:
     names = _names(graph)
     section = "root"
     for node in graph.nodes:
-        if _is_part_of_wrapping(node):
-            continue
         here = _section(node, section)
         if here != section:
             yield f"# {here}"
@@ -160,12 +155,7 @@ def _line(node: fx.Node, names: Names) -> str:
         return f"return {_args(results, names) if isinstance(results, list | tuple) else _arg(results, names)}"
     type_ = type_text(node)
     left = f"%{names.get(node, node.name)}: {type_}" if type_ else f"%{names.get(node, node.name)}"
-    wrapped = _wrapped(node)
-    if wrapped is None:
-        return f"{left} = {_call(node, names)}{_comments(node, names, ())}"
-    inner, inputs, after = wrapped
-    inner_names = {placeholder: names.get(n, n.name) for placeholder, n in inputs.items()}
-    return f"{left} = {_call(inner, inner_names)}{_comments(node, names, after)}"
+    return f"{left} = {_call(node, names)}{_comments(node, names)}"
 
 
 def _call(node: fx.Node, names: Names) -> str:
@@ -178,7 +168,7 @@ def _call(node: fx.Node, names: Names) -> str:
     return f"{target}({', '.join([*(_arg(a, names) for a in node.args), *named])})"
 
 
-def _comments(node: fx.Node, names: Names, after: Sequence[fx.Node]) -> str:
+def _comments(node: fx.Node, names: Names) -> str:
     marks = dict(tags.tags_of(node))
     first = []
     if node.op == "placeholder" and (flat := _flat_of(node)):
@@ -190,8 +180,6 @@ def _comments(node: fx.Node, names: Names, after: Sequence[fx.Node]) -> str:
     policy = node.meta.get("recompute")
     if isinstance(policy, CheckpointPolicy):
         marks["recompute"] = policy.name
-    if after:
-        marks["after"] = _args(after, names)
     comments = [*first, *(f"{key}={marks[key]}" for key in sorted(marks))]
     return "".join(f"  # {_one_line(comment)}" for comment in comments)
 
@@ -222,46 +210,6 @@ def _innermost(stack: Mapping[str, tuple[str, Any]]) -> str:
     path = re.sub(r"^[LG]\['[^']*'\]|\.__closure__\[\d+\]\.cell_contents|\b_modules(?=\[)", "", path)
     names = (name for name in re.split(r"[\[\]'.]+", path) if name not in ("", "_orig_mod"))
     return ".".join(names) or "root"
-
-
-# ---- nodes in control_deps
-
-
-def _wrapped(node: fx.Node) -> tuple[fx.Node, dict[fx.Node, fx.Node], list[fx.Node]] | None:
-    """What `control_deps(after, get_attr of a graph, *inputs)` wraps, if it wraps one node.
-
-    Returns:
-        The wrapped node, for each input of its graph the node outside, and the nodes that must come before.
-    """
-    if node.op != "call_function" or getattr(node.target, "__name__", "") != "control_deps":
-        return None
-    given: Sequence[Any] = node.args
-    after, attribute, *inputs = given
-    graph = _held_graph(attribute)
-    if graph is None or not isinstance(after, list | tuple):
-        return None
-    results: Sequence[Any] = graph.output_node().args
-    inner = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
-    if len(inner) != 1 or inner[0] is not results[0]:
-        return None
-    outside = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=False))
-    return inner[0], outside, list(after)
-
-
-def _held_graph(attribute: Any) -> fx.Graph | None:
-    """The graph that a `get_attr` node reads, if its graph still belongs to the module that holds it."""
-    if not isinstance(attribute, fx.Node) or attribute.op != "get_attr":
-        return None
-    held: Any = attribute.graph.owning_module
-    for name in str(attribute.target).split("."):
-        held = getattr(held, name, None)
-    return held.graph if isinstance(held, fx.GraphModule) else None
-
-
-def _is_part_of_wrapping(node: fx.Node) -> bool:
-    if node.op != "get_attr" or not node.users:
-        return False
-    return all(_wrapped(user) is not None and user.args[1] is node for user in node.users)
 
 
 # ---- values

@@ -15,8 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
-from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
-from torch.utils._ordered_set import OrderedSet
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxshard.ir.journal import snapshot
@@ -261,65 +259,6 @@ return %neg_8""",
 )
 def test_names_modules_relative_to_the_model(path: str) -> None:
     assert "# layers.0" in graph_text(calls_in(in_module(path))).splitlines()
-
-
-# ---- control_deps
-
-
-def pinned(function: Callable[..., Any], after: dict[str, list[str]]) -> fx.GraphModule:
-    """The graph of a function of two tensors, with some nodes tied to others as Inductor ties them."""
-    gm = fx.symbolic_trace(function)
-    nodes = nodes_of(gm.graph)
-    preserve_node_ordering(gm.graph, {nodes[n]: OrderedSet([nodes[d] for d in deps]) for n, deps in after.items()})
-    gm.graph.lint()
-    return gm
-
-
-def products(x: torch.Tensor, w: torch.Tensor) -> Any:
-    first, second = aten.mm.default(x, w), aten.mm.default(w, x)
-    return aten._chunk_cat.default([second, first, second], 0, 2)
-
-
-def test_prints_a_node_in_control_deps_as_the_node_itself() -> None:
-    gm = pinned(products, {"mm_default_1": ["x", "mm_default"], "_chunk_cat_default": ["mm_default"]})
-    nodes_of(gm.graph)["x"].meta["fxshard"] = {"input": "tokens"}
-    assert any(str(node.target) == "control_deps" for node in gm.graph.nodes)
-    assert_expected_inline(
-        graph_text(gm.graph),
-        """\
-%tokens = input
-%w = input
-%mm_default = aten.mm(%tokens, %w)
-%mm_default_1 = aten.mm(%w, %tokens)  # after=%tokens, %mm_default
-%_chunk_cat_default = aten._chunk_cat([%mm_default_1, %mm_default, %mm_default_1], 0, 2)  # after=%mm_default
-return %_chunk_cat_default""",
-    )
-
-
-def test_prints_the_keywords_of_a_node_in_control_deps() -> None:
-    gm = pinned(lambda x, w: aten._to_copy.default(x, dtype=torch.bfloat16, device="cpu"), {"_to_copy_default": ["w"]})
-    assert node_text(nodes_of(gm.graph)["_to_copy_default"]) == (
-        "%_to_copy_default = aten._to_copy(%x, dtype=bf16)  # after=%w"
-    )
-
-
-def test_counts_no_line_for_what_holds_a_wrapped_node() -> None:
-    gm = pinned(products, {"mm_default_1": ["mm_default"]})
-    assert_expected_inline(
-        window(nodes_of(gm.graph)["mm_default_1"], lines=1),
-        """\
-   %mm_default = aten.mm(%x, %w)
--> %mm_default_1 = aten.mm(%w, %x)  # after=%mm_default
-   %_chunk_cat_default = aten._chunk_cat([%mm_default_1, %mm_default, %mm_default_1], 0, 2)""",
-    )
-
-
-def test_prints_control_deps_as_it_is_where_the_wrapped_node_is_gone() -> None:
-    gm = pinned(products, {"mm_default_1": ["mm_default"]})
-    delattr(gm, "subgraph_mm_default_1")
-    assert node_text(nodes_of(gm.graph)["mm_default_1"]) == (
-        "%mm_default_1 = control_deps([%mm_default], %subgraph_mm_default_1, %w, %x)"
-    )
 
 
 def test_prints_a_large_graph_in_no_time() -> None:
