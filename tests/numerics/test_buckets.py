@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import tempfile
 
@@ -20,22 +21,23 @@ from tests.ranks import two_ranks
 
 SIZES = ["auto", 0.0005, 1]
 
-FUSED = {"rtol": 1e-5, "atol": 1e-6}
-"""Inductor fuses and reorders float32 sums; that is all in which compiled code may differ from FSDP2."""
+same_bits = functools.partial(compare, rtol=0, atol=0)
+# Inductor fuses and reorders float32 sums; that is all in which compiled code may differ from FSDP2.
+same_but_for_fusion = functools.partial(compare, rtol=1e-5, atol=1e-6)
 
 
 @two_ranks
 @pytest.mark.parametrize("size", SIZES)
 def test_trains_in_buckets_of_any_size(size: str | float) -> None:
     scenario = Scenario(model=MLP, batch=rows())
-    compare(train(scenario, fxshard_system(bucket=size)), train(scenario, FSDP2), rtol=0, atol=0)
+    same_bits(train(scenario, fxshard_system(bucket=size)), train(scenario, FSDP2))
 
 
 @two_ranks
 @pytest.mark.parametrize("size", SIZES)
 def test_trains_in_buckets_of_any_size_when_compiled(size: str | float) -> None:
     scenario = Scenario(model=MLP, batch=rows())
-    compare(train(scenario, fxshard_system(bucket=size, lower="inductor")), train(scenario, FSDP2), **FUSED)
+    same_but_for_fusion(train(scenario, fxshard_system(bucket=size, lower="inductor")), train(scenario, FSDP2))
 
 
 def cut_everything(pipeline: Pipeline) -> Pipeline:
@@ -57,8 +59,8 @@ def test_trains_where_nothing_is_copied(size: str, lower: str) -> None:
         scenario = Scenario(model=MLP, batch=rows())
         ours = train(scenario, system)
         graphs = [graph for graph in fxshard.compiled_graphs(ours.model) if "coalesced" in str(graph)]
-        tolerance = {"rtol": 0.0, "atol": 0.0} if lower == "eager" else FUSED
-        compare(ours, train(scenario, FSDP2), **tolerance)
+        same = same_bits if lower == "eager" else same_but_for_fusion
+        same(ours, train(scenario, FSDP2))
     assert graphs
 
 
