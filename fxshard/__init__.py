@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from fxshard.api import CompiledGraph, compiled_graphs, fully_shard
+from fxshard.api import CompiledGraph, compiled_graphs, fully_shard, no_sync, release_accumulators
 from fxshard.backend import fxshard as _backend
 from fxshard.capture import register_backend as _register_backend
 from fxshard.errors import (
@@ -49,6 +49,8 @@ __all__ = [
     "explain",
     "explanation_of",
     "fully_shard",
+    "no_sync",
+    "release_accumulators",
 ]
 
 _register_backend(_backend, "fxshard")

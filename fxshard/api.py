@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,12 +13,12 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from fxshard import sharding
+from fxshard import modules, sharding
 from fxshard.backend import frames_of
 from fxshard.errors import ConfigError
 from fxshard.ir import collectives, text
 from fxshard.mesh import default_mesh, require_mesh
-from fxshard.modules import ShardedModule, is_compiled
+from fxshard.modules import ShardedModule, is_compiled, plain_module
 from fxshard.runtime.frame import Frame
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -136,7 +137,7 @@ def compiled_graphs(module: nn.Module) -> list[CompiledGraph]:
 def _final_graphs(frame: Frame) -> Iterator[tuple[str, fx.Graph]]:
     for stage in frame.journal.stages:
         kind = re.sub(r"_\d+$", "", stage)
-        if kind in ("forward", "backward", "inference"):
+        if kind not in ("dynamo", "joint") and not kind.endswith("_last"):
             yield kind, frame.journal.last(stage).graph
 
 
@@ -147,6 +148,49 @@ def _compiled_graph(kind: str, graph: fx.Graph) -> CompiledGraph:
     }
     used = {op: count for op, count in launches.items() if count}
     return CompiledGraph(kind=kind, text=text.graph_text(graph), collectives=used)
+
+
+@contextlib.contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Add up gradients instead of reducing them, for every backward that runs inside; DDP's and FSDP's `no_sync`.
+
+        for microbatch in microbatches[:-1]:
+            with fxshard.no_sync(model):
+                loss_of(model, microbatch).backward()
+        loss_of(model, microbatches[-1]).backward()
+
+    The gradients stay unsharded, in the reduce dtype, and are reduced once, by the first backward outside. When the
+    block ends, also by an exception, every unit is as it was; see `ShardedModule.set_requires_gradient_sync`.
+
+    Args:
+        module: sharded by `fully_shard`, or to be sharded by the first call of a compiled model inside the block.
+
+    Raises:
+        ConfigError: it is no module.
+    """
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"no_sync expects the model, got {type(module).__name__}.")
+    with modules.without_sync(plain_module(module)):
+        yield
+
+
+def release_accumulators(module: nn.Module) -> None:
+    """Free the memory in which gradients of microbatches are added up; the next `no_sync` allocates it again.
+
+    Raises:
+        ConfigError: gradients wait in it to be reduced.
+    """
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"release_accumulators expects the model, got {type(module).__name__}.")
+    units = modules.units_under(plain_module(module))
+    waiting = [unit.fqn or "root" for unit in units if unit.accumulation.waiting]
+    if waiting:
+        raise ConfigError(
+            f"release_accumulators: gradients of {', '.join(waiting)} wait to be reduced. Run a backward outside of "
+            "no_sync() first, or drop them with reset_iter_state()."
+        )
+    for unit in units:
+        unit.accumulation.release()
 
 
 def _require_kinds(reshard: object, mp_policy: object) -> None:

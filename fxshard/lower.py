@@ -1,7 +1,7 @@
 """From a captured graph to something that runs: AOTAutograd with our passes in it, then Inductor or the interpreter.
 
-Private torch modules used here, and nowhere else: `torch._inductor` (compile_fx, custom_graph_pass, output_code),
-`torch._functorch.config`, `torch._dynamo.backends.common`, `torch._guards`.
+Private torch modules used here, and nowhere else: `torch._inductor` (compile_fx, custom_graph_pass),
+`torch._functorch.config`, `torch._dynamo.backends.common`.
 
 [Note: caches]
 AOTAutograd looks for a Dynamo graph in its cache before any of our passes runs. So that a hit is worth as much as a
@@ -13,19 +13,15 @@ when somebody looks (`LateJournal`). What the key consists of is in `fxshard/cac
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
-from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
@@ -37,15 +33,19 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fxshard import cache
 from fxshard.cost import hardware
 from fxshard.errors import ConfigError, FxshardError, InvariantError
-from fxshard.ir import opening, ops, order
-from fxshard.ir.collectives import SlotIndex
-from fxshard.ir.journal import CAPTURED, LateJournal, Record, snapshot
+from fxshard.ir import contract, opening, ops, order
+from fxshard.ir.ambient import Ambient
+from fxshard.ir.journal import CAPTURED, Journal, LateJournal, Record, snapshot
+from fxshard.ir.variant import PLAIN, Variant
 from fxshard.options import KEEP_ORDER_FLAGS, Options
 from fxshard.passes import _manager
-from fxshard.passes._base import GraphKind, PassContext
+from fxshard.passes._base import Fact, GraphKind, PassContext
+from fxshard.passes.accumulate_gradients import AccumulateGradients
 from fxshard.passes.pipeline import JOINT_GIVEN, LAST_GIVEN, SPLIT_GIVEN, Pipeline
 from fxshard.runtime import agreement
+from fxshard.runtime.backward import Backward
 from fxshard.runtime.frame import Frame
+from fxshard.shared_code import Facts, SharedCode
 
 
 def lower(
@@ -70,11 +70,7 @@ def lower(
     """
     frame.journal.begin("dynamo", gm.graph, "as Dynamo captured it")
     stages = _Stages(frame, pipeline, options, generate_code)
-    with functorch_config.patch(stages.aot_patches(inputs)):
-        if options.lower == "eager":
-            frame.compiled = stages.interpret(gm, inputs)
-        else:
-            frame.compiled = stages.inductor(gm, inputs)
+    frame.compiled = stages.run(gm, inputs)
 
 
 def require_known_flags(options: Options) -> None:
@@ -92,62 +88,30 @@ def lower_plain(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> 
     return cast("Callable[..., Any]", compile_fx(gm, list(inputs), config_patches=dict(options.inductor)))
 
 
+def _backwards(journal: Journal) -> dict[str, dict[str, Record]]:
+    return {name: records for name, records in journal.stages.items() if name.startswith("backward")}
+
+
 def _boxed(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     run: Callable[..., Any] = make_boxed_func(gm.forward)
     return run
 
 
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What fxshard must know of a compiled graph to run it; kept with its code.
+class _Stages:
+    """The passes of one frame, bound to the places where AOTAutograd and Inductor call them.
 
-    Attributes:
-        kind: of the graph.
-        launches: its collectives, in order.
-        trained: as in `Frame`.
+    Those of a variant other than the plain one compile its backward and nothing else.
     """
 
-    kind: GraphKind
-    launches: tuple[order.Launch, ...]
-    trained: dict[str, list[SlotIndex]]
-
-
-class SharedCode(CompiledFxGraph):
-    """Inductor's code of one graph in the form in which AOTAutograd caches it; see [Note: caches]."""
-
-    facts: Facts
-
-    @classmethod
-    def of(cls, compiled: CompiledFxGraph, facts: Facts) -> SharedCode:
-        """The same object, with the ranks' agreement before its code."""
-        compiled.__class__ = cls  # a copy would not do: the original's `__del__` ends the code that they share
-        code = cast(SharedCode, compiled)
-        code.facts = facts
-        code._guard()
-        return code
-
-    def post_compile(self, *args: Any, **kwargs: Any) -> None:
-        """Called when the code was found in the cache, in the process that will run it."""
-        super().post_compile(*args, **kwargs)
-        self._guard()
-        partitioner = inductor_config.custom_partitioner_fn  # of the compilation that looks for it
-        if not isinstance(partitioner, _Partitioner):
-            raise InvariantError("compiled code of fxshard was found by somebody else.")
-        partitioner.stages.restore(self.facts)
-
-    def _guard(self) -> None:
-        if self.current_callable is None:
-            raise InvariantError("Inductor handed over a graph without code.")
-        self.current_callable = agreement.guard(self.current_callable, self.facts.kind, self.facts.launches)
-
-
-class _Stages:
-    """The passes of one frame, bound to the places where AOTAutograd and Inductor call them."""
-
-    def __init__(self, frame: Frame, pipeline: Pipeline, options: Options, generate_code: bool) -> None:
+    def __init__(
+        self, frame: Frame, pipeline: Pipeline, options: Options, generate_code: bool, variant: Variant = PLAIN
+    ) -> None:
         self.frame, self.pipeline, self.options, self.generate_code = frame, pipeline, options, generate_code
+        self.variant = variant
+        self.backward: tuple[Callable[..., Any], Facts] | None = None
+        """The code of the backward with the ranks' agreement before it, once there is any."""
         self.journal = frame.journal
-        self.ambient = _Ambient.now(self.journal.stages["dynamo"][CAPTURED].graph)
+        self.ambient = Ambient.now(self.journal.stages["dynamo"][CAPTURED].graph)
         self.decompositions = select_decomp_table() if options.lower == "inductor" else {}
         self.num_results: int | None = None
         self.found: set[GraphKind] = set()
@@ -155,7 +119,7 @@ class _Stages:
 
     def aot_patches(self, inputs: Sequence[Any]) -> dict[str, Any]:
         """The configuration of AOTAutograd."""
-        if not self.generate_code:
+        if not self.generate_code or self.variant != PLAIN:
             return {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
         # The cache knows a tensor subclass by its global shape: one rank would get the code of another's rows.
         subclasses = any(isinstance(value, Tensor) and is_traceable_wrapper_subclass(value) for value in inputs)
@@ -165,18 +129,28 @@ class _Stages:
             return {}
         return {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True}
 
+    def run(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Lower the captured graph."""
+        with functorch_config.patch(self.aot_patches(inputs)):
+            return self.interpret(gm, inputs) if self.options.lower == "eager" else self.inductor(gm, inputs)
+
     def interpret(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         def compiler(kind: GraphKind) -> Callable[..., Any]:
             def compile_split(graph: fx.GraphModule, graph_inputs: Sequence[Any]) -> Callable[..., Any]:
+                if self.leaves_out(kind):
+                    return _boxed(graph, graph_inputs)
+                before = contract.inputs_of(graph.graph)
                 self.split_stage(graph, kind)
                 if self.pipeline.last:
                     self.last_stage(graph, kind)
-                launches = order.sequence(graph.graph)
+                facts = Facts(
+                    kind=kind, launches=order.sequence(graph.graph), trained=self.frame.trained, inputs=before
+                )
                 if self.generate_code:
                     self.finish(graph.graph)
                     graph.recompile()
                 run = _boxed(graph, graph_inputs)
-                return agreement.guard(run, kind, launches) if self.generate_code else run
+                return self.prepared(run, facts) if self.generate_code else run
 
             return compile_split
 
@@ -213,18 +187,22 @@ class _Stages:
         elif kwargs.get("is_inference"):
             kind = "inference"
         self.found.add(kind)
+        if self.leaves_out(kind):
+            return _boxed(gm, inputs)
+        before = contract.inputs_of(gm.graph)
         self.split_stage(gm, kind)
+        inputs = [*inputs, *(node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(inputs) :])]
         last = {"post_grad_custom_post_pass": _LastStage(self, kind)} if self.pipeline.last else {}
         with inductor_config.patch(last):
             if self.generate_code:
-                return self._code(gm, inputs, kind, **kwargs)
+                facts = Facts(kind=kind, launches=order.sequence(gm.graph), trained=self.frame.trained, inputs=before)
+                return self._code(gm, inputs, facts, **kwargs)
             if self.pipeline.last:
                 self._until_code(fx.GraphModule(gm, copy.deepcopy(gm.graph)), inputs, **kwargs)
         return _boxed(gm, inputs)
 
-    def _code(self, gm: fx.GraphModule, inputs: Sequence[Any], kind: GraphKind, **kwargs: Any) -> Any:
-        """Inductor's code, with the ranks' agreement before it."""
-        facts = Facts(kind=kind, launches=order.sequence(gm.graph), trained=self.frame.trained)
+    def _code(self, gm: fx.GraphModule, inputs: Sequence[Any], facts: Facts, **kwargs: Any) -> Any:
+        """Inductor's code, ready to run."""
         stages = len(self.journal.stages)
         bundled = functorch_config.bundled_autograd_cache
         # For entries of AOTAutograd, which hold the code itself, Inductor passes its own cache over. But that one knows
@@ -235,15 +213,44 @@ class _Stages:
         if self.pipeline.last and len(self.journal.stages) == stages:
             self._replay_when_asked()  # found by Inductor: the last stage did not run
         if bundled and isinstance(code, CompiledFxGraph):
-            return SharedCode.of(code, facts)
-        return agreement.guard(code, kind, facts.launches)
+            return SharedCode.of(code, facts, self)
+        return self.prepared(code, facts)
+
+    def leaves_out(self, kind: GraphKind) -> bool:
+        """Whether a graph of this kind has been compiled already, for the plain variant."""
+        return self.variant != PLAIN and kind != "backward"
+
+    def prepared(self, code: Callable[..., Any], facts: Facts) -> Callable[..., Any]:
+        """A graph's code with the ranks' agreement before it; in place of a backward, all its variants."""
+        run = agreement.guard(code, facts.kind, facts.launches)
+        if facts.kind != "backward":
+            return run
+        self.backward = run, facts
+        return run if self.variant != PLAIN else Backward(run, self.frame, self.compile_variant)
+
+    def compile_variant(self, which: Variant) -> Callable[..., Any]:
+        """The code of another variant of the backward, made as the plain one was."""
+        if self.backward is None:
+            raise InvariantError("a variant was asked for before the plain backward was compiled.")
+        stages = self._again(which, generate_code=True)
+        if stages.backward is None or stages.backward[1].inputs != self.backward[1].inputs:
+            raise InvariantError(
+                f"the {which.name(self.frame.trained)} backward takes other inputs than the plain one."
+            )
+        ours, theirs = self.frame.journal, stages.frame.journal
+        self.frame.journal = LateJournal(lambda: ours.stages | _backwards(theirs))
+        return stages.backward[0]
 
     def _replay_when_asked(self) -> None:
         if not isinstance(self.frame.journal, LateJournal):
             self.frame.journal = LateJournal(self._replay)
 
     def _replay(self) -> dict[str, dict[str, Record]]:
-        """Run all passes again, on the graph as Dynamo captured it, and give what the journal then has."""
+        """Run all passes again, and give what the journal then has."""
+        return self._again(self.variant, generate_code=False).journal.stages
+
+    def _again(self, variant: Variant, *, generate_code: bool) -> _Stages:
+        """Lower the graph as Dynamo captured it once more, into a frame of its own."""
         graph = self.journal.stages["dynamo"][CAPTURED].graph
         gm = fx.GraphModule(graph.owning_module or nn.Module(), snapshot(graph))
         frame = Frame(
@@ -251,9 +258,11 @@ class _Stages:
             hardware=self.frame.hardware,
             unsharded_budget_bytes=self.frame.unsharded_budget_bytes,
         )
+        frame.journal.begin("dynamo", gm.graph, "as Dynamo captured it")
         with self.ambient.again():
-            lower(gm, self.ambient.inputs, frame, self.pipeline, self.options, generate_code=False)
-        return frame.journal.stages
+            stages = _Stages(frame, self.pipeline, self.options, generate_code, variant)
+            stages.run(gm, self.ambient.inputs)
+        return stages
 
     def _until_code(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> None:
         """Run Inductor's own passes and our last stage on `gm`, and no further."""
@@ -278,11 +287,17 @@ class _Stages:
 
     def split_stage(self, gm: fx.GraphModule, kind: GraphKind) -> None:
         """The split stage of one graph, in place."""
-        _manager.run(gm, self.pipeline.split, self._context(kind), given=SPLIT_GIVEN)
+        passes, stage = self.pipeline.split, str(kind)
+        if self.variant != PLAIN:
+            at = next(i for i, step in enumerate(passes) if Fact.COLLECTIVES in step.ensures)
+            passes = (*passes[:at], AccumulateGradients(which=self.variant), *passes[at:])
+            stage = f"{kind}_{self.variant.name(self.frame.trained)}"
+        _manager.run(gm, passes, self._context(kind), given=SPLIT_GIVEN, stage=stage)
 
     def last_stage(self, gm: fx.GraphModule, kind: GraphKind) -> None:
         """The last stage of one graph, in place."""
-        _manager.run(gm, self.pipeline.last, self._context(kind), given=LAST_GIVEN, stage=f"{kind}_last")
+        name = "" if self.variant == PLAIN else f"_{self.variant.name(self.frame.trained)}"
+        _manager.run(gm, self.pipeline.last, self._context(kind), given=LAST_GIVEN, stage=f"{kind}{name}_last")
 
     def finish(self, graph: fx.Graph) -> None:
         """What no pass and no reader of graphs need know of, right before a graph becomes code."""
@@ -307,39 +322,6 @@ class _Stages:
     def digest(self) -> str | None:
         """What decides the compiled code besides the graph; `None` if it may not be cached."""
         return cache.digest(self.options, self.frame.plan, self.pipeline, hardware.load(self.frame.hardware))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Ambient:
-    """What a compilation reads from around it.
-
-    Attributes:
-        inputs: of the graph, fake.
-        mode: their fake mode.
-        grad: whether gradients are recorded.
-        autocast: device type, dtype and whether it is on.
-    """
-
-    inputs: list[Any]
-    mode: Any
-    grad: bool
-    autocast: tuple[str, torch.dtype, bool]
-
-    @classmethod
-    def now(cls, graph: fx.Graph) -> _Ambient:
-        """Of a compilation of `graph`, which Dynamo captured, that begins now."""
-        inputs = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
-        tensors = [value for value in inputs if isinstance(value, Tensor)]
-        device = tensors[0].device.type  # a flat is among them
-        autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-        return cls(inputs=inputs, mode=detect_fake_mode(tensors), grad=torch.is_grad_enabled(), autocast=autocast)
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """As it was then."""
-        device, dtype, on = self.autocast
-        with tracing(TracingContext(self.mode)), torch.set_grad_enabled(self.grad), torch.autocast(device, dtype, on):
-            yield
 
 
 class _Partitioner(CustomPartitionerFn):
@@ -392,4 +374,4 @@ class _LastStage(CustomGraphPass):
         self._stages.finish(graph)
 
     def uuid(self) -> str:
-        return f"{self._stages.digest} {self._kind}"
+        return f"{self._stages.digest} {self._kind} {self._stages.variant}"

@@ -8,6 +8,7 @@ a module that was given to `fully_shard` also gets the FSDP methods and a call t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,9 @@ from fxshard.runtime.unit import Member, Unit, require_shard
 
 STATE = "_fxshard_state"
 """Key in the `__dict__` of a module that was given to `fully_shard`."""
+
+NO_SYNC = "_fxshard_no_sync"
+"""Key in the `__dict__` of a module inside `no_sync`: whether units that are made now begin without gradient sync."""
 
 
 @dataclass(eq=False)
@@ -67,6 +71,22 @@ def units_under(module: nn.Module) -> tuple[Unit, ...]:
         state = state_of(child)
         found.update({id(unit): unit for unit in (state.units if state else ())})
     return tuple(found.values())
+
+
+@contextlib.contextmanager
+def without_sync(module: nn.Module) -> Iterator[None]:
+    """No backward that runs inside reduces a unit of `module`, also of those that are made inside."""
+    before = {id(unit): unit.accumulation.sync for unit in units_under(module)}
+    outer = module.__dict__.get(NO_SYNC, False)
+    module.__dict__[NO_SYNC] = True
+    for unit in units_under(module):
+        unit.accumulation.sync = False
+    try:
+        yield
+    finally:
+        module.__dict__[NO_SYNC] = outer
+        for unit in units_under(module):
+            unit.accumulation.sync = before.get(id(unit), not outer)
 
 
 class ParameterOwner(nn.Module):
@@ -124,6 +144,33 @@ class ShardedModule(ParameterOwner):
             unit.reshard_after_forward = reshard_after_forward
             unit.publish()
 
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Say whether backwards that run from now on reduce gradients; read when a backward runs.
+
+        Without, gradients are added up unsharded, in the reduce dtype, and `.grad` stays as it is. The first backward
+        with it reduces what was added up. `fxshard.no_sync` does this for as long as a block runs.
+
+        Args:
+            requires_gradient_sync: whether they do.
+            recurse: whether this holds for all modules inside as well.
+        """
+        if not isinstance(requires_gradient_sync, bool):
+            raise ConfigError(f"requires_gradient_sync must be a bool, got {requires_gradient_sync!r}.")
+        state = cast(ModuleState, self.__dict__[STATE])
+        for unit in state.nested if recurse else state.units:
+            unit.accumulation.sync = requires_gradient_sync
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Say whether a backward that ends from now on is the last one of its step.
+
+        At the end of the last one what waits in units that it did not touch is reduced. Say False where one step has
+        several backwards with gradient sync, as in a pipeline, to leave that to the last of them.
+        """
+        if not isinstance(is_last_backward, bool):
+            raise ConfigError(f"is_last_backward must be a bool, got {is_last_backward!r}.")
+        for unit in cast(ModuleState, self.__dict__[STATE]).nested:
+            unit.microbatches.last = is_last_backward
+
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Launch the gather of this module's parameters now, for the next call of the outermost module.
 
@@ -151,8 +198,9 @@ class ShardedModule(ParameterOwner):
                 unit.relay.reshard(unit)
 
     def reset_iter_state(self) -> None:
-        """Forget what a step that was interrupted by an exception left behind: gathers for graphs that never ran."""
+        """Forget what a step that was interrupted by an exception left behind: gathers, and gradients that wait."""
         for unit in cast(ModuleState, self.__dict__[STATE]).nested:
+            unit.accumulation.waiting.clear()
             if unit.relay is not None:
                 unit.relay.forget()
 

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from fxshard.errors import ConfigError
-from fxshard.modules import STATE, ModuleState, state_of, swap_class, units_under
+from fxshard.modules import NO_SYNC, STATE, ModuleState, state_of, swap_class, units_under
+from fxshard.runtime.accumulation import Microbatches
 from fxshard.runtime.reference import REFS
 from fxshard.runtime.relay import Relay
 from fxshard.runtime.unit import Member, Unit, adopt_attributes, as_dtensor, home_of, shard_rows
@@ -212,9 +213,11 @@ def _name_units(modules: Sequence[nn.Module], state: ModuleState) -> None:
         unit.is_root = unit in state.units
         fqns = [_join(paths.get(id(owner), ""), name) for owner, name in (m.owners[0] for m in unit.members)]
         unit.rename(",".join(filter(None, (paths.get(id(m), "") for m in unit.modules))), fqns)
-    relay = Relay()
+    relay, microbatches = Relay(), Microbatches(tuple(nested.values()))
     for unit in nested.values():
-        unit.relay = relay
+        unit.relay, unit.microbatches = relay, microbatches
         if unit.forward_prefetch or unit.backward_prefetch:
             unit.publish()  # the lists name other units, which have new names only now
+        if any(module.__dict__.get(NO_SYNC) for module in modules):
+            unit.accumulation.sync = False
     state.nested = tuple(nested.values())

@@ -68,12 +68,14 @@ class GraphPass(ABC):
         requires: facts that must hold before.
         ensures: facts that hold after.
         version: raised whenever the pass changes its result; part of every compile cache key.
+        changes_signature: whether the pass adds inputs or takes results away; what it leaves is what later passes keep.
         reorders_only: whether the pass changes nothing but when things happen; `bisect_numerics` holds it to the bit.
     """
 
     requires: ClassVar[frozenset[Fact]] = frozenset()
     ensures: ClassVar[frozenset[Fact]] = frozenset()
     version: ClassVar[int] = 1
+    changes_signature: ClassVar[bool] = False
     reorders_only: ClassVar[bool] = False
 
     @property

@@ -38,22 +38,27 @@ def run(
     given = tuple(given)
     check_facts(passes, given)
     facts = set(given)
-    if Fact.MARKED in facts:
-        tags.tag_markers(gm.graph, ctx.plan)
+    agreed = _agree(gm, ctx, facts)
     stage = ctx.journal.begin(stage or ctx.kind, gm.graph, "as the stage received it")
     _publish(ctx.journal.stages[stage][CAPTURED], "00/00")
-    agreed = contract.contract_of(
+    before = len(ctx.journal.stages[stage])
+    for i, step in enumerate(passes):
+        facts |= step.ensures
+        agreed = _run_one(gm, step, ctx, agreed, facts, stage, f"{i + 1:02}/{len(passes):02}")
+    return any(record.changed for record in list(ctx.journal.stages[stage].values())[before:])
+
+
+def _agree(gm: GraphModule, ctx: PassContext, facts: Iterable[Fact]) -> contract.Contract:
+    """What the graph must keep from now on."""
+    if Fact.MARKED in facts:
+        tags.tag_markers(gm.graph, ctx.plan)
+    return contract.contract_of(
         gm.graph,
         ctx.plan,
         ctx.kind,
         num_results=ctx.num_results,
         unsharded_budget_bytes=ctx.unsharded_budget_bytes,
     )
-    changed = False
-    for i, step in enumerate(passes):
-        facts |= step.ensures
-        changed |= _run_one(gm, step, ctx, agreed, facts, stage, f"{i + 1:02}/{len(passes):02}")
-    return changed
 
 
 def check_facts(passes: Sequence[GraphPass], given: Iterable[Fact]) -> frozenset[Fact]:
@@ -79,7 +84,8 @@ def _run_one(
     facts: set[Fact],
     stage: str,
     place: str,
-) -> bool:
+) -> contract.Contract:
+    """Run a pass; return what the graph must keep from then on."""
     start, nodes = time.perf_counter(), len(gm.graph.nodes)
     ctx.declined.clear()
     ctx.notes.clear()
@@ -89,6 +95,8 @@ def _run_one(
             gm.graph.lint()
         except RuntimeError as error:
             raise InvariantError(f"{step} left a malformed {ctx.kind} graph: {error}") from error
+    if changed and step.changes_signature:
+        agreed = _agree(gm, ctx, facts)
     if ctx.verify and (changed or step.ensures):
         spec.verify(gm.graph, agreed, facts, broken_by=str(step), debug=ctx.verify == "debug")
     if changed:
@@ -106,7 +114,7 @@ def _run_one(
     )
     _log.info("[%s %s] %s  nodes %d -> %d  %.0f ms", stage, place, step, nodes, len(gm.graph.nodes), seconds * 1e3)
     _publish(ctx.journal.last(stage), place)
-    return changed
+    return agreed
 
 
 def _publish(record: Record, place: str) -> None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -123,6 +123,28 @@ def test_shows_the_graphs_of_code_that_was_found(warm: DeviceMesh, dynamic: bool
     assert after == before
     assert [graph.kind for graph in after[0]] == ["forward", "backward"]
     assert "idle" in after[1]["backward_last"]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_accumulates_with_code_that_was_found(warm: DeviceMesh, dynamic: bool) -> None:
+    def accumulated(expected: tuple[int, int]) -> tuple[list[Tensor], list[fxshard.CompiledGraph]]:
+        torch._dynamo.reset()
+        found()
+        model = build(warm)
+        step = compile_module(model, options={"passes": in_last(Idle())}, dynamic=dynamic)
+        with fxshard.no_sync(model):
+            step(torch.ones(3, 4)).sum().backward()
+        assert all(p.grad is None for p in model.parameters())
+        step(torch.ones(3, 4)).sum().backward()
+        assert found() == expected
+        grads = [cast(DTensor, p.grad).to_local().clone() for p in model.parameters()]
+        return grads, fxshard.compiled_graphs(model)
+
+    before, after = accumulated((0, 1)), accumulated((1, 0))
+    assert all(map(torch.equal, before[0], after[0]))
+    assert after[1] == before[1]
+    kinds = ["forward", "backward", "backward_accumulate", "backward_final"]
+    assert [graph.kind for graph in after[1]] == kinds
 
 
 def test_shows_the_last_stage_where_only_inductor_knew_the_graph(warm: DeviceMesh) -> None:

@@ -6,7 +6,9 @@ import dataclasses
 import importlib
 import inspect
 
+from fxshard.ir.variant import Variant
 from fxshard.passes._base import GraphKind, GraphPass
+from fxshard.passes.accumulate_gradients import AccumulateGradients
 from fxshard.passes.bucket_collectives import MIB, BucketCollectives
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.dedup_unshard import DedupUnshard
@@ -109,6 +111,17 @@ def test_keeps_the_page_of_reshard_policy_in_step() -> None:
         "A module that computes in bfloat16 with a cast and transposed weight, under `reshard_after_forward=True`."
     )
     assert_page("docs/passes/reshard_policy.md", page_of(ReshardPolicy, example, pairs))
+
+
+def test_keeps_the_page_of_accumulate_gradients_in_step() -> None:
+    traced = graphs.trace(graphs.Layer(), reshard_after_forward=True)
+    pairs = [("The backward graph before", graph_block(traced, "backward", DedupUnshard))]
+    for which in (Variant(accumulates=frozenset({""})), Variant(finishes=frozenset({""}))):
+        gm, ctx = traced.at("backward", after=DedupUnshard)
+        graphs.run_pass(AccumulateGradients(which=which), gm, ctx)
+        pairs.append((f"The {which.name([''])} backward", code_block(text(gm))))
+    example = "One layer, `x @ weight + bias`, on two ranks."
+    assert_page("docs/passes/accumulate_gradients.md", page_of(AccumulateGradients, example, pairs))
 
 
 def test_keeps_the_page_of_insert_collectives_in_step() -> None:

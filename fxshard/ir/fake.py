@@ -124,6 +124,20 @@ def backward_id() -> int | None:
     return None if task == -1 else task
 
 
+def compiled_nodes(result: Tensor) -> Iterator[Any]:
+    """The backwards of AOTAutograd's graphs that a tensor with a `grad_fn` comes from, the nearest on each way back."""
+    waiting, seen = [result.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CompiledFunctionBackward":
+            yield node
+        else:
+            waiting.extend(before for before, _ in node.next_functions)
+
+
 def backward_keeps_graph() -> bool:
     """Whether the running backward was called with `retain_graph=True`."""
     return torch._C._autograd._get_current_graph_task_keep_graph()

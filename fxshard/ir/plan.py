@@ -15,8 +15,8 @@ Same layout as FSDP2's all_gather and reduce_scatter buffers, which bitwise pari
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -72,6 +72,10 @@ class ShardPlan:
     def numel(self) -> int:
         """Elements on one rank."""
         return sum(slot.numel for slot in self.slots)
+
+    def renamed(self, names: Mapping[str, str]) -> ShardPlan:
+        """The same with other FQNs; `names` has the new one of each."""
+        return replace(self, slots=tuple(replace(slot, fqn=names[slot.fqn]) for slot in self.slots))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ new one.
     input=tokens            a graph input, as the user's code calls it
     param=blocks.0.weight   an unsharded parameter
     grad=blocks.0.weight    a gradient of an unsharded parameter (one of several, where it is read several times)
+    acc=blocks.0.weight     a graph input in which the gradients of that parameter are added up
     after=mm_3              a node that must come after that one, whatever Inductor fuses
     unit=blocks.0@0         a launch or wait for that unit; after the @, which call of the unit; several with " & "
 """
@@ -26,6 +27,7 @@ from fxshard.ir.plan import FramePlan
 KEY = "fxshard"
 
 SHARD, INPUT, PARAM, GRAD, UNIT, AFTER = "shard", "input", "param", "grad", "unit", "after"
+ACCUMULATOR = "acc"
 
 _AND = " & "  # a unit of several modules has commas in its name
 

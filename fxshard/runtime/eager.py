@@ -146,13 +146,17 @@ class _UnshardUnit(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         unit: Unit = ctx.unit
         unit.require_epoch(ctx.epoch)
-        written = [(slot, grad) for slot, grad in zip(ctx.index, grads, strict=True) if grad is not None]
+        written = {slot: grad for slot, grad in zip(ctx.index, grads, strict=True) if grad is not None}
         _scopes.recompute = None
+        unit.microbatches.backward_runs()
+        if written and not unit.accumulation.sync:
+            unit.accumulation.add(unit, written)
+            written = {}
         if not written:
             return (None, None, *(None for _ in unit.shards))
-        slots = [slot for slot, _ in written]
-        for i, j in slots:
+        written = unit.accumulation.finish(unit, written)
+        for i, j in written:
             unit.shards[i].sink.expect((j,))
         with ranges.of_unit(unit.fqn):
-            reduced = collectives.reduce_grads(dict(written), unit.plan)
+            reduced = collectives.reduce_grads(written, unit.plan)
         return (None, None, *(reduced.get(i) for i in range(len(unit.shards))))

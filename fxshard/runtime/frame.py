@@ -30,6 +30,7 @@ class Frame:
         hardware: what the user's options name for estimates.
         unsharded_budget_bytes: what the user's options let unsharded parameters take, `None` for no limit.
         compiled: the lowered forward (or inference) graph.
+        running: the call whose backward is about to run.
     """
 
     plan: FramePlan
@@ -38,6 +39,7 @@ class Frame:
     hardware: str = "h100"
     unsharded_budget_bytes: int | None = None
     compiled: Callable[..., Any] | None = None
+    running: _BeforeBackward | None = None
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph on the inputs that Dynamo hands over."""
@@ -85,29 +87,45 @@ class Frame:
         for result in results:
             if _has_graph(result):
                 result.register_hook(hook.run)
+        for node in {node for result in results if _has_graph(result) for node in fake.compiled_nodes(result)}:
+            node.register_prehook(hook.begin)
 
 
 class _BeforeBackward:
-    """One call of a frame, seen from its backward: runs once per backward, at the first gradient of an output."""
+    """One call of a frame, seen from its backward."""
 
     def __init__(self, frame: Frame, units: dict[str, Unit]) -> None:
-        self.trained, self.units = frame.trained, units
+        self.frame, self.trained, self.units = frame, frame.trained, units
         # What backward reads from the flats again: kept copies are of the time of the forward by themselves.
         plans = frame.plan.units
         self.epochs = {key: unit.epoch() for key, unit in units.items() if plans[key].regathers}
         self.ran: int | None = None
 
     def run(self, _: Tensor) -> None:
+        """At the gradient of an output."""
         _announce_eagerly(self)
 
+    def begin(self, _: Any) -> None:
+        """Right before the graph's backward; blocks of equal shape share a frame, but run one after the other."""
+        _begin_eagerly(self)
+
+    def is_next(self) -> None:
+        """Let the frame's backward find this call."""
+        self.frame.running = self
+
     def announce(self) -> None:
+        """Once per backward, at the first gradient of an output: check that it may run, and say what it will give."""
         if self.ran == fake.backward_id():
             return
         self.ran = fake.backward_id()
         _refuse_repeated_backward()
         for key, epoch in self.epochs.items():
             self.units[key].require_epoch(epoch)
+        for microbatches in {self.units[key].microbatches for key in self.trained}:
+            microbatches.backward_runs()
         for key, slots in self.trained.items():
+            if not self.units[key].accumulation.sync:
+                continue
             for i, shard in enumerate(self.units[key].shards):
                 if trained := [slot for j, slot in slots if j == i]:
                     shard.sink.expect(trained)
@@ -115,6 +133,7 @@ class _BeforeBackward:
 
 # A whole train step may be compiled: then Dynamo is on during backward, and must leave our hooks alone.
 _announce_eagerly = torch.compiler.disable(_BeforeBackward.announce)
+_begin_eagerly = torch.compiler.disable(_BeforeBackward.is_next)
 
 
 def _flat(results: Any) -> list[Any]:

@@ -29,6 +29,7 @@ from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.ir import fake
 from fxshard.ir.plan import ParameterSpec, ShardPlan, Slot, UnitPlan, lay_out, prefetch_words
 from fxshard.runtime import reference
+from fxshard.runtime.accumulation import Accumulation, Microbatches
 from fxshard.runtime.gradients import GradientSink
 from fxshard.runtime.reference import ParameterRef
 
@@ -156,7 +157,8 @@ class Unit:
         ignored: parameters of the modules that stay unsharded on purpose.
         after_first_call: run once, when a compiled graph with this unit has run for the first time.
         frames: the captured graphs that read it, weakly.
-        relay: hands gathers from graph to graph; the model's, set when the unit is named.
+        accumulation: its gradients of microbatches that were not reduced.
+        microbatches, relay: the model's, set when the unit is named.
     """
 
     def __init__(
@@ -183,6 +185,8 @@ class Unit:
         self.ignored: frozenset[nn.Parameter] = frozenset()
         self.after_first_call: Callable[[], None] | None = None
         self.frames: list[weakref.ref[Any]] = []
+        self.accumulation = Accumulation()
+        self.microbatches = Microbatches((self,))
         self.relay: Relay | None = None
         self.plan: UnitPlan
 
@@ -265,11 +269,7 @@ class Unit:
         for member, new in zip(self.members, member_fqns, strict=True):
             member.fqn = new
         for shard in self.shards:
-            slots = tuple(
-                Slot(fqn=renamed[s.fqn], shape=s.shape, offset=s.offset, numel=s.numel) for s in shard.plan.slots
-            )
-            shard.plan = ShardPlan(dtype=shard.plan.dtype, trainable=shard.plan.trainable, slots=slots)
-            shard.sink.plan = shard.plan
+            shard.plan = shard.sink.plan = shard.plan.renamed(renamed)
         self.publish()
 
     def check(self) -> None:

@@ -1,0 +1,45 @@
+"""What a compilation reads from around it, kept for one that comes later: `torch._guards` and torch's modes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._guards import TracingContext, detect_fake_mode, tracing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ambient:
+    """The surroundings of one compilation.
+
+    Attributes:
+        inputs: of the graph, fake.
+        mode: their fake mode.
+        grad: whether gradients are recorded.
+        autocast: device type, dtype and whether it is on.
+    """
+
+    inputs: list[Any]
+    mode: Any
+    grad: bool
+    autocast: tuple[str, torch.dtype, bool]
+
+    @classmethod
+    def now(cls, graph: fx.Graph) -> Ambient:
+        """Of a compilation of `graph`, which Dynamo captured, that begins now."""
+        inputs = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
+        tensors = [value for value in inputs if isinstance(value, Tensor)]
+        device = tensors[0].device.type  # a flat is among them
+        autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        return cls(inputs=inputs, mode=detect_fake_mode(tensors), grad=torch.is_grad_enabled(), autocast=autocast)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """As it was then."""
+        device, dtype, on = self.autocast
+        with tracing(TracingContext(self.mode)), torch.set_grad_enabled(self.grad), torch.autocast(device, dtype, on):
+            yield

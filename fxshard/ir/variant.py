@@ -1,0 +1,70 @@
+"""What becomes of the gradients of one run of a backward: the value by which its variants are told apart.
+
+[Note: variants]
+Whether a gradient is reduced is known when backward *runs*: `no_sync` may begin after the forward. So one captured
+graph has several backwards, compiled when they are first needed:
+
+    plain        reduces every unit
+    accumulate   adds every gradient to its accumulator, and reduces nothing
+    final        adds what was accumulated to the last gradient, and reduces the sum
+
+All take what the forward saved, and after it the accumulators. Units of one graph that are set differently make further
+ones. An accumulator is the unit's own memory and never a result of a graph: two results of one graph may be the same
+tensor, and adding to it in place would add twice.
+Source: fairscale `FlattenParamsWrapper`, which concatenates gradients in the last microbatch alone; FSDP2
+`set_requires_gradient_sync`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fxshard.ir import collectives
+from fxshard.ir.collectives import SlotIndex
+from fxshard.ir.plan import ShardPlan, UnitPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """Which backward of a captured graph is meant; see [Note: variants].
+
+    Attributes:
+        accumulates: keys of the units whose gradients stay in their accumulators.
+        finishes: keys of the units whose accumulators are added to their gradients before these are reduced.
+    """
+
+    accumulates: frozenset[str] = frozenset()
+    finishes: frozenset[str] = frozenset()
+
+    def name(self, units: Collection[str]) -> str:
+        """As the journal calls it; `units` are those with gradients in the graph."""
+        if self.accumulates:
+            return "accumulate" if self.accumulates == set(units) else "mixed"
+        return "final" if self.finishes else "plain"
+
+    @property
+    def units(self) -> frozenset[str]:
+        """Keys of the units whose accumulators it takes."""
+        return self.accumulates | self.finishes
+
+
+PLAIN = Variant()
+
+
+def accumulator_dtype(unit: UnitPlan, shard: ShardPlan) -> torch.dtype:
+    """Dtype in which the gradients of a shard are accumulated: the one in which they will be reduced."""
+    (dtype,) = collectives.reduce_dtypes({(unit.shards.index(shard), 0): unit.unsharded_dtype(shard)}, unit)
+    return dtype
+
+
+def accumulators_of(which: Variant, trained: Mapping[str, Sequence[SlotIndex]]) -> list[tuple[str, SlotIndex]]:
+    """(unit, parameter) of each accumulator that a variant takes, in the order in which it takes them.
+
+    Args:
+        which: the variant.
+        trained: unit key -> the parameters that the graph's backward gives a gradient.
+    """
+    return [(key, slot) for key in sorted(which.units) for slot in sorted(trained.get(key, ()))]

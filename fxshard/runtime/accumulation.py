@@ -1,0 +1,161 @@
+"""Gradients of microbatches that wait for the last one: where they are added up, and when they are reduced.
+
+[Note: accumulators]
+Accumulators belong to the unit, not to the graph that writes them: the last microbatch may run in another graph (a new
+shape, a graph break), or not touch the unit at all. They are of the unsharded shapes, in the dtype in which they will
+be reduced, allocated at the first gradient that waits and kept for the steps that follow.
+
+A unit that still waits when a backward ends which was to reduce it (`set_is_last_backward`) is reduced then. The units
+go in the order in which the model names them, so that all ranks go alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fxshard.errors import UnsupportedGraph
+from fxshard.ir import collectives, fake
+from fxshard.ir.collectives import SlotIndex
+from fxshard.ir.variant import Variant, accumulator_dtype, accumulators_of
+
+if TYPE_CHECKING:
+    from fxshard.runtime.unit import Unit
+
+
+class Accumulation:
+    """What one unit has accumulated; see [Note: accumulators].
+
+    Attributes:
+        sync: whether a backward that runs now reduces the unit's gradients.
+        waiting: the parameters with gradients that were not reduced.
+    """
+
+    def __init__(self) -> None:
+        self.sync = True
+        self.waiting: set[SlotIndex] = set()
+        self._buffers: dict[int, Tensor] = {}  # by shard: all its parameters, one after the other
+        self._epoch = 0
+
+    def sums(self, unit: Unit, slots: Iterable[SlotIndex]) -> list[Tensor]:
+        """The accumulators of some parameters, each of its unsharded shape: zeros where nothing waits.
+
+        Raises:
+            UnsupportedGraph: the parameters have changed since the first gradient that waits.
+        """
+        slots = list(slots)
+        if self.waiting and self._epoch != unit.epoch():
+            raise UnsupportedGraph(
+                f"parameters of unit {unit.fqn or 'root'!r} were changed while gradients of earlier microbatches "
+                "waited to be reduced. Let the last backward before the optimizer step run outside of no_sync() (or "
+                "with set_requires_gradient_sync(True)), or drop what waits with reset_iter_state()."
+            )
+        self._epoch = unit.epoch()
+        views = {i: self._views(unit, i) for i in sorted({shard for shard, _ in slots})}
+        return [views[shard][slot] for shard, slot in slots]
+
+    def _views(self, unit: Unit, i: int) -> Sequence[Tensor]:
+        shard = unit.shards[i].plan
+        numels, dtype = [slot.full_numel for slot in shard.slots], accumulator_dtype(unit.plan, shard)
+        found, device = self._buffers.get(i), unit.shards[i].flat.device
+        with torch.no_grad(), torch.inference_mode(False):
+            if found is None or (found.numel(), found.dtype, found.device) != (sum(numels), dtype, device):
+                found = self._buffers[i] = torch.zeros(sum(numels), dtype=dtype, device=device)
+            elif not any(index == i for index, _ in self.waiting):
+                found.zero_()
+            return [part.view(slot.shape) for part, slot in zip(found.split(numels), shard.slots, strict=True)]
+
+    def add(self, unit: Unit, grads: Mapping[SlotIndex, Tensor]) -> None:
+        """Add gradients, each of its parameter's shape, outside of compiled code."""
+        with torch.no_grad():
+            for total, grad in zip(self.sums(unit, grads), grads.values(), strict=True):
+                total.add_(grad.to(total.dtype))
+        self.waiting.update(grads)
+
+    def finish(self, unit: Unit, grads: Mapping[SlotIndex, Tensor]) -> dict[SlotIndex, Tensor]:
+        """What is to be reduced, by parameter: `grads`, with what waits added to them."""
+        if not self.waiting:
+            return dict(grads)
+        self.add(unit, grads)
+        slots = sorted(self.waiting)
+        found = dict(zip(slots, self.sums(unit, slots), strict=True))
+        self.waiting.clear()
+        return found
+
+    def release(self) -> None:
+        """Free the accumulators; nothing may wait in them."""
+        self._buffers.clear()
+
+
+def variant_for(units: Mapping[str, Unit], trained: Mapping[str, Sequence[SlotIndex]]) -> Variant:
+    """Which backward of a graph is to run now.
+
+    Args:
+        units: of this call of the graph.
+        trained: unit key -> the parameters that the graph's backward gives a gradient.
+    """
+    kept = frozenset(key for key in trained if not units[key].accumulation.sync)
+    waiting = {key: units[key].accumulation.waiting for key in trained if key not in kept}
+    return Variant(
+        accumulates=kept,
+        finishes=frozenset(key for key, slots in waiting.items() if slots and not slots.isdisjoint(trained[key])),
+    )
+
+
+def sums_for(which: Variant, units: Mapping[str, Unit], trained: Mapping[str, Sequence[SlotIndex]]) -> list[Tensor]:
+    """The accumulators that a variant takes, in its order."""
+    slots: dict[str, list[SlotIndex]] = {}
+    for key, slot in accumulators_of(which, trained):
+        slots.setdefault(key, []).append(slot)
+    return [total for key, mine in slots.items() for total in units[key].accumulation.sums(units[key], mine)]
+
+
+def note_run(which: Variant, units: Mapping[str, Unit], trained: Mapping[str, Sequence[SlotIndex]]) -> None:
+    """A variant has run: say what waits now."""
+    for key in which.accumulates:
+        units[key].accumulation.waiting.update(trained[key])
+    for key in which.finishes:
+        units[key].accumulation.waiting.difference_update(trained[key])
+
+
+@dataclass(eq=False)
+class Microbatches:
+    """The backwards of one model.
+
+    Attributes:
+        units: of the model, in the order in which it names them.
+        last: whether a backward that ends now is the last one of its step.
+    """
+
+    units: Sequence[Unit]
+    last: bool = True
+    _watched: int | None = field(default=None, repr=False)
+
+    def backward_runs(self) -> None:
+        """Called by the first graph of a backward: when the backward ends, reduce what it was to reduce and did not."""
+        running = fake.backward_id()
+        if running != self._watched and any(unit.accumulation.waiting for unit in self.units):
+            self._watched = running
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        self._watched = None
+        for unit in self.units if self.last else ():
+            if unit.accumulation.sync and unit.accumulation.waiting:
+                _reduce(unit)
+
+
+def _reduce(unit: Unit) -> None:
+    """Reduce what waits, and give the parameters their gradients."""
+    with torch.no_grad():
+        grads = unit.accumulation.finish(unit, {})
+        for i, reduced in collectives.reduce_grads(grads, unit.plan).items():
+            shard = unit.shards[i]
+            shard.sink.expect(slot for index, slot in grads if index == i)
+            shard.flat.grad = reduced
+            shard.sink.take(shard.flat)

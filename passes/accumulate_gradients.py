@@ -1,0 +1,136 @@
+"""Leave gradients in their accumulators until the last microbatch."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+from torch.fx import GraphModule
+
+from fxshard.ir import contract, fake, ops, tags
+from fxshard.ir.splice import Splicer
+from fxshard.ir.variant import PLAIN, Variant, accumulator_dtype, accumulators_of
+from fxshard.passes._base import Fact, GraphPass, PassContext
+
+aten = torch.ops.aten
+
+Place = tuple[str, tuple[int, int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccumulateGradients(GraphPass):
+    """Give the graph an accumulator for each gradient; add the gradient to it, or it to the gradient.
+
+    Before       %r = reduce_grad(%dw, 'blocks.0', 0)                                 return %r
+    Accumulate   %acc = input   %sum = add(%acc, %dw)   copy_(%acc, %sum)             return None
+    Final        %acc = input   %s = reduce_grad(%acc, ...)   %t = add(%r, %s)        return %t
+
+    What is reduced in the end is what FSDP2 would reduce: gradients of one microbatch are added up first, as autograd
+    does, then cast to the reduce dtype and added to those of earlier microbatches.
+
+    Attributes:
+        which: the units to accumulate, and those to finish.
+
+    Numerics: equal to FSDP2's `set_requires_gradient_sync(False)`, operation for operation.
+    Memory: nothing of its own; accumulators take one unsharded gradient in reduce dtype.
+    No-op: the plain variant.
+    Limits: run by the backend for backwards of a step with several microbatches, not by a pipeline.
+    Source: fairscale (the gradient concat in the last microbatch alone); FSDP2 `_fsdp_param.py`
+        (`accumulate_unsharded_grad_if_needed`).
+    """
+
+    requires = frozenset({Fact.DEDUPED})
+    changes_signature = True
+
+    which: Variant = PLAIN
+
+    def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
+        """Edit `gm.graph` in place; return whether anything changed."""
+        terms = _terms(gm.graph)
+        trained: dict[str, list[tuple[int, int]]] = {}
+        for unit, slot in terms:
+            trained.setdefault(unit, []).append(slot)
+        wanted = accumulators_of(self.which, trained)
+        accumulators = {place: _add_input(gm.graph, place, ctx) for place in wanted}
+        splicer = Splicer(gm.graph, ctx.decompositions)
+        for place, accumulator in accumulators.items():
+            if place[0] in self.which.accumulates:
+                _accumulate(splicer, accumulator, [marker.args[0] for marker in terms[place]])
+            else:
+                _finish(gm.graph, accumulator, terms[place][0])
+        _return_nothing(gm.graph, self.which.accumulates)
+        if accumulators:
+            gm.graph.eliminate_dead_code()
+        return bool(accumulators)
+
+
+def _terms(graph: fx.Graph) -> dict[Place, list[fx.Node]]:
+    """Parameter -> the markers whose sum is its gradient, in the order in which autograd added them."""
+    terms: dict[Place, list[fx.Node]] = {}
+    for result in contract.results_of(graph):
+        for marker in ops.reduce_markers(result):
+            key = ops.key_of(marker)
+            terms.setdefault((key.unit, (key.shard, ops.slot_of(marker))), []).append(marker)
+    return terms
+
+
+def _add_input(graph: fx.Graph, place: Place, ctx: PassContext) -> fx.Node:
+    """A new last input: the accumulator of a parameter, of its unsharded shape."""
+    key, (i, j) = place
+    unit = ctx.plan.units[key]
+    shard = unit.shards[i]
+    slot, inputs = shard.slots[j], graph.find_nodes(op="placeholder")
+    name = ctx.plan.parameter_name(key, i, j)
+    with graph.inserting_after(inputs[-1]):
+        node = graph.placeholder("acc_" + name.replace(".", "_").replace("'", "_"))
+    mode = fake.fake_mode_of(graph)
+    assert mode is not None, "a backward has tensors"
+    with mode:
+        device = next(n.meta["val"].device for n in inputs if isinstance(n.meta.get("val"), Tensor))
+        node.meta["val"] = torch.empty(slot.shape, dtype=accumulator_dtype(unit, shard), device=device)
+    tags.tag(node, tags.ACCUMULATOR, name)
+    return node
+
+
+def _accumulate(splicer: Splicer, accumulator: fx.Node, grads: Sequence[object]) -> None:
+    """Add the sum of `grads` to the accumulator, after the last of them."""
+    inputs = [accumulator, *(grad for grad in grads if isinstance(grad, fx.Node))]
+
+    def add(old: Tensor, *terms: Tensor) -> Sequence[Tensor]:
+        return [old + functools.reduce(operator.add, terms).to(old.dtype)]
+
+    last = max(inputs)  # nodes compare by their place in the graph
+    while last.next.op == "placeholder":
+        last = last.next
+    (total,), _ = splicer.insert(last.next, add, inputs, ("accumulate", len(inputs)))
+    with splicer.graph.inserting_after(total):
+        written = splicer.graph.call_function(aten.copy_.default, (accumulator, total))
+    written.meta["val"] = accumulator.meta["val"]
+
+
+def _finish(graph: fx.Graph, accumulator: fx.Node, marker: fx.Node) -> None:
+    """Let the accumulator be one more gradient of the parameter that `marker` reduces, the last to be added."""
+    results = contract.results_of(graph)
+    at = next(i for i, result in enumerate(results) if marker in ops.reduce_markers(result))
+    before = results[at]
+    assert isinstance(before, fx.Node)
+    with graph.inserting_before(graph.output_node()):
+        one_more = graph.call_function(ops.REDUCE_GRAD, (accumulator, *marker.args[1:]))
+        total = graph.call_function(aten.add.Tensor, (before, one_more))
+    one_more.meta["val"], total.meta["val"] = marker.meta["val"], before.meta["val"]
+    results[at] = total
+    graph.output_node().args = (tuple(results),)
+
+
+def _return_nothing(graph: fx.Graph, units: frozenset[str]) -> None:
+    """Let the graph have no gradient of these units."""
+    results = contract.results_of(graph)
+    for i, result in enumerate(results):
+        markers = ops.reduce_markers(result)
+        if markers and ops.key_of(markers[0]).unit in units:
+            results[i] = None
+    graph.output_node().args = (tuple(results),)

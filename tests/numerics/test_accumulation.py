@@ -1,0 +1,350 @@
+"""Several microbatches per step: reduced once, and to the same bits as FSDP2 without gradient sync."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import fxshard
+from fxshard.errors import ConfigError, UnsupportedGraph
+from fxshard.modules import ShardedModule, units_under
+from tests.numerics.harness import (
+    Run,
+    Scenario,
+    Tools,
+    blocks_of,
+    check,
+    check_against_unsharded,
+    check_bitwise,
+    check_close,
+    check_inductor,
+    fxshard_system,
+    only_compile,
+    only_shard,
+    shard_and_compile,
+    shard_blocks,
+    start,
+    train_step,
+    update,
+)
+from tests.numerics.models import MLP, checkpointed_gpt, cross_entropy, rows, tied_gpt, tokens
+from tests.ranks import two_ranks
+
+Backward = Callable[[Run, int], Tensor]
+NUM_MICROBATCHES = 3
+
+
+def set_sync(model: nn.Module, sync: bool) -> None:
+    """Switch gradient sync, where the system has any."""
+    if hasattr(model, "set_requires_gradient_sync"):
+        cast(ShardedModule, model).set_requires_gradient_sync(sync)
+
+
+def loss_of(run: Run, step: int, microbatch: int) -> Tensor:
+    return run.loss(10 * step + microbatch) / NUM_MICROBATCHES
+
+
+def several(run: Run, step: int) -> Tensor:
+    """Three microbatches, the last with gradient sync."""
+    losses = []
+    for i in range(NUM_MICROBATCHES):
+        set_sync(run.model, i == NUM_MICROBATCHES - 1)
+        losses.append(loss_of(run, step, i))
+        losses[-1].backward()
+    return torch.stack([loss.detach() for loss in losses]).sum()
+
+
+def block_by_block(model: nn.Module, tools: Tools) -> nn.Module:
+    shard_blocks(model, tools)
+    for block in blocks_of(model):
+        tools.compile_in_place(block)
+    return model
+
+
+def with_a_break(model: nn.Module, tools: Tools) -> nn.Module:
+    for block in list(blocks_of(model))[1:2]:
+        block.register_forward_pre_hook(lambda module, args: torch._dynamo.graph_break())
+    return shard_and_compile(model, tools)
+
+
+@two_ranks
+@pytest.mark.parametrize("prepare", [shard_and_compile, only_shard, block_by_block, with_a_break])
+def test_reduces_in_the_last_microbatch(prepare: Callable[[nn.Module, Tools], nn.Module]) -> None:
+    check(Scenario(model=MLP, batch=rows(), backward=several, prepare=prepare))
+
+
+@two_ranks
+def test_accumulates_a_parameter_that_is_read_twice() -> None:
+    check_close(Scenario(model=tied_gpt, batch=tokens(), loss=cross_entropy, backward=several))
+
+
+@two_ranks
+def test_accumulates_under_activation_checkpointing() -> None:
+    check_close(Scenario(model=checkpointed_gpt, batch=tokens(), loss=cross_entropy, backward=several))
+
+
+@two_ranks
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16, None])
+def test_accumulates_in_the_reduce_dtype(reduce_dtype: torch.dtype | None) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    check_bitwise(Scenario(model=MLP, batch=rows(), backward=several, shard_kwargs={"mp_policy": policy}))
+
+
+@two_ranks(timeout=240)
+def test_compiled_code_accumulates() -> None:
+    check_inductor(Scenario(model=MLP, batch=rows(), backward=several))
+
+
+def freeze_a_block(model: nn.Module, tools: Tools) -> nn.Module:
+    next(iter(blocks_of(model))).requires_grad_(False)
+    return shard_and_compile(model, tools)
+
+
+@two_ranks
+def test_leaves_frozen_parameters_alone() -> None:
+    check(Scenario(model=MLP, batch=rows(), backward=several, prepare=freeze_a_block))
+
+
+def of_many_sizes(step: int, rank: int) -> tuple[Tensor, ...]:
+    return rows(count=2 + step % 4)(step, rank)
+
+
+@two_ranks
+def test_accumulates_microbatches_of_different_shapes() -> None:
+    check_bitwise(Scenario(model=MLP, batch=of_many_sizes, backward=several))
+
+
+# ---- when and what
+
+
+def with_no_sync(run: Run, step: int) -> Tensor:
+    """Three microbatches, the first two in nested `no_sync`; everywhere else as `several`."""
+    if not run.system.ours:
+        return several(run, step)
+    losses = []
+    with fxshard.no_sync(run.model):
+        with fxshard.no_sync(run.model):
+            losses.append(loss_of(run, step, 0))
+            losses[-1].backward()
+        losses.append(loss_of(run, step, 1))
+        losses[-1].backward()
+    losses.append(loss_of(run, step, 2))
+    losses[-1].backward()
+    return torch.stack([loss.detach() for loss in losses]).sum()
+
+
+@two_ranks
+@pytest.mark.parametrize("prepare", [shard_and_compile, only_compile])
+def test_no_sync_holds_for_what_runs_inside(prepare: Callable[[nn.Module, Tools], nn.Module]) -> None:
+    check_against_unsharded(Scenario(model=MLP, batch=rows(), backward=with_no_sync, prepare=prepare))
+
+
+def forwards_ahead(run: Run, step: int) -> Tensor:
+    """F F B F B B, as a stage of a pipeline runs them: the flag is read when a backward runs."""
+    first, second = loss_of(run, step, 0), loss_of(run, step, 1)
+    set_sync(run.model, False)
+    first.backward()
+    third = loss_of(run, step, 2)
+    second.backward()
+    set_sync(run.model, True)
+    third.backward()
+    return (first + second + third).detach()
+
+
+@two_ranks
+@pytest.mark.parametrize("prepare", [shard_and_compile, only_shard, block_by_block])
+def test_reads_the_flag_when_a_backward_runs(prepare: Callable[[nn.Module, Tools], nn.Module]) -> None:
+    check(Scenario(model=MLP, batch=rows(), backward=forwards_ahead, prepare=prepare))
+
+
+def now_and_then(run: Run, step: int) -> Tensor:
+    """Accumulate in every second step only; elsewhere reduce every microbatch."""
+    set_sync(run.model, True)
+    if step % 2:
+        return several(run, step)
+    losses = [loss_of(run, step, i) for i in range(NUM_MICROBATCHES)]
+    for loss in losses:
+        loss.backward()
+    return torch.stack([loss.detach() for loss in losses]).sum()
+
+
+@two_ranks
+def test_follows_a_pattern_that_changes() -> None:
+    check(Scenario(model=MLP, batch=rows(), backward=now_and_then))
+
+
+def zero_in_between(run: Run, step: int) -> Tensor:
+    """`zero_grad` drops what was reduced; what waits is no `.grad` yet."""
+    set_sync(run.model, False)
+    first = loss_of(run, step, 0)
+    first.backward()
+    if run.system.fully_shard is not None:
+        run.optim.zero_grad()
+    set_sync(run.model, True)
+    second = loss_of(run, step, 1)
+    second.backward()
+    return (first + second).detach()
+
+
+@two_ranks
+def test_zero_grad_leaves_what_waits() -> None:
+    check(Scenario(model=MLP, batch=rows(), backward=zero_in_between))
+
+
+class Skipping(MLP):
+    """Leaves out some of its blocks."""
+
+    skipped: Sequence[int] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            if i not in self.skipped:
+                x = block(x)
+        return cast(Tensor, self.head(x))
+
+
+def skip_in_the_last(run: Run, step: int) -> Tensor:
+    """The last microbatch does not touch the first block."""
+    model = cast(Skipping, getattr(run.model, "_orig_mod", run.model))
+    losses = []
+    for i in range(2):
+        set_sync(run.model, i == 1)
+        model.skipped = (0,) if i == 1 else ()
+        losses.append(loss_of(run, step, i))
+        losses[-1].backward()
+    return torch.stack([loss.detach() for loss in losses]).sum()
+
+
+@two_ranks
+@pytest.mark.parametrize("prepare", [shard_and_compile, only_shard, block_by_block])
+def test_reduces_a_unit_that_the_last_backward_does_not_touch(
+    prepare: Callable[[nn.Module, Tools], nn.Module],
+) -> None:
+    check(Scenario(model=Skipping, batch=rows(), backward=skip_in_the_last, prepare=prepare))
+
+
+def interrupted(run: Run, step: int) -> Tensor:
+    """A step that fails between its microbatches is given up, and done again."""
+    if run.system.ours and step == 1:
+        set_sync(run.model, False)
+        loss_of(run, step, 0).backward()
+        cast(ShardedModule, run.model).reset_iter_state()
+    return several(run, step)
+
+
+@two_ranks
+@pytest.mark.parametrize("prepare", [shard_and_compile, only_shard])
+def test_drops_what_an_interrupted_step_accumulated(prepare: Callable[[nn.Module, Tools], nn.Module]) -> None:
+    check(Scenario(model=MLP, batch=rows(), backward=interrupted, prepare=prepare))
+
+
+def not_the_last(run: Run, step: int) -> Tensor:
+    """Two backwards with gradient sync; only the second one is the last."""
+    losses = []
+    for i, (sync, last) in enumerate([(False, True), (True, False), (True, True)]):
+        set_sync(run.model, sync)
+        if hasattr(run.model, "set_is_last_backward"):
+            cast(ShardedModule, run.model).set_is_last_backward(last)
+        losses.append(loss_of(run, step, i))
+        losses[-1].backward()
+    return torch.stack([loss.detach() for loss in losses]).sum()
+
+
+@two_ranks
+def test_several_backwards_with_sync_add_up() -> None:
+    check_against_unsharded(Scenario(model=MLP, batch=rows(), backward=not_the_last))
+
+
+def clip(run: Run) -> None:
+    nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
+    update(run)
+
+
+@two_ranks
+def test_clips_what_was_accumulated() -> None:
+    check(Scenario(model=MLP, batch=rows(), backward=several, update=clip))
+
+
+# ---- what it costs
+
+
+def run_of(backward: Backward, **options: Any) -> Run:
+    run = start(Scenario(model=MLP, batch=rows(), backward=backward), fxshard_system(**options))
+    for step in range(2):
+        train_step(run, step)
+    return run
+
+
+@two_ranks
+def test_only_the_last_microbatch_reduces() -> None:
+    launched = {graph.kind: graph.collectives for graph in fxshard.compiled_graphs(run_of(several).model)}
+    assert list(launched) == ["forward", "backward", "backward_accumulate", "backward_final"]
+    assert "reduce_scatter" not in launched["backward_accumulate"]
+    assert launched["backward_final"] == launched["backward"]
+
+
+@two_ranks
+def test_accumulators_take_one_unsharded_gradient_and_are_kept() -> None:
+    run = run_of(several)
+    units = units_under(cast(Any, run.model)._orig_mod)
+    buffers = [buffer for unit in units for buffer in unit.accumulation._buffers.values()]
+    parameters = list(run.model.parameters())
+    assert sum(buffer.numel() for buffer in buffers) == sum(p.numel() for p in parameters)
+    places = [buffer.data_ptr() for buffer in buffers]
+    train_step(run, 2)
+    again = [buffer for unit in units for buffer in unit.accumulation._buffers.values()]
+    assert [buffer.data_ptr() for buffer in again] == places
+    fxshard.release_accumulators(run.model)
+    assert not any(unit.accumulation._buffers for unit in units)
+    train_step(run, 3)
+
+
+# ---- what is refused
+
+
+@two_ranks
+@pytest.mark.parametrize("prepare", [shard_and_compile, only_shard])
+def test_refuses_to_mix_gradients_of_old_and_new_parameters(prepare: Callable[[nn.Module, Tools], nn.Module]) -> None:
+    run = start(Scenario(model=MLP, batch=rows(), prepare=prepare), fxshard_system())
+    with fxshard.no_sync(run.model):
+        run.loss(0).backward()
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.mul_(2.0)
+    with pytest.raises(
+        UnsupportedGraph, match=r"(?s)changed while gradients of earlier microbatches.*reset_iter_state"
+    ):
+        run.loss(1).backward()
+    cast(ShardedModule, run.model).reset_iter_state()
+    run.optim.zero_grad()
+    run.loss(1).backward()
+
+
+@two_ranks
+def test_release_refuses_what_waits() -> None:
+    run = start(Scenario(model=MLP, batch=rows()), fxshard_system())
+    with fxshard.no_sync(run.model):
+        run.loss(0).backward()
+    with pytest.raises(ConfigError, match=r"gradients of .*blocks\.0.* wait to be reduced"):
+        fxshard.release_accumulators(run.model)
+
+
+@two_ranks
+def test_no_sync_that_an_exception_leaves_is_over() -> None:
+    run = start(Scenario(model=MLP, batch=rows()), fxshard_system())
+    with pytest.raises(KeyboardInterrupt), fxshard.no_sync(run.model):
+        raise KeyboardInterrupt
+    run.loss(0).backward()
+    assert all(parameter.grad is not None for parameter in run.model.parameters())
+
+
+def test_refuses_what_is_no_module_or_no_bool() -> None:
+    with pytest.raises(ConfigError, match="no_sync expects the model, got list"), fxshard.no_sync(cast(Any, [])):
+        pass
+    with pytest.raises(ConfigError, match="release_accumulators expects the model, got int"):
+        fxshard.release_accumulators(cast(Any, 1))
