@@ -171,6 +171,15 @@ class ShardedModule(ParameterOwner):
         for unit in cast(ModuleState, self.__dict__[STATE]).nested:
             unit.microbatches.last = is_last_backward
 
+    def reduce_waiting_gradients(self) -> None:
+        """Reduce now what was added up without gradient sync, here and in the modules inside.
+
+        A backward with gradient sync does the same for what it touches, and better. All ranks must call it alike.
+        """
+        state = cast(ModuleState, self.__dict__[STATE])
+        for unit in state.nested:
+            unit.microbatches.reduce([unit])
+
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Launch the gather of this module's parameters now, for the next call of the outermost module.
 

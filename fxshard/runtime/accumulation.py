@@ -145,8 +145,14 @@ class Microbatches:
 
     def _backward_ends(self) -> None:
         self._watched = None
-        for unit in self.units if self.last else ():
-            if unit.accumulation.sync and unit.accumulation.waiting:
+        if self.last:
+            self.reduce(unit for unit in self.units if unit.accumulation.sync)
+
+    @staticmethod
+    def reduce(units: Iterable[Unit]) -> None:
+        """Reduce what waits in some units, and give their parameters their gradients."""
+        for unit in units:
+            if unit.accumulation.waiting:
                 _reduce(unit)
 
 

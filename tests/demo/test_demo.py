@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -99,16 +100,34 @@ def test_closing_the_events_stops_the_ranks(tmp_path: Path) -> None:
     assert multiprocessing.active_children() == []
 
 
+@contextlib.contextmanager
+def heeds_ctrl_c() -> Iterator[None]:
+    """Let processes that are started inside heed Ctrl-C, also where a shell runs the tests in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_ctrl_c_ends_all_processes_within_seconds(tmp_path: Path) -> None:
     flags = ("--lower", "eager", "--steps", "100000", "--no-compare", "--out", str(tmp_path))
-    with subprocess.Popen(
-        command(*flags), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as demo:
-        assert demo.stdout is not None
-        while "step 1/" not in (line := demo.stdout.readline()):
-            assert line, "the demo ended before its first step"
-        os.killpg(demo.pid, signal.SIGINT)  # a terminal signals the whole group
-        _, error = demo.communicate(timeout=20)
+    with (
+        heeds_ctrl_c(),
+        subprocess.Popen(
+            command(*flags), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        ) as demo,
+    ):
+        try:
+            assert demo.stdout is not None
+            while "step 1/" not in (line := demo.stdout.readline()):
+                assert line, "the demo ended before its first step"
+            os.killpg(demo.pid, signal.SIGINT)  # a terminal signals the whole group
+            _, error = demo.communicate(timeout=20)
+            all_gone = group_ends(demo.pid, within_s=10)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(demo.pid, signal.SIGKILL)
     assert demo.returncode == 130
     assert error == "fxshard: interrupted\n"
-    assert group_ends(demo.pid, within_s=10)
+    assert all_gone
