@@ -101,7 +101,7 @@ def reference() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def test_a_pipeline_reduces_once_per_step_and_trains_like_one_process(schedule: Any, lower: str) -> None:
     expected_grads, expected_params = reference()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(train_stage, (folder, lower, schedule), nprocs=STAGES * REPLICAS)  # type: ignore[no-untyped-call]
+        mp.spawn(train_stage, (folder, lower, schedule), nprocs=STAGES * REPLICAS)
         saved = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(STAGES * REPLICAS)]
     for rank, (grads, params, kinds) in enumerate(saved):
         for found, expected in ((grads, expected_grads), (params, expected_params)):
