@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -35,7 +36,7 @@ from fxshard.cost import hardware
 from fxshard.errors import ConfigError, FxshardError, InvariantError
 from fxshard.ir import contract, opening, ops, order
 from fxshard.ir.ambient import Ambient
-from fxshard.ir.journal import CAPTURED, Journal, LateJournal, Record, snapshot
+from fxshard.ir.journal import CAPTURED, LateJournal, Record, snapshot, with_backwards
 from fxshard.ir.variant import PLAIN, Variant
 from fxshard.options import KEEP_ORDER_FLAGS, Options
 from fxshard.passes import _manager
@@ -88,8 +89,9 @@ def lower_plain(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> 
     return cast("Callable[..., Any]", compile_fx(gm, list(inputs), config_patches=dict(options.inductor)))
 
 
-def _backwards(journal: Journal) -> dict[str, dict[str, Record]]:
-    return {name: records for name, records in journal.stages.items() if name.startswith("backward")}
+def _signature(facts: Facts) -> list[str]:
+    """A graph's inputs, without the names of sizes that data decides: tracing again makes new ones."""
+    return [re.sub(r"\bu\d+\b", "u", text) for text in facts.inputs]
 
 
 def _boxed(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -233,12 +235,12 @@ class _Stages:
         if self.backward is None:
             raise InvariantError("a variant was asked for before the plain backward was compiled.")
         stages = self._again(which, generate_code=True)
-        if stages.backward is None or stages.backward[1].inputs != self.backward[1].inputs:
+        if stages.backward is None or _signature(stages.backward[1]) != _signature(self.backward[1]):
             raise InvariantError(
                 f"the {which.name(self.frame.trained)} backward takes other inputs than the plain one."
             )
         ours, theirs = self.frame.journal, stages.frame.journal
-        self.frame.journal = LateJournal(lambda: ours.stages | _backwards(theirs))
+        self.frame.journal = LateJournal(lambda: with_backwards(ours, theirs))
         return stages.backward[0]
 
     def _replay_when_asked(self) -> None:

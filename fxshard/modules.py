@@ -77,16 +77,20 @@ def units_under(module: nn.Module) -> tuple[Unit, ...]:
 def without_sync(module: nn.Module) -> Iterator[None]:
     """No backward that runs inside reduces a unit of `module`, also of those that are made inside."""
     before = {id(unit): unit.accumulation.sync for unit in units_under(module)}
-    outer = module.__dict__.get(NO_SYNC, False)
-    module.__dict__[NO_SYNC] = True
+    marked = [] if before else [each for each in module.modules() if not each.__dict__.get(NO_SYNC)]
+    for each in marked:
+        each.__dict__[NO_SYNC] = True
     for unit in units_under(module):
         unit.accumulation.sync = False
     try:
         yield
     finally:
-        module.__dict__[NO_SYNC] = outer
+        for each in marked:
+            del each.__dict__[NO_SYNC]
+        marks = {id(each) for each in marked}
         for unit in units_under(module):
-            unit.accumulation.sync = before.get(id(unit), not outer)
+            is_over = any(id(each) in marks for each in unit.modules)
+            unit.accumulation.sync = before.get(id(unit), is_over)
 
 
 class ParameterOwner(nn.Module):

@@ -218,6 +218,6 @@ def _name_units(modules: Sequence[nn.Module], state: ModuleState) -> None:
         unit.relay, unit.microbatches = relay, microbatches
         if unit.forward_prefetch or unit.backward_prefetch:
             unit.publish()  # the lists name other units, which have new names only now
-        if any(module.__dict__.get(NO_SYNC) for module in modules):
+        if any(module.__dict__.get(NO_SYNC) for module in unit.modules):
             unit.accumulation.sync = False
     state.nested = tuple(nested.values())

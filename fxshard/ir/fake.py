@@ -138,6 +138,11 @@ def compiled_nodes(result: Tensor) -> Iterator[Any]:
             waiting.extend(before for before, _ in node.next_functions)
 
 
+def wants_gradient(leaf: Tensor) -> bool:
+    """Whether the running backward is to give a leaf its gradient: not in `autograd.grad` of something else."""
+    return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
+
+
 def backward_keeps_graph() -> bool:
     """Whether the running backward was called with `retain_graph=True`."""
     return torch._C._autograd._get_current_graph_task_keep_graph()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -158,6 +158,16 @@ def snapshot(graph: fx.Graph) -> fx.Graph:
     for node, original in zip(copied.nodes, graph.nodes, strict=True):
         node.meta = {key: value for key, value in original.meta.items() if key in _KEPT_META}
     return copied
+
+
+def with_backwards(journal: Journal, other: Journal) -> dict[str, dict[str, Record]]:
+    """The stages of a journal, and another's backward ones under names that are not taken."""
+    stages = dict(journal.stages)
+    for stage, records in other.stages.items():
+        if stage.startswith("backward"):
+            name = _unused(stage, stages)
+            stages[name] = {key: replace(record, stage=name) for key, record in records.items()}
+    return stages
 
 
 def _unused(name: str, taken: Mapping[str, object]) -> str:

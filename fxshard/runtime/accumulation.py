@@ -56,7 +56,11 @@ class Accumulation:
             )
         self._epoch = unit.epoch()
         views = {i: self._views(unit, i) for i in sorted({shard for shard, _ in slots})}
-        return [views[shard][slot] for shard, slot in slots]
+        sums = {index: views[index[0]][index[1]] for index in slots}
+        if stale := [total for index, total in sums.items() if index not in self.waiting]:
+            with torch.no_grad():
+                torch._foreach_zero_(stale)
+        return list(sums.values())
 
     def _views(self, unit: Unit, i: int) -> Sequence[Tensor]:
         shard = unit.shards[i].plan
@@ -64,9 +68,7 @@ class Accumulation:
         found, device = self._buffers.get(i), unit.shards[i].flat.device
         with torch.no_grad(), torch.inference_mode(False):
             if found is None or (found.numel(), found.dtype, found.device) != (sum(numels), dtype, device):
-                found = self._buffers[i] = torch.zeros(sum(numels), dtype=dtype, device=device)
-            elif not any(index == i for index, _ in self.waiting):
-                found.zero_()
+                found = self._buffers[i] = torch.empty(sum(numels), dtype=dtype, device=device)
             return [part.view(slot.shape) for part, slot in zip(found.split(numels), shard.slots, strict=True)]
 
     def add(self, unit: Unit, grads: Mapping[SlotIndex, Tensor]) -> None:
@@ -98,12 +100,16 @@ def variant_for(units: Mapping[str, Unit], trained: Mapping[str, Sequence[SlotIn
         units: of this call of the graph.
         trained: unit key -> the parameters that the graph's backward gives a gradient.
     """
-    kept = frozenset(key for key in trained if not units[key].accumulation.sync)
+    kept = {key for key in trained if not units[key].accumulation.sync}
     waiting = {key: units[key].accumulation.waiting for key in trained if key not in kept}
-    return Variant(
-        accumulates=kept,
-        finishes=frozenset(key for key, slots in waiting.items() if slots and not slots.isdisjoint(trained[key])),
-    )
+    ended = {key for key, slots in waiting.items() if slots and not slots.isdisjoint(trained[key])}
+    # Of a unit that autograd asks no gradient of, the plain backward's is dropped.
+    asked = {key for key in kept | ended if _is_asked(units[key])}
+    return Variant(accumulates=frozenset(kept & asked), finishes=frozenset(ended & asked))
+
+
+def _is_asked(unit: Unit) -> bool:
+    return any(fake.wants_gradient(shard.flat) for shard in unit.shards if shard.plan.trainable)
 
 
 def sums_for(which: Variant, units: Mapping[str, Unit], trained: Mapping[str, Sequence[SlotIndex]]) -> list[Tensor]:

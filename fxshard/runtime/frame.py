@@ -88,7 +88,9 @@ class Frame:
             if _has_graph(result):
                 result.register_hook(hook.run)
         for node in {node for result in results if _has_graph(result) for node in fake.compiled_nodes(result)}:
-            node.register_prehook(hook.begin)
+            # A view of an input leads to an earlier call's node, which that call has taken already.
+            if node.metadata.setdefault("fxshard", hook) is hook:
+                node.register_prehook(hook.begin)
 
 
 class _BeforeBackward:

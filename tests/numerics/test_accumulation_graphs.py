@@ -1,0 +1,198 @@
+"""Accumulation where a unit has several graphs, a graph several units, or autograd wants something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxshard
+from fxshard.modules import ShardedModule, units_under
+from tests.numerics.harness import (
+    Run,
+    Scenario,
+    Tools,
+    check_against_unsharded,
+    check_close,
+    fxshard_system,
+    only_compile,
+    only_shard,
+    shard_and_compile,
+    start,
+)
+from tests.numerics.models import MLP, WIDTH, rows
+from tests.numerics.test_accumulation import block_by_block, loss_of, set_sync, several
+from tests.ranks import two_ranks
+
+
+class ReadOnBothSides(nn.Module):
+    """Reads `b` on both sides of a graph break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.b(torch.tanh(self.a(x))))
+        torch._dynamo.graph_break()
+        return cast(Tensor, self.c(self.b(x)))
+
+
+@two_ranks
+def test_adds_each_graphs_gradient_of_one_parameter_once() -> None:
+    check_close(Scenario(model=ReadOnBothSides, batch=rows(), backward=several))
+
+
+class Halves(nn.Module):
+    """One unit of two graphs, of which the second may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor, both: bool = True) -> Tensor:
+        x = torch.tanh(self.a(x))
+        torch._dynamo.graph_break()
+        return cast(Tensor, self.b(x)) if both else x
+
+
+def half_by_half(run: Run, step: int) -> Tensor:
+    """What one half has reduced is not added again while the other one still waits."""
+    losses = []
+    plan = [(False, True, True), (True, False, False), (False, True, False), (True, True, True)]
+    for i, (sync, last, both) in enumerate(plan):
+        set_sync(run.model, sync)
+        if hasattr(run.model, "set_is_last_backward"):
+            cast(ShardedModule, run.model).set_is_last_backward(last)
+        x, y = run.batch(10 * step + i)
+        losses.append((run.model(x, both) - y).square().mean())
+        losses[-1].backward()
+    return torch.stack([loss.detach() for loss in losses]).sum()
+
+
+@two_ranks
+def test_forgets_what_one_graph_has_reduced_while_another_waits() -> None:
+    check_against_unsharded(Scenario(model=Halves, batch=rows(), backward=half_by_half))
+
+
+class ReturnsItsInput(nn.Module):
+    """Returns its input, as rows, besides its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.view(-1, WIDTH), torch.tanh(self.layer(x))
+
+
+class Dense(nn.Module):
+    """Adds up what comes in to each of its blocks, which share a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ReturnsItsInput() for _ in range(3))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros_like(x)
+        for block in self.blocks:
+            entered, x = block(x)
+            total = total + entered
+        return cast(Tensor, self.head(total + x))
+
+
+@two_ranks
+def test_knows_blocks_of_one_graph_apart_that_return_views_of_their_inputs() -> None:
+    check_close(Scenario(model=Dense, batch=rows(), backward=several, prepare=block_by_block))
+
+
+def perturbed(run: Run, step: int) -> Tensor:
+    """The last microbatch is changed along its gradient, which is none of the parameters'."""
+    losses = []
+    for i in range(2):
+        set_sync(run.model, i == 1)
+        x, y = run.batch(10 * step + i)
+        if i == 1:
+            x = x.clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(run.scenario.loss(run.model, x, y), x)
+            x = (x + 0.1 * gradient.sign()).detach()  # a mean over fewer rows is larger
+        losses.append(run.scenario.loss(run.model, x, y))
+        losses[-1].backward()
+    return torch.stack([loss.detach() for loss in losses]).sum()
+
+
+@two_ranks
+@pytest.mark.parametrize("prepare", [shard_and_compile, only_shard])
+def test_a_gradient_of_the_input_leaves_what_waits(prepare: Callable[[nn.Module, Tools], nn.Module]) -> None:
+    check_against_unsharded(Scenario(model=MLP, batch=rows(), backward=perturbed, prepare=prepare))
+
+
+@two_ranks
+def test_a_gradient_of_the_input_adds_nothing() -> None:
+    run = start(Scenario(model=MLP, batch=rows()), fxshard_system())
+    x, y = run.batch(0)
+    x.requires_grad_()
+    with fxshard.no_sync(run.model):
+        torch.autograd.grad(run.scenario.loss(run.model, x, y), x)
+    assert not any(unit.accumulation.waiting for unit in units_under(cast(Any, run.model)._orig_mod))
+
+
+def wrapped(model: nn.Module, tools: Tools) -> nn.Module:
+    return nn.Sequential(only_compile(model, tools))
+
+
+def with_no_sync_around_the_wrapper(run: Run, step: int) -> Tensor:
+    if not run.system.ours:
+        return several(run, step)
+    losses = []
+    with fxshard.no_sync(run.model):
+        for i in range(2):
+            losses.append(loss_of(run, step, i))
+            losses[-1].backward()
+    assert all(unit.accumulation.waiting for unit in units_under(run.model))
+    losses.append(loss_of(run, step, 2))
+    losses[-1].backward()
+    return torch.stack([loss.detach() for loss in losses]).sum()
+
+
+@two_ranks
+def test_no_sync_of_a_wrapper_holds_for_the_model_that_is_sharded_inside() -> None:
+    backward = with_no_sync_around_the_wrapper
+    check_against_unsharded(Scenario(model=MLP, batch=rows(), backward=backward, prepare=wrapped))
+
+
+class Chooses(nn.Module):
+    """How many rows it computes on depends on their values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.up(x))
+        return cast(Tensor, self.down(y[x[:, 0] > -9.0]))
+
+
+@two_ranks
+def test_accumulates_sizes_that_data_decides() -> None:
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        check_close(Scenario(model=Chooses, batch=rows(), backward=several))
+
+
+@two_ranks
+def test_shows_every_backward_of_units_that_are_set_differently() -> None:
+    run = start(Scenario(model=MLP, batch=rows()), fxshard_system())
+    first, second = cast(list[ShardedModule], list(cast(Any, run.model).blocks))
+    for waits in ((first,), (second,), (first, second)):
+        for module in waits:
+            module.set_requires_gradient_sync(False)
+        run.loss(0).backward()
+        set_sync(run.model, True)
+        run.loss(0).backward()
+    kinds = [graph.kind for graph in fxshard.compiled_graphs(run.model)]
+    assert kinds.count("backward_mixed") == 3
+    assert kinds.count("backward_final") == 3
