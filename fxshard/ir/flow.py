@@ -281,6 +281,8 @@ def _concat(node: fx.Node, flow: Flow, plan: FramePlan) -> Value | None:
     rows = tuple(part for part in parts if isinstance(part, Row) and len(part.view.shape) == 2 and part.divisor == 1)
     if rows and len(rows) == len(parts) and list(rest) in ([1], [-1]):
         return Concat(rows, rows[0].view.shape[0], rows[0].dtype)
+    if all(unit.world_size == 1 for unit in plan.units.values()):
+        parts = [on_one_rank(part) for part in parts]
     pieces = tuple(part for part in parts if isinstance(part, Piece | Zeros))
     return Assembled(pieces) if pieces and len(pieces) == len(parts) and list(rest) in ([], [0]) else None
 
@@ -319,6 +321,15 @@ def _zeros(node: fx.Node, flow: Flow, plan: FramePlan) -> Value | None:
     sizes = sizes if isinstance(sizes, list | tuple) else [sizes]
     numel = math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None
     return None if any(fills) or numel is None else Zeros(numel)
+
+
+def on_one_rank(value: Value | tuple[Value, ...] | None) -> Value | tuple[Value, ...] | None:
+    """What one rank has put together is the reduced buffer already; anything else stays what it is."""
+    if isinstance(value, Row):
+        value = alone(value, 1)
+    if not isinstance(value, Concat) or value.world_size != 1:
+        return value
+    return Piece(value, None, whole(sum(row_numel(row, 1) for row in value.rows)), value.dtype)
 
 
 def alone(row: Row, world_size: int) -> Concat:

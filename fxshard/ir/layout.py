@@ -51,12 +51,8 @@ def lies_in(slot: Slot, flat: Flat) -> bool:
 
 def segments_of(value: flow.Value | None) -> list[Segment] | None:
     """A shard's gradient, piece by piece; `None` if it is something else."""
-    if isinstance(value, Row):
-        value = flow.alone(value, 1)
-    if isinstance(value, Concat):  # one rank: what it has put together is reduced already
-        numel = sum(flow.row_numel(row, value.world_size) for row in value.rows)
-        value = Piece(value, None, whole(numel), value.dtype) if value.world_size == 1 else None
-    parts = value.parts if isinstance(value, flow.Assembled) else (value,)
+    found = flow.on_one_rank(value)
+    parts = found.parts if isinstance(found, flow.Assembled) else (found,)
     segments: list[Segment] = []
     start = 0
     for part in parts:

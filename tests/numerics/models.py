@@ -76,6 +76,20 @@ class MLP(nn.Module):
         return y
 
 
+class ReadOnBothSides(nn.Module):
+    """Reads `b` on both sides of a graph break; one unit of two graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.b(torch.tanh(self.a(x))))
+        torch._dynamo.graph_break()
+        y: Tensor = self.c(self.b(x))
+        return y
+
+
 class Attention(nn.Module):
     """Causal self-attention."""
 

@@ -23,22 +23,9 @@ from tests.numerics.harness import (
     shard_and_compile,
     start,
 )
-from tests.numerics.models import MLP, WIDTH, rows
+from tests.numerics.models import MLP, WIDTH, ReadOnBothSides, rows
 from tests.numerics.test_accumulation import block_by_block, loss_of, set_sync, several
 from tests.ranks import two_ranks
-
-
-class ReadOnBothSides(nn.Module):
-    """Reads `b` on both sides of a graph break."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.b(torch.tanh(self.a(x))))
-        torch._dynamo.graph_break()
-        return cast(Tensor, self.c(self.b(x)))
 
 
 @two_ranks

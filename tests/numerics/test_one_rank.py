@@ -18,6 +18,7 @@ from tests.numerics.harness import (
     Scenario,
     adamw,
     check,
+    check_close,
     compile_module,
     full,
     only_compile,
@@ -25,7 +26,7 @@ from tests.numerics.harness import (
     shard_and_compile,
     squared_error,
 )
-from tests.numerics.models import MLP, rows
+from tests.numerics.models import MLP, ReadOnBothSides, rows
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +46,11 @@ def one_rank() -> Iterator[None]:
 def test_trains_on_one_rank() -> None:
     for prepare in (shard_and_compile, only_shard, only_compile):
         check(Scenario(model=MLP, batch=rows(), prepare=prepare))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_trains_a_unit_of_two_graphs_on_one_rank() -> None:
+    check_close(Scenario(model=ReadOnBothSides, batch=rows()))
 
 
 def losses_of(model: nn.Module) -> list[Tensor]:
