@@ -137,6 +137,7 @@ def _serve(rank: int, pipe: connection.Connection, folder: str) -> None:
     torch.set_num_threads(1)
     with (Path(folder) / f"stacks{rank}").open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        faulthandler.enable(file=stacks, all_threads=True)  # a rank that crashes says where
         pipe.send(_outcome_of(Job.of(join_group, {"name": "group"})))
         while True:
             try:
@@ -280,12 +281,13 @@ class RankPool:
         raise RankError("\n".join(lines))
 
     def _stack_of(self, rank: int) -> str:
-        """Return the stacks of all threads of a rank that is still alive."""
+        """Return the stacks of all threads of a rank: where it is, or where it crashed."""
         pid = self._processes[rank].pid
-        if self._folder is None or pid is None or not self._processes[rank].is_alive():
+        if self._folder is None or pid is None:
             return ""
-        os.kill(pid, signal.SIGUSR1)
-        time.sleep(1.0)
+        if self._processes[rank].is_alive():
+            os.kill(pid, signal.SIGUSR1)
+            time.sleep(1.0)
         return (Path(self._folder.name) / f"stacks{rank}").read_text()
 
 

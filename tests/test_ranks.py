@@ -22,6 +22,12 @@ def pool() -> Iterator[RankPool]:
         yield pool
 
 
+def crash_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        os.abort()
+    dist.barrier()
+
+
 def report_rank(shift: int = 0) -> tuple[int, int, int]:
     return dist.get_rank() + shift, dist.get_world_size(), os.getpid()
 
@@ -99,6 +105,11 @@ def test_a_failed_body_costs_no_restart(pool: RankPool) -> None:
     with pytest.raises(RankError):
         pool.run(raise_everywhere)
     assert pool.run(report_rank) == before
+
+
+def test_says_where_a_rank_crashed(pool: RankPool) -> None:
+    with pytest.raises(RankError, match=r"(?s)rank 1 died: killed by SIGABRT.*rank 1 was here:.*in crash_on_rank_1"):
+        pool.run(crash_on_rank_1)
 
 
 def test_reports_a_dead_rank_and_recovers(pool: RankPool) -> None:
