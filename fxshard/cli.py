@@ -115,6 +115,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     add("--world-size", type=_at_least(1), metavar="N", help="--group emulated: ranks on the link (default: 8)")
     add("--gigabytes-per-s", type=_positive, metavar="X", help="--group emulated: bandwidth (default: unlimited)")
     add("--latency-us", type=_positive, metavar="X", help="--group emulated: latency per transfer (default: none)")
+    add("--microbatches", type=_at_least(1), default=1, metavar="K", help="per step; the last one reduces (default: 1)")
     add("--rounds", type=_at_least(1), default=10, metavar="N", help="timed steps per system (default: %(default)s)")
     add("--processes", type=_at_least(1), default=1, metavar="N", help="start everything anew N times (default: 1)")
     add("--json", type=Path, metavar="FILE", help="write all measurements")
@@ -304,6 +305,7 @@ def _bench_config(args: argparse.Namespace) -> BenchConfig:
         world_size=args.world_size or 8 if group == "emulated" else ranks,
         gigabytes_per_s=args.gigabytes_per_s or math.inf,
         latency_us=args.latency_us or 0.0,
+        microbatches=args.microbatches,
         rounds=args.rounds,
         processes=args.processes,
         num_threads=int(os.environ.get("OMP_NUM_THREADS", "1")),

@@ -61,8 +61,9 @@ class Show:
     def begin(self, report: Report) -> None:
         """Say what is about to run."""
         config, num_systems = self._config, len(report.systems)
+        several = f"{config.microbatches} microbatches per step, " if config.microbatches > 1 else ""
         self.say(
-            f"fxshard bench: {config.target}, {describe_group(config)}, {num_systems} systems, "
+            f"fxshard bench: {config.target}, {describe_group(config)}, {num_systems} systems, {several}"
             f"{config.rounds} rounds in each of {config.processes} process(es)"
         )
 

@@ -6,7 +6,9 @@ the rest.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -37,18 +39,24 @@ class Trainer:
         task: the model and its batch.
         forward: the model as the system calls it.
         optimizer: of its parameters.
+        microbatches: forwards and backwards per step, all of the task's one batch.
+        begin: around each microbatch, told whether it is the last one.
         after_backward: what a system does between backward and optimizer.
     """
 
     task: Task
     forward: Forward
     optimizer: torch.optim.Optimizer
+    microbatches: int = 1
+    begin: Callable[[bool], AbstractContextManager[None]] = lambda is_last: nullcontext()
     after_backward: Callable[[nn.Module], None] | None = None
 
     def step(self) -> Tensor:
         """Train one step; return the loss."""
-        loss = self.task.loss(self.forward)
-        loss.backward()
+        for i in range(self.microbatches):
+            with self.begin(i == self.microbatches - 1):
+                loss = self.task.loss(self.forward)
+                (loss / self.microbatches if self.microbatches > 1 else loss).backward()
         if self.after_backward is not None:
             self.after_backward(self.task.model)
         self.optimizer.step()
@@ -56,12 +64,30 @@ class Trainer:
         return loss.detach()
 
 
-def make_trainer(entry: Entry, task: Task, mesh: DeviceMesh, lr: float) -> Trainer:
+def make_trainer(entry: Entry, task: Task, mesh: DeviceMesh, lr: float, *, microbatches: int = 1) -> Trainer:
     """Apply a system to the model of a task."""
     forward = _MAKE[entry.system](task.model, mesh, entry)
     optimizer = torch.optim.AdamW(task.model.parameters(), lr=lr, fused=True)
     average = average_gradients if entry.system == REFERENCE else None
-    return Trainer(task=task, forward=forward, optimizer=optimizer, after_backward=average)
+    return Trainer(
+        task=task,
+        forward=forward,
+        optimizer=optimizer,
+        microbatches=microbatches,
+        begin=functools.partial(_begin, forward, task.model, entry),
+        after_backward=average,
+    )
+
+
+def _begin(forward: Forward, model: nn.Module, entry: Entry, is_last: bool) -> AbstractContextManager[None]:
+    """Have the last microbatch reduce, and no other, as the system's authors say how."""
+    if isinstance(forward, nn.parallel.DistributedDataParallel):
+        return nullcontext() if is_last else forward.no_sync()
+    if isinstance(model, FSDPModule | fxshard.ShardedModule):
+        model.set_requires_gradient_sync(is_last)
+    if isinstance(model, FSDPModule) and entry.system == "fsdp2_kept":
+        model.set_reshard_after_backward(is_last)
+    return nullcontext()
 
 
 def average_gradients(model: nn.Module) -> None:
@@ -147,6 +173,7 @@ _MAKE: Final[dict[str, Callable[[nn.Module, DeviceMesh, Entry], Forward]]] = {
     "fsdp2": _fsdp2,
     "fsdp2_compiled": _fsdp2_compiled,
     "fsdp2_best": _fsdp2_best,
+    "fsdp2_kept": _fsdp2_best,
     "simplefsdp": _simplefsdp,
     "simplefsdp_bucketed": _simplefsdp_bucketed,
     FXSHARD: _fxshard,

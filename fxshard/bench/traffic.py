@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 # Collective -> the ops of process groups that are it. The first or second input is the unsharded tensor.
@@ -70,6 +71,8 @@ def measure(step: Callable[[], object], itemsize: int) -> dict[str, Traffic]:
     """
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         step()
+        if dist.is_initialized():
+            dist.barrier()  # torch's profiler must not end while gloo still works: it frees what gloo then writes to
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))

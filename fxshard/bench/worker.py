@@ -85,7 +85,9 @@ class _Rank:
         self._num_params = sum(p.numel() for p in parameters)
         self._dtype = parameters[0].dtype
         self._num_units = len(units_of(self._task.model))
-        self._trainer = systems.make_trainer(job.entry, self._task, mesh, job.config.lr)
+        self._trainer = systems.make_trainer(
+            job.entry, self._task, mesh, job.config.lr, microbatches=job.config.microbatches
+        )
 
     def serve(self, parent: Connection) -> None:
         parent.send(self._prepare())

@@ -247,3 +247,21 @@ def test_the_models_have_the_sizes_that_reports_quote(name: str, num_params: flo
     assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == num_params
     assert len(units_of(model)) == num_units
     assert loss_fn(model(tokens[:, :8]), tokens[:, :8]).shape == ()
+
+
+@pytest.mark.parametrize("system", ["fxshard:lower=eager", "fsdp2", "fsdp2_kept"])
+def test_reduces_once_per_step_of_several_microbatches(system: str, tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    (entry,) = parse_entries([system])
+    losses, reductions = {}, {}
+    for microbatches in (1, 3):
+        with emulated_link(2) as link:
+            task = make_task(config_for("tests.bench.toys:regression", tmp_path), 0)
+            trainer = make_trainer(entry, task, link.mesh, lr=0.1, microbatches=microbatches)
+            trainer.step()
+            link.clear()
+            losses[microbatches] = float(trainer.step())
+            reductions[microbatches] = sum(transfer.op == "reduce_scatter" for transfer in link.transfers)
+        torch._dynamo.reset()
+    assert losses[3] == pytest.approx(losses[1], rel=1e-5)
+    assert reductions[3] == reductions[1] > 0

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.profiler_util import FunctionEvent
 from torch.distributed.fsdp import FSDPModule
@@ -217,8 +218,10 @@ def recorded_step(model: nn.Module) -> Step:
     """Run forward and backward of a model that FSDP2 sharded, and drop the gradients."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as forward:
         loss = loss_of(model)
+        dist.barrier()  # torch's profiler must not end while gloo still works: it frees what gloo then writes to
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as backward:
         loss.backward()
+        dist.barrier()
     model.zero_grad()
     return Step(forward=issues_in(forward), backward=issues_in(backward))
 
