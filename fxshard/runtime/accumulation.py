@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from fxshard.runtime.unit import Unit
 
 
+ALIGNMENT = 16
+"""Bytes. On GPUs Inductor copies an input that begins elsewhere, and copies it back."""
+
+
 class Accumulation:
     """What one unit has accumulated; see [Note: accumulators].
 
@@ -64,12 +68,15 @@ class Accumulation:
 
     def _views(self, unit: Unit, i: int) -> Sequence[Tensor]:
         shard = unit.shards[i].plan
-        numels, dtype = [slot.full_numel for slot in shard.slots], accumulator_dtype(unit.plan, shard)
-        found, device = self._buffers.get(i), unit.shards[i].flat.device
+        dtype, device = accumulator_dtype(unit.plan, shard), unit.shards[i].flat.device
+        step = ALIGNMENT // dtype.itemsize
+        numels = [-(-slot.full_numel // step) * step for slot in shard.slots]
+        found = self._buffers.get(i)
         with torch.no_grad(), torch.inference_mode(False):
             if found is None or (found.numel(), found.dtype, found.device) != (sum(numels), dtype, device):
                 found = self._buffers[i] = torch.empty(sum(numels), dtype=dtype, device=device)
-            return [part.view(slot.shape) for part, slot in zip(found.split(numels), shard.slots, strict=True)]
+            parts = zip(found.split(numels), shard.slots, strict=True)
+            return [part[: slot.full_numel].view(slot.shape) for part, slot in parts]
 
     def add(self, unit: Unit, grads: Mapping[SlotIndex, Tensor]) -> None:
         """Add gradients, each of its parameter's shape, outside of compiled code."""

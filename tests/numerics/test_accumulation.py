@@ -294,7 +294,8 @@ def test_accumulators_take_one_unsharded_gradient_and_are_kept() -> None:
     units = units_under(cast(Any, run.model)._orig_mod)
     buffers = [buffer for unit in units for buffer in unit.accumulation._buffers.values()]
     parameters = list(run.model.parameters())
-    assert sum(buffer.numel() for buffer in buffers) == sum(p.numel() for p in parameters)
+    needed = sum(p.numel() for p in parameters)
+    assert needed <= sum(buffer.numel() for buffer in buffers) <= needed + 3 * len(parameters)  # aligned to 16 bytes
     places = [buffer.data_ptr() for buffer in buffers]
     train_step(run, 2)
     again = [buffer for unit in units for buffer in unit.accumulation._buffers.values()]
