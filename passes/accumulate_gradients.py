@@ -25,9 +25,9 @@ Place = tuple[str, tuple[int, int]]
 class AccumulateGradients(GraphPass):
     """Give the graph an accumulator for each gradient; add the gradient to it, or it to the gradient.
 
-    Before       %r = reduce_grad(%dw, 'blocks.0', 0)                                 return %r
-    Accumulate   %acc = input   %sum = add(%acc, %dw)   copy_(%acc, %sum)             return None
-    Final        %acc = input   %s = reduce_grad(%acc, ...)   %t = add(%r, %s)        return %t
+    Before   %r = reduce_grad(%dw, 'blocks.0', 0)                                return %r
+    After    %acc = input   %sum = add(%acc, %dw)   copy_(%acc, %sum)            return None
+    or       %acc = input   %s = reduce_grad(%acc, ...)   %t = add(%r, %s)       return %t
 
     What is reduced in the end is what FSDP2 would reduce: gradients of one microbatch are added up first, as autograd
     does, then cast to the reduce dtype and added to those of earlier microbatches.

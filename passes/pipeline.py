@@ -8,6 +8,7 @@ from fxshard.errors import ConfigError, InvariantError
 from fxshard.options import Options
 from fxshard.passes import _manager
 from fxshard.passes._base import Fact, GraphPass
+from fxshard.passes.accumulate_gradients import AccumulateGradients
 from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.dedup_unshard import DedupUnshard
@@ -17,8 +18,8 @@ from fxshard.passes.pin_order import PinOrder
 from fxshard.passes.reshard_policy import ReshardPolicy
 from fxshard.passes.sink_waits import SinkWaits
 
-OPTIONAL: tuple[type[GraphPass], ...] = ()
-"""Passes that no default pipeline runs."""
+OPTIONAL: tuple[type[GraphPass], ...] = (AccumulateGradients,)
+"""Passes that no default pipeline runs; the backend itself puts this one in, where microbatches are accumulated."""
 
 
 @dataclass(frozen=True, kw_only=True)
