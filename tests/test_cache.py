@@ -26,6 +26,7 @@ from fxshard.backend import frames_of
 from fxshard.cost import hardware
 from fxshard.options import Options
 from fxshard.passes.pipeline import DEFAULT
+from fxshard.testing import emulated_link
 from tests.numerics.harness import compile_module
 from tests.ranks import RankPool
 
@@ -126,11 +127,11 @@ def test_shows_the_graphs_of_code_that_was_found(warm: DeviceMesh, dynamic: bool
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_accumulates_with_code_that_was_found(warm: DeviceMesh, dynamic: bool) -> None:
-    def accumulated(expected: tuple[int, int]) -> tuple[list[Tensor], list[fxshard.CompiledGraph]]:
+def test_accumulates_with_code_that_was_found(dynamic: bool) -> None:
+    def accumulated(mesh: DeviceMesh, expected: tuple[int, int]) -> tuple[list[Tensor], list[fxshard.CompiledGraph]]:
         torch._dynamo.reset()
         found()
-        model = build(warm)
+        model = build(mesh)
         step = compile_module(model, options={"passes": in_last(Idle())}, dynamic=dynamic)
         with fxshard.no_sync(model):
             step(torch.ones(3, 4)).sum().backward()
@@ -140,7 +141,9 @@ def test_accumulates_with_code_that_was_found(warm: DeviceMesh, dynamic: bool) -
         grads = [cast(DTensor, p.grad).to_local().clone() for p in model.parameters()]
         return grads, fxshard.compiled_graphs(model)
 
-    before, after = accumulated((0, 1)), accumulated((1, 0))
+    with fresh_cache(), emulated_link(2) as link:
+        before, after = accumulated(link.mesh, (0, 1)), accumulated(link.mesh, (1, 0))
+        torch._dynamo.reset()
     assert all(map(torch.equal, before[0], after[0]))
     assert after[1] == before[1]
     kinds = ["forward", "backward", "backward_accumulate", "backward_final"]
