@@ -1,4 +1,4 @@
-"""What a compilation reads from around it, kept for one that comes later: `torch._guards` and torch's modes."""
+"""What a compilation reads from around it, kept for one that comes later."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._guards import TracingContext, detect_fake_mode, tracing
+
+from fxshard.ir import fake
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +36,11 @@ class Ambient:
         tensors = [value for value in inputs if isinstance(value, Tensor)]
         device = tensors[0].device.type  # a flat is among them
         autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-        return cls(inputs=inputs, mode=detect_fake_mode(tensors), grad=torch.is_grad_enabled(), autocast=autocast)
+        return cls(inputs=inputs, mode=fake.mode_of(tensors), grad=torch.is_grad_enabled(), autocast=autocast)
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """As it was then."""
         device, dtype, on = self.autocast
-        with tracing(TracingContext(self.mode)), torch.set_grad_enabled(self.grad), torch.autocast(device, dtype, on):
+        with fake.tracing_in(self.mode), torch.set_grad_enabled(self.grad), torch.autocast(device, dtype, on):
             yield

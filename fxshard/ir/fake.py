@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CodeType, FunctionType
 from typing import Any, TypeVar, cast
@@ -21,6 +21,7 @@ from torch._dynamo import pgo
 from torch._dynamo.convert_frame import Tracker, input_codes, output_codes
 from torch._dynamo.eval_frame import cached_backends, skip_code
 from torch._dynamo.utils import CleanupManager, counters
+from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -66,6 +67,18 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
             if isinstance(leaf, FakeTensor):
                 return leaf.fake_mode
     return None
+
+
+def mode_of(tensors: Sequence[Tensor]) -> FakeTensorMode | None:
+    """The fake mode of some tensors, or of the compilation that runs."""
+    return detect_fake_mode(tensors)
+
+
+@contextmanager
+def tracing_in(mode: FakeTensorMode | None) -> Iterator[None]:
+    """Compile something in this fake mode, apart from any compilation that runs."""
+    with tracing(TracingContext(mode)):
+        yield
 
 
 def input_index(placeholder: fx.Node) -> int | None:

@@ -326,6 +326,32 @@ def test_refuses_to_mix_gradients_of_old_and_new_parameters(prepare: Callable[[n
     run.loss(1).backward()
 
 
+def reduced_by_hand(run: Run, step: int) -> Tensor:
+    """All microbatches without sync; what waits is reduced when the user says so."""
+    losses = []
+    for i in range(NUM_MICROBATCHES):
+        set_sync(run.model, not run.system.ours)
+        losses.append(loss_of(run, step, i))
+        losses[-1].backward()
+    if run.system.ours:
+        cast(ShardedModule, run.model).reduce_waiting_gradients()
+    return torch.stack([loss.detach() for loss in losses]).sum()
+
+
+@two_ranks
+def test_reduces_what_waits_when_asked() -> None:
+    check_against_unsharded(Scenario(model=MLP, batch=rows(), backward=reduced_by_hand))
+
+
+@two_ranks
+def test_flags_must_be_bools() -> None:
+    model = cast(ShardedModule, start(Scenario(model=MLP, batch=rows()), fxshard_system()).model)
+    with pytest.raises(ConfigError, match="requires_gradient_sync must be a bool, got 1"):
+        model.set_requires_gradient_sync(cast(bool, 1))
+    with pytest.raises(ConfigError, match="is_last_backward must be a bool, got None"):
+        model.set_is_last_backward(cast(bool, None))
+
+
 @two_ranks
 def test_release_refuses_what_waits() -> None:
     run = start(Scenario(model=MLP, batch=rows()), fxshard_system())
