@@ -28,9 +28,10 @@ SYSTEMS: Final[Mapping[str, str]] = {
     "fsdp2_kept": "the same, parameters kept gathered between the microbatches of a step",
     "simplefsdp": "parameters as DTensors that a property gathers, compiled as a whole",
     "simplefsdp_bucketed": "the same, collectives merged by Inductor",
+    "fxshard_unordered": "the same, no collective moved and none held in its place: Inductor's order",
     FXSHARD: 'torch.compile(backend="fxshard")',
 }
-DEFAULT_SYSTEMS: Final = tuple(name for name in SYSTEMS if name != "fsdp2_kept")
+DEFAULT_SYSTEMS: Final = tuple(name for name in SYSTEMS if name not in ("fsdp2_kept", "fxshard_unordered"))
 
 
 @dataclass(frozen=True, kw_only=True)

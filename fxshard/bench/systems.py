@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
 import torch
@@ -24,6 +24,9 @@ from fxshard.bench.config import FXSHARD, REFERENCE, Entry
 from fxshard.bench.simplefsdp import parametrize
 from fxshard.bench.task import Task
 from fxshard.one_line import units_of
+from fxshard.passes.hoist_prefetch import HoistPrefetch
+from fxshard.passes.pipeline import Pipeline
+from fxshard.passes.sink_waits import SinkWaits
 
 Forward = Callable[..., Any]
 
@@ -165,6 +168,15 @@ def _fxshard(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward:
     return torch.compile(model, backend="fxshard", options=dict(entry.options))
 
 
+def _fxshard_unordered(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward:
+    return _fxshard(model, mesh, replace(entry, options={"passes": _without_order}))
+
+
+def _without_order(pipeline: Pipeline) -> Pipeline:
+    kept = tuple(p for p in pipeline.split if not isinstance(p, SinkWaits | HoistPrefetch))
+    return replace(pipeline, split=kept, last=())
+
+
 _MAKE: Final[dict[str, Callable[[nn.Module, DeviceMesh, Entry], Forward]]] = {
     REFERENCE: _eager,
     "local": _eager,
@@ -176,5 +188,6 @@ _MAKE: Final[dict[str, Callable[[nn.Module, DeviceMesh, Entry], Forward]]] = {
     "fsdp2_kept": _fsdp2_best,
     "simplefsdp": _simplefsdp,
     "simplefsdp_bucketed": _simplefsdp_bucketed,
+    "fxshard_unordered": _fxshard_unordered,
     FXSHARD: _fxshard,
 }

@@ -15,15 +15,17 @@ from rich.console import Console
 from torch import nn
 from torch._dynamo.utils import counters
 
+import fxshard
 from fxshard.bench.config import SYSTEMS, BenchConfig, Entry, parse_entries
 from fxshard.bench.plot import require_plot, save_plot
 from fxshard.bench.result import Report, SystemResult
 from fxshard.bench.show import Show, show_report
-from fxshard.bench.systems import _MAKE, make_trainer
+from fxshard.bench.systems import _MAKE, _without_order, make_trainer
 from fxshard.bench.task import make_task
 from fxshard.bench.traffic import Traffic, count
 from fxshard.bench.worker import Ready
 from fxshard.errors import ConfigError, MissingExtraError
+from fxshard.passes import pipeline
 from fxshard.testing import emulated_link
 from tests.bench import models
 
@@ -247,6 +249,20 @@ def test_the_models_have_the_sizes_that_reports_quote(name: str, num_params: flo
     assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == num_params
     assert len(units_of(model)) == num_units
     assert loss_fn(model(tokens[:, :8]), tokens[:, :8]).shape == ()
+
+
+def test_unordered_leaves_out_what_orders_and_nothing_else(tmp_path: Path) -> None:
+    ran = {}
+    for system in ("fxshard", "fxshard_unordered"):
+        torch._dynamo.reset()
+        (entry,) = parse_entries([system])
+        with emulated_link(2) as link:
+            task = make_task(config_for("tests.bench.toys:regression", tmp_path), 0)
+            make_trainer(entry, task, link.mesh, lr=0.1).step()
+            (frame,) = fxshard.explanation_of(task.model).frames
+            ran[system] = set(frame.journal.stages["backward"])
+    assert ran["fxshard"] - ran["fxshard_unordered"] - {"pin_order"} == {"sink_waits", "hoist_prefetch"}
+    assert _without_order(pipeline.default()).last == ()  # of code out of a cache no journal tells
 
 
 @pytest.mark.parametrize("system", ["fxshard:lower=eager", "fsdp2", "fsdp2_kept"])
