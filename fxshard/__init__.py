@@ -7,6 +7,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from fxshard.api import CompiledGraph, compiled_graphs, fully_shard, no_sync, release_accumulators
 from fxshard.backend import fxshard as _backend
 from fxshard.capture import register_backend as _register_backend
+from fxshard.checkpoint.full import (
+    full_optim_state_dict,
+    full_state_dict,
+    load_full_optim_state_dict,
+    load_full_state_dict,
+)
 from fxshard.errors import (
     ConfigError,
     FxshardError,
@@ -48,7 +54,11 @@ __all__ = [
     "compiled_graphs",
     "explain",
     "explanation_of",
+    "full_optim_state_dict",
+    "full_state_dict",
     "fully_shard",
+    "load_full_optim_state_dict",
+    "load_full_state_dict",
     "no_sync",
     "release_accumulators",
 ]

@@ -11,7 +11,7 @@ import fxshard
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/errors.md").read_text()
-FOLDERS = ("fxshard/cost", "fxshard/inspect", "fxshard/ir", "fxshard/runtime", "passes")
+FOLDERS = ("fxshard/checkpoint", "fxshard/cost", "fxshard/inspect", "fxshard/ir", "fxshard/runtime", "passes")
 COMMANDS = ("cli.py", "target.py")  # what the command line is given
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import assert_type
+from typing import Any, assert_type
 
 import torch
 from torch import fx, nn
@@ -46,6 +46,12 @@ def explaining_gives_graphs_by_stage_and_pass(net: Net, x: torch.Tensor) -> None
     assert_type(record.graph, fx.Graph)
     assert_type(explanation.diff("captured", "insert_collectives"), str)
     assert_type(fxshard.explanation_of(net), fxshard.Explanation)
+
+
+def full_state_is_a_plain_dict(net: Net, optim: torch.optim.Optimizer) -> None:
+    state = assert_type(fxshard.full_optim_state_dict(net, optim, recipient_rank=None, keys="fqn"), dict[str, Any])
+    fxshard.load_full_optim_state_dict(net, optim, state)
+    fxshard.load_full_state_dict(net, assert_type(fxshard.full_state_dict(net), dict[str, Any]))
 
 
 def errors_have_one_base(error: fxshard.FxshardError) -> Exception:

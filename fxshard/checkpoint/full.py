@@ -1,0 +1,119 @@
+"""The full state of models and optimizers, as the unsharded ones would have it; the public functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fxshard.checkpoint import full_model, full_optimizer, load_optimizer
+from fxshard.errors import ConfigError
+from fxshard.modules import plain_module
+
+
+def full_optim_state_dict(
+    model: nn.Module,
+    optim: Optimizer,
+    *,
+    recipient_rank: int | None = 0,
+    cpu_offload: bool = True,
+    keys: Literal["id", "fqn"] = "id",
+    bucket_mib: float = 64,
+) -> dict[str, Any]:
+    """The state that the optimizer of the unsharded model would have, gathered from the ranks.
+
+    What `optim.state_dict()` gives, with full tensors, new ones: no sharding shows. All ranks that share the model must
+    call it; if they hold different state, all of them raise.
+
+    Args:
+        model: sharded; compiled or plain. Not yet sharded, in the one-line form, will do too.
+        optim: of parameters of `model`, any class; with several groups, parameters without state, other keys beside
+            `state` and `param_groups`, which stay.
+        recipient_rank: who gets it, counted among the ranks that share the model; `None` for all of them.
+        cpu_offload: whether the result is on the CPU; else it is where its tensors are.
+        keys: "id" for torch's numbering of the parameters, "fqn" for their names in the model.
+        bucket_mib: small tensors travel together in buckets of this size, large ones to other devices in pieces. Of
+            device memory beside the result this takes two buckets on a rank that receives, and one elsewhere.
+
+    Returns:
+        The state where it is wanted, `{}` elsewhere.
+
+    Raises:
+        ConfigError: an argument means nothing, or the ranks differ (what differs is named, on every rank).
+    """
+    return full_optimizer.gather_optimizer(
+        _model(model, "full_optim_state_dict"),
+        optim,
+        recipient_rank=recipient_rank,
+        cpu_offload=cpu_offload,
+        keys=keys,
+        bucket_mib=bucket_mib,
+    )
+
+
+def load_full_optim_state_dict(
+    model: nn.Module, optim: Optimizer, state: Mapping[str, Any], *, bucket_mib: float = 64
+) -> None:
+    """Load the state of an unsharded optimizer: every rank takes its rows of it, unchanged to the bit.
+
+    It may come from `full_optim_state_dict` under any number of ranks and any units, or from `state_dict()` of an
+    optimizer that was never sharded. All ranks that share the model must call it. Nothing is written before
+    everything has been checked.
+
+    Args:
+        model: as for `full_optim_state_dict`.
+        optim: with the same param groups; its own state is replaced.
+        state: the full state, by id or FQN, on one rank (the others pass `{}`) or on every rank.
+        bucket_mib: as for `full_optim_state_dict`.
+
+    Raises:
+        ConfigError: groups, keys, shapes or dtypes do not fit (all that do not are named, on every rank).
+    """
+    load_optimizer.load_optimizer(_model(model, "load_full_optim_state_dict"), optim, state, bucket_mib=bucket_mib)
+
+
+def full_state_dict(
+    model: nn.Module, *, recipient_rank: int | None = 0, cpu_offload: bool = True, bucket_mib: float = 64
+) -> dict[str, Any]:
+    """The `state_dict` of the unsharded model, gathered from the ranks: its keys, order, full parameters and buffers.
+
+    Args:
+        model: as for `full_optim_state_dict`; so are the others.
+        recipient_rank: who gets it; `None` for all.
+        cpu_offload: whether the result is on the CPU.
+        bucket_mib: size of a bucket.
+
+    Returns:
+        The state where it is wanted, `{}` elsewhere. Buffers are those of the rank that gets it.
+
+    Raises:
+        ConfigError: as for `full_optim_state_dict`, or parameters are on the meta device.
+    """
+    return full_model.gather_model(
+        _model(model, "full_state_dict"),
+        recipient_rank=recipient_rank,
+        cpu_offload=cpu_offload,
+        bucket_mib=bucket_mib,
+    )
+
+
+def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, bucket_mib: float = 64) -> None:
+    """Load the `state_dict` of the unsharded model: every rank takes its rows, in place.
+
+    Args:
+        model: as for `full_optim_state_dict`.
+        state: the full state, on one rank (the others pass `{}`) or on every rank.
+        bucket_mib: as for `full_optim_state_dict`.
+
+    Raises:
+        ConfigError: keys, shapes or dtypes do not fit (all that do not are named, on every rank); nothing was written.
+    """
+    full_model.load_model(_model(model, "load_full_state_dict"), state, bucket_mib=bucket_mib)
+
+
+def _model(model: object, call: str) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{call} expects the model, got {type(model).__name__}.")
+    return plain_module(model)

@@ -1,0 +1,186 @@
+"""The state_dict that the plain, unsharded module would have, gathered from the ranks; and loading one."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fxshard.checkpoint import accord
+from fxshard.checkpoint import parcel as parcels
+from fxshard.checkpoint.held import Held, gather_all, hold
+from fxshard.checkpoint.optimizer import clean, simple
+from fxshard.checkpoint.parcel import Announced, Parcel
+from fxshard.checkpoint.parties import Parties, parties_of, ranks_of, require_bucket
+from fxshard.checkpoint.progress import showing
+from fxshard.checkpoint.scatter import deliver
+from fxshard.checkpoint.tree import Place
+from fxshard.errors import ConfigError
+from fxshard.modules import plain_module
+
+CALL, LOAD_CALL = "full_state_dict", "load_full_state_dict"
+
+_EXTRA_STATE = "_extra_state"  # last part of the key under which a module saves what get_extra_state() gives
+
+
+def state_of_module(model: nn.Module) -> dict[str, Any]:
+    """The parameters and buffers themselves, by the names that they have without `torch.compile`'s wrappers.
+
+    The dict is of the class that `state_dict` gives, and carries the versions of the modules as that one does.
+    """
+    state = plain_module(model).state_dict(keep_vars=True)
+    named = copy.copy(state)
+    named.clear()
+    named.update((clean(name), value) for name, value in state.items())
+    if (metadata := getattr(state, "_metadata", None)) is not None:
+        renamed = ((clean(f"{name}.").removesuffix("."), each) for name, each in metadata.items())
+        vars(named)["_metadata"] = type(metadata)(renamed)
+    return named
+
+
+@torch.no_grad()
+def gather_model(
+    model: nn.Module, *, recipient_rank: int | None, cpu_offload: bool, bucket_mib: float
+) -> dict[str, Any]:
+    """What `fxshard.full_state_dict` does."""
+    parties = parties_of(model)
+    state = state_of_module(model)
+    tensors = {id(value): value for value in state.values() if isinstance(value, Tensor)}  # tied ones once
+    held = {key: hold(tensor) for key, tensor in tensors.items()}
+    recipient = None
+    with accord.Caught() as caught:
+        require_bucket(bucket_mib)
+        recipient = parties.recipient(recipient_rank)
+        _require_values(state)
+    facts = {name: held[id(value)].text if id(value) in held else simple(value) for name, value in state.items()}
+    facts["arguments"] = f"recipient_rank={recipient_rank}, cpu_offload={cpu_offload}, bucket_mib={bucket_mib}"
+    accord.compare(CALL, caught, facts, functools.partial(_detailed, facts, state, parties), parties)
+    fulls = gather_all(
+        list(held.values()),
+        recipient=recipient,
+        cpu_offload=cpu_offload,
+        bucket_mib=bucket_mib,
+        progress=functools.partial(showing, "model state"),
+    )
+    if fulls is None:
+        return {}
+    full = dict(zip(held, fulls, strict=True))
+    for name, value in state.items():
+        state[name] = full[id(value)] if id(value) in full else copy.deepcopy(value)
+    return state
+
+
+def _require_values(state: Mapping[str, Any]) -> None:
+    if absent := [name for name, value in state.items() if isinstance(value, Tensor) and value.is_meta]:
+        raise ConfigError(
+            f"parameters on the meta device have no values: {', '.join(absent)}. Call model.to_empty(device=...) first."
+        )
+
+
+def _detailed(facts: Mapping[str, str], state: Mapping[str, Any], parties: Parties) -> dict[str, accord.Fact]:
+    everyone = tuple(parties.ranks)
+    ranks = {name: ranks_of(value) if isinstance(value, DTensor) else everyone for name, value in state.items()}
+    return {name: accord.Fact(text=text, ranks=ranks.get(name, everyone)) for name, text in facts.items()}
+
+
+@torch.no_grad()
+def load_model(model: nn.Module, state: Mapping[str, Any], *, bucket_mib: float) -> None:
+    """What `fxshard.load_full_state_dict` does."""
+    parties = parties_of(model)
+    own = state_of_module(model)
+    with accord.Caught() as caught:
+        require_bucket(bucket_mib)
+        _require_values(own)
+        _require_registered(model, own)
+    source = parcels.choose_source(LOAD_CALL, caught, bool(state), parties)
+    parcel = None
+    with accord.Caught() as caught:
+        if source is None or parties.ranks[parties.rank] == source:
+            parcel = _packed(state)
+    parcel = parcels.share(LOAD_CALL, caught, parcel, source, parties)
+    problems = list(_misfits(parcel, own))
+    targets = [] if problems else [hold(own[each.name]) for each in parcel.announced]
+    problems += [] if problems else parcels.require_reach(parcel, targets)
+    sharing = [own[each.name] for each in parcel.announced] if targets else []
+    parcels.require_alike(LOAD_CALL, problems, parcel, targets, sharing, parties)
+    landings = [_contiguous(target) for target in targets]
+    deliver(landings, parcel.tensors, parcel.source, parties, bucket_mib)
+    for target, landing in zip(targets, landings, strict=True):
+        if landing is not target:
+            target.local.copy_(landing.local)
+    # Memory was written behind the parameters' backs; a gather that was launched before must be seen to be old.
+    torch.autograd.graph.increment_version([value for value in own.values() if isinstance(value, Tensor)])
+    _set_extra_state(model, parcel)
+
+
+def _packed(state: Mapping[str, Any]) -> Parcel:
+    if not isinstance(state, Mapping):
+        raise ConfigError(f"the state must be a dict as a module's state_dict() gives it, got {type(state).__name__}.")
+    if sharded := [clean(name) for name, value in state.items() if isinstance(value, DTensor)]:
+        raise ConfigError(
+            f"the state is sharded (DTensors): {', '.join(sharded[:5])}. Give the full state, or load this one with "
+            "model.load_state_dict."
+        )
+    values = {clean(name): value for name, value in state.items()}
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor) and not _is_extra(name)}
+    places = {name: Place(i) for i, name in enumerate(tensors)}
+    contents = {name: places.get(name, value) for name, value in values.items()}
+    announced = [Announced.of(name, tensor) for name, tensor in tensors.items()]
+    return Parcel(contents=contents, announced=announced, tensors=list(tensors.values()))
+
+
+def _misfits(parcel: Parcel, own: Mapping[str, Any]) -> Iterator[str]:
+    """What does not fit, all of it."""
+    if missing := [name for name in own if name not in parcel.contents]:
+        yield f"it lacks {', '.join(missing)}"
+    if extra := [name for name in parcel.contents if name not in own]:
+        yield f"it has {', '.join(extra)}, which the model does not have"
+    announced = {each.name: each for each in parcel.announced}
+    for name, value in own.items():
+        each = announced.get(name)
+        if _is_extra(name):
+            continue
+        if name in parcel.contents and (each is not None) != isinstance(value, Tensor):
+            yield f"{name} is {'a tensor' if each else 'no tensor'}, expected {'one' if each is None else 'none'}"
+        elif each is not None and (each.shape != tuple(value.shape) or each.dtype != value.dtype):
+            yield f"{name} is {each.dtype}{list(each.shape)}, expected {value.dtype}{list(value.shape)}"
+
+
+def _require_registered(model: nn.Module, own: Mapping[str, Any]) -> None:
+    """Raise for what stands in the state_dict, but nowhere else: to write into it would change nothing."""
+    plain = plain_module(model)
+    known = {id(each) for each in (*plain.parameters(), *plain.buffers())}
+    tensors = {name: value for name, value in own.items() if isinstance(value, Tensor) and not _is_extra(name)}
+    if made := [name for name, value in tensors.items() if id(value) not in known]:
+        raise ConfigError(
+            f"{', '.join(made)} of the state_dict is neither a parameter nor a buffer, but made by a hook. Load with "
+            "model.load_state_dict."
+        )
+    elsewhere = [name for name, value in tensors.items() if isinstance(value, DTensor) and hold(value).other]
+    if elsewhere:
+        raise ConfigError(
+            f"{', '.join(elsewhere)} is not sharded by rows on a 1-D mesh. Load with model.load_state_dict."
+        )
+
+
+def _is_extra(name: str) -> bool:
+    return name.rpartition(".")[2] == _EXTRA_STATE
+
+
+def _contiguous(target: Held) -> Held:
+    if target.local.is_contiguous():
+        return target
+    local = torch.empty_like(target.local, memory_format=torch.contiguous_format)
+    return Held(target.shape, target.dtype, local, target.mesh)
+
+
+def _set_extra_state(model: nn.Module, parcel: Parcel) -> None:
+    modules = {clean(name): module for name, module in plain_module(model).named_modules(remove_duplicate=False)}
+    for name, value in parcel.contents.items():
+        if _is_extra(name):
+            modules[name.rpartition(".")[0]].set_extra_state(value)

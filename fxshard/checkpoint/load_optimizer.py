@@ -1,0 +1,272 @@
+"""Load the state of a plain, unsharded optimizer: cut anew for the present ranks and units, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim import LBFGS, Adafactor, Optimizer
+
+from fxshard.checkpoint import accord
+from fxshard.checkpoint import parcel as parcels
+from fxshard.checkpoint.held import Held, hold, is_sharded
+from fxshard.checkpoint.optimizer import GROUPS, PARAMS, STATE, Names, names_of
+from fxshard.checkpoint.parcel import Announced, Parcel
+from fxshard.checkpoint.parties import parties_of, require_bucket
+from fxshard.checkpoint.scatter import deliver
+from fxshard.checkpoint.tree import Path, Place, put_back, take_out
+from fxshard.errors import ConfigError
+from fxshard.runtime.unit import shard_rows
+
+CALL = "load_full_optim_state_dict"
+
+
+@dataclass(frozen=True)
+class _Coming:
+    """What is coming for one parameter: its state with places counted through all parameters, and their paths."""
+
+    skeleton: Any
+    paths: list[tuple[int, Path]]
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """An optimizer's state by FQN.
+
+    Attributes:
+        states: FQN -> what is coming.
+        others: state that belongs to no parameter.
+        groups: hyperparameters, and the FQNs of each group.
+        rest: other top-level keys.
+    """
+
+    states: dict[str, _Coming]
+    others: dict[Any, Any]
+    groups: list[dict[str, Any]]
+    rest: dict[str, Any]
+
+
+@torch.no_grad()
+def load_optimizer(model: nn.Module, optim: Optimizer, state: Mapping[str, Any], *, bucket_mib: float) -> None:
+    """What `fxshard.load_full_optim_state_dict` does."""
+    parties = parties_of(model)
+    names = Names({}, {}, [])
+    with accord.Caught() as caught:
+        require_bucket(bucket_mib)
+        names = names_of(model, optim)
+    source = parcels.choose_source(CALL, caught, bool(state), parties)
+    parcel = None
+    with accord.Caught() as caught:
+        if source is None or parties.ranks[parties.rank] == source:
+            parcel = _packed(state, names)
+    parcel = parcels.share(CALL, caught, parcel, source, parties)
+    contents = cast(_Contents, parcel.contents)
+    problems = list(_misfits(contents, names))
+    places: list[_Target] = []
+    if not problems:
+        places = _targets(contents, parcel.announced, names, optim)
+        problems = [problem for each in places for problem in each.problems]
+        problems += _other_keys(contents, names, optim)
+    targets = [each.held for each in places]
+    problems += [] if problems else parcels.require_reach(parcel, targets)
+    parcels.require_alike(CALL, problems, parcel, targets, [each.parameter for each in places], parties)
+    for each in places:
+        each.allocate()
+    deliver([each.held for each in places], parcel.tensors, parcel.source, parties, bucket_mib)
+    _install(optim, names, contents, [each.finished() for each in places])
+
+
+def _packed(state: Mapping[str, Any], names: Names) -> Parcel:
+    """A state_dict, by id or by FQN, as a parcel by FQN."""
+    if not isinstance(state, Mapping) or STATE not in state or GROUPS not in state:
+        raise ConfigError(
+            f"the state must be a dict with the keys {STATE!r} and {GROUPS!r}, as full_optim_state_dict or an "
+            f"optimizer's state_dict() gives it, got {_kind(state)}."
+        )
+    by_key = _fqns_by_key(state, names)
+    states: dict[str, _Coming] = {}
+    announced: list[Announced] = []
+    tensors: list[Tensor] = []
+    for key, value in state[STATE].items():
+        if key not in by_key:
+            continue
+        skeleton, leaves = take_out(value)
+        numbers = range(len(tensors), len(tensors) + len(leaves))
+        places = [Place(number) for number in numbers]
+        paths = [(number, leaf.path) for number, leaf in zip(numbers, leaves, strict=True)]
+        states[by_key[key]] = _Coming(put_back(skeleton, places), paths)
+        tensors += [leaf.tensor for leaf in leaves]
+        announced += [Announced.of(f"state of {by_key[key]}: {leaf.name}", leaf.tensor) for leaf in leaves]
+    if sharded := [each.name for each, tensor in zip(announced, tensors, strict=True) if isinstance(tensor, DTensor)]:
+        raise ConfigError(
+            f"the state is sharded (DTensors): {', '.join(sharded[:5])}. Give the full state, or load this one with "
+            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict."
+        )
+    contents = _Contents(
+        states,
+        {key: value for key, value in state[STATE].items() if key not in by_key},
+        [{**group, PARAMS: [by_key.get(key, key) for key in group[PARAMS]]} for group in state[GROUPS]],
+        {key: value for key, value in state.items() if key not in (STATE, GROUPS)},
+    )
+    return Parcel(contents=contents, announced=announced, tensors=tensors)
+
+
+def _kind(state: object) -> str:
+    return f"one with {', '.join(map(repr, state)) or 'none'}" if isinstance(state, Mapping) else type(state).__name__
+
+
+def _fqns_by_key(state: Mapping[str, Any], names: Names) -> dict[Any, str]:
+    """What stands for a parameter in a state_dict -> its FQN here. Ids stand for positions in the groups."""
+    given = [list(group[PARAMS]) for group in state[GROUPS]]
+    if all(isinstance(key, str) for keys in given for key in keys):
+        return {key: key for keys in given for key in keys}
+    sizes, own = [len(keys) for keys in given], [len(ids) for ids in names.groups]
+    if sizes != own:
+        raise ConfigError(
+            f"the state has param_groups of {sizes} parameters, the optimizer of {own}. Build the optimizer with the "
+            'same groups, or save with keys="fqn", which says which parameters are meant.'
+        )
+    pairs = zip(given, names.groups, strict=True)
+    return {key: names.fqns[i] for keys, ids in pairs for key, i in zip(keys, ids, strict=True)}
+
+
+def _misfits(contents: _Contents, names: Names) -> Iterator[str]:
+    """What does not fit between the groups of the state and those of the optimizer."""
+    given = [list(group[PARAMS]) for group in contents.groups]
+    own = [[names.fqns[i] for i in ids] for ids in names.groups]
+    everything = {fqn for fqns in given for fqn in fqns}
+    if missing := [fqn for fqn in names.ids if fqn not in everything]:
+        yield f"its param_groups lack {', '.join(missing)}"
+    if extra := [fqn for fqns in given for fqn in fqns if fqn not in names.ids]:
+        yield f"its param_groups have {', '.join(extra)}, which the optimizer does not have"
+    if not missing and not extra and [set(fqns) for fqns in given] != [set(fqns) for fqns in own]:
+        yield f"its param_groups hold {given}, those of the optimizer {own}"
+    if strangers := [key for key, value in contents.others.items() if isinstance(value, Mapping)]:
+        yield f"it has state of {', '.join(map(str, strangers))}, which no param_group names"
+
+
+@dataclass(eq=False)
+class _Target:
+    """Where a tensor that is coming goes.
+
+    Attributes:
+        announced: what is coming.
+        parameter: whose state it is.
+        existing: the tensor that the optimizer has there now.
+        as_dtensor: whether it becomes a DTensor.
+        held: how this rank will hold it; memory comes with `allocate`.
+        problems: why it cannot.
+    """
+
+    announced: Announced
+    parameter: Tensor
+    existing: Tensor | None
+    as_dtensor: bool
+    held: Held
+    problems: list[str]
+
+    def allocate(self) -> None:
+        """Make the memory."""
+        held = self.held
+        shape = held.shape if held.mesh is None else tuple(self._local_shape())
+        held.local = torch.empty(shape, dtype=held.dtype, device=held.local.device)
+
+    def _local_shape(self) -> torch.Size:
+        mesh = self.held.mesh
+        assert mesh is not None
+        whole = torch.empty(self.held.shape, device="meta")
+        return shard_rows(whole, mesh.get_local_rank(), mesh.size()).shape
+
+    def finished(self) -> Tensor:
+        """The tensor for the optimizer."""
+        held = self.held
+        if not self.as_dtensor:
+            return held.local
+        mesh = cast(DTensor, self.existing if isinstance(self.existing, DTensor) else self.parameter).device_mesh
+        placement = Replicate() if held.mesh is None else Shard(0)
+        stride = torch.empty(held.shape, device="meta").stride()
+        shape = torch.Size(held.shape)
+        return DTensor.from_local(held.local, mesh, (placement,), run_check=False, shape=shape, stride=stride)
+
+
+def _targets(contents: _Contents, announced: Sequence[Announced], names: Names, optim: Optimizer) -> list[_Target]:
+    """Where everything that is coming goes, in the order in which it comes."""
+    found: dict[int, _Target] = {}
+    is_strict = type(optim).__module__.startswith("torch.optim") and not isinstance(optim, Adafactor | LBFGS)
+    for fqn, coming in contents.states.items():
+        parameter = names.parameters[names.ids[fqn]]
+        existing = {leaf.path: leaf.tensor for leaf in take_out(optim.state.get(parameter, {}))[1]}
+        for number, path in coming.paths:
+            found[number] = _target(announced[number], path, parameter, existing.get(path), is_strict)
+    return [found[number] for number in range(len(announced))]
+
+
+def _target(each: Announced, path: Path, parameter: Tensor, existing: Tensor | None, is_strict: bool) -> _Target:
+    """As what is there now; where there is nothing, as an optimizer would make it for this parameter."""
+    is_scalar = not each.shape and (path[-1:] == ("step",) or tuple(parameter.shape) != ())
+    if existing is not None:
+        now = hold(existing, parameter)
+        mesh, as_dtensor, device = now.mesh, isinstance(existing, DTensor), existing.device
+    else:
+        now = None
+        as_dtensor = isinstance(parameter, DTensor) and not is_scalar
+        has_rows = isinstance(parameter, DTensor) and is_sharded(parameter) and each.shape == tuple(parameter.shape)
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) and has_rows else None
+        device = torch.device("cpu") if is_scalar else parameter.device
+    held = Held(each.shape, each.dtype, torch.empty(0, dtype=each.dtype, device=device), mesh)
+    return _Target(each, parameter, existing, as_dtensor, held, list(_wrong(each, parameter, now, is_strict)))
+
+
+def _wrong(each: Announced, parameter: Tensor, now: Held | None, is_strict: bool) -> Iterator[str]:
+    """What does not fit of one tensor: to what the optimizer has there, or to the parameter, if it has nothing yet."""
+    if now is not None:
+        if now.shape != each.shape or now.dtype != each.dtype:
+            yield f"{each.name} is {each.dtype}{list(each.shape)}, expected {now.dtype}{list(now.shape)}"
+    elif is_strict and each.shape:
+        shape, dtype = tuple(parameter.shape), parameter.dtype
+        if shape != each.shape or (each.dtype.is_floating_point and dtype != each.dtype):
+            yield f"{each.name} is {each.dtype}{list(each.shape)}, expected {dtype}{list(shape)} as its parameter"
+
+
+def _other_keys(contents: _Contents, names: Names, optim: Optimizer) -> list[str]:
+    """Parameters for which another set of values is coming than the optimizer keeps."""
+    found = []
+    for fqn, coming in contents.states.items():
+        now = optim.state.get(names.parameters[names.ids[fqn]])
+        if now and isinstance(coming.skeleton, dict) and now.keys() != coming.skeleton.keys():
+            found.append(f"state of {fqn} has {sorted(map(str, coming.skeleton))}, expected {sorted(map(str, now))}")
+    return found
+
+
+def _install(optim: Optimizer, names: Names, contents: _Contents, tensors: Sequence[Tensor]) -> None:
+    """Hand everything to the optimizer's own `load_state_dict`, and take back the casts that it makes."""
+    states = {names.ids[fqn]: put_back(each.skeleton, tensors) for fqn, each in contents.states.items()}
+    before = {i: optim.state.get(names.parameters[i], {}) for i in states}
+    groups = [{**group, PARAMS: list(ids)} for group, ids in zip(contents.groups, names.groups, strict=True)]
+    optim.load_state_dict({**contents.rest, STATE: {**states, **contents.others}, GROUPS: groups})
+    for i, state in states.items():
+        parameter = names.parameters[i]
+        if parameter in optim.state:
+            optim.state[parameter] = _uncast(optim.state[parameter], state, before[i])
+
+
+def _uncast(loaded: Any, given: Any, before: Any) -> Any:
+    """What an optimizer has loaded, with the dtypes that it was given and on the devices where it had its tensors."""
+    skeleton, leaves = take_out(loaded)
+    wanted = {leaf.path: leaf.tensor for leaf in take_out(given)[1]}
+    placed = {leaf.path for leaf in take_out(before)[1]}
+    changed = [
+        leaf.path in wanted
+        and (
+            leaf.tensor.dtype != wanted[leaf.path].dtype
+            or (leaf.path in placed and leaf.tensor.device != wanted[leaf.path].device)
+        )
+        for leaf in leaves
+    ]
+    if not any(changed):
+        return loaded
+    return put_back(skeleton, [wanted[x.path] if new else x.tensor for x, new in zip(leaves, changed, strict=True)])

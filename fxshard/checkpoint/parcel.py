@@ -1,0 +1,140 @@
+"""What a load is given: on one rank, which tells the others what is coming, or on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fxshard.checkpoint import accord
+from fxshard.checkpoint.held import Held
+from fxshard.checkpoint.parties import Parties, ranks_of
+from fxshard.errors import ConfigError
+
+_MOST = 10  # problems that a message lists
+
+
+@dataclass(frozen=True, kw_only=True)
+class Announced:
+    """A tensor that is coming.
+
+    Attributes:
+        name: what messages call it.
+        shape: of the full tensor.
+        dtype: of it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> Announced:
+        """Announce a tensor."""
+        return cls(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parcel:
+    """A full state.
+
+    Attributes:
+        contents: all of it, with a `Place` for each tensor that is to be cut or is large.
+        announced: those tensors.
+        tensors: themselves, on the ranks that have them.
+        source: the global rank that has them; `None` if every rank does.
+    """
+
+    contents: Any
+    announced: Sequence[Announced]
+    tensors: Sequence[Tensor] | None
+    source: int | None = None
+
+
+def choose_source(call: str, caught: accord.Caught, is_given: bool, parties: Parties) -> int | None:
+    """The global rank whose state is loaded: the first that was given one; `None` if all were.
+
+    Raises:
+        ConfigError: on every rank, if one found something wrong, or none was given a state.
+    """
+    given = accord.exchange(is_given, parties.group)
+    with caught:
+        if caught.error is None and not any(given):
+            raise ConfigError("no rank was given a state. Pass it on rank 0, and {} on the others, or on every rank.")
+    accord.raise_together(call, caught, parties.group)
+    return None if all(given) else parties.ranks[given.index(True)]
+
+
+def share(call: str, caught: accord.Caught, parcel: Parcel | None, source: int | None, parties: Parties) -> Parcel:
+    """The parcel on every rank; the tensors themselves stay where they are.
+
+    Raises:
+        ConfigError: on every rank, if one found something wrong with what it was given.
+    """
+    accord.raise_together(call, caught, parties.group)
+    if parcel is not None and (source is None or parties.group is None):
+        return parcel
+    told: list[Any] = [None if parcel is None else (parcel.contents, parcel.announced)]
+    dist.broadcast_object_list(told, src=source, group=parties.group)
+    contents, announced = told[0]
+    tensors = None if parcel is None else parcel.tensors
+    return Parcel(contents=contents, announced=announced, tensors=tensors, source=source)
+
+
+def require_alike(
+    call: str,
+    problems: Sequence[str],
+    parcel: Parcel,
+    targets: Sequence[Held],
+    sharing: Sequence[Tensor],
+    parties: Parties,
+) -> None:
+    """Make sure, before anything is written, that every rank can take what is coming, and in the same way.
+
+    Args:
+        call: the public function, for the message.
+        problems: what this rank found.
+        parcel: what is coming.
+        targets: where it goes, none if there are problems.
+        sharing: for each target the parameter or buffer that says which ranks share it.
+        parties: the ranks.
+
+    Raises:
+        ConfigError: on every rank, if one cannot.
+    """
+    facts = {each.name: target.text for each, target in zip(parcel.announced, targets, strict=False)}
+
+    def detailed() -> dict[str, accord.Fact]:
+        everyone = tuple(parties.ranks)
+        return {
+            each.name: accord.Fact(
+                text=target.text,
+                ranks=everyone if parcel.source is not None and target.mesh is None else ranks_of(tensor),
+            )
+            for each, target, tensor in zip(parcel.announced, targets, sharing, strict=True)
+        }
+
+    shown = problems[:_MOST]
+    more = f" (and {len(problems) - len(shown)} more)" if len(problems) > len(shown) else ""
+    with accord.Caught() as caught:
+        if problems:
+            raise ConfigError(f"the state does not fit, and nothing was loaded. {'; '.join(shown)}{more}.")
+    accord.compare(call, caught, facts, detailed, parties)
+
+
+def require_reach(parcel: Parcel, targets: Sequence[Held]) -> list[str]:
+    """What is wrong if a tensor is shared by ranks that do not include the one that has it."""
+    unreached = [
+        each.name
+        for each, target in zip(parcel.announced, targets, strict=True)
+        if target.mesh is not None
+        and parcel.source is not None
+        and parcel.source not in dist.get_process_group_ranks(target.mesh.get_group())
+    ]
+    if not unreached:
+        return []
+    return [f"rank {parcel.source} has no part in {', '.join(unreached)}: pass the state on every rank"]

@@ -1,0 +1,248 @@
+"""What does not fit is named on every rank, and nothing is written; ranks that differ raise, and do not hang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+import fxshard
+from fxshard import ConfigError
+from tests.checkpoint.states import adamw, assert_same, net, sharded, snapshot, take_steps, trained
+from tests.ranks import two_ranks
+
+
+def trained_on_ranks() -> tuple[nn.Module, Optimizer]:
+    model = sharded(net())
+    optim = adamw(model)
+    take_steps(model, optim)
+    return model, optim
+
+
+def given(state: Any, on_every_rank: bool) -> Any:
+    return state if on_every_rank or dist.get_rank() == 0 else {}
+
+
+def refused(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        call(*args, **kwargs)
+    texts: list[Any] = [None, None]
+    dist.all_gather_object(texts, str(caught.value))
+    assert texts[0] == texts[1]
+    return str(caught.value)
+
+
+# ---- ranks that differ
+
+
+@two_ranks
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_without_state_is_named_on_every_rank(rank: int) -> None:
+    model, optim = trained_on_ranks()
+    if dist.get_rank() == rank:
+        optim.state.clear()
+    text = refused(fxshard.full_optim_state_dict, model, optim)
+    assert "exp_avg torch.float32[23], exp_avg_sq torch.float32[23] on" in text
+    assert f"nothing on rank {rank}" in text
+    assert text.startswith("full_optim_state_dict: the ranks do not hold the same state.")
+
+
+@two_ranks
+def test_other_groups_on_one_rank_are_named() -> None:
+    model, optim = trained_on_ranks()
+    optim.param_groups[1]["lr"] = 0.5 if dist.get_rank() else 0.25
+    text = refused(fxshard.full_optim_state_dict, model, optim)
+    assert "param_groups[1]: {lr: 0.25" in text
+    assert "{lr: 0.5" in text
+    assert "param_groups[0]" not in text
+
+
+@two_ranks
+def test_another_optimizer_on_one_rank_is_named() -> None:
+    model = sharded(net())
+    optim: Optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+    if dist.get_rank():
+        optim = torch.optim.AdamW(model.parameters())
+    take_steps(model, optim)
+    text = refused(fxshard.full_optim_state_dict, model, optim)
+    assert "optimizer: SGD on rank 0, AdamW on rank 1" in text
+    assert "more)" in text
+
+
+@two_ranks
+def test_other_arguments_on_one_rank_are_named() -> None:
+    model, optim = trained_on_ranks()
+    text = refused(fxshard.full_optim_state_dict, model, optim, recipient_rank=dist.get_rank() or None)
+    assert "arguments: recipient_rank=None" in text
+    assert "recipient_rank=1" in text
+    text = refused(fxshard.full_state_dict, model, bucket_mib=1 + dist.get_rank())
+    assert "bucket_mib=1 on rank 0" in text
+
+
+@two_ranks
+def test_what_fails_on_one_rank_is_raised_on_both() -> None:
+    model, optim = trained_on_ranks()
+    if dist.get_rank():
+        optim.state_dict = lambda: 1 // 0  # type: ignore[method-assign,assignment,return-value]
+    text = refused(fxshard.full_optim_state_dict, model, optim)
+    assert "rank 1: ZeroDivisionError" in text
+
+
+@two_ranks
+def test_another_buffer_on_one_rank_is_named() -> None:
+    model, _ = trained_on_ranks()
+    model.register_buffer("extra", torch.zeros(2 + dist.get_rank()))
+    text = refused(fxshard.full_state_dict, model)
+    assert "extra: torch.float32[2] whole on rank 0, torch.float32[3] whole on rank 1" in text
+
+
+# ---- arguments
+
+
+@two_ranks
+def test_arguments_that_mean_nothing_are_refused() -> None:
+    model, optim = trained_on_ranks()
+    calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
+        (fxshard.full_optim_state_dict, (model, optim)),
+        (fxshard.full_state_dict, (model,)),
+    ]
+    for call, args in calls:
+        assert "one of the 2 ranks that share the model" in refused(call, *args, recipient_rank=2)
+        assert "bucket_mib must be a positive number of MiB, got 0" in refused(call, *args, bucket_mib=0)
+    assert 'keys must be "id" or "fqn", got' in refused(fxshard.full_optim_state_dict, model, optim, keys="name")
+    assert "full_state_dict expects the model, got dict" in refused(fxshard.full_state_dict, {})
+    other = torch.optim.SGD(net().blocks.parameters(), lr=1.0)
+    text = refused(fxshard.full_optim_state_dict, model, other)
+    assert "parameters that are not in the model: param_groups[0]['params'][0] of shape [23, 8]" in text
+
+
+# ---- a state that does not fit
+
+Spoil = Callable[[dict[str, Any]], object]
+
+
+def _wrong_shape(state: dict[str, Any]) -> None:
+    state["state"][2]["exp_avg"] = torch.zeros(3, 3)
+
+
+def _wrong_dtype(state: dict[str, Any]) -> None:
+    state["state"][2]["exp_avg"] = state["state"][2]["exp_avg"].double()
+
+
+def _extra_key(state: dict[str, Any]) -> None:
+    state["state"][2]["momentum_buffer"] = torch.zeros(23, 8)
+
+
+def _extra_state(state: dict[str, Any]) -> None:
+    state["state"][99] = {"exp_avg": torch.zeros(2)}
+
+
+def _missing_group(state: dict[str, Any]) -> None:
+    state["param_groups"].pop()
+
+
+def _fewer_parameters(state: dict[str, Any]) -> None:
+    state["param_groups"][1]["params"].pop()
+
+
+def _no_groups(state: dict[str, Any]) -> None:
+    del state["param_groups"]
+
+
+SPOILS: dict[Spoil, str] = {
+    _wrong_shape: "exp_avg is torch.float32[3, 3], expected torch.float32[",
+    _wrong_dtype: "exp_avg is torch.float64[",
+    _extra_key: "'momentum_buffer', 'step'], expected [",
+    _extra_state: "it has state of 99, which no param_group names",
+    _missing_group: "the state has param_groups of [",
+    _fewer_parameters: "the state has param_groups of [",
+    _no_groups: "the state must be a dict with the keys 'state' and 'param_groups'",
+}
+
+
+@two_ranks
+@pytest.mark.parametrize("spoil", list(SPOILS))
+@pytest.mark.parametrize("is_fresh", [False, True])
+@pytest.mark.parametrize("on_every_rank", [False, True])
+def test_a_state_that_does_not_fit_changes_nothing(spoil: Spoil, is_fresh: bool, on_every_rank: bool) -> None:
+    _, reference = trained()
+    state = reference.state_dict()
+    if dist.get_rank() == 0:
+        spoil(state)
+    model, optim = trained_on_ranks()
+    if is_fresh:
+        optim = adamw(model)
+    if is_fresh and spoil is _extra_key:
+        return  # nothing says that it is wrong
+    before = snapshot(model, optim)
+    text = refused(
+        fxshard.load_full_optim_state_dict, model, optim, state if on_every_rank or dist.get_rank() == 0 else {}
+    )
+    assert SPOILS[spoil] in text
+    assert_same(snapshot(model, optim), before)
+
+
+@two_ranks
+def test_names_that_do_not_fit_are_listed() -> None:
+    model, optim = trained_on_ranks()
+    state = fxshard.full_optim_state_dict(model, optim, keys="fqn")
+    if dist.get_rank() == 0:
+        params = state["param_groups"][1]["params"]
+        params[params.index("embedding.weight")] = "tokens.weight"
+        state["state"]["tokens.weight"] = state["state"].pop("embedding.weight")
+    text = refused(fxshard.load_full_optim_state_dict, model, optim, state)
+    assert "its param_groups lack embedding.weight; its param_groups have tokens.weight" in text
+
+
+@two_ranks
+def test_a_sharded_state_is_refused() -> None:
+    model, optim = trained_on_ranks()
+    assert "is sharded (DTensors): state of " in refused(
+        fxshard.load_full_optim_state_dict, model, optim, optim.state_dict()
+    )
+    assert "is sharded (DTensors): " in refused(fxshard.load_full_state_dict, model, model.state_dict())
+
+
+@two_ranks
+def test_a_state_that_nobody_has_is_refused() -> None:
+    model, optim = trained_on_ranks()
+    assert "no rank was given a state" in refused(fxshard.load_full_optim_state_dict, model, optim, {})
+    assert "no rank was given a state" in refused(fxshard.load_full_state_dict, model, {})
+
+
+@two_ranks
+@pytest.mark.parametrize("on_every_rank", [False, True])
+def test_a_model_state_that_does_not_fit_changes_nothing(on_every_rank: bool) -> None:
+    model, _ = trained_on_ranks()
+    state: dict[str, Any] = dict(net(seed=1).state_dict())
+    if dist.get_rank() == 0:
+        state["frozen"] = torch.zeros(5, 4)
+        state["scale"] = state["scale"].double()
+        state["stranger"] = torch.zeros(2)
+        state["norm.weight"] = "text"
+        del state["one_row"]
+    before = snapshot(model)
+    text = refused(fxshard.load_full_state_dict, model, given(state, on_every_rank))
+    for part in (
+        "it lacks one_row",
+        "it has stranger, which the model does not have",
+        "frozen is torch.float32[5, 4], expected torch.float32[5, 3]",
+        "scale is torch.float64[], expected torch.float32[]",
+        "norm.weight is no tensor",
+    ):
+        assert part in text
+    assert_same(snapshot(model), before)
+
+
+@two_ranks
+def test_a_model_on_meta_is_refused() -> None:
+    with torch.device("meta"):
+        model = net()
+    fxshard.fully_shard(model)
+    assert "parameters on the meta device have no values: " in refused(fxshard.full_state_dict, model)
+    assert "have no values: one_row" in refused(fxshard.load_full_state_dict, model, net().state_dict())
