@@ -8,8 +8,8 @@ A sharded tensor of the full state is an `Item`. Of its bytes each rank holds on
     STRAIGHT   one large item, from the rows where they lie into the full tensor, through no bucket at all
     SPLIT      a part of one large item that cannot: sent from where it lies, received in a bucket
 
-A bucket has one region per rank, all of them equally wide, so a rank that sends needs only its region. Two rounds are
-under way at a time, so a round fills at most half of what a rank may take: see `Rounds.region`.
+A bucket has one region per rank, all of them equally wide, so a rank that sends needs only its region. Two buckets are
+under way at a time: two of `bucket_bytes` on a rank that receives, two regions, which are one at most, elsewhere.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 Everything travels as bytes, so a bucket holds any mix of dtypes, and no collective sees more than one.
 
-[Note: two rounds under way]
-A round is started before the one ahead of it is finished, each with a bucket of its own. On an accelerator that is what
-overlaps them: the copy out of one bucket is queued behind its own transfer alone, while the next transfer runs on the
-stream of the process group. Where a bucket is used again, the process group waits for what was queued before, so no
-stream or event of ours is needed.
+[Note: rounds under way]
+A round is started before those ahead of it are finished: two with a bucket, each with one of its own, and any number
+without. On an accelerator that is what overlaps them: the copy out of one bucket is queued behind its own transfer
+alone, while the next transfer runs on the stream of the process group. Where a bucket is used again, the process group
+waits for what was queued before, so no stream or event of ours is needed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from fxshard.checkpoint.rounds import Chunk, Item, Round
 
 # torch 2.13 renamed it, and warns about the old name.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_MOST_UNDER_WAY = 32
 
 Progress = Callable[[int], None]
 """Told how many bytes have arrived."""
@@ -113,10 +115,10 @@ class UnderWay:
 
 
 def run(rounds: Iterable[Round], start: Callable[[Round], UnderWay], finish: Callable[[UnderWay], None]) -> None:
-    """Run all rounds; see [Note: two rounds under way]."""
+    """Run all rounds; see [Note: rounds under way]."""
     waiting: deque[UnderWay] = deque()
     for each in rounds:
-        if len(waiting) == 2:
+        while len(waiting) == _MOST_UNDER_WAY or (each.width and sum(1 for x in waiting if x.round.width) == 2):
             finish(waiting.popleft())
         waiting.append(start(each))
     while waiting:
