@@ -49,16 +49,18 @@ def gather_model(
 ) -> dict[str, Any]:
     """What `fxshard.full_state_dict` does."""
     parties = parties_of(model)
-    state = state_of_module(model)
-    tensors = {id(value): value for value in state.values() if isinstance(value, Tensor)}  # tied ones once
-    held = {key: hold(tensor) for key, tensor in tensors.items()}
+    state: dict[str, Any] = {}
+    held: dict[int, Held] = {}
+    facts: dict[str, str] = {}
     recipient = None
     with accord.Caught() as caught:
         require_bucket(bucket_mib)
         recipient = parties.recipient(recipient_rank)
+        state = state_of_module(model)
         _require_values(state)
-    facts = {name: held[id(value)].text if id(value) in held else simple(value) for name, value in state.items()}
-    facts["arguments"] = f"recipient_rank={recipient_rank}, cpu_offload={cpu_offload}, bucket_mib={bucket_mib}"
+        held = {id(value): hold(value) for value in state.values() if isinstance(value, Tensor)}  # tied ones once
+        facts = {name: held[id(value)].text if id(value) in held else simple(value) for name, value in state.items()}
+        facts["arguments"] = f"recipient_rank={recipient_rank}, cpu_offload={cpu_offload}, bucket_mib={bucket_mib}"
     accord.compare(CALL, caught, facts, functools.partial(_detailed, facts, state, parties), parties)
     fulls = gather_all(
         list(held.values()),
@@ -92,8 +94,9 @@ def _detailed(facts: Mapping[str, str], state: Mapping[str, Any], parties: Parti
 def load_model(model: nn.Module, state: Mapping[str, Any], *, bucket_mib: float) -> None:
     """What `fxshard.load_full_state_dict` does."""
     parties = parties_of(model)
-    own = state_of_module(model)
+    own: dict[str, Any] = {}
     with accord.Caught() as caught:
+        own = state_of_module(model)
         require_bucket(bucket_mib)
         _require_values(own)
         _require_registered(model, own)
@@ -103,11 +106,14 @@ def load_model(model: nn.Module, state: Mapping[str, Any], *, bucket_mib: float)
         if source is None or parties.ranks[parties.rank] == source:
             parcel = _packed(state)
     parcel = parcels.share(LOAD_CALL, caught, parcel, source, parties)
-    problems = list(_misfits(parcel, own))
-    targets = [] if problems else [hold(own[each.name]) for each in parcel.announced]
-    problems += [] if problems else parcels.require_reach(parcel, targets)
-    sharing = [own[each.name] for each in parcel.announced] if targets else []
-    parcels.require_alike(LOAD_CALL, problems, parcel, targets, sharing, parties)
+    targets: list[Held] = []
+    sharing: list[Tensor] = []
+    with accord.Caught() as caught:
+        parcels.refuse(_misfits(parcel, own))
+        sharing = [own[each.name] for each in parcel.announced]
+        targets = [hold(tensor) for tensor in sharing]
+        parcels.refuse(parcels.out_of_reach(parcel, targets))
+    parcels.require_alike(LOAD_CALL, caught, parcel, targets, sharing, parties)
     landings = [_contiguous(target) for target in targets]
     deliver(landings, parcel.tensors, parcel.source, parties, bucket_mib)
     for target, landing in zip(targets, landings, strict=True):

@@ -65,15 +65,14 @@ def load_optimizer(model: nn.Module, optim: Optimizer, state: Mapping[str, Any],
             parcel = _packed(state, names)
     parcel = parcels.share(CALL, caught, parcel, source, parties)
     contents = cast(_Contents, parcel.contents)
-    problems = list(_misfits(contents, names))
     places: list[_Target] = []
-    if not problems:
+    with accord.Caught() as caught:
+        parcels.refuse(_misfits(contents, names))
         places = _targets(contents, parcel.announced, names, optim)
-        problems = [problem for each in places for problem in each.problems]
-        problems += _other_keys(contents, names, optim)
-    targets = [each.held for each in places]
-    problems += [] if problems else parcels.require_reach(parcel, targets)
-    parcels.require_alike(CALL, problems, parcel, targets, [each.parameter for each in places], parties)
+        parcels.refuse([problem for each in places for problem in each.problems] + _other_keys(contents, names, optim))
+        parcels.refuse(parcels.out_of_reach(parcel, [each.held for each in places]))
+    targets, sharing = [each.held for each in places], [each.parameter for each in places]
+    parcels.require_alike(CALL, caught, parcel, targets, sharing, parties)
     for each in places:
         each.allocate()
     deliver([each.held for each in places], parcel.tensors, parcel.source, parties, bucket_mib)

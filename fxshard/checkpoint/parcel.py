@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,9 +85,21 @@ def share(call: str, caught: accord.Caught, parcel: Parcel | None, source: int |
     return Parcel(contents=contents, announced=announced, tensors=tensors, source=source)
 
 
+def refuse(problems: Iterable[str]) -> None:
+    """Raise for all of them, if there are any.
+
+    Raises:
+        ConfigError: what is coming does not fit.
+    """
+    if not (found := list(problems)):
+        return
+    more = f" (and {len(found) - _MOST} more)" if len(found) > _MOST else ""
+    raise ConfigError(f"the state does not fit, and nothing was loaded. {'; '.join(found[:_MOST])}{more}.")
+
+
 def require_alike(
     call: str,
-    problems: Sequence[str],
+    caught: accord.Caught,
     parcel: Parcel,
     targets: Sequence[Held],
     sharing: Sequence[Tensor],
@@ -97,9 +109,9 @@ def require_alike(
 
     Args:
         call: the public function, for the message.
-        problems: what this rank found.
+        caught: what this rank found wrong.
         parcel: what is coming.
-        targets: where it goes, none if there are problems.
+        targets: where it goes.
         sharing: for each target the parameter or buffer that says which ranks share it.
         parties: the ranks.
 
@@ -118,15 +130,10 @@ def require_alike(
             for each, target, tensor in zip(parcel.announced, targets, sharing, strict=True)
         }
 
-    shown = problems[:_MOST]
-    more = f" (and {len(problems) - len(shown)} more)" if len(problems) > len(shown) else ""
-    with accord.Caught() as caught:
-        if problems:
-            raise ConfigError(f"the state does not fit, and nothing was loaded. {'; '.join(shown)}{more}.")
     accord.compare(call, caught, facts, detailed, parties)
 
 
-def require_reach(parcel: Parcel, targets: Sequence[Held]) -> list[str]:
+def out_of_reach(parcel: Parcel, targets: Sequence[Held]) -> list[str]:
     """What is wrong if a tensor is shared by ranks that do not include the one that has it."""
     unreached = [
         each.name

@@ -60,12 +60,23 @@ def take_steps(model: nn.Module, optim: Optimizer, steps: int = 2, first: int = 
     """Train, every rank on a batch of its own."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     for step in range(first, first + steps):
-        generator = torch.Generator().manual_seed(100 * step + rank)
-        tokens = torch.randint(WIDTH, (6,), generator=generator)
-        loss = nn.functional.cross_entropy(model(tokens), tokens.roll(1))
         optim.zero_grad()
-        loss.backward()
+        _loss(model, step, rank).backward()
         optim.step()
+
+
+def take_steps_of_all(model: nn.Module, optim: Optimizer, steps: int, first: int) -> None:
+    """Train on the batches that the ranks have in `take_steps`, all of them on this rank."""
+    for step in range(first, first + steps):
+        optim.zero_grad()
+        for rank in range(dist.get_world_size()):
+            (_loss(model, step, rank) / dist.get_world_size()).backward()
+        optim.step()
+
+
+def _loss(model: nn.Module, step: int, rank: int) -> Tensor:
+    tokens = torch.randint(WIDTH, (6,), generator=torch.Generator().manual_seed(100 * step + rank))
+    return nn.functional.cross_entropy(model(tokens), tokens.roll(1))
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:

@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import fxshard
-from tests.checkpoint.states import adamw, assert_same, net, sharded, take_steps
+from tests.checkpoint.states import adamw, assert_same, net, sharded, take_steps, take_steps_of_all
 from tests.ranks import two_ranks
 
 
@@ -118,6 +120,51 @@ def test_mixed_dtypes_and_buffers_that_are_not_contiguous() -> None:
         p.detach().zero_()
     fxshard.load_full_state_dict(model, before)
     assert_same(fxshard.full_state_dict(model), before)
+
+
+@two_ranks
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_what_one_of_fsdp2_and_fxshard_trained_the_other_takes(is_ours: bool) -> None:
+    shard, other = (fxshard.fully_shard, torch_fully_shard) if is_ours else (torch_fully_shard, fxshard.fully_shard)
+    mesh = init_device_mesh("cpu", (2,))
+    trained, taking = net(), net(seed=1)
+    for model in (trained, taking):
+        model.scale = nn.Parameter(torch.tensor([1.5]))  # FSDP2 takes no scalars
+    shard(trained, mesh=mesh)
+    other(taking, mesh=mesh)
+    optims = adamw(trained), adamw(taking)
+    take_steps(trained, optims[0])
+    fxshard.load_full_state_dict(taking, fxshard.full_state_dict(trained))
+    fxshard.load_full_optim_state_dict(taking, optims[1], fxshard.full_optim_state_dict(trained, optims[0]))
+    take_steps(trained, optims[0], first=2)
+    take_steps(taking, optims[1], first=2)
+    assert_same(fxshard.full_state_dict(taking), fxshard.full_state_dict(trained))
+    found, expected = (
+        fxshard.full_optim_state_dict(taking, optims[1]),
+        fxshard.full_optim_state_dict(trained, optims[0]),
+    )
+    assert_same(found, expected)
+
+
+@two_ranks
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_training_goes_on_on_another_number_of_ranks(is_compiled: bool) -> None:
+    model: Any = sharded(net().double())
+    optim = adamw(model)
+    called: Any = torch.compile(model, backend="fxshard", options={"lower": "eager"}) if is_compiled else model
+    take_steps(called, optim, steps=5)
+    weights = fxshard.full_state_dict(called, recipient_rank=None)
+    state = fxshard.full_optim_state_dict(called, optim, recipient_rank=None)
+    take_steps(called, optim, steps=5, first=5)
+    plain = net(seed=1).double()
+    alone = adamw(plain)
+    fxshard.load_full_state_dict(plain, weights)
+    fxshard.load_full_optim_state_dict(plain, alone, state)
+    take_steps_of_all(plain, alone, steps=5, first=5)
+    final = fxshard.full_state_dict(called, recipient_rank=None)
+    for name, value in plain.state_dict().items():
+        if not name.startswith("norm."):  # each rank normalises its own batch
+            torch.testing.assert_close(final[name], value, rtol=1e-6, atol=1e-9)
 
 
 def test_works_on_one_rank_without_a_process_group() -> None:

@@ -30,6 +30,8 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "adafactor": (torch.optim.Adafactor, {}),
 }
 
+STEPPED = [name for name in OPTIMIZERS if name != "adafactor"]  # torch cannot step that one on DTensors
+
 
 def full(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
@@ -45,8 +47,7 @@ def on_first(value: Any) -> Any:
 
 
 @two_ranks
-@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
-@pytest.mark.parametrize("from_every_rank", [False, True])
+@pytest.mark.parametrize(("name", "from_every_rank"), [("adamw", True), *((name, False) for name in OPTIMIZERS)])
 def test_what_an_unsharded_optimizer_had_comes_back(name: str, from_every_rank: bool) -> None:
     _, reference = trained(lambda model: optimizer(name, model))
     model = sharded(net())
@@ -57,8 +58,7 @@ def test_what_an_unsharded_optimizer_had_comes_back(name: str, from_every_rank: 
 
 
 @two_ranks
-@pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - {"adafactor"}))  # torch cannot step it on DTensors
-@pytest.mark.parametrize("recipient", [0, 1, None])
+@pytest.mark.parametrize(("name", "recipient"), [("adamw", 1), ("adamw", None), *((name, 0) for name in STEPPED)])
 def test_steps_show_in_the_full_state(name: str, recipient: int | None) -> None:
     model = sharded(net())
     optim = optimizer(name, model)

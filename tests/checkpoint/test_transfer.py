@@ -85,19 +85,19 @@ def rows_of(tensor: Tensor) -> Tensor:
 
 
 @two_ranks
-@pytest.mark.parametrize("kib", [0.1, 4, 300, 4000])
+@pytest.mark.parametrize("kib", [3, 40, 4000])
 @pytest.mark.parametrize("straight", [False, True])
-def test_gathers_what_the_ranks_have(kib: float, straight: bool) -> None:
+def test_gathers_what_the_ranks_have(kib: int, straight: bool) -> None:
     group = dist.group.WORLD
     assert group is not None
     wire = Wire(group, CPU)
-    tensors = random_tensors(int(kib))
+    tensors = random_tensors(kib)
     rows = [rows_of(tensor) for tensor in tensors]
     items = [item_of(tensor, 2, straight) for tensor in tensors]
     even = [item._replace(straight=straight and item.nbytes == 2 * item.share) for item in items]
     arrived: list[int] = []
-    fulls = gather.to_one(wire, items, rows, rounds_of(items, 2, int(kib * 1024)), 1, CPU, arrived.append)
-    everywhere = gather.to_all(wire, even, rows, rounds_of(even, 2, int(kib * 1024)), CPU, arrived.append)
+    fulls = gather.to_one(wire, items, rows, rounds_of(items, 2, kib * 1024), 1, CPU, arrived.append)
+    everywhere = gather.to_all(wire, even, rows, rounds_of(even, 2, kib * 1024), CPU, arrived.append)
     assert (len(fulls) > 0) == (dist.get_rank() == 1)
     assert sum(arrived) == (1 + dist.get_rank()) * sum(item.nbytes for item in items)
     for found in (fulls, everywhere) if fulls else (everywhere,):
@@ -106,21 +106,21 @@ def test_gathers_what_the_ranks_have(kib: float, straight: bool) -> None:
 
 
 @two_ranks
-@pytest.mark.parametrize("kib", [0.1, 4, 300, 4000])
+@pytest.mark.parametrize("kib", [3, 40, 4000])
 @pytest.mark.parametrize("straight", [False, True])
-def test_scatters_what_one_rank_has(kib: float, straight: bool) -> None:
+def test_scatters_what_one_rank_has(kib: int, straight: bool) -> None:
     group = dist.group.WORLD
     assert group is not None
     wire = Wire(group, CPU)
-    tensors = random_tensors(int(kib))
+    tensors = random_tensors(kib)
     items = [item_of(tensor, 2, straight) for tensor in tensors]
     expected = [rows_of(tensor) for tensor in tensors]
     rows = [torch.zeros_like(each) for each in expected]
     given = tensors if dist.get_rank() == 1 else None
-    scatter.from_one(wire, items, rows, rounds_of(items, 2, int(kib * 1024)), 1, given)
+    scatter.from_one(wire, items, rows, rounds_of(items, 2, kib * 1024), 1, given)
     assert_same(rows, expected)
     whole = [torch.zeros_like(tensor) for tensor in tensors]
-    scatter.broadcast(wire, whole, 1, given, int(kib * 1024))
+    scatter.broadcast(wire, whole, 1, given, kib * 1024)
     assert_same(whole, tensors)
 
 
