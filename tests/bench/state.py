@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ import fxshard
 from fxshard.bench import machine
 
 Full = dict[Any, Any]
+ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 Method = Callable[[nn.Module, torch.optim.Optimizer], Full]
 
 SHAPES = {  # parameters in M -> (number of layers, width); "2" is many small tensors
@@ -50,7 +51,7 @@ class Layer(nn.Module):
         self.weights = nn.ParameterList(torch.zeros(shape) for shape in [*shapes, *vectors, (3 * width,)])
 
 
-def build(size: str, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(size: str, device: str, with_flats: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a sharded model of `size` million parameters, and its optimizer after a step."""
     layers, width = SHAPES[size]
     mesh = init_device_mesh(device, (dist.get_world_size(),))
@@ -63,6 +64,7 @@ def build(size: str, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
         parameter.grad = torch.randn_like(parameter)
     optim.step()
     optim.zero_grad()
+    cast(Any, model).flats = flat_state(model, optim) if with_flats else []
     return model, optim
 
 
@@ -86,12 +88,43 @@ def torchs(model: nn.Module, optim: torch.optim.Optimizer) -> Full:
 
 
 def all_gather_each(model: nn.Module, optim: torch.optim.Optimizer) -> Full:
-    """An all_gather of every tensor; what fairscale did after #595, there with a flat tensor per unit."""
+    """An all_gather of every tensor, by DTensor's `full_tensor`."""
     full: Full = {}
     for i, state in _sharded_state(optim).items():
         full[i] = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
         if dist.get_rank():
             full[i] = {}
+    return full if dist.get_rank() == 0 else {}
+
+
+def flat_state(model: nn.Module, optim: torch.optim.Optimizer) -> list[Any]:
+    """The state as fairscale kept it: per layer and key one flat tensor of this rank's rows, padded."""
+    ids = {id(p): i for i, p in enumerate(model.parameters())}
+    flats = []
+    for layer in cast(nn.ModuleList, model.layers):
+        for key in ("exp_avg", "exp_avg_sq"):
+            rows, slots = [], []
+            for parameter in layer.parameters():
+                local = optim.state[parameter][key].to_local().reshape(-1)
+                padded = -(-parameter.shape[0] // dist.get_world_size()) * parameter[:1].numel()
+                rows.append(nn.functional.pad(local, (0, padded - local.numel())))
+                slots.append((ids[id(parameter)], padded, parameter.shape))
+            flats.append((key, torch.cat(rows), slots))
+    return flats
+
+
+def all_gather_flat(model: nn.Module, optim: torch.optim.Optimizer) -> Full:
+    """An all_gather per layer and key of what was flat before the clock started; fairscale after #595."""
+    full: Full = {i: {"step": state["step"]} for i, state in _sharded_state(optim).items()}
+    world_size = dist.get_world_size()
+    for key, flat, slots in cast(Any, model).flats:
+        gathered = flat.new_empty(world_size * flat.numel())
+        ALL_GATHER(gathered, flat)
+        offset = 0
+        for i, numel, shape in slots if dist.get_rank() == 0 else ():
+            block = gathered.view(world_size, -1)[:, offset : offset + numel].reshape(-1)
+            full[i][key] = block[: shape.numel()].view(shape)
+            offset += numel
     return full if dist.get_rank() == 0 else {}
 
 
@@ -174,6 +207,7 @@ def send_each(model: nn.Module, optim: torch.optim.Optimizer) -> Full:
 
 METHODS: dict[str, Method] = {
     "broadcast_pickled": broadcast_pickled,
+    "all_gather_flat": all_gather_flat,
     "all_gather_each": all_gather_each,
     "torch_full": torchs,
     "broadcast_each": broadcast_each,
@@ -238,7 +272,7 @@ def measure(rank: int, args: argparse.Namespace, folder: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=args.ranks)
     found: dict[str, Any] = {}
     for size in args.sizes.split(","):
-        model, optim = build(size, "cpu")
+        model, optim = build(size, "cpu", with_flats="all_gather_flat" in args.methods)
         nbytes = sum(2 * p.numel() * p.element_size() for p in model.parameters())
         names = [name for name in METHODS if name in args.methods.split(",")]
         seconds: dict[str, list[float]] = {name: [] for name in names}
