@@ -25,7 +25,8 @@ def full_optim_state_dict(
     """The state that the optimizer of the unsharded model would have, gathered from the ranks.
 
     What `optim.state_dict()` gives, with full tensors, new ones: no sharding shows. All ranks that share the model must
-    call it; if they hold different state, all of them raise.
+    call it; if they hold different state, all of them raise. Of modules on a smaller mesh than the model's, such as
+    experts, it has what the mesh of the recipient holds.
 
     Args:
         model: sharded; compiled or plain. Not yet sharded, in the one-line form, will do too.
@@ -60,7 +61,7 @@ def load_full_optim_state_dict(
 
     It may come from `full_optim_state_dict` under any number of ranks and any units, or from `state_dict()` of an
     optimizer that was never sharded. All ranks that share the model must call it. Nothing is written before
-    everything has been checked.
+    everything has been checked; the old state lives until the new one is there.
 
     Args:
         model: as for `full_optim_state_dict`.

@@ -25,6 +25,7 @@ def on_four_ranks(rank: int, folder: str) -> None:
     a_state_of_one_rank_comes_back_from_four()
     rows_of_ranks_that_have_none()
     experts_on_groups_of_two()
+    models_on_two_ranks_each()
     dist.destroy_process_group()
 
 
@@ -88,6 +89,22 @@ def experts_on_groups_of_two() -> None:
     texts: list[Any] = [None] * RANKS
     dist.all_gather_object(texts, str(caught.value))
     assert len(set(texts)) == 1
+
+
+def models_on_two_ranks_each() -> None:
+    """As the stages of a pipeline: another model on each half of the ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "shards"))["shards"]
+    stage = dist.get_rank() // 2
+    model = fxshard.fully_shard(net(seed=stage), mesh=mesh)
+    optim = adamw(model)
+    take_steps(model, optim, steps=1 + stage)
+    for recipient in (0, 1):
+        weights = fxshard.full_state_dict(model, recipient_rank=recipient)
+        state = fxshard.full_optim_state_dict(model, optim, recipient_rank=recipient)
+        assert (len(weights) > 0) == (dist.get_rank() % 2 == recipient)
+        assert not state or state["state"][0]["step"] == 1 + stage
+        fxshard.load_full_state_dict(model, weights)
+        fxshard.load_full_optim_state_dict(model, optim, state)
 
 
 @pytest.mark.multi_rank
