@@ -33,7 +33,8 @@ from fxshard.mesh import default_mesh, require_mesh
 from fxshard.modules import units_under
 from fxshard.options import Options, launched_world_size
 from fxshard.runtime import consistency
-from fxshard.runtime.unit import Home, as_dtensor, shard_rows
+from fxshard.runtime.dtensors import as_dtensor, shard_rows
+from fxshard.runtime.unit import Home
 
 _log = logging.getLogger(__name__)
 
