@@ -122,6 +122,32 @@ def test_one_unit_may_be_kept_and_frozen_while_others_are_not() -> None:
     check(Scenario(model=MLP, batch=rows(), backward=several, prepare=keep_the_first_block))
 
 
+class Convolutions(nn.Module):
+    """Inductor lays out what these save as it likes, in each variant of the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.GroupNorm(4, 16)) for _ in range(2)]
+        self.blocks = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return x.mean((2, 3))
+
+
+def images(step: int, rank: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(2, 16, 8, 8, generator=generator), torch.randn(2, 16, generator=generator)
+
+
+@two_ranks(timeout=240)
+def test_saved_activations_may_lie_otherwise_in_memory() -> None:
+    scenario = Scenario(model=Convolutions, batch=images, backward=kept)
+    ours = train(scenario, fxshard_system(lower="inductor"))
+    compare(ours, train(scenario, FSDP2), rtol=1e-4, atol=1e-5, params=False)
+
+
 # ---- what it saves
 
 
