@@ -7,7 +7,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from fxshard.api import CompiledGraph, compiled_graphs, fully_shard, no_sync, release_accumulators
 from fxshard.backend import fxshard as _backend
 from fxshard.capture import register_backend as _register_backend
+from fxshard.checkpoint.store import load_checkpoint, save_checkpoint
 from fxshard.errors import (
+    CheckpointError,
     ConfigError,
     FxshardError,
     InvariantError,
@@ -27,6 +29,7 @@ from fxshard.passes.pipeline import Pipeline
 __all__ = [
     "BitDifference",
     "CPUOffloadPolicy",
+    "CheckpointError",
     "CompiledGraph",
     "ConfigError",
     "Decline",
@@ -49,8 +52,10 @@ __all__ = [
     "explain",
     "explanation_of",
     "fully_shard",
+    "load_checkpoint",
     "no_sync",
     "release_accumulators",
+    "save_checkpoint",
 ]
 
 _register_backend(_backend, "fxshard")

@@ -1,0 +1,1 @@
+"""Full and sharded state of models and optimizers."""
