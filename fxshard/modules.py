@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.ir import fake
 from fxshard.runtime import eager
-from fxshard.runtime.reference import REFS, TRACED, ParameterRef, flat_key, marker_arguments
+from fxshard.runtime.reference import REFS, TRACED, ParameterRef, flat_key, marker_arguments, without_offset
 from fxshard.runtime.relay import UnshardHandle
 from fxshard.runtime.unit import Member, Unit, require_shard
 
@@ -76,6 +77,12 @@ class ParameterOwner(nn.Module):
         """Refuse at once what could not stand in place of a shard; `module.weight = ...` comes through here."""
         _require_replaceable(self, name, param)
         super().register_parameter(name, param)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in () if keep_vars else self.__dict__.get(REFS, {}):
+            if isinstance(found := destination.get(prefix + name), DTensor):
+                destination[prefix + name] = without_offset(found)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Refuse: a copy would need its own flats."""
