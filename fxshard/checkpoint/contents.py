@@ -33,8 +33,8 @@ class Contents:
         tensors: key -> shape and dtype of each value that is a tensor.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Read the index.
+    def __init__(self, folder: Path, written_by: str = "another torch") -> None:
+        """Read the index; `written_by` is the version of torch that wrote it.
 
         Raises:
             CheckpointError: there is none, or it cannot be read.
@@ -47,7 +47,10 @@ class Contents:
             described = self._metadata.state_dict_metadata
             paths = self._metadata.planner_data or {}
         except Exception as error:  # whatever unpickling a damaged file raises
-            raise CheckpointError(f"{folder / INDEX} cannot be read: {type(error).__name__}: {error}") from error
+            raise CheckpointError(
+                f"{folder / INDEX} cannot be read: {type(error).__name__}: {error}. It was written by {written_by}, "
+                f"and this is {torch.__version__}: an older torch may not read what a newer one has written."
+            ) from error
         self.keys: dict[Path_, str] = {tuple(paths.get(key, (key,))): key for key in described}
         self.tensors = {key: found for key, found in described.items() if isinstance(found, TensorStorageMetadata)}
         self._files: dict[str, list[str]] = {}

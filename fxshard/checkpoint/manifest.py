@@ -46,6 +46,7 @@ class Manifest:
     Attributes:
         files: name -> what it must be.
         world_size: ranks that wrote it.
+        torch: the version that wrote it.
         optimizer: class of the optimizer whose state it holds, `None` where there is none.
         placements: key of a tensor in the optimizer's state that is sharded but not shaped like its parameter -> per
             mesh axis the dimension that is sharded, `None` for a replica.
@@ -53,6 +54,7 @@ class Manifest:
 
     files: dict[str, FileEntry]
     world_size: int
+    torch: str
     optimizer: str | None = None
     placements: dict[str, list[int | None]] = field(default_factory=dict)
 

@@ -118,8 +118,8 @@ def _open(path: Path) -> Contents:
     if path.is_dir() and any(path.iterdir()) and not (path / manifest.NAME).is_file():
         return Contents(path)  # torch's own, or nothing that is known
     folder = place.find(path)
-    verify(folder, Manifest.read(folder))
-    return Contents(folder)
+    verify(folder, described := Manifest.read(folder))
+    return Contents(folder, written_by=described.torch)
 
 
 def _select(contents: Contents, everything: bool) -> _Selection:

@@ -166,11 +166,13 @@ class _Saving:
 
     def manifest(self, files: dict[str, FileEntry], world_size: int) -> Manifest:
         """The manifest of what was written."""
+        version = str(torch.__version__)
         if self._optim is None:
-            return Manifest(files=files, world_size=world_size)
+            return Manifest(files=files, world_size=world_size, torch=version)
         return Manifest(
             files=files,
             world_size=world_size,
+            torch=version,
             optimizer=type(self._optim).__name__,
             placements=stored_optimizer.placements_of(self._model, self._optim),
         )
@@ -253,7 +255,7 @@ class _Loading:
 
     def stage(self, folder: Path, described: Manifest) -> None:
         """Compare everything with model and optimizer, and read it."""
-        contents = Contents(folder)
+        contents = Contents(folder, written_by=described.torch)
         self._model_staging = stored_model.Staging(contents, self._model)
         room: dict[str, Any] = dict(self._model_staging.room)
         if self._optim is not None:

@@ -29,6 +29,9 @@ def _held_by(folder: Path, manifest: Manifest, name: str) -> str:
     """Which keys a damaged file holds, as far as the index can still be trusted."""
     if name == INDEX or INDEX not in manifest.files or manifest.problem(folder, INDEX) is not None:
         return ""
-    keys = Contents(folder).keys_in(name)
+    try:
+        keys = Contents(folder).keys_in(name)
+    except CheckpointError:  # of a newer torch
+        return ""
     more = f" and {len(keys) - _NUM_NAMES} more" if len(keys) > _NUM_NAMES else ""
     return f" (it holds {', '.join(keys[:_NUM_NAMES])}{more})" if keys else ""

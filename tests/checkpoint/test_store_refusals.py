@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 import fxshard
-from fxshard.checkpoint import manifest
+from fxshard.checkpoint import manifest, store
 from fxshard.errors import CheckpointError, ConfigError
 from tests.checkpoint.bodies import adamw, build, train
 from tests.checkpoint.helpers import on_rank_0, require_refusal, shared_folder
@@ -81,14 +84,55 @@ def test_a_damaged_manifest_is_named(damage: str) -> None:
         assert fxshard.load_checkpoint(folder / "a", model, optim) == 2
 
 
-def test_a_manifest_of_a_later_release_is_refused(tmp_path: Path) -> None:
-    fxshard.save_checkpoint(tmp_path / "a", MLP())
-    path = tmp_path / "a" / "fxshard.json"
-    body = {**json.loads(path.read_text()), "version": 2}
+def rewrite_manifest(folder: Path, changes: dict[str, Any]) -> None:
+    path = folder / "fxshard.json"
+    body = {**json.loads(path.read_text()), **changes}
     body.pop("sha256")
     path.write_text(json.dumps({**body, "sha256": manifest._digest(body)}))
+
+
+def test_a_manifest_of_a_later_release_is_refused(tmp_path: Path) -> None:
+    fxshard.save_checkpoint(tmp_path / "a", MLP())
+    rewrite_manifest(tmp_path / "a", {"version": 2})
     with pytest.raises(CheckpointError, match=r"has version 2 .* reads version 1"):
         fxshard.load_checkpoint(tmp_path / "a", MLP())
+
+
+def test_an_index_that_this_torch_cannot_read_names_the_torch_that_wrote_it(tmp_path: Path) -> None:
+    fxshard.save_checkpoint(tmp_path / "a", MLP())
+    (tmp_path / "a" / ".metadata").write_bytes(b"of a torch to come")
+    entry = dataclasses.asdict(manifest.FileEntry.of(tmp_path / "a" / ".metadata"))
+    rewrite_manifest(tmp_path / "a", {"torch": "3.0.0", "files": {".metadata": entry}})
+    with pytest.raises(CheckpointError, match=r"metadata cannot be read: .* It was written by 3.0.0, and this is"):
+        fxshard.load_checkpoint(tmp_path / "a", MLP())
+
+
+def test_rows_that_no_file_holds_are_missed(tmp_path: Path) -> None:
+    fxshard.save_checkpoint(tmp_path / "a", MLP())
+    index = pickle.loads((tmp_path / "a" / ".metadata").read_bytes())
+    index.state_dict_metadata["model.head.bias"].chunks.clear()
+    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(index))
+    entries = {path.name: manifest.FileEntry.of(path) for path in (tmp_path / "a").glob("[._]*")}
+    rewrite_manifest(tmp_path / "a", {"files": {name: dataclasses.asdict(entry) for name, entry in entries.items()}})
+    with pytest.raises(CheckpointError, match=r"holds 0 of 12 elements of model.head.bias: a part"):
+        fxshard.load_checkpoint(tmp_path / "a", MLP())
+
+
+@two_ranks
+def test_units_on_several_sets_of_ranks_are_refused() -> None:
+    model = MLP()
+    fxshard.fully_shard(model.blocks[0], mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"])
+    fxshard.fully_shard(model)
+    with shared_folder() as folder, pytest.raises(ConfigError, match=r"root on \[0, 1\], blocks.0 on \[[01]\]\. Save"):
+        fxshard.save_checkpoint(folder / "a", model)
+
+
+def test_files_that_rank_0_does_not_see_are_named(tmp_path: Path) -> None:
+    (tmp_path / "saving").mkdir()
+    entry = manifest.FileEntry(size=0, sha256="")
+    unseen = manifest.Manifest(files={"__1_0.distcp": entry}, world_size=2, torch="")
+    with pytest.raises(ConfigError, match=r"rank 0 does not see __1_0.distcp in .*saving"):
+        store._finish(tmp_path / "saving", tmp_path / "a", unseen)
 
 
 @pytest.mark.parametrize("what", ["nothing", "empty", "torch's"])

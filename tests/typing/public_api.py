@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import assert_type
 
 import torch
@@ -46,6 +47,12 @@ def explaining_gives_graphs_by_stage_and_pass(net: Net, x: torch.Tensor) -> None
     assert_type(record.graph, fx.Graph)
     assert_type(explanation.diff("captured", "insert_collectives"), str)
     assert_type(fxshard.explanation_of(net), fxshard.Explanation)
+
+
+def checkpoints_take_a_path_and_give_back_what_was_added(net: Net, optim: torch.optim.Optimizer) -> object:
+    fxshard.save_checkpoint("folder", net, optim, extra={"step": 1})
+    fxshard.save_checkpoint(Path("folder"), net)
+    return fxshard.load_checkpoint("folder", net)
 
 
 def errors_have_one_base(error: fxshard.FxshardError) -> Exception:
