@@ -105,6 +105,7 @@ def load_all(path: str) -> dict[str, Any]:
     return state_of(model, optim)
 
 
+@pytest.mark.multi_rank
 def test_any_number_of_ranks_loads_what_any_number_has_saved(tmp_path: Path) -> None:
     for saving in (1, 2, 4):
         path = str(tmp_path / f"from{saving}")

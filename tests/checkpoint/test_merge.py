@@ -207,7 +207,7 @@ def test_says_what_cannot_be_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_holds_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.ParameterList([torch.randn(2**14) for _ in range(20)])
+    model = nn.ParameterList([torch.randn(2**14) for _ in range(8)])
     fxshard.save_checkpoint(tmp_path / "a", model)
     alive: list[int] = []
     empty = torch.empty
@@ -220,7 +220,7 @@ def test_holds_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(torch, "empty", counted)
     merge(tmp_path / "a", tmp_path / "out")
-    assert len(alive) >= 20
+    assert len(alive) >= 8
     assert max(alive) <= 4
 
 

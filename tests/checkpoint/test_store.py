@@ -126,6 +126,18 @@ def test_a_run_that_was_broken_off_goes_on_as_if_it_had_not_been(name: str) -> N
 
 
 @two_ranks
+def test_a_model_of_the_one_line_form_can_be_saved_before_its_first_call() -> None:
+    run = fresh(SCENARIOS["one-line"], "eager", 0)
+    with shared_folder() as folder:
+        fxshard.save_checkpoint(folder / "a", run.model, run.optim)
+        train_step(run, 0)
+        other = fresh(SCENARIO, "eager", 1)
+        fxshard.load_checkpoint(folder / "a", other.model, other.optim)
+        train_step(other, 0)
+    assert_same_state(state_of(other.model, other.optim), state_of(run.model, run.optim))
+
+
+@two_ranks
 def test_compiled_code_goes_on_with_what_is_loaded_under_it() -> None:
     run = fresh(SCENARIO, "inductor", 0)
     with shared_folder() as folder:
@@ -155,6 +167,7 @@ def test_a_compiled_model_and_one_that_is_not_read_each_other() -> None:
 # ---- on other ranks
 
 
+@pytest.mark.multi_rank
 def test_any_number_of_ranks_loads_what_any_number_has_saved(tmp_path: Path) -> None:
     for saving in (1, 2, 4):
         path = str(tmp_path / f"from{saving}")
@@ -165,6 +178,7 @@ def test_any_number_of_ranks_loads_what_any_number_has_saved(tmp_path: Path) -> 
                 assert_same_state(found, expected)
 
 
+@pytest.mark.multi_rank
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [("fxshard", "fsdp2"), ("fsdp2", "fxshard")])
 def test_fsdp2_loads_what_fxshard_has_saved_and_the_other_way_round(
     saved_by: str, loaded_by: str, tmp_path: Path
@@ -186,6 +200,7 @@ def test_values_that_are_not_numbers_come_back(tmp_path: Path) -> None:
         assert torch.equal(one.view(torch.int32), two.view(torch.int32))
 
 
+@pytest.mark.multi_rank
 def test_one_process_without_a_group_loads_and_saves_the_unsharded_model(tmp_path: Path) -> None:
     expected, *_ = processes.run(2, bodies.train_and_save, str(tmp_path / "a"), "tied", "fxshard", 0)
     model, optim = build("tied", "unsharded", seed=1)
@@ -196,6 +211,7 @@ def test_one_process_without_a_group_loads_and_saves_the_unsharded_model(tmp_pat
         assert_same_state(found, {**expected, "extra": {"step": 0}})
 
 
+@pytest.mark.multi_rank
 @pytest.mark.parametrize("loading", [1, 4])
 def test_training_goes_on_with_other_ranks(loading: int, tmp_path: Path) -> None:
     path = str(tmp_path / "a")
