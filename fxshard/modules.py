@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_map
 from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.ir import fake
 from fxshard.runtime import eager
-from fxshard.runtime.reference import REFS, TRACED, ParameterRef, flat_key, marker_arguments, without_offset
+from fxshard.runtime.dtensors import without_offset
+from fxshard.runtime.reference import REFS, TRACED, ParameterRef, flat_key, marker_arguments
 from fxshard.runtime.relay import UnshardHandle
 from fxshard.runtime.unit import Member, Unit, require_shard
 

@@ -40,3 +40,17 @@ def as_dtensor(full: Tensor, rows: Tensor, mesh: DeviceMesh) -> nn.Parameter:
     stride = torch.empty(shape, device="meta").stride()
     dtensor = DTensor.from_local(rows, mesh, (placement,), run_check=False, shape=shape, stride=stride)
     return nn.Parameter(dtensor, requires_grad=full.requires_grad)
+
+
+def without_offset(dtensor: DTensor) -> DTensor:
+    """The same rows of the same memory, in a DTensor that itself begins at offset 0.
+
+    A DTensor has no memory of its own, only the storage offset of the local tensor that it was made with. From another
+    one than 0 torch's stager of asynchronous checkpoints concludes that there is memory, and fails.
+    """
+    local = local_of(dtensor)
+    if dtensor.storage_offset() == 0:
+        return dtensor
+    begins_at_0 = DTensor(local.new_empty(0), dtensor._spec, requires_grad=False)
+    begins_at_0._local_tensor = local
+    return begins_at_0

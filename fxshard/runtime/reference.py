@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 REFS = "_fxshard_refs"
 """Key in a module's `__dict__`: name of each sharded parameter -> `ParameterRef`."""
@@ -52,17 +51,3 @@ def marker_arguments(text: str) -> tuple[str, int, list[int], torch.dtype]:
     """The arguments of the `unshard` marker after the flat, out of a `ParameterRef.text`; Dynamo traces this."""
     slot, sizes, dtype, key = text.split("|", 3)
     return key, int(slot), [int(size) for size in sizes.split()], getattr(torch, dtype)
-
-
-def without_offset(dtensor: DTensor) -> DTensor:
-    """The same rows of the same memory, in a DTensor that itself begins at offset 0.
-
-    A DTensor has no memory of its own, only the storage offset of the local tensor that it was made with. From another
-    one than 0 torch's stager of asynchronous checkpoints concludes that there is memory, and fails.
-    """
-    local = dtensor._local_tensor
-    if dtensor.storage_offset() == 0:
-        return dtensor
-    begins_at_0 = DTensor(local.new_empty(0), dtensor._spec, requires_grad=False)
-    begins_at_0._local_tensor = local
-    return begins_at_0

@@ -6,6 +6,7 @@ import logging
 import os
 import stat
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -130,8 +131,11 @@ def test_a_model_of_the_one_line_form_can_be_saved_before_its_first_call() -> No
 
 
 @two_ranks
-def test_compiled_code_goes_on_with_what_is_loaded_under_it() -> None:
+@pytest.mark.parametrize("resident", [False, True])
+def test_compiled_code_goes_on_with_what_is_loaded_under_it(resident: bool) -> None:
     run = fresh(SCENARIO, "inductor", 0)
+    if resident:
+        cast(fxshard.ShardedModule, run.model).set_reshard_after_backward(False)
     with shared_folder() as folder:
         train_step(run, 0)
         fxshard.save_checkpoint(folder / "a", run.model, run.optim)
