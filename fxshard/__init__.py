@@ -13,7 +13,9 @@ from fxshard.checkpoint.full import (
     load_full_optim_state_dict,
     load_full_state_dict,
 )
+from fxshard.checkpoint.store import load_checkpoint, save_checkpoint
 from fxshard.errors import (
+    CheckpointError,
     ConfigError,
     FxshardError,
     InvariantError,
@@ -33,6 +35,7 @@ from fxshard.passes.pipeline import Pipeline
 __all__ = [
     "BitDifference",
     "CPUOffloadPolicy",
+    "CheckpointError",
     "CompiledGraph",
     "ConfigError",
     "Decline",
@@ -57,10 +60,12 @@ __all__ = [
     "full_optim_state_dict",
     "full_state_dict",
     "fully_shard",
+    "load_checkpoint",
     "load_full_optim_state_dict",
     "load_full_state_dict",
     "no_sync",
     "release_accumulators",
+    "save_checkpoint",
 ]
 
 _register_backend(_backend, "fxshard")

@@ -20,6 +20,7 @@ from fxshard.ir import collectives, text
 from fxshard.mesh import default_mesh, require_mesh
 from fxshard.modules import ShardedModule, is_compiled, plain_module
 from fxshard.runtime.frame import Frame
+from fxshard.without_sync import without_sync
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -170,7 +171,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     """
     if not isinstance(module, nn.Module):
         raise ConfigError(f"no_sync expects the model, got {type(module).__name__}.")
-    with modules.without_sync(plain_module(module)):
+    with without_sync(plain_module(module)):
         yield
 
 

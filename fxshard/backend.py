@@ -21,6 +21,7 @@ from fxshard.passes import pipeline
 from fxshard.runtime import agreement
 from fxshard.runtime.frame import Frame
 from fxshard.runtime.unit import Home
+from fxshard.turn import keep_at_the_turn
 
 _log = logging.getLogger(__name__)
 
@@ -120,10 +121,14 @@ def _compile(
 ) -> Frame:
     device = example_inputs[next(iter(flats))].device
     budget = options.memory_budget_gib
+    plan = capture.bind_markers(gm, flats)
+    if options.prefetch == "auto" and budget is None:
+        plan = keep_at_the_turn(gm, plan, flats)
     frame = Frame(
-        capture.bind_markers(gm, flats),
+        plan,
         hardware=options.hardware or hardware.of_device(device).name,
         unsharded_budget_bytes=None if budget is None else int(budget * GIB),
+        resident_budget_bytes=int(options.resident_gib * GIB),
     )
     for key, share in capture.read_shares(gm, frame.plan).items():
         if share < 0.5 and frame.plan.units[key].world_size > 1:

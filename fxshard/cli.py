@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fxshard.bench.config import DEFAULT_SYSTEMS, GROUPS, SYSTEMS, BenchConfig, parse_entries
+from fxshard.cli_state import add_state
 from fxshard.demo.config import LOWERINGS, MAX_DIFFERENCE, MODELS, DemoConfig
 from fxshard.errors import ConfigError, FxshardError, MissingExtraError
 
@@ -80,8 +81,11 @@ def _parser() -> argparse.ArgumentParser:
             description=_BENCH_TEXT,
         )
     )
+    add_state(commands.add_parser("state", help="work on checkpoints, without ranks", description=_STATE_TEXT))
     return parser
 
+
+_STATE_TEXT = "Work on checkpoints in files. Needs no GPU, no process group and no memory for more than one tensor."
 
 _BENCH_TEXT = f"""\
 Train a model under several systems, step by step in turn, and print a table of step times, collectives and losses.

@@ -30,6 +30,10 @@ class RankMismatchError(FxshardError, RuntimeError):
     """The ranks are about to launch different collectives, or one of them never came."""
 
 
+class CheckpointError(FxshardError, RuntimeError):
+    """A checkpoint is missing, damaged or does not fit, or could not be written; what was there before still is."""
+
+
 class MissingExtraError(FxshardError, ImportError):
     """An optional dependency is needed; the message is the pip line that installs it."""
 

@@ -17,6 +17,7 @@ import copy
 import functools
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
@@ -36,15 +37,15 @@ from fxshard.cost import hardware
 from fxshard.errors import ConfigError, FxshardError, InvariantError
 from fxshard.ir import contract, opening, ops, order
 from fxshard.ir.ambient import Ambient
-from fxshard.ir.journal import CAPTURED, LateJournal, Record, snapshot, with_backwards
+from fxshard.ir.collectives import SlotIndex
+from fxshard.ir.journal import CAPTURED, LateJournal, Record, snapshot, with_variant
 from fxshard.ir.variant import PLAIN, Variant
 from fxshard.options import KEEP_ORDER_FLAGS, Options
 from fxshard.passes import _manager
-from fxshard.passes._base import Fact, GraphKind, PassContext
-from fxshard.passes.accumulate_gradients import AccumulateGradients
-from fxshard.passes.pipeline import JOINT_GIVEN, LAST_GIVEN, SPLIT_GIVEN, Pipeline
-from fxshard.runtime import agreement
-from fxshard.runtime.backward import Backward
+from fxshard.passes._base import GraphKind, PassContext
+from fxshard.passes.pipeline import JOINT_GIVEN, LAST_GIVEN, SPLIT_GIVEN, Pipeline, of_variant
+from fxshard.runtime import agreement, layouts
+from fxshard.runtime.dispatch import Backward, Code, Forward
 from fxshard.runtime.frame import Frame
 from fxshard.shared_code import Facts, SharedCode
 
@@ -90,8 +91,8 @@ def lower_plain(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> 
 
 
 def _signature(facts: Facts) -> list[str]:
-    """A graph's inputs, without the names of sizes that data decides: tracing again makes new ones."""
-    return [re.sub(r"\bu\d+\b", "u", text) for text in facts.inputs]
+    """What a graph takes and gives, without the names of sizes that data decides: tracing again makes new ones."""
+    return [re.sub(r"\bu\d+\b", "u", text) for text in (*facts.inputs, "->", *facts.outputs)]
 
 
 def _boxed(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -102,16 +103,22 @@ def _boxed(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
 class _Stages:
     """The passes of one frame, bound to the places where AOTAutograd and Inductor call them.
 
-    Those of a variant other than the plain one compile its backward and nothing else.
+    Those of a variant other than the plain one compile one graph and nothing else.
     """
 
     def __init__(
-        self, frame: Frame, pipeline: Pipeline, options: Options, generate_code: bool, variant: Variant = PLAIN
+        self,
+        frame: Frame,
+        pipeline: Pipeline,
+        options: Options,
+        generate_code: bool,
+        variant: Variant = PLAIN,
+        only: GraphKind | None = None,
     ) -> None:
         self.frame, self.pipeline, self.options, self.generate_code = frame, pipeline, options, generate_code
-        self.variant = variant
-        self.backward: tuple[Callable[..., Any], Facts] | None = None
-        """The code of the backward with the ranks' agreement before it, once there is any."""
+        self.variant, self.only = variant, only
+        self.made: dict[GraphKind, tuple[Callable[..., Any], Facts]] = {}
+        """The code of each graph with the ranks' agreement before it, once there is any."""
         self.journal = frame.journal
         self.ambient = Ambient.now(self.journal.stages["dynamo"][CAPTURED].graph)
         self.decompositions = select_decomp_table() if options.lower == "inductor" else {}
@@ -121,8 +128,9 @@ class _Stages:
 
     def aot_patches(self, inputs: Sequence[Any]) -> dict[str, Any]:
         """The configuration of AOTAutograd."""
-        if not self.generate_code or self.variant != PLAIN:
-            return {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
+        if not self.generate_code or self.only is not None:
+            at_once = self.only in (None, "backward")
+            return {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": at_once}
         # The cache knows a tensor subclass by its global shape: one rank would get the code of another's rows.
         subclasses = any(isinstance(value, Tensor) and is_traceable_wrapper_subclass(value) for value in inputs)
         if subclasses or self.digest is None or self.options.lower == "eager":
@@ -141,13 +149,11 @@ class _Stages:
             def compile_split(graph: fx.GraphModule, graph_inputs: Sequence[Any]) -> Callable[..., Any]:
                 if self.leaves_out(kind):
                     return _boxed(graph, graph_inputs)
-                before = contract.inputs_of(graph.graph)
+                facts = self.facts(graph.graph, kind, ())
                 self.split_stage(graph, kind)
                 if self.pipeline.last:
                     self.last_stage(graph, kind)
-                facts = Facts(
-                    kind=kind, launches=order.sequence(graph.graph), trained=self.frame.trained, inputs=before
-                )
+                facts = replace(facts, launches=order.sequence(graph.graph))
                 if self.generate_code:
                     self.finish(graph.graph)
                     graph.recompile()
@@ -191,14 +197,13 @@ class _Stages:
         self.found.add(kind)
         if self.leaves_out(kind):
             return _boxed(gm, inputs)
-        before = contract.inputs_of(gm.graph)
+        facts = self.facts(gm.graph, kind, inputs)
         self.split_stage(gm, kind)
         inputs = [*inputs, *(node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(inputs) :])]
         last = {"post_grad_custom_post_pass": _LastStage(self, kind)} if self.pipeline.last else {}
         with inductor_config.patch(last):
             if self.generate_code:
-                facts = Facts(kind=kind, launches=order.sequence(gm.graph), trained=self.frame.trained, inputs=before)
-                return self._code(gm, inputs, facts, **kwargs)
+                return self._code(gm, inputs, replace(facts, launches=order.sequence(gm.graph)), **kwargs)
             if self.pipeline.last:
                 self._until_code(fx.GraphModule(gm, copy.deepcopy(gm.graph)), inputs, **kwargs)
         return _boxed(gm, inputs)
@@ -220,28 +225,43 @@ class _Stages:
 
     def leaves_out(self, kind: GraphKind) -> bool:
         """Whether a graph of this kind has been compiled already, for the plain variant."""
-        return self.variant != PLAIN and kind != "backward"
+        return self.only not in (None, kind)
+
+    def facts(self, graph: fx.Graph, kind: GraphKind, inputs: Sequence[Any]) -> Facts:
+        """What must be known of a graph before its markers are replaced; of its launches nothing yet."""
+        reads: dict[str, list[SlotIndex]] = {}
+        for unit, shard, slot in dict.fromkeys(contract.place_of(n) for n in graph.nodes if ops.is_unshard(n)):
+            reads.setdefault(unit, []).append((shard, slot))
+        return Facts(
+            kind=kind,
+            launches=(),
+            trained=self.frame.trained,
+            reads=reads,
+            inputs=contract.inputs_of(graph),
+            outputs=tuple(contract.type_of(result) for result in contract.results_of(graph)),
+            orders=layouts.orders_of(inputs) if kind == "backward" else {},
+        )
 
     def prepared(self, code: Callable[..., Any], facts: Facts) -> Callable[..., Any]:
-        """A graph's code with the ranks' agreement before it; in place of a backward, all its variants."""
+        """A graph's code with the ranks' agreement before it, and in front of it the choice of its variant."""
         run = agreement.guard(code, facts.kind, facts.launches)
-        if facts.kind != "backward":
+        self.made[facts.kind] = run, facts
+        if self.only is not None:
             return run
-        self.backward = run, facts
-        return run if self.variant != PLAIN else Backward(run, self.frame, self.compile_variant)
+        dispatch = Backward if facts.kind == "backward" else Forward
+        compile_variant = functools.partial(self.compile_variant, facts.kind)
+        return dispatch(Code(run, facts.orders), facts.reads, self.frame, compile_variant)
 
-    def compile_variant(self, which: Variant) -> Callable[..., Any]:
-        """The code of another variant of the backward, made as the plain one was."""
-        if self.backward is None:
-            raise InvariantError("a variant was asked for before the plain backward was compiled.")
-        stages = self._again(which, generate_code=True)
-        if stages.backward is None or _signature(stages.backward[1]) != _signature(self.backward[1]):
-            raise InvariantError(
-                f"the {which.name(self.frame.trained)} backward takes other inputs than the plain one."
-            )
+    def compile_variant(self, kind: GraphKind, which: Variant) -> Code:
+        """The code of another variant of a graph, made as the plain one was."""
+        stages = self._again(which, kind, generate_code=True)
+        made = stages.made.get(kind)
+        if made is None or _signature(made[1]) != _signature(self.made[kind][1]):
+            name = which.name(self.frame.trained)
+            raise InvariantError(f"the {name} {kind} takes or gives other things than the plain one.")
         ours, theirs = self.frame.journal, stages.frame.journal
-        self.frame.journal = LateJournal(lambda: with_backwards(ours, theirs))
-        return stages.backward[0]
+        self.frame.journal = LateJournal(lambda: with_variant(ours, theirs, kind))
+        return Code(made[0], made[1].orders)
 
     def _replay_when_asked(self) -> None:
         if not isinstance(self.frame.journal, LateJournal):
@@ -249,9 +269,9 @@ class _Stages:
 
     def _replay(self) -> dict[str, dict[str, Record]]:
         """Run all passes again, and give what the journal then has."""
-        return self._again(self.variant, generate_code=False).journal.stages
+        return self._again(self.variant, self.only, generate_code=False).journal.stages
 
-    def _again(self, variant: Variant, *, generate_code: bool) -> _Stages:
+    def _again(self, variant: Variant, only: GraphKind | None, *, generate_code: bool) -> _Stages:
         """Lower the graph as Dynamo captured it once more, into a frame of its own."""
         graph = self.journal.stages["dynamo"][CAPTURED].graph
         gm = fx.GraphModule(graph.owning_module or nn.Module(), snapshot(graph))
@@ -262,7 +282,7 @@ class _Stages:
         )
         frame.journal.begin("dynamo", gm.graph, "as Dynamo captured it")
         with self.ambient.again():
-            stages = _Stages(frame, self.pipeline, self.options, generate_code, variant)
+            stages = _Stages(frame, self.pipeline, self.options, generate_code, variant, only)
             stages.run(gm, self.ambient.inputs)
         return stages
 
@@ -291,8 +311,7 @@ class _Stages:
         """The split stage of one graph, in place."""
         passes, stage = self.pipeline.split, str(kind)
         if self.variant != PLAIN:
-            at = next(i for i, step in enumerate(passes) if Fact.COLLECTIVES in step.ensures)
-            passes = (*passes[:at], AccumulateGradients(which=self.variant), *passes[at:])
+            passes = of_variant(passes, self.variant, self.options.lower)
             stage = f"{kind}_{self.variant.name(self.frame.trained)}"
         _manager.run(gm, passes, self._context(kind), given=SPLIT_GIVEN, stage=stage)
 

@@ -8,7 +8,6 @@ a module that was given to `fully_shard` also gets the FSDP methods and a call t
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,20 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.ir import fake
 from fxshard.runtime import eager
+from fxshard.runtime.dtensors import without_offset
 from fxshard.runtime.reference import REFS, TRACED, ParameterRef, flat_key, marker_arguments
 from fxshard.runtime.relay import UnshardHandle
 from fxshard.runtime.unit import Member, Unit, require_shard
 
 STATE = "_fxshard_state"
 """Key in the `__dict__` of a module that was given to `fully_shard`."""
-
-NO_SYNC = "_fxshard_no_sync"
-"""Key in the `__dict__` of a module inside `no_sync`: whether units that are made now begin without gradient sync."""
 
 
 @dataclass(eq=False)
@@ -73,26 +71,6 @@ def units_under(module: nn.Module) -> tuple[Unit, ...]:
     return tuple(found.values())
 
 
-@contextlib.contextmanager
-def without_sync(module: nn.Module) -> Iterator[None]:
-    """No backward that runs inside reduces a unit of `module`, also of those that are made inside."""
-    before = {id(unit): unit.accumulation.sync for unit in units_under(module)}
-    marked = [] if before else [each for each in module.modules() if not each.__dict__.get(NO_SYNC)]
-    for each in marked:
-        each.__dict__[NO_SYNC] = True
-    for unit in units_under(module):
-        unit.accumulation.sync = False
-    try:
-        yield
-    finally:
-        for each in marked:
-            del each.__dict__[NO_SYNC]
-        marks = {id(each) for each in marked}
-        for unit in units_under(module):
-            is_over = any(id(each) in marks for each in unit.modules)
-            unit.accumulation.sync = before.get(id(unit), is_over)
-
-
 class ParameterOwner(nn.Module):
     """Mixed into the class of every module that owns a sharded parameter; see [Note: swapped classes]."""
 
@@ -100,6 +78,12 @@ class ParameterOwner(nn.Module):
         """Refuse at once what could not stand in place of a shard; `module.weight = ...` comes through here."""
         _require_replaceable(self, name, param)
         super().register_parameter(name, param)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in () if keep_vars else self.__dict__.get(REFS, {}):
+            if isinstance(found := destination.get(prefix + name), DTensor):
+                destination[prefix + name] = without_offset(found)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Refuse: a copy would need its own flats."""
@@ -164,6 +148,23 @@ class ShardedModule(ParameterOwner):
         for unit in state.nested if recurse else state.units:
             unit.accumulation.sync = requires_gradient_sync
 
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Say whether graphs that run from now on free the parameters; compiled code only.
+
+        Without, the next forward gathers all of a unit at once, and its parameters stay unsharded, through forwards and
+        backwards, until this is set to True again and a backward runs with gradient sync. Writes to them and steps of
+        torch's optimizers free them as well, so they are never old; after one to `.data` or `to_local()`, `reshard`.
+
+        Args:
+            reshard_after_backward: whether they do.
+            recurse: whether this holds for all modules inside as well.
+        """
+        if not isinstance(reshard_after_backward, bool):
+            raise ConfigError(f"reshard_after_backward must be a bool, got {reshard_after_backward!r}.")
+        state = cast(ModuleState, self.__dict__[STATE])
+        for unit in state.nested if recurse else state.units:
+            unit.resident.wanted = not reshard_after_backward
+
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether a backward that ends from now on is the last one of its step.
 
@@ -207,6 +208,7 @@ class ShardedModule(ParameterOwner):
     def reshard(self) -> None:
         """Free what was gathered of this module's parameters for a graph that has not begun; a graph frees its own."""
         for unit in cast(ModuleState, self.__dict__[STATE]).units:
+            unit.resident.drop()
             if unit.relay is not None:
                 unit.relay.reshard(unit)
 
@@ -214,6 +216,8 @@ class ShardedModule(ParameterOwner):
         """Forget what a step that was interrupted by an exception left behind: gathers, and gradients that wait."""
         for unit in cast(ModuleState, self.__dict__[STATE]).nested:
             unit.accumulation.waiting.clear()
+            unit.resident.drop()
+            unit.microbatches.rest()
             if unit.relay is not None:
                 unit.relay.forget()
 

@@ -33,7 +33,8 @@ from fxshard.mesh import default_mesh, require_mesh
 from fxshard.modules import units_under
 from fxshard.options import Options, launched_world_size
 from fxshard.runtime import consistency
-from fxshard.runtime.unit import Home, as_dtensor, shard_rows
+from fxshard.runtime.dtensors import as_dtensor, shard_rows
+from fxshard.runtime.unit import Home
 
 _log = logging.getLogger(__name__)
 
@@ -271,7 +272,7 @@ def guard_optimizers() -> RemovableHandle:
     """From now on refuse an optimizer step that would train an unsynchronised replica.
 
     Installed when fxshard is imported, not when it shards: a model of which Dynamo captures nothing never comes to the
-    backend. The one process-wide hook of fxshard; `guard_optimizers().remove()` takes it away.
+    backend. The one hook of fxshard that is always there; `guard_optimizers().remove()` takes it away.
     """
     return register_optimizer_step_pre_hook(_ReplicaGuard())
 

@@ -17,7 +17,6 @@ from fxshard.errors import ConfigError
 
 # Options of the design that have no effect yet, with the only value that is accepted today.
 _NOT_YET: dict[str, Any] = {
-    "resident_gib": 0,
     "streams": "auto",
     "separate_reduce_scatter_group": False,
     "cudagraphs": False,
@@ -47,10 +46,13 @@ class Options:
         bucket: what one launch moves: "unit", "auto" (merge what is too small for the link, split what is too large),
             or MiB of the whole buffer that a launch is filled up to.
         prefetch: how many units ahead an all_gather is launched; 0 or "off": none; "auto": for each unit as many as it
-            takes to hide it, by the cost model. What a module was told by `set_modules_to_forward_prefetch` or
-            `set_modules_to_backward_prefetch` wins.
+            takes to hide it, by the cost model; and without a memory budget the last unit of forward stays for
+            backward, unless `reshard_after_forward` says otherwise. What a module was told by
+            `set_modules_to_forward_prefetch` or `set_modules_to_backward_prefetch` wins.
         memory_budget_gib: what unsharded parameters may take at any time in a graph; gathers are merged and launched
             ahead only within it, and for another graph only where a list says so.
+        resident_gib: what parameters of the whole model may take that stay unsharded from one microbatch to the next
+            while gradients are not reduced (`no_sync`); those go first that save the most communication per byte.
         reduce_scatter_max_input_buffers: reductions whose inputs may be alive at once.
         lower: "inductor", or "eager" to run the transformed graphs node by node (no decompositions, bitwise FSDP2).
         verify: check every invariant of `ir/spec.py` after every pass; "debug" also re-runs the graphs on fake tensors.
@@ -68,6 +70,7 @@ class Options:
     prefetch: int | str = 1
     reduce_scatter_max_input_buffers: int = 2
     memory_budget_gib: float | None = None
+    resident_gib: float = 0
     lower: str = "inductor"
     verify: bool | str = True
     passes: Callable[[Any], Any] | None = dataclasses.field(default=None, repr=False)  # cache.py hashes what it returns
@@ -84,6 +87,15 @@ class Options:
         is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
         if budget is not None and not (is_number and 0 < budget < math.inf):
             raise ConfigError(f"memory_budget_gib must be a positive number or None, got {budget!r}.")
+        resident = self.resident_gib
+        is_number = isinstance(resident, int | float) and not isinstance(resident, bool)
+        if not (is_number and 0 <= resident < math.inf):
+            raise ConfigError(f"resident_gib must be a number of GiB, 0 for none, got {resident!r}.")
+        if budget is not None and resident >= budget:
+            raise ConfigError(
+                f"resident_gib={resident} leaves nothing of memory_budget_gib={budget} for the parameters that a graph "
+                "gathers. Lower the one or raise the other."
+            )
         if self.passes is not None and not callable(self.passes):
             raise ConfigError(f"passes must be a function from Pipeline to Pipeline or None, got {self.passes!r}.")
         if not isinstance(self.hardware, str | None):

@@ -14,11 +14,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from fxshard.errors import ConfigError
-from fxshard.modules import NO_SYNC, STATE, ModuleState, state_of, swap_class, units_under
-from fxshard.runtime.accumulation import Microbatches
+from fxshard.modules import STATE, ModuleState, state_of, swap_class, units_under
+from fxshard.runtime.dtensors import adopt_attributes, as_dtensor, shard_rows
+from fxshard.runtime.microbatches import Microbatches
 from fxshard.runtime.reference import REFS
 from fxshard.runtime.relay import Relay
-from fxshard.runtime.unit import Member, Unit, adopt_attributes, as_dtensor, home_of, shard_rows
+from fxshard.runtime.unit import Member, Unit, home_of
+from fxshard.without_sync import NO_SYNC
 
 
 def managed_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:

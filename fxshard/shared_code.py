@@ -16,6 +16,7 @@ from fxshard.errors import InvariantError
 from fxshard.ir import order
 from fxshard.ir.collectives import SlotIndex
 from fxshard.passes._base import GraphKind
+from fxshard.runtime.layouts import Order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +27,19 @@ class Facts:
         kind: of the graph.
         launches: its collectives, in order.
         trained: as in `Frame`.
+        reads: unit key -> the parameters that the graph gathers.
         inputs: of the graph: name and type.
+        outputs: of the graph: types.
+        orders: how the inputs must lie in memory, of a backward.
     """
 
     kind: GraphKind
     launches: tuple[order.Launch, ...]
     trained: dict[str, list[SlotIndex]]
+    reads: dict[str, list[SlotIndex]]
     inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    orders: dict[int, Order]
 
 
 class Stages(Protocol):

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, fx
 from torch.fx import GraphModule
 
-from fxshard.ir import contract, fake, ops, tags
+from fxshard.ir import contract, inputs, ops, tags
 from fxshard.ir.splice import Splicer
-from fxshard.ir.variant import PLAIN, Variant, accumulator_dtype, accumulators_of
+from fxshard.ir.variant import PLAIN, Variant, accumulator_dtype, in_order
 from fxshard.passes._base import Fact, GraphPass, PassContext
 
 aten = torch.ops.aten
@@ -54,7 +54,7 @@ class AccumulateGradients(GraphPass):
         trained: dict[str, list[tuple[int, int]]] = {}
         for unit, slot in terms:
             trained.setdefault(unit, []).append(slot)
-        wanted = accumulators_of(self.which, trained)
+        wanted = in_order(self.which.units, trained)
         accumulators = {place: _add_input(gm.graph, place, ctx) for place in wanted}
         splicer = Splicer(gm.graph, ctx.decompositions)
         for place, accumulator in accumulators.items():
@@ -80,20 +80,10 @@ def _terms(graph: fx.Graph) -> dict[Place, list[fx.Node]]:
 
 def _add_input(graph: fx.Graph, place: Place, ctx: PassContext) -> fx.Node:
     """A new last input: the accumulator of a parameter, of its unsharded shape."""
-    key, (i, j) = place
+    key, (i, _) = place
     unit = ctx.plan.units[key]
-    shard = unit.shards[i]
-    slot, inputs = shard.slots[j], graph.find_nodes(op="placeholder")
-    name = ctx.plan.parameter_name(key, i, j)
-    with graph.inserting_after(inputs[-1]):
-        node = graph.placeholder("acc_" + name.replace(".", "_").replace("'", "_"))
-    mode = fake.fake_mode_of(graph)
-    assert mode is not None, "a backward has tensors"
-    with mode:
-        device = next(n.meta["val"].device for n in inputs if isinstance(n.meta.get("val"), Tensor))
-        node.meta["val"] = torch.empty(slot.shape, dtype=accumulator_dtype(unit, shard), device=device)
-    tags.tag(node, tags.ACCUMULATOR, name)
-    return node
+    dtype = accumulator_dtype(unit, unit.shards[i])
+    return inputs.add_parameter(graph, ctx.plan, place, tags.ACCUMULATOR, dtype)
 
 
 def _accumulate(splicer: Splicer, accumulator: fx.Node, grads: Sequence[object]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from fxshard.errors import ConfigError, InvariantError
+from fxshard.ir.variant import Variant
 from fxshard.options import Options
 from fxshard.passes import _manager
 from fxshard.passes._base import Fact, GraphPass
@@ -12,14 +13,16 @@ from fxshard.passes.accumulate_gradients import AccumulateGradients
 from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.dedup_unshard import DedupUnshard
+from fxshard.passes.fuse_grad_accumulation import FuseGradAccumulation
 from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.passes.insert_collectives import InsertCollectives
 from fxshard.passes.pin_order import PinOrder
+from fxshard.passes.read_resident import ReadResident
 from fxshard.passes.reshard_policy import ReshardPolicy
 from fxshard.passes.sink_waits import SinkWaits
 
-OPTIONAL: tuple[type[GraphPass], ...] = (AccumulateGradients,)
-"""Passes that no default pipeline runs; the backend itself puts this one in, where microbatches are accumulated."""
+OPTIONAL: tuple[type[GraphPass], ...] = (AccumulateGradients, FuseGradAccumulation, ReadResident)
+"""Passes that no default pipeline runs; the backend itself puts these in, where microbatches are accumulated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +85,13 @@ def default(
         ),
         last=(PinOrder(),) if lower == "inductor" else (),  # the last word: fusion comes next
     )
+
+
+def of_variant(passes: tuple[GraphPass, ...], which: Variant, lower: str) -> tuple[GraphPass, ...]:
+    """The split stage of a variant: what makes it one comes right before collectives are inserted."""
+    at = next(i for i, step in enumerate(passes) if Fact.COLLECTIVES in step.ensures)
+    fused = (FuseGradAccumulation(),) if lower == "inductor" else ()
+    return (*passes[:at], AccumulateGradients(which=which), *fused, ReadResident(which=which), *passes[at:])
 
 
 DEFAULT = default()

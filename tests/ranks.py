@@ -24,6 +24,7 @@ import os
 import pickle
 import random
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -135,7 +136,9 @@ def _serve(rank: int, pipe: connection.Connection, folder: str) -> None:
         TORCHINDUCTOR_COMPILE_THREADS="1",
     )
     torch.set_num_threads(1)
-    with (Path(folder) / f"stacks{rank}").open("w") as stacks:
+    # What C++ says before it aborts is said there, too.
+    with (Path(folder) / f"stacks{rank}").open("a") as stacks:
+        os.dup2(stacks.fileno(), sys.stderr.fileno())
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         faulthandler.enable(file=stacks, all_threads=True)  # a rank that crashes says where
         pipe.send(_outcome_of(Job.of(join_group, {"name": "group"})))

@@ -24,6 +24,7 @@ def pool() -> Iterator[RankPool]:
 
 def crash_on_rank_1() -> None:
     if dist.get_rank() == 1:
+        os.write(2, b"what it says\n")
         os.abort()
     dist.barrier()
 
@@ -108,7 +109,9 @@ def test_a_failed_body_costs_no_restart(pool: RankPool) -> None:
 
 
 def test_says_where_a_rank_crashed(pool: RankPool) -> None:
-    with pytest.raises(RankError, match=r"(?s)rank 1 died: killed by SIGABRT.*rank 1 was here:.*in crash_on_rank_1"):
+    with pytest.raises(
+        RankError, match=r"(?s)rank 1 died: killed by SIGABRT.*rank 1 was here:.*what it says.*in crash_on_rank_1"
+    ):
         pool.run(crash_on_rank_1)
 
 

@@ -12,9 +12,11 @@ from fxshard.passes.accumulate_gradients import AccumulateGradients
 from fxshard.passes.bucket_collectives import MIB, BucketCollectives
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.dedup_unshard import DedupUnshard
+from fxshard.passes.fuse_grad_accumulation import FuseGradAccumulation
 from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.passes.insert_collectives import InsertCollectives
 from fxshard.passes.pin_order import PinOrder
+from fxshard.passes.read_resident import ReadResident
 from fxshard.passes.reshard_policy import ReshardPolicy
 from fxshard.passes.sink_waits import SinkWaits
 from tests import graphs
@@ -122,6 +124,27 @@ def test_keeps_the_page_of_accumulate_gradients_in_step() -> None:
         pairs.append((f"The {which.name([''])} backward", code_block(text(gm))))
     example = "One layer, `x @ weight + bias`, on two ranks."
     assert_page("docs/passes/accumulate_gradients.md", page_of(AccumulateGradients, example, pairs))
+
+
+def test_keeps_the_page_of_fuse_grad_accumulation_in_step() -> None:
+    traced = graphs.trace(graphs.Layer(), reshard_after_forward=True)
+    gm, ctx = traced.at("backward", after=DedupUnshard)
+    graphs.run_pass(AccumulateGradients(which=Variant(accumulates=frozenset({""}))), gm, ctx)
+    pairs = [("The accumulate backward before", code_block(text(gm)))]
+    graphs.run_pass(FuseGradAccumulation(), gm, ctx)
+    pairs.append(("The accumulate backward after", code_block(text(gm))))
+    example = "One layer, `x @ weight + bias`, on two ranks."
+    assert_page("docs/passes/fuse_grad_accumulation.md", page_of(FuseGradAccumulation, example, pairs))
+
+
+def test_keeps_the_page_of_read_resident_in_step() -> None:
+    traced = graphs.trace(graphs.Layer(), reshard_after_forward=True)
+    pairs = [("The forward graph before", graph_block(traced, "forward", DedupUnshard))]
+    gm, ctx = traced.at("forward", after=DedupUnshard)
+    graphs.run_pass(ReadResident(which=Variant(resident=frozenset({""}))), gm, ctx)
+    pairs.append(("The resident forward", code_block(text(gm))))
+    example = "One layer, `x @ weight + bias`, on two ranks."
+    assert_page("docs/passes/read_resident.md", page_of(ReadResident, example, pairs))
 
 
 def test_keeps_the_page_of_insert_collectives_in_step() -> None:

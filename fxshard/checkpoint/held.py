@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fxshard.checkpoint import gather
 from fxshard.checkpoint.rounds import Item, rounds_of
 from fxshard.checkpoint.wire import Progress, Wire
-from fxshard.runtime.unit import local_of
+from fxshard.runtime.dtensors import local_of
 
 MIB = 1024 * 1024
 

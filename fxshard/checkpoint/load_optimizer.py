@@ -20,7 +20,7 @@ from fxshard.checkpoint.parties import parties_of, require_bucket
 from fxshard.checkpoint.scatter import deliver
 from fxshard.checkpoint.tree import Path, Place, put_back, take_out
 from fxshard.errors import ConfigError
-from fxshard.runtime.unit import shard_rows
+from fxshard.runtime.dtensors import shard_rows
 
 CALL = "load_full_optim_state_dict"
 

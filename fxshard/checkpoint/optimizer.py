@@ -15,7 +15,7 @@ from fxshard.checkpoint.held import Held, copied, hold, is_sharded
 from fxshard.checkpoint.tree import Leaf, Path, put_back, take_out
 from fxshard.errors import ConfigError
 from fxshard.modules import plain_module
-from fxshard.runtime.unit import local_of
+from fxshard.runtime.dtensors import local_of
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 """Keys of an optimizer's state_dict; any other key of it is kept as it is."""

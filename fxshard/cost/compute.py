@@ -26,6 +26,7 @@ _SAME_FLOPS: Mapping[Any, Any] = {
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
     _aten._scaled_dot_product_fused_attention_overrideable: _aten._scaled_dot_product_flash_attention,
     _aten._scaled_dot_product_fused_attention_overrideable_backward: _aten._scaled_dot_product_flash_attention_backward,
+    torch.ops.fxshard.addmm_acc: _aten.addmm,
 }
 """Kernels that torch's table leaves out -> the one whose formula holds for them."""
 

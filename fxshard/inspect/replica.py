@@ -20,8 +20,8 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from fxshard.errors import UnsupportedGraph
 from fxshard.ir import fake
 from fxshard.modules import STATE, plain_module
+from fxshard.runtime.dtensors import adopt_attributes
 from fxshard.runtime.reference import REFS, TRACED
-from fxshard.runtime.unit import adopt_attributes
 
 _NOT_COPIED = (REFS, TRACED, STATE, "_compiled_call_impl")
 _SHARED = (DeviceMesh, dist.ProcessGroup, torch.Generator, UninitializedParameter, UninitializedBuffer, ModuleType)

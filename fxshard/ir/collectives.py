@@ -91,6 +91,26 @@ def unshard(shards: Mapping[int, Tensor], plan: UnitPlan, reads: Sequence[SlotIn
     return parameters_in(launched, plan, segments, reads)
 
 
+def launch_parameters(shards: Mapping[int, Tensor], plan: UnitPlan) -> dict[SlotIndex, Tensor]:
+    """Start the gather of all parameters of a unit, each a tensor of its own.
+
+    Args:
+        shards: this rank's flat tensors, `[shard_numel]` each, by their index.
+        plan: the unit.
+
+    Returns:
+        The unsharded parameters, contiguous, in the unit's unsharded dtype, each to be waited for.
+    """
+    slots = {(i, j): slot for i, shard in enumerate(plan.shards) for j, slot in enumerate(shard.slots)}
+    segments: list[Segment] = [(index,) for index, slot in slots.items() if slot.numel]
+    launched = launch_gather(gather_inputs(shards, plan, segments), plan.world_size, plan.group)
+    found = {segment[0]: buffer for segment, buffer in zip(segments, launched, strict=True)}
+    for (i, j), slot in slots.items():
+        if not slot.numel:
+            found[i, j] = shards[i].new_empty(slot.shape, dtype=plan.unsharded_dtype(plan.shards[i]))
+    return {index: _trim(buffer, slots[index]) for index, buffer in found.items()}
+
+
 def gather_inputs(shards: Mapping[int, Tensor], plan: UnitPlan, segments: Sequence[Segment]) -> list[Tensor]:
     """What a rank sends of its shards, `[segment_numel]` each: the shard itself, or its one cast, or a view of it."""
     cast = {i: shards[i].to(plan.unsharded_dtype(plan.shards[i])) for i in sorted({seg[0][0] for seg in segments})}

@@ -160,11 +160,11 @@ def snapshot(graph: fx.Graph) -> fx.Graph:
     return copied
 
 
-def with_backwards(journal: Journal, other: Journal) -> dict[str, dict[str, Record]]:
-    """The stages of a journal, and another's backward ones under names that are not taken."""
+def with_variant(journal: Journal, other: Journal, kind: str) -> dict[str, dict[str, Record]]:
+    """The stages of a journal, and another's of one kind of graph under names that are not taken."""
     stages = dict(journal.stages)
     for stage, records in other.stages.items():
-        if stage.startswith("backward"):
+        if stage.startswith(kind):
             name = _unused(stage, stages)
             stages[name] = {key: replace(record, stage=name) for key, record in records.items()}
     return stages

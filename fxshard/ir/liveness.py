@@ -36,6 +36,9 @@ _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _COPIES = (torch.ops.aten.clone, torch.ops.aten.split_with_sizes_copy)
 """What copying parameters out of the gathered buffer is made of, besides views."""
 
+_UNITS = {tags.SHARD, tags.ACCUMULATOR, tags.RESIDENT}
+"""Tags of inputs that are a unit's own."""
+
 _CALLERS = ("primals_", "tangents_")
 """Names of backward's inputs that forward did not save: AOTAutograd's for parameters, inputs and incoming gradients."""
 
@@ -276,4 +279,4 @@ class _Sweep:
 
 def _is_saved(placeholder: fx.Node) -> bool:
     """Whether an input of backward is an activation that forward saved."""
-    return not placeholder.name.startswith(_CALLERS) and tags.SHARD not in tags.tags_of(placeholder)
+    return not placeholder.name.startswith(_CALLERS) and not _UNITS & tags.tags_of(placeholder).keys()

@@ -9,6 +9,9 @@ collective in it; passes replace them, so no pass ever has to guess which collec
 `key` names the unit. While Dynamo traces, it is `UnitPlan.sharing_key` (units that agree on it and on their slots may
 share a graph); `capture.py` replaces it by "<unit fqn>#<shard>@<call>".
 
+`fxshard::addmm_acc(acc, left, right)` adds a matrix product to `acc`: of `acc.addmm_` Inductor makes a temporary and a
+copy.
+
 `fxshard::open` stands for an all_gather in code that is about to run: see [Note: relay] in `runtime/relay.py`.
 """
 
@@ -29,10 +32,12 @@ _LIBRARY.define(
     "open(Tensor flat, ScalarType dtype, int[] starts, int[] numels, int world_size, str group, str role, "
     "bool guess) -> Tensor[]"
 )
+_LIBRARY.define("addmm_acc(Tensor(a!) acc, Tensor left, Tensor right) -> ()")
 
 UNSHARD = torch.ops.fxshard.unshard.default
 REDUCE_GRAD = torch.ops.fxshard.reduce_grad.default
 OPEN = torch.ops.fxshard.open.default
+ADDMM_ACC = torch.ops.fxshard.addmm_acc.default
 
 
 class MarkerKey(NamedTuple):
@@ -115,6 +120,12 @@ def implement_open(function: Callable[..., list[Tensor]]) -> None:
     _LIBRARY.impl("open", function, "CompositeExplicitAutograd")
 
 
+def _addmm_acc(acc: Tensor, left: Tensor, right: Tensor) -> None:
+    acc.addmm_(left, right)
+
+
+_LIBRARY.impl("addmm_acc", _addmm_acc, "CompositeExplicitAutograd")
+torch.library.register_fake("fxshard::addmm_acc", lambda acc, left, right: None, lib=_LIBRARY)
 torch.library.register_fake("fxshard::open", _fake_open, lib=_LIBRARY)
 torch.library.register_fake("fxshard::unshard", _fake_unshard, lib=_LIBRARY)
 torch.library.register_fake("fxshard::reduce_grad", _fake_reduce_grad, lib=_LIBRARY)

@@ -30,6 +30,7 @@ _MORE_KERNELS = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
     torch.ops.aten._scaled_dot_product_fused_attention_overrideable,
     torch.ops.aten._scaled_dot_product_fused_attention_overrideable_backward,
+    torch.ops.fxshard.addmm_acc,
 )
 """Kernels that torch's table of FLOPs leaves out."""
 

@@ -170,6 +170,8 @@ def parameters_are_their_slots(subject: Subject) -> Iterator[Violation]:
         found = subject.slots.get(fqn, [])
         if not found:
             yield node, f"the plan has no parameter {fqn}"
+        elif tags.resident_behind(node) == fqn:
+            continue  # its type is what `inputs.add_parameter` made it
         elif not isinstance(value, flow.Window | flow.Flat):
             yield node, f"{fqn} does not come from what was gathered"
         elif not any(layout.is_slot(value, key, shard, slot, units[key]) for key, shard, slot in found):

@@ -11,6 +11,7 @@ new one.
     param=blocks.0.weight   an unsharded parameter
     grad=blocks.0.weight    a gradient of an unsharded parameter (one of several, where it is read several times)
     acc=blocks.0.weight     a graph input in which the gradients of that parameter are added up
+    resident=blocks.0.weight  a graph input that is that parameter, gathered by a launch outside of the graph
     after=mm_3              a node that must come after that one, whatever Inductor fuses
     unit=blocks.0@0         a launch or wait for that unit; after the @, which call of the unit; several with " & "
 """
@@ -21,13 +22,13 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from fxshard.ir import fake, ops
+from fxshard.ir import collectives, fake, ops
 from fxshard.ir.plan import FramePlan
 
 KEY = "fxshard"
 
 SHARD, INPUT, PARAM, GRAD, UNIT, AFTER = "shard", "input", "param", "grad", "unit", "after"
-ACCUMULATOR = "acc"
+ACCUMULATOR, RESIDENT = "acc", "resident"
 
 _AND = " & "  # a unit of several modules has commas in its name
 
@@ -68,6 +69,12 @@ def tag_units(node: fx.Node, calls: Mapping[str, str]) -> None:
     tag(node, UNIT, _AND.join(f"{unit}@{call}" for unit, call in calls.items()))
 
 
+def resident_behind(node: fx.Node) -> str | None:
+    """The parameter that `node` has waited for, if its launch is outside of the graph."""
+    source = node.args[0] if collectives.is_wait(node) else None
+    return tags_of(source).get(RESIDENT) if isinstance(source, fx.Node) else None
+
+
 def tag_markers(graph: fx.Graph, plan: FramePlan) -> None:
     """Tag a graph's inputs and what its markers read and write; called before the first pass of a stage.
 
@@ -88,6 +95,8 @@ def tag_markers(graph: fx.Graph, plan: FramePlan) -> None:
             assert isinstance(flat, fx.Node)
             tag(flat, SHARD, f"{key.unit}#{key.shard}")
             tag(node, PARAM, plan.parameter_name(key.unit, key.shard, ops.slot_of(node)))
+        elif (resident := resident_behind(node)) is not None:
+            tag(node, PARAM, resident)
         elif ops.is_reduce_grad(node):
             key, grad = ops.key_of(node), node.args[0]
             assert isinstance(grad, fx.Node)

@@ -1,4 +1,4 @@
-"""What becomes of the gradients of one run of a backward: the value by which its variants are told apart.
+"""What one run of a captured graph does with gradients and parameters: the value by which its variants are told apart.
 
 [Note: variants]
 Whether a gradient is reduced is known when backward *runs*: `no_sync` may begin after the forward. So one captured
@@ -9,8 +9,11 @@ graph has several backwards, compiled when they are first needed:
     final        adds what was accumulated to the last gradient, and reduces the sum
 
 All take what the forward saved, and after it the accumulators. Units of one graph that are set differently make further
-ones. An accumulator is the unit's own memory and never a result of a graph: two results of one graph may be the same
-tensor, and adding to it in place would add twice.
+ones. Each of them, and the forward as well, has one more with parameters that are *resident*: gathered outside of the
+graph, because they stay from one microbatch to the next, and inputs of it.
+
+An accumulator is the unit's own memory and never a result of a graph: two results of one graph may be the same tensor,
+and adding to it in place would add twice.
 Source: fairscale `FlattenParamsWrapper`, which concatenates gradients in the last microbatch alone; FSDP2
 `set_requires_gradient_sync`.
 """
@@ -29,21 +32,26 @@ from fxshard.ir.plan import ShardPlan, UnitPlan
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """Which backward of a captured graph is meant; see [Note: variants].
+    """Which form of a captured graph is meant; see [Note: variants].
 
     Attributes:
         accumulates: keys of the units whose gradients stay in their accumulators.
         finishes: keys of the units whose accumulators are added to their gradients before these are reduced.
+        resident: keys of the units whose parameters come in gathered.
     """
 
     accumulates: frozenset[str] = frozenset()
     finishes: frozenset[str] = frozenset()
+    resident: frozenset[str] = frozenset()
 
     def name(self, units: Collection[str]) -> str:
         """As the journal calls it; `units` are those with gradients in the graph."""
+        words = ["resident"] if self.resident else []
         if self.accumulates:
-            return "accumulate" if self.accumulates == set(units) else "mixed"
-        return "final" if self.finishes else "plain"
+            words.insert(0, "accumulate" if self.accumulates == set(units) else "mixed")
+        elif self.finishes:
+            words.insert(0, "final")
+        return "_".join(words) or "plain"
 
     @property
     def units(self) -> frozenset[str]:
@@ -53,6 +61,9 @@ class Variant:
 
 PLAIN = Variant()
 
+Slots = Mapping[str, Sequence[SlotIndex]]
+"""Unit key -> some of its parameters."""
+
 
 def accumulator_dtype(unit: UnitPlan, shard: ShardPlan) -> torch.dtype:
     """Dtype in which the gradients of a shard are accumulated: the one in which they will be reduced."""
@@ -60,11 +71,11 @@ def accumulator_dtype(unit: UnitPlan, shard: ShardPlan) -> torch.dtype:
     return dtype
 
 
-def accumulators_of(which: Variant, trained: Mapping[str, Sequence[SlotIndex]]) -> list[tuple[str, SlotIndex]]:
-    """(unit, parameter) of each accumulator that a variant takes, in the order in which it takes them.
+def in_order(units: Collection[str], slots: Slots) -> list[tuple[str, SlotIndex]]:
+    """(unit, parameter) of each input that a variant takes for `units`, in the order in which it takes them.
 
     Args:
-        which: the variant.
-        trained: unit key -> the parameters that the graph's backward gives a gradient.
+        units: whose accumulators, or whose resident parameters.
+        slots: of the graph: those with a gradient, or those that it reads.
     """
-    return [(key, slot) for key in sorted(which.units) for slot in sorted(trained.get(key, ()))]
+    return [(key, slot) for key in sorted(units) for slot in sorted(slots.get(key, ()))]

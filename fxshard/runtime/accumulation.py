@@ -4,28 +4,26 @@
 Accumulators belong to the unit, not to the graph that writes them: the last microbatch may run in another graph (a new
 shape, a graph break), or not touch the unit at all. They are of the unsharded shapes, in the dtype in which they will
 be reduced, allocated at the first gradient that waits and kept for the steps that follow.
-
-A unit that still waits when a backward ends which was to reduce it (`set_is_last_backward`) is reduced then. The units
-go in the order in which the model names them, so that all ranks go alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fxshard.errors import UnsupportedGraph
-from fxshard.ir import collectives, fake
+from fxshard.ir import fake
 from fxshard.ir.collectives import SlotIndex
-from fxshard.ir.variant import Variant, accumulator_dtype, accumulators_of
+from fxshard.ir.variant import Slots, Variant, accumulator_dtype, in_order
 
 if TYPE_CHECKING:
     from fxshard.runtime.unit import Unit
 
+Units = Mapping[str, "Unit"]
+"""By the keys that a graph's markers carry: the units of one call of it."""
 
 ALIGNMENT = 16
 """Bytes. On GPUs Inductor copies an input that begins elsewhere, and copies it back."""
@@ -84,6 +82,7 @@ class Accumulation:
             for total, grad in zip(self.sums(unit, grads), grads.values(), strict=True):
                 total.add_(grad.to(total.dtype))
         self.waiting.update(grads)
+        unit.microbatches.watch_steps()
 
     def finish(self, unit: Unit, grads: Mapping[SlotIndex, Tensor]) -> dict[SlotIndex, Tensor]:
         """What is to be reduced, by parameter: `grads`, with what waits added to them."""
@@ -91,17 +90,19 @@ class Accumulation:
             return dict(grads)
         self.add(unit, grads)
         slots = sorted(self.waiting)
-        found = dict(zip(slots, self.sums(unit, slots), strict=True))
+        found = self.sums(unit, slots)
+        if unit.world_size == 1:  # nothing is sent: the sums themselves would become gradients
+            found = [total.clone() for total in found]
         self.waiting.clear()
-        return found
+        return dict(zip(slots, found, strict=True))
 
     def release(self) -> None:
         """Free the accumulators; nothing may wait in them."""
         self._buffers.clear()
 
 
-def variant_for(units: Mapping[str, Unit], trained: Mapping[str, Sequence[SlotIndex]]) -> Variant:
-    """Which backward of a graph is to run now.
+def variant_for(units: Units, trained: Slots) -> Variant:
+    """Which backward of a graph is to run now; what is resident is not its affair.
 
     Args:
         units: of this call of the graph.
@@ -119,62 +120,18 @@ def _is_asked(unit: Unit) -> bool:
     return any(fake.wants_gradient(shard.flat) for shard in unit.shards if shard.plan.trainable)
 
 
-def sums_for(which: Variant, units: Mapping[str, Unit], trained: Mapping[str, Sequence[SlotIndex]]) -> list[Tensor]:
+def sums_for(which: Variant, units: Units, trained: Slots) -> list[Tensor]:
     """The accumulators that a variant takes, in its order."""
     slots: dict[str, list[SlotIndex]] = {}
-    for key, slot in accumulators_of(which, trained):
+    for key, slot in in_order(which.units, trained):
         slots.setdefault(key, []).append(slot)
     return [total for key, mine in slots.items() for total in units[key].accumulation.sums(units[key], mine)]
 
 
-def note_run(which: Variant, units: Mapping[str, Unit], trained: Mapping[str, Sequence[SlotIndex]]) -> None:
+def note_run(which: Variant, units: Units, trained: Slots) -> None:
     """A variant has run: say what waits now."""
     for key in which.accumulates:
         units[key].accumulation.waiting.update(trained[key])
+        units[key].microbatches.watch_steps()
     for key in which.finishes:
         units[key].accumulation.waiting.difference_update(trained[key])
-
-
-@dataclass(eq=False)
-class Microbatches:
-    """The backwards of one model.
-
-    Attributes:
-        units: of the model, in the order in which it names them.
-        last: whether a backward that ends now is the last one of its step.
-    """
-
-    units: Sequence[Unit]
-    last: bool = True
-    _watched: int | None = field(default=None, repr=False)
-
-    def backward_runs(self) -> None:
-        """Called by the first graph of a backward: when the backward ends, reduce what it was to reduce and did not."""
-        running = fake.backward_id()
-        if running != self._watched and any(unit.accumulation.waiting for unit in self.units):
-            self._watched = running
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._backward_ends)
-
-    def _backward_ends(self) -> None:
-        self._watched = None
-        if self.last:
-            self.reduce(unit for unit in self.units if unit.accumulation.sync)
-
-    @staticmethod
-    def reduce(units: Iterable[Unit]) -> None:
-        """Reduce what waits in some units, and give their parameters their gradients."""
-        for unit in units:
-            if unit.accumulation.waiting:
-                _reduce(unit)
-
-
-def _reduce(unit: Unit) -> None:
-    """Reduce what waits, and give the parameters their gradients."""
-    with torch.no_grad():
-        grads = unit.accumulation.finish(unit, {})
-        for i, reduced in collectives.reduce_grads(grads, unit.plan).items():
-            shard = unit.shards[i]
-            shard.sink.expect(slot for index, slot in grads if index == i)
-            shard.flat.grad = reduced
-            shard.sink.take(shard.flat)

@@ -14,7 +14,9 @@ from fxshard.ir import fake
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.journal import Journal
 from fxshard.ir.plan import FramePlan
+from fxshard.ir.variant import PLAIN, Variant
 from fxshard.runtime import eager
+from fxshard.runtime.accumulation import Units
 from fxshard.runtime.unit import Unit, home_of
 
 
@@ -28,8 +30,11 @@ class Frame:
         trained: unit key -> the parameters that the graph's backward gives a gradient; filled on the joint graph.
         journal: its graphs after every pass; a backward may be compiled as late as its first run.
         hardware: what the user's options name for estimates.
+        resident_budget_bytes: what they let parameters take that stay gathered while gradients accumulate.
         unsharded_budget_bytes: what the user's options let unsharded parameters take, `None` for no limit.
         compiled: the lowered forward (or inference) graph.
+        begin: tells the lowered graph of the units of a call that is about to run.
+        ran: the variant of it that ran last.
         running: the call whose backward is about to run.
     """
 
@@ -38,7 +43,10 @@ class Frame:
     journal: Journal = field(default_factory=Journal)
     hardware: str = "h100"
     unsharded_budget_bytes: int | None = None
+    resident_budget_bytes: int = 0
     compiled: Callable[..., Any] | None = None
+    begin: Callable[[Units], None] = lambda units: None
+    ran: Variant = PLAIN
     running: _BeforeBackward | None = None
 
     def __call__(self, *args: Any) -> Any:
@@ -52,6 +60,7 @@ class Frame:
             self._require_current(args, units)
         trains = torch.is_grad_enabled() and bool(self.trained)
         nodes = [arg.grad_fn if isinstance(arg, Tensor) else None for arg in args] if trains else []
+        self.begin(units)
         results = self.compiled(*args)
         if trains:
             mutated = [a for a, node in zip(args, nodes, strict=True) if _has_graph(a) and a.grad_fn is not node]
@@ -62,7 +71,7 @@ class Frame:
                 unit.after_first_call = None
         return results
 
-    def _units(self, args: Sequence[Any]) -> dict[str, Unit]:
+    def _units(self, args: Sequence[Any]) -> Units:
         units: dict[str, Unit] = {}
         for position, (key, _) in self.plan.shard_inputs.items():
             if key not in units:
@@ -72,7 +81,7 @@ class Frame:
                 units[key] = home.unit
         return units
 
-    def _require_current(self, args: Sequence[Any], units: dict[str, Unit]) -> None:
+    def _require_current(self, args: Sequence[Any], units: Units) -> None:
         for position, (key, shard) in self.plan.shard_inputs.items():
             if units[key].shards[shard].flat is not args[position]:
                 raise ConfigError(
@@ -81,7 +90,7 @@ class Frame:
                     "function again, or call the module once after such a change."
                 )
 
-    def _prepare_backward(self, results: list[Any], units: dict[str, Unit]) -> None:
+    def _prepare_backward(self, results: list[Any], units: Units) -> None:
         """Hook the outputs: before the graph's backward runs, check it may, and announce its gradients."""
         hook = _BeforeBackward(self, units)
         for result in results:
@@ -96,8 +105,8 @@ class Frame:
 class _BeforeBackward:
     """One call of a frame, seen from its backward."""
 
-    def __init__(self, frame: Frame, units: dict[str, Unit]) -> None:
-        self.frame, self.trained, self.units = frame, frame.trained, units
+    def __init__(self, frame: Frame, units: Units) -> None:
+        self.frame, self.trained, self.units, self.forward = frame, frame.trained, units, frame.ran
         # What backward reads from the flats again: kept copies are of the time of the forward by themselves.
         plans = frame.plan.units
         self.epochs = {key: unit.epoch() for key, unit in units.items() if plans[key].regathers}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import attrgetter, eq, is_
@@ -29,9 +29,12 @@ from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.ir import fake
 from fxshard.ir.plan import ParameterSpec, ShardPlan, Slot, UnitPlan, lay_out, prefetch_words
 from fxshard.runtime import reference
-from fxshard.runtime.accumulation import Accumulation, Microbatches
+from fxshard.runtime.accumulation import Accumulation
+from fxshard.runtime.dtensors import adopt_attributes, local_of
 from fxshard.runtime.gradients import GradientSink
+from fxshard.runtime.microbatches import Microbatches
 from fxshard.runtime.reference import ParameterRef
+from fxshard.runtime.resident import Resident
 
 if TYPE_CHECKING:
     from fxshard.runtime.relay import Relay
@@ -108,11 +111,6 @@ class Member:
         return ParameterSpec(fqn=self.fqn, shape=tuple(p.shape), dtype=p.dtype, trainable=p.requires_grad)
 
 
-def local_of(parameter: Tensor) -> Tensor:
-    """The local tensor of a DTensor parameter."""
-    return cast(DTensor, parameter)._local_tensor
-
-
 @dataclass(eq=False)
 class FlatShard:
     """One flat of a unit, with the parameters that are views of it and the sink for its gradient."""
@@ -158,6 +156,7 @@ class Unit:
         after_first_call: run once, when a compiled graph with this unit has run for the first time.
         frames: the captured graphs that read it, weakly.
         accumulation: its gradients of microbatches that were not reduced.
+        resident: its parameters while they stay gathered between microbatches.
         microbatches, relay: the model's, set when the unit is named.
     """
 
@@ -185,7 +184,7 @@ class Unit:
         self.ignored: frozenset[nn.Parameter] = frozenset()
         self.after_first_call: Callable[[], None] | None = None
         self.frames: list[weakref.ref[Any]] = []
-        self.accumulation = Accumulation()
+        self.accumulation, self.resident = Accumulation(), Resident()
         self.microbatches = Microbatches((self,))
         self.relay: Relay | None = None
         self.plan: UnitPlan
@@ -196,7 +195,10 @@ class Unit:
         return self.mesh.size()
 
     def epoch(self) -> int:
-        """Changes whenever parameter values may have changed: repacked, or written in place through the DTensors."""
+        """Changes whenever parameter values may have changed: repacked, or written in place through the DTensors.
+
+        It changes on all ranks alike, for these are what all ranks do: what is gathered anew depends on it.
+        """
         versions: Iterator[int] = map(_VERSION, self.members)
         return self.generation + sum(versions)
 
@@ -216,6 +218,7 @@ class Unit:
             by_fqn = {member.fqn: (member, local) for member, local in zip(self.members, locals_, strict=True)}
             self.shards = [self._pack_shard(i, plan, by_fqn) for i, plan in enumerate(layout)]
         self.generation += 1
+        self.resident.drop()
         if self.relay is not None:
             self.relay.forget()  # it knows the old flats
         self.publish()
@@ -252,6 +255,7 @@ class Unit:
             reduce_dtype=self.mp_policy.reduce_dtype,
             reshard_after_forward=not self.is_root if given is None else given,
         )
+        self.microbatches.forget_choice()
         # Dynamo guards on the key: another list is another graph.
         lists = prefetch_words(self.fqn, ">", _names(self.forward_prefetch))
         lists += prefetch_words(self.fqn, "<", _names(self.backward_prefetch))
@@ -374,27 +378,3 @@ def require_shard(new: object, member: Member, mesh: DeviceMesh) -> None:
         f"({placement},) on its mesh, got {found}. To change its values use parameter.copy_(dtensor) under "
         "torch.no_grad(), or load_state_dict; to replace it, do so before fully_shard."
     )
-
-
-def adopt_attributes(parameter: nn.Parameter, attributes: Mapping[str, Any]) -> None:
-    """Keep what users hang on parameters (`p.no_decay = True`) when the object behind them changes."""
-    for name, value in attributes.items():
-        parameter.__dict__.setdefault(name, value)
-
-
-def shard_rows(parameter: Tensor, rank: int, world_size: int) -> Tensor:
-    """The rows of a full parameter that `rank` keeps."""
-    if parameter.dim() == 0:
-        return parameter.detach()
-    slot = Slot(fqn="", shape=tuple(parameter.shape), offset=0, numel=0)
-    first, last = slot.rows_of(rank, world_size)
-    return parameter.detach()[first:last]
-
-
-def as_dtensor(full: Tensor, rows: Tensor, mesh: DeviceMesh) -> nn.Parameter:
-    """The DTensor parameter whose local tensor is `rows` of `full`."""
-    placement = Replicate() if full.dim() == 0 else Shard(0)
-    shape = full.shape
-    stride = torch.empty(shape, device="meta").stride()
-    dtensor = DTensor.from_local(rows, mesh, (placement,), run_check=False, shape=shape, stride=stride)
-    return nn.Parameter(dtensor, requires_grad=full.requires_grad)

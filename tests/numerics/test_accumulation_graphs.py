@@ -11,12 +11,14 @@ from torch import Tensor, nn
 
 import fxshard
 from fxshard.modules import ShardedModule, units_under
+from fxshard.testing import emulated_link
 from tests.numerics.harness import (
     Run,
     Scenario,
     Tools,
     check_against_unsharded,
     check_close,
+    compile_module,
     fxshard_system,
     only_compile,
     only_shard,
@@ -183,3 +185,22 @@ def test_shows_every_backward_of_units_that_are_set_differently() -> None:
     kinds = [graph.kind for graph in fxshard.compiled_graphs(run.model)]
     assert kinds.count("backward_mixed") == 3
     assert kinds.count("backward_final") == 3
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_one_rank_hands_out_no_accumulator_as_a_gradient(compiled: bool) -> None:
+    torch._dynamo.reset()
+    with emulated_link(1) as link:
+        model = nn.Linear(WIDTH, WIDTH, bias=False)  # of several gradients a shard is put together anew
+        fxshard.fully_shard(model, mesh=link.mesh)
+        call = compile_module(model, options={"lower": "eager"}) if compiled else model
+        x = torch.randn(4, WIDTH)
+        with fxshard.no_sync(model):
+            call(x).sum().backward()
+        cast(ShardedModule, model).reduce_waiting_gradients()
+        grads = [cast(Any, parameter.grad).to_local() for parameter in model.parameters()]
+        before = [grad.clone() for grad in grads]
+        with fxshard.no_sync(model):
+            call(x + 1).sum().backward()
+        assert all(torch.equal(grad, old) for grad, old in zip(grads, before, strict=True))
+    torch._dynamo.reset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, assert_type
 
 import torch
@@ -52,6 +53,12 @@ def full_state_is_a_plain_dict(net: Net, optim: torch.optim.Optimizer) -> None:
     state = assert_type(fxshard.full_optim_state_dict(net, optim, recipient_rank=None, keys="fqn"), dict[str, Any])
     fxshard.load_full_optim_state_dict(net, optim, state)
     fxshard.load_full_state_dict(net, assert_type(fxshard.full_state_dict(net), dict[str, Any]))
+
+
+def checkpoints_take_a_path_and_give_back_what_was_added(net: Net, optim: torch.optim.Optimizer) -> object:
+    fxshard.save_checkpoint("folder", net, optim, extra={"step": 1})
+    fxshard.save_checkpoint(Path("folder"), net)
+    return fxshard.load_checkpoint("folder", net)
 
 
 def errors_have_one_base(error: fxshard.FxshardError) -> Exception:

@@ -1,0 +1,127 @@
+"""The manifest of a checkpoint: the size and SHA-256 of each of its files, written last."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fxshard.errors import CheckpointError
+
+NAME = "fxshard.json"
+_FORMAT = "fxshard checkpoint"
+_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """What a file must be.
+
+    Attributes:
+        size: in bytes.
+        sha256: of its content, in hex.
+    """
+
+    size: int
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path) -> FileEntry:
+        """Read the file at `path`."""
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            return cls(size=file.tell(), sha256=digest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a folder must hold to be a checkpoint.
+
+    Attributes:
+        files: name -> what it must be.
+        world_size: ranks that wrote it.
+        torch: the version that wrote it.
+        optimizer: class of the optimizer whose state it holds, `None` where there is none.
+        placements: key of a tensor in the optimizer's state that is sharded but not shaped like its parameter -> per
+            mesh axis the dimension that is sharded, `None` for a replica.
+    """
+
+    files: dict[str, FileEntry]
+    world_size: int
+    torch: str
+    optimizer: str | None = None
+    placements: dict[str, list[int | None]] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        """Write it under another name, then rename it: a folder with a manifest is complete."""
+        body = {"format": _FORMAT, "version": _VERSION, **dataclasses.asdict(self)}
+        unfinished = folder / (NAME + ".tmp")
+        with unfinished.open("w") as file:
+            json.dump({**body, "sha256": _digest(body)}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.rename(folder / NAME)
+        sync_folder(folder)
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Read the manifest in `folder`.
+
+        Raises:
+            CheckpointError: it is damaged, or of a later release.
+        """
+        path = folder / NAME
+        try:
+            body = json.loads(path.read_bytes())
+            expected = body.pop("sha256")
+            if body.pop("format") != _FORMAT or expected != _digest({"format": _FORMAT, **body}):
+                raise ValueError("its own SHA-256 is another")
+            version = body.pop("version")
+        except (ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{path} is damaged ({error}). Load another checkpoint.") from error
+        if version != _VERSION:
+            raise CheckpointError(
+                f"{path} has version {version} of the format, and this fxshard reads version {_VERSION}. Use the "
+                "fxshard that wrote it, or a later one."
+            )
+        files = {name: FileEntry(**entry) for name, entry in body.pop("files").items()}
+        return cls(files=files, **body)
+
+    def problems(self, folder: Path, rank: int = 0, world_size: int = 1) -> Iterator[tuple[str, str]]:
+        """Name and problem of each file in `folder` that is not as it must be; each rank reads its share of them."""
+        for name in sorted(self.files)[rank::world_size]:
+            if (problem := self.problem(folder, name)) is not None:
+                yield name, problem
+
+    def problem(self, folder: Path, name: str) -> str | None:
+        """What is wrong with one file, `None` if nothing is."""
+        expected, path = self.files[name], folder / name
+        if not path.exists():
+            return "is missing"
+        if (size := path.stat().st_size) != expected.size:
+            return f"has {size} bytes, expected {expected.size}"
+        if (found := FileEntry.of(path).sha256) != expected.sha256:
+            return f"is damaged: its SHA-256 is {found}, expected {expected.sha256}"
+        return None
+
+
+def _digest(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Make what was created and renamed in `folder` outlive a power loss, where the file system can."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems sync no folders
+            raise
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,130 @@
+"""The ranks that save or load one checkpoint together: what one of them cannot do, all refuse."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import CheckpointException
+
+from fxshard.errors import CheckpointError, ConfigError, FxshardError, RankMismatchError
+from fxshard.modules import plain_module, units_under
+
+T = TypeVar("T")
+
+Facts = Mapping[str, Sequence[str]]
+"""What ranks compare: a title, and lines that must be the same on all of them."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An error as it travels between ranks."""
+
+    kind: type[FxshardError]
+    text: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> _Failure:
+        if isinstance(error, ConfigError | CheckpointError | RankMismatchError):
+            return cls(type(error), str(error))
+        if isinstance(error, CheckpointException):
+            causes = [cause for cause, _ in error.failures.values()]
+            return cls(CheckpointError, "; ".join(dict.fromkeys(f"{type(e).__name__}: {e}" for e in causes)))
+        return cls(CheckpointError, f"{type(error).__name__}: {error}")
+
+
+class Ranks:
+    """The ranks of a model, or this process alone where there is no process group.
+
+    Attributes:
+        group: their process group.
+        rank, size: this rank in it, and how many there are.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int) -> None:
+        self.group = group
+        self.rank = rank
+        self.size = size
+
+    @classmethod
+    def of(cls, model: object) -> Ranks:
+        """The ranks that share the parameters of `model`; all ranks, if fxshard has not sharded it."""
+        if not dist.is_available() or not dist.is_initialized():
+            return cls(None, 0, 1)
+        group = _group_of(model) if isinstance(model, nn.Module) else dist.group.WORLD
+        return cls(group, dist.get_rank(group), dist.get_world_size(group))
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, by rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Do `work`, which has no collectives, on every rank; where it fails on one, raise the same on all.
+
+        Raises:
+            FxshardError: with the text of the first rank that failed.
+        """
+        value, failure, cause = None, None, None
+        try:
+            value = work()
+        except (Exception, CheckpointException) as error:
+            failure, cause = _Failure.of(error), error
+        failures = self.gather(failure)
+        first = next((rank for rank, each in enumerate(failures) if each is not None), None)
+        if first is not None:
+            found = cast(_Failure, failures[first])
+            where = "" if self.size == 1 or failures.count(found) == self.size else f"rank {first}: "
+            raise found.kind(where + found.text) from cause
+        return cast(T, value)
+
+    def agree(self, describe: Callable[[], Facts]) -> None:
+        """Compare what ranks say of themselves; where `describe` fails on one, raise that on all.
+
+        Raises:
+            RankMismatchError: with the first line that differs, on every rank.
+        """
+        mine: dict[str, list[str]] = {}
+
+        def digest_of_each() -> dict[str, str]:
+            mine.update({title: list(lines) for title, lines in describe().items()})
+            return {title: hashlib.sha256("\n".join(lines).encode()).hexdigest() for title, lines in mine.items()}
+
+        digests = self.gather(self.together(digest_of_each))
+        for title in dict.fromkeys(itertools.chain.from_iterable(digests)):
+            if len({digest.get(title) for digest in digests}) > 1:
+                raise RankMismatchError(_difference(title, self.gather(mine.get(title, []))))
+
+
+def _difference(title: str, lines_of_ranks: Sequence[Sequence[str]]) -> str:
+    """The first line in which a rank differs from rank 0."""
+    for rank, lines in enumerate(lines_of_ranks):
+        for expected, found in itertools.zip_longest(lines_of_ranks[0], lines, fillvalue="nothing"):
+            if expected != found:
+                return (
+                    f"the ranks disagree about {title}: rank 0 has {expected}, rank {rank} has {found}. Call it on "
+                    "every rank with the same arguments."
+                )
+    raise AssertionError("equal lines, unequal digests")
+
+
+def _group_of(model: nn.Module) -> dist.ProcessGroup | None:
+    units = units_under(plain_module(model))
+    if not units:
+        return dist.group.WORLD
+    ranks = {tuple(unit.mesh.mesh.flatten().tolist()): unit for unit in units}
+    if len(ranks) > 1:
+        listed = ", ".join(f"{unit.fqn or 'root'} on {list(members)}" for members, unit in ranks.items())
+        raise ConfigError(
+            f"a checkpoint holds one model on one set of ranks, but units are sharded over several: {listed}. Save "
+            "the parts one by one, each on its own ranks and to a path of its own."
+        )
+    return units[0].mesh.get_group()

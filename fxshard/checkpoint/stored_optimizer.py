@@ -1,0 +1,224 @@
+"""The state of an optimizer by parameter FQN: read for a save, staged and put in place by a load.
+
+torch's get_optimizer_state_dict and set_optimizer_state_dict step an optimizer that has no state yet, and cast state to
+the dtype of its parameter; a save must change nothing, and a load must bring back every bit. The names are torch's, so
+either side reads what the other wrote: `state.<FQN>.<name>`, `param_groups.<i>.<option>`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import empty as empty_dtensor
+from torch.optim import Optimizer
+
+from fxshard.checkpoint import values
+from fxshard.checkpoint.contents import Contents, Path_, assemble, shape_and_dtype
+from fxshard.errors import CheckpointError, ConfigError
+
+ROOT = "optim"
+"""The entry of a checkpoint that holds the optimizer."""
+
+_STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
+
+
+def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """FQN -> parameter, without the names of compiler wrappers; a tied one under its first name."""
+    return {name.replace("_orig_mod.", ""): p for name, p in model.named_parameters()}
+
+
+def _fqns(model: nn.Module, optim: Optimizer) -> dict[int, str]:
+    fqns = {id(p): fqn for fqn, p in parameters_of(model).items()}
+    strangers: list[Any] = [list(p.shape) for group in optim.param_groups for p in group[_PARAMS] if id(p) not in fqns]
+    strangers += [key for key in optim.state if not isinstance(key, Tensor)]
+    if strangers:
+        raise ConfigError(
+            f"the optimizer has {len(strangers)} parameters that are not the model's: {strangers}. A checkpoint names "
+            "state by parameter. Pass the model that holds them all, and build the optimizer from its parameters."
+        )
+    return fqns
+
+
+def state_of(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
+    """The optimizer's state and groups with FQNs in place of parameters; nothing is copied or changed.
+
+    Raises:
+        ConfigError: it holds parameters of another model, or something that cannot be stored.
+    """
+    fqns = _fqns(model, optim)
+    named = {fqns[id(p)]: dict(each) for p, each in optim.state.items() if each}
+    state = {fqn: values.nested(each, f"state of {fqn}") for fqn, each in named.items()}
+    groups = []
+    for i, group in enumerate(optim.param_groups):
+        options = {key: each for key, each in group.items() if key != _PARAMS}
+        kept = {key: values.nested(each, f"param_groups[{i}][{key!r}]") for key, each in options.items()}
+        groups.append({**kept, _PARAMS: [fqns[id(p)] for p in group[_PARAMS]]})
+    return {_STATE: state, _GROUPS: groups}
+
+
+def groups_of(model: nn.Module, optim: Optimizer) -> list[list[str]]:
+    """The FQNs in each group."""
+    fqns = _fqns(model, optim)
+    return [[fqns[id(p)] for p in group[_PARAMS]] for group in optim.param_groups]
+
+
+def lines(model: nn.Module, optim: Optimizer) -> Iterator[str]:
+    """What must be the same on every rank for the state to be saved as one."""
+    found = state_of(model, optim)
+    yield f"optimizer {type(optim).__name__}"
+    yield from values.lines(found[_GROUPS], _GROUPS)
+    parameters = parameters_of(model)
+    for fqn, state in found[_STATE].items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and not isinstance(parameters[fqn], DTensor):
+                yield f"state of {fqn}[{name!r}]: {values.tensor_line(value)}"
+            else:
+                yield from values.lines(value, f"state of {fqn}[{name!r}]")
+
+
+def placements_of(model: nn.Module, optim: Optimizer) -> dict[str, list[int | None]]:
+    """Key -> placements of each sharded tensor in the state that is not shaped like its parameter."""
+    fqns = _fqns(model, optim)
+    return {
+        f"{ROOT}.{_STATE}.{fqns[id(p)]}.{name}": [x.dim if isinstance(x, Shard) else None for x in value.placements]
+        for p, state in optim.state.items()
+        for name, value in state.items()
+        if isinstance(value, DTensor) and value.shape != p.shape
+    }
+
+
+class Staging:
+    """Room for the optimizer's part of a checkpoint, beside the optimizer.
+
+    Attributes:
+        room: key -> a tensor to read into, or `None` for what is not a tensor.
+    """
+
+    def __init__(
+        self,
+        contents: Contents,
+        model: nn.Module,
+        optim: Optimizer,
+        placements: Mapping[str, list[int | None]],
+    ) -> None:
+        """Compare what the checkpoint holds with the optimizer, and make room on the CPU.
+
+        Raises:
+            CheckpointError: a key, shape or dtype does not fit, named with its file.
+        """
+        self._contents, self._optim = contents, optim
+        self._placements = placements
+        self._parameters = parameters_of(model)
+        self._groups = groups_of(model, optim)
+        self._paths = dict(contents.under(ROOT))
+        tensors = [(path, key, contents.tensors[key]) for path, key in self._paths.items() if key in contents.tensors]
+        problems = list(self._problems_of_names()) or [each for found in tensors for each in self._problems_of(*found)]
+        if problems:
+            raise CheckpointError(
+                f"the optimizer's state in {contents.folder} does not fit: {'; '.join(problems)}. Nothing was loaded."
+            )
+        self.room: dict[str, Tensor | None] = dict.fromkeys(self._paths.values())
+        for path, key, saved in tensors:
+            contents.require_whole(key)
+            self.room[key] = self._room_for(path, key, saved)
+
+    def _problems_of_names(self) -> Iterator[str]:
+        known = {fqn for group in self._groups for fqn in group}
+        saved: dict[str, set[str]] = {}
+        for path, key in self._contents.under(ROOT, _STATE):
+            fqn, name = str(path[2]), str(path[3])
+            if fqn not in known and fqn not in saved:
+                yield f"{fqn} is not a parameter of the optimizer ({self._contents.files_of(key)})"
+            saved.setdefault(fqn, set()).add(name)
+        for fqn, names in saved.items():
+            present = set(self._optim.state.get(self._parameters[fqn], {})) if fqn in known else set()
+            if present and present != names:
+                yield f"{fqn} has {sorted(names)} there, and {sorted(present)} here"
+
+    def _existing(self, path: Path_) -> Any:
+        """What the optimizer holds at a path below `state` now, `None` if nothing."""
+        found: Any = self._optim.state.get(self._parameters[str(path[2])], {})
+        for step in path[3:]:
+            is_inside = isinstance(found, Mapping) and step in found
+            is_inside = is_inside or (isinstance(found, list) and isinstance(step, int) and step < len(found))
+            if not is_inside:
+                return None
+            found = found[step]
+        return found
+
+    def _room_for(self, path: Path_, key: str, saved: TensorStorageMetadata) -> Tensor:
+        shape, dtype = shape_and_dtype(saved)
+        if path[1] != _STATE:
+            return torch.empty(shape, dtype=dtype)
+        parameter, existing = self._parameters[str(path[2])], self._existing(path)
+        if isinstance(existing, Tensor) and shape_and_dtype(existing) == (shape, dtype):
+            return torch.empty_like(existing.detach(), device="cpu")
+        if not isinstance(parameter, DTensor):
+            return torch.empty(shape, dtype=dtype)
+        if list(parameter.shape) == shape and path[3] != "step":
+            return torch.empty_like(parameter.detach(), dtype=dtype, device="cpu")
+        if (dims := self._placements.get(key)) is None:
+            return torch.empty(shape, dtype=dtype)
+        placed: list[Placement] = [Replicate() if dim is None else Shard(dim) for dim in dims]
+        return empty_dtensor(*shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=placed)
+
+    def _problems_of(self, path: Path_, key: str, saved: TensorStorageMetadata) -> Iterator[str]:
+        existing = self._existing(path) if path[1] == _STATE else None
+        if isinstance(existing, Tensor) and shape_and_dtype(existing) != shape_and_dtype(saved):
+            (there, dtype), (here, own) = shape_and_dtype(saved), shape_and_dtype(existing)
+            where = self._contents.files_of(key)
+            yield f"{path[3]} of {path[2]} is {dtype}{there} there ({where}), and {own}{here} here"
+
+    def check(self, loaded: Mapping[str, Any]) -> None:
+        """Compare the groups, once they are read.
+
+        Raises:
+            CheckpointError: they hold other parameters.
+        """
+        saved = [group[_PARAMS] for group in self._loaded(loaded)[_GROUPS]]
+        if saved != self._groups:
+            raise CheckpointError(
+                f"the optimizer in {self._contents.folder} has other param_groups: {saved} there, {self._groups} here. "
+                "Nothing was loaded."
+            )
+
+    def _loaded(self, loaded: Mapping[str, Any]) -> dict[str, Any]:
+        found = assemble({path: loaded[key] for path, key in self._paths.items()})[ROOT]
+        return {_STATE: found.get(_STATE, {}), _GROUPS: found[_GROUPS]}
+
+    @torch.no_grad()
+    def commit(self, loaded: Mapping[str, Any]) -> None:
+        """Put what was read in place: into the tensors that are there, else as new ones on their device."""
+        found = self._loaded(loaded)
+        for group, saved in zip(self._optim.param_groups, found[_GROUPS], strict=True):
+            for name, value in saved.items():
+                if name != _PARAMS:
+                    group[name] = _put(group.get(name), value, None)
+            on_device = group.get("capturable") or group.get("fused")
+            for p, fqn in zip(group[_PARAMS], saved[_PARAMS], strict=True):
+                before = self._optim.state.pop(p, {})
+                if fqn in found[_STATE]:
+                    self._optim.state[p] = {
+                        name: _put(before.get(name), value, p.device if name != "step" or on_device else None)
+                        for name, value in found[_STATE][fqn].items()
+                    }
+
+
+def _put(before: Any, value: Any, device: torch.device | None) -> Any:
+    """`value` in the tensors of `before` where it has such, else on `device`, if that is given."""
+    if isinstance(value, Tensor):
+        if isinstance(before, Tensor) and shape_and_dtype(before) == shape_and_dtype(value):
+            return before.copy_(value)
+        return value if device is None else value.to(device)
+    if isinstance(value, dict):
+        inner = before if isinstance(before, Mapping) else {}
+        return {key: _put(inner.get(key), each, device) for key, each in value.items()}
+    if isinstance(value, list):
+        old = before if isinstance(before, list) and len(before) == len(value) else [None] * len(value)
+        return [_put(one, each, device) for one, each in zip(old, value, strict=True)]
+    return value

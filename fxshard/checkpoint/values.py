@@ -1,0 +1,99 @@
+"""Values that are not tensors of the model: which of them can be stored, and how ranks compare them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fxshard.errors import ConfigError
+
+# What torch.load(weights_only=True) gives back as it was.
+_LEAVES = (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_SEQUENCES = (list, tuple, set)
+_MAPPINGS = (dict, OrderedDict, Counter)
+
+
+def storable(value: Any, where: str) -> Any:
+    """A copy of `value` that holds only what can be loaded without running code from the file.
+
+    Args:
+        value: numbers, strings, `None`, dtypes, devices, plain tensors, and dicts, lists, tuples and sets of them.
+            numpy's numbers become Python's.
+        where: what to call it in an error, as an expression.
+
+    Raises:
+        ConfigError: it holds something else, named by where it stands.
+    """
+    kind = type(value)
+    if kind in _LEAVES:
+        return value
+    if isinstance(value, np.generic):
+        return storable(value.item(), where)
+    if kind in _MAPPINGS:
+        return kind({key: storable(each, f"{where}[{key!r}]") for key, each in value.items()})
+    if kind in _SEQUENCES:
+        return kind(storable(each, f"{where}[{i}]") for i, each in enumerate(value))
+    if kind in (Tensor, nn.Parameter) and not value.is_meta:
+        whole = value.detach()
+        # torch.save would write all of a larger storage.
+        return whole if whole.untyped_storage().nbytes() == whole.nbytes else whole.clone()
+    raise ConfigError(
+        f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: numbers, strings, None, "
+        "tensors that are not sharded, and dicts, lists, tuples and sets of these. Convert it first."
+    )
+
+
+def nested(value: Any, where: str) -> Any:
+    """What an optimizer keeps for a parameter: tensors, also sharded ones, anywhere in dicts and lists.
+
+    Raises:
+        ConfigError: as `storable`, or a dict with keys that are not strings, or without any.
+    """
+    if isinstance(value, Tensor) and not value.is_meta:
+        return value.detach()
+    if isinstance(value, Mapping):
+        if not value or not all(isinstance(key, str) for key in value):
+            raise ConfigError(
+                f"{where} is a dict that is empty or has keys that are not strings, which a checkpoint cannot hold: it "
+                "names values by these keys. Use strings."
+            )
+        return {key: nested(each, f"{where}[{key!r}]") for key, each in value.items()}
+    if isinstance(value, list) and any(isinstance(each, Tensor | Mapping | list) for each in value):
+        return [nested(each, f"{where}[{i}]") for i, each in enumerate(value)]
+    return storable(value, where)
+
+
+def tensor_line(tensor: Tensor) -> str:
+    """What must be the same on every rank of a tensor that is sharded or replicated."""
+    kind = f" {tensor.placements}" if isinstance(tensor, DTensor) else ""
+    return f"{tensor.dtype}{list(tensor.shape)}{kind}"
+
+
+def lines(value: Any, where: str) -> Iterator[str]:
+    """One line for each value inside, with the content of plain tensors as a digest."""
+    if isinstance(value, DTensor):
+        yield f"{where}: {tensor_line(value)}"
+    elif isinstance(value, Tensor):
+        yield f"{where}: {tensor_line(value)} with SHA-256 {_digest(value)}"
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from lines(each, f"{where}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for i, each in enumerate(value):
+            yield from lines(each, f"{where}[{i}]")
+    elif isinstance(value, set):
+        yield f"{where} = {{{', '.join(sorted(map(repr, value)))}}}"
+    else:
+        yield f"{where} = {value!r}"
+
+
+def _digest(tensor: Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().data).hexdigest()[:16]

@@ -1,0 +1,37 @@
+"""Whether the files of a checkpoint are those that were written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fxshard.checkpoint.contents import INDEX, Contents
+from fxshard.checkpoint.manifest import Manifest
+from fxshard.errors import CheckpointError
+
+_NUM_NAMES = 5  # of what a damaged file holds
+
+
+def verify(folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1) -> None:
+    """Compare all files with the manifest; each rank reads its share of them.
+
+    Raises:
+        CheckpointError: files are missing or damaged; names them, and what they hold.
+    """
+    found = manifest.problems(folder, rank, world_size)
+    problems = [f"{name} {problem}{_held_by(folder, manifest, name)}" for name, problem in found]
+    if problems:
+        raise CheckpointError(
+            f"the checkpoint {folder} is damaged: {'; '.join(problems)}. Nothing was loaded; load another one."
+        )
+
+
+def _held_by(folder: Path, manifest: Manifest, name: str) -> str:
+    """Which keys a damaged file holds, as far as the index can still be trusted."""
+    if name == INDEX or INDEX not in manifest.files or manifest.problem(folder, INDEX) is not None:
+        return ""
+    try:
+        keys = Contents(folder).keys_in(name)
+    except CheckpointError:  # of a newer torch
+        return ""
+    more = f" and {len(keys) - _NUM_NAMES} more" if len(keys) > _NUM_NAMES else ""
+    return f" (it holds {', '.join(keys[:_NUM_NAMES])}{more})" if keys else ""

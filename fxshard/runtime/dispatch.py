@@ -1,0 +1,104 @@
+"""Compiled graphs that ask, when they run, which of their variants is meant: [Note: variants] in `ir/variant.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fxshard.errors import InvariantError
+from fxshard.ir.variant import PLAIN, Slots, Variant
+from fxshard.runtime import accumulation, layouts, resident
+from fxshard.runtime.accumulation import Units
+from fxshard.runtime.frame import Frame
+
+
+class Code(NamedTuple):
+    """A compiled graph.
+
+    Attributes:
+        run: takes the inputs in one list, which it empties.
+        orders: how the inputs must lie in memory; see [Note: layouts] in `runtime/layouts.py`.
+    """
+
+    run: Callable[[list[Any]], Any]
+    orders: dict[int, layouts.Order]
+
+
+class Dispatch(ABC):
+    """The variants of one graph; all but the plain one are compiled when first needed."""
+
+    def __init__(self, plain: Code, reads: Slots, frame: Frame, compile_variant: Callable[[Variant], Code]) -> None:
+        """Begin with one.
+
+        Args:
+            plain: its code.
+            reads: unit key -> the parameters that it gathers.
+            frame: that it belongs to.
+            compile_variant: gives code that takes the inputs of `plain`, and after them those of the variant.
+        """
+        self._code, self._reads, self._frame, self._compile = {PLAIN: plain}, reads, frame, compile_variant
+        self._boxed_call = True  # AOTAutograd asks for it, and looks for it in the instance
+
+    @abstractmethod
+    def __call__(self, inputs: list[Any]) -> Any:
+        """Run the variant that the units of this call want."""
+
+    def _compiled(self, which: Variant) -> Code:
+        if which not in self._code:
+            self._code[which] = self._compile(which)
+        return self._code[which]
+
+
+class Forward(Dispatch):
+    """The variants of a forward graph, or of one without backward."""
+
+    def __init__(self, *args: Any) -> None:
+        """As for any; the frame announces each of its calls."""
+        super().__init__(*args)
+        self._next: tuple[Variant, list[Tensor]] | None = None
+        self._frame.begin = self._begin
+
+    def _begin(self, units: Units) -> None:
+        """Choose for the call that comes next; here, because nothing can be compiled inside an autograd function."""
+        budget, trains = self._frame.resident_budget_bytes, bool(self._frame.trained)
+        chosen = resident.chosen_for(units, self._reads, budget, trains=trains)
+        which = Variant(resident=chosen)
+        self._compiled(which)
+        self._next = which, resident.parameters_for(chosen, units, self._reads)
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        """Run the variant that was chosen."""
+        if self._next is None:
+            raise InvariantError("a captured graph runs, and no call has announced it.")
+        (which, parameters), self._next = self._next, None
+        inputs.extend(parameters)
+        self._frame.ran = which
+        return self._compiled(which).run(inputs)
+
+
+class Backward(Dispatch):
+    """The variants of a backward graph."""
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        """Run the variant that the units of this call want."""
+        call, self._frame.running = self._frame.running, None
+        if call is None:
+            raise InvariantError("the backward of a captured graph runs, and no forward has announced it.")
+        units, trained = call.units, self._frame.trained
+        sums = accumulation.variant_for(units, trained)
+        chosen = resident.chosen_for(units, self._reads, self._frame.resident_budget_bytes, trains=True)
+        which = dataclasses.replace(sums, resident=chosen)
+        inputs.extend(accumulation.sums_for(which, units, trained))
+        inputs.extend(resident.parameters_for(chosen, units, self._reads))
+        for unit in units.values():
+            unit.microbatches.drop_resident(unit)  # if they end: then the graph frees each after its last use
+        code = self._compiled(which)
+        if call.forward != PLAIN or which != PLAIN:
+            layouts.restride(inputs, code.orders)
+        results = code.run(inputs)
+        accumulation.note_run(which, units, trained)
+        return results

@@ -1,0 +1,136 @@
+"""The backwards of one model, and what ends with the last one of a step.
+
+[Note: the end of a step]
+A unit that still waits when a backward ends which was to reduce it (`set_is_last_backward`) is reduced then, and what
+is resident of it is freed. The units go in the order in which the model names them, so that all ranks go alike.
+
+While gradients wait or parameters are resident, an optimizer's step concerns us: it must not leave the first behind,
+and the second would be old after it. A fused step raises no version by which one could tell afterwards, so we have
+torch call us before it, but only for as long as there is something to see to.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from fxshard.errors import UnsupportedGraph
+from fxshard.ir import collectives, fake
+from fxshard.runtime import resident
+
+if TYPE_CHECKING:
+    from fxshard.runtime.unit import Unit
+
+
+@dataclass(eq=False)
+class Microbatches:
+    """The backwards of one model; see [Note: the end of a step].
+
+    Attributes:
+        units: of the model, in the order in which it names them.
+        last: whether a backward that ends now is the last one of its step.
+    """
+
+    units: Sequence[Unit]
+    last: bool = True
+    _watched_backward: int | None = field(default=None, repr=False)
+    _before_steps: RemovableHandle | None = field(default=None, repr=False)
+    _resident_in: dict[int, frozenset[Unit]] = field(default_factory=dict, repr=False)
+
+    def backward_runs(self) -> None:
+        """Called by the first graph of a backward: when the backward ends, see to what ends with it."""
+        running = fake.backward_id()
+        if running != self._watched_backward and self._before_steps is not None:
+            self._watched_backward = running
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        self._watched_backward = None
+        if self.last:
+            self.reduce(unit for unit in self.units if unit.accumulation.sync)
+        for unit in self.units:
+            self.drop_resident(unit)
+        self.rest()
+
+    def reduce(self, units: Iterable[Unit]) -> None:
+        """Reduce what waits in some units, and give their parameters their gradients."""
+        for unit in units:
+            if unit.accumulation.waiting:
+                _reduce(unit)
+        self.rest()
+
+    @staticmethod
+    def drop_resident(unit: Unit) -> None:
+        """Free what is resident of a unit whose gradients are reduced now, unless the user wants it kept."""
+        if unit.accumulation.sync and not unit.resident.wanted:
+            unit.resident.drop()
+
+    def resident_in(self, budget_bytes: int) -> frozenset[Unit]:
+        """The units whose parameters are kept while gradients accumulate, of a budget for the whole model."""
+        if budget_bytes not in self._resident_in:
+            self._resident_in[budget_bytes] = resident.within(self.units, budget_bytes)
+        return self._resident_in[budget_bytes]
+
+    def forget_choice(self) -> None:
+        """A unit has changed: choose anew."""
+        self._resident_in.clear()
+
+    def watch_steps(self) -> None:
+        """Something waits or is resident: see to it before an optimizer steps."""
+        if self._before_steps is None:
+            self._before_steps = _before_steps(weakref.ref(self))
+
+    def rest(self) -> None:
+        """Let optimizers step as they like, if nothing waits or is resident."""
+        if self._before_steps is not None and not any(u.accumulation.waiting or u.resident.holds for u in self.units):
+            self._before_steps.remove()
+            self._before_steps = None
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to write its parameters.
+
+        Raises:
+            UnsupportedGraph: gradients of some of them wait to be reduced.
+        """
+        written = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for unit in self.units:
+            if not any(id(member.parameter) in written for member in unit.members):
+                continue
+            if unit.accumulation.waiting:
+                raise UnsupportedGraph(
+                    f"an optimizer steps while gradients of unit {unit.fqn or 'root'!r} wait to be reduced: it would "
+                    "leave them behind. Let the last backward before the step run outside of no_sync() (or with "
+                    "set_requires_gradient_sync(True)), call reduce_waiting_gradients(), or drop what waits with "
+                    "reset_iter_state()."
+                )
+            unit.resident.drop()
+        self.rest()
+
+
+def _before_steps(microbatches: weakref.ref[Microbatches]) -> RemovableHandle:
+    def see_to_it(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if (found := microbatches()) is None:
+            handle.remove()  # the model is gone
+        else:
+            found.step_begins(optimizer)
+
+    handle = register_optimizer_step_pre_hook(torch.compiler.disable(see_to_it))
+    return handle
+
+
+def _reduce(unit: Unit) -> None:
+    """Reduce what waits, and give the parameters their gradients."""
+    with torch.no_grad():
+        grads = unit.accumulation.finish(unit, {})
+        for i, reduced in collectives.reduce_grads(grads, unit.plan).items():
+            shard = unit.shards[i]
+            shard.sink.expect(slot for index, slot in grads if index == i)
+            shard.flat.grad = reduced
+            shard.sink.take(shard.flat)

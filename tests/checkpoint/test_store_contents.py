@@ -1,0 +1,156 @@
+"""What a checkpoint holds: state of modules, of every optimizer, and what was added; each comes back as it was."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.optim import Optimizer
+
+import fxshard
+from tests.checkpoint.bodies import assert_same_state, build, state_of, train
+from tests.checkpoint.helpers import shared_folder
+from tests.numerics.models import MLP
+from tests.ranks import two_ranks
+
+
+class Remembers(nn.Module):
+    """A module with a state that is no tensor."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.calls = calls
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"calls": self.calls, "history": [torch.full((2,), float(self.calls))]}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.calls = state["calls"]
+        self.history: Tensor = state["history"][0]
+
+
+def test_extra_state_of_modules_is_kept(tmp_path: Path) -> None:
+    fxshard.save_checkpoint(tmp_path / "a", Remembers(3))
+    model = Remembers(0)
+    fxshard.load_checkpoint(tmp_path / "a", model)
+    assert model.calls == 3
+    assert torch.equal(model.history, torch.full((2,), 3.0))
+
+
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),
+    "momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
+    "amsgrad": lambda ps: torch.optim.Adam(ps, lr=torch.tensor(0.1), amsgrad=True, foreach=False),
+    "fused": lambda ps: torch.optim.AdamW(ps, fused=True),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps),
+    "adadelta": lambda ps: torch.optim.Adadelta(ps),
+    "radam": lambda ps: torch.optim.RAdam(ps),
+    "numpy": lambda ps: torch.optim.SGD(ps, lr=0.5, weight_decay=np.float64(0.1)),
+}
+
+
+@two_ranks
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_comes_back(name: str) -> None:
+    model, _ = build()
+    optim = OPTIMIZERS[name](model.parameters())
+    train(model, optim, range(2))
+    expected = state_of(model, optim)
+    for group in expected["groups"]:
+        group["weight_decay"] = group["weight_decay"] if name != "numpy" else 0.1
+    with shared_folder() as folder:
+        fxshard.save_checkpoint(folder / "a", model, optim)
+        other, _ = build(seed=1)
+        other_optim = OPTIMIZERS[name](other.parameters())
+        fxshard.load_checkpoint(folder / "a", other, other_optim)
+        assert_same_state(state_of(other, other_optim), expected)
+        assert train(other, other_optim, range(2, 4)) == train(model, optim, range(2, 4))
+
+
+@two_ranks
+def test_state_keeps_its_dtype() -> None:
+    model, _ = build(dtype=torch.bfloat16)
+    optim = torch.optim.SGD(model.parameters())
+    for p in model.parameters():
+        optim.state[p] = {"master": p.detach().float() / 3, "nested": {"history": [p.detach().clone(), 2, "text"]}}
+    expected = state_of(model, optim)
+    with shared_folder() as folder:
+        fxshard.save_checkpoint(folder / "a", model, optim)
+        other, _ = build(seed=1, dtype=torch.bfloat16)
+        other_optim = torch.optim.SGD(other.parameters())
+        fxshard.load_checkpoint(folder / "a", other, other_optim)
+        assert_same_state(state_of(other, other_optim), expected)
+
+
+@two_ranks
+def test_state_of_another_shape_than_its_parameter_keeps_its_placement() -> None:
+    model, _ = build()
+    optim = torch.optim.SGD(model.parameters())
+    for p in model.parameters():
+        mesh = p.device_mesh  # type: ignore[attr-defined]
+        optim.state[p] = {
+            "rows": distribute_tensor(torch.randn(5, 2), mesh, [Shard(0)]),
+            "all": distribute_tensor(torch.randn(3), mesh, [Replicate()]),
+        }
+    expected = state_of(model, optim)
+    with shared_folder() as folder:
+        fxshard.save_checkpoint(folder / "a", model, optim)
+        other, _ = build(seed=1)
+        other_optim = torch.optim.SGD(other.parameters())
+        fxshard.load_checkpoint(folder / "a", other, other_optim)
+        assert_same_state(state_of(other, other_optim), expected)
+        for state in other_optim.state.values():
+            assert [state["rows"].placements, state["all"].placements] == [(Shard(0),), (Replicate(),)]
+
+
+def test_extra_comes_back_with_its_types(tmp_path: Path) -> None:
+    extra = {
+        "numbers": [1, 2.5, True, None, 1j, float("inf")],
+        7: ("text", b"bytes", torch.bfloat16, torch.device("cpu"), torch.Size([2])),
+        "tensors": {"view": torch.arange(100)[3:5], "parameter": nn.Parameter(torch.ones(2))},
+        "ordered": OrderedDict(b=1, a={2, 3}),
+        "numpy": np.float32(0.5),
+    }
+    fxshard.save_checkpoint(tmp_path / "a", MLP(), extra=extra)
+    assert (tmp_path / "a" / "extra.pt").stat().st_size < 5000  # not the storage behind the view
+    found = fxshard.load_checkpoint(tmp_path / "a", MLP())
+    extra["numpy"] = 0.5
+    assert torch.equal(found["tensors"].pop("view"), extra["tensors"].pop("view"))  # type: ignore[attr-defined]
+    assert torch.equal(found["tensors"].pop("parameter"), torch.ones(2))
+    extra["tensors"] = {}
+    assert found == extra
+
+
+def test_a_scheduler_comes_back(tmp_path: Path) -> None:
+    model, optim = build("mlp", "unsharded")
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optim, [1, 3])
+    train(model, optim, range(1))
+    scheduler.step()
+    fxshard.save_checkpoint(tmp_path / "a", model, optim, extra=scheduler.state_dict())
+    other, other_optim = build("mlp", "unsharded", seed=1)
+    extra = fxshard.load_checkpoint(tmp_path / "a", other, other_optim)
+    again = torch.optim.lr_scheduler.MultiStepLR(other_optim, [1, 3])
+    again.load_state_dict(extra)
+    assert again.state_dict() == scheduler.state_dict()
+    assert_same_state(state_of(other, other_optim), state_of(model, optim))
+
+
+@two_ranks
+def test_buffers_are_those_of_rank_0() -> None:
+    model = fxshard.fully_shard(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)))
+    statistics = model.get_buffer("0.running_mean"), model.get_buffer("0.running_var")
+    for buffer in statistics:
+        buffer.fill_(dist.get_rank() + 1)
+    with shared_folder() as folder:
+        fxshard.save_checkpoint(folder / "a", model)
+        fxshard.load_checkpoint(folder / "a", model)
+    assert [buffer.tolist() for buffer in statistics] == [[1.0] * 4] * 2
