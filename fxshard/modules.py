@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
 
+from fxshard.casts import cast_inputs, cast_output
 from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.ir import fake
 from fxshard.runtime import eager
 from fxshard.runtime.dtensors import without_offset
 from fxshard.runtime.reference import REFS, TRACED, ParameterRef, flat_key, marker_arguments
-from fxshard.runtime.relay import UnshardHandle
+from fxshard.runtime.relay import Relay, UnshardHandle
 from fxshard.runtime.unit import Member, Unit, require_shard
 
 STATE = "_fxshard_state"
@@ -108,8 +108,8 @@ class ShardedModule(ParameterOwner):
         """Cast inputs, run the module, cast outputs, as the mixed-precision policy says."""
         if torch.compiler.is_compiling():
             policy = self.__dict__[STATE].mp_policy
-            args, kwargs = _cast_inputs(policy, args, kwargs)
-            return _cast_output(policy, super().__call__(*args, **kwargs))
+            args, kwargs = cast_inputs(policy, args, kwargs)
+            return cast_output(policy, super().__call__(*args, **kwargs))
         state, args, kwargs = _enter_call(self, args, kwargs)
         try:
             return _cast_output_eagerly(state.mp_policy, super().__call__(*args, **kwargs))
@@ -221,6 +221,20 @@ class ShardedModule(ParameterOwner):
             if unit.relay is not None:
                 unit.relay.forget()
 
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the next forward's first gather wait for `event` alone, not for all that the current stream has to do.
+
+        For an optimizer that runs on a stream of its own, or is followed by work that the gather need not wait for;
+        record the event after the step. It holds for one forward. On the CPU, where nothing is queued, nothing happens.
+
+        Args:
+            event: recorded after the parameters were written.
+        """
+        if not isinstance(event, torch.Event):
+            raise ConfigError(f"set_post_optim_event expects a torch.Event, got {type(event).__name__}.")
+        for relay in {unit.relay for unit in cast(ModuleState, self.__dict__[STATE]).nested} - {None}:
+            cast(Relay, relay).after = event
+
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
         """Say which modules' parameters to gather ahead in forward; compiled code only.
 
@@ -278,30 +292,13 @@ def _members_at(flat: Tensor, module: nn.Module, name: str) -> Iterator[tuple[Me
             yield member, unit.mesh
 
 
-def _cast(dtype: torch.dtype, value: Any) -> Any:
-    is_float = isinstance(value, Tensor) and torch.is_floating_point(value)
-    return value.to(dtype) if is_float and value.dtype != dtype else value
-
-
-def _cast_inputs(policy: MixedPrecisionPolicy, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    if not policy.cast_forward_inputs or policy.param_dtype is None:
-        return args, kwargs
-    return cast("tuple[Any, Any]", tree_map(functools.partial(_cast, policy.param_dtype), (args, kwargs)))
-
-
-def _cast_output(policy: MixedPrecisionPolicy, output: Any) -> Any:
-    if policy.output_dtype is None:
-        return output
-    return tree_map(functools.partial(_cast, policy.output_dtype), output)
-
-
 def _open_call(module: ShardedModule, args: Any, kwargs: Any) -> tuple[ModuleState, Any, Any]:
     """Open the scope of a call; the outermost one first makes sure that every parameter is a view of its flat."""
     state = cast(ModuleState, module.__dict__[STATE])
     if not eager.inside_call():
         for unit in state.nested:
             unit.check()
-    args, kwargs = _cast_inputs(state.mp_policy, args, kwargs)
+    args, kwargs = cast_inputs(state.mp_policy, args, kwargs)
     eager.enter_call(state.units)
     return state, args, kwargs
 
@@ -332,7 +329,7 @@ def _read(module: nn.Module, ref: ParameterRef, name: str) -> Any:
 # While a compiled function runs, Dynamo offers itself every Python frame that is called. These must run as they are.
 _enter_call = torch.compiler.disable(_open_call)
 _leave_call = torch.compiler.disable(_close_call)
-_cast_output_eagerly = torch.compiler.disable(_cast_output)
+_cast_output_eagerly = torch.compiler.disable(cast_output)
 _read_eagerly = torch.compiler.disable(_read)
 
 

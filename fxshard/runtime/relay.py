@@ -101,9 +101,14 @@ class UnshardHandle:
 
 
 class Relay:
-    """The openings of one model; see [Note: relay]."""
+    """The openings of one model; see [Note: relay].
+
+    Attributes:
+        after: what the next forward's first launch waits for in place of the current stream.
+    """
 
     def __init__(self) -> None:
+        self.after: torch.Event | None = None
         self._scope: eager.Running | None = None
         self._in_flight: dict[Key, _InFlight] = {}
         # A collective that nobody waits for keeps its buffers for as long as the process runs.
@@ -131,7 +136,7 @@ class Relay:
         found = self._in_flight.get(opening.key)
         if found is None or not found.can_be_saved():
             self.drop(lambda other: other is found or other.why == "next")  # the model took another way than before
-            return opening.launch(unit.fqn)
+            return self._launch_first(opening, unit) if not scope.is_backward else opening.launch(unit.fqn)
         if found.epoch != unit.epoch():  # to gather again would be right, but the other ranks need not do so
             self.drop(lambda other: other is found)
             raise UnsupportedGraph(
@@ -141,6 +146,20 @@ class Relay:
             )
         del self._in_flight[opening.key]
         return found.launched
+
+    def _launch_first(self, opening: Opening, unit: Unit) -> list[Tensor]:
+        """Launch, after the event that the user set, if any; FSDP2 `_fsdp_state.py` (`post_optim_event`)."""
+        after, self.after = self.after, None
+        if after is None or not opening.flat.is_cuda:
+            return opening.launch(unit.fqn)
+        device = opening.flat.device
+        ahead = torch.cuda.Stream(device)
+        ahead.wait_event(after)
+        with torch.cuda.stream(ahead):
+            launched = opening.launch(unit.fqn)
+        for buffer in launched:
+            buffer.record_stream(torch.cuda.current_stream(device))  # it was allocated for the other one
+        return launched
 
     def _begin(self, scope: eager.Running) -> None:
         self.drop(lambda flight: flight.why != "asked")

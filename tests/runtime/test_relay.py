@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from fxshard import fully_shard
-from fxshard.errors import UnsupportedGraph
+from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.modules import ShardedModule, units_under
 from fxshard.runtime.relay import Relay
 from fxshard.testing import EmulatedLink
@@ -196,6 +196,22 @@ def test_unshard_launches_ahead_of_the_call(link: EmulatedLink) -> None:
     assert forward == "ag0 ag1 w0 c w1 c ag3 w2 c w3 c"
     assert third.unshard() is None
     assert torch.equal(step(model), step(reference))
+
+
+def test_an_event_after_the_optimizer_holds_for_one_forward_and_changes_nothing_on_the_cpu(link: EmulatedLink) -> None:
+    model, reference = warm(block_by_block(link)), warm(block_by_block(link))
+    root = cast(ShardedModule, model)
+    relays = {unit.relay for unit in units_under(model)}
+    event = torch.Event()
+    root.set_post_optim_event(event)
+    assert {cast(Relay, relay).after for relay in relays} == {event}
+    assert issued(model) == issued(reference)
+    assert {cast(Relay, relay).after for relay in relays} == {None}
+
+
+def test_refuses_an_event_that_is_none(link: EmulatedLink) -> None:
+    with pytest.raises(ConfigError, match=r"set_post_optim_event expects a torch\.Event, got int"):
+        cast(ShardedModule, block_by_block(link)).set_post_optim_event(cast(Any, 1))
 
 
 def test_reshard_frees_what_was_asked_for(link: EmulatedLink) -> None:
