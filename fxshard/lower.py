@@ -130,7 +130,9 @@ class _Stages:
         """The configuration of AOTAutograd."""
         if not self.generate_code or self.only is not None:
             at_once = self.only in (None, "backward")
-            return {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": at_once}
+            # What a resident forward saves may be the unit's own copy: no memory for backward to reuse.
+            may_reuse = {} if not self.variant.resident else {"donated_buffer": False}
+            return {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": at_once, **may_reuse}
         # The cache knows a tensor subclass by its global shape: one rank would get the code of another's rows.
         subclasses = any(isinstance(value, Tensor) and is_traceable_wrapper_subclass(value) for value in inputs)
         if subclasses or self.digest is None or self.options.lower == "eager":

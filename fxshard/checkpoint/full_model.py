@@ -100,7 +100,7 @@ def load_model(model: nn.Module, state: Mapping[str, Any], *, bucket_mib: float)
         require_bucket(bucket_mib)
         _require_values(own)
         _require_registered(model, own)
-    source = parcels.choose_source(LOAD_CALL, caught, bool(state), parties)
+    source = parcels.choose_source(LOAD_CALL, caught, state, bucket_mib, parties)
     parcel = None
     with accord.Caught() as caught:
         if source is None or parties.ranks[parties.rank] == source:

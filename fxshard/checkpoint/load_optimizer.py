@@ -58,7 +58,7 @@ def load_optimizer(model: nn.Module, optim: Optimizer, state: Mapping[str, Any],
     with accord.Caught() as caught:
         require_bucket(bucket_mib)
         names = names_of(model, optim)
-    source = parcels.choose_source(CALL, caught, bool(state), parties)
+    source = parcels.choose_source(CALL, caught, state, bucket_mib, parties)
     parcel = None
     with accord.Caught() as caught:
         if source is None or parties.ranks[parties.rank] == source:
@@ -250,7 +250,18 @@ def _install(optim: Optimizer, names: Names, contents: _Contents, tensors: Seque
     for i, state in states.items():
         parameter = names.parameters[i]
         if parameter in optim.state:
-            optim.state[parameter] = _uncast(optim.state[parameter], state, before[i])
+            optim.state[parameter] = _uncast(_with_texts(optim.state[parameter], state), state, before[i])
+
+
+def _with_texts(loaded: Any, given: Any) -> Any:
+    """What an optimizer has loaded, with the strings that it was given: torch casts these as it casts lists."""
+    if isinstance(given, str | bytes):
+        return given
+    if isinstance(loaded, dict) and isinstance(given, Mapping):
+        return {key: _with_texts(value, given.get(key)) for key, value in loaded.items()}
+    if isinstance(loaded, list | tuple) and isinstance(given, list | tuple) and len(loaded) == len(given):
+        return type(loaded)([_with_texts(*pair) for pair in zip(loaded, given, strict=True)])
+    return loaded
 
 
 def _uncast(loaded: Any, given: Any, before: Any) -> Any:

@@ -83,7 +83,7 @@ class Manifest:
             if body.pop("format") != _FORMAT or expected != _digest({"format": _FORMAT, **body}):
                 raise ValueError("its own SHA-256 is another")
             version = body.pop("version")
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{path} is damaged ({error}). Load another checkpoint.") from error
         if version != _VERSION:
             raise CheckpointError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,14 +56,26 @@ class Parcel:
     source: int | None = None
 
 
-def choose_source(call: str, caught: accord.Caught, is_given: bool, parties: Parties) -> int | None:
+def choose_source(
+    call: str, caught: accord.Caught, state: Mapping[str, Any], bucket_mib: float, parties: Parties
+) -> int | None:
     """The global rank whose state is loaded: the first that was given one; `None` if all were.
 
     Raises:
-        ConfigError: on every rank, if one found something wrong, or none was given a state.
+        ConfigError: on every rank, if one found something wrong, none was given a state, or buckets differ.
     """
-    given = accord.exchange(is_given, parties.group)
+    is_given = False
+    if caught.error is None:
+        with caught:
+            if not isinstance(state, Mapping):
+                raise ConfigError(f"the state must be a dict, got {type(state).__name__}.")
+            is_given = bool(state)
+    passed = accord.exchange((is_given, bucket_mib), parties.group)
+    given = [each for each, _ in passed]
     with caught:
+        if caught.error is None and len({size for _, size in passed}) > 1:
+            sizes = ", ".join(f"{size} on rank {rank}" for rank, (_, size) in enumerate(passed))
+            raise ConfigError(f"bucket_mib differs between ranks: {sizes}. Pass the same on every rank.")
         if caught.error is None and not any(given):
             raise ConfigError("no rank was given a state. Pass it on rank 0, and {} on the others, or on every rank.")
     accord.raise_together(call, caught, parties.group)
@@ -75,6 +88,9 @@ def share(call: str, caught: accord.Caught, parcel: Parcel | None, source: int |
     Raises:
         ConfigError: on every rank, if one found something wrong with what it was given.
     """
+    with caught:
+        if caught.error is None and parcel is not None and source is not None:
+            _require_sendable(parcel.contents)
     accord.raise_together(call, caught, parties.group)
     if parcel is not None and (source is None or parties.group is None):
         return parcel
@@ -83,6 +99,15 @@ def share(call: str, caught: accord.Caught, parcel: Parcel | None, source: int |
     contents, announced = told[0]
     tensors = None if parcel is None else parcel.tensors
     return Parcel(contents=contents, announced=announced, tensors=tensors, source=source)
+
+
+def _require_sendable(contents: object) -> None:
+    try:
+        pickle.dumps(contents)
+    except Exception as error:
+        raise ConfigError(
+            f"the state cannot be sent to other ranks: {error}. Pass it on every rank, or leave that value out."
+        ) from error
 
 
 def refuse(problems: Iterable[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import cast
@@ -83,5 +84,5 @@ def require_bucket(bucket_mib: object) -> None:
     Raises:
         ConfigError: it is not.
     """
-    if not isinstance(bucket_mib, int | float) or not bucket_mib > 0:
+    if not isinstance(bucket_mib, int | float) or not 0 < bucket_mib < math.inf:
         raise ConfigError(f"bucket_mib must be a positive number of MiB, got {bucket_mib!r}.")

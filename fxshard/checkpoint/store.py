@@ -205,11 +205,20 @@ def _hash_files(folder: Path, extra: Any, ranks: Ranks) -> dict[str, FileEntry]:
                 torch.save(extra, file)
                 file.flush()
                 os.fsync(file.fileno())
+            _require_loadable(folder / place.EXTRA)
         names = sorted(entry.name for entry in folder.iterdir())
         return {name: FileEntry.of(folder / name) for name in names if _writer(name, ranks.size) == ranks.rank}
 
     found = ranks.together(own_files)
     return {name: entry for files in ranks.gather(found) for name, entry in files.items()}
+
+
+def _require_loadable(path: Path) -> None:
+    """Read an extra back before anything is replaced by the checkpoint that it is in."""
+    try:
+        torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:
+        raise ConfigError(f"extra could not be read back, so it would not load: {error}. Convert it first.") from error
 
 
 def _writer(name: str, world_size: int) -> int:

@@ -37,7 +37,8 @@ def storable(value: Any, where: str) -> Any:
     if isinstance(value, np.generic):
         return storable(value.item(), where)
     if kind in _MAPPINGS:
-        return kind({key: storable(each, f"{where}[{key!r}]") for key, each in value.items()})
+        pairs = ((storable(key, f"the key {key!r} of {where}"), each) for key, each in value.items())
+        return kind({key: storable(each, f"{where}[{key!r}]") for key, each in pairs})
     if kind in _SEQUENCES:
         return kind(storable(each, f"{where}[{i}]") for i, each in enumerate(value))
     if kind in (Tensor, nn.Parameter) and not value.is_meta:

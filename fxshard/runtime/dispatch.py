@@ -91,6 +91,7 @@ class Backward(Dispatch):
         units, trained = call.units, self._frame.trained
         sums = accumulation.variant_for(units, trained)
         chosen = resident.chosen_for(units, self._reads, self._frame.resident_budget_bytes, trains=True)
+        chosen |= call.forward.resident  # of these the forward saved what is not the graph's to write into
         which = dataclasses.replace(sums, resident=chosen)
         inputs.extend(accumulation.sums_for(which, units, trained))
         inputs.extend(resident.parameters_for(chosen, units, self._reads))

@@ -40,7 +40,7 @@ class Microbatches:
     units: Sequence[Unit]
     last: bool = True
     _watched_backward: int | None = field(default=None, repr=False)
-    _before_steps: RemovableHandle | None = field(default=None, repr=False)
+    _before_steps: weakref.finalize[..., Microbatches] | None = field(default=None, repr=False)
     _resident_in: dict[int, frozenset[Unit]] = field(default_factory=dict, repr=False)
 
     def backward_runs(self) -> None:
@@ -85,12 +85,13 @@ class Microbatches:
     def watch_steps(self) -> None:
         """Something waits or is resident: see to it before an optimizer steps."""
         if self._before_steps is None:
-            self._before_steps = _before_steps(weakref.ref(self))
+            handle = _before_steps(weakref.ref(self))
+            self._before_steps = weakref.finalize(self, handle.remove)
 
     def rest(self) -> None:
-        """Let optimizers step as they like, if nothing waits or is resident."""
+        """Let optimizers step as they like, if nothing waits or is resident; outside of steps, where hooks may go."""
         if self._before_steps is not None and not any(u.accumulation.waiting or u.resident.holds for u in self.units):
-            self._before_steps.remove()
+            self._before_steps()
             self._before_steps = None
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
@@ -111,18 +112,14 @@ class Microbatches:
                     "reset_iter_state()."
                 )
             unit.resident.drop()
-        self.rest()
 
 
 def _before_steps(microbatches: weakref.ref[Microbatches]) -> RemovableHandle:
     def see_to_it(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if (found := microbatches()) is None:
-            handle.remove()  # the model is gone
-        else:
+        if (found := microbatches()) is not None:
             found.step_begins(optimizer)
 
-    handle = register_optimizer_step_pre_hook(torch.compiler.disable(see_to_it))
-    return handle
+    return register_optimizer_step_pre_hook(torch.compiler.disable(see_to_it))
 
 
 def _reduce(unit: Unit) -> None:

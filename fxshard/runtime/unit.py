@@ -202,6 +202,10 @@ class Unit:
         versions: Iterator[int] = map(_VERSION, self.members)
         return self.generation + sum(versions)
 
+    def _advance(self, before: int) -> None:
+        """Make the epoch one that never was: new parameters count their versions from 0 again."""
+        self.generation += max(1, before + 1 - self.epoch())
+
     def require_epoch(self, epoch: int) -> None:
         """Raise if parameter values have changed since `epoch()` was `epoch`: that forward's backward is void."""
         if self.epoch() != epoch:
@@ -213,11 +217,12 @@ class Unit:
 
     def pack(self, locals_: Sequence[Tensor]) -> None:
         """Lay out all members anew and copy `locals_`, this rank's rows of each, into fresh flats."""
+        before = self.epoch()
         with torch.no_grad(), torch.inference_mode(False):
             layout = lay_out([member.spec for member in self.members], self.world_size)
             by_fqn = {member.fqn: (member, local) for member, local in zip(self.members, locals_, strict=True)}
             self.shards = [self._pack_shard(i, plan, by_fqn) for i, plan in enumerate(layout)]
-        self.generation += 1
+        self._advance(before)
         self.resident.drop()
         if self.relay is not None:
             self.relay.forget()  # it knows the old flats
@@ -305,6 +310,7 @@ class Unit:
 
     def reattach(self) -> None:
         """Take over whatever the user put in place of our parameters, and view the flats again."""
+        before = self.epoch()
         replaced = [self._adopt(member) for member in self.members]
         locals_ = [local_of(member.parameter) for member in self.members]
         if len({local.device for local in locals_}) > 1:
@@ -314,6 +320,7 @@ class Unit:
             # Fresh flats also for a replaced parameter: the displaced one, or a state_dict, still views the old flat,
             # and may come back (weights swapped in for an evaluation).
             self.pack(locals_)
+            self._advance(before)
             return
         with torch.no_grad(), torch.inference_mode(False):
             for shard in self.shards:
@@ -322,7 +329,8 @@ class Unit:
                     view.copy_(local_of(member.parameter))
                     member.attach(view)
                 shard.sink.parameters = [m.parameter for m in shard.members]
-        self.generation += 1
+        self._advance(before)
+        self.resident.drop()
 
     def _layout_changed(self) -> bool:
         plans = lay_out([member.spec for member in self.members], self.world_size)

@@ -101,6 +101,40 @@ def test_another_buffer_on_one_rank_is_named() -> None:
     assert "extra: torch.float32[2] whole on rank 0, torch.float32[3] whole on rank 1" in text
 
 
+@two_ranks
+def test_other_buckets_on_one_rank_are_named_before_anything_is_loaded() -> None:
+    model, optim = trained_on_ranks()
+    weights = fxshard.full_state_dict(model, recipient_rank=None)
+    state = fxshard.full_optim_state_dict(model, optim, recipient_rank=None)
+    for call, args in (
+        (fxshard.load_full_state_dict, (model, weights)),
+        (fxshard.load_full_optim_state_dict, (model, optim, state)),
+    ):
+        text = refused(call, *args, bucket_mib=1 + dist.get_rank())
+        assert "bucket_mib differs between ranks: 1 on rank 0, 2 on rank 1" in text
+
+
+@two_ranks
+def test_a_state_that_cannot_be_sent_is_refused_on_every_rank() -> None:
+    model, optim = trained_on_ranks()
+    state = fxshard.full_optim_state_dict(model, optim)
+    if state:
+        state["param_groups"][0]["schedule"] = lambda step: step
+    assert "the state cannot be sent to other ranks" in refused(fxshard.load_full_optim_state_dict, model, optim, state)
+    wrong: Any = torch.zeros(2).numpy() if dist.get_rank() else {}
+    assert "rank 1: the state must be a dict, got ndarray" in refused(fxshard.load_full_state_dict, model, wrong)
+
+
+@two_ranks
+def test_strings_in_the_state_stay_as_they_are() -> None:
+    model, optim = trained_on_ranks()
+    for values in optim.state.values():
+        values["mode"] = "warm"
+    state = fxshard.full_optim_state_dict(model, optim)
+    fxshard.load_full_optim_state_dict(model, optim, state)
+    assert {values["mode"] for values in optim.state.values()} == {"warm"}
+
+
 # ---- arguments
 
 

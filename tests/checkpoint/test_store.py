@@ -8,10 +8,12 @@ import stat
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import pytest
 import torch
 
 import fxshard
+from fxshard.errors import ConfigError
 from tests.checkpoint import bodies, processes
 from tests.checkpoint.bodies import assert_same_state, build, state_of, train
 from tests.checkpoint.helpers import shared_folder
@@ -245,6 +247,14 @@ def test_a_link_to_a_folder_is_followed(tmp_path: Path) -> None:
         fxshard.save_checkpoint(tmp_path / "link", MLP(), extra=extra)
     assert (tmp_path / "link").is_symlink()
     assert fxshard.load_checkpoint(tmp_path / "real", MLP()) == 2
+
+
+def test_an_extra_that_would_not_load_replaces_nothing(tmp_path: Path) -> None:
+    fxshard.save_checkpoint(tmp_path / "a", MLP(), extra={np.int64(3): 1})
+    for wrong, why in (({object(): 1}, "the key .* is a builtins.object"), (2**3000, "extra could not be read back")):
+        with pytest.raises(ConfigError, match=why):
+            fxshard.save_checkpoint(tmp_path / "a", MLP(), extra=wrong)
+    assert fxshard.load_checkpoint(tmp_path / "a", MLP()) == {3: 1}
 
 
 def test_the_former_checkpoint_is_found_when_a_save_was_ended_between_its_renames(

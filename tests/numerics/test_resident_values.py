@@ -1,0 +1,170 @@
+"""Parameters that stay gathered are never old: every write is seen, and optimizers ask before they step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed.checkpoint.state_dict as torch_state
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import fxshard
+from fxshard.errors import UnsupportedGraph
+from fxshard.modules import ShardedModule, units_under
+from fxshard.testing import emulated_link
+from tests.numerics.harness import (
+    Run,
+    Scenario,
+    blocks_of,
+    compile_module,
+    fxshard_system,
+    start,
+    train_step,
+)
+from tests.numerics.models import MLP, rows
+from tests.numerics.test_resident import holds, set_kept
+from tests.ranks import two_ranks
+
+
+def with_optimizer(**kwargs: Any) -> Callable[[Run], None]:
+    def write(run: Run) -> None:
+        torch.optim.AdamW(run.model.parameters(), lr=0.1, **kwargs).step()
+
+    return write
+
+
+def _scaled(run: Run) -> dict[str, Any]:
+    with torch.no_grad():
+        return {name: value * 0.5 for name, value in run.model.state_dict().items()}
+
+
+def load(run: Run) -> None:
+    run.model.load_state_dict(_scaled(run))
+
+
+def load_and_assign(run: Run) -> None:
+    run.model.load_state_dict(_scaled(run), assign=True)
+
+
+def load_by_torch(run: Run) -> None:
+    plain = cast(Any, run.model)._orig_mod
+    halves: dict[str, Any] = {name: value * 0.5 for name, value in plain.state_dict().items()}
+    torch_state.set_model_state_dict(plain, halves)
+
+
+def copy(run: Run) -> None:
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.copy_(parameter * 0.5)
+
+
+def write_locally(run: Run) -> None:
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            cast(DTensor, parameter).to_local().mul_(0.5)
+    for module in (*blocks_of(cast(Any, run.model)._orig_mod), run.model):
+        cast(ShardedModule, module).reshard()
+
+
+def replace(run: Run) -> None:
+    for module in run.model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                setattr(module, name, nn.Parameter(parameter.detach() * 0.5))
+
+
+WRITES = {
+    "for loop": with_optimizer(foreach=False),
+    "foreach": with_optimizer(foreach=True),
+    "fused": with_optimizer(fused=True),
+    "load_state_dict": load,
+    "load_state_dict, assign": load_and_assign,
+    "set_model_state_dict": load_by_torch,
+    "copy_": copy,
+    "to_local, reshard": write_locally,
+    "another parameter": replace,
+}
+
+
+@two_ranks
+@pytest.mark.parametrize("write", WRITES)
+def test_sees_every_write(write: str) -> None:
+    losses = []
+    for keeps in (False, True):
+        torch._dynamo.reset()
+        run = start(Scenario(model=MLP, batch=rows()), fxshard_system())
+        set_kept(run.model, keeps)
+        run.loss(0).backward()
+        assert holds(run) == keeps
+        WRITES[write](run)
+        losses.append([run.loss(0).detach(), run.loss(1).detach()])
+    assert losses[0] == losses[1]
+
+
+@two_ranks
+def test_refuses_an_optimizer_step_that_would_leave_gradients_behind() -> None:
+    run = start(Scenario(model=MLP, batch=rows()), fxshard_system())
+    train_step(run, 0)
+    before = [cast(DTensor, p).to_local().clone() for p in run.model.parameters()]
+    with fxshard.no_sync(run.model):
+        run.loss(1).backward()
+    with pytest.raises(UnsupportedGraph, match=r"(?s)an optimizer steps while gradients of unit.*reduce_waiting"):
+        run.optim.step()
+    assert all(torch.equal(cast(DTensor, p).to_local(), x) for p, x in zip(run.model.parameters(), before, strict=True))
+    torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1).step()  # of another model
+    cast(ShardedModule, run.model).reset_iter_state()
+    run.optim.step()
+
+
+def test_sees_values_that_replaced_others_as_often_as_they_were_written() -> None:
+    with emulated_link(2) as link:
+        model = nn.Linear(4, 4)
+        fxshard.fully_shard(model, mesh=link.mesh)
+        set_kept(model, True)
+        step, x = compile_module(model, options={"lower": "eager"}), torch.randn(2, 4)
+        (unit,) = units_under(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.0)
+        before = step(x)
+        epochs = {unit.epoch()}
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for _ in range(3):
+                for parameter in model.parameters():
+                    parameter.zero_()
+                step(x)
+                assert unit.epoch() not in epochs
+                epochs.add(unit.epoch())
+            assert torch.equal(step(x), torch.zeros_like(before))
+    torch._dynamo.reset()
+
+
+def test_two_models_may_be_resident_at_once() -> None:
+    with emulated_link(2) as link:
+        models = [nn.Linear(4, 4) for _ in range(2)]
+        for model in models:
+            fxshard.fully_shard(model, mesh=link.mesh)
+            set_kept(model, True)
+            step = compile_module(model, options={"lower": "eager"})
+            step(torch.randn(2, 4)).sum().backward()
+        for model in models:
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        assert not any(unit.resident.holds for model in models for unit in units_under(model))
+    torch._dynamo.reset()
+
+
+@two_ranks
+def test_watches_optimizers_only_while_there_is_a_reason_to() -> None:
+    hooks = import_module("torch.optim.optimizer")._global_optimizer_pre_hooks
+    before = len(hooks)
+    run = start(Scenario(model=MLP, batch=rows()), fxshard_system(resident_gib=1))
+    with fxshard.no_sync(run.model):
+        run.loss(0).backward()
+        assert len(hooks) == before + 1
+    run.loss(1).backward()
+    assert len(hooks) == before
