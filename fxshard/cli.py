@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-_STATE_TEXT = "Work on checkpoints in files. Needs no GPU, no process group and no memory for more than one tensor."
+_STATE_TEXT = "Work on checkpoints in files. Needs no GPU, no process group and no memory for more than two tensors."
 
 _BENCH_TEXT = f"""\
 Train a model under several systems, step by step in turn, and print a table of step times, collectives and losses.

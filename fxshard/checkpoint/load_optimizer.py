@@ -69,7 +69,8 @@ def load_optimizer(model: nn.Module, optim: Optimizer, state: Mapping[str, Any],
     with accord.Caught() as caught:
         parcels.refuse(_misfits(contents, names))
         places = _targets(contents, parcel.announced, names, optim)
-        parcels.refuse([problem for each in places for problem in each.problems] + _other_keys(contents, names, optim))
+        problems = [problem for each in places for problem in each.problems]
+        parcels.refuse(problems + _other_keys(contents, names, optim) + _placed_otherwise(contents, names))
         parcels.refuse(parcels.out_of_reach(parcel, [each.held for each in places]))
     targets, sharing = [each.held for each in places], [each.parameter for each in places]
     parcels.require_alike(CALL, caught, parcel, targets, sharing, parties)
@@ -238,6 +239,20 @@ def _other_keys(contents: _Contents, names: Names, optim: Optimizer) -> list[str
         now = optim.state.get(names.parameters[names.ids[fqn]])
         if now and isinstance(coming.skeleton, dict) and now.keys() != coming.skeleton.keys():
             found.append(f"state of {fqn} has {sorted(map(str, coming.skeleton))}, expected {sorted(map(str, now))}")
+    return found
+
+
+def _placed_otherwise(contents: _Contents, names: Names) -> list[str]:
+    """Parameters of other libraries' placements, for whose state there is no way in."""
+    found = []
+    for fqn in contents.states:
+        parameter = names.parameters[names.ids[fqn]]
+        if isinstance(parameter, DTensor) and tuple(parameter.placements) not in ((Shard(0),), (Replicate(),)):
+            placements = ", ".join(map(str, parameter.placements))
+            found.append(
+                f"{fqn} is not sharded by rows on a 1-D mesh, but {placements}: use "
+                "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+            )
     return found
 
 

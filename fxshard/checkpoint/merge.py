@@ -1,4 +1,4 @@
-"""One safetensors file of a sharded checkpoint, made offline: one tensor is in memory at a time."""
+"""One safetensors file of a sharded checkpoint, made offline: one tensor at a time."""
 
 from __future__ import annotations
 

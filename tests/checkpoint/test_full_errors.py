@@ -9,11 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
+from torch.distributed.tensor import Shard
 from torch.optim import Optimizer
 
 import fxshard
 from fxshard import ConfigError
 from tests.checkpoint.states import adamw, assert_same, net, sharded, snapshot, take_steps, trained
+from tests.numerics.harness import world_mesh
 from tests.ranks import two_ranks
 
 
@@ -123,6 +126,18 @@ def test_a_state_that_cannot_be_sent_is_refused_on_every_rank() -> None:
     assert "the state cannot be sent to other ranks" in refused(fxshard.load_full_optim_state_dict, model, optim, state)
     wrong: Any = torch.zeros(2).numpy() if dist.get_rank() else {}
     assert "rank 1: the state must be a dict, got ndarray" in refused(fxshard.load_full_state_dict, model, wrong)
+
+
+@two_ranks
+def test_state_of_parameters_that_are_cut_by_columns_is_refused() -> None:
+    model = nn.Linear(4, 4)
+    fsdp2_fully_shard(model, mesh=world_mesh(), shard_placement_fn=lambda parameter: Shard(parameter.dim() - 1))
+    optim = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optim.step()
+    state = fxshard.full_optim_state_dict(model, optim, recipient_rank=None)
+    text = refused(fxshard.load_full_optim_state_dict, model, optim, state)
+    assert "weight is not sharded by rows on a 1-D mesh, but S(1)" in text
 
 
 @two_ranks
