@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fxshard.errors import InvariantError
+from fxshard.errors import FxshardError, InvariantError
 from fxshard.ir.variant import PLAIN, Slots, Variant
-from fxshard.runtime import accumulation, layouts, resident
+from fxshard.runtime import accumulation, agreement, layouts, resident
 from fxshard.runtime.accumulation import Units
 from fxshard.runtime.frame import Frame
 
@@ -49,7 +49,12 @@ class Dispatch(ABC):
 
     def _compiled(self, which: Variant) -> Code:
         if which not in self._code:
-            self._code[which] = self._compile(which)
+            try:
+                self._code[which] = self._compile(which)
+            except (FxshardError, NotImplementedError) as error:
+                groups = {unit.group for unit in self._frame.plan.units.values()}
+                agreement.report_failure(groups, str(error))  # the others need not wait for this rank
+                raise
         return self._code[which]
 
 
@@ -93,11 +98,11 @@ class Backward(Dispatch):
         chosen = resident.chosen_for(units, self._reads, self._frame.resident_budget_bytes, trains=True)
         chosen |= call.forward.resident  # of these the forward saved what is not the graph's to write into
         which = dataclasses.replace(sums, resident=chosen)
+        code = self._compiled(which)  # before anything is launched
         inputs.extend(accumulation.sums_for(which, units, trained))
         inputs.extend(resident.parameters_for(chosen, units, self._reads))
         for unit in units.values():
             unit.microbatches.drop_resident(unit)  # if they end: then the graph frees each after its last use
-        code = self._compiled(which)
         if call.forward != PLAIN or which != PLAIN:
             layouts.restride(inputs, code.orders)
         results = code.run(inputs)

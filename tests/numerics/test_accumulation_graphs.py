@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor, fx, nn
 
 import fxshard
+from fxshard.errors import FxshardError, UnsupportedGraph
+from fxshard.ir import collectives, tags
 from fxshard.modules import ShardedModule, units_under
+from fxshard.passes._base import GraphPass, PassContext
+from fxshard.passes.pipeline import Pipeline
 from fxshard.testing import emulated_link
 from tests.numerics.harness import (
     Run,
@@ -204,3 +211,27 @@ def test_one_rank_hands_out_no_accumulator_as_a_gradient(compiled: bool) -> None
             call(x + 1).sum().backward()
         assert all(torch.equal(grad, old) for grad, old in zip(grads, before, strict=True))
     torch._dynamo.reset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailsToFinish(GraphPass):
+    """Refuses the last microbatch's backward on rank 1."""
+
+    def apply(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+        waits = any(tags.ACCUMULATOR in tags.tags_of(node) for node in gm.graph.find_nodes(op="placeholder"))
+        if dist.get_rank() == 1 and waits and collectives.reduce_launches(gm.graph):
+            raise UnsupportedGraph("not on this rank")
+        return False
+
+
+@two_ranks
+def test_a_variant_that_one_rank_cannot_compile_is_an_error_on_both() -> None:
+    add = functools.partial(_with_pass, FailsToFinish())
+    run = start(Scenario(model=MLP, batch=rows()), fxshard_system(passes=add))
+    expected = "not on this rank" if dist.get_rank() else "rank 1 could not compile.*not on this rank"
+    with pytest.raises(FxshardError, match=f"(?s){expected}"):
+        several(run, 0)
+
+
+def _with_pass(step: GraphPass, pipeline: Pipeline) -> Pipeline:
+    return replace(pipeline, split=(*pipeline.split, step))
