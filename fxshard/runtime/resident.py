@@ -12,16 +12,17 @@ and because a fused optimizer's writes raise no version, copies are dropped befo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fxshard.ir import collectives
 from fxshard.ir.collectives import SlotIndex
+from fxshard.ir.order import Launch
 from fxshard.ir.variant import Slots, in_order
-from fxshard.runtime import ranges
+from fxshard.runtime import agreement, ranges
 from fxshard.runtime.accumulation import Units
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Resident:
         self.wanted = False
         self._copies: dict[SlotIndex, Tensor] = {}
         self._epoch = 0
+        self._launch: Callable[[list[Any]], dict[SlotIndex, Tensor]] | None = None
 
     @property
     def holds(self) -> bool:
@@ -55,9 +57,11 @@ class Resident:
         """Some parameters, each of its shape in the unit's unsharded dtype, to be waited for; launches if need be."""
         if not self.is_there(unit):
             self._epoch = unit.epoch()
-            with torch.no_grad(), torch.inference_mode(False), ranges.of_unit(unit.fqn):
-                shards = {i: shard.flat for i, shard in enumerate(unit.shards)}
-                self._copies = collectives.launch_parameters(shards, unit.plan)
+            if self._launch is None:
+                text = f"all_gather of all parameters on group {unit.plan.group!r} for {unit.fqn or 'root'}"
+                launch = Launch(unit.plan.group, text, "outside of graphs", "all_gather", unit.fqn)
+                self._launch = agreement.guard(_launch, "resident", (launch,))
+            self._copies = self._launch([unit])
             unit.microbatches.watch_steps()
         return [self._copies[slot] for slot in slots]
 
@@ -66,6 +70,12 @@ class Resident:
         for copy in self._copies.values():
             collectives.WAIT(copy)  # what nobody waits for keeps its buffer for as long as the process runs
         self._copies = {}
+
+
+def _launch(units: list[Unit]) -> dict[SlotIndex, Tensor]:
+    (unit,) = units
+    with torch.no_grad(), torch.inference_mode(False), ranges.of_unit(unit.fqn):
+        return collectives.launch_parameters({i: shard.flat for i, shard in enumerate(unit.shards)}, unit.plan)
 
 
 def chosen_for(units: Units, reads: Slots, budget_bytes: int, *, trains: bool) -> frozenset[str]:

@@ -8,12 +8,13 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as torch_state
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fxshard
-from fxshard.errors import UnsupportedGraph
+from fxshard.errors import RankMismatchError, UnsupportedGraph
 from fxshard.modules import ShardedModule, units_under
 from fxshard.testing import emulated_link
 from tests.numerics.harness import (
@@ -168,3 +169,11 @@ def test_watches_optimizers_only_while_there_is_a_reason_to() -> None:
         assert len(hooks) == before + 1
     run.loss(1).backward()
     assert len(hooks) == before
+
+
+@two_ranks
+def test_ranks_that_keep_other_parameters_get_an_error() -> None:
+    run = start(Scenario(model=MLP, batch=rows()), fxshard_system(resident_gib=1 - dist.get_rank()))
+    with pytest.raises(RankMismatchError, match=r"(?s)the ranks launch different collectives.*all parameters"):
+        with fxshard.no_sync(run.model):
+            run.loss(0).backward()
