@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import cast
 
@@ -121,13 +122,17 @@ def calls_in_the_last_hand_over(parameters: nn.ParameterList, mesh: DeviceMesh, 
         calls += event == "call"
 
     slots, grads = range(len(parameters)), torch.ones(steps, shard.plan.numel)
-    for grad in grads:
-        calls = 0
-        sys.setprofile(count)
-        try:
+    gc.collect()
+    gc.disable()  # what other tests left is finalised in Python
+    try:
+        for grad in grads:
+            calls = 0
+            sys.setprofile(count)
             hand_over(shard, grad, *slots)
-        finally:
             sys.setprofile(None)
+    finally:
+        sys.setprofile(None)
+        gc.enable()
     return calls
 
 
