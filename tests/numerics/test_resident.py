@@ -141,8 +141,7 @@ def images(step: int, rank: int) -> tuple[Tensor, ...]:
 @two_ranks(timeout=240)
 def test_saved_activations_may_lie_otherwise_in_memory() -> None:
     scenario = Scenario(model=Convolutions, batch=images, backward=kept)
-    ours = train(scenario, fxshard_system(lower="inductor"))
-    compare(ours, train(scenario, FSDP2), rtol=1e-4, atol=1e-5, params=False)
+    check_inductor(scenario)
 
 
 class Pointwise(nn.Module):
