@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fxshard import ConfigError, RankMismatchError, backend, fully_shard
+from fxshard.runtime import gloo
 from tests.numerics.harness import (
     Batch,
     Run,
@@ -75,11 +76,15 @@ def refused(message: str = "the ranks launch different collectives") -> Iterator
 
 
 def difference(number: int, ours: str, theirs: str, *, kind: str = "forward") -> str:
-    """Return a pattern for the first difference between rank 0 and rank 1; runs count from where the pool stands."""
+    """Return a pattern for the first difference between rank 0 and rank 1.
+
+    Runs and groups count from where the pool stands.
+    """
     lines = (
         f"collective {number} is the first that differs:\n    rank 0 ({kind}): {ours}\n    rank 1 ({kind}): {theirs}"
     )
-    return r"In run \d+ of a compiled graph, " + re.escape(f"{lines}\nBuild, shard and compile")
+    text = re.escape(f"{lines}\nBuild, shard and compile").replace("'0'", r"'\d+'")
+    return r"In run \d+ of a compiled graph, " + text
 
 
 def wide() -> nn.Module:
@@ -144,8 +149,9 @@ def test_different_resharding_which_backward_finds() -> None:
 def test_different_groups_of_the_same_ranks() -> None:
     world = init_device_mesh("cpu", (WORLD_SIZE,))
     other = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")
+    names = [gloo.group_of(mesh).group_name for mesh in (world, other)]
     model = Setup(shard={"mesh": of_rank(world, other)}).build()
-    with refused(r"rank 0 \(forward\): all_gather .* on group '0' .*\n    rank 1 .* on group '\d*[1-9]\d*'"):
+    with refused(rf"rank 0 \(forward\): all_gather .* on group '{names[0]}' .*\n    rank 1 .* on group '{names[1]}'"):
         train_step(model)
 
 
@@ -294,3 +300,11 @@ def two_forwards_before_a_backward(run: Run, step: int) -> Tensor:
 @two_ranks
 def test_trains_with_two_forwards_before_a_backward() -> None:
     check_against_unsharded(Scenario(model=MLP, batch=rows(), backward=two_forwards_before_a_backward))
+
+
+@fresh_ranks
+def test_a_rank_that_never_shards_is_missed() -> None:
+    join_hasty_group(2.0)
+    if dist.get_rank() == 0:
+        with refused(r"rank 0 could not reach all of ranks \[0, 1\] to shard over them with gloo, in 0:00:02\. All of"):
+            fully_shard(MLP())
