@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 from torch.fx import GraphModule
 
-from fxshard.ir import collectives, contract, inputs, ops, splice, tags
+from fxshard.ir import collectives, contract, fake, inputs, liveness, ops, splice, tags
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.variant import PLAIN, Variant, in_order
 from fxshard.passes._base import Fact, GraphPass, PassContext
@@ -22,7 +22,8 @@ class ReadResident(GraphPass):
 
     The launch is outside of the graph: in the first microbatch that wants the parameters, before the graph begins. Its
     wait stays where the parameter is first read, so compute that does not need it goes ahead; in later microbatches
-    there is nothing to wait for. All calls of the unit read the same input.
+    there is nothing to wait for. All calls of the unit read the same input. A result of the graph that is a parameter,
+    or a view of one, is copied: the user may write to what the model returns.
 
     Attributes:
         which: the units whose parameters come in.
@@ -54,6 +55,9 @@ class ReadResident(GraphPass):
         taken = {node.name for node in gm.graph.nodes}
         for place, source in added.items():
             _replace(markers[place], source, taken)
+        if added:
+            num_results = ctx.num_results if ctx.kind == "forward" else None
+            _copy_results(gm.graph, frozenset(added.values()), num_results)
         return bool(added)
 
 
@@ -73,3 +77,21 @@ def _replace(markers: list[fx.Node], source: fx.Node, taken: set[str]) -> None:
     for marker in markers:
         marker.replace_all_uses_with(parameter)
         graph.erase_node(marker)
+
+
+def _copy_results(graph: fx.Graph, residents: frozenset[fx.Node], num_results: int | None) -> None:
+    """Copy each result that lies in the memory of one of `residents`; what is saved for backward may."""
+    live = liveness.liveness(graph)
+    (output,) = graph.find_nodes(op="output")
+    results = contract.results_of(graph)
+    for result in dict.fromkeys(node for node in results[:num_results] if isinstance(node, fx.Node)):
+        if not any(live.storages[index].maker in residents for index in live.storages_of[result]):
+            continue
+        with graph.inserting_before(output):
+            copy = graph.call_function(ops.COPY, (result,))
+        mode = fake.fake_mode_of(graph)
+        assert mode is not None, "a graph with parameters has tensors"
+        with mode:
+            copy.meta["val"] = ops.COPY(result.meta["val"])
+        results[:num_results] = [copy if node is result else node for node in results[:num_results]]
+    output.args = (results,)

@@ -10,7 +10,8 @@ collective in it; passes replace them, so no pass ever has to guess which collec
 share a graph); `capture.py` replaces it by "<unit fqn>#<shard>@<call>".
 
 `fxshard::addmm_acc(acc, left, right)` adds a matrix product to `acc`: of `acc.addmm_` Inductor makes a temporary and a
-copy.
+copy. `fxshard::copy(source)` is a contiguous copy in memory of its own: Inductor takes `clone` for nothing where a wait
+hides that the source is the caller's.
 
 `fxshard::open` stands for an all_gather in code that is about to run: see [Note: relay] in `runtime/relay.py`.
 """
@@ -33,11 +34,13 @@ _LIBRARY.define(
     "bool guess) -> Tensor[]"
 )
 _LIBRARY.define("addmm_acc(Tensor(a!) acc, Tensor left, Tensor right) -> ()")
+_LIBRARY.define("copy(Tensor source) -> Tensor")
 
 UNSHARD = torch.ops.fxshard.unshard.default
 REDUCE_GRAD = torch.ops.fxshard.reduce_grad.default
 OPEN = torch.ops.fxshard.open.default
 ADDMM_ACC = torch.ops.fxshard.addmm_acc.default
+COPY = torch.ops.fxshard.copy.default
 
 
 class MarkerKey(NamedTuple):
@@ -124,7 +127,13 @@ def _addmm_acc(acc: Tensor, left: Tensor, right: Tensor) -> None:
     acc.addmm_(left, right)
 
 
+def _copy(source: Tensor) -> Tensor:
+    return source.clone(memory_format=torch.contiguous_format)
+
+
 _LIBRARY.impl("addmm_acc", _addmm_acc, "CompositeExplicitAutograd")
+_LIBRARY.impl("copy", _copy, "CompositeExplicitAutograd")
+torch.library.register_fake("fxshard::copy", _copy, lib=_LIBRARY)
 torch.library.register_fake("fxshard::addmm_acc", lambda acc, left, right: None, lib=_LIBRARY)
 torch.library.register_fake("fxshard::open", _fake_open, lib=_LIBRARY)
 torch.library.register_fake("fxshard::unshard", _fake_unshard, lib=_LIBRARY)

@@ -2,7 +2,8 @@
 
 [Note: the end of a step]
 A unit that still waits when a backward ends which was to reduce it (`set_is_last_backward`) is reduced then, and what
-is resident of it is freed. The units go in the order in which the model names them, so that all ranks go alike.
+is resident of it is freed. The units go in the order in which the model names them, so that all ranks go alike; and as
+before a graph's collectives, the ranks compare what they are about to reduce (`agreement.py`).
 
 While gradients wait or parameters are resident, an optimizer's step concerns us: it must not leave the first behind,
 and the second would be old after it. A fused step raises no version by which one could tell afterwards, so we have
@@ -12,7 +13,7 @@ torch call us before it, but only for as long as there is something to see to.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,9 @@ from torch.utils.hooks import RemovableHandle
 
 from fxshard.errors import UnsupportedGraph
 from fxshard.ir import collectives, fake
-from fxshard.runtime import resident
+from fxshard.ir.collectives import SlotIndex
+from fxshard.ir.order import Launch
+from fxshard.runtime import agreement, ranges, resident
 
 if TYPE_CHECKING:
     from fxshard.runtime.unit import Unit
@@ -42,6 +45,9 @@ class Microbatches:
     _watched_backward: int | None = field(default=None, repr=False)
     _before_steps: weakref.finalize[..., Microbatches] | None = field(default=None, repr=False)
     _resident_in: dict[int, frozenset[Unit]] = field(default_factory=dict, repr=False)
+    _reductions: dict[tuple[Unit, tuple[SlotIndex, ...]], Callable[[list[Unit]], None]] = field(
+        default_factory=dict, repr=False
+    )
 
     def backward_runs(self) -> None:
         """Called by the first graph of a backward: when the backward ends, see to what ends with it."""
@@ -63,8 +69,18 @@ class Microbatches:
         """Reduce what waits in some units, and give their parameters their gradients."""
         for unit in units:
             if unit.accumulation.waiting:
-                _reduce(unit)
+                self._reduction_of(unit)([unit])
         self.rest()
+
+    def _reduction_of(self, unit: Unit) -> Callable[[list[Unit]], None]:
+        """What reduces the gradients of a unit that wait now, in agreement with the other ranks."""
+        slots = tuple(sorted(unit.accumulation.waiting))
+        if (unit, slots) not in self._reductions:
+            names = ", ".join(unit.plan.shards[i].slots[j].fqn for i, j in slots)
+            text = f"reduce_scatter of waiting gradients of {names} on group {unit.plan.group!r}"
+            launch = Launch(unit.plan.group, text, "outside of graphs", "reduce_scatter", unit.fqn)
+            self._reductions[unit, slots] = agreement.guard(_reduce, "flush", (launch,))
+        return self._reductions[unit, slots]
 
     @staticmethod
     def drop_resident(unit: Unit) -> None:
@@ -81,6 +97,7 @@ class Microbatches:
     def forget_choice(self) -> None:
         """A unit has changed: choose anew."""
         self._resident_in.clear()
+        self._reductions.clear()
 
     def watch_steps(self) -> None:
         """Something waits or is resident: see to it before an optimizer steps."""
@@ -122,9 +139,10 @@ def _before_steps(microbatches: weakref.ref[Microbatches]) -> RemovableHandle:
     return register_optimizer_step_pre_hook(torch.compiler.disable(see_to_it))
 
 
-def _reduce(unit: Unit) -> None:
-    """Reduce what waits, and give the parameters their gradients."""
-    with torch.no_grad():
+def _reduce(units: list[Unit]) -> None:
+    """Reduce what waits in one unit, and give the parameters their gradients."""
+    (unit,) = units
+    with torch.no_grad(), ranges.of_unit(unit.fqn):
         grads = unit.accumulation.finish(unit, {})
         for i, reduced in collectives.reduce_grads(grads, unit.plan).items():
             shard = unit.shards[i]

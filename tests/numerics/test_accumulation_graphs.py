@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 import fxshard
-from fxshard.errors import FxshardError, UnsupportedGraph
+from fxshard.errors import FxshardError, RankMismatchError, UnsupportedGraph
 from fxshard.ir import collectives, tags
 from fxshard.modules import ShardedModule, units_under
 from fxshard.passes._base import GraphPass, PassContext
@@ -23,6 +23,7 @@ from tests.numerics.harness import (
     Run,
     Scenario,
     Tools,
+    blocks_of,
     check_against_unsharded,
     check_close,
     compile_module,
@@ -211,6 +212,19 @@ def test_one_rank_hands_out_no_accumulator_as_a_gradient(compiled: bool) -> None
             call(x + 1).sum().backward()
         assert all(torch.equal(grad, old) for grad, old in zip(grads, before, strict=True))
     torch._dynamo.reset()
+
+
+@two_ranks
+def test_ranks_that_reduce_different_waiting_gradients_are_told_so() -> None:
+    run = start(Scenario(model=MLP, batch=rows()), fxshard_system())
+    with fxshard.no_sync(run.model):
+        run.loss(0).backward()
+    (first, *_) = blocks_of(cast(Any, run.model)._orig_mod)
+    if dist.get_rank() == 0:
+        cast(ShardedModule, first).reset_iter_state()
+    message = r"rank 0 \(flush\): reduce_scatter of waiting gradients of .* on group"
+    with pytest.raises(RankMismatchError, match=message):
+        cast(ShardedModule, run.model).reduce_waiting_gradients()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -114,6 +114,41 @@ def keep_the_first_block(model: nn.Module, tools: Tools) -> nn.Module:
     return tools.compile(model)
 
 
+class ReturnsParameters(nn.Module):
+    """Hands out its weight, and views of it and of its bias, beside what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        weight, bias = self.linear.weight, self.linear.bias
+        return self.linear(x), weight, weight.t()[1:], bias.chunk(2)[1]
+
+
+@two_ranks
+@pytest.mark.parametrize("lower", ["eager", "inductor"])
+@pytest.mark.parametrize("grad", [True, False])
+def test_what_a_model_returns_of_a_kept_parameter_may_be_written_to(lower: str, grad: bool) -> None:
+    model = fxshard.fully_shard(ReturnsParameters())
+    set_kept(model, True)
+    call, x = compile_module(model, {"lower": lower}), torch.ones(2, WIDTH)
+    y, *first = call(x)
+    y.sum().backward()
+    assert holds_any(model)
+    with torch.set_grad_enabled(grad):
+        again, *parameters = call(x)
+    assert torch.equal(again, y)
+    kept = [parameter.detach().clone() for parameter in parameters]
+    for parameter in (*first, *parameters):
+        with torch.no_grad():
+            parameter.zero_()
+    last, *parameters = call(x)
+    assert holds_any(model)
+    assert torch.equal(last, y)
+    assert all(torch.equal(parameter, before) for parameter, before in zip(parameters, kept, strict=True))
+
+
 @two_ranks
 def test_one_unit_may_be_kept_and_frozen_while_others_are_not() -> None:
     check(Scenario(model=MLP, batch=rows(), backward=several, prepare=keep_the_first_block))
@@ -236,7 +271,11 @@ def test_keeps_what_saves_most_within_the_budget() -> None:
 
 
 def holds(run: Run) -> bool:
-    return any(unit.resident.holds for unit in units_under(cast(Any, run.model)._orig_mod))
+    return holds_any(cast(Any, run.model)._orig_mod)
+
+
+def holds_any(model: nn.Module) -> bool:
+    return any(unit.resident.holds for unit in units_under(model))
 
 
 @two_ranks

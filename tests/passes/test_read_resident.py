@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from torch import fx
+import torch
+from torch import Tensor, fx, nn
 
 from fxshard.ir import collectives, liveness, tags
 from fxshard.ir.variant import PLAIN, Variant
@@ -50,6 +51,24 @@ def test_reads_one_input_in_all_calls_of_a_unit() -> None:
     inputs = [node for node in gm.graph.find_nodes(op="placeholder") if tags.RESIDENT in tags.tags_of(node)]
     names = [tags.tags_of(node)[tags.RESIDENT] for node in inputs]
     assert len(names) == len(set(names)) > 0
+
+
+class HandsOut(nn.Module):
+    """Returns a view of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(graphs.WIDTH, graphs.WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight.t()[1:]
+
+
+def test_copies_a_result_that_is_a_view_of_an_input() -> None:
+    traced = graphs.trace(HandsOut())
+    gm, ctx = resident(traced, "forward", Variant(resident=frozenset(traced.plan.units)))
+    run_pass(InsertCollectives(), gm, ctx)
+    assert_golden(text(gm), "read_resident_copies")
 
 
 def test_counts_what_is_resident_as_unsharded_from_the_first_node_to_the_last() -> None:
