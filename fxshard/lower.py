@@ -1,7 +1,7 @@
 """From a captured graph to something that runs: AOTAutograd with our passes in it, then Inductor or the interpreter.
 
 Private torch modules used here, and nowhere else: `torch._inductor` (compile_fx, custom_graph_pass),
-`torch._functorch.config`, `torch._dynamo.backends.common`.
+`torch._functorch.config`, `torch._dynamo.backends.common`, `torch.fx.graph` (`_BoxedCodeGen`).
 
 [Note: caches]
 AOTAutograd looks for a Dynamo graph in its cache before any of our passes runs. So that a hit is worth as much as a
@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from functorch.compile import min_cut_rematerialization_partition
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
@@ -30,12 +30,13 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import InductorError
 from torch._inductor.output_code import CompiledFxGraph
+from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxshard import cache
 from fxshard.cost import hardware
 from fxshard.errors import ConfigError, FxshardError, InvariantError
-from fxshard.ir import contract, opening, ops, order
+from fxshard.ir import contract, liveness, opening, ops, order
 from fxshard.ir.ambient import Ambient
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.journal import CAPTURED, LateJournal, Record, snapshot, with_variant
@@ -96,7 +97,10 @@ def _signature(facts: Facts) -> list[str]:
 
 
 def _boxed(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    run: Callable[..., Any] = make_boxed_func(gm.forward)
+    gm.graph.set_codegen(_BoxedCodeGen())  # an input is freed after its last use, as in Inductor's code
+    gm.recompile()
+    run = functools.partial(gm.forward)
+    run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 
@@ -137,9 +141,8 @@ class _Stages:
         subclasses = any(isinstance(value, Tensor) and is_traceable_wrapper_subclass(value) for value in inputs)
         if subclasses or self.digest is None or self.options.lower == "eager":
             return {"enable_autograd_cache": False}
-        if not functorch_config.enable_autograd_cache:
-            return {}
-        return {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True}
+        both = {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True}
+        return both if functorch_config.enable_autograd_cache else {}
 
     def run(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Lower the captured graph."""
@@ -158,7 +161,6 @@ class _Stages:
                 facts = replace(facts, launches=order.sequence(graph.graph))
                 if self.generate_code:
                     self.finish(graph.graph)
-                    graph.recompile()
                 run = _boxed(graph, graph_inputs)
                 return self.prepared(run, facts) if self.generate_code else run
 
@@ -301,12 +303,8 @@ class _Stages:
         self.num_results = kwargs.get("num_fwd_outputs")
         ctx = self._context("joint")
         _manager.run(gm, self.pipeline.joint, ctx, given=JOINT_GIVEN)
-        for node in gm.graph.nodes:
-            if ops.is_reduce_grad(node):
-                key = ops.key_of(node)
-                trained = self.frame.trained.setdefault(key.unit, [])
-                if (slot := (key.shard, ops.slot_of(node))) not in trained:
-                    trained.append(slot)
+        self.frame.trained.update(contract.trained_by(gm.graph))
+        liveness.tag_kept(gm.graph)
         return min_cut_rematerialization_partition(gm, inputs, **kwargs)
 
     def split_stage(self, gm: fx.GraphModule, kind: GraphKind) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxshard.ir import collectives, flow, ops, order, tags, text
+from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.facts import Fact, GraphKind
 from fxshard.ir.flow import Flow, Value
 from fxshard.ir.plan import FramePlan, ShardPlan, Slot, UnitPlan, qualified
@@ -129,6 +130,15 @@ class Subject:
 def promised_by(results: Sequence[fx.node.Argument]) -> dict[Place, int]:
     """How many gradients the markers behind a graph's outputs add up for each parameter; one may be added twice."""
     return dict(Counter(place_of(marker) for result in results for marker in ops.reduce_markers(result)))
+
+
+def trained_by(graph: fx.Graph) -> dict[str, list[SlotIndex]]:
+    """Unit key -> the parameters that a joint graph gives a gradient, in the order of their first markers."""
+    found: dict[str, dict[SlotIndex, None]] = {}
+    for node in filter(ops.is_reduce_grad, graph.nodes):
+        key = ops.key_of(node)
+        found.setdefault(key.unit, {})[key.shard, ops.slot_of(node)] = None
+    return {unit: list(slots) for unit, slots in found.items()}
 
 
 def results_of(graph: fx.Graph) -> list[fx.node.Argument]:

@@ -4,10 +4,10 @@
 Views have no memory of their own, so what lives and dies is a *storage*. It is born at the node that allocates it and
 dies after the last node that reads any view of it, with three exceptions:
 
-- What a launch reads and what it fills is in use until its wait: the process group holds both until then.
+- What a launch reads and what it fills is in use until its last wait: the process group holds all of it until then.
 - The graph's results live to the end.
 - The graph's inputs are the caller's and live throughout, but for the activations that forward saved for backward:
-  those are handed over (`donated`) and freed after their last use.
+  those are handed over (`donated`) and freed after their last use. Parameters among them count without padding.
 
 Which storage a value has follows from the ops' schemas, not from the fake tensors alone: a pass that replaces a node
 brings a new fake tensor, while the views of the old one still carry theirs.
@@ -120,12 +120,22 @@ def unsharded_bytes(graph: fx.Graph) -> list[tuple[fx.Node, int]]:
     return [(node, int(size)) for node, size in zip(live.nodes, live.running_sum(sizes), strict=True)]
 
 
+def tag_kept(joint: fx.Graph) -> None:
+    """Tag the views of parameters, so that those that forward saves for backward are known there for what they are."""
+    live = liveness(joint)
+    for node in live.nodes:
+        makers = (live.storages[index].maker for index in live.storages_of[node])
+        for marker in filter(ops.is_unshard, makers):
+            if node is not marker and node.op == "call_function":
+                tags.tag(node, tags.KEPT, tags.tags_of(marker)[tags.PARAM])
+
+
 def unsharded_storages(live: Liveness) -> frozenset[int]:
     """Indices of the storages that hold unsharded parameters."""
     found: set[int] = set()
     on_the_way: set[fx.Node] = set()  # from a launch to the parameters copied out of it
     for node in live.nodes:
-        if tags.PARAM in tags.tags_of(node) or ops.is_unshard(node):
+        if {tags.PARAM, tags.KEPT} & tags.tags_of(node).keys() or ops.is_unshard(node):
             # One rank's parameter is a view of its shard, which is there anyway.
             shards = (live.storages[i].maker for i in live.storages_of[node])
             if not any(tags.SHARD in tags.tags_of(maker) for maker in shards):
@@ -193,7 +203,7 @@ class _Sweep:
         self.storages_of: dict[fx.Node, tuple[int, ...]] = {}
         self.by_id: dict[int, int] = {}  # of a fake tensor's storage; decides only where no schema does
         self.pinned: set[int] = set()  # the caller's
-        self.in_flight: dict[int, tuple[int, ...]] = {}  # what a launch fills -> what it reads
+        self.in_flight: dict[int, tuple[int, ...]] = {}  # what a launch fills -> all that it reads and fills
 
     def run(self) -> Liveness:
         for position, node in enumerate(self.nodes):
@@ -206,11 +216,11 @@ class _Sweep:
                     self._use(self.in_flight.pop(filled, ()), position)
             elif collectives.is_launch(node):
                 read = tuple(i for source in node.all_input_nodes for i in self.storages_of[source])
-                self.in_flight |= dict.fromkeys(made, read)
+                self.in_flight |= dict.fromkeys(made, (*read, *made))
         end = len(self.nodes) - 1
         self._use(sorted(self.pinned), end)
-        for filled, read in self.in_flight.items():  # never waited for
-            self._use((filled, *read), end)
+        for held in self.in_flight.values():  # never waited for
+            self._use(held, end)
         return Liveness(nodes=self.nodes, storages=tuple(self.storages), storages_of=self.storages_of)
 
     def _use(self, indices: Sequence[int], position: int) -> None:

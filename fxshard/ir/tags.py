@@ -9,6 +9,7 @@ new one.
     shard=blocks.0#0        a graph input that is the flat of that unit's shard 0
     input=tokens            a graph input, as the user's code calls it
     param=blocks.0.weight   an unsharded parameter
+    kept=blocks.0.weight    a graph input of backward that forward saved: a view of that parameter
     grad=blocks.0.weight    a gradient of an unsharded parameter (one of several, where it is read several times)
     acc=blocks.0.weight     a graph input in which the gradients of that parameter are added up
     resident=blocks.0.weight  a graph input that is that parameter, gathered by a launch outside of the graph
@@ -28,7 +29,7 @@ from fxshard.ir.plan import FramePlan
 KEY = "fxshard"
 
 SHARD, INPUT, PARAM, GRAD, UNIT, AFTER = "shard", "input", "param", "grad", "unit", "after"
-ACCUMULATOR, RESIDENT = "acc", "resident"
+ACCUMULATOR, RESIDENT, KEPT = "acc", "resident", "kept"
 
 _AND = " & "  # a unit of several modules has commas in its name
 

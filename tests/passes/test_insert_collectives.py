@@ -232,7 +232,7 @@ def test_reduces_a_weight_that_is_read_twice_once() -> None:
         inserted(graphs.read_twice(), "backward"),
         """\
 %t: f32[4, 2] = input
-%t_1: f32[4, 4] = input
+%t_1: f32[4, 4] = input  # kept=weight
 %t_2: f32[4, 2] = input
 %tangents_1: f32[2, 4] = input
 %mm_2: f32[4, 4] = aten.mm(%t, %tangents_1)  # grad=weight
