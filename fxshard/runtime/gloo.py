@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,9 +37,11 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     group = mesh.get_group()
     if mesh.device_type != "cpu" or mesh.size() == 1 or not _is_gloo(group):
         return group
-    if group not in _own():
-        _own()[group] = _with_one_thread(group)
-    return _own()[group]
+    own = _own().get(group, lambda: None)()
+    if own is None:
+        own = _with_one_thread(group)
+        _own()[group] = weakref.ref(own)
+    return own
 
 
 def _with_one_thread(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -63,8 +66,8 @@ def _with_one_thread(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 @functools.cache
-def _own() -> weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]:
-    """The group of each group of gloo that lives."""
+def _own() -> weakref.WeakKeyDictionary[dist.ProcessGroup, Callable[[], dist.ProcessGroup | None]]:
+    """The group of each group of gloo that lives; torch holds both until they are destroyed."""
     return weakref.WeakKeyDictionary()
 
 
