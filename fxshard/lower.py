@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fxshard import cache
 from fxshard.cost import hardware
 from fxshard.errors import ConfigError, FxshardError, InvariantError
-from fxshard.ir import contract, liveness, opening, ops, order
+from fxshard.ir import biases, contract, liveness, opening, ops, order
 from fxshard.ir.ambient import Ambient
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.journal import CAPTURED, LateJournal, Record, snapshot, with_variant
@@ -325,6 +325,7 @@ class _Stages:
         is_free = self.options.prefetch not in (0, "off") and self.frame.unsharded_budget_bytes is None
         opening.relay(graph, self.frame.plan, guess=is_free)
         if self.options.lower == "inductor":
+            biases.realize(graph)
             order.enforce(graph)
 
     def _context(self, kind: GraphKind) -> PassContext:

@@ -3,16 +3,19 @@
 [Note: pins]
 A node is *pinned* by a tag that names the node which it must come after. Graphs stay as they are to read, to verify and
 to estimate; only right before Inductor lowers a graph, `enforce` turns the tags into its `control_deps`, a private op
-of torch that is used here and nowhere else.
+of torch that is used here and nowhere else. That of torch 2.11 takes no op that gives no tensor; there such a node
+stands where Inductor puts it.
 """
 
 from __future__ import annotations
 
+import inspect
 import operator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch._inductor import lowering
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch.utils._ordered_set import OrderedSet
 from torch.utils.flop_counter import flop_registry
@@ -33,6 +36,13 @@ _MORE_KERNELS = (
     torch.ops.fxshard.addmm_acc,
 )
 """Kernels that torch's table of FLOPs leaves out."""
+
+
+_PINS_ALL = "void" in inspect.getsource(lowering.control_deps_op_lowering)
+"""A probe: whether `control_deps` takes every op."""
+
+_UNPINNED = (torch.ops.fxshard.addmm_acc,)
+"""What it does not take where it does not take all."""
 
 
 class Launch(NamedTuple):
@@ -60,8 +70,12 @@ def sequence(graph: fx.Graph) -> tuple[Launch, ...]:
 
 def is_kernel(node: fx.Node) -> bool:
     """Whether a node is a kernel of its own, which Inductor fuses with nothing that comes before it."""
-    packet = getattr(node.target, "overloadpacket", None)
+    packet = _packet_of(node)
     return packet in flop_registry or packet in _MORE_KERNELS
+
+
+def _packet_of(node: fx.Node) -> Any:
+    return getattr(node.target, "overloadpacket", None)
 
 
 def _launch(node: fx.Node) -> Launch:
@@ -129,5 +143,6 @@ def _tensor_of(node: fx.Node) -> fx.Node | None:
 def enforce(graph: fx.Graph) -> None:
     """Turn pins into dependencies that Inductor's scheduler keeps."""
     nodes = {node.name: node for node in graph.nodes}
-    before = {node: [nodes[name] for name in _names_before(node) if name in nodes] for node in graph.nodes}
+    pinned = [node for node in graph.nodes if _PINS_ALL or _packet_of(node) not in _UNPINNED]
+    before = {node: [nodes[name] for name in _names_before(node) if name in nodes] for node in pinned}
     preserve_node_ordering(graph, {node: OrderedSet(found) for node, found in before.items() if found})
