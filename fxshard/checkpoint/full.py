@@ -66,7 +66,8 @@ def load_full_optim_state_dict(
     Args:
         model: as for `full_optim_state_dict`.
         optim: with the same param groups; its own state is replaced.
-        state: the full state, by id or FQN, on one rank (the others pass `{}`) or on every rank.
+        state: the full state, by id or FQN, on one rank (the others pass `{}`) or the same on every rank: all that
+            ranks share of it is compared.
         bucket_mib: as for `full_optim_state_dict`.
 
     Raises:
@@ -105,7 +106,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, bucket_m
 
     Args:
         model: as for `full_optim_state_dict`.
-        state: the full state, on one rank (the others pass `{}`) or on every rank.
+        state: the full state, on one rank (the others pass `{}`) or on every rank: then the values of sharded
+            parameters must be the same, and of buffers and extra state each rank takes its own.
         bucket_mib: as for `full_optim_state_dict`.
 
     Raises:

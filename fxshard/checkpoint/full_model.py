@@ -107,13 +107,11 @@ def load_model(model: nn.Module, state: Mapping[str, Any], *, bucket_mib: float)
             parcel = _packed(state)
     parcel = parcels.share(LOAD_CALL, caught, parcel, source, parties)
     targets: list[Held] = []
-    sharing: list[Tensor] = []
     with accord.Caught() as caught:
         parcels.refuse(_misfits(parcel, own))
-        sharing = [own[each.name] for each in parcel.announced]
-        targets = [hold(tensor) for tensor in sharing]
+        targets = [hold(own[each.name]) for each in parcel.announced]
         parcels.refuse(parcels.out_of_reach(parcel, targets))
-    parcels.require_alike(LOAD_CALL, caught, parcel, targets, sharing, parties)
+    parcels.require_alike(LOAD_CALL, caught, parcel, targets, own, parties)
     landings = [_contiguous(target) for target in targets]
     deliver(landings, parcel.tensors, parcel.source, parties, bucket_mib)
     for target, landing in zip(targets, landings, strict=True):

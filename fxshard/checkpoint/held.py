@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fxshard.checkpoint import gather
 from fxshard.checkpoint.rounds import Item, rounds_of
 from fxshard.checkpoint.wire import Progress, Wire
+from fxshard.runtime.consistency import checksum
 from fxshard.runtime.dtensors import local_of
 
 MIB = 1024 * 1024
@@ -32,6 +33,7 @@ class Held:
         local: this rank's rows; the tensor itself where every rank has all of it, or where it lies otherwise.
         mesh: the ranks that have rows of it, `None` where it is not cut into rows.
         other: whether it is a DTensor that lies otherwise; its ranks make it full together.
+        replica: whether it is a DTensor of which every rank has all: reductions may round differently on each.
     """
 
     shape: tuple[int, ...]
@@ -39,6 +41,7 @@ class Held:
     local: Tensor
     mesh: DeviceMesh | None = None
     other: bool = False
+    replica: bool = False
 
     @property
     def is_on_device(self) -> bool:
@@ -50,6 +53,12 @@ class Held:
         """What all ranks must have alike."""
         how = "" if self.mesh is not None else " elsewhere sharded" if self.other else " whole"
         return f"{self.dtype}{list(self.shape)}{how}{'' if self.is_on_device else ' on ' + self.local.device.type}"
+
+    @property
+    def valued(self) -> str:
+        """The same with the value, where that must be alike too: of a plain tensor that is not cut into rows."""
+        is_plain = self.mesh is None and not self.other and not self.replica
+        return f"{self.text} = {value_text(self.local)}" if is_plain else self.text
 
     @property
     def nbytes(self) -> int:
@@ -81,8 +90,13 @@ def hold(tensor: Tensor, parameter: Tensor | None = None) -> Held:
     if is_sharded(tensor):
         return Held(tuple(tensor.shape), tensor.dtype, local_of(tensor), tensor.device_mesh)
     if all(type(placement) is Replicate for placement in tensor.placements):
-        return Held(tuple(tensor.shape), tensor.dtype, local_of(tensor))
+        return Held(tuple(tensor.shape), tensor.dtype, local_of(tensor), replica=True)
     return Held(tuple(tensor.shape), tensor.dtype, tensor, other=True)
+
+
+def value_text(tensor: Tensor) -> str:
+    """The value of a plain tensor, of one with several elements its checksum."""
+    return str(tensor.item()) if tensor.numel() == 1 else f"CRC-32 {checksum([tensor]):08x}"
 
 
 def is_sharded(tensor: DTensor) -> bool:

@@ -14,7 +14,7 @@ from torch.optim import LBFGS, Adafactor, Optimizer
 from fxshard.checkpoint import accord
 from fxshard.checkpoint import parcel as parcels
 from fxshard.checkpoint.held import Held, hold, is_sharded
-from fxshard.checkpoint.optimizer import GROUPS, PARAMS, STATE, Names, names_of
+from fxshard.checkpoint.optimizer import GROUPS, PARAMS, STATE, Names, names_of, simple, state_fact
 from fxshard.checkpoint.parcel import Announced, Parcel
 from fxshard.checkpoint.parties import parties_of, require_bucket
 from fxshard.checkpoint.scatter import deliver
@@ -72,7 +72,9 @@ def load_optimizer(model: nn.Module, optim: Optimizer, state: Mapping[str, Any],
         problems = [problem for each in places for problem in each.problems]
         parcels.refuse(problems + _other_keys(contents, names, optim) + _placed_otherwise(contents, names))
         parcels.refuse(parcels.out_of_reach(parcel, [each.held for each in places]))
-    targets, sharing = [each.held for each in places], [each.parameter for each in places]
+    targets = [each.held for each in places]
+    sharing = {each.announced.name: each.parameter for each in places}
+    sharing |= {state_fact(fqn): names.parameters[names.ids[fqn]] for fqn in contents.states if fqn in names.ids}
     parcels.require_alike(CALL, caught, parcel, targets, sharing, parties)
     for each in places:
         each.allocate()
@@ -112,7 +114,14 @@ def _packed(state: Mapping[str, Any], names: Names) -> Parcel:
         [{**group, PARAMS: [by_key.get(key, key) for key in group[PARAMS]]} for group in state[GROUPS]],
         {key: value for key, value in state.items() if key not in (STATE, GROUPS)},
     )
-    return Parcel(contents=contents, announced=announced, tensors=tensors)
+    return Parcel(contents=contents, announced=announced, tensors=tensors, others=_others(contents))
+
+
+def _others(contents: _Contents) -> dict[str, str]:
+    """All but the tensors of parameters in words."""
+    states = {state_fact(fqn): simple(coming.skeleton) for fqn, coming in contents.states.items()}
+    groups = {f"param_groups[{g}]": simple(group) for g, group in enumerate(contents.groups)}
+    return {**states, **groups, "state of no parameter": simple(contents.others), "other keys": simple(contents.rest)}
 
 
 def _kind(state: object) -> str:
@@ -218,6 +227,7 @@ def _target(each: Announced, path: Path, parameter: Tensor, existing: Tensor | N
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) and has_rows else None
         device = torch.device("cpu") if is_scalar else parameter.device
     held = Held(each.shape, each.dtype, torch.empty(0, dtype=each.dtype, device=device), mesh)
+    held.replica = as_dtensor and mesh is None
     return _Target(each, parameter, existing, as_dtensor, held, list(_wrong(each, parameter, now, is_strict)))
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fxshard.checkpoint.held import Held, copied, hold, is_sharded
-from fxshard.checkpoint.tree import Leaf, Path, put_back, take_out
+from fxshard.checkpoint.held import Held, copied, hold, is_sharded, value_text
+from fxshard.checkpoint.tree import Leaf, Path, Place, put_back, take_out
 from fxshard.errors import ConfigError
 from fxshard.modules import plain_module
 from fxshard.runtime.dtensors import local_of
@@ -81,35 +81,34 @@ class ParameterState:
         skeleton: its state, with places for the tensors.
         leaves: the tensors.
         held: how this rank holds each.
+        is_shared: whether other ranks have rows of the parameter.
     """
 
     skeleton: Any
     leaves: list[Leaf]
     held: list[Held]
+    is_shared: bool
 
     @property
     def text(self) -> str:
-        """What all ranks must have alike."""
-        if not self.leaves:
-            return simple(self.skeleton)
-        tensors = ", ".join([f"{leaf.name} {held.text}" for leaf, held in zip(self.leaves, self.held, strict=True)])
-        return f"{tensors}; {simple(self.skeleton)}" if len(self.leaves) < _num_entries(self.skeleton) else tensors
-
-
-def _num_entries(skeleton: Any) -> int:
-    return len(skeleton) if isinstance(skeleton, dict | list | tuple) else 1
+        """What all ranks must have alike: of what ranks share the values as well, if it is not sharded."""
+        texts = [held.valued if self.is_shared else held.text for held in self.held]
+        return simple(put_back(self.skeleton, texts))
 
 
 def parameter_state(state: Any, parameter: Tensor) -> ParameterState:
     """Take apart what an optimizer keeps for `parameter`."""
     skeleton, leaves = take_out(state)
-    return ParameterState(skeleton, leaves, [hold(leaf.tensor, parameter) for leaf in leaves])
+    is_shared = isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1
+    return ParameterState(skeleton, leaves, [hold(leaf.tensor, parameter) for leaf in leaves], is_shared)
 
 
 def simple(value: Any) -> str:
-    """Plain values in words that are the same on all ranks; of anything else the kind."""
+    """Values in words that are equal where the values are; of what is neither plain nor a tensor the kind."""
     if isinstance(value, Tensor):
-        return str(value.tolist()) if value.numel() == 1 and not isinstance(value, DTensor) else "tensor"
+        return type(value).__name__ if isinstance(value, DTensor) else value_text(value)
+    if isinstance(value, Place):
+        return "tensor"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {simple(each)}" for key, each in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -183,7 +182,7 @@ def without_rows(skeleton: Any, descriptions: Iterable[Description], parameter: 
         mesh = cast(DTensor, parameter).device_mesh if each.whole is None else None
         leaves.append(Leaf(each.path, local))
         held.append(Held(each.shape, each.dtype, local, mesh))
-    return ParameterState(skeleton, leaves, held)
+    return ParameterState(skeleton, leaves, held, is_shared=True)
 
 
 def assemble(

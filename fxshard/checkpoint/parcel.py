@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fxshard.checkpoint import accord
-from fxshard.checkpoint.held import Held
+from fxshard.checkpoint.held import Held, value_text
 from fxshard.checkpoint.parties import Parties, ranks_of
 from fxshard.errors import ConfigError
 
@@ -47,12 +48,14 @@ class Parcel:
         contents: all of it, with a `Place` for each tensor that is to be cut or is large.
         announced: those tensors.
         tensors: themselves, on the ranks that have them.
+        others: what else ranks that all pass a state must pass alike: name -> in words.
         source: the global rank that has them; `None` if every rank does.
     """
 
     contents: Any
     announced: Sequence[Announced]
     tensors: Sequence[Tensor] | None
+    others: Mapping[str, str] = field(default_factory=dict)
     source: int | None = None
 
 
@@ -127,35 +130,50 @@ def require_alike(
     caught: accord.Caught,
     parcel: Parcel,
     targets: Sequence[Held],
-    sharing: Sequence[Tensor],
+    sharing: Mapping[str, Tensor],
     parties: Parties,
 ) -> None:
-    """Make sure, before anything is written, that every rank can take what is coming, and in the same way.
+    """Make sure, before anything is written, that every rank can take what is coming, and that it is the same.
 
     Args:
         call: the public function, for the message.
         caught: what this rank found wrong.
         parcel: what is coming.
         targets: where it goes.
-        sharing: for each target the parameter or buffer that says which ranks share it.
+        sharing: name -> the parameter or buffer that says which ranks share what is coming; all ranks share the rest.
         parties: the ranks.
 
     Raises:
         ConfigError: on every rank, if one cannot.
     """
-    facts = {each.name: target.text for each, target in zip(parcel.announced, targets, strict=False)}
+    facts: dict[str, str] = {}
+    if caught.error is None:
+        with caught:
+            facts = {each.name: target.text for each, target in zip(parcel.announced, targets, strict=True)}
+            if parcel.source is None and parties.group is not None:
+                facts = {**_valued(facts, parcel, targets, sharing), **parcel.others}
 
     def detailed() -> dict[str, accord.Fact]:
         everyone = tuple(parties.ranks)
+        whole = {each.name for each, target in zip(parcel.announced, targets, strict=True) if target.mesh is None}
+        sent = whole if parcel.source is not None else set()
         return {
-            each.name: accord.Fact(
-                text=target.text,
-                ranks=everyone if parcel.source is not None and target.mesh is None else ranks_of(tensor),
-            )
-            for each, target, tensor in zip(parcel.announced, targets, sharing, strict=True)
+            name: accord.Fact(text=text, ranks=ranks_of(sharing[name]) if name in sharing.keys() - sent else everyone)
+            for name, text in facts.items()
         }
 
     accord.compare(call, caught, facts, detailed, parties)
+
+
+def _valued(
+    facts: Mapping[str, str], parcel: Parcel, targets: Sequence[Held], sharing: Mapping[str, Tensor]
+) -> dict[str, str]:
+    """The facts with the values that this rank was given, where ranks share them."""
+    given = zip(facts.items(), targets, parcel.tensors or (), strict=True)
+    return {
+        name: f"{text} = {value_text(tensor)}" if isinstance(sharing[name], DTensor) and not target.replica else text
+        for (name, text), target, tensor in given
+    }
 
 
 def out_of_reach(parcel: Parcel, targets: Sequence[Held]) -> list[str]:

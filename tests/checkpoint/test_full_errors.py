@@ -50,7 +50,7 @@ def test_a_rank_without_state_is_named_on_every_rank(rank: int) -> None:
     if dist.get_rank() == rank:
         optim.state.clear()
     text = refused(fxshard.full_optim_state_dict, model, optim)
-    assert "exp_avg torch.float32[23], exp_avg_sq torch.float32[23] on" in text
+    assert "exp_avg: torch.float32[23], exp_avg_sq: torch.float32[23]} on" in text
     assert f"nothing on rank {rank}" in text
     assert text.startswith("full_optim_state_dict: the ranks do not hold the same state.")
 
@@ -148,6 +148,80 @@ def test_strings_in_the_state_stay_as_they_are() -> None:
     state = fxshard.full_optim_state_dict(model, optim)
     fxshard.load_full_optim_state_dict(model, optim, state)
     assert {values["mode"] for values in optim.state.values()} == {"warm"}
+
+
+Change = Callable[[Any], object]
+
+
+def _another_tensor(kept: Any) -> None:
+    kept["step"] += 1
+
+
+def _another_number(kept: Any) -> None:
+    kept.update(nested={"a": torch.zeros(2), "b": torch.zeros(2)}, mode="warm")
+
+
+def _another_table(kept: Any) -> None:
+    kept["table"] = torch.arange(7) + 1
+
+
+CHANGES: dict[Change, list[str]] = {
+    _another_tensor: ["{step: torch.float32[] whole = 2.0, ", "{step: torch.float32[] whole = 3.0, "],
+    _another_number: ["mode: warm", "mode: cold"],
+    _another_table: ["table: torch.int64[7] whole = CRC-32 "],
+}
+
+
+@two_ranks
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_another_value_in_the_state_on_one_rank_is_named(change: Change) -> None:
+    model, optim = trained_on_ranks()
+    kept = optim.state[model.get_parameter("blocks.0.0.bias")]
+    if change is not _another_tensor:
+        change(kept)
+        kept.update({"mode": "cold"} if "mode" in kept else {"table": torch.arange(7)})
+    if dist.get_rank():
+        change(kept)
+    text = refused(fxshard.full_optim_state_dict, model, optim)
+    assert "state of blocks.0.0.bias: " in text
+    assert "more)" not in text
+    for part in CHANGES[change]:
+        assert part in text
+
+
+@two_ranks
+def test_states_that_differ_between_ranks_are_not_loaded() -> None:
+    model, optim = trained_on_ranks()
+    before = snapshot(model, optim)
+    spoils: dict[str, Change] = {
+        "state of blocks.1.2.bias: exp_avg: torch.float32[8] = CRC-32 ": lambda s: s["state"][4]["exp_avg"].add_(1),
+        "step: torch.float32[] whole = 2.0 on rank 0, ": lambda s: s["state"][4]["step"].add_(1),
+        "param_groups[1]: {lr: 0.02": lambda s: s["param_groups"][1].update(lr=0.5),
+        "state of blocks.1.2.bias: {step: tensor, ": lambda s: s["state"][4].update(step=2),
+        "other keys: {} on rank 0, {loss_scale: 8} on rank 1": lambda s: s.update(loss_scale=8),
+    }
+    for part, spoil in spoils.items():
+        state = fxshard.full_optim_state_dict(model, optim, recipient_rank=None)
+        if dist.get_rank():
+            spoil(state)
+        text = refused(fxshard.load_full_optim_state_dict, model, optim, state)
+        assert part in text, text
+        assert_same(snapshot(model, optim), before)
+    weights = fxshard.full_state_dict(model, recipient_rank=None)
+    if dist.get_rank():
+        weights["frozen"][0, 0] += 1
+    text = refused(fxshard.load_full_state_dict, model, weights)
+    assert "frozen: torch.float32[5, 3] = CRC-32 " in text
+    assert_same(snapshot(model, optim), before)
+
+
+@two_ranks
+def test_each_rank_takes_its_own_buffers_where_every_rank_passes_a_state() -> None:
+    model, _ = trained_on_ranks()
+    weights = fxshard.full_state_dict(model, recipient_rank=None)
+    weights["norm.running_mean"].fill_(dist.get_rank())
+    fxshard.load_full_state_dict(model, weights)
+    assert model.get_buffer("norm.running_mean").tolist() == [float(dist.get_rank())] * 8
 
 
 # ---- arguments
