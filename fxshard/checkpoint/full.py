@@ -31,7 +31,8 @@ def full_optim_state_dict(
     Args:
         model: sharded; compiled or plain. Not yet sharded, in the one-line form, will do too.
         optim: of parameters of `model`, any class; with several groups, parameters without state, other keys beside
-            `state` and `param_groups`, which stay.
+            `state` and `param_groups`, which stay. Plain tensors in the state of sharded parameters are rows if all of
+            one name have the shape of their parameter's local rows; else they are whole, and the same on all ranks.
         recipient_rank: who gets it, counted among the ranks that share the model; `None` for all of them.
         cpu_offload: whether the result is on the CPU; else it is where its tensors are.
         keys: "id" for torch's numbering of the parameters, "fqn" for their names in the model.

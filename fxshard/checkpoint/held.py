@@ -74,18 +74,16 @@ class Held:
         return Item(nbytes, -(-rows // world_size) * (nbytes // rows), straight and self.is_on_device)
 
 
-def hold(tensor: Tensor, parameter: Tensor | None = None) -> Held:
+def hold(tensor: Tensor, rows_of: DTensor | None = None) -> Held:
     """How this rank holds a tensor.
 
     Args:
         tensor: a DTensor, or a plain one.
-        parameter: what it is the state of. Optimizers that work on the local rows of a sharded parameter keep plain
-            tensors of their shape, which are rows as well.
+        rows_of: the parameter of whose rows a plain one is the state.
     """
     if not isinstance(tensor, DTensor):
-        if isinstance(parameter, DTensor) and tensor.dim() and is_sharded(parameter):
-            if tensor.shape == local_of(parameter).shape:
-                return Held(tuple(parameter.shape), tensor.dtype, tensor, parameter.device_mesh)
+        if rows_of is not None:
+            return Held(tuple(rows_of.shape), tensor.dtype, tensor, rows_of.device_mesh)
         return Held(tuple(tensor.shape), tensor.dtype, tensor)
     if is_sharded(tensor):
         return Held(tuple(tensor.shape), tensor.dtype, local_of(tensor), tensor.device_mesh)

@@ -13,8 +13,8 @@ from torch.optim import LBFGS, Adafactor, Optimizer
 
 from fxshard.checkpoint import accord
 from fxshard.checkpoint import parcel as parcels
-from fxshard.checkpoint.held import Held, hold, is_sharded
-from fxshard.checkpoint.optimizer import GROUPS, PARAMS, STATE, Names, names_of, simple, state_fact
+from fxshard.checkpoint.held import Held, is_sharded
+from fxshard.checkpoint.optimizer import GROUPS, PARAMS, STATE, Names, names_of, parameter_states, simple, state_fact
 from fxshard.checkpoint.parcel import Announced, Parcel
 from fxshard.checkpoint.parties import parties_of, require_bucket
 from fxshard.checkpoint.scatter import deliver
@@ -206,22 +206,26 @@ def _targets(contents: _Contents, announced: Sequence[Announced], names: Names, 
     """Where everything that is coming goes, in the order in which it comes."""
     found: dict[int, _Target] = {}
     is_strict = type(optim).__module__.startswith("torch.optim") and not isinstance(optim, Adafactor | LBFGS)
+    states = parameter_states({p: optim.state.get(p, {}) for p in names.parameters.values()})
+    present = dict(zip(names.fqns.values(), states, strict=True))
     for fqn, coming in contents.states.items():
-        parameter = names.parameters[names.ids[fqn]]
-        existing = {leaf.path: leaf.tensor for leaf in take_out(optim.state.get(parameter, {}))[1]}
+        pairs = zip(present[fqn].leaves, present[fqn].held, strict=True)
+        existing = {leaf.path: (leaf.tensor, held) for leaf, held in pairs}
         for number, path in coming.paths:
-            found[number] = _target(announced[number], path, parameter, existing.get(path), is_strict)
+            tensor, now = existing.get(path, (None, None))
+            parameter = names.parameters[names.ids[fqn]]
+            found[number] = _target(announced[number], path, parameter, tensor, now, is_strict)
     return [found[number] for number in range(len(announced))]
 
 
-def _target(each: Announced, path: Path, parameter: Tensor, existing: Tensor | None, is_strict: bool) -> _Target:
+def _target(
+    each: Announced, path: Path, parameter: Tensor, existing: Tensor | None, now: Held | None, is_strict: bool
+) -> _Target:
     """As what is there now; where there is nothing, as an optimizer would make it for this parameter."""
     is_scalar = not each.shape and (path[-1:] == ("step",) or tuple(parameter.shape) != ())
-    if existing is not None:
-        now = hold(existing, parameter)
+    if existing is not None and now is not None:
         mesh, as_dtensor, device = now.mesh, isinstance(existing, DTensor), existing.device
     else:
-        now = None
         as_dtensor = isinstance(parameter, DTensor) and not is_scalar
         has_rows = isinstance(parameter, DTensor) and is_sharded(parameter) and each.shape == tuple(parameter.shape)
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) and has_rows else None

@@ -96,11 +96,26 @@ class ParameterState:
         return simple(put_back(self.skeleton, texts))
 
 
-def parameter_state(state: Any, parameter: Tensor) -> ParameterState:
-    """Take apart what an optimizer keeps for `parameter`."""
-    skeleton, leaves = take_out(state)
-    is_shared = isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1
-    return ParameterState(skeleton, leaves, [hold(leaf.tensor, parameter) for leaf in leaves], is_shared)
+def parameter_states(states: Mapping[Tensor, Any]) -> list[ParameterState]:
+    """Take apart what an optimizer keeps for parameters.
+
+    Optimizers that work on the local rows of sharded parameters keep plain tensors of their shape, which are rows as
+    well. One may have that shape by chance, so a path leads to rows only if it does for every sharded parameter.
+    """
+    taken = {parameter: take_out(state) for parameter, state in states.items()}
+    of_rows: dict[Path, bool] = {}
+    for parameter, (_, leaves) in taken.items():
+        if isinstance(parameter, DTensor) and is_sharded(parameter):
+            for path, tensor in leaves:
+                fits = isinstance(tensor, DTensor) or (tensor.dim() and tensor.shape == local_of(parameter).shape)
+                of_rows[path] = of_rows.get(path, True) and bool(fits)
+    found = []
+    for parameter, (skeleton, leaves) in taken.items():
+        sharded = parameter if isinstance(parameter, DTensor) and is_sharded(parameter) else None
+        held = [hold(tensor, sharded if of_rows.get(path) else None) for path, tensor in leaves]
+        is_shared = isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1
+        found.append(ParameterState(skeleton, leaves, held, is_shared))
+    return found
 
 
 def simple(value: Any) -> str:
@@ -214,7 +229,9 @@ def split_state(
     """
     everything = optim.state_dict()
     kept = everything[STATE]
-    states = {i: parameter_state(kept[i], p) for i, p in names.parameters.items() if i in kept}
+    ids = [i for i in names.parameters if i in kept]
+    found = parameter_states({names.parameters[i]: kept[i] for i in ids})
+    states = dict(zip(ids, found, strict=True))
     others = {key: value for key, value in kept.items() if key not in names.parameters}
     skeleton, leaves = take_out({**everything, STATE: others})
     if sharded := [leaf.name for leaf in leaves if isinstance(leaf.tensor, DTensor)]:

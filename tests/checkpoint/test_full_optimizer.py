@@ -213,6 +213,24 @@ def test_plain_tensors_of_local_rows_are_rows(recipient: int) -> None:
 
 
 @two_ranks
+def test_a_plain_tensor_that_has_the_shape_of_local_rows_by_chance_stays_whole() -> None:
+    torch.manual_seed(0)
+    model: Any = fxshard.fully_shard(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 8)))
+    optim = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optim.step()
+    history = torch.arange(3.0)  # the rows that a rank has of the first bias
+    for kept in optim.state.values():
+        kept["history"] = history.clone()
+    state = fxshard.full_optim_state_dict(model, optim, recipient_rank=None)
+    assert [kept["history"].tolist() for kept in state["state"].values()] == [history.tolist()] * 4
+    for kept in optim.state.values():
+        kept["history"].zero_()
+    fxshard.load_full_optim_state_dict(model, optim, state)
+    assert all(kept["history"].equal(history) for kept in optim.state.values())
+
+
+@two_ranks
 def test_parameters_that_are_not_sharded_travel_nowhere() -> None:
     model = net()
     fxshard.fully_shard(model, ignored_params={model.norm.weight, model.norm.bias})
