@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader, ReadItem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from fxshard.checkpoint.values import unpacked
 from fxshard.errors import CheckpointError
 
 INDEX = ".metadata"
@@ -135,11 +136,11 @@ def assemble(leaves: dict[Path_, Any]) -> dict[str, Any]:
 
 
 def _with_lists(value: Any) -> Any:
-    if not isinstance(value, dict) or not value:
-        return value
+    if not isinstance(value, dict):
+        return unpacked(value)
     inner = {key: _with_lists(each) for key, each in value.items()}
     is_list = all(isinstance(key, int) for key in inner)
-    return [inner[i] for i in sorted(inner)] if is_list else inner
+    return [inner[i] for i in sorted(inner)] if inner and is_list else inner
 
 
 def shape_and_dtype(tensor: Tensor | TensorStorageMetadata) -> tuple[list[int], torch.dtype]:

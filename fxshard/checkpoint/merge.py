@@ -15,6 +15,7 @@ from torch import Tensor
 from fxshard.checkpoint import manifest, place, stored_model
 from fxshard.checkpoint.contents import Contents, shape_and_dtype
 from fxshard.checkpoint.manifest import Manifest, sync_folder
+from fxshard.checkpoint.values import unpacked
 from fxshard.checkpoint.verify import verify
 from fxshard.errors import CheckpointError, ConfigError, MissingExtraError
 
@@ -147,7 +148,7 @@ def _add_text(contents: Contents, found: _Selection, key: str) -> None:
     try:
         value: dict[str, Any] = {key: None}
         contents.read(value)
-        found.texts[key] = json.dumps(value[key])
+        found.texts[key] = json.dumps(unpacked(value[key]))
     except (CheckpointError, TypeError, ValueError):  # a Python object that is not loaded, or that JSON does not have
         found.left_out.append(key)
 

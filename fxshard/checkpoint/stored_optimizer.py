@@ -52,11 +52,11 @@ def state_of(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
     """
     fqns = _fqns(model, optim)
     named = {fqns[id(p)]: dict(each) for p, each in optim.state.items() if each}
-    state = {fqn: values.nested(each, f"state of {fqn}") for fqn, each in named.items()}
+    state = {fqn: values.named(each, f"state of {fqn}") for fqn, each in named.items()}
     groups = []
     for i, group in enumerate(optim.param_groups):
         options = {key: each for key, each in group.items() if key != _PARAMS}
-        kept = {key: values.nested(each, f"param_groups[{i}][{key!r}]") for key, each in options.items()}
+        kept = values.named(options, f"param_groups[{i}]")
         groups.append({**kept, _PARAMS: [fqns[id(p)] for p in group[_PARAMS]]})
     return {_STATE: state, _GROUPS: groups}
 

@@ -19,6 +19,8 @@ _LEAVES = (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch
 _SEQUENCES = (list, tuple, set)
 _MAPPINGS = (dict, OrderedDict, Counter)
 
+_DICT = "fxshard.dict"  # before a dict that is saved as one value
+
 
 def storable(value: Any, where: str) -> Any:
     """A copy of `value` that holds only what can be loaded without running code from the file.
@@ -51,24 +53,45 @@ def storable(value: Any, where: str) -> Any:
     )
 
 
-def nested(value: Any, where: str) -> Any:
-    """What an optimizer keeps for a parameter: tensors, also sharded ones, anywhere in dicts and lists.
+def named(value: Mapping[Any, Any], where: str) -> dict[str, Any]:
+    """What is saved value by value, each under its name.
 
     Raises:
-        ConfigError: as `storable`, or a dict with keys that are not strings, or without any.
+        ConfigError: as `nested`, or keys are not strings.
+    """
+    if others := [key for key in value if not isinstance(key, str)]:
+        raise ConfigError(
+            f"{where} has keys that are not strings, which a checkpoint cannot hold here, for it names values by them: "
+            f"{', '.join(map(repr, others))}. Use strings."
+        )
+    return {key: nested(each, f"{where}[{key!r}]") for key, each in value.items()}
+
+
+def nested(value: Any, where: str) -> Any:
+    """What optimizers and modules keep: tensors, also sharded ones, anywhere in dicts and lists.
+
+    torch saves the values of dicts one by one, by keys that are strings; a dict that has other keys, or none, becomes
+    one value, which `unpacked` turns back.
+
+    Raises:
+        ConfigError: as `storable`.
     """
     if isinstance(value, Tensor) and not value.is_meta:
         return value.detach()
     if isinstance(value, Mapping):
-        if not value or not all(isinstance(key, str) for key in value):
-            raise ConfigError(
-                f"{where} is a dict that is empty or has keys that are not strings, which a checkpoint cannot hold: it "
-                "names values by these keys. Use strings."
-            )
-        return {key: nested(each, f"{where}[{key!r}]") for key, each in value.items()}
+        if value and all(isinstance(key, str) for key in value):
+            return named(value, where)
+        return (_DICT, storable(dict(value), where))
     if isinstance(value, list) and any(isinstance(each, Tensor | Mapping | list) for each in value):
         return [nested(each, f"{where}[{i}]") for i, each in enumerate(value)]
     return storable(value, where)
+
+
+def unpacked(value: Any) -> Any:
+    """What was given to `nested`, of a value that was saved as one."""
+    if isinstance(value, list):
+        return [unpacked(each) for each in value]
+    return value[1] if isinstance(value, tuple) and value[:1] == (_DICT,) else value
 
 
 def tensor_line(tensor: Tensor) -> str:

@@ -46,6 +46,35 @@ def test_extra_state_of_modules_is_kept(tmp_path: Path) -> None:
     assert torch.equal(model.history, torch.full((2,), 3.0))
 
 
+DICTS: list[dict[Any, Any]] = [{}, {1: 2}, {"a": {}, "b": [{}, {(1, 2): torch.ones(2)}], "c": ({},)}]
+
+
+class Keeps(nn.Linear):
+    """Saves what it is given."""
+
+    def __init__(self, kept: Any) -> None:
+        super().__init__(2, 2)
+        self.kept = kept
+
+    def get_extra_state(self) -> Any:
+        return self.kept
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state
+
+
+@pytest.mark.parametrize("kept", DICTS, ids=["empty", "numbers", "nested"])
+def test_dicts_without_keys_or_with_keys_of_any_kind_come_back(kept: dict[Any, Any], tmp_path: Path) -> None:
+    model, other = Keeps(kept), Keeps(None)
+    optim, other_optim = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, other))
+    optim.param_groups[0]["kept"] = kept
+    optim.state[model.weight] = {"kept": kept, "x": torch.ones(2)}
+    fxshard.save_checkpoint(tmp_path / "a", model, optim)
+    fxshard.load_checkpoint(tmp_path / "a", other, other_optim)
+    for found in (other.kept, other_optim.param_groups[0]["kept"], other_optim.state[other.weight]["kept"]):
+        assert_same_state(found, kept)
+
+
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),
     "momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),

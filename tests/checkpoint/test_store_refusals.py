@@ -285,7 +285,17 @@ def test_says_what_a_checkpoint_cannot_hold(tmp_path: Path) -> None:
         return work
 
     assert "state of blocks.0.norm.weight['x'] is a builtins.object" in unfit(with_state(object()), path)
-    assert "state of blocks.0.norm.weight['x'] is a dict" in unfit(with_state({1: 2}), path)
+
+    def with_option(model: nn.Module, optim: Optimizer, path: Path) -> None:
+        optim.param_groups[1][7] = "x"  # type: ignore[index]
+        fxshard.save_checkpoint(path, model, optim)
+
+    def with_number(model: nn.Module, optim: Optimizer, path: Path) -> None:
+        optim.state[next(model.parameters())] = {1: 2}
+        fxshard.save_checkpoint(path, model, optim)
+
+    assert "param_groups[1] has keys that are not strings, which" in unfit(with_option, path)
+    assert "state of blocks.0.norm.weight has keys that are not strings, which" in unfit(with_number, path)
 
 
 def test_refuses_arguments_of_other_kinds(tmp_path: Path) -> None:
