@@ -6,9 +6,8 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from fxshard.checkpoint.parties import Parties
@@ -67,16 +66,6 @@ class Caught:
         return ConfigError(f"{call}: {text}")
 
 
-def is_alike(text: str, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether all ranks of the group give the same text; one small collective."""
-    digest = hashlib.sha256(text.encode()).digest()
-    words = [int.from_bytes(digest[i : i + 4], "big") for i in range(0, 16, 4)]
-    extremes = torch.tensor([*words, *(-word for word in words)], dtype=torch.int64, device=device)
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-    largest = cast("list[int]", extremes.tolist())
-    return largest[:4] == [-word for word in largest[4:]]
-
-
 def exchange(value: Value, group: dist.ProcessGroup | None) -> list[Value]:
     """Every rank's value, in the order of the group; pickled, so for small ones."""
     if group is None or dist.get_world_size(group) == 1:
@@ -125,7 +114,8 @@ def compare(
         ConfigError: on every rank, if one found something wrong, or ranks differ.
     """
     group = parties.group
-    if group is None or is_alike(caught.error or repr(list(facts.items())), group, parties.device):
+    digest = hashlib.sha256((caught.error or repr(list(facts.items()))).encode(errors="replace")).digest()
+    if group is None or len(set(exchange(digest, group))) == 1:
         if caught.error is not None:
             raise caught.told(call, caught.error) from caught.cause
         return []

@@ -9,8 +9,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fxshard.checkpoint import full_model, full_optimizer, load_optimizer
-from fxshard.errors import ConfigError
-from fxshard.modules import plain_module
 
 
 def full_optim_state_dict(
@@ -46,7 +44,7 @@ def full_optim_state_dict(
         ConfigError: an argument means nothing, or the ranks differ (what differs is named, on every rank).
     """
     return full_optimizer.gather_optimizer(
-        _model(model, "full_optim_state_dict"),
+        model,
         optim,
         recipient_rank=recipient_rank,
         cpu_offload=cpu_offload,
@@ -74,7 +72,7 @@ def load_full_optim_state_dict(
     Raises:
         ConfigError: groups, keys, shapes or dtypes do not fit (all that do not are named, on every rank).
     """
-    load_optimizer.load_optimizer(_model(model, "load_full_optim_state_dict"), optim, state, bucket_mib=bucket_mib)
+    load_optimizer.load_optimizer(model, optim, state, bucket_mib=bucket_mib)
 
 
 def full_state_dict(
@@ -95,7 +93,7 @@ def full_state_dict(
         ConfigError: as for `full_optim_state_dict`, or parameters are on the meta device.
     """
     return full_model.gather_model(
-        _model(model, "full_state_dict"),
+        model,
         recipient_rank=recipient_rank,
         cpu_offload=cpu_offload,
         bucket_mib=bucket_mib,
@@ -114,10 +112,4 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, bucket_m
     Raises:
         ConfigError: keys, shapes or dtypes do not fit (all that do not are named, on every rank); nothing was written.
     """
-    full_model.load_model(_model(model, "load_full_state_dict"), state, bucket_mib=bucket_mib)
-
-
-def _model(model: object, call: str) -> nn.Module:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"{call} expects the model, got {type(model).__name__}.")
-    return plain_module(model)
+    full_model.load_model(model, state, bucket_mib=bucket_mib)

@@ -16,7 +16,7 @@ from fxshard.checkpoint import parcel as parcels
 from fxshard.checkpoint.held import Held, gather_all, hold
 from fxshard.checkpoint.optimizer import clean, simple
 from fxshard.checkpoint.parcel import Announced, Parcel
-from fxshard.checkpoint.parties import Parties, parties_of, ranks_of, require_bucket
+from fxshard.checkpoint.parties import Parties, module_in, parties_of, ranks_of, require_bucket
 from fxshard.checkpoint.progress import showing
 from fxshard.checkpoint.scatter import deliver
 from fxshard.checkpoint.tree import Place
@@ -56,7 +56,7 @@ def gather_model(
     with accord.Caught() as caught:
         require_bucket(bucket_mib)
         recipient = parties.recipient(recipient_rank)
-        state = state_of_module(model)
+        state = state_of_module(module_in(model))
         _require_values(state)
         held = {id(value): hold(value) for value in state.values() if isinstance(value, Tensor)}  # tied ones once
         facts = {name: held[id(value)].text if id(value) in held else simple(value) for name, value in state.items()}
@@ -96,7 +96,7 @@ def load_model(model: nn.Module, state: Mapping[str, Any], *, bucket_mib: float)
     parties = parties_of(model)
     own: dict[str, Any] = {}
     with accord.Caught() as caught:
-        own = state_of_module(model)
+        own = state_of_module(module_in(model))
         require_bucket(bucket_mib)
         _require_values(own)
         _require_registered(model, own)

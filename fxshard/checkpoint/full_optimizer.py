@@ -25,7 +25,7 @@ from fxshard.checkpoint.optimizer import (
     state_fact,
     without_rows,
 )
-from fxshard.checkpoint.parties import Parties, parties_of, ranks_of, require_bucket
+from fxshard.checkpoint.parties import Parties, module_in, parties_of, ranks_of, require_bucket
 from fxshard.checkpoint.progress import showing
 from fxshard.errors import ConfigError
 
@@ -51,7 +51,7 @@ def gather_optimizer(
         require_bucket(bucket_mib)
         _require_keys(keys)
         recipient = parties.recipient(recipient_rank)
-        names = names_of(model, optim)
+        names = names_of(module_in(model), optim)
         whole, states = split_state(optim, names, to_cpu=cpu_offload)
         arguments = f"recipient_rank={recipient_rank}, cpu_offload={cpu_offload}, bucket_mib={bucket_mib}"
         facts = {"arguments": arguments, **facts_of(optim, names, states, whole)}

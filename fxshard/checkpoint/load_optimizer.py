@@ -16,7 +16,7 @@ from fxshard.checkpoint import parcel as parcels
 from fxshard.checkpoint.held import Held, is_sharded
 from fxshard.checkpoint.optimizer import GROUPS, PARAMS, STATE, Names, names_of, parameter_states, simple, state_fact
 from fxshard.checkpoint.parcel import Announced, Parcel
-from fxshard.checkpoint.parties import parties_of, require_bucket
+from fxshard.checkpoint.parties import module_in, parties_of, require_bucket
 from fxshard.checkpoint.scatter import deliver
 from fxshard.checkpoint.tree import Path, Place, put_back, take_out
 from fxshard.errors import ConfigError
@@ -57,7 +57,7 @@ def load_optimizer(model: nn.Module, optim: Optimizer, state: Mapping[str, Any],
     names = Names({}, {}, [])
     with accord.Caught() as caught:
         require_bucket(bucket_mib)
-        names = names_of(model, optim)
+        names = names_of(module_in(model), optim)
     source = parcels.choose_source(CALL, caught, state, bucket_mib, parties)
     parcel = None
     with accord.Caught() as caught:

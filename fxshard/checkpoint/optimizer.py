@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fxshard.checkpoint.held import Held, copied, hold, is_sharded, value_text
+from fxshard.checkpoint.parties import require_optimizer
 from fxshard.checkpoint.tree import Leaf, Path, Place, put_back, take_out
 from fxshard.errors import ConfigError
 from fxshard.modules import plain_module
@@ -50,8 +51,9 @@ def names_of(model: nn.Module, optim: Optimizer) -> Names:
     """Name the parameters of `optim`.
 
     Raises:
-        ConfigError: one of them is not in `model`.
+        ConfigError: it is no optimizer, or one of them is not in `model`.
     """
+    require_optimizer(optim)
     known = {id(parameter): clean(name) for name, parameter in plain_module(model).named_parameters()}
     parameters: dict[int, nn.Parameter] = {}
     numbers: dict[int, int] = {}

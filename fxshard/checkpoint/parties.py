@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from fxshard.errors import ConfigError
 from fxshard.modules import plain_module
@@ -55,14 +56,45 @@ class Parties:
         return self.ranks[recipient_rank]
 
 
-def parties_of(model: nn.Module) -> Parties:
-    """The ranks that hold the state of `model` together."""
-    meshes = list(_meshes(plain_module(model).parameters()))
+def module_in(model: object) -> nn.Module:
+    """The model without the wrapper of `torch.compile`.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be an nn.Module, got {type(model).__name__}.")
+    return plain_module(model)
+
+
+def require_optimizer(optim: object) -> None:
+    """Raise unless it is an optimizer.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not isinstance(optim, Optimizer):
+        raise ConfigError(f"optim must be a torch.optim.Optimizer, got {type(optim).__name__}.")
+
+
+def parties_of(model: object) -> Parties:
+    """The ranks that hold the state of `model` together: all there are for what is no model, or not sharded.
+
+    Raises:
+        ConfigError: they have no process group, on all of them.
+    """
+    meshes = list(_meshes(module_in(model).parameters())) if isinstance(model, nn.Module) else []
     device = torch.empty(0, device=meshes[0].device_type).device if meshes else torch.device("cpu")
     ranks = {id(mesh): set(cast("list[int]", mesh.mesh.flatten().tolist())) for mesh in meshes}
     for mesh in meshes:
         if mesh.ndim == 1 and all(other <= ranks[id(mesh)] for other in ranks.values()):
             return Parties(mesh.get_group(), device)
+    members = sorted(set().union(*ranks.values()))
+    if members and len(members) < dist.get_world_size():
+        raise ConfigError(
+            f"the model is sharded over ranks {members} of {dist.get_world_size()} by meshes of which none is 1-D and "
+            "has them all, so there is no process group in which they could agree. Shard the root over such a mesh."
+        )
     return Parties(dist.group.WORLD if dist.is_initialized() else None, device)
 
 

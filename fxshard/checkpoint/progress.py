@@ -18,7 +18,7 @@ def showing(title: str, sizes: Iterable[int]) -> Iterator[Callable[[int], None]]
     Yields:
         What to call with the number of bytes that have arrived.
     """
-    total = sum(sizes) if sys.stderr.isatty() else 0
+    total = sum(sizes) if _is_watched() else 0
     if not total:
         yield lambda _: None
         return
@@ -31,3 +31,8 @@ def showing(title: str, sizes: Iterable[int]) -> Iterator[Callable[[int], None]]
     ) as bar:
         task = bar.add_task(title, total=total)
         yield lambda arrived: bar.advance(task, arrived)
+
+
+def _is_watched() -> bool:
+    """Whether stderr is a terminal; a daemon may have none, or has closed it."""
+    return sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 
+from fxshard.checkpoint.parties import parties_of, ranks_of
 from fxshard.errors import CheckpointError, ConfigError, FxshardError, RankMismatchError
-from fxshard.modules import plain_module, units_under
 
 T = TypeVar("T")
 
@@ -53,11 +53,9 @@ class Ranks:
 
     @classmethod
     def of(cls, model: object) -> Ranks:
-        """The ranks that share the parameters of `model`; all ranks, if fxshard has not sharded it."""
-        if not dist.is_available() or not dist.is_initialized():
-            return cls(None, 0, 1)
-        group = _group_of(model) if isinstance(model, nn.Module) else dist.group.WORLD
-        return cls(group, dist.get_rank(group), dist.get_world_size(group))
+        """The ranks that share the parameters of `model`; all ranks, if it is not sharded."""
+        parties = parties_of(model)
+        return cls(parties.group, parties.rank, len(parties.ranks))
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks, by rank."""
@@ -116,15 +114,19 @@ def _difference(title: str, lines_of_ranks: Sequence[Sequence[str]]) -> str:
     raise AssertionError("equal lines, unequal digests")
 
 
-def _group_of(model: nn.Module) -> dist.ProcessGroup | None:
-    units = units_under(plain_module(model))
-    if not units:
-        return dist.group.WORLD
-    ranks = {tuple(unit.mesh.mesh.flatten().tolist()): unit for unit in units}
-    if len(ranks) > 1:
-        listed = ", ".join(f"{unit.fqn or 'root'} on {list(members)}" for members, unit in ranks.items())
+def require_one_set(model: nn.Module) -> None:
+    """Raise if parameters are sharded over several sets of ranks.
+
+    Raises:
+        ConfigError: they are; torch's index of a checkpoint would hold the rows of one of them.
+    """
+    found: dict[tuple[int, ...], str] = {}
+    for name, parameter in model.named_parameters():
+        if members := ranks_of(parameter):
+            found.setdefault(members, name)
+    if len(found) > 1:
+        listed = ", ".join(f"{name} on {list(members)}" for members, name in found.items())
         raise ConfigError(
-            f"a checkpoint holds one model on one set of ranks, but units are sharded over several: {listed}. Save "
-            "the parts one by one, each on its own ranks and to a path of its own."
+            f"a checkpoint holds one model on one set of ranks, but parameters are sharded over several: {listed}. "
+            "Save the parts one by one, each on its own ranks and to a path of its own."
         )
-    return units[0].mesh.get_group()

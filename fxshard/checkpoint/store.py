@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 from fxshard.checkpoint import place, stored_model, stored_optimizer, values
 from fxshard.checkpoint.contents import Contents
 from fxshard.checkpoint.manifest import FileEntry, Manifest
-from fxshard.checkpoint.ranks import Facts, Ranks
+from fxshard.checkpoint.parties import module_in, require_optimizer
+from fxshard.checkpoint.ranks import Facts, Ranks, require_one_set
 from fxshard.checkpoint.verify import verify
 from fxshard.errors import CheckpointError, ConfigError, FxshardError
 
@@ -132,10 +133,9 @@ class _Lost:
 
 
 def _require_kinds(model: object, optim: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"a checkpoint holds a model, an nn.Module, got {type(model).__name__}.")
-    if not isinstance(optim, Optimizer | None):
-        raise ConfigError(f"optim must be a torch.optim.Optimizer or None, got {type(optim).__name__}.")
+    require_one_set(module_in(model))
+    if optim is not None:
+        require_optimizer(optim)
 
 
 class _Saving:

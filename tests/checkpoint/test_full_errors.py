@@ -238,10 +238,29 @@ def test_arguments_that_mean_nothing_are_refused() -> None:
         assert "one of the 2 ranks that share the model" in refused(call, *args, recipient_rank=2)
         assert "bucket_mib must be a positive number of MiB, got 0" in refused(call, *args, bucket_mib=0)
     assert 'keys must be "id" or "fqn", got' in refused(fxshard.full_optim_state_dict, model, optim, keys="name")
-    assert "full_state_dict expects the model, got dict" in refused(fxshard.full_state_dict, {})
     other = torch.optim.SGD(net().blocks.parameters(), lr=1.0)
     text = refused(fxshard.full_optim_state_dict, model, other)
     assert "parameters that are not in the model: param_groups[0]['params'][0] of shape [23, 8]" in text
+
+
+@two_ranks
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_is_no_model_or_optimizer_on_one_rank_is_refused_on_both(rank: int) -> None:
+    model, optim = trained_on_ranks()
+    weights = fxshard.full_state_dict(model)
+    state = fxshard.full_optim_state_dict(model, optim)
+    wrong = dist.get_rank() == rank
+    calls: dict[Callable[..., Any], list[Any]] = {
+        fxshard.full_state_dict: [],
+        fxshard.load_full_state_dict: [weights],
+        fxshard.full_optim_state_dict: [optim],
+        fxshard.load_full_optim_state_dict: [optim, state],
+    }
+    for call, args in calls.items():
+        assert f"rank {rank}: model must be an nn.Module, got dict" in refused(call, {} if wrong else model, *args)
+        if args[:1] == [optim]:
+            text = refused(call, model, None if wrong else optim, *args[1:])
+            assert f"rank {rank}: optim must be a torch.optim.Optimizer, got NoneType" in text
 
 
 # ---- a state that does not fit

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
+from torch import multiprocessing, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import fxshard
 from tests.checkpoint.states import adamw, assert_same, net, sharded, take_steps, trained
@@ -26,6 +27,7 @@ def on_four_ranks(rank: int, folder: str) -> None:
     rows_of_ranks_that_have_none()
     experts_on_groups_of_two()
     models_on_two_ranks_each()
+    checkpoints_of_models_on_two_ranks_each(folder)
     dist.destroy_process_group()
 
 
@@ -106,6 +108,25 @@ def models_on_two_ranks_each() -> None:
         assert not state or state["state"][0]["step"] == 1 + stage
         fxshard.load_full_state_dict(model, weights)
         fxshard.load_full_optim_state_dict(model, optim, state)
+
+
+def checkpoints_of_models_on_two_ranks_each(folder: str) -> None:
+    """The second half saves first: neither waits for the other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "shards"))["shards"]
+    shards: list[Any] = [fxshard.fully_shard, torch_fully_shard]
+    for shard in shards:
+        stage = dist.get_rank() // 2
+        path = f"{folder}/{shard.__module__}-{stage}"
+        torch.manual_seed(stage)
+        model, other = (shard(nn.Linear(5, 5), mesh=mesh) for _ in range(2))
+        optim, other_optim = adamw(model), adamw(other)
+        if stage == 0:
+            dist.barrier()
+        fxshard.save_checkpoint(path, model, optim, extra=stage)
+        assert fxshard.load_checkpoint(path, other, other_optim) == stage
+        assert torch.equal(other.weight.full_tensor(), model.weight.full_tensor())
+        if stage == 1:
+            dist.barrier()
 
 
 @pytest.mark.multi_rank

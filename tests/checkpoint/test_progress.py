@@ -37,3 +37,12 @@ def test_is_silent_where_there_is_no_terminal() -> None:
 
 def test_is_silent_where_nothing_moves() -> None:
     assert shown(Terminal()) == ""
+
+
+def test_is_silent_where_there_is_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = Terminal()
+    closed.close()
+    for stream in (None, closed):
+        monkeypatch.setattr("sys.stderr", stream)
+        with showing("optimizer state", [1]) as advance:
+            advance(1)
