@@ -14,31 +14,31 @@ from torch.distributed.tensor import DTensor
 from fxshard.checkpoint import accord
 from fxshard.checkpoint import parcel as parcels
 from fxshard.checkpoint.held import Held, gather_all, hold
-from fxshard.checkpoint.optimizer import clean, simple
+from fxshard.checkpoint.names import fqn_of
+from fxshard.checkpoint.optimizer import simple
 from fxshard.checkpoint.parcel import Announced, Parcel
 from fxshard.checkpoint.parties import Parties, module_in, parties_of, ranks_of, require_bucket
 from fxshard.checkpoint.progress import showing
 from fxshard.checkpoint.scatter import deliver
 from fxshard.checkpoint.tree import Place
+from fxshard.checkpoint.writes import ExtraStates, is_extra, require_writable
 from fxshard.errors import ConfigError
-from fxshard.modules import plain_module
+from fxshard.runtime.consistency import checksum
 
 CALL, LOAD_CALL = "full_state_dict", "load_full_state_dict"
 
-_EXTRA_STATE = "_extra_state"  # last part of the key under which a module saves what get_extra_state() gives
-
 
 def state_of_module(model: nn.Module) -> dict[str, Any]:
-    """The parameters and buffers themselves, by the names that they have without `torch.compile`'s wrappers.
+    """The parameters and buffers themselves, by their FQNs.
 
     The dict is of the class that `state_dict` gives, and carries the versions of the modules as that one does.
     """
-    state = plain_module(model).state_dict(keep_vars=True)
+    state = model.state_dict(keep_vars=True)
     named = copy.copy(state)
     named.clear()
-    named.update((clean(name), value) for name, value in state.items())
+    named.update((fqn_of(model, name), value) for name, value in state.items())
     if (metadata := getattr(state, "_metadata", None)) is not None:
-        renamed = ((clean(f"{name}.").removesuffix("."), each) for name, each in metadata.items())
+        renamed = ((fqn_of(model, f"{name}.").removesuffix("."), each) for name, each in metadata.items())
         vars(named)["_metadata"] = type(metadata)(renamed)
     return named
 
@@ -96,7 +96,8 @@ def load_model(model: nn.Module, state: Mapping[str, Any], *, bucket_mib: float)
     parties = parties_of(model)
     own: dict[str, Any] = {}
     with accord.Caught() as caught:
-        own = state_of_module(module_in(model))
+        model = module_in(model)
+        own = state_of_module(model)
         require_bucket(bucket_mib)
         _require_values(own)
         _require_registered(model, own)
@@ -104,7 +105,8 @@ def load_model(model: nn.Module, state: Mapping[str, Any], *, bucket_mib: float)
     parcel = None
     with accord.Caught() as caught:
         if source is None or parties.ranks[parties.rank] == source:
-            parcel = _packed(state)
+            parcel = _packed(state, model)
+            parcels.refuse(_tied_otherwise(parcel, own))
     parcel = parcels.share(LOAD_CALL, caught, parcel, source, parties)
     targets: list[Held] = []
     with accord.Caught() as caught:
@@ -113,25 +115,28 @@ def load_model(model: nn.Module, state: Mapping[str, Any], *, bucket_mib: float)
         parcels.refuse(parcels.out_of_reach(parcel, targets))
     parcels.require_alike(LOAD_CALL, caught, parcel, targets, own, parties)
     landings = [_contiguous(target) for target in targets]
-    deliver(landings, parcel.tensors, parcel.source, parties, bucket_mib)
+    with ExtraStates(model, parcel.contents) as extra_states:
+        with accord.Caught() as caught:
+            extra_states.set()
+        accord.raise_together(LOAD_CALL, caught, parties.group)
+        deliver(landings, parcel.tensors, parcel.source, parties, bucket_mib)
     for target, landing in zip(targets, landings, strict=True):
         if landing is not target:
             target.local.copy_(landing.local)
     # Memory was written behind the parameters' backs; a gather that was launched before must be seen to be old.
     torch.autograd.graph.increment_version([value for value in own.values() if isinstance(value, Tensor)])
-    _set_extra_state(model, parcel)
 
 
-def _packed(state: Mapping[str, Any]) -> Parcel:
+def _packed(state: Mapping[str, Any], model: nn.Module) -> Parcel:
     if not isinstance(state, Mapping):
         raise ConfigError(f"the state must be a dict as a module's state_dict() gives it, got {type(state).__name__}.")
-    if sharded := [clean(name) for name, value in state.items() if isinstance(value, DTensor)]:
+    if sharded := [name for name, value in state.items() if isinstance(value, DTensor)]:
         raise ConfigError(
             f"the state is sharded (DTensors): {', '.join(sharded[:5])}. Give the full state, or load this one with "
             "model.load_state_dict."
         )
-    values = {clean(name): value for name, value in state.items()}
-    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor) and not _is_extra(name)}
+    values = {fqn_of(model, name): value for name, value in state.items()}
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor) and not is_extra(name)}
     places = {name: Place(i) for i, name in enumerate(tensors)}
     contents = {name: places.get(name, value) for name, value in values.items()}
     announced = [Announced.of(name, tensor) for name, tensor in tensors.items()]
@@ -147,7 +152,7 @@ def _misfits(parcel: Parcel, own: Mapping[str, Any]) -> Iterator[str]:
     announced = {each.name: each for each in parcel.announced}
     for name, value in own.items():
         each = announced.get(name)
-        if _is_extra(name):
+        if is_extra(name):
             continue
         if name in parcel.contents and (each is not None) != isinstance(value, Tensor):
             yield f"{name} is {'a tensor' if each else 'no tensor'}, expected {'one' if each is None else 'none'}"
@@ -157,14 +162,14 @@ def _misfits(parcel: Parcel, own: Mapping[str, Any]) -> Iterator[str]:
 
 def _require_registered(model: nn.Module, own: Mapping[str, Any]) -> None:
     """Raise for what stands in the state_dict, but nowhere else: to write into it would change nothing."""
-    plain = plain_module(model)
-    known = {id(each) for each in (*plain.parameters(), *plain.buffers())}
-    tensors = {name: value for name, value in own.items() if isinstance(value, Tensor) and not _is_extra(name)}
+    known = {id(each) for each in (*model.parameters(), *model.buffers())}
+    tensors = {name: value for name, value in own.items() if isinstance(value, Tensor) and not is_extra(name)}
     if made := [name for name, value in tensors.items() if id(value) not in known]:
         raise ConfigError(
             f"{', '.join(made)} of the state_dict is neither a parameter nor a buffer, but made by a hook. Load with "
             "model.load_state_dict."
         )
+    require_writable(tensors)
     elsewhere = [name for name, value in tensors.items() if isinstance(value, DTensor) and hold(value).other]
     if elsewhere:
         raise ConfigError(
@@ -172,8 +177,14 @@ def _require_registered(model: nn.Module, own: Mapping[str, Any]) -> None:
         )
 
 
-def _is_extra(name: str) -> bool:
-    return name.rpartition(".")[2] == _EXTRA_STATE
+def _tied_otherwise(parcel: Parcel, own: Mapping[str, Any]) -> Iterator[str]:
+    """Names of one parameter for which several values are given."""
+    given = {each.name: tensor for each, tensor in zip(parcel.announced, parcel.tensors or (), strict=True)}
+    first: dict[int, str] = {}
+    for name in (name for name in own if name in given):
+        other = first.setdefault(id(own[name]), name)
+        if given[other] is not given[name] and checksum([given[other]]) != checksum([given[name]]):
+            yield f"{other} and {name} are one parameter (tied), and it has different values for them"
 
 
 def _contiguous(target: Held) -> Held:
@@ -181,10 +192,3 @@ def _contiguous(target: Held) -> Held:
         return target
     local = torch.empty_like(target.local, memory_format=torch.contiguous_format)
     return Held(target.shape, target.dtype, local, target.mesh)
-
-
-def _set_extra_state(model: nn.Module, parcel: Parcel) -> None:
-    modules = {clean(name): module for name, module in plain_module(model).named_modules(remove_duplicate=False)}
-    for name, value in parcel.contents.items():
-        if _is_extra(name):
-            modules[name.rpartition(".")[0]].set_extra_state(value)

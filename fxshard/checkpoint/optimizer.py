@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fxshard.checkpoint.held import Held, copied, hold, is_sharded, value_text
+from fxshard.checkpoint.names import named_parameters
 from fxshard.checkpoint.parties import require_optimizer
 from fxshard.checkpoint.tree import Leaf, Path, Place, put_back, take_out
 from fxshard.errors import ConfigError
@@ -20,11 +21,6 @@ from fxshard.runtime.dtensors import local_of
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 """Keys of an optimizer's state_dict; any other key of it is kept as it is."""
-
-
-def clean(name: str) -> str:
-    """A name without what `torch.compile` put into it."""
-    return name.replace("_orig_mod.", "")
 
 
 @dataclass(eq=False)
@@ -54,7 +50,7 @@ def names_of(model: nn.Module, optim: Optimizer) -> Names:
         ConfigError: it is no optimizer, or one of them is not in `model`.
     """
     require_optimizer(optim)
-    known = {id(parameter): clean(name) for name, parameter in plain_module(model).named_parameters()}
+    known = {id(parameter): fqn for fqn, parameter in named_parameters(plain_module(model))}
     parameters: dict[int, nn.Parameter] = {}
     numbers: dict[int, int] = {}
     groups: list[list[int]] = []

@@ -25,6 +25,7 @@ from fxshard.checkpoint.manifest import FileEntry, Manifest
 from fxshard.checkpoint.parties import module_in, require_optimizer
 from fxshard.checkpoint.ranks import Facts, Ranks, require_one_set
 from fxshard.checkpoint.verify import verify
+from fxshard.checkpoint.writes import ExtraStates
 from fxshard.errors import CheckpointError, ConfigError, FxshardError
 
 
@@ -111,7 +112,9 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optim: Optim
         ranks.agree(lambda: {"the files of the checkpoint": [f"{k} {v}" for k, v in described.files.items()]})
         ranks.together(lambda: verify(folder, described, ranks.rank, ranks.size))
         ranks.together(lambda: loading.stage(folder, described))
-        ranks.together(loading.commit)
+        with loading.extra_states() as extra_states:
+            ranks.together(extra_states.set)
+            ranks.together(loading.commit)
     return loading.extra
 
 
@@ -246,7 +249,7 @@ class _Loading:
         self._path, self._model, self._optim = path, model, optim
         self.extra: Any = None
         self.target: Path
-        self._values: dict[str, Any]
+        self._model_state: dict[str, Any]
         self._model_staging: stored_model.Staging
         self._optim_staging: stored_optimizer.Staging | None = None
 
@@ -278,15 +281,19 @@ class _Loading:
             self._optim_staging = stored_optimizer.Staging(contents, self._model, self._optim, described.placements)
             room |= self._optim_staging.room
         contents.read(room)
-        self._values = room
         self._model_staging.check(room)
+        self._model_state = self._model_staging.assembled(room)
         if self._optim_staging is not None:
             self._optim_staging.check(room)
         if place.EXTRA in described.files:
             self.extra = torch.load(folder / place.EXTRA, weights_only=True, map_location="cpu")
 
+    def extra_states(self) -> ExtraStates:
+        """What the modules are to be given first, for they may refuse it."""
+        return ExtraStates(self._model, self._model_state)
+
     def commit(self) -> None:
         """Write what was read into model and optimizer."""
-        self._model_staging.commit(self._values)
+        self._model_staging.commit(self._model_state)
         if self._optim_staging is not None:
-            self._optim_staging.commit(self._values)
+            self._optim_staging.commit()

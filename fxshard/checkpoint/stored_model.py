@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from fxshard.checkpoint import values
 from fxshard.checkpoint.contents import Contents, Path_, assemble, shape_and_dtype
+from fxshard.checkpoint.names import named_parameters
+from fxshard.checkpoint.writes import is_extra, require_writable
 from fxshard.errors import CheckpointError, ConfigError
 
 ROOT = "model"
@@ -52,6 +54,7 @@ class Staging:
 
         Raises:
             CheckpointError: keys, shapes or dtypes do not fit; all of them are named, with their files.
+            ConfigError: a tensor of the model cannot be written.
         """
         self._contents, self._model = contents, model
         self._paths = dict(contents.under(ROOT))
@@ -60,6 +63,7 @@ class Staging:
             raise CheckpointError(
                 f"the model in {contents.folder} does not fit: {'; '.join(problems)}. Nothing was loaded."
             )
+        require_writable(self._state)
         self.room = {key: self._room_for(path, key) for path, key in self._paths.items()}
 
     def _problems_of_names(self) -> Iterator[str]:
@@ -98,8 +102,7 @@ class Staging:
             CheckpointError: they have.
         """
         first: dict[int, str] = {}
-        for name, parameter in self._model.named_parameters(remove_duplicate=False):
-            fqn = name.replace("_orig_mod.", "")
+        for fqn, parameter in named_parameters(self._model, remove_duplicate=False):
             if (other := first.setdefault(id(parameter), fqn)) == fqn:
                 continue
             one, two = (_bytes_of(loaded.get(self._paths.get((ROOT, each), ""))) for each in (fqn, other))
@@ -109,10 +112,15 @@ class Staging:
                     "them. Nothing was loaded; load it into a model whose parameters are not tied."
                 )
 
-    def commit(self, loaded: Mapping[str, Any]) -> None:
-        """Write what was read into the model, in place."""
+    def assembled(self, loaded: Mapping[str, Any]) -> dict[str, Any]:
+        """What was read, by FQN."""
         leaves = {path: loaded[key] for path, key in self._paths.items()}
-        set_model_state_dict(self._model, assemble(leaves)[ROOT])
+        return dict(assemble(leaves).get(ROOT, {}))
+
+    def commit(self, state: Mapping[str, Any]) -> None:
+        """Write the tensors that were read into the model, in place; extra state is set already."""
+        tensors = {fqn: value for fqn, value in state.items() if not is_extra(fqn)}
+        set_model_state_dict(self._model, tensors, options=StateDictOptions(strict=False))
 
 
 def _bytes_of(tensor: Tensor | None) -> Tensor | None:

@@ -19,6 +19,8 @@ from torch.optim import Optimizer
 
 from fxshard.checkpoint import values
 from fxshard.checkpoint.contents import Contents, Path_, assemble, shape_and_dtype
+from fxshard.checkpoint.names import named_parameters
+from fxshard.checkpoint.writes import is_writable
 from fxshard.errors import CheckpointError, ConfigError
 
 ROOT = "optim"
@@ -28,8 +30,8 @@ _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
 
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """FQN -> parameter, without the names of compiler wrappers; a tied one under its first name."""
-    return {name.replace("_orig_mod.", ""): p for name, p in model.named_parameters()}
+    """FQN -> parameter; a tied one under its first name."""
+    return dict(named_parameters(model))
 
 
 def _fqns(model: nn.Module, optim: Optimizer) -> dict[int, str]:
@@ -113,6 +115,9 @@ class Staging:
         """
         self._contents, self._optim = contents, optim
         self._placements = placements
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._options: list[dict[str, Any]] = []
+        self._states: dict[Tensor, dict[str, Any]] = {}
         self._parameters = parameters_of(model)
         self._groups = groups_of(model, optim)
         self._paths = dict(contents.under(ROOT))
@@ -175,50 +180,58 @@ class Staging:
             yield f"{path[3]} of {path[2]} is {dtype}{there} there ({where}), and {own}{here} here"
 
     def check(self, loaded: Mapping[str, Any]) -> None:
-        """Compare the groups, once they are read.
+        """Compare the groups, once they are read, and make all tensors that are new.
 
         Raises:
             CheckpointError: they hold other parameters.
         """
-        saved = [group[_PARAMS] for group in self._loaded(loaded)[_GROUPS]]
+        found = assemble({path: loaded[key] for path, key in self._paths.items()})[ROOT]
+        saved = [group[_PARAMS] for group in found[_GROUPS]]
         if saved != self._groups:
             raise CheckpointError(
                 f"the optimizer in {self._contents.folder} has other param_groups: {saved} there, {self._groups} here. "
                 "Nothing was loaded."
             )
+        self._place(found.get(_STATE, {}), found[_GROUPS])
 
-    def _loaded(self, loaded: Mapping[str, Any]) -> dict[str, Any]:
-        found = assemble({path: loaded[key] for path, key in self._paths.items()})[ROOT]
-        return {_STATE: found.get(_STATE, {}), _GROUPS: found[_GROUPS]}
+    def _place(self, states: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
+        for group, saved in zip(self._optim.param_groups, groups, strict=True):
+            options = {name: value for name, value in saved.items() if name != _PARAMS}
+            self._options.append({name: self._placed(group.get(name), value, None) for name, value in options.items()})
+            now = {**group, **self._options[-1]}
+            on_device = now.get("capturable") or now.get("fused")
+            for p, fqn in zip(group[_PARAMS], saved[_PARAMS], strict=True):
+                before = self._optim.state.get(p, {})
+                self._states[p] = {
+                    name: self._placed(before.get(name), value, p.device if name != "step" or on_device else None)
+                    for name, value in states.get(fqn, {}).items()
+                }
+
+    def _placed(self, before: Any, value: Any, device: torch.device | None) -> Any:
+        """`value` in the tensors of `before` where it has such, else on `device`, if that is given."""
+        if isinstance(value, Tensor):
+            if not isinstance(before, Tensor) or shape_and_dtype(before) != shape_and_dtype(value):
+                return value if device is None else value.to(device)
+            if not is_writable(before):
+                return value.to(before.device)
+            self._copies.append((before, value))
+            return before
+        if isinstance(value, dict):
+            inner = before if isinstance(before, Mapping) else {}
+            return {key: self._placed(inner.get(key), each, device) for key, each in value.items()}
+        if isinstance(value, list):
+            old = before if isinstance(before, list) and len(before) == len(value) else [None] * len(value)
+            return [self._placed(one, each, device) for one, each in zip(old, value, strict=True)]
+        return value
 
     @torch.no_grad()
-    def commit(self, loaded: Mapping[str, Any]) -> None:
-        """Put what was read in place: into the tensors that are there, else as new ones on their device."""
-        found = self._loaded(loaded)
-        for group, saved in zip(self._optim.param_groups, found[_GROUPS], strict=True):
-            for name, value in saved.items():
-                if name != _PARAMS:
-                    group[name] = _put(group.get(name), value, None)
-            on_device = group.get("capturable") or group.get("fused")
-            for p, fqn in zip(group[_PARAMS], saved[_PARAMS], strict=True):
-                before = self._optim.state.pop(p, {})
-                if fqn in found[_STATE]:
-                    self._optim.state[p] = {
-                        name: _put(before.get(name), value, p.device if name != "step" or on_device else None)
-                        for name, value in found[_STATE][fqn].items()
-                    }
-
-
-def _put(before: Any, value: Any, device: torch.device | None) -> Any:
-    """`value` in the tensors of `before` where it has such, else on `device`, if that is given."""
-    if isinstance(value, Tensor):
-        if isinstance(before, Tensor) and shape_and_dtype(before) == shape_and_dtype(value):
-            return before.copy_(value)
-        return value if device is None else value.to(device)
-    if isinstance(value, dict):
-        inner = before if isinstance(before, Mapping) else {}
-        return {key: _put(inner.get(key), each, device) for key, each in value.items()}
-    if isinstance(value, list):
-        old = before if isinstance(before, list) and len(before) == len(value) else [None] * len(value)
-        return [_put(one, each, device) for one, each in zip(old, value, strict=True)]
-    return value
+    def commit(self) -> None:
+        """Write what was read into the tensors that are there, and hand over those that are new."""
+        for before, value in self._copies:
+            before.copy_(value)
+        for group, options in zip(self._optim.param_groups, self._options, strict=True):
+            group.update(options)
+        for p, state in self._states.items():
+            self._optim.state.pop(p, None)
+            if state:
+                self._optim.state[p] = state

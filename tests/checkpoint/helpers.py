@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 import fxshard
+from fxshard import ConfigError
 from tests.checkpoint.bodies import assert_same_state, state_of
+from tests.checkpoint.states import adamw, net, sharded, take_steps
 from tests.ranks import group_folder
 
 
@@ -47,3 +49,21 @@ def require_refusal(
     for message in messages:
         assert message in str(caught.value), str(caught.value)
     assert_same_state(state_of(model, optim), before)
+
+
+def trained_on_ranks() -> tuple[nn.Module, Optimizer]:
+    """Return a sharded model and its AdamW, after two steps."""
+    model = sharded(net())
+    optim = adamw(model)
+    take_steps(model, optim)
+    return model, optim
+
+
+def refused(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """Call it; return what it raised, the same on both ranks."""
+    with pytest.raises(ConfigError) as caught:
+        call(*args, **kwargs)
+    texts: list[Any] = [None, None]
+    dist.all_gather_object(texts, str(caught.value))
+    assert texts[0] == texts[1]
+    return str(caught.value)

@@ -113,5 +113,5 @@ def test_an_error_on_one_rank_is_an_error_on_all() -> None:
     with shared_folder() as folder:
         with pytest.raises(ConfigError, match=r"^rank 1: extra is a builtins.object"):
             fxshard.save_checkpoint(folder / "a", model, optim, extra=on_rank_1(object(), 1))
-        with pytest.raises(ConfigError, match=r"^rank 1: optim must be a torch.optim.Optimizer or None, got int"):
+        with pytest.raises(ConfigError, match=r"^rank 1: optim must be a torch.optim.Optimizer, got int"):
             fxshard.load_checkpoint(folder / "a", model, on_rank_1(3, optim))

@@ -1,0 +1,33 @@
+"""Names of parameters, buffers and extra state: those of torch.distributed.checkpoint, which no wrapper changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+def fqn_of(model: nn.Module, name: str) -> str:
+    """A name in the module tree without the steps into wrappers, as `get_model_state_dict` and its kin have it.
+
+    Those of `torch.compile`, of activation checkpointing and of torch's FSDP have names that nothing else has; `module`
+    is one only below `DistributedDataParallel`. A name that lacks a step, as one of another model may, stays as it is.
+    """
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    parts: list[str] = []
+    module: object = model
+    for part in name.split("."):
+        if not (isinstance(module, DistributedDataParallel) and part == "module"):
+            parts.append(part)
+        module = getattr(module, part, None)
+    return ".".join(parts)
+
+
+def named_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+    """FQN and parameter; a tied one under its first name, or under all."""
+    pairs = model.named_parameters(remove_duplicate=remove_duplicate)
+    return ((fqn_of(model, name), parameter) for name, parameter in pairs)

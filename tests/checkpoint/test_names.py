@@ -1,0 +1,100 @@
+"""Names do not depend on the wrappers around modules; they are torch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import _get_fqns, get_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fxshard
+from fxshard.checkpoint.names import fqn_of, named_parameters
+from tests.checkpoint.bodies import assert_same_state, state_of
+from tests.checkpoint.helpers import shared_folder
+from tests.checkpoint.states import assert_same
+from tests.ranks import two_ranks
+
+
+class Inner(nn.Module):
+    """Has a module called module, and extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(4, 4)
+        self.seen = 0
+
+    def get_extra_state(self) -> int:
+        return self.seen
+
+    def set_extra_state(self, state: int) -> None:
+        self.seen = state
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.module(x)
+        return y
+
+
+def plain() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Inner(), nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+
+def wrapped() -> nn.Sequential:
+    model = plain()
+    model[0] = checkpoint_wrapper(model[0])
+    compiled: Any = torch.compile(model[1], backend="eager")
+    model[1] = compiled
+    return model
+
+
+def stepped(model: nn.Module) -> torch.optim.Optimizer:
+    optim = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optim.step()
+    return optim
+
+
+def under_ddp() -> nn.Module:
+    return DistributedDataParallel(wrapped())
+
+
+def under_fsdp2() -> nn.Module:
+    model: Any = wrapped()
+    torch_fully_shard(model)
+    return model  # type: ignore[no-any-return]
+
+
+@two_ranks
+def test_names_are_torchs() -> None:
+    for model in (under_ddp(), under_fsdp2(), wrapped()):
+        names = [name for name, _ in model.named_parameters()]
+        assert [fqn_of(model, name) for name in names] == [next(iter(_get_fqns(model, name))) for name in names]
+        assert [fqn for fqn, _ in named_parameters(model)] == [name for name, _ in plain().named_parameters()]
+    assert fqn_of(under_ddp(), "module.0.module.weight") == fqn_of(under_ddp(), "0.module.weight") == "0.module.weight"
+
+
+@two_ranks
+def test_state_of_wrapped_models_is_that_of_plain_ones() -> None:
+    for model in (under_ddp(), under_fsdp2()):
+        optim = stepped(model)
+        state = fxshard.full_optim_state_dict(model, optim, keys="fqn", recipient_rank=None)
+        assert list(state["state"]) == list(get_optimizer_state_dict(model, optim)["state"])
+        weights = fxshard.full_state_dict(model, recipient_rank=None)
+        assert list(weights) == list(plain().state_dict())
+        weights["0._extra_state"] = 3
+        fxshard.load_full_state_dict(model, weights)
+        assert_same(fxshard.full_state_dict(model, recipient_rank=None), weights)
+        fxshard.load_full_optim_state_dict(model, optim, state)
+        other = plain()
+        other_optim = torch.optim.AdamW(other.parameters())
+        with shared_folder() as folder:
+            fxshard.save_checkpoint(folder / "a", model, optim)
+            fxshard.load_checkpoint(folder / "a", other, other_optim)
+            found = state_of(other, other_optim)
+            fxshard.load_checkpoint(folder / "a", model, optim)
+        assert_same_state(found["model"], dict(weights))
+        assert_same_state(found["state"], state["state"])
