@@ -14,6 +14,7 @@ from fxshard.checkpoint import accord
 from fxshard.checkpoint.accord import Fact
 from fxshard.checkpoint.held import gather_all
 from fxshard.checkpoint.optimizer import (
+    STATE,
     Names,
     ParameterState,
     assemble,
@@ -23,6 +24,7 @@ from fxshard.checkpoint.optimizer import (
     names_of,
     split_state,
     state_fact,
+    strangers,
     without_rows,
 )
 from fxshard.checkpoint.parties import Parties, module_in, parties_of, ranks_of, require_bucket
@@ -53,6 +55,7 @@ def gather_optimizer(
         recipient = parties.recipient(recipient_rank)
         names = names_of(module_in(model), optim)
         whole, states = split_state(optim, names, to_cpu=cpu_offload)
+        _require_other_names(whole[STATE], keys)
         arguments = f"recipient_rank={recipient_rank}, cpu_offload={cpu_offload}, bucket_mib={bucket_mib}"
         facts = {"arguments": arguments, **facts_of(optim, names, states, whole)}
     lacking = accord.compare(CALL, caught, facts, functools.partial(_detailed, facts, names, parties), parties)
@@ -71,6 +74,14 @@ def gather_optimizer(
 def _require_keys(keys: object) -> None:
     if keys not in ("id", "fqn"):
         raise ConfigError(f'keys must be "id" or "fqn", got {keys!r}.')
+
+
+def _require_other_names(others: Mapping[Any, Any], keys: str) -> None:
+    if found := strangers(others, int if keys == "id" else str):
+        raise ConfigError(
+            f"the optimizer has state of no parameter under {', '.join(map(repr, found))}, where a load would take it "
+            f"for a parameter's, by {keys}. Use a key of another type, or the other value of keys."
+        )
 
 
 def _detailed(facts: Mapping[str, str], names: Names, parties: Parties) -> dict[str, Fact]:

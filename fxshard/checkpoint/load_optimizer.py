@@ -14,7 +14,17 @@ from torch.optim import LBFGS, Adafactor, Optimizer
 from fxshard.checkpoint import accord
 from fxshard.checkpoint import parcel as parcels
 from fxshard.checkpoint.held import Held, is_sharded
-from fxshard.checkpoint.optimizer import GROUPS, PARAMS, STATE, Names, names_of, parameter_states, simple, state_fact
+from fxshard.checkpoint.optimizer import (
+    GROUPS,
+    PARAMS,
+    STATE,
+    Names,
+    names_of,
+    parameter_states,
+    simple,
+    state_fact,
+    strangers,
+)
 from fxshard.checkpoint.parcel import Announced, Parcel
 from fxshard.checkpoint.parties import module_in, parties_of, require_bucket
 from fxshard.checkpoint.scatter import deliver
@@ -40,12 +50,14 @@ class _Contents:
     Attributes:
         states: FQN -> what is coming.
         others: state that belongs to no parameter.
+        strangers: keys of it that would name parameters.
         groups: hyperparameters, and the FQNs of each group.
         rest: other top-level keys.
     """
 
     states: dict[str, _Coming]
     others: dict[Any, Any]
+    strangers: list[Any]
     groups: list[dict[str, Any]]
     rest: dict[str, Any]
 
@@ -108,9 +120,11 @@ def _packed(state: Mapping[str, Any], names: Names) -> Parcel:
             f"the state is sharded (DTensors): {', '.join(sharded[:5])}. Give the full state, or load this one with "
             "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict."
         )
+    others = {key: value for key, value in state[STATE].items() if key not in by_key}
     contents = _Contents(
         states,
-        {key: value for key, value in state[STATE].items() if key not in by_key},
+        others,
+        strangers(others, str if _is_by_fqn(state) else int),
         [{**group, PARAMS: [by_key.get(key, key) for key in group[PARAMS]]} for group in state[GROUPS]],
         {key: value for key, value in state.items() if key not in (STATE, GROUPS)},
     )
@@ -131,7 +145,7 @@ def _kind(state: object) -> str:
 def _fqns_by_key(state: Mapping[str, Any], names: Names) -> dict[Any, str]:
     """What stands for a parameter in a state_dict -> its FQN here. Ids stand for positions in the groups."""
     given = [list(group[PARAMS]) for group in state[GROUPS]]
-    if all(isinstance(key, str) for keys in given for key in keys):
+    if _is_by_fqn(state):
         return {key: key for keys in given for key in keys}
     sizes, own = [len(keys) for keys in given], [len(ids) for ids in names.groups]
     if sizes != own:
@@ -141,6 +155,10 @@ def _fqns_by_key(state: Mapping[str, Any], names: Names) -> dict[Any, str]:
         )
     pairs = zip(given, names.groups, strict=True)
     return {key: names.fqns[i] for keys, ids in pairs for key, i in zip(keys, ids, strict=True)}
+
+
+def _is_by_fqn(state: Mapping[str, Any]) -> bool:
+    return all(isinstance(key, str) for group in state[GROUPS] for key in group[PARAMS])
 
 
 def _misfits(contents: _Contents, names: Names) -> Iterator[str]:
@@ -154,8 +172,8 @@ def _misfits(contents: _Contents, names: Names) -> Iterator[str]:
         yield f"its param_groups have {', '.join(extra)}, which the optimizer does not have"
     if not missing and not extra and [set(fqns) for fqns in given] != [set(fqns) for fqns in own]:
         yield f"its param_groups hold {given}, those of the optimizer {own}"
-    if strangers := [key for key, value in contents.others.items() if isinstance(value, Mapping)]:
-        yield f"it has state of {', '.join(map(str, strangers))}, which no param_group names"
+    if contents.strangers:
+        yield f"it has state of {', '.join(map(str, contents.strangers))}, which no param_group names"
 
 
 @dataclass(eq=False)
@@ -202,10 +220,15 @@ class _Target:
         return DTensor.from_local(held.local, mesh, (placement,), run_check=False, shape=shape, stride=stride)
 
 
+def _is_strict(optim: Optimizer) -> bool:
+    """Whether an optimizer keeps the same for all parameters of a group, each tensor shaped as its parameter."""
+    return type(optim).__module__.startswith("torch.optim") and not isinstance(optim, Adafactor | LBFGS)
+
+
 def _targets(contents: _Contents, announced: Sequence[Announced], names: Names, optim: Optimizer) -> list[_Target]:
     """Where everything that is coming goes, in the order in which it comes."""
     found: dict[int, _Target] = {}
-    is_strict = type(optim).__module__.startswith("torch.optim") and not isinstance(optim, Adafactor | LBFGS)
+    is_strict = _is_strict(optim)
     states = parameter_states({p: optim.state.get(p, {}) for p in names.parameters.values()})
     present = dict(zip(names.fqns.values(), states, strict=True))
     for fqn, coming in contents.states.items():
@@ -247,12 +270,16 @@ def _wrong(each: Announced, parameter: Tensor, now: Held | None, is_strict: bool
 
 
 def _other_keys(contents: _Contents, names: Names, optim: Optimizer) -> list[str]:
-    """Parameters for which another set of values is coming than the optimizer keeps."""
+    """Parameters for which another set of values is coming than the optimizer keeps, or than for others like them."""
     found = []
-    for fqn, coming in contents.states.items():
-        now = optim.state.get(names.parameters[names.ids[fqn]])
-        if now and isinstance(coming.skeleton, dict) and now.keys() != coming.skeleton.keys():
-            found.append(f"state of {fqn} has {sorted(map(str, coming.skeleton))}, expected {sorted(map(str, now))}")
+    for ids in names.groups:
+        fqns = [names.fqns[i] for i in ids]
+        states = {fqn: contents.states[fqn].skeleton for fqn in fqns if fqn in contents.states}
+        of_group = {key for each in states.values() if isinstance(each, dict) for key in each}
+        for fqn, given in states.items():
+            now = optim.state.get(names.parameters[names.ids[fqn]]) or (of_group if _is_strict(optim) else given)
+            if isinstance(given, dict) and set(now) != set(given):
+                found.append(f"state of {fqn} has {sorted(map(str, given))}, expected {sorted(map(str, now))}")
     return found
 
 

@@ -136,6 +136,11 @@ def state_fact(fqn: str) -> str:
     return f"state of {fqn}"
 
 
+def strangers(others: Mapping[Any, Any], kind: type) -> list[Any]:
+    """Of the keys of state that belongs to no parameter those of a kind that names parameters."""
+    return [key for key, value in others.items() if isinstance(key, kind) and isinstance(value, Mapping)]
+
+
 def facts_of(
     optim: Optimizer, names: Names, states: Mapping[int, ParameterState], whole: Mapping[str, Any]
 ) -> dict[str, str]:
@@ -145,6 +150,8 @@ def facts_of(
         given = {key: value for key, value in group.items() if key != PARAMS}
         fqns = ", ".join(names.fqns[i] for i in names.groups[g])
         facts[f"param_groups[{g}]"] = f"{simple(given)} of {fqns}"
+    facts["state of no parameter"] = simple(whole[STATE])
+    facts["other keys"] = simple({key: value for key, value in whole.items() if key not in (STATE, GROUPS)})
     for i, fqn in names.fqns.items():
         facts[state_fact(fqn)] = states[i].text if i in states else ""
     return facts

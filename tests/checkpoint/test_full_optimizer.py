@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import fxshard
+from tests.checkpoint.helpers import refused
 from tests.checkpoint.states import adamw, assert_same, net, sharded, take_steps, trained, two_groups
 from tests.ranks import two_ranks
 
@@ -167,6 +168,23 @@ def test_other_keys_are_kept() -> None:
     fxshard.load_full_optim_state_dict(model, fresh, state)
     assert fresh.scale == 4.0
     assert_same(fxshard.full_optim_state_dict(model, fresh), state)
+
+
+@two_ranks
+def test_state_of_no_parameter_is_kept_unless_it_would_be_taken_for_ones() -> None:
+    model, optim = sharded_by_adamw()
+    kept = {"skipped": [1, 2], "table": torch.arange(3)}
+    optim.state["global"] = kept  # type: ignore[index]
+    state = fxshard.full_optim_state_dict(model, optim)
+    fresh = adamw(model)
+    fxshard.load_full_optim_state_dict(model, fresh, state)
+    assert_same(fresh.state["global"], kept)  # type: ignore[index]
+    assert_same(fxshard.full_optim_state_dict(model, fresh), state)
+    assert "under 'global', where a load would take it for" in refused(
+        fxshard.full_optim_state_dict, model, optim, keys="fqn"
+    )
+    optim.state[77] = optim.state.pop("global")  # type: ignore[index,call-overload]
+    assert "under 77, where a load would take it for" in refused(fxshard.full_optim_state_dict, model, optim)
 
 
 class OnLocalRows(Optimizer):
