@@ -31,7 +31,10 @@ _log = logging.getLogger(__name__)
 EXTRA = "extra.pt"
 _SAVING = ".fxshard-saving-"
 _FORMER = ".fxshard-former"
-_OURS = re.compile(rf"__\d+_\d+\.distcp|\.metadata(\.tmp)?|{re.escape(manifest.NAME)}(\.tmp)?|{re.escape(EXTRA)}")
+_OURS = re.compile(
+    rf"__\d+_\d+\.distcp|\.metadata(\.tmp)?|{re.escape(manifest.NAME)}(\.tmp)?|{re.escape(EXTRA)}"
+    r"|\.nfs[0-9a-f]+"  # what NFS keeps of a file that was removed while it was open
+)
 
 
 def resolve(path: object) -> Path:
@@ -93,14 +96,35 @@ def unfinished(path: Path, name: str) -> Path:
 
 
 def commit(folder: Path, path: Path) -> None:
-    """Put `folder`, which is complete and synced, in the place of `path`."""
+    """Put `folder`, which is complete and synced, in the place of `path`.
+
+    Raises:
+        CheckpointError: it could not be; says which checkpoint is there.
+    """
     former = _former(path)
-    if not _is_absent(path):
-        path.rename(former)
+    try:
+        if not _is_absent(path):
+            path.rename(former)
+            sync_folder(path.parent)
+        folder.rename(path)
         sync_folder(path.parent)
-    folder.rename(path)
-    sync_folder(path.parent)
-    remove(former)
+    except OSError as error:
+        if _is_absent(path) and _is_complete(former):
+            with contextlib.suppress(OSError):  # load_checkpoint finds it under the other name as well
+                former.rename(path)
+        raise CheckpointError(f"{path} could not be replaced ({error}): {_what_is_left(folder, path)}.") from error
+    try:
+        remove(former)
+    except OSError as error:
+        _log.warning("%s was saved; %s, which it replaces, could not be removed (%s)", path, former, error)
+
+
+def _what_is_left(folder: Path, path: Path) -> str:
+    if not folder.exists():
+        return "it is the new checkpoint, but may not outlive a loss of power"
+    if _is_complete(path) or _is_complete(_former(path)):
+        return "load_checkpoint finds the one that was there before"
+    return "there was none before, and there is none now"
 
 
 def _former(path: Path) -> Path:

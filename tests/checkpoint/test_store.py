@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import stat
 from pathlib import Path
 from typing import cast
@@ -13,7 +14,8 @@ import pytest
 import torch
 
 import fxshard
-from fxshard.errors import ConfigError
+from fxshard.checkpoint import place
+from fxshard.errors import CheckpointError, ConfigError
 from tests.checkpoint import bodies, processes
 from tests.checkpoint.bodies import assert_same_state, build, state_of, train
 from tests.checkpoint.helpers import shared_folder
@@ -270,3 +272,54 @@ def test_the_former_checkpoint_is_found_when_a_save_was_ended_between_its_rename
     fxshard.save_checkpoint(tmp_path / "a", MLP(), extra=3)
     assert os.listdir(tmp_path) == ["a"]
     assert fxshard.load_checkpoint(tmp_path / "a", MLP()) == 3
+
+
+def test_a_rename_that_fails_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fxshard.save_checkpoint(tmp_path / "a", MLP(), extra=1)
+    rename = Path.rename
+
+    def failing(self: Path, target: Path) -> Path:
+        if ".fxshard-saving" in self.name and self.is_dir():
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", failing)
+        with pytest.raises(CheckpointError, match=r"could not be replaced .*: load_checkpoint finds the one that was"):
+            fxshard.save_checkpoint(tmp_path / "a", MLP(), extra=2)
+        with pytest.raises(CheckpointError, match=r"could not be replaced .*: there was none before"):
+            fxshard.save_checkpoint(tmp_path / "b", MLP(), extra=2)
+    assert os.listdir(tmp_path) == ["a"]
+    assert fxshard.load_checkpoint(tmp_path / "a", MLP()) == 1
+
+
+def test_a_sync_that_fails_after_the_rename_says_that_the_new_checkpoint_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(folder: Path) -> None:
+        if (folder / "a").exists():
+            raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(place, "sync_folder", failing)
+        with pytest.raises(CheckpointError, match=r"could not be replaced .*: it is the new checkpoint"):
+            fxshard.save_checkpoint(tmp_path / "a", MLP(), extra=2)
+    assert fxshard.load_checkpoint(tmp_path / "a", MLP()) == 2
+
+
+def test_a_former_checkpoint_that_cannot_be_removed_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fxshard.save_checkpoint(tmp_path / "a", MLP(), extra=1)
+
+    def failing(folder: Path) -> None:
+        (folder / ".nfs0000a1").touch()
+        raise OSError(39, "Directory not empty", str(folder))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", failing)
+        fxshard.save_checkpoint(tmp_path / "a", MLP(), extra=2)
+    assert "a.fxshard-former, which it replaces, could not be removed" in caplog.text
+    assert fxshard.load_checkpoint(tmp_path / "a", MLP()) == 2
+    fxshard.save_checkpoint(tmp_path / "a", MLP(), extra=3)
+    assert os.listdir(tmp_path) == ["a"]
