@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import sys
 from pathlib import Path
+
+_MOST_KEYS = 20  # that a line lists one by one
 
 
 def add_state(parser: argparse.ArgumentParser) -> None:
@@ -55,8 +58,15 @@ def _merge(args: argparse.Namespace) -> int:
             on_progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
     sys.stdout.write(f"wrote {args.out}: {merged.tensors} tensors, {merged.size / 2**20:.1f} MiB\n")
-    if merged.left_out:
-        how = "these have no form in safetensors" if args.everything else "--all adds them"
-        shown = ", ".join(merged.left_out[:3]) + (", ..." if len(merged.left_out) > 3 else "")
-        sys.stdout.write(f"left out {len(merged.left_out)} values ({shown}): {how}\n")
+    for why in dict.fromkeys(merged.left_out.values()):
+        keys = [key for key, each in merged.left_out.items() if each == why]
+        sys.stdout.write(f"left out {_listed(keys)}: {why}\n")
     return 0
+
+
+def _listed(keys: list[str]) -> str:
+    """All keys, or how many stand under each entry of the checkpoint."""
+    if len(keys) <= _MOST_KEYS:
+        return ", ".join(keys)
+    entries = collections.Counter(key.partition(".")[0] for key in keys)
+    return ", ".join(f"{entry} ({count} values)" for entry, count in entries.items())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,12 +49,12 @@ class Merged:
     Attributes:
         tensors: how many were written.
         size: of the file, in bytes.
-        left_out: keys of tensors and other values that were not.
+        left_out: key of each tensor or other value that was not -> why.
     """
 
     tensors: int
     size: int
-    left_out: list[str]
+    left_out: dict[str, str]
 
 
 @dataclass(kw_only=True)
@@ -61,7 +63,7 @@ class _Selection:
 
     names: dict[str, str] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
 
 
 def merge(
@@ -87,30 +89,35 @@ def merge(
         on_progress: called with bytes written and bytes in all.
 
     Raises:
-        ConfigError: `out` exists, or its folder does not; a name would stand for two tensors.
-        CheckpointError: files are missing or damaged, or hold a dtype that safetensors has no name for.
+        ConfigError: `out` exists or is a folder, or its folder does not exist; a name would stand for two tensors.
+        CheckpointError: files are missing or damaged, or hold a dtype that safetensors has no name for; `out` could not
+            be written.
         MissingExtraError: safetensors is not installed.
     """
     try:
         from safetensors import safe_open
     except ImportError as error:
         raise MissingExtraError("safetensors", "state") from error
+    if out.is_dir():
+        raise ConfigError(f"{out} is a folder. Name the file to write.")
     if out.exists() and not overwrite:
         raise ConfigError(f"{out} exists. Choose another name, or say --overwrite.")
     if not out.resolve().parent.is_dir():
         raise ConfigError(f"there is no folder {out.parent} to write {out.name} to.")
     contents = _open(place.resolve(checkpoint))
     selection = _select(contents, everything)
-    unfinished = out.with_name(f"{out.name}.fxshard-merging")
+    unfinished = out.with_name(f"{out.name}.fxshard-merging-{secrets.token_hex(4)}")
     try:
         _write(unfinished, contents, selection, on_progress)
         with safe_open(unfinished, "pt") as file:  # what wrote it shall not be what judges it
             _require_same(unfinished, {name: file.get_slice(name) for name in file.keys()}, contents, selection)
         os.replace(unfinished, out)
         sync_folder(out.resolve().parent)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
+    except OSError as error:
+        raise CheckpointError(f"{out} could not be written ({error}). Choose another place, or make room.") from error
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
     return Merged(tensors=len(selection.names), size=out.stat().st_size, left_out=selection.left_out)
 
 
@@ -130,13 +137,17 @@ def _select(contents: Contents, everything: bool) -> _Selection:
         of_model = has_model and path[0] == stored_model.ROOT and len(path) > 1
         name = ".".join(map(str, path[1:])) if of_model else key
         if has_model and not of_model and not everything:
-            found.left_out.append(key)
+            found.left_out[key] = "beside the model (--all adds it)"
+        elif name == ("__metadata__" if key in contents.tensors else "format"):
+            found.left_out[key] = "safetensors has that name for itself"
         elif key not in contents.tensors:
             _add_text(contents, found, key)
         elif name in found.names:
             raise ConfigError(f"{key} and {found.names[name]} would both be called {name}. Leave out --all.")
         else:
             found.names[name] = key
+    if (contents.folder / place.EXTRA).is_file():
+        found.left_out[place.EXTRA] = "it is read by torch.load"
     unknown = [key for key in found.names.values() if contents.tensors[key].properties.dtype not in _DTYPES]
     if unknown:
         listed = ", ".join(f"{key} ({contents.tensors[key].properties.dtype})" for key in unknown)
@@ -149,8 +160,10 @@ def _add_text(contents: Contents, found: _Selection, key: str) -> None:
         value: dict[str, Any] = {key: None}
         contents.read(value)
         found.texts[key] = json.dumps(unpacked(value[key]))
-    except (CheckpointError, TypeError, ValueError):  # a Python object that is not loaded, or that JSON does not have
-        found.left_out.append(key)
+    except CheckpointError as error:  # damaged, or a Python object that is not loaded
+        found.left_out[key] = str(error)
+    except (TypeError, ValueError):
+        found.left_out[key] = "JSON has no form for it"
 
 
 def _write(path: Path, contents: Contents, selection: _Selection, on_progress: Callable[[int, int], None]) -> None:

@@ -68,8 +68,9 @@ def test_the_model_stands_under_its_own_names(
     assert os.listdir(tmp_path) == ["out.safetensors"]
     printed = capsys.readouterr()
     assert f"wrote {out}: {len(found)} tensors, " in printed.out
-    assert "left out" in printed.out
-    assert "--all adds them" in printed.out
+    assert "left out optim (" in printed.out
+    assert " values): beside the model (--all adds it)" in printed.out
+    assert "left out extra.pt: it is read by torch.load" in printed.out
     assert printed.err == ""  # no progress without a terminal
 
 
@@ -183,6 +184,7 @@ def test_says_what_cannot_be_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for arguments, kind, message in (
         (("a", "out"), ConfigError, "out exists"),
         (("a", "no/out"), ConfigError, "there is no folder"),
+        (("a", "other"), ConfigError, "other is a folder"),
         (("nothing", "new"), CheckpointError, "there is no checkpoint at"),
         (("other", "new"), CheckpointError, "is not a sharded checkpoint: it has no file .metadata"),
     ):
@@ -233,6 +235,55 @@ def test_an_interrupted_merge_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         merge(tmp_path / "a", tmp_path / "out", on_progress=interrupt)
     assert os.listdir(tmp_path) == ["a"]
+
+
+def test_what_cannot_be_written_is_an_error_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fxshard.save_checkpoint(tmp_path / "a", MLP())
+    (tmp_path / "out").write_text("mine")
+
+    def refuse(*args: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    for name in ("fsync", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, refuse)
+            assert state("merge", "--overwrite", str(tmp_path / "a"), str(tmp_path / "out")) == 2
+        assert "out could not be written ([Errno 13] Permission denied)" in capsys.readouterr().err
+    assert sorted(os.listdir(tmp_path)) == ["a", "out"]
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+def test_two_merges_at_a_time_do_not_meet(tmp_path: Path) -> None:
+    fxshard.save_checkpoint(tmp_path / "a", MLP())
+    once: list[int] = []
+
+    def again(done: int, total: int) -> None:
+        if not once:
+            once.append(done)
+            merge(tmp_path / "a", tmp_path / "out")
+
+    merge(tmp_path / "a", tmp_path / "out", on_progress=again)
+    assert len(load_file(tmp_path / "out")) == len(list(MLP().parameters()))
+    assert sorted(os.listdir(tmp_path)) == ["a", "out"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_all_that_is_left_out_is_listed_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = {"format": "mine", "odd": {1, 2}, "object": Counted, "step": 3, "w": torch.ones(3)}
+    dcp.save(values, checkpoint_id=tmp_path / "a")
+    assert state("merge", str(tmp_path / "a"), str(tmp_path / "out")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "left out format: safetensors has that name for itself" in lines
+    assert "left out odd: JSON has no form for it" in lines
+    assert any(line.startswith(f"left out object: object in {tmp_path}") for line in lines)
+    with safe_open(tmp_path / "out", "pt") as file:
+        assert file.metadata() == {"format": "pt", "step": "3"}
+
+
+class Counted:
+    """A class of the user's."""
 
 
 def test_help_explains_every_argument(capsys: pytest.CaptureFixture[str]) -> None:
