@@ -70,7 +70,7 @@ def load_full_optim_state_dict(
         bucket_mib: as for `full_optim_state_dict`.
 
     Raises:
-        ConfigError: groups, keys, shapes or dtypes do not fit (all that do not are named, on every rank).
+        ConfigError: groups, keys, shapes or dtypes do not fit (what does not is named, on every rank).
     """
     load_optimizer.load_optimizer(model, optim, state, bucket_mib=bucket_mib)
 
@@ -110,6 +110,6 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, bucket_m
         bucket_mib: as for `full_optim_state_dict`.
 
     Raises:
-        ConfigError: keys, shapes or dtypes do not fit (all that do not are named, on every rank); nothing was written.
+        ConfigError: keys, shapes or dtypes do not fit (what does not is named, on every rank); nothing was written.
     """
     full_model.load_model(model, state, bucket_mib=bucket_mib)

@@ -90,6 +90,20 @@ def prepare(path: Path) -> None:
             remove(leftover)
 
 
+def require_apart(path: Path) -> None:
+    """Raise if a save would take the working folder away from under this process.
+
+    Raises:
+        ConfigError: `path` is that folder, or holds it.
+    """
+    working = Path.cwd()
+    if path in (working, *working.parents):
+        raise ConfigError(
+            f"{path} is the working folder or holds it, and a save puts another folder in its place. Name a folder "
+            "inside of it."
+        )
+
+
 def unfinished(path: Path, name: str) -> Path:
     """Where the save `name` to `path` writes."""
     return path.with_name(path.name + _SAVING + name)

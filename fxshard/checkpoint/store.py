@@ -153,6 +153,7 @@ class _Saving:
     def describe(self) -> Facts:
         """Collect the state; what all ranks must have alike."""
         self.target = place.resolve(self._path)
+        place.require_apart(self.target)
         _require_kinds(self._model, self._optim)
         self.extra = values.storable(self.extra, "extra")
         self.state = {stored_model.ROOT: stored_model.state_of(self._model)}

@@ -36,20 +36,20 @@ def storable(value: Any, where: str) -> Any:
     kind = type(value)
     if kind in _LEAVES:
         return value
-    if isinstance(value, np.generic):
-        return storable(value.item(), where)
+    if isinstance(value, np.generic) and not isinstance(number := value.item(), np.generic):  # Python has no longdouble
+        return storable(number, where)
     if kind in _MAPPINGS:
         pairs = ((storable(key, f"the key {key!r} of {where}"), each) for key, each in value.items())
         return kind({key: storable(each, f"{where}[{key!r}]") for key, each in pairs})
     if kind in _SEQUENCES:
         return kind(storable(each, f"{where}[{i}]") for i, each in enumerate(value))
-    if kind in (Tensor, nn.Parameter) and not value.is_meta:
-        whole = value.detach()
+    if kind in (Tensor, nn.Parameter) and _is_dense(value):
+        whole = value.detach().resolve_conj().resolve_neg()
         # torch.save would write all of a larger storage.
         return whole if whole.untyped_storage().nbytes() == whole.nbytes else whole.clone()
     raise ConfigError(
         f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: numbers, strings, None, "
-        "tensors that are not sharded, and dicts, lists, tuples and sets of these. Convert it first."
+        "dense tensors that are not sharded, and dicts, lists, tuples and sets of these. Convert it first."
     )
 
 
@@ -76,8 +76,8 @@ def nested(value: Any, where: str) -> Any:
     Raises:
         ConfigError: as `storable`.
     """
-    if isinstance(value, Tensor) and not value.is_meta:
-        return value.detach()
+    if isinstance(value, Tensor) and _is_dense(value):
+        return value.detach().resolve_conj().resolve_neg()
     if isinstance(value, Mapping):
         if value and all(isinstance(key, str) for key in value):
             return named(value, where)
@@ -85,6 +85,10 @@ def nested(value: Any, where: str) -> Any:
     if isinstance(value, list) and any(isinstance(each, Tensor | Mapping | list) for each in value):
         return [nested(each, f"{where}[{i}]") for i, each in enumerate(value)]
     return storable(value, where)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta
 
 
 def unpacked(value: Any) -> Any:

@@ -159,6 +159,16 @@ def test_extra_comes_back_with_its_types(tmp_path: Path) -> None:
     assert found == extra
 
 
+def test_a_conjugated_view_comes_back_as_its_values(tmp_path: Path) -> None:
+    view = torch.tensor([1 + 2j]).conj()
+    model = nn.Linear(2, 2)
+    model.register_buffer("view", view)
+    fxshard.save_checkpoint(tmp_path / "a", model, extra=view)
+    model.get_buffer("view").zero_()
+    assert fxshard.load_checkpoint(tmp_path / "a", model).tolist() == [1 - 2j]
+    assert model.get_buffer("view").tolist() == [1 - 2j]
+
+
 def test_a_scheduler_comes_back(tmp_path: Path) -> None:
     model, optim = build("mlp", "unsharded")
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optim, [1, 3])

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -312,6 +313,27 @@ def test_refuses_arguments_of_other_kinds(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             call()
         assert message in str(caught.value)
+
+
+def test_refuses_values_that_have_no_form_in_a_file(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    for value in (torch.eye(2).to_sparse(), np.longdouble(1)):
+        with pytest.raises(ConfigError, match=r"extra is a .*, which a checkpoint cannot hold"):
+            fxshard.save_checkpoint(tmp_path / "a", model, extra=value)
+    model.register_buffer("table", torch.eye(2).to_sparse())
+    with pytest.raises(ConfigError, match=r"table is a torch.Tensor, which a checkpoint cannot hold: .* dense tensors"):
+        fxshard.save_checkpoint(tmp_path / "a", model)
+
+
+def test_does_not_replace_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "inner").mkdir()
+    monkeypatch.chdir(tmp_path / "inner")
+    for path in (".", "..", tmp_path):
+        with pytest.raises(ConfigError, match="is the working folder or holds it"):
+            fxshard.save_checkpoint(path, MLP())
+    fxshard.save_checkpoint("a", MLP())
+    monkeypatch.chdir("a")
+    fxshard.load_checkpoint(".", MLP())
 
 
 def test_does_not_touch_folders_of_others(tmp_path: Path) -> None:
