@@ -35,7 +35,8 @@ def full_optim_state_dict(
         cpu_offload: whether the result is on the CPU; else it is where its tensors are.
         keys: "id" for torch's numbering of the parameters, "fqn" for their names in the model.
         bucket_mib: small tensors travel together in buckets of this size, large ones to other devices in pieces. Of
-            device memory beside the result this takes two buckets on a rank that receives, and one elsewhere.
+            device memory beside the result this takes two buckets on a rank that receives, and one elsewhere; and the
+            rows of two tensors that are not contiguous, or all of one that is sharded otherwise than by rows.
 
     Returns:
         The state where it is wanted, `{}` elsewhere.

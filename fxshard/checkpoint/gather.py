@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fxshard.checkpoint.rounds import Item, Kind, Round
-from fxshard.checkpoint.wire import Buckets, Progress, UnderWay, Wire, as_bytes, launched, lengths, run
+from fxshard.checkpoint.wire import Buckets, Progress, UnderWay, Wire, as_bytes, launched, lengths, part, run
 
 
 class _Results:
@@ -38,23 +38,27 @@ class _Gather:
     def __init__(self, wire: Wire, items: Sequence[Item], rows: Sequence[Tensor], result_device: torch.device) -> None:
         self.wire = wire
         self.items = items
-        self.rows = [as_bytes(each) for each in rows]
+        self.rows = rows
         self.results = _Results(items, result_device)
         self.result_device = result_device
 
     def own(self, each: Round) -> list[Tensor]:
         """What this rank has of the chunks of a round."""
         if each.kind is Kind.PACKED:  # whole shares
-            return [self.rows[chunk.item] for chunk in each.chunks]
+            return [as_bytes(self.rows[chunk.item]) for chunk in each.chunks]
         ((i, first, last),) = each.chunks
-        return [self.rows[i][first:last]]
+        return [part(self.rows[i], first, min(last, self.rows[i].nbytes))]
+
+    def is_copy(self, each: Round) -> bool:
+        """Whether what this rank has of a large item had to be copied."""
+        return each.kind is not Kind.PACKED and not self.rows[each.chunks[0].item].is_contiguous()
 
     def copy_own(self, each: Round) -> None:
         """Put this rank's rows of a large item into their place."""
         ((i, first, last),) = each.chunks
         start, end = self.items[i].held_by(self.wire.rank, first, last)
         if end > start:
-            self.results.of(i)[start:end].copy_(self.rows[i][first : first + end - start])
+            self.results.of(i)[start:end].copy_(part(self.rows[i], first, first + end - start))
 
     def copy_from(self, bucket: Tensor, each: Round) -> None:
         """Put what the other ranks sent of a large item into its place."""
@@ -112,7 +116,7 @@ class _ToOne(_Gather):
             self.wire.cat(own, bucket)
         payload = self.wire.here(own[0]) if bucket is None else bucket
         ops = [self.wire.send(payload, self.recipient)] if total else []
-        return UnderWay(each, launched(ops), kept=payload)
+        return UnderWay(each, launched(ops), kept=payload, is_copy=self.is_copy(each))
 
     def receive(self, each: Round) -> UnderWay:
         """Of the recipient: launch what the others send, and meanwhile take what it has itself."""
@@ -177,7 +181,7 @@ class _ToAll(_Gather):
         if each.kind is Kind.STRAIGHT:
             rows = self.wire.here(own[0])
             full = self.results.of(each.chunks[0].item)
-            return UnderWay(each, [self.wire.all_gather(full, rows)], kept=rows)
+            return UnderWay(each, [self.wire.all_gather(full, rows)], kept=rows, is_copy=self.is_copy(each))
         bucket = self.buckets.next(self.wire.world_size * each.width)
         region = bucket[self.wire.rank * each.width : (self.wire.rank + 1) * each.width]
         self.wire.cat(own, region[: sum(piece.numel() for piece in own)])

@@ -125,14 +125,15 @@ def gather_all(
     """
     wanted = recipient is None or not dist.is_initialized() or dist.get_rank() == recipient
     results: list[Tensor | None] = [None] * len(held)
-    by_mesh: dict[DeviceMesh, list[int]] = {}
-    known: dict[int, list[int] | None] = {}  # by identity, which is quicker to look up; None for one rank alone
+    by_mesh: dict[tuple[DeviceMesh, bool], list[int]] = {}
+    known: dict[tuple[int, bool], list[int] | None] = {}  # by identity, which is quicker to look up; None for one rank
     for i, each in enumerate(held):
         mesh = each.mesh
         if mesh is not None:
-            if id(mesh) not in known:
-                known[id(mesh)] = by_mesh.setdefault(mesh, []) if mesh.size() > 1 else None
-            indices = known[id(mesh)]
+            key = id(mesh), each.is_on_device
+            if key not in known:
+                known[key] = by_mesh.setdefault((mesh, each.is_on_device), []) if mesh.size() > 1 else None
+            indices = known[key]
             if indices is not None:
                 indices.append(i)
                 continue
@@ -159,14 +160,14 @@ def copied(tensor: Tensor, *, to_cpu: bool) -> Tensor:
 def _gather_mesh(
     held: Sequence[Held], recipient: int | None, cpu_offload: bool, bucket_mib: float, progress: Progress
 ) -> list[Tensor]:
-    """Gather what one mesh holds; nothing on ranks that do not want it, or share nothing with the one that does."""
+    """Gather what one mesh holds on one device; nothing on ranks that do not want it, or have no part in it."""
     mesh = cast(DeviceMesh, held[0].mesh)
     group = mesh.get_group()
     ranks = dist.get_process_group_ranks(group)
     if recipient is not None and recipient not in ranks:
         return []
     wire = Wire(group, device_of(held))
-    result_device = torch.device("cpu") if cpu_offload else wire.device
+    result_device = torch.device("cpu") if cpu_offload or not held[0].is_on_device else wire.device
     in_place = result_device == wire.device
     items = [each.item(wire.world_size, straight=in_place) for each in held]
     if recipient is None:  # an all_gather has no place for uneven rows

@@ -170,12 +170,14 @@ class Description:
         path: its keys below the parameter.
         shape: of the full tensor.
         dtype: of it.
+        device: type of the device where it is.
         whole: its value on the CPU, if every rank has all of it; `None` if it is cut into rows.
     """
 
     path: Path
     shape: tuple[int, ...]
     dtype: torch.dtype
+    device: str
     whole: Tensor | None = None
 
 
@@ -186,6 +188,7 @@ def described(state: ParameterState) -> tuple[Any, list[Description]]:
             path=leaf.path,
             shape=held.shape,
             dtype=held.dtype,
+            device=held.local.device.type,
             whole=None if held.mesh is not None else held.local.detach().cpu(),
         )
         for leaf, held in zip(state.leaves, state.held, strict=True)
@@ -198,7 +201,7 @@ def without_rows(skeleton: Any, descriptions: Iterable[Description], parameter: 
     for each in descriptions:
         local = each.whole
         if local is None:
-            local = local_of(parameter).new_empty((0, *each.shape[1:]), dtype=each.dtype)
+            local = local_of(parameter).new_empty((0, *each.shape[1:]), dtype=each.dtype, device=each.device)
         mesh = cast(DTensor, parameter).device_mesh if each.whole is None else None
         leaves.append(Leaf(each.path, local))
         held.append(Held(each.shape, each.dtype, local, mesh))

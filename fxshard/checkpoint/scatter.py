@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fxshard.checkpoint.held import MIB, Held, device_of
 from fxshard.checkpoint.parties import Parties
 from fxshard.checkpoint.rounds import Item, Kind, Round, rounds_of
-from fxshard.checkpoint.wire import Buckets, UnderWay, Wire, as_bytes, launched, lengths, run
+from fxshard.checkpoint.wire import Buckets, UnderWay, Wire, as_bytes, launched, lengths, part, run
 
 
 class _FromOne:
@@ -26,12 +26,12 @@ class _FromOne:
         self.rows = [as_bytes(each) for each in rows]
         self.source = source
         self.buckets = Buckets(rounds, wire.world_size if wire.rank == source else 1, wire.device)
-        self.fulls: list[Tensor] = []
+        self.fulls: Sequence[Tensor] = []
 
     def pieces(self, each: Round, rank: int) -> list[Tensor]:
         """What a rank is to get of the chunks of a round, on the source."""
         spans = [(i, *self.items[i].held_by(rank, first, last)) for i, first, last in each.chunks]
-        return [self.fulls[i][start:end] for i, start, end in spans]
+        return [part(self.fulls[i], start, end) for i, start, end in spans]
 
     def targets(self, each: Round) -> list[Tensor]:
         """Where this rank wants what it is to get."""
@@ -92,7 +92,7 @@ def from_one(
     if fulls is None:
         run(rounds, scatter.receive, scatter.finish)
         return
-    scatter.fulls = [as_bytes(full) for full in fulls]
+    scatter.fulls = fulls
     run(rounds, scatter.send, scatter.finish)
 
 
@@ -102,11 +102,10 @@ def broadcast(
     """Fill `targets`, which every rank has whole, with what rank `source` of the group has."""
     into = [as_bytes(target) for target in targets]
     items = [Item(each.numel(), each.numel(), False) for each in into]
-    given = None if fulls is None else [as_bytes(full) for full in fulls]
     for each in rounds_of(items, 1, bucket_bytes):
         bucket = torch.empty(each.width, dtype=torch.uint8, device=wire.device)
-        if given is not None:
-            wire.cat([given[i][first:last] for i, first, last in each.chunks], bucket)
+        if fulls is not None:
+            wire.cat([part(fulls[i], first, last) for i, first, last in each.chunks], bucket)
         dist.broadcast(bucket, group_src=source, group=wire.group)
         pieces = torch.split(bucket, [last - first for _, first, last in each.chunks])
         for (i, first, last), piece in zip(each.chunks, pieces, strict=True):

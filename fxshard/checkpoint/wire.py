@@ -3,10 +3,11 @@
 Everything travels as bytes, so a bucket holds any mix of dtypes, and no collective sees more than one.
 
 [Note: rounds under way]
-A round is started before those ahead of it are finished: two with a bucket, each with one of its own, and any number
-without. On an accelerator that is what overlaps them: the copy out of one bucket is queued behind its own transfer
-alone, while the next transfer runs on the stream of the process group. Where a bucket is used again, the process group
-waits for what was queued before, so no stream or event of ours is needed.
+A round is started before those ahead of it are finished: two with a bucket, each with one of its own, two with rows
+that had to be copied because they are not contiguous, and any number with neither. On an accelerator that is what
+overlaps them: the copy out of one bucket is queued behind its own transfer alone, while the next transfer runs on the
+stream of the process group. Where a bucket is used again, the process group waits for what was queued before, so no
+stream or event of ours is needed.
 """
 
 from __future__ import annotations
@@ -34,6 +35,15 @@ Progress = Callable[[int], None]
 def as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a tensor, in order; its own memory if it is contiguous, else a copy's."""
     return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def part(tensor: Tensor, first: int, last: int) -> Tensor:
+    """Bytes `first` to `last` of a tensor, in order: its own memory if it is contiguous, else a copy of rows around."""
+    if tensor.is_contiguous():
+        return as_bytes(tensor)[first:last]
+    row = tensor[0].nbytes
+    start = first // row
+    return as_bytes(tensor[start : -(-last // row)])[first - start * row : last - start * row]
 
 
 @dataclass(eq=False)
@@ -107,6 +117,7 @@ class UnderWay:
     works: list[Any]
     bucket: Tensor | None = None
     kept: Any = None  # what must live until the works are done
+    is_copy: bool = False  # whether that is memory of its own, beside buckets
 
     def wait(self) -> None:
         """Wait until what was launched for it is done."""
@@ -118,11 +129,17 @@ def run(rounds: Iterable[Round], start: Callable[[Round], UnderWay], finish: Cal
     """Run all rounds; see [Note: rounds under way]."""
     waiting: deque[UnderWay] = deque()
     for each in rounds:
-        while len(waiting) == _MOST_UNDER_WAY or (each.width and sum(1 for x in waiting if x.round.width) == 2):
+        while len(waiting) == _MOST_UNDER_WAY or _is_full(waiting, each):
             finish(waiting.popleft())
         waiting.append(start(each))
     while waiting:
         finish(waiting.popleft())
+
+
+def _is_full(waiting: Iterable[UnderWay], each: Round) -> bool:
+    """Whether a round must be finished before the next is started, for the memory that those under way take."""
+    num_buckets, num_copies = sum(1 for x in waiting if x.round.width), sum(x.is_copy for x in waiting)
+    return (each.width > 0 and num_buckets == 2) or num_copies == 2
 
 
 def launched(ops: list[dist.P2POp]) -> list[Any]:

@@ -9,15 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxshard
 from fxshard.checkpoint import gather, scatter
-from fxshard.checkpoint.held import MIB
+from fxshard.checkpoint.held import MIB, Held, gather_all
+from fxshard.checkpoint.progress import showing
 from fxshard.checkpoint.rounds import STRAIGHT_BYTES, Chunk, Item, Kind, Round, rounds_of
 from fxshard.checkpoint.wire import Wire
 from tests.checkpoint.states import assert_same, net
+from tests.numerics.harness import world_mesh
 from tests.ranks import two_ranks
 
 CPU = torch.device("cpu")
@@ -182,6 +185,47 @@ def test_a_large_tensor_takes_no_memory_beside_the_result() -> None:
     nbytes = 3000 * 1001 * 4 if dist.get_rank() == 0 else 0
     assert sum(each.untyped_storage().nbytes() for each in state.values()) == nbytes
     assert memory.peak - nbytes < 10_000
+
+
+@two_ranks
+@pytest.mark.parametrize("to_all", [False, True])
+def test_rows_that_are_not_contiguous_are_copied_piece_by_piece(to_all: bool) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    wire = Wire(group, CPU)
+    torch.manual_seed(0)
+    tensors = [torch.randn(rows, 100) for rows in (2000, 10, 4001, 50, 8000, 300)]
+    rows = [rows_of(tensor).t().contiguous().t() for tensor in tensors]
+    items = [item_of(tensor, 2, False) for tensor in tensors]
+    bucket_bytes = 300_000
+    rounds = rounds_of(items, 2, bucket_bytes)
+    with PeakMemory() as memory:
+        if to_all:
+            fulls = gather.to_all(wire, items, rows, rounds, CPU, lambda _: None)
+        else:
+            fulls = gather.to_one(wire, items, rows, rounds, 0, CPU, lambda _: None)
+    for full, tensor in zip(fulls, tensors, strict=False):
+        assert full.view(tensor.dtype).view(tensor.shape).equal(tensor)
+    extra = memory.peak - (sum(item.nbytes for item in items) if fulls else 0)
+    assert extra <= 3 * bucket_bytes  # all rows are 2.8 MB
+
+
+@two_ranks
+def test_state_that_is_not_on_the_device_of_its_mesh_stays_where_it_is() -> None:
+    mesh = world_mesh()
+    here, there = torch.zeros(2, 3), torch.zeros(2, 3, device="meta")
+    held = [Held((4, 3), torch.float32, local, mesh) for local in (here, there, here)]
+    devices: list[tuple[str, int]] = []
+
+    def record(wire: Any, items: Any, rows: Any, rounds: Any, recipient: int, device: torch.device, _: Any) -> Any:
+        devices.append((device.type, len(items)))
+        return [torch.zeros(item.nbytes, dtype=torch.uint8) for item in items]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gather, "to_one", record)
+        patch.setattr(DeviceMesh, "device_type", "meta")
+        gather_all(held, recipient=0, cpu_offload=False, bucket_mib=1, progress=lambda sizes: showing("", sizes))
+    assert devices == [("cpu", 2), ("meta", 1)]
 
 
 @two_ranks
