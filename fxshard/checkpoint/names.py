@@ -18,9 +18,11 @@ def fqn_of(model: nn.Module, name: str) -> str:
     """
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
+    if "module" not in (steps := name.split(".")):
+        return name
     parts: list[str] = []
     module: object = model
-    for part in name.split("."):
+    for part in steps:
         if not (isinstance(module, DistributedDataParallel) and part == "module"):
             parts.append(part)
         module = getattr(module, part, None)

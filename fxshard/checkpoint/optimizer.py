@@ -91,7 +91,7 @@ class ParameterState:
     def text(self) -> str:
         """What all ranks must have alike: of what ranks share the values as well, if it is not sharded."""
         texts = [held.valued if self.is_shared else held.text for held in self.held]
-        return simple(put_back(self.skeleton, texts))
+        return simple(self.skeleton, texts)
 
 
 def parameter_states(states: Mapping[Tensor, Any]) -> list[ParameterState]:
@@ -101,31 +101,34 @@ def parameter_states(states: Mapping[Tensor, Any]) -> list[ParameterState]:
     well. One may have that shape by chance, so a path leads to rows only if it does for every sharded parameter.
     """
     taken = {parameter: take_out(state) for parameter, state in states.items()}
-    of_rows: dict[Path, bool] = {}
+    others: set[Path] = set()
     for parameter, (_, leaves) in taken.items():
         if isinstance(parameter, DTensor) and is_sharded(parameter):
-            for path, tensor in leaves:
-                fits = isinstance(tensor, DTensor) or (tensor.dim() and tensor.shape == local_of(parameter).shape)
-                of_rows[path] = of_rows.get(path, True) and bool(fits)
+            plain = [leaf for leaf in leaves if leaf.path not in others and not isinstance(leaf.tensor, DTensor)]
+            others |= {path for path, x in plain if not x.dim() or x.shape != local_of(parameter).shape}
     found = []
     for parameter, (skeleton, leaves) in taken.items():
-        sharded = parameter if isinstance(parameter, DTensor) and is_sharded(parameter) else None
-        held = [hold(tensor, sharded if of_rows.get(path) else None) for path, tensor in leaves]
-        is_shared = isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1
-        found.append(ParameterState(skeleton, leaves, held, is_shared))
+        rows_of = parameter if isinstance(parameter, DTensor) and is_sharded(parameter) else None
+        held = [hold(tensor, None if path in others else rows_of) for path, tensor in leaves]
+        found.append(ParameterState(skeleton, leaves, held, isinstance(parameter, DTensor)))
     return found
 
 
-def simple(value: Any) -> str:
-    """Values in words that are equal where the values are; of what is neither plain nor a tensor the kind."""
+def simple(value: Any, texts: Sequence[str] = ()) -> str:
+    """Values in words that are equal where the values are; of what is neither plain nor a tensor the kind.
+
+    Args:
+        value: anything.
+        texts: what stands for the tensors, if `value` is a skeleton.
+    """
     if isinstance(value, Tensor):
         return type(value).__name__ if isinstance(value, DTensor) else value_text(value)
     if isinstance(value, Place):
-        return "tensor"
+        return texts[value.number] if texts else "tensor"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {simple(each)}" for key, each in value.items()) + "}"
+        return "{" + ", ".join([f"{key}: {simple(each, texts)}" for key, each in value.items()]) + "}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(simple, value))}]"
+        return f"[{', '.join([simple(each, texts) for each in value])}]"
     if isinstance(value, int | float | str | torch.dtype | None):
         return str(value)
     return type(value).__name__

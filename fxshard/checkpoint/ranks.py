@@ -6,12 +6,13 @@ import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 
+from fxshard.checkpoint.accord import exchange
 from fxshard.checkpoint.parties import parties_of, ranks_of
 from fxshard.errors import CheckpointError, ConfigError, FxshardError, RankMismatchError
 
@@ -59,11 +60,7 @@ class Ranks:
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks, by rank."""
-        if self.size == 1:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return exchange(value, self.group)
 
     def together(self, work: Callable[[], T]) -> T:
         """Do `work`, which has no collectives, on every rank; where it fails on one, raise the same on all.
