@@ -91,7 +91,9 @@ def load_optimizer(model: nn.Module, optim: Optimizer, state: Mapping[str, Any],
     for each in places:
         each.allocate()
     deliver([each.held for each in places], parcel.tensors, parcel.source, parties, bucket_mib)
-    _install(optim, names, contents, [each.finished() for each in places])
+    with accord.Caught() as caught:  # load_state_dict and its hooks are the user's
+        _install(optim, names, contents, [each.finished() for each in places])
+    accord.raise_together(CALL, caught, parties.group)
 
 
 def _packed(state: Mapping[str, Any], names: Names) -> Parcel:

@@ -118,6 +118,15 @@ def test_state_of_parameters_that_are_cut_by_columns_is_refused() -> None:
 
 
 @two_ranks
+def test_an_optimizer_that_refuses_its_state_on_one_rank_raises_on_both() -> None:
+    model, optim = trained_on_ranks()
+    state = fxshard.full_optim_state_dict(model, optim)
+    if dist.get_rank():
+        optim.register_load_state_dict_pre_hook(lambda optim, state: state.pop("missing"))
+    assert "rank 1: KeyError: 'missing'" in refused(fxshard.load_full_optim_state_dict, model, optim, state)
+
+
+@two_ranks
 def test_strings_in_the_state_stay_as_they_are() -> None:
     model, optim = trained_on_ranks()
     for values in optim.state.values():
