@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, fx
@@ -13,12 +11,12 @@ from fxshard.ir import biases, ops
 
 
 @pytest.fixture
-def graph() -> Iterator[fx.Graph]:
+def graph() -> fx.Graph:
     def two(x: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
         return torch.conv2d(torch.conv2d(x, weight, buffer[1:]), weight)
 
     shapes = [(1, 2, 3, 3), (2, 2, 1, 1), (3,)]
-    yield make_fx(two, tracing_mode="fake")(*map(torch.zeros, shapes)).graph
+    return make_fx(two, tracing_mode="fake")(*map(torch.zeros, shapes)).graph
 
 
 def copies(graph: fx.Graph) -> list[fx.Node]:
