@@ -2,7 +2,8 @@
 
 torch's get_optimizer_state_dict and set_optimizer_state_dict step an optimizer that has no state yet, and cast state to
 the dtype of its parameter; a save must change nothing, and a load must bring back every bit. The names are torch's, so
-either side reads what the other wrote: `state.<FQN>.<name>`, `param_groups.<i>.<option>`.
+either side reads what the other wrote: `state.<FQN>.<name>`, `param_groups.<i>.<option>`. What an optimizer adds to its
+state_dict() beside these (`loss_scale`) is stored by its key, and handed to its own load_state_dict.
 """
 
 from __future__ import annotations
@@ -60,7 +61,12 @@ def state_of(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
         options = {key: each for key, each in group.items() if key != _PARAMS}
         kept = values.named(options, f"param_groups[{i}]")
         groups.append({**kept, _PARAMS: [fqns[id(p)] for p in group[_PARAMS]]})
-    return {_STATE: state, _GROUPS: groups}
+    return {**values.named(rest_of(optim), f"{type(optim).__name__}.state_dict()"), _STATE: state, _GROUPS: groups}
+
+
+def rest_of(optim: Optimizer) -> dict[Any, Any]:
+    """What an optimizer adds to the state of its parameters and their groups."""
+    return {key: value for key, value in optim.state_dict().items() if key not in (_STATE, _GROUPS)}
 
 
 def groups_of(model: nn.Module, optim: Optimizer) -> list[list[str]]:
@@ -74,6 +80,7 @@ def lines(model: nn.Module, optim: Optimizer) -> Iterator[str]:
     found = state_of(model, optim)
     yield f"optimizer {type(optim).__name__}"
     yield from values.lines(found[_GROUPS], _GROUPS)
+    yield from values.lines({k: v for k, v in found.items() if k not in (_STATE, _GROUPS)}, "state_dict()")
     parameters = parameters_of(model)
     for fqn, state in found[_STATE].items():
         for name, value in state.items():
@@ -99,6 +106,7 @@ class Staging:
 
     Attributes:
         room: key -> a tensor to read into, or `None` for what is not a tensor.
+        rest: what the optimizer adds to its state, once it is read.
     """
 
     def __init__(
@@ -118,6 +126,7 @@ class Staging:
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._options: list[dict[str, Any]] = []
         self._states: dict[Tensor, dict[str, Any]] = {}
+        self.rest: dict[str, Any] = {}
         self._parameters = parameters_of(model)
         self._groups = groups_of(model, optim)
         self._paths = dict(contents.under(ROOT))
@@ -144,6 +153,9 @@ class Staging:
             present = set(self._optim.state.get(self._parameters[fqn], {})) if fqn in known else set()
             if present and present != names:
                 yield f"{fqn} has {sorted(names)} there, and {sorted(present)} here"
+        rest = {str(path[1]) for path in self._paths} - {_STATE, _GROUPS}
+        if rest != (own := set(rest_of(self._optim))):
+            yield f"state_dict() adds {sorted(rest) or 'nothing'} there, and {sorted(own) or 'nothing'} here"
 
     def _existing(self, path: Path_) -> Any:
         """What the optimizer holds at a path below `state` now, `None` if nothing."""
@@ -192,6 +204,7 @@ class Staging:
                 f"the optimizer in {self._contents.folder} has other param_groups: {saved} there, {self._groups} here. "
                 "Nothing was loaded."
             )
+        self.rest = {key: value for key, value in found.items() if key not in (_STATE, _GROUPS)}
         self._place(found.get(_STATE, {}), found[_GROUPS])
 
     def _place(self, states: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""What a load must know before it writes: that tensors can be written, and that modules take their extra state."""
+"""What a load must know before it writes: that tensors can be written, and that user code takes what is its own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fxshard.checkpoint.names import fqn_of
 from fxshard.errors import ConfigError
@@ -76,6 +77,57 @@ class ExtraStates:
         for module, former in reversed(self._former) if error is not None else ():
             with contextlib.suppress(Exception):  # what went wrong is under way already
                 module.set_extra_state(former)
+
+
+class OptimizerRest:
+    """Hands an optimizer what it adds to its state; takes it back if the block around it raises."""
+
+    def __init__(self, optim: Optimizer | None, rest: Mapping[str, Any]) -> None:
+        """`rest` is what is added to `state` and `param_groups`; nothing is handed over yet."""
+        self._optim, self._rest = optim, rest
+        self._former: dict[str, Any] = {}
+
+    def set(self) -> None:
+        """Hand it over, with the state that the optimizer has.
+
+        Raises:
+            ConfigError: the optimizer does not take it.
+        """
+        if not self._rest or self._optim is None:
+            return
+        try:
+            self._former = copy.copy(self._optim.state_dict())
+            _hand_over(self._optim, {**self._former, **self._rest})
+        except Exception as error:
+            name = type(self._optim).__name__
+            raise ConfigError(
+                f"{name}.load_state_dict does not take {sorted(self._rest)} ({type(error).__name__}: {error}), and "
+                "nothing was loaded. Load into the class that saved it."
+            ) from error
+
+    def __enter__(self) -> Self:
+        """Nothing is handed over yet."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Hand over what was there before, if something went wrong on any rank."""
+        if error is not None and self._former and self._optim is not None:
+            with contextlib.suppress(Exception):  # what went wrong is under way already
+                _hand_over(self._optim, self._former)
+
+
+def _hand_over(optim: Optimizer, state: dict[str, Any]) -> None:
+    """Load a state without a change to the tensors and options that are there: torch casts what it loads."""
+    states, groups = dict(optim.state), [dict(group) for group in optim.param_groups]
+    try:
+        optim.load_state_dict(state)
+    finally:
+        optim.state.clear()
+        optim.state.update(states)
+        for group, former in zip(optim.param_groups, groups, strict=True):
+            group.update(former)
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 import fxshard
+from fxshard.errors import CheckpointError, ConfigError
 from tests.checkpoint.bodies import assert_same_state, build, state_of, train
 from tests.checkpoint.helpers import shared_folder
 from tests.numerics.models import MLP
@@ -103,6 +104,73 @@ def test_every_optimizer_comes_back(name: str) -> None:
         fxshard.load_checkpoint(folder / "a", other, other_optim)
         assert_same_state(state_of(other, other_optim), expected)
         assert train(other, other_optim, range(2, 4)) == train(model, optim, range(2, 4))
+
+
+class WithScale(torch.optim.AdamW):
+    """Keeps more than state and groups in its state_dict."""
+
+    scale, steps = 8.0, torch.zeros(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "loss_scale": self.scale, "scaler": {"steps": self.steps, "empty": {}}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict["loss_scale"] < 0:
+            raise ValueError("negative scale")
+        self.scale, self.steps = state_dict["loss_scale"], state_dict["scaler"]["steps"]
+        super().load_state_dict(state_dict)
+
+
+def trained(scale: float) -> tuple[nn.Module, WithScale]:
+    """Return a model and an optimizer whose moments have another dtype than the parameters."""
+    model, _ = build(dtype=torch.bfloat16)
+    optim = WithScale(model.parameters(), lr=0.1)
+    train(model, optim, range(2))
+    for state in optim.state.values():
+        state["exp_avg"] = state["exp_avg"].float() + 1e-5
+    optim.scale, optim.steps = scale, torch.ones(2)
+    return model, optim
+
+
+@two_ranks
+def test_what_an_optimizer_adds_to_its_state_dict_comes_back() -> None:
+    model, optim = trained(4.0)
+    expected = state_of(model, optim)
+    with shared_folder() as folder:
+        fxshard.save_checkpoint(folder / "a", model, optim)
+        for loaded in (optim, WithScale(model.parameters(), lr=0.2)):
+            loaded.scale = 8.0
+            fxshard.load_checkpoint(folder / "a", model, loaded)
+            assert loaded.scale == 4.0
+            assert torch.equal(loaded.steps, torch.ones(2))
+            assert_same_state(state_of(model, loaded), expected)
+
+
+@two_ranks
+def test_what_an_optimizer_does_not_take_leaves_all_as_it_was() -> None:
+    model, optim = trained(-1.0)
+    with shared_folder() as folder:
+        fxshard.save_checkpoint(folder / "a", model, optim)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+        optim.scale = 2.0
+        before = state_of(model, optim)
+        with pytest.raises(ConfigError, match=r"WithScale.load_state_dict does not take \['loss_scale', 'scaler'\]"):
+            fxshard.load_checkpoint(folder / "a", model, optim)
+        assert optim.scale == 2.0
+        assert_same_state(state_of(model, optim), before)
+
+
+def test_what_an_optimizer_adds_must_be_there_on_both_sides(tmp_path: Path) -> None:
+    class WithoutScale(torch.optim.AdamW):
+        pass
+
+    WithoutScale.__name__ = "WithScale"
+    model = nn.Linear(2, 2)
+    fxshard.save_checkpoint(tmp_path / "a", model, WithoutScale(model.parameters()))
+    with pytest.raises(CheckpointError, match=r"adds nothing there, and \['loss_scale', 'scaler'\] here"):
+        fxshard.load_checkpoint(tmp_path / "a", model, WithScale(model.parameters()))
 
 
 @two_ranks
