@@ -31,6 +31,7 @@ from fxshard.modules import ShardedModule
 from fxshard.one_line import guard_optimizers as _guard_optimizers
 from fxshard.passes._base import Fact, GraphPass, PassContext
 from fxshard.passes.pipeline import Pipeline
+from fxshard.runtime.gloo import register as _register_gloo
 
 __all__ = [
     "BitDifference",
@@ -70,3 +71,4 @@ __all__ = [
 
 _register_backend(_backend, "fxshard")
 _guard_optimizers()
+_register_gloo()

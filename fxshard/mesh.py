@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fxshard.errors import ConfigError
 from fxshard.options import launched_world_size
+from fxshard.runtime import gloo
 
 
 def require_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -29,12 +30,12 @@ def require_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 def default_mesh() -> DeviceMesh:
     """All ranks, on the accelerator if there is one; initialises a process group where there is none."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if not dist.is_initialized():
         if launched_world_size() > 1:
-            dist.init_process_group()
+            dist.init_process_group(None if accelerator else gloo.BACKEND)
         else:
             dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))
 
 

@@ -15,6 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from fxshard.errors import ConfigError
 from fxshard.modules import STATE, ModuleState, state_of, swap_class, units_under
+from fxshard.runtime import gloo
 from fxshard.runtime.dtensors import adopt_attributes, as_dtensor, shard_rows
 from fxshard.runtime.microbatches import Microbatches
 from fxshard.runtime.reference import REFS
@@ -92,6 +93,7 @@ def _make_unit(
             dtensor = as_dtensor(full, rows[-1], mesh)
             adopt_attributes(dtensor, param.__dict__)
             members.append(Member(fqn, places, dtensor, weakref.ref(param)))
+    gloo.warn_of_two_threads(mesh)
     unit = Unit(modules, members, mesh, mp_policy, reshard_after_forward)
     unit.pack(rows)
     for member in members:

@@ -40,6 +40,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from fxshard.runtime import gloo
+
 WORLD_SIZE = 2
 TIMEOUT_S = 120.0
 START_TIMEOUT_S = 120.0
@@ -96,7 +98,11 @@ def join_group(name: str) -> None:
     """Initialise this rank's default process group; `name` must be new to its pool."""
     store = FileStore(str(group_folder() / name), WORLD_SIZE)
     dist.init_process_group(
-        "gloo", store=store, rank=int(os.environ["RANK"]), world_size=WORLD_SIZE, timeout=timedelta(seconds=TIMEOUT_S)
+        gloo.BACKEND,
+        store=store,
+        rank=int(os.environ["RANK"]),
+        world_size=WORLD_SIZE,
+        timeout=timedelta(seconds=TIMEOUT_S),
     )
 
 
@@ -110,8 +116,9 @@ def settle() -> None:
     gc.collect()
     if not dist.is_initialized():
         raise RankError("the body left no process group; run it with fresh_ranks")
+    world: Any = dist.group.WORLD
     try:
-        dist.monitored_barrier(timeout=timedelta(seconds=SETTLE_TIMEOUT_S / 4))
+        world.monitored_barrier(timedelta(seconds=SETTLE_TIMEOUT_S / 4), False)
     except RuntimeError as error:
         raise RankError(f"the body left the ranks out of step: {error}") from None
 

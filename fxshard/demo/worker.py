@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fxshard.demo.config import DemoConfig
 from fxshard.demo.events import Failed
 from fxshard.demo.train import Tell, train_sharded, train_unsharded
+from fxshard.runtime import gloo
 
 
 def log_path(folder: Path, rank: int) -> Path:
@@ -54,11 +55,14 @@ def reporting(rank: int, folder: Path, events: Connection) -> Iterator[None]:
 
 
 def join(rank: int, ranks: int, *, device: str, port: int, stall_s: float) -> None:
-    """Make the default process group of the ranks on this machine: NCCL, one GPU per rank, on "cuda", else gloo."""
+    """Make the default process group of the ranks on this machine: NCCL, one GPU per rank, on "cuda", else gloo.
+
+    See [Note: gloo] for which.
+    """
     if device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
+        "nccl" if device == "cuda" else gloo.BACKEND,
         store=dist.TCPStore("127.0.0.1", port, is_master=False),
         rank=rank,
         world_size=ranks,

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.ir import fake
 from fxshard.ir.plan import ParameterSpec, ShardPlan, Slot, UnitPlan, lay_out, prefetch_words
-from fxshard.runtime import gloo, reference
+from fxshard.runtime import reference
 from fxshard.runtime.accumulation import Accumulation
 from fxshard.runtime.dtensors import adopt_attributes, local_of
 from fxshard.runtime.gradients import GradientSink
@@ -255,7 +255,7 @@ class Unit:
             fqn=self.fqn,
             shards=tuple(shard.plan for shard in self.shards),
             world_size=self.world_size,
-            group=gloo.group_of(self.mesh).group_name,
+            group=self.mesh.get_group().group_name,
             param_dtype=self.mp_policy.param_dtype,
             reduce_dtype=self.mp_policy.reduce_dtype,
             reshard_after_forward=not self.is_root if given is None else given,

@@ -269,7 +269,7 @@ def measure(rank: int, args: argparse.Namespace, folder: str) -> None:
     """Run all rounds as `rank`; rank 0 writes what it found."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", args.ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=args.ranks)
+    dist.init_process_group("fxshard_gloo", store=store, rank=rank, world_size=args.ranks)
     found: dict[str, Any] = {}
     for size in args.sizes.split(","):
         model, optim = build(size, "cpu", with_flats="all_gather_flat" in args.methods)

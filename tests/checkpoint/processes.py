@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from fxshard.runtime import gloo
+
 TIMEOUT_S = 100.0
 
 
@@ -54,7 +56,11 @@ def _main(pipe: connection.Connection, store: str, rank: int, size: int, functio
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo", store=FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S / 2)
+            gloo.BACKEND,
+            store=FileStore(store, size),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=TIMEOUT_S / 2),
         )
         answer = io.BytesIO()  # torch's way through a pipe would share memory with a process that has ended
         torch.save(function(*args), answer)

@@ -22,7 +22,7 @@ RANKS = 4
 def on_four_ranks(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    dist.init_process_group("fxshard_gloo", store=store, rank=rank, world_size=RANKS)
     a_state_of_one_rank_comes_back_from_four()
     rows_of_ranks_that_have_none()
     experts_on_groups_of_two()

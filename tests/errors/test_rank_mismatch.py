@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fxshard import ConfigError, RankMismatchError, backend, fully_shard
-from fxshard.runtime import gloo
 from tests.numerics.harness import (
     Batch,
     Run,
@@ -76,15 +75,11 @@ def refused(message: str = "the ranks launch different collectives") -> Iterator
 
 
 def difference(number: int, ours: str, theirs: str, *, kind: str = "forward") -> str:
-    """Return a pattern for the first difference between rank 0 and rank 1.
-
-    Runs and groups count from where the pool stands.
-    """
+    """Return a pattern for the first difference between rank 0 and rank 1; runs count from where the pool stands."""
     lines = (
         f"collective {number} is the first that differs:\n    rank 0 ({kind}): {ours}\n    rank 1 ({kind}): {theirs}"
     )
-    text = re.escape(f"{lines}\nBuild, shard and compile").replace("'0'", r"'\d+'")
-    return r"In run \d+ of a compiled graph, " + text
+    return r"In run \d+ of a compiled graph, " + re.escape(f"{lines}\nBuild, shard and compile")
 
 
 def wide() -> nn.Module:
@@ -149,9 +144,8 @@ def test_different_resharding_which_backward_finds() -> None:
 def test_different_groups_of_the_same_ranks() -> None:
     world = init_device_mesh("cpu", (WORLD_SIZE,))
     other = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")
-    names = [gloo.group_of(mesh).group_name for mesh in (world, other)]
     model = Setup(shard={"mesh": of_rank(world, other)}).build()
-    with refused(rf"rank 0 \(forward\): all_gather .* on group '{names[0]}' .*\n    rank 1 .* on group '{names[1]}'"):
+    with refused(r"rank 0 \(forward\): all_gather .* on group '0' .*\n    rank 1 .* on group '\d*[1-9]\d*'"):
         train_step(model)
 
 
@@ -202,7 +196,7 @@ def join_hasty_group(seconds: float) -> None:
     dist.destroy_process_group()
     store = dist.FileStore(str(group_folder() / "hasty"), WORLD_SIZE)
     timeout = timedelta(seconds=seconds)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timeout)
+    dist.init_process_group("fxshard_gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timeout)
 
 
 @fresh_ranks
@@ -300,11 +294,3 @@ def two_forwards_before_a_backward(run: Run, step: int) -> Tensor:
 @two_ranks
 def test_trains_with_two_forwards_before_a_backward() -> None:
     check_against_unsharded(Scenario(model=MLP, batch=rows(), backward=two_forwards_before_a_backward))
-
-
-@fresh_ranks
-def test_a_rank_that_never_shards_is_missed() -> None:
-    join_hasty_group(2.0)
-    if dist.get_rank() == 0:
-        with refused(r"rank 0 could not reach all of ranks \[0, 1\] to shard over them with gloo, in 0:00:02\. All of"):
-            fully_shard(MLP())

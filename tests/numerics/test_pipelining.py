@@ -43,7 +43,7 @@ def squared_error(output: Tensor, target: Tensor) -> Tensor:
 def train_stage(rank: int, folder: str, lower: str, schedule: Any) -> None:
     """Train one stage; keep its gradients of the first step and its final parameters."""
     store = dist.FileStore(f"{folder}/store", STAGES * REPLICAS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=STAGES * REPLICAS)
+    dist.init_process_group("fxshard_gloo", store=store, rank=rank, world_size=STAGES * REPLICAS)
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (STAGES, REPLICAS), mesh_dim_names=("pp", "dp"))
     index, replica = mesh.get_coordinate() or (0, 0)

@@ -1,17 +1,19 @@
-"""The group of gloo on which overlapping collectives are launched."""
+"""The backend of process groups whose gloo has one thread."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fxshard
-from fxshard.modules import units_under
 from fxshard.runtime import gloo
 from tests.ranks import two_ranks
 
@@ -23,39 +25,64 @@ def gloo_of(group: dist.ProcessGroup) -> Any:
 
 
 @two_ranks
-def test_one_thread_works_on_what_units_launch() -> None:
-    model = fxshard.fully_shard(nn.Linear(4, 4))
-    (unit,) = units_under(model)
-    group = gloo.group_of(unit.mesh)
-    assert unit.plan.group == group.group_name
-    assert group is not dist.group.WORLD
-    assert gloo_of(group).options._threads == 1
-
-
-@two_ranks
-def test_is_made_once_per_group_and_keeps_its_ranks_and_timeout() -> None:
-    given = dist.new_group([1, 0], timeout=timedelta(seconds=77))
-    mesh = DeviceMesh.from_group(given, "cpu")
-    group = gloo.group_of(mesh)
-    assert group is gloo.group_of(mesh)
-    assert group is gloo.group_of(DeviceMesh.from_group(given, "cpu"))
-    assert group is not gloo.group_of(init_device_mesh("cpu", (2,)))
-    assert dist.get_process_group_ranks(group) == dist.get_process_group_ranks(given)
-    assert gloo_of(group).options._timeout == timedelta(seconds=77)
+def test_groups_have_one_thread_and_their_ranks_and_timeout() -> None:
+    half = dist.new_group([0, 1], timeout=timedelta(seconds=77))
+    assert dist.get_backend(half) == gloo.BACKEND
+    assert gloo_of(half).options._threads == 1
+    assert gloo_of(half).options._timeout == timedelta(seconds=77)
     gathered = torch.empty(2)
-    dist.all_gather_into_tensor(gathered, torch.full((1,), float(dist.get_rank())), group=group)
+    dist.all_gather_into_tensor(gathered, torch.full((1,), float(dist.get_rank())), group=half)
     assert gathered.tolist() == [0, 1]
 
 
 @two_ranks
 def test_overlapping_gathers_do_not_kill_the_rank() -> None:
     """On a group with two threads, every other run of this ends in an abort or a segmentation fault."""
-    name = gloo.group_of(init_device_mesh("cpu", (2,))).group_name
+    group = dist.group.WORLD
+    assert group is not None
     ops, sent = torch.ops._c10d_functional, torch.ones(4)
     for _ in range(BURSTS):
-        for gathered in [ops.all_gather_into_tensor(sent, 2, name) for _ in range(IN_FLIGHT)]:
+        for gathered in [ops.all_gather_into_tensor(sent, 2, group.group_name) for _ in range(IN_FLIGHT)]:
             ops.wait_tensor(gathered)
 
 
-def test_another_backend_is_taken_as_it_is(mesh: DeviceMesh) -> None:
-    assert gloo.group_of(mesh) is dist.group.WORLD
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """What is logged; that it has been said before is forgotten."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(gloo.__name__)
+    logger.addHandler(handler)
+    gloo._say_once.cache_clear()
+    yield lines
+    logger.removeHandler(handler)
+
+
+@two_ranks
+def test_nothing_is_said_of_it() -> None:
+    gloo._say_once.cache_clear()
+    fxshard.fully_shard(nn.Linear(4, 4))
+    assert gloo._say_once.cache_info().currsize == 0
+
+
+@two_ranks
+def test_torchs_own_is_warned_of_once() -> None:
+    gloo._say_once.cache_clear()
+    own = DeviceMesh.from_group(dist.new_group([0, 1], backend="gloo"), "cpu")
+    for _ in range(2):
+        fxshard.fully_shard(nn.Linear(4, 4), mesh=own)
+    assert gloo._say_once.cache_info() == (1, 1, None, 1)
+
+
+def test_the_warning_says_what_to_do(said: list[str]) -> None:
+    gloo._say_once()
+    (line,) = said
+    assert line.startswith("fxshard: torch's gloo corrupts memory once in many thousand collectives that overlap")
+    assert 'torch.distributed.init_process_group("fxshard_gloo")' in line
+
+
+def test_another_backend_is_not_warned_of(mesh: DeviceMesh, said: list[str]) -> None:
+    gloo.warn_of_two_threads(mesh)
+    gloo.warn_of_two_threads(init_device_mesh("cpu", (2,)))
+    assert said == []
