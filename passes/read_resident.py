@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 from torch.fx import GraphModule
 
-from fxshard.ir import collectives, contract, fake, inputs, liveness, ops, splice, tags
+from fxshard.ir import collectives, contract, fake, inputs, liveness, movement, ops, splice, tags
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.variant import PLAIN, Variant, in_order
 from fxshard.passes._base import Fact, GraphPass, PassContext
@@ -23,7 +23,8 @@ class ReadResident(GraphPass):
     The launch is outside of the graph: in the first microbatch that wants the parameters, before the graph begins. Its
     wait stays where the parameter is first read, so compute that does not need it goes ahead; in later microbatches
     there is nothing to wait for. All calls of the unit read the same input. A result of the graph that is a parameter,
-    or a view of one, is copied: the user may write to what the model returns.
+    or a view of one, is copied: the user may write to what the model returns. So is one that was cast to and fro, for
+    Inductor leaves such casts out.
 
     Attributes:
         which: the units whose parameters come in.
@@ -79,13 +80,21 @@ def _replace(markers: list[fx.Node], source: fx.Node, taken: set[str]) -> None:
         graph.erase_node(marker)
 
 
+def _may_be_one(result: fx.Node, residents: frozenset[fx.Node], live: liveness.Liveness) -> bool:
+    """Whether a result lies in the memory of an input, or would if casts and copies between were left out."""
+    makers = [live.storages[index].maker for index in live.storages_of[result]]
+    while makers[:1] and makers[0].target in movement.COPIES | movement.CASTS:
+        makers = [live.storages[index].maker for index in live.storages_of[makers[0].all_input_nodes[0]]]
+    return any(maker in residents for maker in makers)
+
+
 def _copy_results(graph: fx.Graph, residents: frozenset[fx.Node], num_results: int | None) -> None:
     """Copy each result that lies in the memory of one of `residents`; what is saved for backward may."""
     live = liveness.liveness(graph)
     (output,) = graph.find_nodes(op="output")
     results = contract.results_of(graph)
     for result in dict.fromkeys(node for node in results[:num_results] if isinstance(node, fx.Node)):
-        if not any(live.storages[index].maker in residents for index in live.storages_of[result]):
+        if not _may_be_one(result, residents, live):
             continue
         with graph.inserting_before(output):
             copy = graph.call_function(ops.COPY, (result,))

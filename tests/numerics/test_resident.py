@@ -115,7 +115,7 @@ def keep_the_first_block(model: nn.Module, tools: Tools) -> nn.Module:
 
 
 class ReturnsParameters(nn.Module):
-    """Hands out its weight, and views of it and of its bias, beside what it computes."""
+    """Hands out its weight, and views and copies of it and of its bias, beside what it computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class ReturnsParameters(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         weight, bias = self.linear.weight, self.linear.bias
-        return self.linear(x), weight, weight.t()[1:], bias.chunk(2)[1]
+        return self.linear(x), weight, weight.t()[1:], bias.chunk(2)[1], weight.double().float().t(), bias.clone()
 
 
 @two_ranks
