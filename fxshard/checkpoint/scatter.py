@@ -148,8 +148,7 @@ def deliver(
 
 def _cut(target: Held, full: Tensor) -> None:
     """Take this rank's part of a full tensor that it has itself."""
-    into, given = as_bytes(target.local), as_bytes(full)
+    start, end = 0, target.nbytes
     if target.mesh is not None and target.nbytes:
         start, end = target.item(target.mesh.size(), straight=False).held_by(target.mesh.get_local_rank())
-        given = given[start:end]
-    into.copy_(given)
+    as_bytes(target.local).copy_(part(full, start, end))

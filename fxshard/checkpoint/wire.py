@@ -34,7 +34,9 @@ Progress = Callable[[int], None]
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a tensor, in order; its own memory if it is contiguous, else a copy's."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    whole = tensor.detach().contiguous()
+    # What has one element is contiguous with any stride; `view` takes none but 1.
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
 def part(tensor: Tensor, first: int, last: int) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,8 +19,8 @@ from fxshard.checkpoint import gather, scatter
 from fxshard.checkpoint.held import MIB, Held, gather_all
 from fxshard.checkpoint.progress import showing
 from fxshard.checkpoint.rounds import STRAIGHT_BYTES, Chunk, Item, Kind, Round, rounds_of
-from fxshard.checkpoint.wire import Wire
-from tests.checkpoint.states import assert_same, net
+from fxshard.checkpoint.wire import Wire, as_bytes, part
+from tests.checkpoint.states import adamw, assert_same, net, sharded, trained
 from tests.numerics.harness import world_mesh
 from tests.ranks import two_ranks
 
@@ -125,6 +126,84 @@ def test_scatters_what_one_rank_has(kib: int, straight: bool) -> None:
     whole = [torch.zeros_like(tensor) for tensor in tensors]
     scatter.broadcast(wire, whole, 1, given, kib * 1024)
     assert_same(whole, tensors)
+
+
+# ---- tensors that are not contiguous
+
+
+def strided(value: Any) -> Any:
+    """Return the state with every tensor strided: in one dim by two elements, in several from the last to the first."""
+    if isinstance(value, dict):
+        return {key: strided(each) for key, each in value.items()}
+    if not isinstance(value, Tensor) or not value.dim():
+        return value
+    if value.dim() > 1:
+        return value.movedim(0, -1).contiguous().movedim(-1, 0)
+    return value.repeat_interleave(2)[::2]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (1, 1), (1, 6), (6, 1), (3, 4), (3, 1, 2), (0, 3)])
+def test_bytes_are_in_order_whatever_the_strides(shape: tuple[int, ...]) -> None:
+    tensor = torch.randn(shape)
+    expected = as_bytes(tensor)
+    assert as_bytes(strided(tensor)).equal(expected)
+    for first in range(0, len(expected), 3):
+        for last in range(first + 1, len(expected) + 1):
+            assert part(strided(tensor), first, last).equal(expected[first:last])
+
+
+def test_bytes_of_a_contiguous_tensor_are_its_own_memory() -> None:
+    for tensor in (torch.ones(3, 4), torch.ones(2)[::2], torch.tensor(1.0)):
+        as_bytes(tensor).zero_()
+        assert not tensor.any()
+
+
+class Narrow(torch.nn.Module):
+    """Has parameters with one row on each of two ranks, of one element, and in one dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(3, 2)
+        self.column = torch.nn.Parameter(torch.randn(2, 1))
+        self.one = torch.nn.Parameter(torch.randn(1))
+
+
+@two_ranks
+@pytest.mark.parametrize("on_every_rank", [False, True])
+def test_a_state_of_strided_tensors_is_loaded(on_every_rank: bool) -> None:
+    for build in (net, Narrow):
+        weights = {name: value + 1 for name, value in build().state_dict().items()}
+        model = fxshard.fully_shard(build())
+        is_given = on_every_rank or dist.get_rank() == 0
+        fxshard.load_full_state_dict(model, strided(weights) if is_given else {})
+        assert_same(dict(fxshard.full_state_dict(model, recipient_rank=None)), weights)
+
+
+@two_ranks
+@pytest.mark.parametrize("on_every_rank", [False, True])
+def test_an_optimizer_state_of_strided_tensors_is_loaded(on_every_rank: bool) -> None:
+    _, reference = trained()
+    state = reference.state_dict()
+    model = sharded(net())
+    optim = adamw(model)
+    fxshard.load_full_optim_state_dict(model, optim, strided(state) if on_every_rank or dist.get_rank() == 0 else {})
+    assert_same(fxshard.full_optim_state_dict(model, optim, recipient_rank=None), state)
+
+
+@two_ranks
+@pytest.mark.parametrize("recipient", [1, None])
+def test_strided_rows_of_an_optimizer_become_full(recipient: int | None) -> None:
+    model: Any = fxshard.fully_shard(Narrow())
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        rows = strided(parameter.detach().to_local().clone())
+        mesh, placements = parameter.device_mesh, parameter.placements
+        like = DTensor.from_local(rows, mesh, placements, shape=parameter.shape, stride=parameter.stride())
+        optim.state[parameter] = {"sharded": like, "rows": rows}
+    state = fxshard.full_optim_state_dict(model, optim, recipient_rank=recipient, keys="fqn").get("state", {})
+    expected = dict(Narrow().named_parameters()) if recipient in (None, dist.get_rank()) else {}
+    assert_same(state, {name: dict.fromkeys(("sharded", "rows"), each.detach()) for name, each in expected.items()})
 
 
 # ---- the memory
