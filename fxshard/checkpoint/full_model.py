@@ -38,7 +38,7 @@ def state_of_module(model: nn.Module) -> dict[str, Any]:
     named.clear()
     named.update((fqn_of(model, name), value) for name, value in state.items())
     if (metadata := getattr(state, "_metadata", None)) is not None:
-        renamed = ((fqn_of(model, f"{name}.").removesuffix("."), each) for name, each in metadata.items())
+        renamed = ((fqn_of(model, name), each) for name, each in metadata.items())
         vars(named)["_metadata"] = type(metadata)(renamed)
     return named
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 def fqn_of(model: nn.Module, name: str) -> str:
@@ -16,16 +16,17 @@ def fqn_of(model: nn.Module, name: str) -> str:
     Those of `torch.compile`, of activation checkpointing and of torch's FSDP have names that nothing else has; `module`
     is one only below `DistributedDataParallel`. A name that lacks a step, as one of another model may, stays as it is.
     """
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    if "module" not in (steps := name.split(".")):
-        return name
+    steps = [step for step in name.split(".") if step not in _WRAPPERS]
+    if "module" not in steps:
+        return ".".join(steps)
     parts: list[str] = []
     module: object = model
-    for part in steps:
-        if not (isinstance(module, DistributedDataParallel) and part == "module"):
-            parts.append(part)
-        module = getattr(module, part, None)
+    for step in steps:
+        while (compiled := getattr(module, "_orig_mod", None)) is not None:
+            module = compiled
+        if not (isinstance(module, DistributedDataParallel) and step == "module"):
+            parts.append(step)
+        module = getattr(module, step, None)
     return ".".join(parts)
 
 

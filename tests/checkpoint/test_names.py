@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,8 +48,7 @@ def plain() -> nn.Sequential:
 def wrapped() -> nn.Sequential:
     model = plain()
     model[0] = checkpoint_wrapper(model[0])
-    compiled: Any = torch.compile(model[1], backend="eager")
-    model[1] = compiled
+    model[1] = compiled(model[1])
     return model
 
 
@@ -60,6 +61,11 @@ def stepped(model: nn.Module) -> torch.optim.Optimizer:
 
 def under_ddp() -> nn.Module:
     return DistributedDataParallel(wrapped())
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    module: Any = torch.compile(model, backend="eager")
+    return module  # type: ignore[no-any-return]
 
 
 def under_fsdp2() -> nn.Module:
@@ -75,6 +81,34 @@ def test_names_are_torchs() -> None:
         assert [fqn_of(model, name) for name in names] == [next(iter(_get_fqns(model, name))) for name in names]
         assert [fqn for fqn, _ in named_parameters(model)] == [name for name, _ in plain().named_parameters()]
     assert fqn_of(under_ddp(), "module.0.module.weight") == fqn_of(under_ddp(), "0.module.weight") == "0.module.weight"
+
+
+@two_ranks
+def test_steps_into_several_wrappers_are_left_out() -> None:
+    names = ["my_orig_mod.module.weight", "my_orig_mod.module.bias"]
+    wraps: list[Callable[[nn.Module], nn.Module]] = [
+        lambda model: compiled(DistributedDataParallel(model)),
+        lambda model: DistributedDataParallel(compiled(model)),
+        lambda model: compiled(DistributedDataParallel(compiled(model))),
+    ]
+    for wrap in wraps:
+        for parent in ("", "0."):
+            inner = nn.Sequential(OrderedDict(my_orig_mod=checkpoint_wrapper(Inner())))
+            model = nn.Sequential(wrap(inner)) if parent else wrap(inner)
+            expected = [parent + name for name in names]
+            assert [fqn for fqn, _ in named_parameters(model)] == expected
+            assert [next(iter(_get_fqns(model, name))) for name, _ in model.named_parameters()] == expected
+            optim = torch.optim.AdamW(model.parameters())
+            assert list(fxshard.full_state_dict(model, recipient_rank=None)) == [
+                parent + "my_orig_mod._extra_state",
+                *expected,
+            ]
+            state = fxshard.full_optim_state_dict(model, optim, recipient_rank=None, keys="fqn")
+            assert state["param_groups"][0]["params"] == expected
+            fxshard.load_full_state_dict(model, model.state_dict())
+            with shared_folder() as folder:
+                fxshard.save_checkpoint(folder / "a", model, optim)
+                fxshard.load_checkpoint(folder / "a", model, optim)
 
 
 @two_ranks
