@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -19,6 +20,7 @@ from fxshard.checkpoint.optimizer import (
     PARAMS,
     STATE,
     Names,
+    is_step,
     names_of,
     parameter_states,
     simple,
@@ -233,27 +235,43 @@ def _targets(contents: _Contents, announced: Sequence[Announced], names: Names, 
     is_strict = _is_strict(optim)
     states = parameter_states({p: optim.state.get(p, {}) for p in names.parameters.values()})
     present = dict(zip(names.fqns.values(), states, strict=True))
+    counters = _counters(contents, announced, names)
     for fqn, coming in contents.states.items():
         pairs = zip(present[fqn].leaves, present[fqn].held, strict=True)
         existing = {leaf.path: (leaf.tensor, held) for leaf, held in pairs}
         for number, path in coming.paths:
             tensor, now = existing.get(path, (None, None))
             parameter = names.parameters[names.ids[fqn]]
-            found[number] = _target(announced[number], path, parameter, tensor, now, is_strict)
+            found[number] = _target(announced[number], path in counters, parameter, tensor, now, is_strict)
     return [found[number] for number in range(len(announced))]
 
 
+def _counters(contents: _Contents, announced: Sequence[Announced], names: Names) -> set[Path]:
+    """Paths to plain tensors of one element, by what they have for all parameters: of one it may have the shape.
+
+    They lead to one element for each, though one of these has more, or have the name that torch has for its own.
+    """
+    sizes = [
+        (path, math.prod(announced[number].shape), names.parameters[names.ids[fqn]].numel())
+        for fqn, coming in contents.states.items()
+        for number, path in coming.paths
+    ]
+    larger = {path for path, size, _ in sizes if size != 1}
+    of_larger = {path for path, _, size in sizes if size != 1}
+    return {path for path, _, _ in sizes if path not in larger and (path in of_larger or is_step(path))}
+
+
 def _target(
-    each: Announced, path: Path, parameter: Tensor, existing: Tensor | None, now: Held | None, is_strict: bool
+    each: Announced, is_counter: bool, parameter: Tensor, existing: Tensor | None, now: Held | None, is_strict: bool
 ) -> _Target:
     """As what is there now; where there is nothing, as an optimizer would make it for this parameter."""
-    is_scalar = not each.shape and (path[-1:] == ("step",) or tuple(parameter.shape) != ())
+    is_scalar = is_counter or (not each.shape and tuple(parameter.shape) != ())
     if existing is not None and now is not None:
         mesh, as_dtensor, device = now.mesh, isinstance(existing, DTensor), existing.device
     else:
         as_dtensor = isinstance(parameter, DTensor) and not is_scalar
-        has_rows = isinstance(parameter, DTensor) and is_sharded(parameter) and each.shape == tuple(parameter.shape)
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) and has_rows else None
+        has_rows = as_dtensor and is_sharded(cast(DTensor, parameter)) and each.shape == tuple(parameter.shape)
+        mesh = cast(DTensor, parameter).device_mesh if has_rows else None
         device = torch.device("cpu") if is_scalar else parameter.device
     held = Held(each.shape, each.dtype, torch.empty(0, dtype=each.dtype, device=device), mesh)
     held.replica = as_dtensor and mesh is None

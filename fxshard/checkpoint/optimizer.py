@@ -98,20 +98,28 @@ def parameter_states(states: Mapping[Tensor, Any]) -> list[ParameterState]:
     """Take apart what an optimizer keeps for parameters.
 
     Optimizers that work on the local rows of sharded parameters keep plain tensors of their shape, which are rows as
-    well. One may have that shape by chance, so a path leads to rows only if it does for every sharded parameter.
+    well. One may have that shape by chance, so a path leads to rows only if it does for every sharded parameter, and
+    never if it ends in the name that torch's optimizers have for a counter.
     """
     taken = {parameter: take_out(state) for parameter, state in states.items()}
     others: set[Path] = set()
     for parameter, (_, leaves) in taken.items():
         if isinstance(parameter, DTensor) and is_sharded(parameter):
             plain = [leaf for leaf in leaves if leaf.path not in others and not isinstance(leaf.tensor, DTensor)]
-            others |= {path for path, x in plain if not x.dim() or x.shape != local_of(parameter).shape}
+            others |= {
+                path for path, x in plain if is_step(path) or not x.dim() or x.shape != local_of(parameter).shape
+            }
     found = []
     for parameter, (skeleton, leaves) in taken.items():
         rows_of = parameter if isinstance(parameter, DTensor) and is_sharded(parameter) else None
         held = [hold(tensor, None if path in others else rows_of) for path, tensor in leaves]
         found.append(ParameterState(skeleton, leaves, held, isinstance(parameter, DTensor)))
     return found
+
+
+def is_step(path: Path) -> bool:
+    """Whether keys lead to what torch's optimizers count steps in; every rank has all of it."""
+    return path[-1:] == ("step",)
 
 
 def simple(value: Any, texts: Sequence[str] = ()) -> str:

@@ -248,6 +248,49 @@ def test_a_plain_tensor_that_has_the_shape_of_local_rows_by_chance_stays_whole()
     assert all(kept["history"].equal(history) for kept in optim.state.values())
 
 
+class Counts(Optimizer):
+    """Counts in plain tensors of one element."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                counts = {"step": torch.zeros(1), "count": torch.zeros(1), "momentum": torch.zeros_like(p.detach())}
+                for value in self.state.setdefault(p, counts).values():
+                    value += 1
+
+
+class Ones(nn.Module):
+    """Has parameters, some of one element, as counters have it, or of one for each rank."""
+
+    def __init__(self, *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.zeros(shape) for shape in shapes)
+
+
+@two_ranks
+@pytest.mark.parametrize("from_every_rank", [False, True])
+def test_counters_stay_plain_for_parameters_of_their_shape(from_every_rank: bool) -> None:
+    for shapes in ([(1,), (3, 2)], [(1,), (2,), (4,)], [(1,), (), (4,)], [(1,)], [(2,)], [()]):
+        model = fxshard.fully_shard(Ones(*shapes))
+        optim = Counts(model.parameters())
+        if len(shapes) == 1:  # by its name alone a counter is known
+            for p in model.parameters():
+                optim.state[p] = {"step": torch.zeros(1), "momentum": torch.zeros_like(p.detach())}
+        optim.step()
+        state = fxshard.full_optim_state_dict(model, optim, recipient_rank=None)
+        assert [kept["step"].shape for kept in state["state"].values()] == [(1,)] * len(shapes)
+        fresh = Counts(model.parameters())
+        fxshard.load_full_optim_state_dict(model, fresh, state if from_every_rank else on_first(state))
+        for parameter, kept in optim.state.items():
+            found = fresh.state[parameter]
+            assert {name: type(value) for name, value in found.items()} == {k: type(v) for k, v in kept.items()}
+            assert_same({k: full(v) for k, v in found.items()}, {k: full(v) for k, v in kept.items()})
+        fresh.step()
+
+
 @two_ranks
 def test_parameters_that_are_not_sharded_travel_nowhere() -> None:
     model = net()
