@@ -89,7 +89,8 @@ def load_optimizer(model: nn.Module, optim: Optimizer, state: Mapping[str, Any],
     targets = [each.held for each in places]
     sharing = {each.announced.name: each.parameter for each in places}
     sharing |= {state_fact(fqn): names.parameters[names.ids[fqn]] for fqn in contents.states if fqn in names.ids}
-    parcels.require_alike(CALL, caught, parcel, targets, sharing, parties)
+    own = {"optimizer": type(optim).__qualname__}
+    parcels.require_alike(CALL, caught, parcel, targets, sharing, parties, own)
     for each in places:
         each.allocate()
     deliver([each.held for each in places], parcel.tensors, parcel.source, parties, bucket_mib)

@@ -132,6 +132,7 @@ def require_alike(
     targets: Sequence[Held],
     sharing: Mapping[str, Tensor],
     parties: Parties,
+    own: Mapping[str, str] | None = None,
 ) -> None:
     """Make sure, before anything is written, that every rank can take what is coming, and that it is the same.
 
@@ -142,6 +143,7 @@ def require_alike(
         targets: where it goes.
         sharing: name -> the parameter or buffer that says which ranks share what is coming; all ranks share the rest.
         parties: the ranks.
+        own: what each of them has itself that all must have alike: name -> in words.
 
     Raises:
         ConfigError: on every rank, if one cannot.
@@ -152,6 +154,7 @@ def require_alike(
             facts = {each.name: target.text for each, target in zip(parcel.announced, targets, strict=True)}
             if parcel.source is None and parties.group is not None:
                 facts = {**_valued(facts, parcel, targets, sharing), **parcel.others}
+            facts |= own or {}
 
     def detailed() -> dict[str, accord.Fact]:
         everyone = tuple(parties.ranks)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 import fxshard
 from tests.checkpoint.helpers import refused, trained_on_ranks
-from tests.checkpoint.states import assert_same, net, sharded, snapshot, take_steps
+from tests.checkpoint.states import adamw, assert_same, net, sharded, snapshot, take_steps, two_groups
 from tests.numerics.harness import world_mesh
 from tests.ranks import two_ranks
 
@@ -52,6 +52,18 @@ def test_another_optimizer_on_one_rank_is_named() -> None:
     text = refused(fxshard.full_optim_state_dict, model, optim)
     assert "optimizer: SGD on rank 0, AdamW on rank 1" in text
     assert "more)" in text
+
+
+@two_ranks
+@pytest.mark.parametrize("on_every_rank", [False, True])
+def test_a_load_into_another_optimizer_on_one_rank_changes_nothing(on_every_rank: bool) -> None:
+    model, optim = trained_on_ranks()
+    state = fxshard.full_optim_state_dict(model, optim, recipient_rank=None if on_every_rank else 0)
+    fresh = torch.optim.Adam(two_groups(model)) if dist.get_rank() else adamw(model)
+    before = snapshot(model, fresh)
+    text = refused(fxshard.load_full_optim_state_dict, model, fresh, state)
+    assert "optimizer: AdamW on rank 0, Adam on rank 1" in text
+    assert_same(snapshot(model, fresh), before)
 
 
 @two_ranks
