@@ -82,14 +82,15 @@ def merge(
     Args:
         checkpoint: a folder of `save_checkpoint`, whose files are compared with their manifest first, or of
             `torch.distributed.checkpoint.save`.
-        out: the file; written under another name beside it, then renamed.
+        out: the file; written under another name beside it, then renamed. A link stays, and what it names is replaced.
         everything: whether to add what stands beside the model, under its keys in the checkpoint: for the optimizer
             `optim.state.<FQN>.<name>`. What is not a tensor becomes JSON in the file's metadata, where it can.
         overwrite: whether `out` may exist.
         on_progress: called with bytes written and bytes in all.
 
     Raises:
-        ConfigError: `out` exists or is a folder, or its folder does not exist; a name would stand for two tensors.
+        ConfigError: `out` exists, is a folder or lies in the checkpoint, or its folder does not exist; a name would
+            stand for two tensors.
         CheckpointError: files are missing or damaged, or hold a dtype that safetensors has no name for; `out` could not
             be written.
         MissingExtraError: safetensors is not installed.
@@ -98,34 +99,48 @@ def merge(
         from safetensors import safe_open
     except ImportError as error:
         raise MissingExtraError("safetensors", "state") from error
-    if out.is_dir():
-        raise ConfigError(f"{out} is a folder. Name the file to write.")
-    if out.exists() and not overwrite:
-        raise ConfigError(f"{out} exists. Choose another name, or say --overwrite.")
-    if not out.resolve().parent.is_dir():
-        raise ConfigError(f"there is no folder {out.parent} to write {out.name} to.")
-    contents = _open(place.resolve(checkpoint))
+    path, target = place.resolve(checkpoint), out.resolve()
+    _require_free(out, target, overwrite)
+    folder = _folder(path)
+    if any(target.is_relative_to(each) for each in (path, folder)):
+        raise ConfigError(f"{out} lies in the checkpoint {folder}, which holds its own files only. Name one elsewhere.")
+    contents = _open(folder)
     selection = _select(contents, everything)
-    unfinished = out.with_name(f"{out.name}.fxshard-merging-{secrets.token_hex(4)}")
+    unfinished = target.with_name(f"{target.name}.fxshard-merging-{secrets.token_hex(4)}")
     try:
         _write(unfinished, contents, selection, on_progress)
         with safe_open(unfinished, "pt") as file:  # what wrote it shall not be what judges it
             _require_same(unfinished, {name: file.get_slice(name) for name in file.keys()}, contents, selection)
-        os.replace(unfinished, out)
-        sync_folder(out.resolve().parent)
+        os.replace(unfinished, target)
+        sync_folder(target.parent)
     except OSError as error:
         raise CheckpointError(f"{out} could not be written ({error}). Choose another place, or make room.") from error
     finally:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
-    return Merged(tensors=len(selection.names), size=out.stat().st_size, left_out=selection.left_out)
+    return Merged(tensors=len(selection.names), size=target.stat().st_size, left_out=selection.left_out)
 
 
-def _open(path: Path) -> Contents:
-    """The checkpoint at `path`, verified if it can be."""
+def _require_free(out: Path, target: Path, overwrite: bool) -> None:
+    if target.is_dir():
+        raise ConfigError(f"{out} is a folder. Name the file to write.")
+    if target.exists() and not overwrite:
+        raise ConfigError(f"{out} exists. Choose another name, or say --overwrite.")
+    if not target.parent.is_dir():
+        raise ConfigError(f"there is no folder {out.parent} to write {out.name} to.")
+
+
+def _folder(path: Path) -> Path:
+    """The folder that holds the checkpoint of `path`: torch's own, or nothing that is known, is where it is."""
     if path.is_dir() and any(path.iterdir()) and not (path / manifest.NAME).is_file():
-        return Contents(path)  # torch's own, or nothing that is known
-    folder = place.find(path)
+        return path
+    return place.find(path)
+
+
+def _open(folder: Path) -> Contents:
+    """The checkpoint in `folder`, verified if it can be."""
+    if not (folder / manifest.NAME).is_file():
+        return Contents(folder)
     verify(folder, described := Manifest.read(folder))
     return Contents(folder, written_by=described.torch)
 

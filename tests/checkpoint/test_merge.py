@@ -208,6 +208,38 @@ def test_says_what_cannot_be_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         merge(tmp_path / "a", tmp_path / "new")
 
 
+def test_nothing_is_written_into_the_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    fxshard.save_checkpoint(path, MLP())
+    (tmp_path / "link").symlink_to(path)
+    (tmp_path / "file").symlink_to(path / "__0_0.distcp")
+    before = {each: each.read_bytes() for each in path.iterdir()}
+    for out in (path / "out", tmp_path / "link" / "out", path / "__0_0.distcp", path / ".metadata", tmp_path / "file"):
+        with pytest.raises(ConfigError, match=f"{out.name} lies in the checkpoint"):
+            merge(path, out, overwrite=True)
+    assert {each: each.read_bytes() for each in path.iterdir()} == before
+    path.rename(former := tmp_path / "a.fxshard-former")
+    with pytest.raises(ConfigError, match="lies in the checkpoint"):
+        merge(path, former / "out")
+    merge(path, tmp_path / "out")
+    fxshard.save_checkpoint(path, MLP())
+
+
+def test_a_link_stays_and_what_it_names_is_replaced(tmp_path: Path) -> None:
+    fxshard.save_checkpoint(tmp_path / "a", MLP())
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "out").write_text("mine")
+    for name in ("out", "new"):
+        (tmp_path / name).symlink_to(tmp_path / "there" / name)
+    with pytest.raises(ConfigError, match="out exists"):
+        merge(tmp_path / "a", tmp_path / "out")
+    for name in ("out", "new"):
+        merge(tmp_path / "a", tmp_path / name, overwrite=name == "out")
+        assert (tmp_path / name).is_symlink()
+        assert len(load_file(tmp_path / "there" / name)) == len(list(MLP().parameters()))
+    assert sorted(each.name for each in (tmp_path / "there").iterdir()) == ["new", "out"]
+
+
 def test_holds_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.ParameterList([torch.randn(2**14) for _ in range(8)])
     fxshard.save_checkpoint(tmp_path / "a", model)
