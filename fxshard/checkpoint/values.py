@@ -110,6 +110,8 @@ def lines(value: Any, where: str) -> Iterator[str]:
         yield f"{where}: {tensor_line(value)}"
     elif isinstance(value, Tensor):
         yield f"{where}: {tensor_line(value)} with SHA-256 {_digest(value)}"
+    elif isinstance(value, Mapping | list | tuple) and not value:
+        yield f"{where}: an empty {'dict' if isinstance(value, Mapping) else 'list'}"
     elif isinstance(value, Mapping):
         for key, each in value.items():
             yield from lines(each, f"{where}[{key!r}]")

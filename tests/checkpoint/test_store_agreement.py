@@ -86,6 +86,12 @@ DISAGREEMENTS: dict[str, tuple[Call, str]] = {
         lambda folder, model, optim: fxshard.save_checkpoint(folder / "a", model, optim, extra=on_rank_1(None, {1: 2})),
         "extra: rank 0 has extra[1] = 2, rank 1 has extra = None",
     ),
+    "empty extra": (
+        lambda folder, model, optim: fxshard.save_checkpoint(
+            folder / "a", model, optim, extra={"seen": on_rank_1({}, [])}
+        ),
+        "extra: rank 0 has extra['seen']: an empty list, rank 1 has extra['seen']: an empty dict",
+    ),
     "call": (saving_and_loading, "the call: rank 0 has save_checkpoint, rank 1 has load_checkpoint"),
 }
 
