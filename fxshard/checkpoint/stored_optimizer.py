@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from fxshard.checkpoint import values
 from fxshard.checkpoint.contents import Contents, Path_, assemble, shape_and_dtype
 from fxshard.checkpoint.names import named_parameters
+from fxshard.checkpoint.tree import take_out
 from fxshard.checkpoint.writes import is_writable
 from fxshard.errors import CheckpointError, ConfigError
 
@@ -51,7 +52,8 @@ def state_of(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
     """The optimizer's state and groups with FQNs in place of parameters; nothing is copied or changed.
 
     Raises:
-        ConfigError: it holds parameters of another model, or something that cannot be stored.
+        ConfigError: it holds parameters of another model, something that cannot be stored, or sharded tensors outside
+            of the state of parameters.
     """
     fqns = _fqns(model, optim)
     named = {fqns[id(p)]: dict(each) for p, each in optim.state.items() if each}
@@ -61,7 +63,14 @@ def state_of(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
         options = {key: each for key, each in group.items() if key != _PARAMS}
         kept = values.named(options, f"param_groups[{i}]")
         groups.append({**kept, _PARAMS: [fqns[id(p)] for p in group[_PARAMS]]})
-    return {**values.named(rest_of(optim), f"{type(optim).__name__}.state_dict()"), _STATE: state, _GROUPS: groups}
+    rest = values.named(rest_of(optim), f"{type(optim).__name__}.state_dict()")
+    leaves = take_out({_GROUPS: groups, **rest})[1]
+    if sharded := [leaf.name for leaf in leaves if isinstance(leaf.tensor, DTensor)]:
+        raise ConfigError(
+            f"the optimizer's state_dict has sharded tensors that belong to no parameter: {', '.join(sharded)}. Keep "
+            "them in the state of their parameter."
+        )
+    return {**rest, _STATE: state, _GROUPS: groups}
 
 
 def rest_of(optim: Optimizer) -> dict[Any, Any]:
