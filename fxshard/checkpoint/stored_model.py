@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.tensor import DTensor
 
 from fxshard.checkpoint import values
 from fxshard.checkpoint.contents import Contents, Path_, assemble, shape_and_dtype
@@ -105,8 +104,8 @@ class Staging:
         for fqn, parameter in named_parameters(self._model, remove_duplicate=False):
             if (other := first.setdefault(id(parameter), fqn)) == fqn:
                 continue
-            one, two = (_bytes_of(loaded.get(self._paths.get((ROOT, each), ""))) for each in (fqn, other))
-            if one is not None and two is not None and not torch.equal(one, two):
+            one, two = (loaded.get(self._paths.get((ROOT, each), "")) for each in (fqn, other))
+            if one is not None and two is not None and not values.same_bits(one, two):
                 raise CheckpointError(
                     f"{other} and {fqn} are one parameter (tied), and {self._contents.folder} has different values for "
                     "them. Nothing was loaded; load it into a model whose parameters are not tied."
@@ -121,9 +120,3 @@ class Staging:
         """Write the tensors that were read into the model, in place; extra state is set already."""
         tensors = {fqn: value for fqn, value in state.items() if not is_extra(fqn)}
         set_model_state_dict(self._model, tensors, options=StateDictOptions(strict=False))
-
-
-def _bytes_of(tensor: Tensor | None) -> Tensor | None:
-    """The bits of this rank's rows; not a number equals itself."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return None if local is None else local.reshape(-1).view(torch.uint8)

@@ -8,7 +8,7 @@ state_dict() beside these (`loss_scale`) is stored by its key, and handed to its
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -133,6 +133,7 @@ class Staging:
         self._contents, self._optim = contents, optim
         self._placements = placements
         self._copies: list[tuple[Tensor, Tensor]] = []
+        self._contested: frozenset[int] = frozenset()
         self._options: list[dict[str, Any]] = []
         self._states: dict[Tensor, dict[str, Any]] = {}
         self.rest: dict[str, Any] = {}
@@ -215,8 +216,14 @@ class Staging:
             )
         self.rest = {key: value for key, value in found.items() if key not in (_STATE, _GROUPS)}
         self._place(found.get(_STATE, {}), found[_GROUPS])
+        if contested := _contested(self._copies):
+            self._place(found.get(_STATE, {}), found[_GROUPS], contested)
 
-    def _place(self, states: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
+    def _place(
+        self, states: Mapping[str, Any], groups: list[dict[str, Any]], contested: frozenset[int] = frozenset()
+    ) -> None:
+        """Find a place for everything; `contested` are ids of tensors that cannot hold all that would come to them."""
+        self._copies, self._options, self._contested = [], [], contested
         for group, saved in zip(self._optim.param_groups, groups, strict=True):
             options = {name: value for name, value in saved.items() if name != _PARAMS}
             self._options.append({name: self._placed(group.get(name), value, None) for name, value in options.items()})
@@ -234,7 +241,7 @@ class Staging:
         if isinstance(value, Tensor):
             if not isinstance(before, Tensor) or shape_and_dtype(before) != shape_and_dtype(value):
                 return value if device is None else value.to(device)
-            if not is_writable(before):
+            if not is_writable(before) or id(before) in self._contested:
                 return value.to(before.device)
             self._copies.append((before, value))
             return before
@@ -257,3 +264,13 @@ class Staging:
             self._optim.state.pop(p, None)
             if state:
                 self._optim.state[p] = state
+
+
+def _contested(copies: Sequence[tuple[Tensor, Tensor]]) -> frozenset[int]:
+    """Ids of the tensors to which several values are coming: groups share a default `lr`, and part when they load."""
+    first: dict[int, Tensor] = {}
+    return frozenset(
+        id(before)
+        for before, value in copies
+        if (other := first.setdefault(id(before), value)) is not value and not values.same_bits(other, value)
+    )

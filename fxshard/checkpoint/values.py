@@ -104,6 +104,12 @@ def tensor_line(tensor: Tensor) -> str:
     return f"{tensor.dtype}{list(tensor.shape)}{kind}"
 
 
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether this rank's rows of two tensors are the same; not a number equals itself."""
+    first, second = (each.to_local() if isinstance(each, DTensor) else each for each in (one, other))
+    return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
+
+
 def lines(value: Any, where: str) -> Iterator[str]:
     """One line for each value inside, with the content of plain tensors as a digest."""
     if isinstance(value, DTensor):
