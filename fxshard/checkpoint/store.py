@@ -25,7 +25,7 @@ from fxshard.checkpoint.manifest import FileEntry, Manifest
 from fxshard.checkpoint.parties import module_in, require_optimizer
 from fxshard.checkpoint.ranks import Facts, Ranks, require_one_set
 from fxshard.checkpoint.verify import verify
-from fxshard.checkpoint.writes import ExtraStates, OptimizerRest
+from fxshard.checkpoint.writes import ExtraStates, Handover
 from fxshard.errors import CheckpointError, ConfigError, FxshardError
 
 
@@ -112,10 +112,10 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optim: Optim
         ranks.agree(lambda: {"the files of the checkpoint": [f"{k} {v}" for k, v in described.files.items()]})
         ranks.together(lambda: verify(folder, described, ranks.rank, ranks.size))
         ranks.together(lambda: loading.stage(folder, described))
-        with loading.extra_states() as extra_states, loading.optimizer_rest() as rest:
+        with loading.extra_states() as extra_states, loading.handover() as handover:
             ranks.together(extra_states.set)
-            ranks.together(rest.set)
-            ranks.together(loading.commit)
+            ranks.together(handover.set)
+        ranks.together(loading.commit)
     return loading.extra
 
 
@@ -294,9 +294,9 @@ class _Loading:
         """What the modules are to be given first, for they may refuse it."""
         return ExtraStates(self._model, self._model_state)
 
-    def optimizer_rest(self) -> OptimizerRest:
+    def handover(self) -> Handover:
         """What the optimizer is to be given first, for the same reason."""
-        return OptimizerRest(self._optim, self._optim_staging.rest if self._optim_staging is not None else {})
+        return Handover(self._optim, self._optim_staging.whole if self._optim_staging is not None else None)
 
     def commit(self) -> None:
         """Write what was read into model and optimizer."""

@@ -3,11 +3,12 @@
 torch's get_optimizer_state_dict and set_optimizer_state_dict step an optimizer that has no state yet, and cast state to
 the dtype of its parameter; a save must change nothing, and a load must bring back every bit. The names are torch's, so
 either side reads what the other wrote: `state.<FQN>.<name>`, `param_groups.<i>.<option>`. What an optimizer adds to its
-state_dict() beside these (`loss_scale`) is stored by its key, and handed to its own load_state_dict.
+state_dict() beside these (`loss_scale`) is stored by its key, and handed, with all the rest, to its load_state_dict.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -63,7 +64,7 @@ def state_of(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
         options = {key: each for key, each in group.items() if key != _PARAMS}
         kept = values.named(options, f"param_groups[{i}]")
         groups.append({**kept, _PARAMS: [fqns[id(p)] for p in group[_PARAMS]]})
-    rest = values.named(rest_of(optim), f"{type(optim).__name__}.state_dict()")
+    rest = values.named(_rest_of(optim.state_dict()), f"{type(optim).__name__}.state_dict()")
     leaves = take_out({_GROUPS: groups, **rest})[1]
     if sharded := [leaf.name for leaf in leaves if isinstance(leaf.tensor, DTensor)]:
         raise ConfigError(
@@ -73,9 +74,9 @@ def state_of(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
     return {**rest, _STATE: state, _GROUPS: groups}
 
 
-def rest_of(optim: Optimizer) -> dict[Any, Any]:
+def _rest_of(whole: Mapping[Any, Any]) -> dict[Any, Any]:
     """What an optimizer adds to the state of its parameters and their groups."""
-    return {key: value for key, value in optim.state_dict().items() if key not in (_STATE, _GROUPS)}
+    return {key: value for key, value in whole.items() if key not in (_STATE, _GROUPS)}
 
 
 def groups_of(model: nn.Module, optim: Optimizer) -> list[list[str]]:
@@ -89,7 +90,7 @@ def lines(model: nn.Module, optim: Optimizer) -> Iterator[str]:
     found = state_of(model, optim)
     yield f"optimizer {type(optim).__name__}"
     yield from values.lines(found[_GROUPS], _GROUPS)
-    yield from values.lines({k: v for k, v in found.items() if k not in (_STATE, _GROUPS)}, "state_dict()")
+    yield from values.lines(_rest_of(found), "state_dict()")
     parameters = parameters_of(model)
     for fqn, state in found[_STATE].items():
         for name, value in state.items():
@@ -115,7 +116,8 @@ class Staging:
 
     Attributes:
         room: key -> a tensor to read into, or `None` for what is not a tensor.
-        rest: what the optimizer adds to its state, once it is read.
+        whole: the state_dict that was saved, by the ids of this optimizer, once it is read; `None` if neither it nor
+            that of this optimizer adds anything to state and groups.
     """
 
     def __init__(
@@ -136,7 +138,8 @@ class Staging:
         self._contested: frozenset[int] = frozenset()
         self._options: list[dict[str, Any]] = []
         self._states: dict[Tensor, dict[str, Any]] = {}
-        self.rest: dict[str, Any] = {}
+        self._own = optim.state_dict()
+        self.whole: dict[str, Any] | None = None
         self._parameters = parameters_of(model)
         self._groups = groups_of(model, optim)
         self._paths = dict(contents.under(ROOT))
@@ -164,7 +167,8 @@ class Staging:
             if present and present != names:
                 yield f"{fqn} has {sorted(names)} there, and {sorted(present)} here"
         rest = {str(path[1]) for path in self._paths} - {_STATE, _GROUPS}
-        if rest != (own := set(rest_of(self._optim))):
+        has_state = any(self._optim.state.values())  # some add something only once they have
+        if rest != (own := set(_rest_of(self._own))) and has_state:
             yield f"state_dict() adds {sorted(rest) or 'nothing'} there, and {sorted(own) or 'nothing'} here"
 
     def _existing(self, path: Path_) -> Any:
@@ -214,10 +218,19 @@ class Staging:
                 f"the optimizer in {self._contents.folder} has other param_groups: {saved} there, {self._groups} here. "
                 "Nothing was loaded."
             )
-        self.rest = {key: value for key, value in found.items() if key not in (_STATE, _GROUPS)}
+        if _rest_of(found) or _rest_of(self._own):
+            self.whole = self._packed(found)
         self._place(found.get(_STATE, {}), found[_GROUPS])
         if contested := _contested(self._copies):
             self._place(found.get(_STATE, {}), found[_GROUPS], contested)
+
+    def _packed(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """What was saved, with ids in place of FQNs."""
+        ids = [group[_PARAMS] for group in self._own[_GROUPS]]
+        by_fqn = dict(zip(itertools.chain(*self._groups), itertools.chain(*ids), strict=True))
+        states = {by_fqn[fqn]: dict(state) for fqn, state in found.get(_STATE, {}).items()}
+        groups = [{**group, _PARAMS: own} for group, own in zip(found[_GROUPS], ids, strict=True)]
+        return {**found, _STATE: states, _GROUPS: groups}
 
     def _place(
         self, states: Mapping[str, Any], groups: list[dict[str, Any]], contested: frozenset[int] = frozenset()

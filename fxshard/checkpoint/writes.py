@@ -8,10 +8,13 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxshard.checkpoint.names import fqn_of
+from fxshard.checkpoint.optimizer import GROUPS, STATE
+from fxshard.checkpoint.tree import put_back, take_out
 from fxshard.errors import ConfigError
 
 _EXTRA_STATE = "_extra_state"  # last part of the key under which a module saves what get_extra_state() gives
@@ -79,55 +82,91 @@ class ExtraStates:
                 module.set_extra_state(former)
 
 
-class OptimizerRest:
-    """Hands an optimizer what it adds to its state; takes it back if the block around it raises."""
+class Handover:
+    """Hands an optimizer that adds to its state_dict all that was saved; takes it back if the block around it raises.
 
-    def __init__(self, optim: Optimizer | None, rest: Mapping[str, Any]) -> None:
-        """`rest` is what is added to `state` and `param_groups`; nothing is handed over yet."""
-        self._optim, self._rest = optim, rest
+    Only the optimizer itself knows what its additions belong to: it sees them with the state and the groups that were
+    saved with them. The tensors and options that it shows stay as they are; to write these is what a load does next.
+    """
+
+    def __init__(self, optim: Optimizer | None, whole: Mapping[str, Any] | None) -> None:
+        """`whole` is a state_dict as `optim` gives it, `None` if nothing is added; nothing is handed over yet."""
+        self._optim, self._whole = optim, whole
         self._former: dict[str, Any] = {}
+        self._copies: list[tuple[Tensor, Tensor]] = []
 
     def set(self) -> None:
-        """Hand it over, with the state that the optimizer has.
+        """Hand it over.
 
         Raises:
             ConfigError: the optimizer does not take it.
         """
-        if not self._rest or self._optim is None:
+        if self._whole is None or self._optim is None:
             return
         try:
-            self._former = copy.copy(self._optim.state_dict())
-            _hand_over(self._optim, {**self._former, **self._rest})
+            self._remember(self._optim)
+            _hand_over(self._optim, dict(self._whole))
         except Exception as error:
-            name = type(self._optim).__name__
+            added = sorted(self._whole.keys() - {STATE, GROUPS})
             raise ConfigError(
-                f"{name}.load_state_dict does not take {sorted(self._rest)} ({type(error).__name__}: {error}), and "
-                "nothing was loaded. Load into the class that saved it."
+                f"{type(self._optim).__name__}.load_state_dict does not take what was saved, with {added or 'nothing'} "
+                f"beside state and groups ({type(error).__name__}: {error}), and nothing was loaded. Load into the "
+                "class that saved it."
             ) from error
+
+    def _remember(self, optim: Optimizer) -> None:
+        skeleton, leaves = take_out(optim.state_dict())
+        self._copies = [(leaf.tensor, leaf.tensor.detach().clone()) for leaf in leaves]
+        self._former = put_back(skeleton, [former for _, former in self._copies])
 
     def __enter__(self) -> Self:
         """Nothing is handed over yet."""
         return self
 
+    @torch.no_grad()
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Hand over what was there before, if something went wrong on any rank."""
-        if error is not None and self._former and self._optim is not None:
-            with contextlib.suppress(Exception):  # what went wrong is under way already
-                _hand_over(self._optim, self._former)
+        if error is None or not self._former or self._optim is None:
+            return
+        with contextlib.suppress(Exception):  # what went wrong is under way already
+            _hand_over(self._optim, self._former)
+        for tensor, former in self._copies:
+            with contextlib.suppress(Exception):
+                tensor.copy_(former)
 
 
 def _hand_over(optim: Optimizer, state: dict[str, Any]) -> None:
-    """Load a state without a change to the tensors and options that are there: torch casts what it loads."""
-    states, groups = dict(optim.state), [dict(group) for group in optim.param_groups]
+    """Let an optimizer load a state_dict, without a change to the state and the groups that it shows."""
+    holders = [(where, name, where[name]) for where, name in _holders(optim)]
+    states, groups = dict(optim.state), [(group, dict(group)) for group in optim.param_groups]
     try:
         optim.load_state_dict(state)
     finally:
+        for where, name, held in holders:
+            where[name] = held
         optim.state.clear()
         optim.state.update(states)
-        for group, former in zip(optim.param_groups, groups, strict=True):
+        for group, former in groups:
+            group.clear()
             group.update(former)
+
+
+def _holders(optim: Optimizer) -> Iterator[tuple[dict[str, Any], str]]:
+    """The attributes by which an optimizer, and those that it wraps, hold the state and the groups that it shows.
+
+    load_state_dict of a wrapped optimizer puts others there, and the wrapper would show what `step` no longer reads.
+    """
+    shown = {id(group) for group in optim.param_groups}
+    optimizers = [optim]
+    for each in optimizers:
+        inner = [value for value in vars(each).values() if isinstance(value, Optimizer)]
+        optimizers += [value for value in inner if all(value is not known for known in optimizers)]
+        if vars(each).get(STATE) is optim.state:
+            yield vars(each), STATE
+        if any(id(group) in shown for group in vars(each).get(GROUPS, ())):
+            yield vars(each), GROUPS
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
