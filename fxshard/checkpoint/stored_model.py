@@ -62,7 +62,7 @@ class Staging:
             raise CheckpointError(
                 f"the model in {contents.folder} does not fit: {'; '.join(problems)}. Nothing was loaded."
             )
-        require_writable(self._state)
+        require_writable({fqn: value for fqn, value in self._state.items() if not is_extra(fqn)})
         self.room = {key: self._room_for(path, key) for path, key in self._paths.items()}
 
     def _problems_of_names(self) -> Iterator[str]:
@@ -83,7 +83,9 @@ class Staging:
                 yield f"{path[-1]} is {dtype}{there} there ({where}), and {own}{here} here"
 
     def _value(self, path: Path_) -> Any:
-        return self._state.get(str(path[1])) if len(path) == 2 else None
+        """What is to be loaded into; a module takes an extra state of any kind and shape."""
+        fqn = str(path[1])
+        return self._state.get(fqn) if len(path) == 2 and not is_extra(fqn) else None
 
     def _room_for(self, path: Path_, key: str) -> Tensor | None:
         saved, value = self._contents.tensors.get(key), self._value(path)

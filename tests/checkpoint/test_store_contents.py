@@ -76,6 +76,14 @@ def test_dicts_without_keys_or_with_keys_of_any_kind_come_back(kept: dict[Any, A
         assert_same_state(found, kept)
 
 
+@pytest.mark.parametrize("former", [torch.zeros(0), torch.zeros(2, dtype=torch.int64), "none yet"], ids=str)
+def test_an_extra_state_that_is_a_tensor_may_have_any_shape(former: Any, tmp_path: Path) -> None:
+    model, other = Keeps(torch.arange(7.0)), Keeps(former)
+    fxshard.save_checkpoint(tmp_path / "a", model)
+    fxshard.load_checkpoint(tmp_path / "a", other)
+    assert_same_state(other.kept, model.kept)
+
+
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),
     "momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
