@@ -26,20 +26,21 @@ def is_extra(name: str) -> bool:
 
 
 def is_writable(tensor: Tensor) -> bool:
-    """Whether torch copies into a tensor: not where an element stands for several, as in an expanded one."""
-    return all(size < 2 or stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    """Whether torch copies into a tensor: not where an element stands for several, nor outside of inference mode."""
+    is_frozen = tensor.is_inference() and not torch.is_inference_mode_enabled()
+    return not is_frozen and all(size < 2 or stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def require_writable(tensors: Mapping[str, Any]) -> None:
     """Raise unless all tensors can be copied into.
 
     Raises:
-        ConfigError: elements of some share memory.
+        ConfigError: elements of some share memory, or they were made in inference mode.
     """
     if shared := [name for name, each in tensors.items() if isinstance(each, Tensor) and not is_writable(each)]:
         raise ConfigError(
-            f"{', '.join(shared)} cannot be loaded into, for elements share memory (expand). Nothing was loaded; "
-            "register a clone instead."
+            f"{', '.join(shared)} cannot be loaded into, for elements share memory (expand), or they were made in "
+            "inference mode. Nothing was loaded; register a clone instead."
         )
 
 

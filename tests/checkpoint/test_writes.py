@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import copy
+import functools
+import os
+import signal
 from pathlib import Path
 from typing import cast
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import fxshard
-from fxshard.errors import ConfigError
+from fxshard.errors import CheckpointError, ConfigError
 from tests.checkpoint.helpers import require_refusal, shared_folder
+from tests.checkpoint.processes import start
 from tests.ranks import two_ranks
 
 
@@ -56,3 +62,48 @@ def test_a_buffer_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     other = copy.deepcopy(model)
     torch.nn.init.zeros_(other.weight)
     require_refusal(tmp_path / "a", other, None, ConfigError, "mask cannot be loaded into, for elements share memory")
+
+
+def test_a_buffer_that_was_made_in_inference_mode_is_refused(tmp_path: Path) -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    model.register_buffer("mask", torch.zeros(4))
+    with torch.inference_mode():
+        other.register_buffer("mask", torch.ones(4))
+    fxshard.save_checkpoint(tmp_path / "a", model)
+    require_refusal(tmp_path / "a", other, None, ConfigError, "mask cannot be loaded into, for", "in inference mode")
+    with torch.inference_mode():
+        fxshard.load_checkpoint(tmp_path / "a", other)
+        assert other.get_buffer("mask").tolist() == [0.0] * 4
+
+
+class Kept(nn.Linear):
+    """Has an extra state that is a number."""
+
+    kept = 0
+
+    def get_extra_state(self) -> int:
+        return self.kept
+
+    def set_extra_state(self, state: int) -> None:
+        self.kept = state
+
+
+def lose_a_rank_in_the_commit(folder: str) -> tuple[int, str, bool]:
+    model, other = fxshard.fully_shard(Kept(3, 5)), fxshard.fully_shard(Kept(3, 5))
+    model.kept = 7
+    fxshard.save_checkpoint(folder, model)
+    if dist.get_rank() == 1:
+        die = functools.partial(os.kill, os.getpid(), signal.SIGKILL)
+        other.register_load_state_dict_pre_hook(lambda *_: die())  # type: ignore[no-untyped-call]
+    with pytest.raises(CheckpointError) as caught:
+        fxshard.load_checkpoint(folder, other)
+    rows = (cast(DTensor, each.weight).to_local() for each in (model, other))
+    return other.kept, str(caught.value), torch.equal(*rows)
+
+
+def test_a_rank_that_is_lost_while_the_model_is_written_leaves_its_extra_state(tmp_path: Path) -> None:
+    ends = start(2, lose_a_rank_in_the_commit, str(tmp_path / "a"))
+    assert ends[1].killed
+    kept, message, is_new = ends[0].result
+    assert "the ranks have lost each other" in message
+    assert (kept, is_new) == (7, True)
