@@ -24,7 +24,7 @@ from fxshard.checkpoint.contents import Contents
 from fxshard.checkpoint.manifest import FileEntry, Manifest
 from fxshard.checkpoint.parties import module_in, require_optimizer
 from fxshard.checkpoint.ranks import Facts, Ranks, require_one_set
-from fxshard.checkpoint.verify import verify
+from fxshard.checkpoint.verify import Reading, verify
 from fxshard.checkpoint.writes import ExtraStates, Handover
 from fxshard.errors import CheckpointError, ConfigError, FxshardError
 
@@ -108,10 +108,12 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optim: Optim
         ranks.agree(loading.describe)
         found = ranks.together(lambda: place.find(loading.target) if ranks.rank == 0 else None)
         folder = Path(ranks.gather(str(found))[0])
-        described = ranks.together(lambda: Manifest.read(folder))
-        ranks.agree(lambda: {"the files of the checkpoint": [f"{k} {v}" for k, v in described.files.items()]})
-        ranks.together(lambda: verify(folder, described, ranks.rank, ranks.size))
-        ranks.together(lambda: loading.stage(folder, described))
+        reading = ranks.together(lambda: Reading(folder))
+        described = reading.manifest
+        files = {"the files of the checkpoint": [f"{name} {entry}" for name, entry in described.files.items()]}
+        ranks.agree(lambda: reading.whole(lambda: files))
+        ranks.together(lambda: reading.whole(lambda: verify(folder, described, ranks.rank, ranks.size)))
+        ranks.together(lambda: reading.whole(lambda: loading.stage(folder, described)))
         with loading.extra_states() as extra_states, loading.handover() as handover:
             ranks.together(extra_states.set)
             ranks.together(handover.set)

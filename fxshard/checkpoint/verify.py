@@ -2,13 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from fxshard.checkpoint.contents import INDEX, Contents
 from fxshard.checkpoint.manifest import Manifest
 from fxshard.errors import CheckpointError
 
 _NUM_NAMES = 5  # of what a damaged file holds
+
+T = TypeVar("T")
+
+
+class Reading:
+    """Reads one checkpoint: not a part of it, and a part of the one that takes its place meanwhile.
+
+    Attributes:
+        folder: where it is.
+        manifest: what it is.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Read the manifest.
+
+        Raises:
+            CheckpointError: it is damaged or gone.
+        """
+        self.folder = folder
+        self._mark = Manifest.mark(folder)
+        self.manifest = self.whole(lambda: Manifest.read(folder))
+
+    def whole(self, work: Callable[[], T]) -> T:
+        """Do `work`, which reads, and raise if there is another checkpoint now: what was read may be of both.
+
+        Raises:
+            CheckpointError: there is.
+        """
+        try:
+            found = work()
+        except Exception:
+            self._require_same()  # files that are gone look like damage
+            raise
+        self._require_same()
+        return found
+
+    def _require_same(self) -> None:
+        if Manifest.mark(self.folder) != self._mark:
+            raise CheckpointError(f"{self.folder} was replaced while it was read; load again. Nothing was loaded.")
 
 
 def verify(folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1) -> None:

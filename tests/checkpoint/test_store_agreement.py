@@ -13,9 +13,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 import fxshard
-from fxshard.errors import ConfigError, RankMismatchError
+from fxshard.checkpoint import place, store
+from fxshard.checkpoint.contents import Contents
+from fxshard.errors import CheckpointError, ConfigError, RankMismatchError
 from tests.checkpoint.bodies import assert_same_state, build, state_of, train
-from tests.checkpoint.helpers import shared_folder
+from tests.checkpoint.helpers import require_refusal, shared_folder
 from tests.ranks import two_ranks
 
 
@@ -121,3 +123,32 @@ def test_an_error_on_one_rank_is_an_error_on_all() -> None:
             fxshard.save_checkpoint(folder / "a", model, optim, extra=on_rank_1(object(), 1))
         with pytest.raises(ConfigError, match=r"^rank 1: optim must be a torch.optim.Optimizer, got int"):
             fxshard.load_checkpoint(folder / "a", model, on_rank_1(3, optim))
+
+
+STAGES: dict[str, tuple[Any, str]] = {
+    "manifest": (store, "Reading"),
+    "comparison": (store, "verify"),
+    "rows": (Contents, "read"),
+}
+
+
+@two_ranks
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_loaded(stage: str) -> None:
+    """Another job saves, as rank 1 has read some of it."""
+    model, optim = build()
+    other, other_optim = build(seed=1)
+    owner, name = STAGES[stage]
+    work = getattr(owner, name)
+
+    def meanwhile(*args: Any) -> Any:
+        found = work(*args) if stage == "manifest" else None
+        on_rank_1(place.commit, lambda *_: None)(folder / "b", folder / "a")
+        return found or work(*args)
+
+    with shared_folder() as folder, pytest.MonkeyPatch.context() as patch:
+        fxshard.save_checkpoint(folder / "a", model, optim)
+        fxshard.save_checkpoint(folder / "b", other, other_optim)
+        patch.setattr(owner, name, meanwhile)
+        message = f"{folder / 'a'} was replaced while it was read; load again"
+        require_refusal(folder / "a", *build(seed=2), CheckpointError, message)
