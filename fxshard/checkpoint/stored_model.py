@@ -119,6 +119,16 @@ class Staging:
         return dict(assemble(leaves).get(ROOT, {}))
 
     def commit(self, state: Mapping[str, Any]) -> None:
-        """Write the tensors that were read into the model, in place; extra state is set already."""
+        """Write the tensors that were read into the model, in place; extra state is set already.
+
+        Raises:
+            CheckpointError: `load_state_dict` has no place for some that `state_dict` gives; the others are written.
+        """
         tensors = {fqn: value for fqn, value in state.items() if not is_extra(fqn)}
-        set_model_state_dict(self._model, tensors, options=StateDictOptions(strict=False))
+        found = set_model_state_dict(self._model, tensors, options=StateDictOptions(strict=False))
+        if left := sorted(getattr(found, "unexpected_keys", ())):  # a load_state_dict of the user's may return nothing
+            raise CheckpointError(
+                f"load_state_dict of the model has no place for {', '.join(left)}, though its state_dict gives them: a "
+                "hook of state_dict has renamed them. All else in the model was loaded, and nothing of the optimizer. "
+                "Register a hook of load_state_dict that gives them back their names, and load again."
+            )

@@ -107,3 +107,27 @@ def test_a_rank_that_is_lost_while_the_model_is_written_leaves_its_extra_state(t
     kept, message, is_new = ends[0].result
     assert "the ranks have lost each other" in message
     assert (kept, is_new) == (7, True)
+
+
+class Renames(nn.Module):
+    """Has another name for its weight in its state_dict; knows it again or not."""
+
+    def __init__(self, *, both_ways: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
+            lambda _, state, *__: state.update(old=state.pop("linear.weight"))
+        )
+        if both_ways:
+            self.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+                lambda _, state, *__: state.update({"linear.weight": state.pop("old")})
+            )
+
+
+def test_a_tensor_that_a_hook_renames_is_loaded_or_missed(tmp_path: Path) -> None:
+    model, other, third = (Renames(both_ways=each) for each in (True, True, False))
+    fxshard.save_checkpoint(tmp_path / "a", model)
+    fxshard.load_checkpoint(tmp_path / "a", other)
+    assert torch.equal(other.linear.weight, model.linear.weight)
+    with pytest.raises(CheckpointError, match="load_state_dict of the model has no place for old, though"):
+        fxshard.load_checkpoint(tmp_path / "a", third)
