@@ -97,8 +97,9 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optim: Optim
         CheckpointError: there is no checkpoint, or a file is missing or damaged, or a key, shape or dtype does not fit;
             the message names files and FQNs.
 
-    Each of them is raised on every rank and leaves model and optimizer as they were. Load only what you trust: torch's
-    index of a checkpoint is a pickle.
+    Each of them is raised on every rank and leaves model and optimizer as they were, but for what hooks of the model
+    raise or rename while it is written (docs/checkpoints.md). Load only what you trust: torch's index of a checkpoint
+    is a pickle.
 
     Source: resharding is that of torch.distributed.checkpoint.
     """
