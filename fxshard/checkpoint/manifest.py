@@ -48,8 +48,8 @@ class Manifest:
         world_size: ranks that wrote it.
         torch: the version that wrote it.
         optimizer: class of the optimizer whose state it holds, `None` where there is none.
-        placements: key of a tensor in the optimizer's state that is sharded but not shaped like its parameter -> per
-            mesh axis the dimension that is sharded, `None` for a replica.
+        placements: key of a tensor in the optimizer's state that is not placed as its parameter is -> per
+            mesh axis the dimension that is sharded, `None` for a replica; nothing for a plain tensor.
     """
 
     files: dict[str, FileEntry]

@@ -101,14 +101,20 @@ def lines(model: nn.Module, optim: Optimizer) -> Iterator[str]:
 
 
 def placements_of(model: nn.Module, optim: Optimizer) -> dict[str, list[int | None]]:
-    """Key -> placements of each sharded tensor in the state that is not shaped like its parameter."""
-    fqns = _fqns(model, optim)
-    return {
-        f"{ROOT}.{_STATE}.{fqns[id(p)]}.{name}": [x.dim if isinstance(x, Shard) else None for x in value.placements]
-        for p, state in optim.state.items()
-        for name, value in state.items()
-        if isinstance(value, DTensor) and value.shape != p.shape
-    }
+    """Key -> placements of each tensor in the state that are not those of its parameter.
+
+    That is where it is sharded and has another shape; or, with no placements, where it is a counter of one element that
+    is not sharded though its parameter, of one element as well, is.
+    """
+    fqns, found = _fqns(model, optim), {}
+    for p, state in optim.state.items():
+        for name, value in state.items():
+            key = f"{ROOT}.{_STATE}.{fqns[id(p)]}.{name}"
+            if isinstance(value, DTensor) and value.shape != p.shape:
+                found[key] = [x.dim if isinstance(x, Shard) else None for x in value.placements]
+            elif isinstance(value, Tensor) and isinstance(p, DTensor) and value.shape == p.shape and p.numel() == 1:
+                found |= {} if isinstance(value, DTensor) else {key: []}
+    return found
 
 
 class Staging:
@@ -189,7 +195,7 @@ class Staging:
         parameter, existing = self._parameters[str(path[2])], self._existing(path)
         if isinstance(existing, Tensor) and shape_and_dtype(existing) == (shape, dtype):
             return torch.empty_like(existing.detach(), device="cpu")
-        if not isinstance(parameter, DTensor):
+        if not isinstance(parameter, DTensor) or self._placements.get(key) == []:
             return torch.empty(shape, dtype=dtype)
         if list(parameter.shape) == shape and path[3] != "step":
             return torch.empty_like(parameter.detach(), dtype=dtype, device="cpu")

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 import fxshard
@@ -215,6 +215,27 @@ def test_state_of_another_shape_than_its_parameter_keeps_its_placement() -> None
         assert_same_state(state_of(other, other_optim), expected)
         for state in other_optim.state.values():
             assert [state["rows"].placements, state["all"].placements] == [(Shard(0),), (Replicate(),)]
+
+
+@two_ranks
+def test_a_counter_of_one_element_stays_plain_where_its_parameter_has_one_too() -> None:
+    def made() -> tuple[nn.Module, Optimizer]:
+        model = nn.Module()
+        model.gate = nn.Parameter(torch.ones(1))
+        fxshard.fully_shard(model)
+        return model, torch.optim.SGD(model.parameters())
+
+    model, optim = made()
+    (gate,) = model.parameters()
+    optim.state[gate] = {"count": torch.full((1,), 3.0), "moment": torch.zeros_like(gate)}
+    with shared_folder() as folder:
+        fxshard.save_checkpoint(folder / "a", model, optim)
+        other, fresh = made()
+        fxshard.load_checkpoint(folder / "a", other, fresh)
+    (state,) = fresh.state.values()
+    assert type(state["count"]) is Tensor
+    assert state["count"].tolist() == [3.0]
+    assert isinstance(state["moment"], DTensor)
 
 
 def test_extra_comes_back_with_its_types(tmp_path: Path) -> None:
