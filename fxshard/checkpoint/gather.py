@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from fxshard.checkpoint.rounds import Item, Kind, Round
-from fxshard.checkpoint.wire import Buckets, Progress, UnderWay, Wire, as_bytes, launched, lengths, part, run
+from fxshard.checkpoint.wire import Buckets, Progress, UnderWay, Wire, launched, lengths, part, run
+from fxshard.runtime.raw import as_bytes
 
 
 class _Results:

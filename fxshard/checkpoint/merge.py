@@ -20,6 +20,7 @@ from fxshard.checkpoint.manifest import Manifest, sync_folder
 from fxshard.checkpoint.values import unpacked
 from fxshard.checkpoint.verify import verify
 from fxshard.errors import CheckpointError, ConfigError, MissingExtraError
+from fxshard.runtime.raw import as_bytes
 
 _DTYPES = {
     torch.float64: "F64",
@@ -209,7 +210,7 @@ def _bytes_of(contents: Contents, key: str) -> memoryview:
     tensor = torch.empty(shape, dtype=dtype)
     values: dict[str, Tensor] = {key: tensor}
     contents.read(values)
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    return as_bytes(tensor).numpy().data
 
 
 def _require_same(path: Path, slices: dict[str, Any], contents: Contents, selection: _Selection) -> None:

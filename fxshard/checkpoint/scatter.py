@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from fxshard.checkpoint.held import MIB, Held, device_of
 from fxshard.checkpoint.parties import Parties
 from fxshard.checkpoint.rounds import Item, Kind, Round, rounds_of
-from fxshard.checkpoint.wire import Buckets, UnderWay, Wire, as_bytes, launched, lengths, part, run
+from fxshard.checkpoint.wire import Buckets, UnderWay, Wire, launched, lengths, part, run
+from fxshard.runtime.raw import as_bytes
 
 
 class _FromOne:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fxshard.errors import ConfigError
+from fxshard.runtime.raw import as_bytes
 
 # What torch.load(weights_only=True) gives back as it was.
 _LEAVES = (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -107,7 +108,7 @@ def tensor_line(tensor: Tensor) -> str:
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether this rank's rows of two tensors are the same; not a number equals itself."""
     first, second = (each.to_local() if isinstance(each, DTensor) else each for each in (one, other))
-    return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
+    return torch.equal(as_bytes(first), as_bytes(second))
 
 
 def lines(value: Any, where: str) -> Iterator[str]:
@@ -131,5 +132,4 @@ def lines(value: Any, where: str) -> Iterator[str]:
 
 
 def _digest(tensor: Tensor) -> str:
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(flat.numpy().data).hexdigest()[:16]
+    return hashlib.sha256(as_bytes(tensor.cpu()).numpy().data).hexdigest()[:16]

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxshard.checkpoint.rounds import Chunk, Item, Round
+from fxshard.runtime.raw import as_bytes
 
 # torch 2.13 renamed it, and warns about the old name.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -30,13 +31,6 @@ _MOST_UNDER_WAY = 32
 
 Progress = Callable[[int], None]
 """Told how many bytes have arrived."""
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, in order; its own memory if it is contiguous, else a copy's."""
-    whole = tensor.detach().contiguous()
-    # What has one element is contiguous with any stride; `view` takes none but 1.
-    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
 def part(tensor: Tensor, first: int, last: int) -> Tensor:

@@ -33,6 +33,7 @@ from fxshard.passes import pipeline
 from fxshard.passes._base import Fact, GraphPass, PassContext
 from fxshard.passes.pipeline import LAST_GIVEN, SPLIT_GIVEN, Pipeline
 from fxshard.runtime.frame import Frame
+from fxshard.runtime.raw import as_bytes
 
 _DEFAULT_RANKS = 2
 _SEED = 0
@@ -301,4 +302,4 @@ def _leaf_gap(left: Any, right: Any) -> float | None:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return as_bytes(tensor.resolve_conj().resolve_neg())

@@ -6,21 +6,20 @@ import zlib
 from collections.abc import Iterable
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
 from fxshard.errors import ConfigError
 from fxshard.runtime.agreement import is_in_process
+from fxshard.runtime.raw import as_bytes
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:
     """CRC32 over the bytes of all tensors, in order."""
     crc = 0
     for tensor in tensors:
-        data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        crc = zlib.crc32(data.numpy(), crc)  # type: ignore[arg-type] # a numpy array is a buffer
+        crc = zlib.crc32(as_bytes(tensor.cpu()).numpy(), crc)  # type: ignore[arg-type] # a numpy array is a buffer
     return crc
 
 

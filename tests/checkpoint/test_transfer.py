@@ -19,7 +19,8 @@ from fxshard.checkpoint import gather, scatter
 from fxshard.checkpoint.held import MIB, Held, gather_all
 from fxshard.checkpoint.progress import showing
 from fxshard.checkpoint.rounds import STRAIGHT_BYTES, Chunk, Item, Kind, Round, rounds_of
-from fxshard.checkpoint.wire import Wire, as_bytes, part
+from fxshard.checkpoint.wire import Wire, part
+from fxshard.runtime.raw import as_bytes
 from tests.checkpoint.states import adamw, assert_same, net, sharded, trained
 from tests.numerics.harness import world_mesh
 from tests.ranks import two_ranks

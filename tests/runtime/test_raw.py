@@ -1,0 +1,34 @@
+"""Tensors as bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fxshard.checkpoint.values import same_bits
+from fxshard.runtime.consistency import checksum
+from fxshard.runtime.raw import as_bytes
+
+STRIDED = {
+    "one dimension": torch.arange(8.0)[::2],
+    "transposed": torch.arange(6).view(2, 3).t(),
+    "one element with an odd stride": torch.arange(5.0).as_strided((1,), (5,)),
+    "no dimension": torch.tensor(True),
+    "no element": torch.empty(0, 3),
+}
+
+
+@pytest.mark.parametrize("name", STRIDED)
+def test_bytes_are_those_of_a_contiguous_copy(name: str) -> None:
+    tensor = STRIDED[name]
+    copy = torch.tensor(tensor.tolist(), dtype=tensor.dtype).view(tensor.shape)
+    assert bytes(as_bytes(tensor).tolist()) == copy.numpy().tobytes()
+    assert same_bits(tensor, copy)
+    assert checksum([tensor]) == checksum([copy])
+
+
+def test_bytes_of_what_is_contiguous_are_its_own_memory() -> None:
+    tensor: Tensor = torch.ones(3)
+    as_bytes(tensor).zero_()
+    assert tensor.tolist() == [0, 0, 0]
