@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--lower", choices=["inductor", "eager"], default="inductor")
     args = parser.parse_args()
     device = this_device()
-    dist.init_process_group()
+    dist.init_process_group("fxshard_gloo" if device.type == "cpu" else None)
 
     torch.manual_seed(0)  # the same parameters on every rank
     model = Net().to(device)

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
-
 import torch
 from torch import Tensor, fx
-from torch._inductor.kernel import conv
 
-from fxshard.ir import fake, ops
-
-TAKES_VIEWS = "realize_input(bias)" in inspect.getsource(conv.convolution)
-"""A probe: what is not realized may be a view, which has no layout of its own to freeze."""
+from fxshard.ir import fake, ops, order
 
 
 def realize(graph: fx.Graph) -> None:
     """Copy the bias of each convolution on the CPU, if this torch needs it; a gathered one is a view of a buffer."""
     mode = fake.fake_mode_of(graph)
-    if TAKES_VIEWS or mode is None:
+    if order.CONVOLUTION_TAKES_VIEWS or mode is None:
         return
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.convolution.default):
         bias = node.args[2]

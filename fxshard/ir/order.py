@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch._inductor import lowering
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+from torch._inductor.kernel import conv
 from torch.utils._ordered_set import OrderedSet
 from torch.utils.flop_counter import flop_registry
 
@@ -40,6 +41,9 @@ _MORE_KERNELS = (
 
 _PINS_ALL = "void" in inspect.getsource(lowering.control_deps_op_lowering)
 """A probe: whether `control_deps` takes every op."""
+
+CONVOLUTION_TAKES_VIEWS = "realize_input(bias)" in inspect.getsource(conv.convolution)
+"""A probe: a bias that is not realized may be a view, which has no layout of its own to freeze; see `biases.py`."""
 
 _UNPINNED = (torch.ops.fxshard.addmm_acc,)
 """What it does not take where it does not take all."""
