@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from fxshard import capture, one_line
+from fxshard import capture, cudagraphs, one_line
 from fxshard.cost import hardware
 from fxshard.errors import ConfigError, FxshardError
 from fxshard.ir.room import GIB
@@ -120,6 +120,7 @@ def _compile(
     generate_code: bool = True,
 ) -> Frame:
     device = example_inputs[next(iter(flats))].device
+    cudagraphs.require_device(options, device)
     budget = options.memory_budget_gib
     plan = capture.bind_markers(gm, flats)
     if options.prefetch == "auto" and budget is None:
@@ -129,6 +130,7 @@ def _compile(
         hardware=options.hardware or hardware.of_device(device).name,
         unsharded_budget_bytes=None if budget is None else int(budget * GIB),
         resident_budget_bytes=int(options.resident_gib * GIB),
+        replays=options.cudagraphs,
     )
     for key, share in capture.read_shares(gm, frame.plan).items():
         if share < 0.5 and frame.plan.units[key].world_size > 1:
@@ -151,5 +153,6 @@ def _require_one_way(options: Options, flats: dict[int, Home]) -> None:
     if options.one_line_only and not all(home.unit.from_one_line for home in flats.values()):
         raise ConfigError(
             f"options {', '.join(options.one_line_only)} only act where torch.compile shards the model itself; this "
-            "one was sharded by fully_shard. Pass them to fully_shard (mesh, reshard_after_forward, mp_policy) instead."
+            "one was sharded by fully_shard. Pass them to fully_shard (mesh, reshard_after_forward, mp_policy) "
+            "instead, or call set_separate_reduce_scatter_group()."
         )

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -33,10 +32,10 @@ from torch._inductor.output_code import CompiledFxGraph
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fxshard import cache
+from fxshard import cache, cudagraphs
 from fxshard.cost import hardware
 from fxshard.errors import ConfigError, FxshardError, InvariantError
-from fxshard.ir import biases, contract, liveness, opening, ops, order
+from fxshard.ir import aside, biases, contract, liveness, opening, ops, order
 from fxshard.ir.ambient import Ambient
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.journal import CAPTURED, LateJournal, Record, snapshot, with_variant
@@ -89,11 +88,6 @@ def lower_plain(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> 
     if options.lower == "eager":
         return aot_autograd(fw_compiler=_boxed, bw_compiler=_boxed)(gm, inputs)
     return cast("Callable[..., Any]", compile_fx(gm, list(inputs), config_patches=dict(options.inductor)))
-
-
-def _signature(facts: Facts) -> list[str]:
-    """What a graph takes and gives, without the names of sizes that data decides: tracing again makes new ones."""
-    return [re.sub(r"\bu\d+\b", "u", text) for text in (*facts.inputs, "->", *facts.outputs)]
 
 
 def _boxed(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -177,8 +171,8 @@ class _Stages:
     def inductor(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         known = inductor_config.get_config_copy()
         # Inductor's own schedulers would undo the order of collectives; ADR 0002.
-        patches: dict[str, Any] = {name: False for name in KEEP_ORDER_FLAGS if name in known}
-        patches |= {**self.options.inductor, "custom_partitioner_fn": _Partitioner(self)}
+        ours = {name: False for name in KEEP_ORDER_FLAGS if name in known} | cudagraphs.patches(self.options, known)
+        patches = {**self.options.inductor, **ours, "custom_partitioner_fn": _Partitioner(self)}
         if not self.generate_code or self.digest is None:
             patches["force_disable_caches"] = True  # without code, a hit would end before Inductor's own passes
         compiled = compile_fx(gm, list(inputs), inner_compile=self._compile_split, config_patches=patches)
@@ -204,10 +198,12 @@ class _Stages:
         facts = self.facts(gm.graph, kind, inputs)
         self.split_stage(gm, kind)
         inputs = [*inputs, *(node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(inputs) :])]
+        static = cudagraphs.static_inputs(self.options, gm.graph, kwargs.get("static_input_idxs", ()))
         last = {"post_grad_custom_post_pass": _LastStage(self, kind)} if self.pipeline.last else {}
         with inductor_config.patch(last):
             if self.generate_code:
-                return self._code(gm, inputs, replace(facts, launches=order.sequence(gm.graph)), **kwargs)
+                facts = replace(facts, launches=order.sequence(gm.graph))
+                return self._code(gm, inputs, facts, **kwargs | {"static_input_idxs": static})
             if self.pipeline.last:
                 self._until_code(fx.GraphModule(gm, copy.deepcopy(gm.graph)), inputs, **kwargs)
         return _boxed(gm, inputs)
@@ -221,6 +217,7 @@ class _Stages:
         called = any(node.op.startswith("call_") for node in gm.graph.nodes)
         with functorch_config.patch(bundled_autograd_cache=bundled and not called):
             code = _with_inductor(gm, inputs, **kwargs)  # takes the graph over
+        cudagraphs.require_recordable(self.options, code, facts.kind)
         if self.pipeline.last and len(self.journal.stages) == stages:
             self._replay_when_asked()  # found by Inductor: the last stage did not run
         if bundled and isinstance(code, CompiledFxGraph):
@@ -248,6 +245,8 @@ class _Stages:
 
     def prepared(self, code: Callable[..., Any], facts: Facts) -> Callable[..., Any]:
         """A graph's code with the ranks' agreement before it, and in front of it the choice of its variant."""
+        if facts.kind == "backward":
+            code = cudagraphs.kept(self.options, code)
         run = agreement.guard(code, facts.kind, facts.launches)
         self.made[facts.kind] = run, facts
         if self.only is not None:
@@ -260,7 +259,7 @@ class _Stages:
         """The code of another variant of a graph, made as the plain one was."""
         stages = self._again(which, kind, generate_code=True)
         made = stages.made.get(kind)
-        if made is None or _signature(made[1]) != _signature(self.made[kind][1]):
+        if made is None or made[1].signature != self.made[kind][1].signature:
             name = which.name(self.frame.trained)
             raise InvariantError(f"the {name} {kind} takes or gives other things than the plain one.")
         ours, theirs = self.frame.journal, stages.frame.journal
@@ -322,8 +321,10 @@ class _Stages:
 
     def finish(self, graph: fx.Graph) -> None:
         """What no pass and no reader of graphs need know of, right before a graph becomes code."""
-        is_free = self.options.prefetch not in (0, "off") and self.frame.unsharded_budget_bytes is None
-        opening.relay(graph, self.frame.plan, guess=is_free)
+        overlaps = self.options.prefetch not in (0, "off") and self.options.streams != "off"
+        if not self.options.cudagraphs:
+            opening.relay(graph, self.frame.plan, guess=overlaps and self.frame.unsharded_budget_bytes is None)
+        aside.move(graph, self.frame.plan)
         if self.options.lower == "inductor":
             biases.realize(graph)
             order.enforce(graph)

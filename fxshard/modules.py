@@ -9,24 +9,23 @@ a module that was given to `fully_shard` also gets the FSDP methods and a call t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fxshard.casts import cast_inputs, cast_output
 from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.ir import fake
-from fxshard.runtime import eager
+from fxshard.runtime import eager, groups
 from fxshard.runtime.dtensors import without_offset
 from fxshard.runtime.reference import REFS, TRACED, ParameterRef, flat_key, marker_arguments
 from fxshard.runtime.relay import Relay, UnshardHandle
-from fxshard.runtime.unit import Member, Unit, require_shard
+from fxshard.runtime.unit import Unit, require_shard
 
 STATE = "_fxshard_state"
 """Key in the `__dict__` of a module that was given to `fully_shard`."""
@@ -165,6 +164,18 @@ class ShardedModule(ParameterOwner):
         for unit in state.nested if recurse else state.units:
             unit.resident.wanted = not reshard_after_backward
 
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Let reductions run on a process group of their own: one communicator carries one collective at a time.
+
+        Making a group is collective: all ranks of the mesh must call this alike. The next forward compiles anew.
+
+        Args:
+            enable: whether they do; else they are launched on the mesh's group, as gathers are.
+            recurse: whether this holds for all modules inside as well.
+        """
+        state = cast(ModuleState, self.__dict__[STATE])
+        groups.separate(state.nested if recurse else state.units, enable)
+
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether a backward that ends from now on is the last one of its step.
 
@@ -281,15 +292,10 @@ def _require_replaceable(module: nn.Module, name: str, value: object) -> None:
     ref = module.__dict__.get(REFS, {}).get(name)
     if ref is None or value is None:
         return
-    for unit_member, mesh in _members_at(ref.flat, module, name):
-        require_shard(value, unit_member, mesh)
-
-
-def _members_at(flat: Tensor, module: nn.Module, name: str) -> Iterator[tuple[Member, DeviceMesh]]:
-    unit = flat._fxshard_home.unit  # type: ignore[attr-defined]
+    unit = ref.flat._fxshard_home.unit
     for member in unit.members:
         if any(owner is module and own == name for owner, own in member.owners):
-            yield member, unit.mesh
+            require_shard(value, member, unit.mesh)
 
 
 def _open_call(module: ShardedModule, args: Any, kwargs: Any) -> tuple[ModuleState, Any, Any]:

@@ -32,7 +32,7 @@ from fxshard.errors import ConfigError
 from fxshard.mesh import default_mesh, require_mesh
 from fxshard.modules import units_under
 from fxshard.options import Options, launched_world_size
-from fxshard.runtime import consistency
+from fxshard.runtime import consistency, groups
 from fxshard.runtime.dtensors import as_dtensor, shard_rows
 from fxshard.runtime.unit import Home
 
@@ -189,6 +189,8 @@ def _shard(root: nn.Module, mesh: DeviceMesh, options: Options) -> None:
     units = units_under(root)
     for unit in units:
         unit.from_one_line = True
+    if options.separate_reduce_scatter_group:
+        groups.separate(units)
     orphans = {fqn: weakref.ref(parameter) for fqn, parameter in old.items()}
     units[0].after_first_call = functools.partial(_require_no_holders, orphans)
 

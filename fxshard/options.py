@@ -17,9 +17,6 @@ from fxshard.errors import ConfigError
 
 # Options of the design that have no effect yet, with the only value that is accepted today.
 _NOT_YET: dict[str, Any] = {
-    "streams": "auto",
-    "separate_reduce_scatter_group": False,
-    "cudagraphs": False,
     "offload": None,
 }
 
@@ -54,7 +51,13 @@ class Options:
         resident_gib: what parameters of the whole model may take that stay unsharded from one microbatch to the next
             while gradients are not reduced (`no_sync`); those go first that save the most communication per byte.
         reduce_scatter_max_input_buffers: reductions whose inputs may be alive at once.
+        separate_reduce_scatter_group: reductions get a process group of their own, so that they can be on the link
+            beside gathers; for the one-line path only. After `fully_shard`: `set_separate_reduce_scatter_group`.
+        streams: "nccl" leaves collectives to the streams of their process group; "side" also puts casts and copies of
+            parameters and gradients on streams of their own; "off" overlaps nothing, for debugging; "auto" is "nccl".
         lower: "inductor", or "eager" to run the transformed graphs node by node (no decompositions, bitwise FSDP2).
+        cudagraphs: record each compiled graph as a CUDA graph and replay it; what is launched in one graph and waited
+            for in another (prefetch over a graph break, `unshard`) is then launched in the other.
         verify: check every invariant of `ir/spec.py` after every pass; "debug" also re-runs the graphs on fake tensors.
         passes: a function from the default `Pipeline` to the one to run; passes of your own get the same checks.
         hardware: what the cost model counts on: "h100", "h200", "cpu" or the path of a JSON file (`cost/hardware.py`);
@@ -71,7 +74,10 @@ class Options:
     reduce_scatter_max_input_buffers: int = 2
     memory_budget_gib: float | None = None
     resident_gib: float = 0
+    separate_reduce_scatter_group: bool = False
+    streams: str = "auto"
     lower: str = "inductor"
+    cudagraphs: bool = False
     verify: bool | str = True
     passes: Callable[[Any], Any] | None = dataclasses.field(default=None, repr=False)  # cache.py hashes what it returns
     hardware: str | None = None
@@ -108,8 +114,13 @@ class Options:
                 raise ConfigError(f"{name} must be a floating-point torch.dtype or None, got {value!r}.")
         if self.mesh is not None and not isinstance(self.mesh, DeviceMesh):
             raise ConfigError(f"mesh must be a DeviceMesh or None, got {type(self.mesh).__name__}.")
+        for name in ("separate_reduce_scatter_group", "cudagraphs"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if not isinstance(self.inductor, Mapping):
             raise ConfigError(f"inductor must be a dict of Inductor config patches, got {self.inductor!r}.")
+        if self.cudagraphs and self.lower != "inductor":
+            raise ConfigError('cudagraphs=True needs lower="inductor": nothing else records graphs.')
         owned = sorted(set(self.inductor) & set(OWNED_INDUCTOR_FLAGS))
         if owned:
             raise ConfigError(f"inductor may not set {', '.join(owned)}: fxshard owns the order of collectives.")
@@ -118,7 +129,8 @@ class Options:
     def one_line_only(self) -> tuple[str, ...]:
         """Names of the set options that only the one-line path reads."""
         names = ("mesh", "reshard_after_forward", "param_dtype", "reduce_dtype")
-        return tuple(name for name in names if getattr(self, name) is not None)
+        given = tuple(name for name in names if getattr(self, name) is not None)
+        return (*given, "separate_reduce_scatter_group") if self.separate_reduce_scatter_group else given
 
 
 def parse(options: Mapping[str, Any] | None, mode: str | None = None) -> Options:

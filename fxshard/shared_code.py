@@ -5,6 +5,7 @@ Private torch modules used here: `torch._inductor` (config, output_code).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -40,6 +41,11 @@ class Facts:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     orders: dict[int, Order]
+
+    @property
+    def signature(self) -> list[str]:
+        """What the graph takes and gives, but for the names of sizes that data decides: a new trace has new ones."""
+        return [re.sub(r"\bu\d+\b", "u", text) for text in (*self.inputs, "->", *self.outputs)]
 
 
 class Stages(Protocol):

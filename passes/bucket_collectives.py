@@ -171,7 +171,8 @@ def _join(pieces: Sequence[Reduce]) -> Reduce:
 
 def _can_share(units: Sequence[str], ctx: PassContext) -> bool:
     """Whether one launch can serve these units: all different, and of one process group."""
-    return len(set(units)) == len(units) and len({ctx.plan.units[unit].group for unit in units}) == 1
+    groups = {(ctx.plan.units[unit].group, ctx.plan.units[unit].reduce_group) for unit in units}
+    return len(set(units)) == len(units) and len(groups) == 1
 
 
 def _why(nbytes: int, limits: Limits) -> str:

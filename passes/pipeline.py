@@ -10,6 +10,7 @@ from fxshard.options import Options
 from fxshard.passes import _manager
 from fxshard.passes._base import Fact, GraphPass
 from fxshard.passes.accumulate_gradients import AccumulateGradients
+from fxshard.passes.assign_streams import AssignStreams
 from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.dedup_unshard import DedupUnshard
@@ -57,6 +58,7 @@ def default(
     bucket: str | float = "unit",
     prefetch: int | str = 1,
     reduce_scatter_max_input_buffers: int = 2,
+    streams: str = "auto",
     lower: str = "inductor",
 ) -> Pipeline:
     """The passes without a change by the user.
@@ -65,6 +67,7 @@ def default(
         bucket: `BucketCollectives.size`.
         prefetch: `HoistPrefetch.depth`, or "off".
         reduce_scatter_max_input_buffers: `SinkWaits.max_buffers`.
+        streams: `AssignStreams.mode`.
         lower: "inductor", or "eager": then sums are FSDP2's to the bit, and the order needs no pins.
 
     Raises:
@@ -82,6 +85,7 @@ def default(
             CoalesceCollectives(same_sums=lower == "eager"),
             SinkWaits(max_buffers=reduce_scatter_max_input_buffers),
             HoistPrefetch(depth=0 if prefetch == "off" else prefetch),  # type: ignore[arg-type]  # the pass checks it
+            AssignStreams(mode=streams),  # last: where a wait stands decides what streams may do until there
         ),
         last=(PinOrder(),) if lower == "inductor" else (),  # the last word: fusion comes next
     )
@@ -112,6 +116,7 @@ def chosen(options: Options) -> Pipeline:
         bucket=options.bucket,
         prefetch=options.prefetch,
         reduce_scatter_max_input_buffers=options.reduce_scatter_max_input_buffers,
+        streams=options.streams,
         lower=options.lower,
     )
     if options.passes is None:

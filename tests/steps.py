@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 
 from fxshard.cost.hardware import HardwareSpec
+from fxshard.ir import ops
 from fxshard.ir.plan import ShardPlan
 from fxshard.passes._base import GraphKind, GraphPass
 from fxshard.passes.insert_collectives import InsertCollectives
@@ -75,8 +76,14 @@ def _rewritten(
     ctx = dataclasses.replace(ctx, hardware=hardware or ctx.hardware)
     for step_ in passes:
         run_pass(step_, gm, ctx)
+    for node in gm.graph.find_nodes(op="call_function", target=ops.COPY_OUT):
+        node.target = _copy_now  # a LocalTensor has nothing in flight to wait for
     gm.recompile()
     return gm
+
+
+def _copy_now(gathered: Tensor, size: Sequence[int], stride: Sequence[int], start: int, stream: str) -> Tensor:
+    return gathered.as_strided(size, stride, start).clone(memory_format=torch.contiguous_format)
 
 
 def reference_step(traced: Traced) -> Step:

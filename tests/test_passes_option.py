@@ -132,7 +132,7 @@ def test_shows_the_lines_around_what_a_pass_broke(mesh: DeviceMesh) -> None:
         text,
         """\
 SkipWaits() broke `launch_has_one_wait` in the forward graph at %getitem: expected one user, its wait; found %layers_0_weight
-Rule: Every result of a launch has exactly one user, its wait.
+Rule: Every result of a launch is read by its wait alone, or by copies on a side stream, each with its wait.
 
    %shard_layers_0: f32[10] = input  # flat of layers.0
    %x: f32[2, 4] = input

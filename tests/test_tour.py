@@ -9,6 +9,7 @@ import inspect
 from fxshard.ir.variant import Variant
 from fxshard.passes._base import GraphKind, GraphPass
 from fxshard.passes.accumulate_gradients import AccumulateGradients
+from fxshard.passes.assign_streams import AssignStreams
 from fxshard.passes.bucket_collectives import MIB, BucketCollectives
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.dedup_unshard import DedupUnshard
@@ -204,3 +205,17 @@ def test_keeps_the_page_of_pin_order_in_step() -> None:
     pairs = [pair for kind in SPLIT for pair in rewritten(traced, kind, PinOrder(), *earlier)]
     example = "Two layers, `x @ weight + bias`, on two ranks; `SinkWaits` and `HoistPrefetch` have run."
     assert_page("docs/passes/pin_order.md", page_of(PinOrder, example, pairs))
+
+
+def test_keeps_the_page_of_assign_streams_in_step() -> None:
+    traced = graphs.mixed_precision(reshard_after_forward=True)
+    pairs = []
+    for kind in SPLIT:
+        gm, ctx = traced.at(kind, after=InsertCollectives)
+        pairs.append((f"The {kind} graph before", code_block(text(gm))))
+        AssignStreams(mode="side").apply(gm, ctx)
+        pairs.append((f"The {kind} graph after", code_block(text(gm))))
+    example = (
+        "One layer, `x @ weight + bias`, on two ranks, gathered in bfloat16 and reduced in float32; the mode is `side`."
+    )
+    assert_page("docs/passes/assign_streams.md", page_of(AssignStreams, example, pairs))

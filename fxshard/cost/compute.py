@@ -30,7 +30,7 @@ _SAME_FLOPS: Mapping[Any, Any] = {
 }
 """Kernels that torch's table leaves out -> the one whose formula holds for them."""
 
-_READS_SELECTED = (_aten.embedding, _aten.index, _aten.index_select, _aten.gather)
+_READS_SELECTED = (_aten.embedding, _aten.index, _aten.index_select, _aten.gather, torch.ops.fxshard.copy_out)
 """Ops that read of their first input only what they return."""
 
 _UNINITIALISED = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided)

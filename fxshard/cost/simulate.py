@@ -1,5 +1,7 @@
 """When everything in a graph happens: compute in program order, collectives in one in-order queue per group.
 
+Copies and casts on a side stream have a queue for each stream, which begins with what the main one has done by then.
+
 [Note: expressions along a branch]
 Where two times meet (a wait, a busy queue), the later one counts. Which one is later is decided by numbers, at the
 world size and shapes that the graph was traced with; the result is the sum of the costs along the path that was later,
@@ -10,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import fx
 
 from fxshard.cost.comm import Launch
 from fxshard.cost.symbols import Point, Quantity, Sum
-from fxshard.ir import collectives
+from fxshard.ir import collectives, tags
 from fxshard.ir.liveness import Liveness
 
 
@@ -69,6 +72,13 @@ class _InFlight:
     exposed: float = 0.0
 
 
+class _Filled(NamedTuple):
+    """When a storage will have been filled, and by what: a launch, or a copy of what a launch brought."""
+
+    flight: _InFlight
+    end: _Moment
+
+
 def simulate(
     live: Liveness, compute: Mapping[fx.Node, Quantity], launches: Mapping[fx.Node, Launch], point: Point
 ) -> Timeline:
@@ -82,21 +92,32 @@ def simulate(
     """
     clock = _Moment(0.0, None, 0.0)
     computed: list[_Moment] = []
-    queues: dict[str, _Moment] = {}
+    queues: dict[str, _Moment] = {}  # by group, or by side stream
     flights: dict[fx.Node, _InFlight] = {}
-    filled_by: dict[int, _InFlight] = {}
+    filled: dict[int, _Filled] = {}
+    cast: dict[int, _Moment] = {}  # storage -> when a side stream will have made it
     for node in live.nodes:
+        read = [index for source in node.all_input_nodes for index in live.storages_of[source]]
         if node in launches:
             launch = launches[node]
-            start = _later(clock, queues.get(launch.group, clock))
+            start = _latest(clock, queues.get(launch.group), *map(cast.get, read))
             end = _after(start, launch.seconds, point, communicates=True)
             queues[launch.group] = end
             flights[node] = _InFlight(launch, start, end)
-            filled_by |= dict.fromkeys(live.storages_of[node], flights[node])
+            filled |= dict.fromkeys(live.storages_of[node], _Filled(flights[node], end))
         elif node.target is collectives.WAIT:
-            for flight in filter(None, map(filled_by.get, live.storages_of[node])):
-                flight.exposed += max(0.0, flight.end.time - clock.time)
-                clock = _later(clock, flight.end)
+            for flight, end in filter(None, map(filled.get, live.storages_of[node])):
+                flight.exposed += max(0.0, end.time - clock.time)
+                clock = _latest(clock, end)
+        elif node in compute and (stream := tags.tags_of(node).get(tags.STREAM)):
+            source = next(filter(None, map(filled.get, read)), None)
+            start = _latest(clock, queues.get(stream), source.end if source else None, *map(cast.get, read))
+            queues[stream] = end = _after(start, compute[node], point, communicates=True)
+            made = live.storages_of[node]
+            if source is None:
+                cast |= dict.fromkeys(made, end)
+            else:
+                filled |= dict.fromkeys(made, _Filled(source.flight, end))
         elif node in compute:
             clock = _after(clock, compute[node], point)
             computed.append(clock)
@@ -123,8 +144,9 @@ def _timeline(end: _Moment, computed: list[_Moment], transfers: tuple[Transfer, 
     return Timeline(total=total.total, exposed=exposed.total, transfers=transfers)
 
 
-def _later(one: _Moment, other: _Moment) -> _Moment:
-    return other if other.time > one.time else one
+def _latest(first: _Moment, *others: _Moment | None) -> _Moment:
+    """The latest; the first of those that are equally late."""
+    return max((first, *filter(None, others)), key=lambda moment: moment.time)
 
 
 def _after(before: _Moment, step: Quantity, point: Point, *, communicates: bool = False) -> _Moment:

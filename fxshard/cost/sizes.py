@@ -19,7 +19,6 @@ from torch import Tensor, fx
 
 from fxshard.cost.symbols import WORLD_SIZE, Point, Quantity, Sum, hints_of, product, size_of
 from fxshard.ir import collectives, ops, tags
-from fxshard.ir.flow import launch_inputs
 from fxshard.ir.liveness import Liveness, liveness, tensors_in
 from fxshard.ir.plan import FramePlan, ShardPlan, Slot, UnitPlan, qualified
 
@@ -111,7 +110,7 @@ class _Measurement:
             point=self.point,
             of_storage=tuple(self.sizes),
             of_launch=self.launches,
-            open_groups=frozenset(unit.group for unit in self.units.values()),
+            open_groups=frozenset(g for unit in self.units.values() for g in (unit.group, unit.reducing_group)),
         )
 
     def _set(self, storage: int, elements: Quantity) -> None:
@@ -143,7 +142,9 @@ class _Measurement:
         nbytes = Sum()
         if launch.target in collectives.LAUNCHES:
             known = self._slots_reduced if launch.target in collectives.REDUCTIONS else self._slots_gathered
-            for storage, result, source in zip(filled, tensors_in(launch), launch_inputs(launch), strict=True):
+            for storage, result, source in zip(
+                filled, tensors_in(launch), collectives.launch_inputs(launch), strict=True
+            ):
                 assert source is not None
                 nbytes.add(self._measure_tensor(launch, storage, result, source, known(launch, result, source)))
         else:

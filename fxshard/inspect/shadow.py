@@ -9,7 +9,7 @@ itself is only read. The shadow shares the code of its classes, which is why it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
@@ -84,7 +84,8 @@ class Shadow:
             fake.NO_VALUE: the model reads values of a tensor.
         """
         fake_args, fake_kwargs = self.inputs(args, kwargs)
-        groups = {unit.plan.group: unit.world_size for unit in units_under(self.model)}
+        plans = [unit.plan for unit in units_under(self.model)]
+        groups = {name: plan.world_size for plan in plans for name in (plan.group, plan.reducing_group)}
         with fake.named_groups(groups), self.tracing():
             torch.compile(self.model, backend=backend)(*fake_args, **fake_kwargs)
 
@@ -168,6 +169,8 @@ def _shard_in_one_line(root: nn.Module, mesh: DeviceMesh, options: Options) -> N
         sharding.shard([module], mesh, mp_policy=policy, reshard_after_forward=options.reshard_after_forward)
     for unit in units_under(root):
         unit.from_one_line = True
+    if options.separate_reduce_scatter_group:
+        _reduce_separately(units_under(root))
 
 
 def _shard_alike(model: nn.Module, units: tuple[Unit, ...], replica: Replica) -> None:
@@ -195,6 +198,15 @@ def _shard_alike(model: nn.Module, units: tuple[Unit, ...], replica: Replica) ->
         copied.forward_prefetch = _copies(unit.forward_prefetch, units, replica)
         copied.backward_prefetch = _copies(unit.backward_prefetch, units, replica)
         copied.publish()
+    _reduce_separately(_copy_of(unit, replica) for unit in units if unit.reduce_group is not None)
+
+
+def _reduce_separately(units: Iterable[Unit]) -> None:
+    """Give reductions a group of their own, which does not exist either."""
+    for unit in units:
+        name = f"{unit.plan.group}_reduce"
+        unit.reduce_group = cast(dist.ProcessGroup, SimpleNamespace(group_name=name))
+        unit.publish()
 
 
 def _calls(model: nn.Module, units: tuple[Unit, ...]) -> list[tuple[ModuleState, list[nn.Module]]]:

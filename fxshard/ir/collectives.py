@@ -66,6 +66,30 @@ def reduce_launches(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if n.op == "call_function" and n.target in REDUCTIONS]
 
 
+def launch_input(launch: fx.Node, index: int) -> fx.Node | None:
+    """The tensor that a launch sends, or the `index`-th of a coalesced one."""
+    sent = launch.args[0]
+    found = sent[index] if isinstance(sent, list | tuple) and index < len(sent) else sent
+    return found if isinstance(found, fx.Node) else None
+
+
+def launch_inputs(launch: fx.Node) -> list[fx.Node | None]:
+    """The tensors that a launch sends, one by one."""
+    sent = launch.args[0]
+    return [launch_input(launch, i) for i in range(len(sent) if isinstance(sent, list | tuple) else 1)]
+
+
+def world_size_of(launch: fx.Node) -> int:
+    """The number of ranks that a launch names."""
+    size = launch.args[2 if launch.target in REDUCTIONS else 1]
+    return size if isinstance(size, int) else 0
+
+
+def group_of(launch: fx.Node) -> str:
+    """The process group that a launch names."""
+    return str(launch.args[3 if launch.target in REDUCTIONS else 2])
+
+
 # ---- gather
 
 
@@ -229,7 +253,7 @@ def reduce_grads(grads: Mapping[SlotIndex, Tensor], plan: UnitPlan) -> dict[int,
     reduced: dict[Segment, Tensor] = {}
     for dtype, segment in reduce_dtypes({slot: grad.dtype for slot, grad in grads.items()}, plan).items():
         inputs = reduce_inputs([[grads[slot] for slot in segment]], plan.world_size, dtype)
-        launched = launch_reduce(inputs, dtype, plan.world_size, plan.group)
+        launched = launch_reduce(inputs, dtype, plan.world_size, plan.reducing_group)
         (reduced[segment],) = reduced_in(launched, dtype, plan.world_size)
     return shard_grads(reduced, plan)
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxshard.ir import collectives, movement, tags
+from fxshard.ir import collectives, movement, ops, tags
 from fxshard.ir.plan import FramePlan
 from fxshard.ir.strided import View, moved, whole
 
@@ -43,10 +43,17 @@ class Flat:
 
 @dataclass(frozen=True)
 class InFlight:
-    """What a launch returned and no wait has completed; `index` picks a result of a coalesced launch."""
+    """What a launch returned and no wait has completed.
+
+    Attributes:
+        launch: of the collective.
+        index: picks a result of a coalesced launch.
+        copied: the elements of the result that a side stream copies, once they are there.
+    """
 
     launch: fx.Node
     index: int | None = 0
+    copied: View | None = None
 
 
 @dataclass(frozen=True)
@@ -299,16 +306,27 @@ def _launch(node: fx.Node, flow: Flow, plan: FramePlan) -> Value | None:
     return InFlight(node, None if node.target in collectives.COALESCED else 0)
 
 
+def _copy_out(node: fx.Node, flow: Flow, plan: FramePlan) -> Value | None:
+    value = _input(node, flow)
+    if not isinstance(value, InFlight) or value.index is None or value.copied is not None:
+        return None
+    _, size, stride, start, _ = node.args
+    return replace(value, copied=View(tuple(size), tuple(stride), start))  # type: ignore[arg-type]
+
+
 def _wait(node: fx.Node, flow: Flow, plan: FramePlan) -> Value | None:
     value = _input(node, flow)
     if not isinstance(value, InFlight) or value.index is None:
         return None
-    source = launch_input(value.launch, value.index)
+    source = collectives.launch_input(value.launch, value.index)
     sent = flow.values.get(source) if source is not None else None
     if isinstance(sent, Flat):
-        return Window(sent, whole(sent.numel * world_size_of(value.launch)), launch=value.launch)
+        gathered = whole(sent.numel * collectives.world_size_of(value.launch))
+        if value.copied is not None:
+            return Window(sent, whole(*value.copied.shape), copied=value.copied, launch=value.launch)
+        return Window(sent, gathered, launch=value.launch)
     if isinstance(sent, Row):
-        sent = alone(sent, world_size_of(value.launch))
+        sent = alone(sent, collectives.world_size_of(value.launch))
     if isinstance(sent, Concat):
         numel = sum(row_numel(row, sent.world_size) for row in sent.rows)
         return Piece(sent, value.launch, whole(numel), sent.dtype)
@@ -337,30 +355,6 @@ def alone(row: Row, world_size: int) -> Concat:
     return Concat((row,), world_size, row.dtype, row.divisor)
 
 
-def launch_input(launch: fx.Node, index: int) -> fx.Node | None:
-    """The tensor that a launch sends, or the `index`-th of a coalesced one."""
-    sent = launch.args[0]
-    found = sent[index] if isinstance(sent, list | tuple) and index < len(sent) else sent
-    return found if isinstance(found, fx.Node) else None
-
-
-def launch_inputs(launch: fx.Node) -> list[fx.Node | None]:
-    """The tensors that a launch sends, one by one."""
-    sent = launch.args[0]
-    return [launch_input(launch, i) for i in range(len(sent) if isinstance(sent, list | tuple) else 1)]
-
-
-def world_size_of(launch: fx.Node) -> int:
-    """The number of ranks that a launch names."""
-    size = launch.args[2 if launch.target in collectives.REDUCTIONS else 1]
-    return size if isinstance(size, int) else 0
-
-
-def group_of(launch: fx.Node) -> str:
-    """The process group that a launch names."""
-    return str(launch.args[3 if launch.target in collectives.REDUCTIONS else 2])
-
-
 def row_numel(row: Row, world_size: int) -> int:
     """Elements of a row on one rank: `ceil(rows / world_size)` rows, as `_chunk_cat` pads them."""
     first = row.view.shape[0] if row.view.shape else 1
@@ -383,6 +377,7 @@ def _rules() -> dict[Any, Rule]:
         ((operator.getitem,), _getitem),
         (collectives.LAUNCHES, _launch),
         ((collectives.WAIT,), _wait),
+        ((ops.COPY_OUT,), _copy_out),
         (_ZEROS, _zeros),
     )
     return {target: rule for targets, rule in table for target in targets}

@@ -116,7 +116,7 @@ class _Reader:
         flats: dict[tuple[str, int], fx.Node],
     ) -> list[Gather]:
         calls, segments = tags.units_of(launch), dict[str, list[Segment]]()
-        for source in flow.launch_inputs(launch):
+        for source in collectives.launch_inputs(launch):
             flat = self.flow.values.get(source) if source is not None else None
             if not isinstance(flat, Flat) or flat.unit not in calls:
                 return []
@@ -156,7 +156,7 @@ class _Reader:
         sent = [tensor for tensor in layout.sent_by(launch, self.flow) if tensor is not None]
         owners = [[self.gradients.get(id(row)) for row in tensor.rows] for tensor in sent]
         tensors = tuple(tuple(owner for owner in tensor if owner is not None) for tensor in owners)
-        if len(sent) < len(flow.launch_inputs(launch)) or any(None in tensor for tensor in owners):
+        if len(sent) < len(collectives.launch_inputs(launch)) or any(None in tensor for tensor in owners):
             return None
         rows = itertools.chain.from_iterable(tensor.rows for tensor in sent)
         terms = {g: row.terms for g, row in zip(itertools.chain.from_iterable(tensors), rows, strict=True)}

@@ -97,17 +97,18 @@ def is_zero(segments: list[Segment], slot: Slot) -> bool:
 
 def sent_by(launch: fx.Node, found: flow.Flow) -> list[Concat | None]:
     """What a reduction sends, tensor by tensor."""
-    values = [found.values.get(source) if source is not None else None for source in flow.launch_inputs(launch)]
-    single = [flow.alone(v, flow.world_size_of(launch)) if isinstance(v, Row) else v for v in values]
+    values = [found.values.get(source) if source is not None else None for source in collectives.launch_inputs(launch)]
+    single = [flow.alone(v, collectives.world_size_of(launch)) if isinstance(v, Row) else v for v in values]
     return [value if isinstance(value, Concat) else None for value in single]
 
 
 def wrong_ranks(launch: fx.Node, unit: UnitPlan) -> Iterator[str]:
     """How a launch addresses other ranks than those that share the unit."""
-    if flow.group_of(launch) != unit.group:
-        yield f"expected group {unit.group!r}, found {flow.group_of(launch)!r}"
-    if flow.world_size_of(launch) != unit.world_size:
-        yield f"{unit.world_size} ranks share the unit, the launch says {flow.world_size_of(launch)}"
+    group = unit.reducing_group if launch.target in collectives.REDUCTIONS else unit.group
+    if collectives.group_of(launch) != group:
+        yield f"expected group {group!r}, found {collectives.group_of(launch)!r}"
+    if collectives.world_size_of(launch) != unit.world_size:
+        yield f"{unit.world_size} ranks share the unit, the launch says {collectives.world_size_of(launch)}"
 
 
 def wrong_reduction(launch: fx.Node, sent: Concat, row: Row, unit: UnitPlan, shard: ShardPlan) -> Iterator[str]:

@@ -5,6 +5,7 @@ Views have no memory of their own, so what lives and dies is a *storage*. It is 
 dies after the last node that reads any view of it, with three exceptions:
 
 - What a launch reads and what it fills is in use until its last wait: the process group holds all of it until then.
+  So is what a side stream copies, until the copy has been waited for.
 - The graph's results live to the end.
 - The graph's inputs are the caller's and live throughout, but for the activations that forward saved for backward:
   those are handed over (`donated`) and freed after their last use. Parameters among them count without padding.
@@ -18,9 +19,9 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -65,6 +66,20 @@ class Storage:
         return self.tensor.untyped_storage().nbytes()
 
 
+class InUse(NamedTuple):
+    """What a launch, or a copy on a side stream, reads and fills until somebody has waited for one of its results.
+
+    Attributes:
+        user: the launch or copy.
+        until: position of the wait.
+        storages: indices.
+    """
+
+    user: fx.Node
+    until: int
+    storages: tuple[int, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Liveness:
     """The storages of a graph; see [Note: liveness].
@@ -73,11 +88,13 @@ class Liveness:
         nodes: in program order.
         storages: in program order of their makers.
         storages_of: node -> for each tensor in its value the index of its storage.
+        in_use: by what is under way, for each result of a launch or copy.
     """
 
     nodes: tuple[fx.Node, ...]
     storages: tuple[Storage, ...]
     storages_of: dict[fx.Node, tuple[int, ...]]
+    in_use: tuple[InUse, ...]
 
     def running_sum(self, sizes: Sequence[float]) -> list[float]:
         """For each node the sum of `sizes` over the storages that are live while it runs."""
@@ -130,6 +147,37 @@ def tag_kept(joint: fx.Graph) -> None:
                 tags.tag(node, tags.KEPT, tags.tags_of(marker)[tags.PARAM])
 
 
+def written_in_use(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Each op that writes what a launch or a copy on a side stream is using: the latter, and the op."""
+    live = liveness(graph)
+    writers: dict[int, list[tuple[int, fx.Node]]] = {}
+    for position, node in enumerate(live.nodes):
+        for written in _written_by(node):
+            for index in live.storages_of[written]:
+                writers.setdefault(index, []).append((position, node))
+    places = {node: position for position, node in enumerate(live.nodes)} if writers else {}
+    for user, until, storages in live.in_use if writers else ():
+        for position, node in (found for index in storages for found in writers.get(index, ())):
+            if places[user] < position < until:
+                yield user, node
+
+
+def _written_by(node: fx.Node) -> list[fx.Node]:
+    """The inputs that an op writes to."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return []
+    named = zip((a for a in target._schema.arguments), node.args, strict=False)
+    given = [value for argument, value in named if argument.alias_info is not None and argument.alias_info.is_write]
+    given += [node.kwargs.get("out")]
+    return [
+        leaf
+        for value in given
+        for leaf in (value if isinstance(value, list | tuple) else [value])
+        if isinstance(leaf, fx.Node)
+    ]
+
+
 def unsharded_storages(live: Liveness) -> frozenset[int]:
     """Indices of the storages that hold unsharded parameters."""
     found: set[int] = set()
@@ -174,7 +222,8 @@ def _passes_on(node: fx.Node, live: Liveness) -> bool:
     """Whether `node` is a view, a wait or a plain copy of its first input."""
     if node.op != "call_function" or not node.all_input_nodes:
         return False
-    return getattr(node.target, "overloadpacket", None) in _COPIES or not live.allocates(node)
+    copies = node.target is ops.COPY_OUT or getattr(node.target, "overloadpacket", None) in _COPIES
+    return copies or not live.allocates(node)
 
 
 @functools.cache
@@ -203,7 +252,8 @@ class _Sweep:
         self.storages_of: dict[fx.Node, tuple[int, ...]] = {}
         self.by_id: dict[int, int] = {}  # of a fake tensor's storage; decides only where no schema does
         self.pinned: set[int] = set()  # the caller's
-        self.in_flight: dict[int, tuple[int, ...]] = {}  # what a launch fills -> all that it reads and fills
+        self.in_flight: dict[int, InUse] = {}  # by what is filled
+        self.in_use: list[InUse] = []
 
     def run(self) -> Liveness:
         for position, node in enumerate(self.nodes):
@@ -213,15 +263,29 @@ class _Sweep:
             made = self.storages_of[node] = self._storages(node, position)
             if node.target is collectives.WAIT:
                 for filled in made:
-                    self._use(self.in_flight.pop(filled, ()), position)
-            elif collectives.is_launch(node):
+                    self._end(filled, position)
+            elif collectives.is_launch(node) or node.target is ops.COPY_OUT:
                 read = tuple(i for source in node.all_input_nodes for i in self.storages_of[source])
-                self.in_flight |= dict.fromkeys(made, (*read, *made))
+                behind = [self.in_flight.pop(index) for index in read if index in self.in_flight]  # a copy waits for it
+                used = (*read, *(i for launch in behind for i in launch.storages), *made)
+                self.in_flight |= dict.fromkeys(made, InUse(node, position, used))
         end = len(self.nodes) - 1
         self._use(sorted(self.pinned), end)
-        for held in self.in_flight.values():  # never waited for
-            self._use(held, end)
-        return Liveness(nodes=self.nodes, storages=tuple(self.storages), storages_of=self.storages_of)
+        for filled in list(self.in_flight):  # never waited for
+            self._end(filled, end)
+        return Liveness(
+            nodes=self.nodes,
+            storages=tuple(self.storages),
+            storages_of=self.storages_of,
+            in_use=tuple(self.in_use),
+        )
+
+    def _end(self, filled: int, position: int) -> None:
+        """Somebody waits for what a launch or copy fills."""
+        found = self.in_flight.pop(filled, None)
+        if found is not None:
+            self._use(found.storages, position)
+            self.in_use.append(found._replace(until=position))
 
     def _use(self, indices: Sequence[int], position: int) -> None:
         for index in indices:

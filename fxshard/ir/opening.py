@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import operator
-
 from torch import fx
 
-from fxshard.ir import collectives, flow, ops, order, schedule, tags
+from fxshard.ir import aside, collectives, flow, ops, order, schedule, tags
 from fxshard.ir.flow import Flat, Flow
 from fxshard.ir.plan import FramePlan
 
@@ -37,7 +35,7 @@ def relay(graph: fx.Graph, plan: FramePlan, *, guess: bool) -> None:
 
 def _sent(launch: fx.Node, found: Flow) -> list[Flat]:
     """The stretches of one flat that a launch sends; none if it sends anything else."""
-    values = [found.values.get(node) if node is not None else None for node in flow.launch_inputs(launch)]
+    values = [found.values.get(node) if node is not None else None for node in collectives.launch_inputs(launch)]
     flats = [value for value in values if isinstance(value, Flat)]
     same = len({(flat.unit, flat.shard, flat.dtype) for flat in flats}) == 1
     return flats if same and len(flats) == len(values) else []
@@ -45,21 +43,9 @@ def _sent(launch: fx.Node, found: Flow) -> list[Flat]:
 
 def _replace(launch: fx.Node, flat: fx.Node, sent: list[Flat], role: str, guess: bool) -> None:
     starts, numels = [part.start for part in sent], [part.numel for part in sent]
-    arguments = (flat, sent[0].dtype, starts, numels, flow.world_size_of(launch), flow.group_of(launch), role, guess)
-    graph, value = launch.graph, launch.meta["val"]
-    with graph.inserting_before(launch):
-        opened = graph.call_function(ops.OPEN, arguments)
-        opened.meta = dict(launch.meta)
-        result = opened
-        if launch.target not in collectives.COALESCED:
-            opened.meta["val"] = [value]
-            result = graph.call_function(operator.getitem, (opened, 0))
-            result.meta = {"val": value}
-        launch.replace_all_uses_with(result)
-    name = launch.name
-    graph.erase_node(launch)
-    if launch.target not in collectives.COALESCED:
-        result.name = name  # pins know it by its name
+    ranks = collectives.world_size_of(launch), collectives.group_of(launch)
+    stream = tags.tags_of(launch).get(tags.STREAM, "")
+    opened = aside.replace(launch, ops.OPEN, (flat, sent[0].dtype, starts, numels, *ranks, role, guess, stream))
     following = opened.next
     while following.op != "output" and following.target not in collectives.LAUNCHES:
         following = following.next

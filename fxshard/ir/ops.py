@@ -14,6 +14,9 @@ copy. `fxshard::copy(source)` is a contiguous copy in memory of its own: Inducto
 hides that the source is the caller's.
 
 `fxshard::open` stands for an all_gather in code that is about to run: see [Note: relay] in `runtime/relay.py`.
+`fxshard::gather_aside` and `fxshard::reduce_aside` are collectives that cast what they send, and `fxshard::copy_out`
+waits for a gathered buffer and copies a part of it, all on a side stream: see [Note: side streams] in
+`runtime/streams.py`. Each result is waited for as a collective's.
 """
 
 from __future__ import annotations
@@ -31,8 +34,11 @@ _LIBRARY.define("unshard(Tensor shard, str key, int slot, SymInt[] shape, Scalar
 _LIBRARY.define("reduce_grad(Tensor grad, str key, int slot, SymInt numel, ScalarType dtype) -> Tensor")
 _LIBRARY.define(
     "open(Tensor flat, ScalarType dtype, int[] starts, int[] numels, int world_size, str group, str role, "
-    "bool guess) -> Tensor[]"
+    "bool guess, str stream) -> Tensor[]"
 )
+_LIBRARY.define("gather_aside(Tensor[] parts, ScalarType dtype, int world_size, str group, str stream) -> Tensor[]")
+_LIBRARY.define("reduce_aside(Tensor[] inputs, ScalarType dtype, int world_size, str group, str stream) -> Tensor[]")
+_LIBRARY.define("copy_out(Tensor gathered, int[] size, int[] stride, int start, str stream) -> Tensor")
 _LIBRARY.define("addmm_acc(Tensor(a!) acc, Tensor left, Tensor right) -> ()")
 _LIBRARY.define("copy(Tensor source) -> Tensor")
 
@@ -41,6 +47,9 @@ REDUCE_GRAD = torch.ops.fxshard.reduce_grad.default
 OPEN = torch.ops.fxshard.open.default
 ADDMM_ACC = torch.ops.fxshard.addmm_acc.default
 COPY = torch.ops.fxshard.copy.default
+GATHER_ASIDE = torch.ops.fxshard.gather_aside.default
+REDUCE_ASIDE = torch.ops.fxshard.reduce_aside.default
+COPY_OUT = torch.ops.fxshard.copy_out.default
 
 
 class MarkerKey(NamedTuple):
@@ -123,6 +132,30 @@ def implement_open(function: Callable[..., list[Tensor]]) -> None:
     _LIBRARY.impl("open", function, "CompositeExplicitAutograd")
 
 
+def _fake_gather_aside(
+    parts: list[Tensor], dtype: torch.dtype, world_size: int, group: str, stream: str
+) -> list[Tensor]:
+    return [part.new_empty((part.numel() * world_size,), dtype=dtype) for part in parts]
+
+
+def _fake_reduce_aside(
+    inputs: list[Tensor], dtype: torch.dtype, world_size: int, group: str, stream: str
+) -> list[Tensor]:
+    return [tensor.new_empty((tensor.numel() // world_size,), dtype=dtype) for tensor in inputs]
+
+
+def _fake_copy_out(gathered: Tensor, size: list[int], stride: list[int], start: int, stream: str) -> Tensor:
+    return gathered.new_empty(size)
+
+
+def implement_aside(
+    *, gather: Callable[..., list[Tensor]], reduce: Callable[..., list[Tensor]], copy: Callable[..., Tensor]
+) -> None:
+    """Say what the ops on side streams do; the runtime's part, called once."""
+    for name, function in (("gather_aside", gather), ("reduce_aside", reduce), ("copy_out", copy)):
+        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+
+
 def _addmm_acc(acc: Tensor, left: Tensor, right: Tensor) -> None:
     acc.addmm_(left, right)
 
@@ -136,6 +169,9 @@ _LIBRARY.impl("copy", _copy, "CompositeExplicitAutograd")
 torch.library.register_fake("fxshard::copy", _copy, lib=_LIBRARY)
 torch.library.register_fake("fxshard::addmm_acc", lambda acc, left, right: None, lib=_LIBRARY)
 torch.library.register_fake("fxshard::open", _fake_open, lib=_LIBRARY)
+torch.library.register_fake("fxshard::gather_aside", _fake_gather_aside, lib=_LIBRARY)
+torch.library.register_fake("fxshard::reduce_aside", _fake_reduce_aside, lib=_LIBRARY)
+torch.library.register_fake("fxshard::copy_out", _fake_copy_out, lib=_LIBRARY)
 torch.library.register_fake("fxshard::unshard", _fake_unshard, lib=_LIBRARY)
 torch.library.register_fake("fxshard::reduce_grad", _fake_reduce_grad, lib=_LIBRARY)
 

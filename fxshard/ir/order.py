@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import inspect
 import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch._inductor import ir as inductor_ir
 from torch._inductor import lowering
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch._inductor.kernel import conv
 from torch.utils._ordered_set import OrderedSet
 from torch.utils.flop_counter import flop_registry
 
-from fxshard.ir import collectives, tags, text
+from fxshard.ir import collectives, ops, tags, text
 
 _SHORT = {
     "all_gather_into_tensor": "all_gather",
@@ -150,3 +152,27 @@ def enforce(graph: fx.Graph) -> None:
     pinned = [node for node in graph.nodes if _PINS_ALL or _packet_of(node) not in _UNPINNED]
     before = {node: [nodes[name] for name in _names_before(node) if name in nodes] for node in pinned}
     preserve_node_ordering(graph, {node: OrderedSet(found) for node, found in before.items() if found})
+
+
+# ---- ops on side streams
+
+
+def _as_collective(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """What Inductor makes of an op whose result is waited for: it keeps what the op reads until the wait.
+
+    Of an op that takes and gives lists, the wait for a result keeps the input of the same index; of one that gives a
+    tensor, the wait keeps the first input, so it takes no other.
+    """
+
+    def lower(*args: Any) -> Any:
+        made = inductor_ir._CollectiveKernel.create_out_of_place(op, *args)
+        if isinstance(made, list):
+            return [inductor_ir.TensorBox.create(tensor) for tensor in made]
+        return inductor_ir.TensorBox.create(made)
+
+    return lower
+
+
+for _op in (ops.GATHER_ASIDE, ops.REDUCE_ASIDE, ops.COPY_OUT):
+    lowering.add_layout_constraint(_op, lowering.constrain_to_fx_strides)
+    lowering.register_lowering(_op, type_promotion_kind=None)(_as_collective(_op))

@@ -87,6 +87,7 @@ class UnitPlan:
         shards: the flat tensors, in registration order of their first parameter.
         world_size: ranks that share the unit.
         group: name of the process group of the collectives.
+        reduce_group: name of the one for reductions, where they have one of their own; empty: `group`.
         param_dtype: dtype of the gathered floating-point parameters, `None` for the storage dtype.
         reduce_dtype: dtype of the gradient reduction, `None` for what FSDP2 of the same torch would take.
         reshard_after_forward: whether backward gathers the parameters again.
@@ -104,6 +105,12 @@ class UnitPlan:
     reshard_after_forward: bool = True
     forward_prefetch: tuple[str, ...] | None = ()
     backward_prefetch: tuple[str, ...] | None = ()
+    reduce_group: str = ""
+
+    @property
+    def reducing_group(self) -> str:
+        """Name of the process group that reductions are launched on."""
+        return self.reduce_group or self.group
 
     def unsharded_dtype(self, shard: ShardPlan) -> torch.dtype:
         """Dtype of the shard's parameters while they are gathered."""
@@ -128,7 +135,8 @@ class UnitPlan:
     def sharing_key(self) -> str:
         """What two units must have in common to run through one compiled graph, besides the shapes of their slots."""
         names = (str(d).removeprefix("torch.") for d in (self.param_dtype, self.reduce_dtype))
-        return f"{self.world_size}@{self.group} {'/'.join(names)} {'reshard' if self.reshard_after_forward else 'keep'}"
+        groups = "+".join(dict.fromkeys((self.group, self.reducing_group)))
+        return f"{self.world_size}@{groups} {'/'.join(names)} {'reshard' if self.reshard_after_forward else 'keep'}"
 
 
 @dataclass(frozen=True, kw_only=True)

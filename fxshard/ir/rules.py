@@ -87,19 +87,46 @@ def no_marker_is_left(subject: Subject) -> Iterator[Violation]:
 
 
 def launch_has_one_wait(subject: Subject) -> Iterator[Violation]:
-    """Every result of a launch has exactly one user, its wait."""
+    """Every result of a launch is read by its wait alone, or by copies on a side stream, each with its wait."""
     for launch in subject.launches:
         results = [launch]
         if launch.target in collectives.COALESCED:
-            results, sent = list(launch.users), flow.launch_inputs(launch)
+            results, sent = list(launch.users), collectives.launch_inputs(launch)
             indices = sorted(str(user.args[-1]) for user in results)
             if indices != sorted(str(i) for i in range(len(sent))):
                 yield launch, f"a coalesced launch of {len(sent)} tensors has the results {', '.join(indices)}"
         for result in results:
-            readers = list(result.users)
-            if len(readers) != 1 or readers[0].target is not collectives.WAIT:
-                names = ", ".join(_name(reader) for reader in readers) or "none"
-                yield result, f"expected one user, its wait; found {names}"
+            copies = [reader for reader in result.users if reader.target is ops.COPY_OUT]
+            if copies and len(copies) == len(result.users):
+                yield from ((copy, why) for copy in copies for why in _not_waited_for(copy))
+            else:
+                yield from ((result, why) for why in _not_waited_for(result))
+
+
+def _not_waited_for(result: fx.Node) -> Iterator[str]:
+    readers = list(result.users)
+    if len(readers) != 1 or readers[0].target is not collectives.WAIT:
+        names = ", ".join(_name(reader) for reader in readers) or "none"
+        yield f"expected one user, its wait; found {names}"
+
+
+def side_streams_meet_the_main_one_at_waits(subject: Subject) -> Iterator[Violation]:
+    """What a side stream makes is read there, or by what waits for it; no compute there reads more than one tensor."""
+    for node in subject.graph.nodes:
+        here = tags.tags_of(node).get(tags.STREAM)
+        if here is not None and not collectives.is_launch(node) and len(node.all_input_nodes) > 1:
+            yield node, "until the wait Inductor keeps the first tensor that it reads, and frees the others"
+        for source in node.all_input_nodes:
+            there = tags.tags_of(source).get(tags.STREAM)
+            if there not in (None, here) and node.target not in (collectives.WAIT, ops.COPY_OUT):
+                where = f"stream {here}" if here else "the main stream"
+                yield node, f"it runs on {where} and reads {_name(source)} of stream {there} without a wait"
+
+
+def nothing_is_written_while_in_use(subject: Subject) -> Iterator[Violation]:
+    """What a launch or a side stream reads or fills is written by nothing else until it has been waited for."""
+    for user, writer in liveness.written_in_use(subject.graph):
+        yield writer, f"it writes what {_name(user)} uses, before that has been waited for"
 
 
 def collectives_keep_their_order(subject: Subject) -> Iterator[Violation]:
@@ -127,6 +154,8 @@ def buffers_in_flight_are_waited_for(subject: Subject) -> Iterator[Violation]:
         values = {n: subject.flow.values.get(n) for n in node.all_input_nodes}
         for source, value in values.items():
             if isinstance(value, flow.InFlight) and not is_wait and value.index is not None:
+                if node.target is ops.COPY_OUT and value.copied is None:
+                    continue  # it waits itself
                 yield node, f"it reads {_name(source)}, which no wait has completed"
         if is_wait and tags.UNIT in tags.tags_of(node):
             if not any(isinstance(value, flow.InFlight) for value in values.values()):
@@ -137,7 +166,7 @@ def gathers_match_the_plan(subject: Subject) -> Iterator[Violation]:
     """An all_gather sends whole slots, in their unit's unsharded dtype, to its group; each once per call."""
     gathered: dict[tuple[str, str, str], fx.Node] = {}
     for launch in (n for n in subject.launches if n.target in collectives.GATHERS):
-        flats = [subject.flow.values.get(n) if n is not None else None for n in flow.launch_inputs(launch)]
+        flats = [subject.flow.values.get(n) if n is not None else None for n in collectives.launch_inputs(launch)]
         if not all(isinstance(flat, flow.Flat) for flat in flats):
             yield launch, "it sends something that is not of the flat of a unit, or of its one cast"
             continue
@@ -243,7 +272,7 @@ def reductions_match_the_plan(subject: Subject) -> Iterator[Violation]:
         for value in layout.sent_by(launch, subject.flow):
             if value is None:
                 yield launch, "it reduces something that is not made of gradients"
-            elif value.world_size != flow.world_size_of(launch):
+            elif value.world_size != collectives.world_size_of(launch):
                 yield launch, f"its gradients are cut for {value.world_size} ranks"
     for output, (key, shard) in subject.contract.gradients.items():
         unit, plan = units[key], units[key].shards[shard]

@@ -128,6 +128,8 @@ INVARIANTS: tuple[Invariant, ...] = (
     Invariant(check=rules.no_marker_is_left, applies=_explicit),
     Invariant(check=rules.launch_has_one_wait, applies=_explicit),
     Invariant(check=rules.buffers_in_flight_are_waited_for, applies=_followed),
+    Invariant(check=rules.side_streams_meet_the_main_one_at_waits, applies=_explicit),
+    Invariant(check=rules.nothing_is_written_while_in_use, applies=_explicit),
     Invariant(check=rules.gathers_match_the_plan, applies=_followed),
     Invariant(check=rules.parameters_are_their_slots, applies=_followed),
     Invariant(check=rules.gathered_buffers_are_read_as_parameters, applies=_followed),

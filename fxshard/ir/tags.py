@@ -14,6 +14,7 @@ new one.
     acc=blocks.0.weight     a graph input in which the gradients of that parameter are added up
     resident=blocks.0.weight  a graph input that is that parameter, gathered by a launch outside of the graph
     after=mm_3              a node that must come after that one, whatever Inductor fuses
+    stream=copy_in          a node that runs on that side stream
     unit=blocks.0@0         a launch or wait for that unit; after the @, which call of the unit; several with " & "
 """
 
@@ -29,7 +30,7 @@ from fxshard.ir.plan import FramePlan
 KEY = "fxshard"
 
 SHARD, INPUT, PARAM, GRAD, UNIT, AFTER = "shard", "input", "param", "grad", "unit", "after"
-ACCUMULATOR, RESIDENT, KEPT = "acc", "resident", "kept"
+ACCUMULATOR, RESIDENT, KEPT, STREAM = "acc", "resident", "kept", "stream"
 
 _AND = " & "  # a unit of several modules has commas in its name
 

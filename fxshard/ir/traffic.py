@@ -147,7 +147,7 @@ class Traffic:
             values = iter(tensors)
             sums = [[_sum([next(values) for _ in range(n)]) for n in ns] for ns in counts]
             inputs = collectives.reduce_inputs(sums, unit.world_size, reduce.dtype)
-            return collectives.launch_reduce(inputs, reduce.dtype, unit.world_size, unit.group)
+            return collectives.launch_reduce(inputs, reduce.dtype, unit.world_size, unit.reducing_group)
 
         def finish(*tensors: Tensor) -> Sequence[Tensor]:
             reduced = collectives.reduced_in(tensors, reduce.dtype, unit.world_size)
@@ -155,7 +155,7 @@ class Traffic:
             return list(itertools.chain.from_iterable(parts))
 
         anchor, name = _after(terms), self._name(list(reduce.calls))
-        key = (unit.world_size, unit.group, reduce.dtype, str(counts), str(numels))
+        key = (unit.world_size, unit.reducing_group, reduce.dtype, str(counts), str(numels))
         launched, created = self._splicer.insert(anchor, launch, terms, ("reduce", *key))
         self._tag(created, f"reduce_{name}", reduce.calls)
         results, finished = self._splicer.insert(anchor, finish, launched, ("reduced", *key))
@@ -222,7 +222,7 @@ def _layout(unit: UnitPlan) -> Hashable:
     slots = tuple(
         (shard.dtype, tuple((slot.shape, slot.offset, slot.numel) for slot in shard.slots)) for shard in unit.shards
     )
-    return slots, unit.world_size, unit.group, unit.param_dtype, unit.reduce_dtype
+    return slots, unit.world_size, unit.group, unit.reduce_group, unit.param_dtype, unit.reduce_dtype
 
 
 def _unit_of(gradient: Gradient) -> str:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
 from fxshard.errors import FxshardError, InvariantError
+from fxshard.ir import collectives
 from fxshard.ir.variant import PLAIN, Slots, Variant
 from fxshard.runtime import accumulation, agreement, layouts, resident
 from fxshard.runtime.accumulation import Units
 from fxshard.runtime.frame import Frame
+from fxshard.runtime.relay import Relay
 
 
 class Code(NamedTuple):
@@ -47,6 +49,13 @@ class Dispatch(ABC):
     def __call__(self, inputs: list[Any]) -> Any:
         """Run the variant that the units of this call want."""
 
+    def _resident(self, which: Variant, units: Units) -> list[Tensor]:
+        """The parameters that stay gathered, in the order of a variant; its code waits for them, unless it replays."""
+        found = resident.parameters_for(which.resident, units, self._reads)
+        for parameter in found if self._frame.replays else ():
+            collectives.WAIT(parameter)
+        return found
+
     def _compiled(self, which: Variant) -> Code:
         if which not in self._code:
             try:
@@ -73,7 +82,9 @@ class Forward(Dispatch):
         chosen = resident.chosen_for(units, self._reads, budget, trains=trains)
         which = Variant(resident=chosen)
         self._compiled(which)
-        self._next = which, resident.parameters_for(chosen, units, self._reads)
+        self._next = which, self._resident(which, units)
+        for relay in {unit.relay for unit in units.values() if self._frame.replays} - {None}:
+            cast(Relay, relay).settle()
 
     def __call__(self, inputs: list[Any]) -> Any:
         """Run the variant that was chosen."""
@@ -100,7 +111,7 @@ class Backward(Dispatch):
         which = dataclasses.replace(sums, resident=chosen)
         code = self._compiled(which)  # before anything is launched
         inputs.extend(accumulation.sums_for(which, units, trained))
-        inputs.extend(resident.parameters_for(chosen, units, self._reads))
+        inputs.extend(self._resident(which, units))
         for unit in units.values():
             unit.microbatches.drop_resident(unit)  # if they end: then the graph frees each after its last use
         if call.forward != PLAIN or which != PLAIN:

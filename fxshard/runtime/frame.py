@@ -32,6 +32,7 @@ class Frame:
         hardware: what the user's options name for estimates.
         resident_budget_bytes: what they let parameters take that stay gathered while gradients accumulate.
         unsharded_budget_bytes: what the user's options let unsharded parameters take, `None` for no limit.
+        replays: whether its graphs are CUDA graphs, which run no Python.
         compiled: the lowered forward (or inference) graph.
         begin: tells the lowered graph of the units of a call that is about to run.
         ran: the variant of it that ran last.
@@ -44,6 +45,7 @@ class Frame:
     hardware: str = "h100"
     unsharded_budget_bytes: int | None = None
     resident_budget_bytes: int = 0
+    replays: bool = False
     compiled: Callable[..., Any] | None = None
     begin: Callable[[Units], None] = lambda units: None
     ran: Variant = PLAIN

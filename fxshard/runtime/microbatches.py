@@ -77,8 +77,8 @@ class Microbatches:
         slots = tuple(sorted(unit.accumulation.waiting))
         if (unit, slots) not in self._reductions:
             names = ", ".join(unit.plan.shards[i].slots[j].fqn for i, j in slots)
-            text = f"reduce_scatter of waiting gradients of {names} on group {unit.plan.group!r}"
-            launch = Launch(unit.plan.group, text, "outside of graphs", "reduce_scatter", unit.fqn)
+            text = f"reduce_scatter of waiting gradients of {names} on group {unit.plan.reducing_group!r}"
+            launch = Launch(unit.plan.reducing_group, text, "outside of graphs", "reduce_scatter", unit.fqn)
             self._reductions[unit, slots] = agreement.guard(_reduce, "flush", (launch,))
         return self._reductions[unit, slots]
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fxshard.errors import UnsupportedGraph
 from fxshard.ir import ops
-from fxshard.runtime import eager, ranges
+from fxshard.runtime import eager, ranges, streams
 from fxshard.runtime.unit import Unit, home_of
 
 _c10d = torch.ops._c10d_functional
@@ -37,6 +37,7 @@ class Opening(NamedTuple):
         stretches: (first element, number of elements) of each tensor that is sent.
         world_size: ranks.
         group: name of their process group.
+        stream: on which it is cast and launched; empty for the current one.
     """
 
     flat: Tensor
@@ -44,6 +45,7 @@ class Opening(NamedTuple):
     stretches: tuple[tuple[int, int], ...]
     world_size: int
     group: str
+    stream: str = ""
 
     @property
     def key(self) -> Key:
@@ -52,9 +54,10 @@ class Opening(NamedTuple):
 
     def launch(self, unit: str) -> list[Tensor]:
         """Start it; each result is `[world_size * numel]`, to be waited for. `unit` is its name in profiles."""
-        sent = self.flat.detach().to(self.dtype)
-        parts = [sent[start : start + numel] for start, numel in self.stretches]
-        with ranges.of_unit(unit):
+        flat = self.flat.detach()
+        with ranges.of_unit(unit), streams.aside(self.stream, flat.device) as side:
+            (sent,) = streams.cast_aside([flat], self.dtype, side)
+            parts = [sent[start : start + numel] for start, numel in self.stretches]
             if len(parts) == 1:
                 return [_c10d.all_gather_into_tensor(parts[0], self.world_size, self.group)]
             return list(_c10d.all_gather_into_tensor_coalesced(parts, self.world_size, self.group))
@@ -161,6 +164,12 @@ class Relay:
             buffer.record_stream(torch.cuda.current_stream(device))  # it was allocated for the other one
         return launched
 
+    def settle(self) -> None:
+        """Wait for the event that the user set, on the current stream: no launch of what runs next will."""
+        after, self.after = self.after, None
+        if after is not None and torch.cuda.is_available():
+            torch.cuda.current_stream().wait_event(after)
+
     def _begin(self, scope: eager.Running) -> None:
         self.drop(lambda flight: flight.why != "asked")
         for flight in self._in_flight.values():
@@ -237,8 +246,9 @@ def _open(
     group: str,
     role: str,
     guess: bool,
+    stream: str,
 ) -> list[Tensor]:
-    opening = Opening(flat, dtype, tuple(zip(starts, numels, strict=True)), world_size, group)
+    opening = Opening(flat, dtype, tuple(zip(starts, numels, strict=True)), world_size, group, stream)
     home = home_of(flat)
     relay = home.unit.relay if home is not None else None
     if home is None or relay is None:

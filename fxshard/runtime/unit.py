@@ -20,6 +20,7 @@ from operator import attrgetter, eq, is_
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -157,6 +158,7 @@ class Unit:
         frames: the captured graphs that read it, weakly.
         accumulation: its gradients of microbatches that were not reduced.
         resident: its parameters while they stay gathered between microbatches.
+        reduce_group: for reductions alone; `None`: they share the mesh's.
         microbatches, relay: the model's, set when the unit is named.
     """
 
@@ -187,6 +189,7 @@ class Unit:
         self.accumulation, self.resident = Accumulation(), Resident()
         self.microbatches = Microbatches((self,))
         self.relay: Relay | None = None
+        self.reduce_group: dist.ProcessGroup | None = None
         self.plan: UnitPlan
 
     @property
@@ -256,6 +259,7 @@ class Unit:
             shards=tuple(shard.plan for shard in self.shards),
             world_size=self.world_size,
             group=self.mesh.get_group().group_name,
+            reduce_group="" if self.reduce_group is None else self.reduce_group.group_name,
             param_dtype=self.mp_policy.param_dtype,
             reduce_dtype=self.mp_policy.reduce_dtype,
             reshard_after_forward=not self.is_root if given is None else given,

@@ -19,6 +19,7 @@ from fxshard.ir import contract, liveness, spec
 from fxshard.ir.facts import Fact, GraphKind
 from fxshard.ir.journal import CAPTURED, Journal, snapshot
 from fxshard.passes._base import GraphPass
+from fxshard.passes.assign_streams import AssignStreams
 from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.hoist_prefetch import HoistPrefetch
@@ -69,6 +70,7 @@ MODELS: dict[str, Callable[..., Traced]] = {
 MUTATED = tuple(model for model in MODELS if model not in ("frozen_weight", "casting", "gpt"))
 ON_FOUR_RANKS = ("two_layers", "uneven", "doubles", "scalar")
 REWRITTEN = ("two_layers", "uneven", "two_dtypes", "doubles", "called_twice")
+ASIDE = ("two_layers", "two_dtypes", "mixed_precision")
 DEAR_COPIES = dataclasses.replace(BUILTIN["cpu"], gather_tensor_overhead=1e-9, reduce_tensor_overhead=1e-9)
 REWRITES: dict[str, tuple[GraphPass, ...]] = {
     "coalesced": (CoalesceCollectives(),),
@@ -76,6 +78,8 @@ REWRITES: dict[str, tuple[GraphPass, ...]] = {
     "split": (BucketCollectives(size=6e-5),),  # about 64 bytes
     "merged and coalesced": (BucketCollectives(size=1.0), CoalesceCollectives()),
     "scheduled": (SinkWaits(), HoistPrefetch(depth=1)),
+    "aside": (SinkWaits(), HoistPrefetch(depth=1), AssignStreams(mode="side")),
+    "coalesced and aside": (CoalesceCollectives(), SinkWaits(), AssignStreams(mode="side")),
     "coalesced and scheduled": (CoalesceCollectives(), SinkWaits(max_buffers=1), HoistPrefetch(depth=2)),
 }
 DIALECTS = ("eager", "inductor")
@@ -221,7 +225,8 @@ def mutated_cases() -> Iterator[Case]:
         yield Case(model="gpt", world_size=2, dialect="eager", kind=kind, held=held)
     for case in correct_cases(MUTATED):
         many = case.world_size == 4 and case.model in ON_FOUR_RANKS
-        if (case.world_size == 2 or many) and (not case.rewritten or case.model in REWRITTEN):
+        chosen = ASIDE if case.rewritten.endswith("aside") else REWRITTEN
+        if (case.world_size == 2 or many) and (not case.rewritten or case.model in chosen):
             yield case
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, fx
 
-from fxshard.ir import collectives, contract
+from fxshard.ir import collectives, contract, tags
 from tests.mutation.edits import (
     GATHERS,
     Edit,
@@ -243,7 +243,28 @@ def _zeros_instead(wait: fx.Node) -> None:
     wait.graph.erase_node(wait)
 
 
+def run_a_launch_elsewhere(graph: fx.Graph) -> Iterator[Edit]:
+    """A launch of what a side stream casts runs on the main stream, or on another one."""
+    for launch in launches(graph):
+        if tags.STREAM in tags.tags_of(launch):
+            yield launch, edit(tags.tag, launch, tags.STREAM, "elsewhere")
+
+
+def write_what_is_sent(graph: fx.Graph) -> Iterator[Edit]:
+    """Something writes to what a launch sends, before it has been waited for."""
+    for launch in launches(graph):
+        yield launch, edit(_write_behind, launch)
+
+
+def _write_behind(launch: fx.Node) -> None:
+    sent = launch.all_input_nodes[0]
+    with launch.graph.inserting_after(launch):
+        launch.graph.call_function(aten.zero_.default, (sent,)).meta["val"] = sent.meta["val"]
+
+
 MUTATORS = (
+    run_a_launch_elsewhere,
+    write_what_is_sent,
     drop_a_wait,
     read_a_launch,
     wait_twice,

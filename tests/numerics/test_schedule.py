@@ -19,7 +19,9 @@ from torch.utils.flop_counter import flop_registry
 import fxshard
 from fxshard.ir import collectives, order
 from fxshard.passes._base import GraphKind
+from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.passes.pipeline import Pipeline, default
+from fxshard.passes.sink_waits import SinkWaits
 from tests import graphs
 from tests.numerics.harness import compile_module
 from tests.schedules import MODELS, model_of
@@ -164,8 +166,9 @@ def num_kernels(code: str) -> Counter[str]:
 def compiled(model: nn.Module, x: Tensor, **options: Any) -> tuple[list[str], list[fx.Graph]]:
     """The code of forward and backward, and the graphs that it was made of."""
     with graphs.fake_ranks(2) as mesh, functorch_config.patch(enable_autograd_cache=False):
+        policy = options.pop("policy", fxshard.MixedPrecisionPolicy())
         for unit in graphs.layers_of(model):
-            fxshard.fully_shard(unit, mesh=mesh)
+            fxshard.fully_shard(unit, mesh=mesh, mp_policy=policy)
         inductor = {**NO_CACHE, **options.pop("inductor", {})}
         run = compile_module(model, {**options, "inductor": inductor})
 
@@ -259,7 +262,8 @@ def test_takes_templates_for_pinned_products() -> None:
 @functools.cache
 def step_of(model: str, prefetch: int | str, buffers: int) -> Step:
     pipeline = default(prefetch=prefetch, reduce_scatter_max_input_buffers=buffers, lower="eager")
-    return step(model_of(model), *pipeline.split[-2:])
+    order = [p for p in pipeline.split if isinstance(p, SinkWaits | HoistPrefetch)]
+    return step(model_of(model), *order)
 
 
 @pytest.mark.parametrize("buffers", [1, 2, 4])

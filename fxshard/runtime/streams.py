@@ -1,0 +1,138 @@
+"""The side streams of a device, and the ops that run on them.
+
+[Note: side streams]
+An op that runs aside *forks*: its stream first waits for what the current one has been given so far, so it may read all
+that came before. What it makes is *joined* by `wait_tensor`, as a collective's result is: the current stream waits, the
+host never does. Three rules keep memory safe, without a check at run time:
+
+- What an op reads is kept until the join, by Inductor (`order.py` lowers these ops as collectives) or by the work that
+  the join waits for.
+- What is allocated on a side stream is freed into that stream's pool, and handed out again to an op that has forked
+  after the last reader was launched.
+- What is freed by another stream's wait, or has no work to hold it, is recorded with the allocator: a cast whose gather
+  `copy_out` waits for, and gradients.
+
+The CPU has no streams. There a cast runs at once, and a copy at its join, the last moment at which a stream could run
+it: what is freed or overwritten too early shows as a wrong number.
+
+As FSDP2's `all_gather_copy_in_stream` (`_fsdp_param_group.py`), and the works of `torch.distributed._symmetric_memory`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import _register_work
+from torch.distributed.distributed_c10d import Work
+
+from fxshard.ir import aside as names
+from fxshard.ir import collectives, ops
+
+_c10d = torch.ops._c10d_functional
+
+
+@functools.cache
+def stream_of(name: str, device: torch.device) -> torch.cuda.Stream:
+    """The stream of that name on a CUDA device; made once, because each stream has memory of its own."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
+@contextmanager
+def aside(name: str, device: torch.device) -> Iterator[torch.cuda.Stream | None]:
+    """Run on the stream of that name, after what the current one has been given so far.
+
+    Args:
+        name: of the stream; empty for the current one.
+        device: of the tensors.
+
+    Yields:
+        The stream; `None` where nothing changes: without a name, or on a device that has no streams.
+    """
+    if not name or device.type != "cuda":
+        yield None
+        return
+    side = stream_of(name, device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        yield side
+
+
+def _gather_aside(
+    parts: Sequence[Tensor], dtype: torch.dtype, world_size: int, group: str, stream: str
+) -> list[Tensor]:
+    with aside(stream, parts[0].device) as side:
+        return collectives.launch_gather(cast_aside(parts, dtype, side), world_size, group)
+
+
+def cast_aside(parts: Sequence[Tensor], dtype: torch.dtype, side: torch.cuda.Stream | None) -> list[Tensor]:
+    """What a gather sends: `parts` in `dtype`.
+
+    Args:
+        parts: of a shard, `[numel]` each.
+        dtype: of the unsharded parameters.
+        side: the stream that this runs on, if it is none of the user's.
+    """
+    sent = [part.to(dtype) for part in parts]
+    for tensor, part in zip(sent, parts, strict=True):
+        if side is not None and tensor is not part:
+            tensor.record_stream(stream_of(names.COPY_OUT, part.device))
+    return sent
+
+
+def _reduce_aside(
+    inputs: Sequence[Tensor], dtype: torch.dtype, world_size: int, group: str, stream: str
+) -> list[Tensor]:
+    with aside(stream, inputs[0].device) as side:
+        if side is not None:
+            for tensor in inputs:
+                tensor.record_stream(side)
+        return collectives.launch_reduce([tensor.to(dtype) for tensor in inputs], dtype, world_size, group)
+
+
+def _copy_out(gathered: Tensor, size: Sequence[int], stride: Sequence[int], start: int, stream: str) -> Tensor:
+    def copied() -> Tensor:
+        _c10d.wait_tensor(gathered)  # the second copy of a buffer finds nothing to wait for, on the same stream
+        return gathered.as_strided(size, stride, start).clone(memory_format=torch.contiguous_format)
+
+    with aside(stream, gathered.device) as side:
+        if side is None:
+            copy = gathered.new_empty(size)
+            _register_work(copy, _Late(lambda: copy.copy_(copied())))
+            return copy
+        copy = copied()
+        _register_work(copy, _Joined(side.record_event(), gathered))
+    return copy
+
+
+class _Joined(Work):
+    """What has been given to a side stream up to an event; holds what is read there until somebody has waited."""
+
+    def __init__(self, event: torch.cuda.Event, read: Tensor) -> None:
+        super().__init__()
+        self._event, self._read = event, read
+
+    def wait(self, timeout: Any = None) -> bool:
+        torch.cuda.current_stream(self._read.device).wait_event(self._event)
+        return True
+
+
+class _Late(Work):
+    """Runs when it is waited for, once."""
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        super().__init__()
+        self._run: Callable[[], object] | None = run
+
+    def wait(self, timeout: Any = None) -> bool:
+        run, self._run = self._run, None
+        if run is not None:
+            run()
+        return True
+
+
+ops.implement_aside(gather=_gather_aside, reduce=_reduce_aside, copy=_copy_out)

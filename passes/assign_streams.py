@@ -1,0 +1,210 @@
+"""Say which stream each copy and collective runs on, and where streams meet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.fx import GraphModule
+
+from fxshard.errors import ConfigError
+from fxshard.ir import aside, collectives, flow, movement, ops, schedule, splice, tags
+from fxshard.ir.flow import Flow
+from fxshard.ir.liveness import tensors_in
+from fxshard.ir.schedule import Flight
+from fxshard.passes._base import Fact, GraphPass, PassContext
+
+MODES = ("auto", "nccl", "side", "off")
+
+_aten = torch.ops.aten
+_PUTS_TOGETHER = (
+    movement.VIEWS | movement.COPIES | {_aten.cat.default, _aten._chunk_cat.default, _aten.constant_pad_nd.default}
+)
+"""What gradients on their way to a reduction go through besides casts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssignStreams(GraphPass):
+    """Run casts and copies of unsharded parameters and gradients beside the compute, or nothing beside it.
+
+    Before   %s = cast(%shard)  %u = all_gather(%s)  compute  %w = wait(%u)  %p = copy of columns of %w
+    After    %s = cast(%shard)  # stream=copy_in    %u = all_gather(%s)  # stream=copy_in
+             %c = copy_out(%u)  # stream=copy_out   compute  %p = wait(%c)
+
+    Attributes:
+        mode: "nccl": collectives on the streams of their process group, which is the group's doing, and everything
+            else on the main stream. "side": also the cast of a shard before its gather, the copies out of a gathered
+            buffer, and the cast of gradients before their reduction, each on a stream of its own. "off": each launch is
+            waited for at once, so that nothing overlaps; for debugging. "auto": "nccl", until "side" has been measured
+            to be faster.
+
+    A tag says where a node runs; `ir/aside.py` turns tagged nodes into ops, right before there is code. A side stream
+    begins with what the main one was given before, and meets it at a wait. Gradients are put together on the main
+    stream, and then cast at once.
+
+    Numerics: unchanged.
+    Memory: in mode "side" copies out of a buffer exist beside it from its launch on, not only while they are read;
+        where a budget is set they stay where they were.
+    No-op: modes "auto" and "nccl"; no launches. Mode "side": nothing is cast or copied.
+    Source: FSDP2 `_fsdp_param_group.py` (`all_gather_copy_in_stream`), `_fsdp_collectives.py` (`foreach_all_gather`).
+    """
+
+    requires = frozenset({Fact.COLLECTIVES})
+    reorders_only = True
+
+    mode: str = "auto"
+
+    def __post_init__(self) -> None:
+        """Reject what is no mode."""
+        if self.mode not in MODES:
+            raise ConfigError(f"streams must be one of {', '.join(map(repr, MODES))}, got {self.mode!r}.")
+
+    def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
+        """Edit `gm.graph` in place; return whether anything changed."""
+        gathers = schedule.flights(gm.graph, collectives.GATHERS)
+        reductions = schedule.flights(gm.graph, collectives.REDUCTIONS)
+        if self.mode == "off":
+            return any([_wait_at_once(flight) for flight in (*gathers, *reductions)])
+        if self.mode != "side":
+            return False
+        found = flow.flow_of(gm.graph, ctx.plan)
+        changed = [_cast_aside(flight, found) for flight in gathers]
+        changed += [_copy_aside(flight, ctx) for flight in gathers]
+        changed += [_send_aside(flight) for flight in reductions]
+        return any(changed)
+
+
+def _wait_at_once(flight: Flight) -> bool:
+    """Move each wait right behind its launch."""
+    moved = False
+    for launch in flight.launches:
+        results = list(launch.users) if launch.target in collectives.COALESCED else [launch]
+        place = max(results)  # nodes compare by their place in the graph
+        for wait in sorted(wait for result in results for wait in result.users):
+            if place.next is not wait:
+                place.append(wait)
+                moved = True
+            place = wait
+    return moved
+
+
+def _cast_aside(flight: Flight, found: Flow) -> bool:
+    """Tag the casts of shards, and what sends them."""
+    tagged: set[fx.Node] = set()
+    for node in flight.carried:
+        if (node.target in movement.CASTS and node in found.values) or not tagged.isdisjoint(node.all_input_nodes):
+            tags.tag(node, tags.STREAM, aside.COPY_IN)
+            tagged.add(node)
+    return bool(tagged)
+
+
+def _copy_aside(flight: Flight, ctx: PassContext) -> bool:
+    """Let copies out of a gathered buffer begin when it is there, not when they are read."""
+    copies = {copy: wait for wait in flight.waits for copy in _copies_of(wait)}
+    if copies and ctx.unsharded_budget_bytes is not None:
+        ctx.decline(flight.launches[0], "memory budget: copied out where the parameters are read")
+        return False
+    place = flight.carried[-1]
+    made = []
+    for copy, wait in copies.items():
+        place = _copy_out(copy, wait, place)
+        made.append((place, wait.name))
+    for wait in flight.waits:
+        _erase_unread(wait)
+    taken = {node.name for node in place.graph.nodes}
+    for copy, name in made:
+        (wait,) = copy.users
+        splice.rename(copy, name.replace("wait_", "copied_", 1), taken)
+        splice.rename(wait, name, taken)
+    return bool(copies)
+
+
+def _copies_of(wait: fx.Node) -> list[fx.Node]:
+    """The copies of a gathered buffer, if it is read by nothing but copies of it."""
+    copies, pending = [], list(wait.users)
+    while pending:
+        node = pending.pop(0)
+        if node.target in movement.COPIES:
+            copies.append(node)
+        elif node.target in movement.VIEWS and tags.PARAM not in tags.tags_of(node):
+            pending += node.users
+        else:
+            return []
+    return copies
+
+
+def _copy_out(copy: fx.Node, wait: fx.Node, place: fx.Node) -> fx.Node:
+    """Put a copy on its stream behind `place`, and the wait for it where it was; returns the former."""
+    (buffer,), (source,) = wait.all_input_nodes, copy.all_input_nodes
+    (part,), graph = tensors_in(source), copy.graph
+    arguments = (buffer, list(part.shape), list(part.stride()), part.storage_offset(), aside.COPY_OUT)
+    with graph.inserting_after(place):
+        made = graph.call_function(ops.COPY_OUT, arguments)
+    made.meta = dict(copy.meta)
+    made.meta[tags.KEY] = dict(tags.tags_of(wait))
+    tags.tag(made, tags.STREAM, aside.COPY_OUT)
+    with graph.inserting_before(copy):
+        joined = graph.call_function(collectives.WAIT, (made,))
+    joined.meta = dict(copy.meta)
+    joined.meta[tags.KEY] = tags.tags_of(copy) | tags.tags_of(wait)
+    copy.replace_all_uses_with(joined)
+    graph.erase_node(copy)
+    return made
+
+
+def _erase_unread(node: fx.Node) -> None:
+    for user in list(node.users):
+        _erase_unread(user)
+    if not node.users and node.target in movement.VIEWS | {collectives.WAIT}:
+        node.graph.erase_node(node)
+
+
+def _send_aside(flight: Flight) -> bool:
+    """Cast what a reduction sends once and last, on a stream of its own, where gradients were cast one by one."""
+    changed = False
+    for launch in flight.launches:
+        sent = dict.fromkeys(node for node in collectives.launch_inputs(launch) if node is not None)
+        casts = [_cast_last(node, made_of, launch) for node in sent if (made_of := _since_casts(node))]
+        results = launch.users if launch.target in collectives.COALESCED else ()
+        for node in (*casts, launch, *results) if casts else ():
+            tags.tag(node, tags.STREAM, aside.REDUCE)
+        changed = changed or bool(casts)
+    return changed
+
+
+def _since_casts(sent: fx.Node) -> list[fx.Node]:
+    """The casts that a tensor is put together from and what is done to them, in order; nothing if it is of more."""
+    found: set[fx.Node] = set()
+    pending = [sent]
+    while pending:
+        node = pending.pop()
+        is_gradient = tags.GRAD in tags.tags_of(node)  # compute's, not ours to move
+        if is_gradient or len(node.users) != 1 or node.target not in movement.CASTS | _PUTS_TOGETHER:
+            return []
+        found.add(node)
+        pending += node.all_input_nodes if node.target not in movement.CASTS else ()
+    sources = {node.all_input_nodes[0].meta["val"].dtype for node in found if node.target in movement.CASTS}
+    return sorted(found) if len(sources) == 1 else []  # nodes compare by their place in the graph
+
+
+def _cast_last(sent: fx.Node, made_of: list[fx.Node], launch: fx.Node) -> fx.Node:
+    """Put together what was cast, and cast that."""
+    graph, cast = launch.graph, next(node for node in made_of if node.target in movement.CASTS)
+    without: dict[fx.Node, fx.Node] = {}
+    for node in made_of:
+        if node.target in movement.CASTS:
+            without[node] = node.all_input_nodes[0]
+            continue
+        with graph.inserting_before(node):
+            without[node] = graph.node_copy(node, lambda source: without[source])
+        without[node].meta = node.meta | {
+            "val": node.meta["val"].to(without[node.all_input_nodes[0]].meta["val"].dtype)
+        }
+    with graph.inserting_before(launch):
+        made = graph.call_function(cast.target, (without[sent], *cast.args[1:]), dict(cast.kwargs))  # type: ignore[arg-type]
+    made.meta = sent.meta | {"val": sent.meta["val"].clone()}
+    launch.replace_input_with(sent, made)
+    for node in reversed(made_of):
+        graph.erase_node(node)
+    return made

@@ -1,0 +1,218 @@
+"""Streams and groups of their own change no bit, on real ranks: against the same training without them."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fxshard
+from fxshard import MixedPrecisionPolicy
+from fxshard.cost.hardware import BUILTIN
+from fxshard.errors import ConfigError
+from tests import graphs
+from tests.numerics.harness import (
+    FSDP2,
+    Run,
+    Scenario,
+    Tools,
+    compare,
+    compile_module,
+    fxshard_system,
+    shard_and_compile,
+    train,
+)
+from tests.numerics.models import MLP, rows
+from tests.numerics.test_schedule import Blocks, compiled
+from tests.ranks import two_ranks
+
+BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+MODES = ("nccl", "side", "off")
+
+
+def same_bits(ours: Run, reference: Run) -> None:
+    compare(ours, reference, rtol=0, atol=0)
+
+
+def with_no_sync(run: Run, step: int) -> Tensor:
+    """Two microbatches, of which the last reduces."""
+    if run.system.ours:
+        with fxshard.no_sync(run.model):
+            run.loss(step).backward()
+    else:
+        run.model.set_requires_gradient_sync(False)  # type: ignore[operator]
+        run.loss(step).backward()
+        run.model.set_requires_gradient_sync(True)  # type: ignore[operator]
+    loss = run.loss(step)
+    loss.backward()
+    return loss
+
+
+@two_ranks
+@pytest.mark.parametrize("mode", ["side", "off"])
+@pytest.mark.parametrize("shard_kwargs", [{}, BF16], ids=["fp32", "bf16"])
+def test_interprets_as_fsdp2_does(shard_kwargs: dict[str, Any], mode: str) -> None:
+    scenario = Scenario(model=MLP, batch=rows(), shard_kwargs=shard_kwargs, backward=with_no_sync)
+    same_bits(train(scenario, fxshard_system(streams=mode)), train(scenario, FSDP2))
+
+
+@two_ranks
+@pytest.mark.parametrize("bucket", ["unit", "auto"])
+@pytest.mark.parametrize("shard_kwargs", [{}, BF16], ids=["fp32", "bf16"])
+def test_compiled_code_gives_the_same_bits_with_any_streams(shard_kwargs: dict[str, Any], bucket: str) -> None:
+    scenario = Scenario(model=MLP, batch=rows(), shard_kwargs=shard_kwargs, backward=with_no_sync)
+    nccl, side, off = (train(scenario, fxshard_system(lower="inductor", streams=mode, bucket=bucket)) for mode in MODES)
+    same_bits(side, nccl)
+    same_bits(off, nccl)
+
+
+def separately(model: nn.Module, tools: Tools) -> nn.Module:
+    """Shard block by block, give reductions a group of their own, compile."""
+    prepared = shard_and_compile(model, tools)
+    if tools.system.ours:
+        assert isinstance(model, fxshard.ShardedModule)
+        model.set_separate_reduce_scatter_group()
+    return prepared
+
+
+def groups_in(model: nn.Module) -> dict[str, set[str]]:
+    """The groups on which the graphs of a model gather and reduce."""
+    found: dict[str, set[str]] = {"all_gather": set(), "reduce_scatter": set()}
+    for stage in fxshard.explanation_of(model).graphs.values():
+        for node in list(stage.values())[-1].graph.nodes:
+            name = str(node.target)
+            for kind in found:
+                if kind in name and "_c10d_functional" in name:
+                    found[kind].add(str(node.args[-1]))
+    return found
+
+
+@two_ranks
+@pytest.mark.parametrize("lower", ["eager", "inductor"])
+def test_reductions_have_a_group_of_their_own(lower: str) -> None:
+    scenario = Scenario(model=MLP, batch=rows(), prepare=separately, backward=with_no_sync)
+    ours = train(scenario, fxshard_system(lower=lower))
+    groups = groups_in(ours.model)
+    assert groups["all_gather"].isdisjoint(groups["reduce_scatter"])
+    assert all(len(names) == 1 for names in groups.values())
+    expected = train(dataclasses.replace(scenario, prepare=shard_and_compile), fxshard_system(lower=lower))
+    same_bits(ours, expected)
+
+
+@two_ranks
+def test_the_one_line_form_takes_the_group_as_an_option() -> None:
+    torch.manual_seed(0)
+    model = MLP()
+    run = compile_module(model, {"lower": "eager", "separate_reduce_scatter_group": True})
+    x, y = rows()(0, dist.get_rank())
+    loss: Tensor = (run(x) - y).square().mean()
+    loss.backward()
+    groups = groups_in(run)
+    assert groups["all_gather"].isdisjoint(groups["reduce_scatter"])
+
+
+@two_ranks
+def test_enabling_twice_makes_one_group_and_disabling_takes_it_back() -> None:
+    model = MLP()
+    fxshard.fully_shard(model)
+    assert isinstance(model, fxshard.ShardedModule)
+    (unit,) = fxshard.modules.units_under(model)
+    model.set_separate_reduce_scatter_group()
+    first = unit.plan.reduce_group
+    model.set_separate_reduce_scatter_group()
+    assert unit.plan.reduce_group == first != unit.plan.group
+    model.set_separate_reduce_scatter_group(False)
+    assert unit.plan.reducing_group == unit.plan.group
+
+
+def test_refuses_a_group_option_for_a_model_that_is_sharded(fake_group: None) -> None:
+    model = nn.Linear(4, 4)
+    fxshard.fully_shard(model)
+    with pytest.raises(ConfigError, match=r"separate_reduce_scatter_group only act.*set_separate_reduce_scatter_group"):
+        compile_module(model, {"separate_reduce_scatter_group": True})(torch.ones(2, 4))
+
+
+def test_refuses_what_is_no_bool(fake_group: None) -> None:
+    model = nn.Linear(4, 4)
+    fxshard.fully_shard(model)
+    with pytest.raises(ConfigError, match="enable must be a bool, got 'yes'"):
+        cast(Any, model).set_separate_reduce_scatter_group("yes")
+
+
+def test_explain_shows_the_group_of_reductions() -> None:
+    options = {"separate_reduce_scatter_group": True}
+    stages = fxshard.explain(graphs.TwoLayers(), torch.ones(2, 4), world_size=4, options=options).graphs
+    (reduce, *_) = [n for n in list(stages["backward"].values())[-1].graph.nodes if "reduce_scatter" in str(n.target)]
+    (gather, *_) = [n for n in list(stages["forward"].values())[-1].graph.nodes if "all_gather" in str(n.target)]
+    assert (gather.args[-1], reduce.args[-1]) == ("fsdp", "fsdp_reduce")
+
+
+@pytest.fixture
+def dear_copies(tmp_path: Path) -> str:
+    """Hardware on which nothing is copied: gradients are sent as they are."""
+    spec = dataclasses.replace(BUILTIN["cpu"], gather_tensor_overhead=1e-9, reduce_tensor_overhead=1e-9)
+    path = tmp_path / "hardware.json"
+    path.write_text(spec.to_json())
+    return str(path)
+
+
+def test_compiled_code_has_the_ops_and_keeps_what_they_read(dear_copies: str) -> None:
+    """Of the ops in Inductor's code no input is freed before the wait for the result of the same index."""
+    policy = BF16["mp_policy"]
+    codes, _ = compiled(Blocks(), torch.randn(8, 16), streams="side", hardware=dear_copies, policy=policy)
+    assert "fxshard.gather_aside" in codes[0]
+    assert "fxshard.reduce_aside" in codes[1]
+    copied, _ = compiled(Blocks(), torch.randn(8, 16), streams="side")
+    assert "fxshard.copy_out" in copied[0]
+    for code in (*codes, *copied):
+        assert_kept_until_the_wait(code)
+
+
+def assert_kept_until_the_wait(code: str) -> None:
+    """Read Inductor's code line by line: what is read aside, what is deleted, what is waited for."""
+    read: dict[str, list[str]] = {}  # variable -> what the op that made it reads, tensor by tensor
+    for line in map(str.strip, code.splitlines()):
+        name, _, value = line.partition(" = ")
+        if "fxshard.copy_out" in value or "_aside.default" in value:
+            read[name] = [_variable(tensor) for tensor in _first_argument(value)]
+        elif value.partition("[")[0] in read and value.endswith("]"):
+            source, _, index = value[:-1].partition("[")
+            read[name] = [read[source][int(index)]]
+        elif line.startswith("del "):
+            read.pop(line[4:], None)  # a list, whose results have names of their own
+            assert line[4:] not in {tensor for tensors in read.values() for tensor in tensors}, line
+        elif "wait_tensor" in line:
+            read.pop(_variable(_first_argument(line)[0]), None)
+
+
+def _first_argument(call: str) -> list[ast.expr]:
+    node = ast.parse(call.partition(";")[0]).body[0]
+    assert isinstance(node, ast.Expr)
+    assert isinstance(node.value, ast.Call)
+    first = node.value.args[0]
+    return first.elts if isinstance(first, ast.List) else [first]
+
+
+def _variable(expression: ast.expr) -> str:
+    """The tensor in an expression, which may be a view of it."""
+    return next(n.id for n in ast.walk(expression) if isinstance(n, ast.Name) and n.id != "reinterpret_tensor")
+
+
+def test_cudagraphs_are_refused_on_the_cpu(fake_group: None) -> None:
+    model = nn.Linear(4, 4)
+    fxshard.fully_shard(model)
+    with pytest.raises(ConfigError, match=r"cudagraphs=True needs a model on CUDA; this one is on cpu"):
+        compile_module(model, {"cudagraphs": True})(torch.ones(2, 4))
+
+
+def test_cudagraphs_are_refused_without_inductor(fake_group: None) -> None:
+    model = nn.Linear(4, 4)
+    fxshard.fully_shard(model)
+    with pytest.raises(ConfigError, match='cudagraphs=True needs lower="inductor"'):
+        compile_module(model, {"cudagraphs": True, "lower": "eager"})(torch.ones(2, 4))

@@ -1,0 +1,211 @@
+"""AssignStreams: what runs aside, where streams meet, what is left alone, and the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import fx
+
+from fxshard.errors import ConfigError, InvariantError
+from fxshard.ir import aside, collectives, liveness, ops, tags
+from fxshard.passes._base import Fact, GraphKind, GraphPass, PassContext
+from fxshard.passes.assign_streams import AssignStreams
+from fxshard.passes.bucket_collectives import BucketCollectives
+from fxshard.passes.coalesce_collectives import CoalesceCollectives
+from fxshard.passes.hoist_prefetch import HoistPrefetch
+from fxshard.passes.sink_waits import SinkWaits
+from tests.graphs import EVERY_UNIT, Traced, assert_golden, run_pass, text
+from tests.passes.test_bucket_collectives import LAYER
+from tests.schedules import DEAR_COPIES, MODELS, after_passes, model_of, renumbered
+from tests.steps import assert_same_step, step
+
+SPLIT: tuple[GraphKind, GraphKind] = ("forward", "backward")
+SCHEDULE = (SinkWaits(), HoistPrefetch(depth=1))
+BEFORE: dict[str, tuple[GraphPass, ...]] = {
+    "scheduled": SCHEDULE,
+    "coalesced": (CoalesceCollectives(), *SCHEDULE),
+    "merged": (BucketCollectives(size=2 * LAYER), *SCHEDULE),
+    "split": (BucketCollectives(size=0.9 * LAYER), *SCHEDULE),
+}
+
+
+def assigned(model: str, kind: GraphKind, mode: str, before: str = "scheduled") -> tuple[fx.GraphModule, PassContext]:
+    """The graph after the pass, and after others that ran before it."""
+    return after_passes(model_of(model), kind, *BEFORE[before], AssignStreams(mode=mode), hardware=DEAR_COPIES)
+
+
+def on(graph: fx.Graph, stream: str) -> list[fx.Node]:
+    """What runs on a side stream."""
+    return [node for node in graph.nodes if tags.tags_of(node).get(tags.STREAM) == stream]
+
+
+@pytest.mark.parametrize("kind", SPLIT)
+@pytest.mark.parametrize(("model", "before"), [("two_layers", "scheduled"), ("mixed_precision", "coalesced")])
+def test_casts_and_copies_run_aside(model: str, before: str, kind: GraphKind) -> None:
+    gm, _ = assigned(model, kind, "side", before)
+    assert_golden(renumbered(gm), f"assign_streams_side_{model}_{before}_{kind}")
+
+
+@pytest.mark.parametrize("kind", SPLIT)
+def test_off_waits_at_once(kind: GraphKind) -> None:
+    gm, _ = assigned("two_layers", kind, "off")
+    assert_golden(renumbered(gm), f"assign_streams_off_{kind}")
+
+
+@pytest.mark.parametrize("kind", SPLIT)
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("model", MODELS)
+def test_off_leaves_nothing_in_flight(model: str, before: str, kind: GraphKind) -> None:
+    gm, _ = assigned(model, kind, "off", before)
+    for use in liveness.liveness(gm.graph).in_use:
+        between = list(gm.graph.nodes)[list(gm.graph.nodes).index(use.user) + 1 : use.until]
+        assert all(collectives.is_launch(n) or collectives.is_wait(n) or not _computes(n) for n in between)
+
+
+def _computes(node: fx.Node) -> bool:
+    return node.target in (torch.ops.aten.mm.default, torch.ops.aten.add.Tensor)
+
+
+@pytest.mark.parametrize("mode", ["auto", "nccl"])
+@pytest.mark.parametrize("kind", SPLIT)
+def test_leaves_the_graph_to_the_streams_of_its_group(mode: str, kind: GraphKind) -> None:
+    gm, ctx = after_passes(model_of("mixed_precision"), kind, *SCHEDULE)
+    before = text(gm)
+    assert not run_pass(AssignStreams(mode=mode), gm, ctx)
+    assert text(gm) == before
+
+
+def test_side_has_nothing_to_do_where_parameters_are_gathered_as_they_are_stored_and_read() -> None:
+    gm, ctx = after_passes(model_of("four_layers"), "forward", *BEFORE["coalesced"], hardware=DEAR_COPIES)
+    assert not run_pass(AssignStreams(mode="side"), gm, ctx)
+
+
+@pytest.mark.parametrize("mode", ["side", "off"])
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("model", MODELS)
+def test_changes_no_bit(model: str, before: str, mode: str) -> None:
+    traced = model_of(model)
+    passes = BEFORE[before]
+    found = step(traced, *passes, AssignStreams(mode=mode), hardware=DEAR_COPIES)
+    assert_same_step(found, step(traced, *passes, hardware=DEAR_COPIES), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("unit", EVERY_UNIT)
+def test_changes_no_bit_of_any_layout(unit: Callable[..., Traced], world_size: int) -> None:
+    traced = unit(world_size=world_size)
+    assert_same_step(step(traced, AssignStreams(mode="side")), step(traced), rtol=0, atol=0)
+
+
+def test_copies_begin_behind_the_launch_and_are_waited_for_where_they_were() -> None:
+    gm, _ = assigned("two_layers", "forward", "side")
+    order = [node.name for node in gm.graph.nodes]
+    for launch in collectives.unshard_launches(gm.graph):
+        copies = [user for user in launch.users if user.target is ops.COPY_OUT]
+        assert len(copies) == 2
+        assert [order[order.index(launch.name) + i] for i in (1, 2)] == [copy.name for copy in copies]
+        for copy in copies:
+            (wait,) = copy.users
+            assert wait.target is collectives.WAIT
+            assert tags.STREAM not in tags.tags_of(wait)
+
+
+def test_a_cast_and_what_sends_it_share_a_stream() -> None:
+    gm, _ = assigned("mixed_precision", "forward", "side", "coalesced")
+    launches = collectives.unshard_launches(gm.graph)
+    assert set(launches) <= set(on(gm.graph, aside.COPY_IN))
+
+
+def test_gradients_are_put_together_and_then_cast_once() -> None:
+    gm, _ = assigned("mixed_precision", "backward", "side", "coalesced")
+    casts = [node for node in on(gm.graph, aside.REDUCE) if node.target is torch.ops.aten._to_copy.default]
+    assert len(casts) == 3
+    assert set(collectives.reduce_launches(gm.graph)) <= set(on(gm.graph, aside.REDUCE))
+
+
+def test_a_budget_keeps_copies_where_they_were() -> None:
+    gm, ctx = after_passes(model_of("two_layers"), "forward", *SCHEDULE, unsharded_budget_bytes=10_000)
+    assert not run_pass(AssignStreams(mode="side"), gm, ctx)
+    assert "memory budget" in ctx.declined[0].why
+
+
+def test_refuses_what_is_no_mode() -> None:
+    with pytest.raises(ConfigError, match=r"streams must be one of 'auto', 'nccl', 'side', 'off', got 'sied'"):
+        AssignStreams(mode="sied")
+
+
+def test_memory_says_that_copies_are_there_from_the_launch_on() -> None:
+    early = max(n for _, n in liveness.unsharded_bytes(assigned("two_layers", "forward", "side")[0].graph))
+    late = max(n for _, n in liveness.unsharded_bytes(assigned("two_layers", "forward", "nccl")[0].graph))
+    assert (early, late) == (320, 240)
+
+
+# ---- what the verifier says to a wrong assignment
+
+
+def broken(edit: Callable[[fx.Graph], None], model: str, kind: GraphKind) -> str:
+    """The invariant that catches an edit of a graph with side streams."""
+    gm, ctx = assigned(model, kind, "side")
+
+    class Break(GraphPass):
+        requires = frozenset({Fact.COLLECTIVES})
+
+        def apply(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+            edit(gm.graph)
+            return True
+
+    with pytest.raises(InvariantError) as caught:
+        run_pass(Break(), gm, ctx)
+    return str(caught.value).split("`")[1]
+
+
+def _read_without_waiting(graph: fx.Graph) -> None:
+    copy = graph.find_nodes(op="call_function", target=ops.COPY_OUT)[0]
+    (wait,) = copy.users
+    wait.replace_all_uses_with(copy)
+    graph.erase_node(wait)
+
+
+def _read_a_cast_on_the_main_stream(graph: fx.Graph) -> None:
+    launch = collectives.unshard_launches(graph)[0]
+    tags.tag(launch, tags.STREAM, "reduce")
+
+
+def _compute_with_two_tensors(graph: fx.Graph) -> None:
+    product = graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)[-1]
+    tags.tag(product, tags.STREAM, "copy_out")
+
+
+def _write_what_is_sent(graph: fx.Graph) -> None:
+    launch = collectives.reduce_launches(graph)[0]
+    (sent,) = launch.all_input_nodes
+    with graph.inserting_after(launch):
+        graph.call_function(torch.ops.aten.zero_.default, (sent,)).meta["val"] = sent.meta["val"]
+
+
+@pytest.mark.parametrize(
+    ("edit", "model", "kind", "invariant"),
+    [
+        (_read_without_waiting, "two_layers", "forward", "launch_has_one_wait"),
+        (_read_a_cast_on_the_main_stream, "mixed_precision", "forward", "side_streams_meet_the_main_one_at_waits"),
+        (_compute_with_two_tensors, "two_layers", "forward", "side_streams_meet_the_main_one_at_waits"),
+        (_write_what_is_sent, "two_layers", "backward", "nothing_is_written_while_in_use"),
+    ],
+)
+def test_a_wrong_assignment_is_caught(
+    edit: Callable[[fx.Graph], None], model: str, kind: GraphKind, invariant: str
+) -> None:
+    assert broken(edit, model, kind) == invariant
+
+
+# ---- what becomes of it right before there is code
+
+
+@pytest.mark.parametrize("kind", SPLIT)
+def test_tagged_launches_become_ops_with_their_casts(kind: GraphKind) -> None:
+    gm, ctx = assigned("mixed_precision", kind, "side", "coalesced")
+    aside.move(gm.graph, ctx.plan)
+    gm.graph.lint()
+    assert_golden(renumbered(gm), f"assign_streams_moved_{kind}")
