@@ -6,12 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 
-from fxshard.testing.link_engine import Engine
+from fxshard.testing.link_engine import Engine, Move
 
 BACKEND = "emulated"
 """Name of the groups' backend in torch.distributed."""
@@ -69,16 +68,16 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc] # see above
     # ---- collectives
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        return self._launch("all_gather", [output], lambda: self._gather(output, input))
+        return self.all_gather_single_coalesced([output], [input])
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
-        return self._launch("all_gather", outputs, lambda: _each(self._gather, outputs, inputs))
+        moves = [Move(output, input, writes=self._world_size) for output, input in zip(outputs, inputs, strict=True)]
+        return self._launch("all_gather", moves)
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
-        pieces, sources = _flat(outputs), [input for input in inputs for _ in range(self._world_size)]
-        return self._launch("all_gather", pieces, lambda: _each(_copy, pieces, sources))
+        return self._launch("all_gather", _spread(inputs, outputs))
 
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
@@ -86,64 +85,56 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc] # see above
         return self.allgather(list(zip(*outputs, strict=True)), inputs)  # one list per rank
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        reduce = self._reduction(opts)
-        return self._launch("reduce_scatter", [output], lambda: reduce(output, self._chunk(input)), whole=[input])
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
-        reduce = self._reduction(opts)
-        return self._launch(
-            "reduce_scatter",
-            outputs,
-            lambda: _each(reduce, outputs, [self._chunk(input) for input in inputs]),
-            whole=inputs,
-        )
+        reduction = self._reduction(opts)
+        moves = [
+            Move(output, input, *reduction, reads=self._world_size, own=self._rank)
+            for output, input in zip(outputs, inputs, strict=True)
+        ]
+        return self._launch("reduce_scatter", moves, whole=inputs)
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
-        reduce, own = self._reduction(opts), [pieces[self._rank] for pieces in inputs]
-        return self._launch("reduce_scatter", outputs, lambda: _each(reduce, outputs, own), whole=_flat(inputs))
+        own = [pieces[self._rank] for pieces in inputs]
+        return self._launch("reduce_scatter", _pairs(outputs, own, self._reduction(opts)), whole=_flat(inputs))
 
     def allreduce(self, tensors: Tensor | Sequence[Tensor], opts: Any = None) -> Work:
-        values, reduce = _listed(tensors), self._reduction(opts)
-        return self._launch("all_reduce", values, lambda: _each(reduce, values, values))
+        values = _listed(tensors)
+        return self._launch("all_reduce", _pairs(values, values, self._reduction(opts)))
 
     def reduce(self, tensors: Tensor | Sequence[Tensor], opts: Any = None) -> Work:
-        values, reduce = _listed(tensors), self._reduction(opts)
+        values, reduction = _listed(tensors), self._reduction(opts)
         results = values if opts is None or opts.rootRank == self._rank else []
-        return self._launch("reduce", values, lambda: _each(reduce, results, results))
+        return self._launch("reduce", _pairs(results, results, reduction), outputs=values)
 
     def broadcast(self, tensors: Tensor | Sequence[Tensor], opts: Any = None) -> Work:
-        return self._launch("broadcast", _listed(tensors), lambda: None)
+        return self._launch("broadcast", [], outputs=_listed(tensors))
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
         if not inputs:
             raise NotImplementedError("emulated_link: scatter from another rank than 0 is not implemented.")
         own = [pieces[self._rank] for pieces in inputs]
-        return self._launch("scatter", outputs, lambda: _each(_copy, outputs, own), whole=_flat(inputs))
+        return self._launch("scatter", _pairs(outputs, own), whole=_flat(inputs))
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
-        pieces = _flat(outputs)  # none if another rank is the root
-        sources = [input for input in inputs for _ in pieces]
-        return self._launch("gather", pieces, lambda: _each(_copy, pieces, sources))
+        return self._launch("gather", _spread(inputs, outputs) if outputs else [])  # none if another rank is the root
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
     ) -> Work:
-        def move() -> None:
-            # Every peer sends what this rank would send to itself.
-            sizes = list(input_splits) or [input.shape[0] // self._world_size] * self._world_size
-            own = input.split(sizes)[self._rank]
-            _copy(output, torch.cat([own] * self._world_size))
-
-        return self._launch("all_to_all", [output], move, whole=[input])
+        # Every peer sends what this rank would send to itself.
+        sizes = list(input_splits) or [input.shape[0] // self._world_size] * self._world_size
+        own = input.split(sizes)[self._rank]
+        return self._launch("all_to_all", [Move(output, own, writes=self._world_size)], whole=[input])
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
-        sources = [inputs[self._rank]] * self._world_size
-        return self._launch("all_to_all", outputs, lambda: _each(_copy, outputs, sources), whole=inputs)
+        return self._launch("all_to_all", _spread([inputs[self._rank]], [outputs]), whole=inputs)
 
     def barrier(self, opts: Any = None) -> Work:
-        return self._launch("barrier", [], lambda: None)
+        return self._launch("barrier", [])
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -165,49 +156,51 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc] # see above
     # ---- what they do to tensors
 
     def _launch(
-        self, op: str, outputs: Sequence[Tensor], move: Callable[[], None], *, whole: Sequence[Tensor] | None = None
+        self,
+        op: str,
+        moves: Sequence[Move],
+        *,
+        outputs: Sequence[Tensor] | None = None,
+        whole: Sequence[Tensor] | None = None,
     ) -> Work:
-        """Launch `move`; `whole` are the tensors that count, where they are not the outputs."""
+        """Launch the moves; `outputs` where they are not those of the moves, `whole` where others than them count."""
+        outputs = [move.output for move in moves] if outputs is None else outputs
         whole = outputs if whole is None else whole
-        if not all(tensor.is_cpu for tensor in whole):
-            raise NotImplementedError(f"emulated_link: {op} of tensors that are not on the CPU is not implemented yet.")
-        work = self.engine.launch(op, sum(tensor.nbytes for tensor in whole), self._world_size, move, outputs)
+        others = sorted({tensor.device.type for tensor in whole} - set(self.engine.devices))
+        if others:
+            raise NotImplementedError(
+                f"emulated_link: {op} of tensors on {', '.join(others)} is not implemented; "
+                f"this link moves those on {', '.join(self.engine.devices)}."
+            )
+        work = self.engine.launch(op, sum(tensor.nbytes for tensor in whole), self._world_size, moves, outputs)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
 
-    def _gather(self, output: Tensor, input: Tensor) -> None:
-        output.view(self._world_size, input.numel()).copy_(input.reshape(1, -1).expand(self._world_size, -1))
-
-    def _chunk(self, input: Tensor) -> Tensor:
-        return input.reshape(self._world_size, -1)[self._rank]
-
-    def _reduction(self, opts: Any) -> Callable[[Tensor, Tensor], None]:
-        """What reducing equal values of all ranks writes, given where to write and the value."""
+    def _reduction(self, opts: Any) -> tuple[float | Tensor, int]:
+        """By what reducing equal values of all ranks scales a value, and to which power it raises it."""
         op = dist.ReduceOp(dist.ReduceOp.SUM) if opts is None else opts.reduceOp
         kind, factor = cast(Any, op.__getstate__())  # the one way to the factor of PREMUL_SUM
         if kind in _AS_THEY_ARE:
-            return _copy
+            return 1, 1
         if kind == dist.ReduceOp.PRODUCT:
-            return lambda output, value: _write(torch.pow, output, value, self._world_size)
+            return 1, self._world_size
         if kind == dist.ReduceOp.SUM:
-            return lambda output, value: _write(torch.mul, output, value, self._world_size)
+            return self._world_size, 1
         if kind == dist.ReduceOp.PREMUL_SUM:
-            return lambda output, value: _write(torch.mul, output, value, self._world_size * factor)
+            return self._world_size * factor, 1
         raise NotImplementedError(f"emulated_link: reducing with {kind.name} is not implemented.")
 
 
-def _copy(output: Tensor, value: Tensor) -> None:
-    output.copy_(value.reshape(output.shape))  # no broadcasting
+def _pairs(
+    outputs: Sequence[Tensor], values: Sequence[Tensor], reduction: tuple[float | Tensor, int] = (1, 1)
+) -> list[Move]:
+    return [Move(output, value, *reduction) for output, value in zip(outputs, values, strict=True)]
 
 
-def _write(function: Callable[..., Any], output: Tensor, value: Tensor, operand: Any) -> None:
-    function(value.reshape(output.shape), operand, out=output)
-
-
-def _each(function: Callable[[Tensor, Tensor], None], outputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    for output, value in zip(outputs, values, strict=True):
-        function(output, value)
+def _spread(values: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]]) -> list[Move]:
+    """Each value into all tensors of its list."""
+    return [Move(output, value) for value, pieces in zip(values, outputs, strict=True) for output in pieces]
 
 
 def _flat(lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:

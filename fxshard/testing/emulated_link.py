@@ -15,7 +15,6 @@ it has ended. So threads that wake up late delay themselves, never the link.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,8 +35,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import Work
 
 from fxshard.errors import ConfigError
+from fxshard.testing.cpu_engine import CpuEngine
 from fxshard.testing.emulated_group import BACKEND, EmulatedGroup
-from fxshard.testing.link_engine import Engine, InstantEngine, Speed, TimedEngine, Transfer
+from fxshard.testing.link_engine import Engine, Speed, Transfer
 
 PROBE = "fxshard/emulated_link/probe"
 """Name of a group that is asked what torch can reach."""
@@ -49,15 +49,35 @@ class EmulatedLink:
 
     Attributes:
         mesh: all ranks, on one axis.
-        transfers: in the order in which the link carried them; a transfer is there once it has been waited for.
+        engine: what carries the transfers.
     """
 
     mesh: DeviceMesh
-    transfers: list[Transfer]
+    engine: Engine
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        """In the order in which the link carried them; a transfer is there once it has been waited for."""
+        return self.engine.transfers
 
     def clear(self) -> None:
         """Forget the transfers so far."""
-        self.transfers.clear()
+        self.engine.clear()
+
+    def set_speed(self, *, gigabytes_per_s: float = math.inf, latency_us: float = 0.0, ctas: int | None = None) -> None:
+        """Change the speed of what is launched from now on; what is under way arrives first.
+
+        Args:
+            gigabytes_per_s: as for `emulated_link`.
+            latency_us: as for `emulated_link`.
+            ctas: as for `emulated_link`; `None` leaves them as they are.
+
+        Raises:
+            ConfigError: an argument means nothing.
+        """
+        speed = Speed(gigabytes_per_s=gigabytes_per_s, latency_us=latency_us)
+        _require_ctas(ctas, self.mesh.device_type)
+        self.engine.set_speed(speed, ctas)
 
 
 @contextmanager
@@ -67,6 +87,7 @@ def emulated_link(
     gigabytes_per_s: float = math.inf,
     latency_us: float = 0.0,
     device: str | torch.device | None = None,
+    ctas: int | None = None,
 ) -> Iterator[EmulatedLink]:
     """Make a default process group whose other ranks are emulated, and destroy it at the end.
 
@@ -78,14 +99,15 @@ def emulated_link(
         gigabytes_per_s: bandwidth of each rank's link, in 1e9 bytes.
         latency_us: of each collective.
         device: "cpu" or `None`, the same for now.
+        ctas: nothing yet.
 
     Raises:
         ConfigError: an argument means nothing, or there is a default process group already.
         NotImplementedError: another device.
     """
     speed = Speed(gigabytes_per_s=gigabytes_per_s, latency_us=latency_us)
-    _require_valid(world_size, speed)
-    engine = _engine_for(device, speed)
+    _require_world_size(world_size)
+    engine = _engine_for(device, speed, ctas)
     if dist.is_initialized():
         raise ConfigError(
             "emulated_link: there is a default process group already. Call torch.distributed.destroy_process_group() "
@@ -99,30 +121,35 @@ def emulated_link(
     try:
         with _python_groups_in_out_variants():
             mesh = init_device_mesh("cpu", (world_size,))
-            engine.transfers.clear()
-            yield EmulatedLink(mesh=mesh, transfers=engine.transfers)
+            engine.clear()
+            yield EmulatedLink(mesh=mesh, engine=engine)
     finally:
         engine.close()
         if dist.group.WORLD is group:
             dist.destroy_process_group()
 
 
-def _require_valid(world_size: int, speed: Speed) -> None:
+def _require_world_size(world_size: int) -> None:
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
         raise ConfigError(f"emulated_link: world_size must be a positive int, got {world_size!r}.")
-    for name, value in dataclasses.asdict(speed).items():
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise ConfigError(f"emulated_link: {name} must be a number, got {value!r}.")
-    if not speed.gigabytes_per_s > 0:
-        raise ConfigError(f"emulated_link: gigabytes_per_s must be positive, got {speed.gigabytes_per_s!r}.")
-    if not 0 <= speed.latency_us < math.inf:
-        raise ConfigError(f"emulated_link: latency_us must be finite and not negative, got {speed.latency_us!r}.")
 
 
-def _engine_for(device: str | torch.device | None, speed: Speed) -> Engine:
+def _require_ctas(ctas: int | None, device_type: str) -> None:
+    if ctas is None:
+        return
+    if device_type != "cuda":
+        raise ConfigError(
+            f"emulated_link: ctas is for device='cuda', and the device of this link is {device_type!r}. Leave it out."
+        )
+    if not isinstance(ctas, int) or isinstance(ctas, bool) or ctas < 1:
+        raise ConfigError(f"emulated_link: ctas must be a positive int, got {ctas!r}.")
+
+
+def _engine_for(device: str | torch.device | None, speed: Speed, ctas: int | None) -> Engine:
     if device is not None and str(device) != "cpu":
         raise NotImplementedError(f"emulated_link: device={str(device)!r} is not implemented yet; only the CPU is.")
-    return InstantEngine() if speed.is_instant else TimedEngine(speed)
+    _require_ctas(ctas, "cpu")
+    return CpuEngine(speed)
 
 
 def _make_group(options: Any, engine: Engine | None) -> EmulatedGroup:
@@ -150,7 +177,7 @@ def _python_groups_in_out_variants() -> Iterator[None]:
 
 
 def _reaches_python_groups(name: str) -> bool:
-    probe = EmulatedGroup(0, 1, InstantEngine())
+    probe = EmulatedGroup(0, 1, CpuEngine(Speed()))
     probe.setGroupName(PROBE)
     _register_process_group(cast(Any, PROBE), probe)
     output, reduce = torch.zeros(1), ("sum",) if name.startswith("reduce") else ()

@@ -1,21 +1,18 @@
-"""Carries the transfers of an emulated link: now, or when the link would have; see [Note: emulated link]."""
+"""What the engines of an emulated link have in common: speed, moves and transfers; see [Note: emulated link]."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-import os
-import time
-from collections.abc import Callable, Sequence
-from concurrent import futures
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 
-SPIN_S = 1e-4
-"""How long before its deadline a thread stops sleeping, which may last that much too long, and only yields."""
+from fxshard.errors import ConfigError
 
 
 class Transfer(NamedTuple):
@@ -36,10 +33,27 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """How long the link takes."""
+    """How long the link takes.
 
-    gigabytes_per_s: float
-    latency_us: float
+    Attributes:
+        gigabytes_per_s: bandwidth of each rank's link, in 1e9 bytes.
+        latency_us: of each collective.
+
+    Raises:
+        ConfigError: one of them means nothing.
+    """
+
+    gigabytes_per_s: float = math.inf
+    latency_us: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                raise ConfigError(f"emulated_link: {name} must be a number, got {value!r}.")
+        if not self.gigabytes_per_s > 0:
+            raise ConfigError(f"emulated_link: gigabytes_per_s must be positive, got {self.gigabytes_per_s!r}.")
+        if not 0 <= self.latency_us < math.inf:
+            raise ConfigError(f"emulated_link: latency_us must be finite and not negative, got {self.latency_us!r}.")
 
     @property
     def is_instant(self) -> bool:
@@ -52,149 +66,67 @@ class Speed:
         return self.latency_us * 1e-6 + sent / (self.gigabytes_per_s * 1e9)
 
 
+class Move(NamedTuple):
+    """What a collective does to one pair of tensors of this rank, whose peers hold the same.
+
+    Attributes:
+        output: written; any shape that has `writes` times as many elements as one chunk of `source`.
+        source: read; `reads` equal chunks, one after the other.
+        scale: the chunk is multiplied by it.
+        power: the chunk is raised to it instead.
+        reads: how many chunks `source` has, all of which a link would send.
+        own: the chunk that is this rank's, and written.
+        writes: how often it is written, one after the other.
+    """
+
+    output: Tensor
+    source: Tensor
+    scale: float | Tensor = 1
+    power: int = 1
+    reads: int = 1
+    own: int = 0
+    writes: int = 1
+
+    def run(self) -> None:
+        """Do it on the device of the tensors, in the current stream."""
+        source = self.source
+        chunk = source if self.reads == 1 else source.reshape(self.reads, source.numel() // self.reads)[self.own]
+        if self.writes > 1:
+            many = self.output.view(self.writes, chunk.numel())
+            many.copy_(chunk.reshape(1, -1).expand(self.writes, -1))
+            return
+        chunk = chunk.reshape(self.output.shape)  # no broadcasting
+        if self.power != 1:
+            torch.pow(chunk, self.power, out=self.output)
+        elif isinstance(self.scale, Tensor) or self.scale != 1:
+            torch.mul(chunk, self.scale, out=self.output)
+        else:
+            self.output.copy_(chunk)
+
+
 class Engine(Protocol):
-    """Carries transfers; one per kind of device."""
+    """Carries transfers; one per kind of device.
 
-    transfers: list[Transfer]
+    Attributes:
+        speed: of what is launched from now on.
+        devices: the types of device whose tensors it can move.
+    """
 
-    def launch(
-        self, op: str, num_bytes: int, num_ranks: int, move: Callable[[], None], outputs: Sequence[Tensor]
-    ) -> Work:
-        """Start `move`, which writes `outputs`; what it holds on to lives until the work has been waited for."""
+    speed: Speed
+    devices: tuple[str, ...]
 
-    def close(self) -> None:
-        """Carry what has been launched and stop."""
+    @property
+    def transfers(self) -> list[Transfer]:
+        """What has arrived, in the order of the link."""
 
+    def launch(self, op: str, num_bytes: int, num_ranks: int, moves: Sequence[Move], outputs: Sequence[Tensor]) -> Work:
+        """Start the moves, which fill `outputs`; their tensors live until the work has been waited for."""
 
-class InstantEngine:
-    """Moves the data before `launch` returns, in the thread that calls it."""
+    def set_speed(self, speed: Speed, ctas: int | None) -> None:
+        """Change the speed of what is launched from now on; `ctas` if it has any."""
 
-    def __init__(self) -> None:
-        self.transfers: list[Transfer] = []
-        self._origin = time.perf_counter()
-
-    def launch(
-        self, op: str, num_bytes: int, num_ranks: int, move: Callable[[], None], outputs: Sequence[Tensor]
-    ) -> Work:
-        """As `Engine` says; an error in `move` is raised here."""
-        start = time.perf_counter()
-        with torch.inference_mode():  # outputs may be inference tensors, which refuse changes outside of it
-            move()
-        end = time.perf_counter()
-        self.transfers.append(Transfer(op, num_bytes, (start - self._origin) * 1e6, (end - self._origin) * 1e6))
-        return _DoneWork(outputs)
-
-    def close(self) -> None:
-        """Nothing is under way."""
-
-
-class _DoneWork(Work):
-    def __init__(self, outputs: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._outputs = outputs
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
-
-    def result(self) -> list[Tensor]:
-        return list(self._outputs)
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-        future.set_result(list(self._outputs))
-        return future
-
-
-class TimedEngine:
-    """Moves the data on a thread of its own, and keeps the clock of the link; see [Note: emulated link]."""
-
-    def __init__(self, speed: Speed) -> None:
-        self.transfers: list[Transfer] = []
-        self._speed = speed
-        self._origin = self._free_at = time.perf_counter()
-        self._mover = futures.ThreadPoolExecutor(1, "fxshard-link")
-        self.notifier = futures.ThreadPoolExecutor(1, "fxshard-link-futures")  # starts its thread when first used
-
-    def launch(
-        self, op: str, num_bytes: int, num_ranks: int, move: Callable[[], None], outputs: Sequence[Tensor]
-    ) -> Work:
-        """As `Engine` says; an error in `move` is raised by `wait`."""
-        arrival = self._mover.submit(self._carry, op, num_bytes, num_ranks, move, time.perf_counter())
-        return _TimedWork(self, arrival, outputs, move)
-
-    def _carry(self, op: str, num_bytes: int, num_ranks: int, move: Callable[[], None], launched: float) -> float:
-        """Move the data; when it arrives."""
-        began = time.perf_counter()
-        with torch.inference_mode():
-            move()
-        start = max(launched, self._free_at)
-        end = start + max(self._speed.seconds(op, num_bytes, num_ranks), time.perf_counter() - began)
-        self._free_at = end
-        self.transfers.append(Transfer(op, num_bytes, (start - self._origin) * 1e6, (end - self._origin) * 1e6))
-        return end
+    def clear(self) -> None:
+        """Forget the transfers so far."""
 
     def close(self) -> None:
         """Carry what has been launched and stop."""
-        self._mover.shutdown()
-        self.notifier.shutdown()
-
-
-class _TimedWork(Work):
-    def __init__(
-        self,
-        engine: TimedEngine,
-        arrival: futures.Future[float],
-        outputs: Sequence[Tensor],
-        move: Callable[[], None] | None,
-    ) -> None:
-        super().__init__()
-        self._engine, self._arrival, self._outputs, self._inputs = engine, arrival, outputs, move
-
-    def wait(self, timeout: Any = None) -> bool:
-        _sleep_until(self._arrival.result())
-        self._inputs = None  # only now, as a backend for accelerators does
-        return True
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def is_completed(self) -> bool:
-        if not self._arrival.done():
-            return False
-        return self._arrival.exception() is not None or time.perf_counter() >= self._arrival.result()
-
-    def is_success(self) -> bool:
-        return self.is_completed() and self._arrival.exception() is None
-
-    def result(self) -> list[Tensor]:
-        return list(self._outputs)
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-        self._engine.notifier.submit(self._resolve, future)
-        return future
-
-    def _resolve(self, future: torch.futures.Future[list[Tensor]]) -> None:
-        try:
-            self.wait()
-        except Exception as error:
-            future.set_exception(error)  # type: ignore[arg-type] # the stubs of 2.13 want a result here
-        else:
-            future.set_result(list(self._outputs))
-
-
-def _sleep_until(deadline: float) -> None:
-    while (left := deadline - time.perf_counter()) > 0:
-        if left > SPIN_S:
-            time.sleep(left - SPIN_S)
-        else:
-            os.sched_yield()  # time.sleep(0) lasts far longer
