@@ -5,16 +5,17 @@ One process plays rank 0 of `world_size`; its peers are identical to it, so ever
 rank's own tensors: all_gather repeats the shard, reduce_scatter keeps the own chunk (times the world size for SUM).
 A transfer takes `latency + bytes * (W - 1) / W / bandwidth`, where bytes are those of the full, unsharded tensors
 (twice for all_reduce), and transfers go one after the other, as on the stream of a communicator. What the peers send
-is copied in this process all the same, by a worker thread if the link takes time. docs/emulated_link.md says what such
-numbers mean.
+is copied in this process all the same: on the CPU by a worker thread, on a GPU by a few thread blocks, see
+[Note: the link on a GPU]. docs/emulated_link.md says what such numbers mean.
 
-The link is arithmetic: a transfer begins when it was launched or when the one before it has ended, whichever is later,
-and ends after its duration (or after its copy, if that took longer). Nobody sleeps but who waits for a transfer, until
-it has ended. So threads that wake up late delay themselves, never the link.
+On the CPU the link is arithmetic: a transfer begins when it was launched or when the one before it has ended, whichever
+is later, and ends after its duration (or after its copy, if that took longer). Nobody sleeps but who waits for a
+transfer, until it has ended. So threads that wake up late delay themselves, never the link.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,7 +58,11 @@ class EmulatedLink:
 
     @property
     def transfers(self) -> list[Transfer]:
-        """In the order in which the link carried them; a transfer is there once it has been waited for."""
+        """In the order in which the link carried them; a transfer is there once it has been waited for.
+
+        On a GPU it is there once it has been launched, outside of a capture, and looking at them blocks the host until
+        all have arrived.
+        """
         return self.engine.transfers
 
     def clear(self) -> None:
@@ -98,29 +103,31 @@ def emulated_link(
         world_size: how many ranks there seem to be.
         gigabytes_per_s: bandwidth of each rank's link, in 1e9 bytes.
         latency_us: of each collective.
-        device: "cpu" or `None`, the same for now.
-        ctas: nothing yet.
+        device: "cpu" (or `None`) or "cuda", of the tensors to communicate.
+        ctas: how many thread blocks of a GPU copy, like the channels of NCCL; 16 if `None`. The CPU has none.
 
     Raises:
-        ConfigError: an argument means nothing, or there is a default process group already.
+        ConfigError: an argument means nothing, or there is a default process group already, or "cuda" lacks something.
         NotImplementedError: another device.
     """
     speed = Speed(gigabytes_per_s=gigabytes_per_s, latency_us=latency_us)
     _require_world_size(world_size)
-    engine = _engine_for(device, speed, ctas)
+    kind = torch.device("cpu" if device is None else device)
+    _require_ctas(ctas, kind.type)
+    engine = _engine_for(kind, speed, ctas)
     if dist.is_initialized():
         raise ConfigError(
             "emulated_link: there is a default process group already. Call torch.distributed.destroy_process_group() "
             "before, or leave the emulated_link around this one."
         )
     if BACKEND not in dist.Backend.backend_list:  # torch has no way to take a backend back
-        dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=["cpu", "cuda"])
     # Nobody else can reach a HashStore, which tells fxshard that there is nobody to compare texts with.
     dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=world_size, pg_options=engine)
     group = dist.group.WORLD
     try:
         with _python_groups_in_out_variants():
-            mesh = init_device_mesh("cpu", (world_size,))
+            mesh = init_device_mesh(kind.type, (world_size,))
             engine.clear()
             yield EmulatedLink(mesh=mesh, engine=engine)
     finally:
@@ -145,11 +152,24 @@ def _require_ctas(ctas: int | None, device_type: str) -> None:
         raise ConfigError(f"emulated_link: ctas must be a positive int, got {ctas!r}.")
 
 
-def _engine_for(device: str | torch.device | None, speed: Speed, ctas: int | None) -> Engine:
-    if device is not None and str(device) != "cpu":
-        raise NotImplementedError(f"emulated_link: device={str(device)!r} is not implemented yet; only the CPU is.")
-    _require_ctas(ctas, "cpu")
-    return CpuEngine(speed)
+def _engine_for(device: torch.device, speed: Speed, ctas: int | None) -> Engine:
+    if device.type == "cpu":
+        return CpuEngine(speed)
+    if device.type != "cuda":
+        raise NotImplementedError(f"emulated_link: device={str(device)!r} is not implemented; the CPU and CUDA are.")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "emulated_link: device='cuda' needs a GPU and a torch built for CUDA, and torch.cuda.is_available() is "
+            "False. Install them, or leave device out for a link between CPUs."
+        )
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError(
+            "emulated_link: device='cuda' needs triton, which is not installed. Install the version that this torch "
+            "requires, or leave device out for a link between CPUs."
+        )
+    from fxshard.testing.cuda_engine import CTAS, CudaEngine  # only now, as it needs triton
+
+    return CudaEngine(speed, device, CTAS if ctas is None else ctas)
 
 
 def _make_group(options: Any, engine: Engine | None) -> EmulatedGroup:
@@ -170,7 +190,8 @@ def _python_groups_in_out_variants() -> Iterator[None]:
     try:
         for name, replacement in _OUT_VARIANTS.items():
             if not _reaches_python_groups(name):
-                library.impl(name, replacement, "CPU")
+                for key in ("CPU", "CUDA"):
+                    library.impl(name, replacement, key)
         yield
     finally:
         library._destroy()

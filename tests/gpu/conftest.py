@@ -1,0 +1,19 @@
+"""Tests of what runs on a GPU; they need torch, triton and pytest alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def needs_cuda() -> None:
+    """Skip where there is no GPU."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """The GPU."""
+    return torch.device("cuda", torch.cuda.current_device())
