@@ -99,6 +99,7 @@ def launch_has_one_wait(subject: Subject) -> Iterator[Violation]:
             copies = [reader for reader in result.users if reader.target is ops.COPY_OUT]
             if copies and len(copies) == len(result.users):
                 yield from ((copy, why) for copy in copies for why in _not_waited_for(copy))
+                yield from ((copy, "nothing reads it") for copy in copies for wait in copy.users if not wait.users)
             else:
                 yield from ((result, why) for why in _not_waited_for(result))
 
