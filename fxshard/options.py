@@ -166,3 +166,63 @@ def _unknown(name: object, known: list[str]) -> str:
 def launched_world_size() -> int:
     """The number of ranks that a launcher such as torchrun announced in the environment, 1 if none did."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    """What torchrun, or another launcher that sets its variables, told this process.
+
+    Attributes:
+        rank: of `world_size`, over all machines.
+        world_size: processes that were started.
+        local_rank: among those of this machine, and so the number of its GPU.
+        is_one_machine: whether all of them are known to be on this machine.
+        host: of the TCPStore where they meet.
+        port: of the same.
+        attempt: how often all of them were started before.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    is_one_machine: bool
+    host: str
+    port: int
+    attempt: int = 0
+
+
+def launched() -> Launched | None:
+    """What the launcher told this process, `None` if there was none.
+
+    Raises:
+        ConfigError: something that torchrun tells is missing, or is not a number.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    if missing := [name for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise ConfigError(
+            f"RANK and WORLD_SIZE are set as torchrun sets them, but not {', '.join(missing)}. Start it with torchrun, "
+            "or unset RANK."
+        )
+    world_size = _number("WORLD_SIZE")
+    return Launched(
+        rank=_number("RANK"),
+        world_size=world_size,
+        local_rank=_number("LOCAL_RANK"),
+        is_one_machine=os.environ.get("LOCAL_WORLD_SIZE") == str(world_size),
+        host=os.environ["MASTER_ADDR"],
+        port=_number("MASTER_PORT"),
+        attempt=_number("TORCHELASTIC_RESTART_COUNT", "0"),
+    )
+
+
+def _number(name: str, default: str = "") -> int:
+    text = os.environ.get(name, default)
+    if not text.isdecimal():
+        raise ConfigError(f"the environment variable {name} must be a whole number, got {text!r}.")
+    return int(text)
+
+
+def gloo_interfaces() -> list[str]:
+    """Names of the network interfaces that gloo is told to use, none if it may choose."""
+    return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,14 @@ def exit_status(*argv: str) -> int:
 
 def test_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_status("--version") == 0
+    assert capsys.readouterr().out.startswith("fxshard ")
+
+
+def test_the_package_runs_as_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["fxshard", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("fxshard", run_name="__main__")
+    assert ended.value.code == 0
     assert capsys.readouterr().out.startswith("fxshard ")
 
 
@@ -174,7 +183,7 @@ def test_explain_estimates_for_the_hardware_of_a_file(target: Path, capsys: pyte
 def test_a_narrow_terminal_gets_the_summary_and_the_schedules(
     target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "_console", lambda: Console(force_terminal=True, width=100, color_system=None))
+    monkeypatch.setattr(cli, "open_console", lambda: Console(force_terminal=True, width=100, color_system=None))
     assert exit_status("explain", "my_module:build", "--world-size", "64", "--lower", "eager") == 0
     text = capsys.readouterr().out
     assert text.startswith("Explanation of TwoLayers: 2 units, world size 64, 1 frame\n  dynamo ")

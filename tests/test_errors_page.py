@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/errors.md").read_text()
 FOLDERS = ("fxshard/checkpoint", "fxshard/cost", "fxshard/inspect", "fxshard/ir", "fxshard/runtime", "passes")
 ERRORS = ("CheckpointError", "ConfigError", "UnsupportedGraph", "NotImplementedError")
-COMMANDS = ("cli.py", "target.py")  # what the command line is given
+COMMANDS = ("cli.py", "cli_bench.py", "cli_common.py", "target.py")  # what the command line is given
 
 
 def trees() -> list[ast.Module]:

@@ -11,12 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from fxshard import options
 from fxshard.errors import ConfigError
 
 GROUPS: Final = ("gloo", "emulated", "nccl")
 FXSHARD: Final = "fxshard"  # the one system that takes options
 REFERENCE: Final = "reference"  # runs by itself, before the others
+DTYPES: Final[Mapping[str, torch.dtype]] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DEFAULT_CTAS: Final = 16
 
 SYSTEMS: Final[Mapping[str, str]] = {
     "local": "eager, no communication: every rank for itself",
@@ -57,10 +61,14 @@ class BenchConfig:
         target: `module:function`.
         entries: what to compare.
         group: One of `GROUPS`.
-        ranks: Processes that train together; 1 for the emulated link.
+        ranks: Processes that train together, over all machines; 1 for the emulated link.
         world_size: Ranks that share the parameters.
         gigabytes_per_s: Bandwidth of the emulated link.
         latency_us: Its latency.
+        link_device: "cpu" or "cuda": where the model is on an emulated link.
+        ctas: Thread blocks of the kernel that stands for the link, on "cuda".
+        machines: That the ranks are on.
+        dtype: What parameters and floating-point inputs are cast to: a key of `DTYPES`; `None` leaves them.
         microbatches: Forwards and backwards per step; gradients are reduced in the last one, where the system can.
         rounds: Timed steps of each system in each of its processes.
         processes: How often to start everything anew.
@@ -79,6 +87,10 @@ class BenchConfig:
     world_size: int = 2
     gigabytes_per_s: float = math.inf
     latency_us: float = 0.0
+    link_device: str = "cpu"
+    ctas: int = DEFAULT_CTAS
+    machines: int = 1
+    dtype: str | None = None
     microbatches: int = 1
     rounds: int = 10
     processes: int = 1
@@ -90,7 +102,7 @@ class BenchConfig:
     @property
     def device(self) -> str:
         """Where the model is."""
-        return "cuda" if self.group == "nccl" else "cpu"
+        return {"gloo": "cpu", "nccl": "cuda"}.get(self.group, self.link_device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +121,7 @@ class BenchJob:
 
     @property
     def ranks(self) -> int:
-        """Processes to start."""
+        """Processes that work together."""
         return self.config.ranks
 
     @property

@@ -34,6 +34,7 @@ class SystemResult:
         losses: of the first steps, mean over the ranks.
         traffic: collectives of one step.
         unsharded_peak_bytes: of gathered parameters at once; `None` where unknown.
+        memory_peak_bytes: of all tensors on the GPU of the rank that has most; `None` on a CPU.
     """
 
     entry: Entry
@@ -44,6 +45,7 @@ class SystemResult:
     losses: list[float] = field(default_factory=list)
     traffic: dict[str, Traffic] = field(default_factory=dict)
     unsharded_peak_bytes: int | None = None
+    memory_peak_bytes: int | None = None
 
     @property
     def name(self) -> str:
@@ -72,6 +74,7 @@ class SystemResult:
         self.losses = [statistics.fmean(losses) for losses in zip(*(rank.losses for rank in ready), strict=True)]
         self.traffic = ready[0].traffic
         self.unsharded_peak_bytes = ready[0].unsharded_peak_bytes
+        self.memory_peak_bytes = max((rank.memory_peak_bytes for rank in ready if rank.memory_peak_bytes), default=None)
 
     def ratio(self, base: SystemResult) -> float | None:
         """Median over the rounds of this system's step over the base's in the same round, so that drift cancels."""
@@ -194,6 +197,7 @@ class Report:
                 for name, traffic in result.traffic.items()
             },
             "unsharded_peak_bytes": result.unsharded_peak_bytes,
+            "memory_peak_bytes": result.memory_peak_bytes,
         }
 
 

@@ -6,18 +6,20 @@ be compared across that drift, so every round lets each system take one step, in
 lives in processes of its own, which sleep while it is not their turn: in one process a system's guards, caches and
 garbage would slow down the others, the first to compile would warm up the compiler for all, and one that dies would
 take the rest along. The price is memory: all systems hold their model at once.
+
+Under torchrun every process runs this loop, and has one rank of each system; see [Note: peers] in `peers.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
 from fxshard.bench import machine
 from fxshard.bench.config import REFERENCE, BenchConfig, BenchJob
+from fxshard.bench.peers import Peers
 from fxshard.bench.result import Report, SystemResult
 from fxshard.bench.show import Show
 from fxshard.bench.task import RETURN
@@ -29,11 +31,10 @@ from fxshard.inspect.target import function_of
 class Session:
     """The ranks of one system, from this process; a context manager that leaves none behind."""
 
-    def __init__(self, job: BenchJob) -> None:
+    def __init__(self, job: BenchJob, peers: Peers) -> None:
         job.out.mkdir(parents=True, exist_ok=True)
-        self._job = job
-        self._ranks = Ranks(job, rank_main, num_threads=job.config.num_threads)
-        self._events: Iterator[Ready | Timed] = self._ranks.events()
+        self._peers = peers
+        self._ranks = Ranks(job, rank_main, num_threads=job.config.num_threads, place=peers.next_place())
 
     def __enter__(self) -> Self:
         """Nothing has started yet."""
@@ -42,7 +43,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """End all ranks."""
+        """End all ranks that this process has started."""
         self._ranks.stop()
 
     def start(self) -> list[Ready]:
@@ -69,42 +70,46 @@ class Session:
 
     def _from_all(self) -> list[Ready | Timed]:
         """One event of each rank: none tells anything twice before it is told to go on."""
-        events = [event for _, event in zip(range(self._job.ranks), self._events, strict=False)]
-        if len(events) < self._job.ranks:
-            raise RankError(f"the ranks of {self._job.entry.name} ended early; see {self._job.out}.")
-        return events
+        return self._peers.collect(self._ranks.listen, self._ranks.num_here)
 
 
-def run_bench(config: BenchConfig, show: Show) -> Report:
+def run_bench(config: BenchConfig, show: Show, peers: Peers | None = None) -> Report:
     """Measure all systems.
+
+    Args:
+        config: what to do, the same on all peers.
+        show: hears how far it is.
+        peers: all processes that run this; by default this one alone.
 
     Raises:
         ConfigError: there is no such target.
         RankError: the model does not train even without any library.
+        PeerError: one of the peers is gone.
     """
-    function_of(config.target, RETURN)
+    peers = peers or Peers()
+    peers.require(lambda: function_of(config.target, RETURN))
     report = Report(
         options=_options(config),
-        machine=machine.facts(),
+        machine=machine.facts() if peers.rank == 0 else {},  # which is the one that shows it
         systems=[SystemResult(entry=entry) for entry in config.entries],
     )
     show.begin(report)
-    _run_reference(config, report, show)
+    _run_reference(config, report, show, peers)
     for process in range(config.processes):
-        _run_process(config, report, process, show)
+        _run_process(config, report, process, show, peers)
     return report
 
 
-def _run_reference(config: BenchConfig, report: Report, show: Show) -> None:
+def _run_reference(config: BenchConfig, report: Report, show: Show, peers: Peers) -> None:
     show.starting(REFERENCE, 0, 0)
-    with Session(BenchJob(config=config, entry=report.reference.entry)) as session:
+    with Session(BenchJob(config=config, entry=report.reference.entry), peers) as session:
         ready = session.start()
         session.end()
     report.num_params, report.num_units, report.eps = ready[0].num_params, ready[0].num_units, ready[0].eps
     report.reference.prepared(ready)
 
 
-def _run_process(config: BenchConfig, report: Report, process: int, show: Show) -> None:
+def _run_process(config: BenchConfig, report: Report, process: int, show: Show, peers: Peers) -> None:
     """Start every system that has not failed yet, and time its steps in rounds; see [Note: interleaving]."""
     with ExitStack() as stack:
         running: dict[str, tuple[SystemResult, Session, BenchJob]] = {}
@@ -113,7 +118,7 @@ def _run_process(config: BenchConfig, report: Report, process: int, show: Show) 
                 continue
             show.starting(result.name, index, process)
             job = BenchJob(config=config, entry=result.entry, process=process)
-            session = stack.enter_context(Session(job))
+            session = stack.enter_context(Session(job, peers))
             try:
                 result.prepared(session.start())
             except RankError as error:

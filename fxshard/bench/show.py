@@ -63,8 +63,8 @@ class Show:
         config, num_systems = self._config, len(report.systems)
         several = f"{config.microbatches} microbatches per step, " if config.microbatches > 1 else ""
         self.say(
-            f"fxshard bench: {config.target}, {describe_group(config)}, {num_systems} systems, {several}"
-            f"{config.rounds} rounds in each of {config.processes} process(es)"
+            f"fxshard bench: {config.target}, {describe_group(config)}{_dtype(config)}, {num_systems} systems, "
+            f"{several}{config.rounds} rounds in each of {config.processes} process(es)"
         )
 
     def starting(self, name: str, index: int, process: int) -> None:
@@ -105,11 +105,16 @@ class Show:
 def describe_group(config: BenchConfig) -> str:
     """The group in words."""
     if config.group != "emulated":
-        return f"{config.ranks} ranks ({config.group})"
-    return (
-        f"rank 0 of {config.world_size} on an emulated link "
-        f"({config.gigabytes_per_s:g} GB/s, latency {config.latency_us:g} us)"
-    )
+        return f"{config.ranks} ranks ({config.group})" + f" on {config.machines} machines" * (config.machines > 1)
+    kind = f"rank 0 of {config.world_size} on an emulated link"
+    speed = f"{config.gigabytes_per_s:g} GB/s, latency {config.latency_us:g} us"
+    if config.device == "cuda":
+        return f"one GPU, emulated link, identical peers: {kind} ({speed}, {config.ctas} CTAs)"
+    return f"{kind} ({speed})"
+
+
+def _dtype(config: BenchConfig) -> str:
+    return f", {config.dtype}" if config.dtype is not None else ""
 
 
 def show_report(console: Console, report: Report, config: BenchConfig) -> None:
@@ -130,11 +135,12 @@ def _table(report: Report, config: BenchConfig) -> Table:
 
     table = Table(
         title=f"{config.target}: {report.num_params / 1e6:.1f}M parameters in {report.num_units} units, "
-        f"{describe_group(config)}"
+        f"{describe_group(config)}{_dtype(config)}"
     )
     table.add_column("system", no_wrap=True)
     ratios = [f"/ {'floor' if name in FLOORS else name}" for name in report.bases]
-    for column in ("ms per step", *ratios, "first step s", "launches", "MB", "unsharded MB", "loss off by"):
+    memory = ["GPU MB"] if _has_memory(report) else []
+    for column in ("ms per step", *ratios, "first step s", "launches", "MB", "unsharded MB", *memory, "loss off by"):
         table.add_column(column, justify="right")
     for result in report.systems:
         table.add_row(result.name, *_cells(result, report))
@@ -151,16 +157,20 @@ def _cells(result: SystemResult, report: Report) -> list[str]:
     launches = [f"{traffic.launches} {_SHORT[name]}" for name, traffic in result.traffic.items()]
     sent = [traffic.nbytes for traffic in result.traffic.values() if traffic.nbytes is not None]
     all_known = len(sent) == len(result.traffic)
-    peak = result.unsharded_peak_bytes
+    peak, memory = result.unsharded_peak_bytes, [result.memory_peak_bytes] if _has_memory(report) else []
     return [
         f"{statistics.median(steps):.1f} ({min(steps):.1f}-{max(steps):.1f})" + " then failed" * bool(result.error),
         *(_NONE if ratio is None else f"{ratio:.2f}" for ratio in ratios),
         f"{cold:.1f}" + (f" ({statistics.median(warm):.1f})" if warm else ""),
         " ".join(launches) or _NONE,
         _megabytes(sum(sent)) if sent and all_known else _NONE,
-        _NONE if peak is None else _megabytes(peak),
+        *(_NONE if nbytes is None else _megabytes(nbytes) for nbytes in (peak, *memory)),
         _NONE if off is None else f"{off:.0e}",
     ]
+
+
+def _has_memory(report: Report) -> bool:
+    return any(result.memory_peak_bytes is not None for result in report.systems)
 
 
 def _megabytes(nbytes: int) -> str:
@@ -177,6 +187,11 @@ def _legend(report: Report) -> str:
         "launches, MB: collectives of one step (AG all_gather, RS reduce_scatter, AR all_reduce), and the unsharded "
         "bytes that they carry.",
         "unsharded MB: gathered parameters at once, where the system knows.",
+        *(
+            ["GPU MB: tensors at once on the GPU of the rank that has most, optimizer included."]
+            if _has_memory(report)
+            else []
+        ),
         "loss off by: relative, from training without any library on the same batches"
         + ("; of sharded systems, whose emulated peers are copies, from the first of them." if emulated else "."),
     ]

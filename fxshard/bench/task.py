@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from fxshard.bench.config import BenchConfig
+from fxshard.bench.config import DTYPES, BenchConfig
 from fxshard.errors import ConfigError
 from fxshard.inspect.target import function_of, kind_of
 
@@ -66,9 +66,14 @@ def make_task(config: BenchConfig, rank: int) -> Task:
     Raises:
         ConfigError: there is no such function, or it returned something else.
     """
-    model = _build(config.target, _WEIGHT_SEED)[0].to(config.device)
+    dtype = DTYPES[config.dtype] if config.dtype is not None else None
+    model = _build(config.target, _WEIGHT_SEED)[0].to(config.device, dtype)  # of what is floating-point
     _, batch, loss_fn = _build(config.target, _BATCH_SEED + rank)
-    return Task(model=model, batch=tree_map_only(Tensor, lambda t: t.to(config.device), batch), loss_fn=loss_fn)
+
+    def place(tensor: Tensor) -> Tensor:
+        return tensor.to(config.device, dtype if tensor.is_floating_point() else None)
+
+    return Task(model=model, batch=tree_map_only(Tensor, place, batch), loss_fn=loss_fn)
 
 
 def _build(target: str, seed: int) -> tuple[nn.Module, Any, LossFn | None]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from fxshard.bench import systems, traffic
 from fxshard.bench.config import BenchConfig, BenchJob
 from fxshard.bench.task import make_task
 from fxshard.bench.traffic import Traffic
-from fxshard.demo.worker import join, reporting
+from fxshard.demo.worker import Place, join, reporting
 from fxshard.one_line import units_of
 from fxshard.testing.emulated_link import EmulatedLink, emulated_link
 
@@ -34,6 +35,7 @@ class Ready:
         losses: of the first steps, on this rank's batch.
         traffic: of one step.
         unsharded_peak_bytes: of gathered parameters, where the system knows it.
+        memory_peak_bytes: of all tensors on this rank's GPU, in the checked steps after the first; `None` on a CPU.
     """
 
     num_params: int
@@ -43,6 +45,7 @@ class Ready:
     losses: tuple[float, ...]
     traffic: dict[str, Traffic]
     unsharded_peak_bytes: int | None
+    memory_peak_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,25 +58,32 @@ class Timed:
 TURN, END = "turn", "end"  # what the parent says
 
 
-def rank_main(rank: int, job: BenchJob, port: int, num_threads: int, parent: Connection) -> None:
-    """Prepare a system as `rank`, tell the parent, and take a timed step whenever it says so."""
-    with reporting(rank, job.out, parent):
+def rank_main(place: Place, job: BenchJob, parent: Connection) -> None:
+    """Prepare a system on one rank, tell the parent, and take a timed step whenever it says so."""
+    with reporting(place.rank, job.out, parent):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(job.cache)
-        torch.set_num_threads(num_threads)
-        with _group(rank, job.config, port) as (mesh, link):
-            _Rank(rank, job, mesh, link).serve(parent)
+        torch.set_num_threads(place.num_threads)
+        with _group(place, job.config) as (mesh, link):
+            _Rank(place.rank, job, mesh, link).serve(parent)
 
 
 @contextlib.contextmanager
-def _group(rank: int, config: BenchConfig, port: int) -> Iterator[tuple[DeviceMesh, EmulatedLink | None]]:
+def _group(place: Place, config: BenchConfig) -> Iterator[tuple[DeviceMesh, EmulatedLink | None]]:
     if config.group == "emulated":
-        speed, latency = config.gigabytes_per_s, config.latency_us
-        with emulated_link(config.world_size, gigabytes_per_s=speed, latency_us=latency) as link:
+        with _link(config) as link:
             yield link.mesh, link
         return
-    join(rank, config.ranks, device=config.device, port=port, stall_s=config.stall_s)
+    join(place, config.ranks, device=config.device, stall_s=config.stall_s)
     yield init_device_mesh(config.device, (config.ranks,)), None
     dist.destroy_process_group()
+
+
+def _link(config: BenchConfig) -> contextlib.AbstractContextManager[EmulatedLink]:
+    on_link: dict[str, Any] = {"gigabytes_per_s": config.gigabytes_per_s, "latency_us": config.latency_us}
+    if config.device == "cuda":
+        torch.cuda.set_device(0)
+        on_link |= {"device": "cuda", "ctas": config.ctas}
+    return emulated_link(config.world_size, **on_link)
 
 
 class _Rank:
@@ -96,13 +106,17 @@ class _Rank:
                 parent.send(Timed(seconds=self._step()[0]))
 
     def _prepare(self) -> Ready:
-        steps = [self._step() for _ in range(self._job.config.check_steps)]
+        first_step_s, loss = self._step()
+        if self._is_cuda:
+            torch.cuda.reset_peak_memory_stats()  # the first step allocates what compilation tries out
+        losses = [loss, *(self._step()[1] for _ in range(self._job.config.check_steps - 1))]
         return Ready(
             num_params=self._num_params,
             num_units=self._num_units,
             eps=torch.finfo(self._dtype).eps,
-            first_step_s=steps[0][0],
-            losses=tuple(loss for _, loss in steps),
+            first_step_s=first_step_s,
+            losses=tuple(losses),
+            memory_peak_bytes=torch.cuda.max_memory_allocated() if self._is_cuda else None,
             traffic=self._traffic(),
             unsharded_peak_bytes=systems.unsharded_peak_bytes(self._job.entry, self._task.model),
         )
@@ -124,8 +138,13 @@ class _Rank:
         if self._link is None:
             return traffic.measure(self._trainer.step, self._dtype.itemsize)
         self._trainer.step()
+        self._synchronize()
         return traffic.add_up((transfer.op, transfer.bytes) for transfer in self._link.transfers)
 
+    @property
+    def _is_cuda(self) -> bool:
+        return self._job.config.device == "cuda"
+
     def _synchronize(self) -> None:
-        if self._job.config.device == "cuda":
+        if self._is_cuda:
             torch.cuda.synchronize()

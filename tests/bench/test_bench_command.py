@@ -135,3 +135,21 @@ def test_bad_input_says_what_to_do(
         status = int(ended.code or 0)
     assert status == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--group", "nccl"), "--group nccl needs a GPU that torch can use, and found none; use --group gloo"),
+        (("--group", "emulated", "--device", "cuda"), "--device cuda needs a GPU that torch can use, and found none"),
+        (("--group", "emulated", "--ctas", "8"), "--ctas needs --device cuda: on the CPU no kernel plays the link"),
+        (("--device", "cuda", "--ctas", "8"), "--device, --ctas needs --group emulated, and the group is gloo"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_without_a_gpu_what_needs_one_says_so(
+    flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert cli.main(("bench", "a:b", *flags)) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,103 @@
+"""What the commands share: values of flags, devices, folders and the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fxshard.errors import ConfigError, MissingExtraError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+EXIT_PROBLEM = 1  # it ran to the end, but not well
+EXIT_ERROR = 2  # as argparse
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """What argparse turns a whole number into, `least` or more."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be a whole number, {least} or more, got {text!r}")
+        return int(text)
+
+    return parse
+
+
+def positive(text: str) -> float:
+    """What argparse turns a number above 0 into."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+    return value
+
+
+def device_for(wanted: str) -> str:
+    """Turn --device cpu, cuda or auto into "cpu" or "cuda".
+
+    Raises:
+        ConfigError: there is no GPU.
+    """
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    if wanted == "cuda" and not num_gpus:
+        raise ConfigError("--device cuda needs a GPU that torch can use, and found none; use --device cpu.")
+    return "cuda" if num_gpus and wanted != "cpu" else "cpu"
+
+
+def num_ranks(wanted: int | None, device: str, *, instead: str = "--device cpu") -> int:
+    """How many ranks to start on this machine: by default one per GPU, or 2 on the CPU.
+
+    Args:
+        wanted: `--ranks`.
+        device: "cpu" or "cuda".
+        instead: what to use where there are too few GPUs.
+
+    Raises:
+        ConfigError: there are fewer GPUs than ranks.
+    """
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    if device == "cpu":
+        return 2 if wanted is None else wanted
+    if wanted is not None and wanted > num_gpus:
+        raise ConfigError(f"--ranks {wanted} needs {wanted} GPUs, and there are {num_gpus}; use {instead}.")
+    return num_gpus if wanted is None else wanted
+
+
+def output_folder(wanted: Path | None, command: str) -> Path:
+    """The folder `--out`, made if it is not there; by default a new temporary one.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    if wanted is None:
+        return Path(tempfile.mkdtemp(prefix=f"fxshard-{command}-"))
+    try:
+        wanted.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {wanted} cannot be used as a folder: {error.strerror}.") from error
+    return wanted.resolve()
+
+
+def open_console(*, quiet: bool = False) -> Console:
+    """The terminal that tables go to; `quiet` shows nothing.
+
+    Raises:
+        MissingExtraError: rich is not installed.
+    """
+    try:
+        from rich.console import Console
+    except ImportError as error:
+        raise MissingExtraError("rich", "dev") from error
+    return Console(quiet=quiet)
