@@ -11,6 +11,8 @@ A replay runs kernels on the addresses that they were recorded with, and no Pyth
   launches of other graphs, for that is Python's work (`runtime/relay.py`); what is gathered outside of graphs is waited
   for before one runs.
 - Launches and waits must be recorded together: a graph is recorded whole, or is an error that says why it cannot be.
+- A backward is compiled when it first runs, as is usual: what manages recordings is there once a forward has run. So
+  AOTAutograd's cache, which wants it compiled before, is not used.
 """
 
 from __future__ import annotations
@@ -51,6 +53,19 @@ def static_inputs(options: Options, graph: fx.Graph, given: Sequence[int]) -> li
         return list(given)
     inputs = enumerate(graph.find_nodes(op="placeholder"))
     return sorted({*given, *(i for i, node in inputs if _STATIC & tags.tags_of(node).keys())})
+
+
+def left_out(options: Options, inputs: Sequence[Any], given: Mapping[str, Any]) -> None:
+    """Say where the forward runs whose backward is compiled by itself: its recording goes on with that of the forward.
+
+    Args:
+        options: the user's.
+        inputs: of the forward.
+        given: what Inductor's compiler was called with.
+    """
+    devices = (value.device for value in inputs if isinstance(value, Tensor) and value.is_cuda)
+    if options.cudagraphs and (device := next(devices, None)) is not None:
+        given["boxed_forward_device_index"].set(device.index)
 
 
 def require_recordable(options: Options, code: Any, kind: str) -> None:

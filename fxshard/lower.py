@@ -133,7 +133,7 @@ class _Stages:
             return {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": at_once, **may_reuse}
         # The cache knows a tensor subclass by its global shape: one rank would get the code of another's rows.
         subclasses = any(isinstance(value, Tensor) and is_traceable_wrapper_subclass(value) for value in inputs)
-        if subclasses or self.digest is None or self.options.lower == "eager":
+        if subclasses or self.digest is None or self.options.lower == "eager" or self.options.cudagraphs:
             return {"enable_autograd_cache": False}
         both = {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True}
         return both if functorch_config.enable_autograd_cache else {}
@@ -187,13 +187,12 @@ class _Stages:
         self._replay_when_asked()
 
     def _compile_split(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        kind: GraphKind = "forward"
+        kind: GraphKind = "inference" if kwargs.get("is_inference") else "forward"
         if kwargs.get("is_backward"):
             kind = "backward"
-        elif kwargs.get("is_inference"):
-            kind = "inference"
         self.found.add(kind)
         if self.leaves_out(kind):
+            cudagraphs.left_out(self.options, inputs, kwargs)
             return _boxed(gm, inputs)
         facts = self.facts(gm.graph, kind, inputs)
         self.split_stage(gm, kind)
