@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fxshard import options
 from fxshard.errors import ConfigError
@@ -32,10 +33,13 @@ SYSTEMS: Final[Mapping[str, str]] = {
     "fsdp2_kept": "the same, parameters kept gathered between the microbatches of a step",
     "simplefsdp": "parameters as DTensors that a property gathers, compiled as a whole",
     "simplefsdp_bucketed": "the same, collectives merged by Inductor",
-    "fxshard_unordered": "the same, no collective moved and none held in its place: Inductor's order",
+    "simplefsdp_overlapped": "the same, merged and moved by Inductor's overlap scheduling; needs triton",
+    "fxshard_unordered": "fxshard with no collective moved and none held in its place: Inductor's order",
+    "fxshard_listed": "fxshard told for each unit which two to gather ahead, in forward and in backward",
     FXSHARD: 'torch.compile(backend="fxshard")',
 }
-DEFAULT_SYSTEMS: Final = tuple(name for name in SYSTEMS if name not in ("fsdp2_kept", "fxshard_unordered"))
+_ON_DEMAND: Final = ("fsdp2_kept", "simplefsdp_overlapped", "fxshard_unordered", "fxshard_listed")
+DEFAULT_SYSTEMS: Final = tuple(name for name in SYSTEMS if name not in _ON_DEMAND)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +49,14 @@ class Entry:
     Attributes:
         name: as the user wrote it, such as "fxshard:bucket=auto".
         system: key of `SYSTEMS`.
-        options: for the compiler; of fxshard alone.
+        options: for the compiler; the command line takes them for fxshard alone.
+        mp_policy: dtypes of gathered parameters and of reductions, for the systems that shard parameters.
     """
 
     name: str
     system: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,12 +13,13 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 
-def parametrize(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard every parameter over `mesh`, in place, and have every read of one gather it."""
+def parametrize(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    """Shard every parameter over `mesh`, in place, and have every read of one gather it in the dtypes of `policy`."""
     sharded: dict[nn.Parameter, nn.Parameter] = {}  # a tied parameter stays one
     classes: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}  # equal modules share compiled code
     for module in model.modules():
@@ -30,7 +31,7 @@ def parametrize(model: nn.Module, mesh: DeviceMesh) -> None:
         if own:
             key = type(module), tuple(own)
             if key not in classes:
-                classes[key] = _gathering_subclass(*key)
+                classes[key] = _gathering_subclass(*key, policy)
             module.__class__ = classes[key]
 
 
@@ -40,20 +41,21 @@ def _shard(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     return nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
 
 
-def _gathering_subclass(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    return type(f"Gathering{cls.__name__}", (cls,), {name: property(_reader(name)) for name in names})
+def _gathering_subclass(cls: type[nn.Module], names: tuple[str, ...], policy: MixedPrecisionPolicy) -> type[nn.Module]:
+    return type(f"Gathering{cls.__name__}", (cls,), {name: property(_reader(name, policy)) for name in names})
 
 
-def _reader(name: str) -> Callable[[nn.Module], Tensor]:
+def _reader(name: str, policy: MixedPrecisionPolicy) -> Callable[[nn.Module], Tensor]:
+    dtypes: dict[str, Any] = {"forward_dtype": policy.param_dtype, "backward_dtype": policy.reduce_dtype}
+
+    def gather(parameter: DTensor) -> Tensor:
+        replicated = parameter.redistribute(placements=[Replicate()], **dtypes)
+        return replicated.to_local(grad_placements=[Partial(reduce_op="avg")])
+
     def read(module: nn.Module) -> Any:
-        return checkpoint(_gather, module._parameters[name], use_reentrant=False, context_fn=_regather)
+        return checkpoint(gather, module._parameters[name], use_reentrant=False, context_fn=_regather)
 
     return read
-
-
-def _gather(parameter: DTensor) -> Tensor:
-    replicated = parameter.redistribute(placements=[Replicate()])
-    return replicated.to_local(grad_placements=[Partial(reduce_op="avg")])
 
 
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -33,6 +33,8 @@ Forward = Callable[..., Any]
 LOCAL: Final = ("local", "local_compiled")  # every rank for itself
 WHOLE: Final = (*LOCAL, "ddp", REFERENCE)  # every rank holds all parameters
 
+_AHEAD: Final = 2  # units on each list of fxshard_listed
+
 
 @dataclass(kw_only=True)
 class Trainer:
@@ -127,7 +129,7 @@ def _ddp(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward:
 
 def _fsdp2(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward:
     for unit in units_of(model):
-        torch_fully_shard(unit, mesh=mesh)
+        torch_fully_shard(unit, mesh=mesh, mp_policy=entry.mp_policy)
     return model
 
 
@@ -152,20 +154,40 @@ def _fsdp2_best(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward:
 
 
 def _simplefsdp(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward:
-    parametrize(model, mesh)
+    parametrize(model, mesh, entry.mp_policy)
     return torch.compile(model, fullgraph=True)
 
 
 def _simplefsdp_bucketed(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward:
-    parametrize(model, mesh)
+    parametrize(model, mesh, entry.mp_policy)
     buckets: dict[str, Any] = {"bucket_all_gathers_fx": "all", "bucket_reduce_scatters_fx": "all"}
     return torch.compile(model, fullgraph=True, options=buckets)
 
 
+def _simplefsdp_overlapped(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward:
+    """As torchtitan's automatic bucketing sets it; `entry.options` may say how fast the link is."""
+    parametrize(model, mesh, entry.mp_policy)
+    scheduling = ("enable_overlap_scheduling", "collective_bucketing", "insert_overlap_deps")
+    options: dict[str, Any] = {f"aten_distributed_optimizations.{name}": True for name in scheduling}
+    # Inductor's other schedulers would undo what this one decides.
+    options |= {"reorder_for_peak_memory": False, "reorder_for_compute_comm_overlap": False, **entry.options}
+    return torch.compile(model, fullgraph=True, options=options)
+
+
 def _fxshard(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward:
     for unit in units_of(model):
-        fxshard.fully_shard(unit, mesh=mesh)
+        fxshard.fully_shard(unit, mesh=mesh, mp_policy=entry.mp_policy)
     return torch.compile(model, backend="fxshard", options=dict(entry.options))
+
+
+def _fxshard_listed(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward:
+    forward = _fxshard(model, mesh, entry)
+    *blocks, root = cast(list[fxshard.ShardedModule], units_of(model))
+    for i, unit in enumerate([root, *blocks]):
+        unit.set_modules_to_forward_prefetch(blocks[i : i + _AHEAD])
+    for i, unit in enumerate([root, *reversed(blocks)]):
+        unit.set_modules_to_backward_prefetch(list(reversed(blocks))[i : i + _AHEAD])
+    return forward
 
 
 def _fxshard_unordered(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward:
@@ -188,6 +210,8 @@ _MAKE: Final[dict[str, Callable[[nn.Module, DeviceMesh, Entry], Forward]]] = {
     "fsdp2_kept": _fsdp2_best,
     "simplefsdp": _simplefsdp,
     "simplefsdp_bucketed": _simplefsdp_bucketed,
+    "simplefsdp_overlapped": _simplefsdp_overlapped,
     "fxshard_unordered": _fxshard_unordered,
+    "fxshard_listed": _fxshard_listed,
     FXSHARD: _fxshard,
 }

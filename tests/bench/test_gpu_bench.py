@@ -1,0 +1,222 @@
+"""The GPU benchmark without a GPU: what follows from measurements, the plan, and (opt in: `-m bench`) all of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.bench import gpu_bench
+from tests.bench.gpu import settings, trace
+from tests.bench.gpu.page import page
+from tests.bench.gpu.result import HOW, Key, Report, Run
+from tests.bench.gpu.result import Steps as TimedSteps
+from tests.bench.gpu.settings import COMPUTE, INSTANT, MAIN, Link
+from tests.bench.gpu.stages import Plan, Stage
+from tests.bench.gpu.talk import Carried, Timed
+from tests.bench.gpu.targets import target_rows
+
+ROOT = Path(__file__).parents[2]
+
+
+def report_of(steps: dict[tuple[str, Link], float], **more: Any) -> Report:
+    """Steps of so many seconds without checkpointing, each in two equal rounds."""
+    machine: dict[str, Any] = {"gpus": [], "cpu": "a CPU", "torch": "2.0", "python": "3", "fxshard_commit": None}
+    options = {"command": "it", "world_size": 8, "microbatches": 8}
+    report = Report(machine=machine, options=options, tokens=100, num_params=10**6, num_units=3, **more)
+    for (system, link), seconds in steps.items():
+        found = report.steps.setdefault(Key(system=system, checkpointing=False, link=link), TimedSteps())
+        for _ in range(2):
+            carried = Carried(launches=3, bytes=1000, seconds=0.05, expected_s=0.05)
+            found.add(Timed(seconds=[seconds] * 3, peak_bytes=2**30, carried=carried))
+    return report
+
+
+def on(gigabytes_per_s: float) -> Link:
+    return Link(gigabytes_per_s=gigabytes_per_s, latency_us=settings.LATENCY_US)
+
+
+MEASURED = {
+    (COMPUTE, INSTANT): 0.1,
+    ("fsdp2", INSTANT): 0.12,
+    ("fsdp2", MAIN): 0.16,
+    ("fsdp2_best", MAIN): 0.14,
+    ("fxshard_auto_100", INSTANT): 0.11,
+    ("fxshard_auto_100", MAIN): 0.112,
+}
+
+
+def test_tokens_exposed_time_and_ratios_follow_from_the_steps() -> None:
+    report = report_of(MEASURED)
+    auto = Key(system="fxshard_auto_100", checkpointing=False, link=MAIN)
+    fsdp2 = Key(system="fsdp2", checkpointing=False, link=MAIN)
+    assert report.tokens_per_s(auto) == pytest.approx(100 / 0.112)
+    assert report.exposed_s(auto) == pytest.approx(0.002)
+    assert report.compute_s(auto) == pytest.approx(0.1)
+    assert report.ratio(auto, fsdp2) == pytest.approx(0.7)
+    assert report.ratio(auto, Key(system="fsdp2", checkpointing=True)) is None
+    several = Key(system="fsdp2", checkpointing=False, link=MAIN, microbatches=8)
+    assert report.tokens_per_s(several) is None
+
+
+def test_targets_stand_beside_what_was_measured() -> None:
+    rows = dict(target_rows(report_of(MEASURED)))
+    assert rows['100 GB/s, tokens per second of both "auto": 1.25 x FSDP2'] == "1.43: met"
+    assert rows['100 GB/s, tokens per second of both "auto": 1.08 x the best of the others'] == "1.25: met"
+    assert rows['50 GB/s, tokens per second of both "auto": 1.25 x FSDP2'] == "not measured"
+    assert rows["peak memory at most 0.85 x FSDP2's, 100 GB/s"] == "1.00: not met"
+    exposed = rows["exposed at most 5% of a step where transfers take at most 0.8 x compute alone"]
+    assert exposed == "100 GB/s 1.8%: met"
+    assert rows["host time at most 0.5 x FSDP2's"] == "not measured"
+
+
+def test_host_time_is_compared_where_both_were_measured() -> None:
+    runs = [Run(system=name, checkpointing=False, host_s=[host]) for name, host in (("fsdp2", 0.05), ("fxshard", 0.02))]
+    assert dict(target_rows(report_of({}, runs=runs)))["host time at most 0.5 x FSDP2's"] == "fxshard 0.40: met"
+
+
+def test_the_page_says_how_and_what_is_missing() -> None:
+    runs = [
+        Run(system="fsdp2", checkpointing=False, losses=(5.0, 4.0)),
+        Run(system="fxshard", checkpointing=False, losses=(5.0, 3.0)),
+        Run(system="no_overlap", checkpointing=False, error="OutOfMemoryError: no"),
+    ]
+    text = page(report_of(MEASURED, runs=runs, left_out=["profile of fsdp2: no time"]))
+    assert HOW in text
+    assert "a CPU, torch 2.0, Python 3, commit unknown" in text
+    assert "| FSDP2 | 120.0 (1.00); 833 | - | 160.0 (1.00); 625; 40.0 | - | - |" in text
+    assert '| **fxshard, both "auto"** | 110.0 (0.92); 909 | - | 112.0 (0.70); 893; 2.0 | - | - |' in text
+    assert "- PROBLEM: no_overlap failed: OutOfMemoryError: no" in text
+    assert "- PROBLEM: the losses of fxshard and fsdp2 differ by 2.5e-01 (relative)" in text
+    assert "- profile of fsdp2: no time" in text
+    assert "With activation checkpointing" in text
+    assert "microbatches per step" not in text, "nothing of it was measured"
+
+
+def test_the_page_of_nothing_is_a_page() -> None:
+    assert "not measured" in page(report_of({}))
+
+
+def test_the_json_has_no_infinity() -> None:
+    text = json.dumps(report_of(MEASURED).to_json(), allow_nan=False)
+    first = json.loads(text)["steps"][0]
+    assert first["link"]["gigabytes_per_s"] is None
+    assert first["step_ms"] == pytest.approx(100)
+    assert json.loads(text)["how"] == HOW
+
+
+def test_losses_that_are_no_numbers_are_a_problem() -> None:
+    runs = [Run(system=name, checkpointing=True, losses=(loss,)) for name, loss in (("a", 1.0), ("b", math.nan))]
+    assert report_of({}, runs=runs).problems() == ["the losses of b with checkpointing and a differ by inf (relative)"]
+
+
+def kernel(name: str, stream: int, start: float, took: float) -> dict[str, Any]:
+    return {"ph": "X", "cat": "kernel", "name": name, "ts": start, "dur": took, "tid": 1, "args": {"stream": stream}}
+
+
+def test_a_trace_says_what_the_first_stream_waits_for() -> None:
+    events = [
+        kernel("gemm", 7, 0, 1000),
+        kernel("gemm", 7, 3000, 1000),
+        kernel("gemm", 7, 5000, 1000),
+        kernel("copy", 20, 500, 2000),
+        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 9000, "tid": 1},
+    ]
+    found = trace.summary(events, steps=2)
+    assert found["span_ms"] == pytest.approx(3)
+    assert found["lanes"] == [
+        {"lane": "stream 7", "kernels": 1.5, "busy_ms": pytest.approx(1.5)},
+        {"lane": "stream 20", "kernels": 0.5, "busy_ms": pytest.approx(1)},
+    ]
+    assert found["main_idle_ms"] == pytest.approx(1.5)
+    assert found["while_others_work_ms"] == pytest.approx(0.75)
+    assert found["while_nothing_works_ms"] == pytest.approx(0.75)
+    assert found["top"][0] == {"kernel": "gemm", "lane": "stream 7", "launches": 1.5, "ms": pytest.approx(1.5)}
+    assert found["gaps"][0] == {
+        "ms": pytest.approx(2),
+        "others_work_ms": pytest.approx(1.5),
+        "after": "gemm",
+        "before": "gemm",
+    }
+
+
+def test_a_trace_without_kernels_is_read_by_threads() -> None:
+    assert trace.summary([], 1)["lanes"] == []
+    host = [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 10, "tid": 3}]
+    assert trace.summary(host, 1)["lanes"][0]["lane"] == "thread 3"
+
+
+def test_what_does_not_fit_is_left_out_and_named(tmp_path: Path) -> None:
+    plan = Plan(
+        model=settings.MODELS["tiny"],
+        device="cpu",
+        cases=(),
+        world_size=8,
+        microbatches=8,
+        folder=tmp_path,
+        num_threads=1,
+    )
+    report = report_of({})
+    stage = Stage(plan, report, True, end=time.time() + 10, save=lambda: None)
+    assert stage.fits("a little", 1)
+    assert not stage.fits("a lot", 100)
+    assert report.left_out == ["a lot, with activation checkpointing: no time"]
+
+
+def test_systems_are_chosen_by_name(tmp_path: Path) -> None:
+    cases = settings.all_cases(tmp_path, "")
+    assert [case.name for case in settings.chosen(cases, "fxshard,fsdp2")] == ["fsdp2", "fxshard"]
+    with pytest.raises(ValueError, match="no such systems: fsdp3; there are compute, fsdp2"):
+        settings.chosen(cases, "fsdp3")
+
+
+def test_the_cost_model_is_told_the_speed_of_the_link(tmp_path: Path) -> None:
+    cases = {case.name: case for case in settings.all_cases(tmp_path, "NVIDIA H200")}
+    told = json.loads(Path(cases["fxshard_auto_50"].entry.options["hardware"]).read_text())
+    assert (told["link_bandwidth"], told["link_latency"], told["memory_gib"]) == (50e9, 30e-6, 140)
+
+
+def test_it_is_imported_with_torch_alone() -> None:
+    """As on a machine that has nothing of the project's but torch, numpy and sympy."""
+    block = (
+        "import sys; sys.modules.update(dict.fromkeys(('rich', 'plotly', 'matplotlib', 'transformers', 'expecttest')))"
+    )
+    subprocess.run([sys.executable, "-c", f"{block}; import tests.bench.gpu_bench"], cwd=ROOT, check=True)
+
+
+def test_without_a_gpu_it_says_how_to_try(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(SystemExit):
+        gpu_bench.main(["--out", str(tmp_path)])
+    assert "--device cpu --model tiny tries everything but the GPU" in capsys.readouterr().err
+
+
+@pytest.mark.bench
+@pytest.mark.timeout(1200)
+def test_all_of_it_on_the_cpu(tmp_path: Path) -> None:
+    systems = "compute,fsdp2,fsdp2_compiled,fxshard,fxshard_auto_100,simplefsdp_overlapped"
+    flags = ["--device", "cpu", "--model", "tiny", "--microbatches", "2", "--minutes", "18", "--systems", systems]
+    command = [sys.executable, "-m", "tests.bench.gpu_bench", "--out", str(tmp_path), *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    errors = {run["system"]: run["error"] for run in found["systems"]}
+    assert {name for name, error in errors.items() if error} <= {"simplefsdp_overlapped"}, "which needs triton"
+    assert found["left_out"] == []
+    timed = {(s["system"], s["checkpointing"], s["microbatches"], s["link"]["gigabytes_per_s"]) for s in found["steps"]}
+    for name in ("fsdp2", "fxshard"):
+        for checkpointing in (False, True):
+            assert {(name, checkpointing, 1, speed) for speed in (None, 370, 100, 50, 25)} <= timed
+        assert (name, True, 2, 100) in timed
+    assert found["consolidation"].keys() == {"full_optim_state_dict", "torch_full"}
+    assert found["profiles"].keys() == {"fsdp2", "fxshard", "fxshard_auto_100"}
+    text = (tmp_path / "gpu.md").read_text()
+    assert HOW in text
