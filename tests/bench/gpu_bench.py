@@ -66,7 +66,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def _plan(args: argparse.Namespace) -> stages.Plan:
     cores = len(os.sched_getaffinity(0))
     if args.device == "cuda":
-        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, min(4, cores // 4))))
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, min(4, cores // 5))))
     try:
         cases = settings.chosen(settings.all_cases(args.out, _device_name(args.device)), args.systems)
     except ValueError as error:
