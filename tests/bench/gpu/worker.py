@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 import fxshard
 from fxshard.bench.config import FXSHARD
-from fxshard.demo.worker import reporting
+from fxshard.demo.worker import Place, reporting
 from fxshard.one_line import units_of
 from fxshard.testing import EmulatedLink
 from fxshard.testing.link_engine import Speed
@@ -51,11 +51,11 @@ from tests.bench.gpu.talk import (
 _CHECK_STEPS = 3
 
 
-def rank_main(rank: int, job: Job, port: int, num_threads: int, parent: Connection) -> None:
+def rank_main(place: Place, job: Job, parent: Connection) -> None:
     """Hold the system of `job` and do what the parent says, until there is nothing more or the parent is gone."""
-    with reporting(rank, job.out, parent):
+    with reporting(place.rank, job.out, parent):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(job.folder / "cache")
-        torch.set_num_threads(num_threads)
+        torch.set_num_threads(place.num_threads)
         with build.open_link(job.world_size, job.device) as link, _for(job), contextlib.suppress(EOFError):
             worker = Worker(job, link)
             while not isinstance(command := parent.recv(), End):
