@@ -1,4 +1,7 @@
-"""A fake process group of two ranks, in this process: enough for every error that comes before a collective."""
+"""A fake process group of two ranks, in this process: enough for every error that comes before a collective.
+
+Imports torch and pytest alone, as everything that a GPU machine runs.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Know `timeout` of pyproject.toml where pytest-timeout is not installed: a GPU machine may have pytest alone."""
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "seconds that a test may take; without pytest-timeout nobody looks")
 
 
 @pytest.fixture

@@ -59,10 +59,10 @@ RANGE = re.compile(rf"FSDP::({'|'.join(RANGES)})(?: \((?P<unit>.*)\))?")
 class SizedBlock(nn.Module):
     """A residual block."""
 
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, hidden: int, width: int = WIDTH) -> None:
         super().__init__()
-        self.up = nn.Linear(WIDTH, hidden)
-        self.down = nn.Linear(hidden, WIDTH)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down(F.relu(self.up(x)))

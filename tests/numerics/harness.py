@@ -15,7 +15,7 @@ ranks have equally many, so the mean over ranks is the loss of the global batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -44,6 +44,7 @@ class System:
     backend: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
+    device: str = "cpu"
     global_batch: bool = False
     ours: bool = False
 
@@ -52,7 +53,9 @@ UNSHARDED = System(name="unsharded float64", dtype=torch.float64, global_batch=T
 FSDP2 = System(name="FSDP2", fully_shard=fsdp2_fully_shard)
 
 
-def fxshard_system(*, dtype: torch.dtype = torch.float32, lower: str = "eager", **options: Any) -> System:
+def fxshard_system(
+    *, dtype: torch.dtype = torch.float32, lower: str = "eager", device: str = "cpu", **options: Any
+) -> System:
     """Return the system under test."""
     return System(
         name=f"fxshard, lower={lower}, {dtype}",
@@ -61,12 +64,13 @@ def fxshard_system(*, dtype: torch.dtype = torch.float32, lower: str = "eager", 
         ours=True,
         options={"lower": lower, **options},
         dtype=dtype,
+        device=device,
     )
 
 
-def world_mesh() -> DeviceMesh:
+def world_mesh(device: str = "cpu") -> DeviceMesh:
     """Return the 1-D mesh of all ranks."""
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+    return init_device_mesh(device, (dist.get_world_size(),))
 
 
 def compile_module(module: nn.Module, options: Mapping[str, Any] | None = None, **kwargs: Any) -> nn.Module:
@@ -84,7 +88,8 @@ class Tools:
     def shard(self, module: nn.Module | list[nn.Module], **kwargs: Any) -> None:
         """Apply the system's fully_shard with the scenario's arguments, unless `kwargs` says otherwise."""
         if self.system.fully_shard is not None:
-            self.system.fully_shard(module, **{"mesh": world_mesh(), **self.scenario.shard_kwargs, **kwargs})
+            mesh = world_mesh(self.system.device)
+            self.system.fully_shard(module, **{"mesh": mesh, **self.scenario.shard_kwargs, **kwargs})
 
     def compile(self, module: nn.Module) -> nn.Module:
         """Return the module compiled by the system's backend."""
@@ -161,7 +166,7 @@ class Run:
         """Return this rank's rows of a step, or all rows where the system trains on the global batch."""
         ranks = range(dist.get_world_size()) if self.system.global_batch else [dist.get_rank()]
         parts = zip(*(self.scenario.batch(step, rank) for rank in ranks), strict=True)
-        rows = (torch.cat(part) for part in parts)
+        rows = (torch.cat(part).to(self.system.device) for part in parts)
         return tuple(x.to(self.system.dtype) if x.is_floating_point() else x for x in rows)
 
     def loss(self, step: int) -> Tensor:
@@ -184,7 +189,7 @@ class Run:
 def full(x: Tensor) -> Tensor:
     """Return a copy of the whole of a tensor that may be sharded."""
     x = x.detach()
-    return x.full_tensor() if isinstance(x, DTensor) else x.clone()
+    return (x.full_tensor() if isinstance(x, DTensor) else x).clone()
 
 
 def backward_of_one_loss(run: Run, step: int) -> Tensor:
@@ -226,6 +231,7 @@ def start(scenario: Scenario, system: System) -> Run:
     model = scenario.model()
     if scenario.cast_model:
         model = model.to(system.dtype)
+    model = model.to(system.device)
     model = scenario.prepare(model, Tools(system=system, scenario=scenario))
     return Run(scenario=scenario, system=system, model=model, optim=scenario.optimizer(model.parameters()))
 
@@ -284,9 +290,9 @@ def compare(ours: Run, reference: Run, *, rtol: float, atol: float, params: bool
 
 
 def check_against_unsharded(scenario: Scenario, *, lower: str = "eager", system: System | None = None) -> None:
-    """Hold ours, in float64, to unsharded training on the global batch."""
+    """Hold ours, in float64, to unsharded training on the global batch, on the same device."""
     ours = system or fxshard_system(dtype=torch.float64, lower=lower)
-    compare(train(scenario, ours), train(scenario, UNSHARDED), rtol=1e-9, atol=1e-11)
+    compare(train(scenario, ours), train(scenario, replace(UNSHARDED, device=ours.device)), rtol=1e-9, atol=1e-11)
 
 
 def check_bitwise(scenario: Scenario) -> None:

@@ -161,7 +161,7 @@ def test_draws_the_dropout_masks_that_fsdp2_draws() -> None:
 
 
 def squared_error_under_autocast(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
         return squared_error(model, x, y)
 
 

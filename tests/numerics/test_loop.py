@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -40,7 +41,7 @@ BOTH_WAYS = pytest.mark.parametrize("prepare", [shard_and_compile, only_shard])
 
 
 def output_of_fixed_rows(run: Run) -> Tensor:
-    x = torch.linspace(-1, 1, 3 * WIDTH, dtype=run.system.dtype).view(3, WIDTH)
+    x = torch.linspace(-1, 1, 3 * WIDTH, dtype=run.system.dtype, device=run.system.device).view(3, WIDTH)
     output: Tensor = run.model(x)
     return output.detach().clone()
 
@@ -162,7 +163,7 @@ def test_clips_the_norm_of_gradients(foreach: bool | None) -> None:
 
 def rows_with_an_overflow(step: int, rank: int) -> Batch:
     x, y = rows()(step, rank)
-    if (step, rank) == (1, 1):
+    if (step, rank) == (1, dist.get_world_size() - 1):
         y[0, 0] = float("inf")
     return x, y
 
@@ -176,7 +177,9 @@ class ScaledLoop:
 
     def scaler_of(self, run: Run) -> torch.amp.GradScaler:
         """Return the scaler of a run."""
-        return self.scalers.setdefault(run, torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2))
+        return self.scalers.setdefault(
+            run, torch.amp.GradScaler(run.system.device, init_scale=2.0**10, growth_interval=2)
+        )
 
     def backward(self, run: Run, step: int) -> Tensor:
         """Run backward of the scaled loss."""

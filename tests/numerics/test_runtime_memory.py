@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxshard
-from fxshard import backend
 from fxshard.ir import collectives, ops
 from fxshard.testing import emulated_link
 from tests.numerics.harness import blocks_of
 from tests.numerics.models import MLP, WIDTH, tied_gpt, tokens
+from tests.watching import watched
 
 COPIES = (torch.ops.aten.split_with_sizes_copy, torch.ops.aten.clone)
 GIB = 2**30
@@ -51,21 +51,12 @@ def peaks_of(
     """Bytes of unsharded parameters in forward and backward: as they were, and as the explanation has them."""
     memory, measured = Unsharded(), {}
 
-    def watched(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        run = backend.fxshard(gm, inputs, options={"lower": "eager", "hardware": "cpu", **options})
-
-        def forward(*args: Any) -> Any:  # in a mode Dynamo would run the model eagerly
-            with memory:
-                return run(*args)
-
-        return forward
-
     torch._dynamo.reset()
     with emulated_link(4) as link:
         model = build()
         for module in (*blocks_of(model), model):
             fxshard.fully_shard(module, mesh=link.mesh)
-        step: Any = torch.compile(model, backend=watched)
+        step: Any = torch.compile(model, backend=watched(lambda: memory, lower="eager", hardware="cpu", **options))
         step(*batch).sum().backward()
         memory.peak = 0
         loss = step(*batch).sum()

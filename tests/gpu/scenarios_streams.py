@@ -1,0 +1,260 @@
+"""Order and overlap of a step on the emulated link, and optimizers with a stream of their own.
+
+Plain functions of a device, as in `scenarios.py`. `trace.py` reads what the profiler recorded.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import fxshard
+from fxshard.modules import ShardedModule
+from tests.gpu.scenarios import BF16, REGRESSION
+from tests.gpu.trace import Event, Span, Work, hidden_share, issued, kernels, products, transfers, units_beside
+from tests.numerics.fsdp2_order import SizedBlock
+from tests.numerics.harness import Run, compare, fxshard_system, start, train, world_mesh
+
+SLEEP: Final = "spin_kernel"
+"""Part of the name of the kernel of `torch.cuda._sleep`."""
+
+SLEEP_CYCLES: Final = 40_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes of a model of blocks of which no two are equal, and the link that suits it.
+
+    Attributes:
+        width: of what goes from block to block.
+        step: by which the hidden sizes differ; the first one is `first`.
+        first: hidden size of the first block.
+        num_blocks: how many there are.
+        rows: of a batch.
+        gigabytes_per_s: of the link.
+        latency_us: of the link.
+    """
+
+    width: int = 8
+    first: int = 10
+    step: int = 4
+    num_blocks: int = 4
+    rows: int = 7
+    gigabytes_per_s: float = 1.0
+    latency_us: float = 0.0
+
+    @classmethod
+    def of(cls, device: str) -> Shape:
+        """On a GPU a block should compute longer than it travels: 0.4 TFLOP forward; 44 MB of bf16, 88 MB reduced."""
+        if device == "cpu":
+            return cls()
+        return cls(width=2048, first=6144, step=256, rows=8192, gigabytes_per_s=200.0, latency_us=10.0)
+
+    @property
+    def unit_of_size(self) -> dict[int, str]:
+        """Hidden size -> the unit that has it."""
+        return {self.first + i * self.step: f"blocks.{i}" for i in range(self.num_blocks)}
+
+    def unit_of(self, op: Span) -> str:
+        """The unit of a product: no other size of the model is a hidden size."""
+        sizes = self.unit_of_size
+        units = {sizes[size] for shape in op.shapes for size in shape if size in sizes}
+        return units.pop() if len(units) == 1 else ""
+
+
+class Chain(nn.Module):
+    """The blocks, one after the other."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(SizedBlock(hidden, shape.width) for hidden in shape.unit_of_size)
+        self.scale = nn.Parameter(torch.ones(shape.width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x * self.scale
+
+
+def profiled_step(device: str, shape: Shape, **options: Any) -> list[Event]:
+    """Train on the link that is there, and return the trace of a step after those that compile.
+
+    Args:
+        device: "cuda" or "cpu".
+        shape: of the model.
+        **options: of the backend.
+    """
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Chain(shape)
+    for module in (*model.blocks, model):
+        fxshard.fully_shard(cast(nn.Module, module), mesh=world_mesh(device), mp_policy=BF16)
+    compiled: Any = torch.compile(model, backend="fxshard", options=options)
+    x = torch.randn(shape.rows, shape.width, device=device)
+
+    def step() -> None:
+        compiled(x).float().square().mean().backward()
+        model.zero_grad()
+
+    for _ in range(3):
+        step()
+    profiled(device, step)  # the first profile of a process also sets the profiler up
+    return profiled(device, step)
+
+
+def profiled(device: str, step: Callable[[], object]) -> list[Event]:
+    """Run a step under the profiler and return its trace's events."""
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device == "cuda")
+    _synchronize(device)
+    with profile(activities=activities, record_shapes=True) as profiler:
+        step()
+        _synchronize(device)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events: list[Event] = json.loads(path.read_text())["traceEvents"]
+    return events
+
+
+def check_order(events: Sequence[Event], shape: Shape) -> None:
+    """Each unit but the first one is launched before the compute of the one before it, in forward and in backward."""
+    order = issued(events, shape.unit_of)
+    blocks = list(shape.unit_of_size.values())
+    turn = len(order) - order[::-1].index(("unshard", blocks[0]))  # block 0 is gathered again last of all
+    forward_end = order.index(("compute", blocks[-1])) + 1
+    forward, backward = order[:forward_end], order[forward_end:]
+    assert turn > forward_end, order
+    for launches, names in ((forward, blocks), (backward, blocks[::-1])):
+        for before, unit in itertools.pairwise(names):
+            assert launches.index(("unshard", unit)) < launches.index(("compute", before)), (unit, launches)
+
+
+def overlap_problems(events: Sequence[Event], shape: Shape, *, least: float = 0.5) -> list[str]:
+    """Say which transfers of blocks ran without compute beside them that could have hidden them.
+
+    In forward the gather of block i + 1 runs beside the products of block i, in backward that of block i - 1; and the
+    reduction of block i beside the products of block i - 1. The first gather of each has nothing to hide behind, nor
+    has the last reduction.
+
+    Args:
+        events: of a trace with kernels.
+        shape: of the model.
+        least: share of a transfer's time during which a product has to run.
+    """
+    found = kernels(events)
+    compute = products(found, shape.unit_of)
+    moved = transfers(found, compute)
+    problems = []
+    for work, beside in expected_beside(moved, list(shape.unit_of_size.values())):
+        share, units = hidden_share(work, compute), units_beside(work, compute)
+        if share < least or beside not in units:
+            problems.append(f"{work.verb} {work.unit}: {share:.0%} hidden, beside {sorted(units)}, not {beside}")
+    return problems
+
+
+def expected_beside(moved: Sequence[Work], blocks: Sequence[str]) -> Iterator[tuple[Work, str]]:
+    """Yield the transfers that compute should hide, each with the unit whose products should do it.
+
+    Raises:
+        AssertionError: a block was not gathered twice and reduced once.
+    """
+    for i, unit in enumerate(blocks):
+        gathers = [work for work in moved if work.unit == unit and work.verb == "unshard"]
+        reductions = [work for work in moved if work.unit == unit and work.verb == "reduce"]
+        assert (len(gathers), len(reductions)) == (2, 1), (unit, [(work.verb, work.unit) for work in moved])
+        if i > 0:
+            yield gathers[0], blocks[i - 1]
+            yield reductions[0], blocks[i - 1]
+        if i < len(blocks) - 1:
+            yield gathers[1], blocks[i + 1]
+
+
+# ---- an optimizer on a stream of its own
+
+
+class OwnStream:
+    """Updates on a stream of its own, and lets the next forward's first gather wait for that alone.
+
+    Attributes:
+        sleep_cycles: how long the main stream works after the update, which the gather need not wait for.
+    """
+
+    def __init__(self, device: str, *, sleep_cycles: int = 0) -> None:
+        self.sleep_cycles = sleep_cycles
+        self._stream = torch.cuda.Stream() if device == "cuda" else None
+
+    def update(self, run: Run) -> None:
+        """Step the optimizer; set the event."""
+        with self._behind_the_main_stream():
+            run.optim.step()
+            event = torch.cuda.Event() if self._stream is not None else torch.Event()
+            if self._stream is not None:
+                event.record()
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_event(cast(torch.cuda.Event, event))  # the gradients are freed below
+            torch.cuda._sleep(self.sleep_cycles)
+        run.optim.zero_grad()
+        cast(ShardedModule, run.model).set_post_optim_event(event)
+
+    @contextmanager
+    def _behind_the_main_stream(self) -> Iterator[None]:
+        stream = self._stream
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())
+        context: AbstractContextManager[object] = nullcontext() if stream is None else torch.cuda.stream(stream)
+        with context:
+            yield
+
+
+def train_with_own_stream(device: str, stepping: OwnStream) -> None:
+    """Hold training on the link that is there, with such an update, to plain training."""
+    lower = "inductor" if device == "cuda" else "eager"
+    scenario = replace(REGRESSION, update=stepping.update)
+    ours = train(scenario, fxshard_system(lower=lower, device=device))
+    expected = train(REGRESSION, fxshard_system(lower=lower, device=device))
+    compare(ours, expected, rtol=1e-6, atol=1e-7)
+
+
+def events_after_an_own_stream(device: str) -> list[Event]:
+    """Train on the link that is there with `OwnStream`, and return the trace of an update and the forward after it."""
+    torch._dynamo.reset()
+    run = start(REGRESSION, fxshard_system(lower="inductor" if device == "cuda" else "eager", device=device))
+    stepping = OwnStream(device)
+    for step in range(3):
+        run.record_loss(run.scenario.backward(run, step))
+        stepping.update(run)
+    stepping.sleep_cycles = SLEEP_CYCLES
+    run.scenario.backward(run, 3)
+
+    batch = run.batch(4)  # to bring it there would wait for the main stream
+
+    def update_and_forward() -> None:
+        stepping.update(run)
+        run.scenario.loss(run.model, *batch)
+
+    return profiled(device, update_and_forward)
+
+
+def gather_waited_for_the_main_stream(events: Sequence[Event]) -> bool:
+    """Whether the first gather began only after what the main stream did after the update."""
+    found = kernels(events)
+    (sleep,) = [kernel for kernel in found if SLEEP in kernel.name]
+    gathers = [k for k in found if any("unshard" in span.name for span in k.around) and k.stream != sleep.stream]
+    assert gathers, "no gather ran on a stream of its own"
+    return min(kernel.start for kernel in gathers) >= sleep.end
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,26 @@
+"""Compiled steps are captured as CUDA graphs once and replayed, and compute the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gpu.scenarios import one_rank, require_cuda, require_options
+from tests.gpu.scenarios_cudagraphs import assert_same, train_and_count
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+def test_steps_are_captured_once_and_replayed(microbatches: int) -> None:
+    require_cuda()
+    require_options(cudagraphs=True)
+    with one_rank("cuda"):
+        ours = train_and_count("cuda", microbatches=microbatches, cudagraphs=True)
+        reference = train_and_count("cuda", microbatches=microbatches)
+    assert_same(ours, reference)
+    first, later = ours.captures
+    assert ours.skips == 0
+    assert first > 0
+    assert later == 0
+    assert len(set(ours.replays)) == 1, ours.replays
+    assert ours.replays[0] >= 2 * microbatches, "a forward and a backward per microbatch"

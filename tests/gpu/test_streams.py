@@ -1,0 +1,53 @@
+"""What runs beside what, read from a trace of torch's profiler."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gpu.scenarios import on_link, require_cuda, require_options
+from tests.gpu.scenarios_streams import (
+    OwnStream,
+    Shape,
+    check_order,
+    events_after_an_own_stream,
+    gather_waited_for_the_main_stream,
+    overlap_problems,
+    profiled_step,
+    train_with_own_stream,
+)
+
+pytestmark = pytest.mark.gpu
+
+SHAPE = Shape.of("cuda")
+
+
+@pytest.fixture(autouse=True)
+def needs_cuda() -> None:
+    require_cuda()
+
+
+@pytest.mark.parametrize("streams", ["auto", "nccl", "side"])
+def test_all_gathers_and_reductions_run_beside_the_products_of_their_neighbours(streams: str) -> None:
+    require_options(streams=streams)
+    with on_link("cuda", gigabytes_per_s=SHAPE.gigabytes_per_s, latency_us=SHAPE.latency_us):
+        events = profiled_step("cuda", SHAPE, streams=streams)
+    check_order(events, SHAPE)
+    assert overlap_problems(events, SHAPE) == []
+
+
+def test_without_streams_or_prefetch_most_transfers_are_exposed() -> None:
+    require_options(streams="off")
+    with on_link("cuda", gigabytes_per_s=SHAPE.gigabytes_per_s, latency_us=SHAPE.latency_us):
+        events = profiled_step("cuda", SHAPE, streams="off", prefetch="off")
+    assert len(overlap_problems(events, SHAPE)) > SHAPE.num_blocks
+
+
+def test_an_optimizer_on_a_stream_of_its_own_changes_nothing() -> None:
+    with on_link("cuda"):
+        train_with_own_stream("cuda", OwnStream("cuda"))
+
+
+def test_the_first_gather_waits_for_the_event_of_the_optimizer_alone() -> None:
+    with on_link("cuda", gigabytes_per_s=100.0):
+        events = events_after_an_own_stream("cuda")
+    assert not gather_waited_for_the_main_stream(events)
