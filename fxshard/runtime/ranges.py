@@ -25,6 +25,7 @@ from fxshard.ir.order import Launch
 from fxshard.runtime.unit import home_of
 
 _VERBS = {"all_gather": "unshard", "reduce_scatter": "reduce"}
+_ASIDE = {ops.GATHER_ASIDE: "all_gather", ops.REDUCE_ASIDE: "reduce_scatter"}
 
 
 def of_graph(launches: Iterable[Launch]) -> AbstractContextManager[object]:
@@ -58,12 +59,16 @@ class _Ranges(fake.DispatchMode):
             next(self._names.get("all_gather", iter(())), "")  # blocks that share a graph have names of their own
             home = home_of(args[0])
             return self._expect(home.unit.fqn or "root" if home else "", func(*args, **kwargs))
-        if func.namespace != "_c10d_functional":
+        if func is ops.COPY_OUT:  # who waits for the copy waits for the buffer
+            name = self._in_flight.get(args[0].data_ptr(), "")
+            return self._expect(name, fake.run_unrecorded(func, args, kwargs))
+        kind = _ASIDE.get(func, "")
+        if func.namespace != "_c10d_functional" and not kind:
             return fake.run_unrecorded(func, args, kwargs)
         if func._opname == "wait_tensor":
             name = self._in_flight.pop(args[0].data_ptr(), "")
             return _in_range("wait", name, func, args, kwargs)
-        kind, _, _ = func._opname.partition("_into_tensor" if "_into_tensor" in func._opname else "_tensor")
+        kind = kind or func._opname.partition("_into_tensor" if "_into_tensor" in func._opname else "_tensor")[0]
         name = next(self._names.get(kind, iter(())), "")
         return self._expect(name, _in_range(_VERBS.get(kind, ""), name, func, args, kwargs))
 

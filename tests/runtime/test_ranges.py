@@ -87,6 +87,16 @@ def test_a_compiled_step_names_each_launch_and_wait_of_each_unit(link: EmulatedL
     assert ranges_of(step) == ONCE_PER_UNIT + GATHERED_AGAIN + TWO_TENSORS
 
 
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_a_step_with_side_streams_names_the_same_launches(link: EmulatedLink, lowering: str) -> None:
+    step = step_of(link, {"lower": lowering, "streams": "side"})
+    step()
+    found, expected = ranges_of(step), ONCE_PER_UNIT + GATHERED_AGAIN
+    assert found.keys() == expected.keys()
+    launches = {name for name in expected if "wait" not in name}
+    assert {name: found[name] for name in launches} == {name: expected[name] for name in launches}
+
+
 def test_a_step_without_compilation_names_them_too(link: EmulatedLink) -> None:
     step = step_of(link, None)
     step()
