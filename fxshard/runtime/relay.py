@@ -156,7 +156,7 @@ class Relay:
         if after is None or not opening.flat.is_cuda:
             return opening.launch(unit.fqn)
         device = opening.flat.device
-        ahead = torch.cuda.Stream(device)
+        ahead = streams.stream_of("ahead", device)
         ahead.wait_event(after)
         with torch.cuda.stream(ahead):
             launched = opening.launch(unit.fqn)
