@@ -149,14 +149,16 @@ def tag_kept(joint: fx.Graph) -> None:
 
 def written_in_use(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Each op that writes what a launch or a copy on a side stream is using: the latter, and the op."""
+    written = {node: found for node in graph.nodes if (found := _written_by(node))}
+    if not written:
+        return
     live = liveness(graph)
+    places = {node: position for position, node in enumerate(live.nodes)}
     writers: dict[int, list[tuple[int, fx.Node]]] = {}
-    for position, node in enumerate(live.nodes):
-        for written in _written_by(node):
-            for index in live.storages_of[written]:
-                writers.setdefault(index, []).append((position, node))
-    places = {node: position for position, node in enumerate(live.nodes)} if writers else {}
-    for user, until, storages in live.in_use if writers else ():
+    for node, inputs in written.items():
+        for index in (i for source in inputs for i in live.storages_of[source]):
+            writers.setdefault(index, []).append((places[node], node))
+    for user, until, storages in live.in_use:
         for position, node in (found for index in storages for found in writers.get(index, ())):
             if places[user] < position < until:
                 yield user, node
@@ -211,11 +213,14 @@ def hint_of(size: int | torch.SymInt) -> int:
 
 
 def tensors_in(node: fx.Node) -> list[Tensor]:
-    """The tensors that a node's value consists of."""
-    value = node.meta.get("val")
+    """The tensors that a node's value consists of, in order; a tuple may hold tuples."""
+    return _tensors_of(node.meta.get("val"))
+
+
+def _tensors_of(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    return [leaf for leaf in value if isinstance(leaf, Tensor)] if isinstance(value, list | tuple) else []
+    return [tensor for leaf in value for tensor in _tensors_of(leaf)] if isinstance(value, list | tuple) else []
 
 
 def _passes_on(node: fx.Node, live: Liveness) -> bool:
@@ -297,9 +302,9 @@ class _Sweep:
             return ()
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
             return self._of_op(node, node.target, tensors, position)
-        if node.target is operator.getitem and (element := self._element(node)) is not None:
-            self.by_id[fake.storage_id(tensors[0])] = element
-            return (element,)
+        if node.target is operator.getitem and (elements := self._elements(node)) is not None:
+            self.by_id |= zip(map(fake.storage_id, tensors), elements, strict=True)
+            return elements
         if node.op not in ("placeholder", "get_attr"):
             return tuple(self._known_or_new(node, tensor, position) for tensor in tensors)
         found = tuple(self._known_or_new(node, tensor, position) for tensor in tensors)
@@ -331,15 +336,15 @@ class _Sweep:
         argument: Any = node.args[position] if position < len(node.args) else node.kwargs.get(name)
         return next(iter(self.storages_of[argument]), None) if isinstance(argument, fx.Node) else None
 
-    def _element(self, node: fx.Node) -> int | None:
-        """The storage of a tuple's element."""
+    def _elements(self, node: fx.Node) -> tuple[int, ...] | None:
+        """The storages of a tuple's element, which may be a tuple."""
         parent, index = node.args
         assert isinstance(parent, fx.Node)
         value = parent.meta.get("val")
         if not isinstance(index, int) or not isinstance(value, list | tuple):
             return None
-        before = sum(isinstance(leaf, Tensor) for leaf in value[:index])
-        return self.storages_of[parent][before]
+        before = len(_tensors_of(value[:index]))
+        return self.storages_of[parent][before : before + len(_tensors_of(value[index]))]
 
     def _known_or_new(self, node: fx.Node, tensor: Tensor, position: int) -> int:
         known = self.by_id.get(fake.storage_id(tensor))

@@ -41,7 +41,7 @@ def test_prints_the_graphs_after_a_pass(two_layers: Explanation, capsys: pytest.
             ("insert_collective",),
             "there is no pass 'insert_collective'. Did you mean 'insert_collectives'? There are: captured, "
             "dedup_unshard, reshard_policy, insert_collectives, bucket_collectives, coalesce_collectives, sink_waits, "
-            "hoist_prefetch.",
+            "hoist_prefetch, assign_streams.",
         ),
         (
             ("insert_collectives", "joint"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from fxshard.ir import ops, tags
-from fxshard.ir.liveness import live_bytes, liveness, unsharded_bytes
+from fxshard.ir.liveness import live_bytes, liveness, unsharded_bytes, written_in_use
 from fxshard.passes.insert_collectives import InsertCollectives
 from tests import graphs
 from tests.cost.big import GROUP, WORLD_SIZE, Builder
@@ -228,3 +228,22 @@ def test_symbolic_sizes_count_as_their_hints_and_get_no_guard() -> None:
     before = (list(env.guards), dict(env.axioms), dict(env.replacements))
     assert list(live_bytes(graph).values()) == [24 * 4 * F32, 2 * 24 * 4 * F32, 2 * 24 * 4 * F32]
     assert (list(env.guards), dict(env.axioms), dict(env.replacements)) == before
+
+
+def test_an_element_that_is_a_tuple_is_all_of_its_tensors() -> None:
+    """As of `run_and_save_rng_state`: a state, and what the op that it runs gives."""
+    build = Builder()
+    x = build.input("x", (4, 4))
+    state, results = build.mode.from_tensor(torch.zeros(8)), [build.mode.from_tensor(torch.zeros(4, 4)) for _ in "ab"]
+    saved = build.graph.call_function(torch.ops.higher_order.run_and_save_rng_state, (aten.relu.default, x))
+    saved.meta["val"] = (state, tuple(results))
+    both = build.graph.call_function(operator.getitem, (saved, 1))
+    both.meta["val"] = tuple(results)
+    second = build.graph.call_function(operator.getitem, (both, 1))
+    second.meta["val"] = results[1]
+    graph = build.finish(build.call(aten.relu.default, second))
+    live = liveness(graph)
+    assert len(live.storages_of[saved]) == 3
+    assert live.storages_of[both] == live.storages_of[saved][1:]
+    assert live.storages_of[second] == live.storages_of[saved][2:]
+    assert not list(written_in_use(graph))
