@@ -44,7 +44,9 @@ def require_device(options: Options, device: torch.device) -> None:
 def patches(options: Options, known: Mapping[str, Any]) -> dict[str, Any]:
     """Inductor's configuration; `known` is what it has of it."""
     wanted = {"triton.cudagraphs": True, "triton.cudagraph_trees": True, "graph_partition": False}
-    return {name: value for name, value in wanted.items() if name in known} if options.cudagraphs else {}
+    if not options.cudagraphs:
+        wanted = {"triton.cudagraphs": False}  # whatever the environment says: ours would not be safe in a recording
+    return {name: value for name, value in wanted.items() if name in known}
 
 
 def static_inputs(options: Options, graph: fx.Graph, given: Sequence[int]) -> list[int]:
@@ -88,13 +90,31 @@ def require_recordable(options: Options, code: Any, kind: str) -> None:
         )
 
 
-def kept(options: Options, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """`run`, with results that outlive the next replay."""
+def guarded(
+    options: Options, run: Callable[[list[Any]], Any], kind: str, skips: Mapping[str, int]
+) -> Callable[[list[Any]], Any]:
+    """`run`, with an error where it ran without being recorded, and for a backward with results of its own.
+
+    Args:
+        options: the user's.
+        run: a compiled graph.
+        kind: of it.
+        skips: what Inductor counts, "cudagraph_skips" among it.
+    """
     if not options.cudagraphs:
         return run
 
     @functools.wraps(run, assigned=())
-    def copied(inputs: list[Any]) -> Any:
-        return tuple(result.clone() if isinstance(result, Tensor) else result for result in run(inputs))
+    def checked(inputs: list[Any]) -> Any:
+        before = skips.get("cudagraph_skips", 0)
+        results = run(inputs)
+        if skips.get("cudagraph_skips", 0) > before:
+            raise UnsupportedGraph(
+                f"cudagraphs=True: the {kind} graph was not recorded when it ran; TORCH_LOGS=perf_hints says why "
+                "(inputs that are written to, shapes that keep changing). Mend that, or leave the option out."
+            )
+        if kind != "backward":
+            return results
+        return tuple(result.clone() if isinstance(result, Tensor) else result for result in results)
 
-    return copied
+    return checked

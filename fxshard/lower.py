@@ -1,7 +1,7 @@
 """From a captured graph to something that runs: AOTAutograd with our passes in it, then Inductor or the interpreter.
 
 Private torch modules used here, and nowhere else: `torch._inductor` (compile_fx, custom_graph_pass),
-`torch._functorch.config`, `torch._dynamo.backends.common`, `torch.fx.graph` (`_BoxedCodeGen`).
+`torch._functorch.config`, `torch._dynamo` (backends.common, utils.counters), `torch.fx.graph` (`_BoxedCodeGen`).
 
 [Note: caches]
 AOTAutograd looks for a Dynamo graph in its cache before any of our passes runs. So that a hit is worth as much as a
@@ -22,6 +22,7 @@ from typing import Any, cast
 from functorch.compile import min_cut_rematerialization_partition
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -244,8 +245,7 @@ class _Stages:
 
     def prepared(self, code: Callable[..., Any], facts: Facts) -> Callable[..., Any]:
         """A graph's code with the ranks' agreement before it, and in front of it the choice of its variant."""
-        if facts.kind == "backward":
-            code = cudagraphs.kept(self.options, code)
+        code = cudagraphs.guarded(self.options, code, facts.kind, counters["inductor"])
         run = agreement.guard(code, facts.kind, facts.launches)
         self.made[facts.kind] = run, facts
         if self.only is not None:
@@ -320,9 +320,9 @@ class _Stages:
 
     def finish(self, graph: fx.Graph) -> None:
         """What no pass and no reader of graphs need know of, right before a graph becomes code."""
-        overlaps = self.options.prefetch not in (0, "off") and self.options.streams != "off"
+        guess = self.options.prefetch not in (0, "off") and self.frame.unsharded_budget_bytes is None
         if not self.options.cudagraphs:
-            opening.relay(graph, self.frame.plan, guess=overlaps and self.frame.unsharded_budget_bytes is None)
+            opening.relay(graph, self.frame.plan, guess=guess, hands_over=self.options.streams != "off")
         aside.move(graph, self.frame.plan)
         if self.options.lower == "inductor":
             biases.realize(graph)

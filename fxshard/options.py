@@ -28,7 +28,13 @@ KEEP_ORDER_FLAGS = (
     "reorder_for_locality_in_training",
     "aten_distributed_optimizations.enable_simple_overlap",
 )
-OWNED_INDUCTOR_FLAGS = (*KEEP_ORDER_FLAGS, "custom_partitioner_fn", "post_grad_custom_post_pass")
+CUDA_GRAPH_FLAGS = ("triton.cudagraphs", "triton.cudagraph_trees", "graph_partition")
+OWNED_INDUCTOR_FLAGS = (
+    *KEEP_ORDER_FLAGS,
+    *CUDA_GRAPH_FLAGS,
+    "custom_partitioner_fn",
+    "post_grad_custom_post_pass",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,11 +125,27 @@ class Options:
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if not isinstance(self.inductor, Mapping):
             raise ConfigError(f"inductor must be a dict of Inductor config patches, got {self.inductor!r}.")
-        if self.cudagraphs and self.lower != "inductor":
-            raise ConfigError('cudagraphs=True needs lower="inductor": nothing else records graphs.')
+        self._require_consistent_flags()
+
+    def _require_consistent_flags(self) -> None:
         owned = sorted(set(self.inductor) & set(OWNED_INDUCTOR_FLAGS))
         if owned:
-            raise ConfigError(f"inductor may not set {', '.join(owned)}: fxshard owns the order of collectives.")
+            raise ConfigError(
+                f"inductor may not set {', '.join(owned)}: fxshard owns the order of collectives, and CUDA graphs are "
+                "its option cudagraphs."
+            )
+        if self.cudagraphs and self.lower != "inductor":
+            raise ConfigError('cudagraphs=True needs lower="inductor": nothing else records graphs.')
+        if self.cudagraphs and self.resident_gib:
+            raise ConfigError(
+                "cudagraphs=True and resident_gib: each replay would copy the parameters that stay gathered. Leave one "
+                "out."
+            )
+        if self.cudagraphs and self.streams == "side":
+            raise ConfigError(
+                'cudagraphs=True and streams="side": what a side stream reads is not freed until a recording ends. '
+                "Leave one out."
+            )
 
     @property
     def one_line_only(self) -> tuple[str, ...]:

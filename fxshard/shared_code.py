@@ -44,8 +44,16 @@ class Facts:
 
     @property
     def signature(self) -> list[str]:
-        """What the graph takes and gives, but for the names of sizes that data decides: a new trace has new ones."""
-        return [re.sub(r"\bu\d+\b", "u", text) for text in (*self.inputs, "->", *self.outputs)]
+        """What the graph takes and gives; symbolic sizes are numbered anew, for a new trace has new names."""
+        numbers: dict[str, str] = {}
+
+        def numbered(found: re.Match[str]) -> str:
+            return numbers.setdefault(found[0], f"n{len(numbers)}")
+
+        # A size stands in brackets; what stands before them (u8, s21 as a name) is none.
+        return [
+            re.sub(r"\b(?:s|u|zuf|zf)\d+\b(?![\[:])", numbered, text) for text in (*self.inputs, "->", *self.outputs)
+        ]
 
 
 class Stages(Protocol):

@@ -43,7 +43,8 @@ class AssignStreams(GraphPass):
     begins with what the main one was given before, and meets it at a wait. Gradients are put together on the main
     stream, and then cast at once.
 
-    Numerics: unchanged.
+    Numerics: unchanged in the interpreter. What moves aside is not fused with its neighbours any more, so compiled code
+        may round sums otherwise.
     Memory: in mode "side" copies out of a buffer exist beside it from its launch on, not only while they are read;
         where a budget is set they stay where they were.
     No-op: modes "auto" and "nccl"; no launches. Mode "side": nothing is cast or copied.

@@ -46,7 +46,7 @@ def test_inductor_knows_the_flags() -> None:
     known = inductor_config.get_config_copy()
     assert cudagraphs.patches(ON, known)["triton.cudagraphs"] is True
     assert cudagraphs.patches(ON, known)["graph_partition"] is False
-    assert cudagraphs.patches(OFF, known) == {}
+    assert cudagraphs.patches(OFF, known) == {"triton.cudagraphs": False}
 
 
 @pytest.mark.parametrize(
@@ -68,17 +68,29 @@ def test_what_inductor_records_is_no_error() -> None:
     cudagraphs.require_recordable(ON, code, "forward")
 
 
-def test_results_outlive_the_next_replay() -> None:
+def test_results_of_a_backward_outlive_the_next_replay() -> None:
     pool = torch.zeros(3)
 
     def replay(inputs: list[Any]) -> Any:
         return pool.add_(1), None
 
-    first, nothing = cudagraphs.kept(ON, replay)([])
+    first, nothing = cudagraphs.guarded(ON, replay, "backward", {})([])
     replay([])
     assert torch.equal(first, torch.ones(3))
     assert nothing is None
-    assert cudagraphs.kept(OFF, replay) is replay
+    assert cudagraphs.guarded(ON, replay, "forward", {})([])[0] is pool
+    assert cudagraphs.guarded(OFF, replay, "backward", {}) is replay
+
+
+def test_a_graph_that_ran_without_being_recorded_is_an_error() -> None:
+    skips = {"cudagraph_skips": 3}
+
+    def skip(inputs: list[Any]) -> Any:
+        skips["cudagraph_skips"] += 1
+        return ()
+
+    with pytest.raises(UnsupportedGraph, match="the forward graph was not recorded when it ran"):
+        cudagraphs.guarded(ON, skip, "forward", skips)([])
 
 
 def test_a_backward_by_itself_is_told_where_its_forward_runs() -> None:

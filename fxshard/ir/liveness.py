@@ -169,15 +169,11 @@ def _written_by(node: fx.Node) -> list[fx.Node]:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
         return []
-    named = zip((a for a in target._schema.arguments), node.args, strict=False)
-    given = [value for argument, value in named if argument.alias_info is not None and argument.alias_info.is_write]
-    given += [node.kwargs.get("out")]
-    return [
-        leaf
-        for value in given
-        for leaf in (value if isinstance(value, list | tuple) else [value])
-        if isinstance(leaf, fx.Node)
-    ]
+    given = dict(zip((a.name for a in target._schema.arguments), node.args, strict=False)) | node.kwargs
+    written = [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    values = [given.get(name) for name in written]
+    leaves = [leaf for value in values for leaf in (value if isinstance(value, list | tuple) else [value])]
+    return [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
 
 
 def unsharded_storages(live: Liveness) -> frozenset[int]:

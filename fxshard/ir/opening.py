@@ -9,21 +9,22 @@ from fxshard.ir.flow import Flat, Flow
 from fxshard.ir.plan import FramePlan
 
 
-def relay(graph: fx.Graph, plan: FramePlan, *, guess: bool) -> None:
+def relay(graph: fx.Graph, plan: FramePlan, *, guess: bool, hands_over: bool = True) -> None:
     """Replace the launches of the first and of the last flight; see [Note: relay] in `runtime/relay.py`.
 
     Args:
         graph: about to become code.
         plan: of its frame.
         guess: whether to launch what came next the last time where no list says what to launch.
+        hands_over: whether to launch anything for the next graph.
     """
     flights = schedule.flights(graph, collectives.GATHERS)
     if not flights:
         return
     found = flow.flow_of(graph, plan)
     shards = {tags.tags_of(node).get(tags.SHARD): node for node in graph.find_nodes(op="placeholder")}
-    roles = [(flights[0], "only" if len(flights) == 1 else "first")]
-    if guess and len(flights) > 1:
+    roles = [(flights[0], "only" if len(flights) == 1 and hands_over else "first")]
+    if guess and hands_over and len(flights) > 1:
         roles.append((flights[-1], "last"))
     for flight, role in roles:
         for launch in flight.launches:

@@ -24,7 +24,11 @@ def checksum(tensors: Iterable[Tensor]) -> int:
 
 
 def gather_texts(
-    topic: str, text: str, group: dist.ProcessGroup, timeout: timedelta = timedelta(minutes=5)
+    topic: str,
+    text: str,
+    group: dist.ProcessGroup,
+    timeout: timedelta = timedelta(minutes=5),
+    remedy: str = "All ranks must make the first call of the compiled model.",
 ) -> list[str]:
     """Every rank's text, in group order, through the store of the default process group.
 
@@ -35,6 +39,7 @@ def gather_texts(
         text: this rank's.
         group: the ranks that compare.
         timeout: how long to wait for the other ranks.
+        remedy: what the error says to do.
 
     Raises:
         ConfigError: some ranks never came; they are named.
@@ -50,8 +55,5 @@ def gather_texts(
         store.wait(list(keys.values()), timeout)
     except RuntimeError as error:
         absent = [str(r) for r, key in keys.items() if not store.check([key])]
-        raise ConfigError(
-            f"{topic}: rank {rank} waited {timeout} for rank {', '.join(absent)}. All ranks must make the "
-            "first call of the compiled model."
-        ) from error
+        raise ConfigError(f"{topic}: rank {rank} waited {timeout} for rank {', '.join(absent)}. {remedy}") from error
     return [store.get(key).decode() for key in keys.values()]

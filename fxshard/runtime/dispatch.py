@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
-from fxshard.errors import FxshardError, InvariantError
-from fxshard.ir import collectives
+from fxshard.errors import FxshardError, InvariantError, UnsupportedGraph
 from fxshard.ir.variant import PLAIN, Slots, Variant
 from fxshard.runtime import accumulation, agreement, layouts, resident
 from fxshard.runtime.accumulation import Units
@@ -50,11 +49,13 @@ class Dispatch(ABC):
         """Run the variant that the units of this call want."""
 
     def _resident(self, which: Variant, units: Units) -> list[Tensor]:
-        """The parameters that stay gathered, in the order of a variant; its code waits for them, unless it replays."""
-        found = resident.parameters_for(which.resident, units, self._reads)
-        for parameter in found if self._frame.replays else ():
-            collectives.WAIT(parameter)
-        return found
+        """The parameters that stay gathered, in the order of a variant."""
+        if which.resident and self._frame.replays:
+            raise UnsupportedGraph(
+                "cudagraphs=True and set_reshard_after_backward(False): each replay would copy the parameters that "
+                "stay gathered. Leave one out."
+            )
+        return resident.parameters_for(which.resident, units, self._reads)
 
     def _compiled(self, which: Variant) -> Code:
         if which not in self._code:

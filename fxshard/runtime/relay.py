@@ -55,8 +55,9 @@ class Opening(NamedTuple):
     def launch(self, unit: str) -> list[Tensor]:
         """Start it; each result is `[world_size * numel]`, to be waited for. `unit` is its name in profiles."""
         flat = self.flat.detach()
-        with ranges.of_unit(unit), streams.aside(self.stream, flat.device) as side:
-            (sent,) = streams.cast_aside([flat], self.dtype, side)
+        joiner = streams.copy_out_stream(self.stream, flat.device)
+        with ranges.of_unit(unit), streams.aside(self.stream, flat.device):
+            (sent,) = streams.cast_aside([flat], self.dtype, joiner)
             parts = [sent[start : start + numel] for start, numel in self.stretches]
             if len(parts) == 1:
                 return [_c10d.all_gather_into_tensor(parts[0], self.world_size, self.group)]
@@ -156,10 +157,10 @@ class Relay:
         if after is None or not opening.flat.is_cuda:
             return opening.launch(unit.fqn)
         device = opening.flat.device
-        ahead = streams.stream_of("ahead", device)
+        ahead = streams.stream_of("ahead", torch.cuda.current_stream(device))
         ahead.wait_event(after)
-        with torch.cuda.stream(ahead):
-            launched = opening.launch(unit.fqn)
+        with torch.cuda.stream(ahead):  # no other stream beside it: that one would have waited for less than is read
+            launched = opening._replace(stream="").launch(unit.fqn)
         for buffer in launched:
             buffer.record_stream(torch.cuda.current_stream(device))  # it was allocated for the other one
         return launched

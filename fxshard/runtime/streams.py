@@ -8,7 +8,7 @@ host never does. Three rules keep memory safe, without a check at run time:
 - What an op reads is kept until the join, by Inductor (`order.py` lowers these ops as collectives) or by the work that
   the join waits for.
 - What is allocated on a side stream is freed into that stream's pool, and handed out again to an op that has forked
-  after the last reader was launched.
+  after the last reader was launched. So each stream that forks has side streams of its own.
 - What is freed by another stream's wait, or has no work to hold it, is recorded with the allocator: a cast whose gather
   `copy_out` waits for, and gradients.
 
@@ -37,9 +37,9 @@ _c10d = torch.ops._c10d_functional
 
 
 @functools.cache
-def stream_of(name: str, device: torch.device) -> torch.cuda.Stream:
-    """The stream of that name on a CUDA device; made once, because each stream has memory of its own."""
-    return torch.cuda.Stream(device, priority=-1)
+def stream_of(name: str, main: torch.cuda.Stream) -> torch.cuda.Stream:
+    """The stream of that name beside a CUDA stream; made once, because each stream has memory of its own."""
+    return torch.cuda.Stream(main.device, priority=-1)
 
 
 @contextmanager
@@ -56,8 +56,9 @@ def aside(name: str, device: torch.device) -> Iterator[torch.cuda.Stream | None]
     if not name or device.type != "cuda":
         yield None
         return
-    side = stream_of(name, device)
-    side.wait_stream(torch.cuda.current_stream(device))
+    main = torch.cuda.current_stream(device)
+    side = stream_of(name, main)
+    side.wait_stream(main)
     with torch.cuda.stream(side):
         yield side
 
@@ -65,22 +66,28 @@ def aside(name: str, device: torch.device) -> Iterator[torch.cuda.Stream | None]
 def _gather_aside(
     parts: Sequence[Tensor], dtype: torch.dtype, world_size: int, group: str, stream: str
 ) -> list[Tensor]:
-    with aside(stream, parts[0].device) as side:
-        return collectives.launch_gather(cast_aside(parts, dtype, side), world_size, group)
+    joiner = copy_out_stream(stream, parts[0].device)
+    with aside(stream, parts[0].device):
+        return collectives.launch_gather(cast_aside(parts, dtype, joiner), world_size, group)
 
 
-def cast_aside(parts: Sequence[Tensor], dtype: torch.dtype, side: torch.cuda.Stream | None) -> list[Tensor]:
+def copy_out_stream(name: str, device: torch.device) -> torch.cuda.Stream | None:
+    """The stream that may wait for what is cast aside now; `None` where nothing is, see `aside`."""
+    return stream_of(names.COPY_OUT, torch.cuda.current_stream(device)) if name and device.type == "cuda" else None
+
+
+def cast_aside(parts: Sequence[Tensor], dtype: torch.dtype, joiner: torch.cuda.Stream | None) -> list[Tensor]:
     """What a gather sends: `parts` in `dtype`.
 
     Args:
         parts: of a shard, `[numel]` each.
         dtype: of the unsharded parameters.
-        side: the stream that this runs on, if it is none of the user's.
+        joiner: another stream than the main one that may wait for the gather, and by that free what was cast.
     """
     sent = [part.to(dtype) for part in parts]
     for tensor, part in zip(sent, parts, strict=True):
-        if side is not None and tensor is not part:
-            tensor.record_stream(stream_of(names.COPY_OUT, part.device))
+        if joiner is not None and tensor is not part:
+            tensor.record_stream(joiner)
     return sent
 
 

@@ -158,7 +158,8 @@ class Unit:
         frames: the captured graphs that read it, weakly.
         accumulation: its gradients of microbatches that were not reduced.
         resident: its parameters while they stay gathered between microbatches.
-        reduce_group: for reductions alone; `None`: they share the mesh's.
+        reduce_group: for reductions alone, once it was made.
+        reduces_apart: whether they use it, and not the mesh's.
         microbatches, relay: the model's, set when the unit is named.
     """
 
@@ -190,6 +191,7 @@ class Unit:
         self.microbatches = Microbatches((self,))
         self.relay: Relay | None = None
         self.reduce_group: dist.ProcessGroup | None = None
+        self.reduces_apart = False
         self.plan: UnitPlan
 
     @property
@@ -259,7 +261,7 @@ class Unit:
             shards=tuple(shard.plan for shard in self.shards),
             world_size=self.world_size,
             group=self.mesh.get_group().group_name,
-            reduce_group="" if self.reduce_group is None else self.reduce_group.group_name,
+            reduce_group=self.reduce_group.group_name if self.reduce_group and self.reduces_apart else "",
             param_dtype=self.mp_policy.param_dtype,
             reduce_dtype=self.mp_policy.reduce_dtype,
             reshard_after_forward=not self.is_root if given is None else given,

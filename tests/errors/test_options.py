@@ -57,6 +57,7 @@ def test_names_the_option_nearest_to_an_unknown_one(mesh: DeviceMesh, given: str
         ("memory_budget_gib", 0),
         ("memory_budget_gib", "40"),
         ("inductor", {"reorder_for_peak_memory": True}),
+        ("inductor", {"triton.cudagraphs": True}),
     ],
 )
 def test_names_the_option_whose_value_means_nothing(mesh: DeviceMesh, option: str, value: Any) -> None:
