@@ -106,7 +106,7 @@ def load_into_meta(model: nn.Module, tools: Tools) -> nn.Module:
     model.to("meta")
     shard_blocks(model, tools)
     model.to_empty(device="cpu")
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=tools.system is not UNSHARDED)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=tools.system.fully_shard is not None)
     set_model_state_dict(model, whole, options=options)
     return tools.compile(model)
 

@@ -63,7 +63,7 @@ def test_evaluates_between_training_steps(prepare: Prepare) -> None:
 def evaluate_once_in_inference_mode(run: Run, step: int) -> None:
     if step == 0:
         # FSDP2 gathers into buffers that it keeps, and cannot train after an inference mode has made them.
-        with torch.no_grad() if run.system is FSDP2 else torch.inference_mode():
+        with torch.no_grad() if run.system.fully_shard is FSDP2.fully_shard else torch.inference_mode():
             output = output_of_fixed_rows(run)
         run.extra.append(output.clone())
 

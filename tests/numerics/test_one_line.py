@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 import fxshard
 from fxshard.errors import ConfigError, FxshardError
 from tests.numerics.harness import (
-    UNSHARDED,
     Run,
     Scenario,
     Tools,
@@ -174,7 +173,7 @@ class Messages(logging.Handler):
 
 
 def initialised_by_rank(model: nn.Module, tools: Tools) -> nn.Module:
-    if tools.system is not UNSHARDED and dist.get_rank() == 1:
+    if tools.system.fully_shard is not None and dist.get_rank() == 1:
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(1.0)

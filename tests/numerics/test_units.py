@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 import fxshard
 from fxshard.errors import FxshardError
 from tests.numerics.harness import (
-    UNSHARDED,
     Run,
     Scenario,
     Tools,
@@ -265,7 +264,7 @@ def test_returns_the_modules_that_it_was_given() -> None:
 @two_ranks
 def test_changes_reshard_after_forward_between_steps() -> None:
     def change(run: Run, step: int) -> None:
-        if run.system is not UNSHARDED and step in (1, 3):
+        if run.system.fully_shard is not None and step in (1, 3):
             set_reshard_after_forward = run.model.set_reshard_after_forward
             assert callable(set_reshard_after_forward)
             set_reshard_after_forward(step == 1)
