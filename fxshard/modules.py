@@ -152,7 +152,9 @@ class ShardedModule(ParameterOwner):
 
         Without, the next forward gathers all of a unit at once, and its parameters stay unsharded, through forwards and
         backwards, until this is set to True again and a backward runs with gradient sync. Writes to them and steps of
-        torch's optimizers free them as well, so they are never old; after one to `.data` or `to_local()`, `reshard`.
+        torch's optimizers free them as well. What torch does not count as a write does not: one to `.data` or
+        `to_local()`, `torch._foreach_*` on them (as averages of weights use), a checkpoint loaded in place into
+        `state_dict()`. After such a write call `reshard` on every sharded module.
 
         Args:
             reshard_after_backward: whether they do.

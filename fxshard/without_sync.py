@@ -17,7 +17,7 @@ NO_SYNC = "_fxshard_no_sync"
 def without_sync(module: nn.Module) -> Iterator[None]:
     """No backward that runs inside reduces a unit of `module`, also of those that are made inside."""
     before = {id(unit): unit.accumulation.sync for unit in units_under(module)}
-    marked = [] if before else [each for each in module.modules() if not each.__dict__.get(NO_SYNC)]
+    marked = [each for each in module.modules() if not each.__dict__.get(NO_SYNC)]
     for each in marked:
         each.__dict__[NO_SYNC] = True
     for unit in units_under(module):

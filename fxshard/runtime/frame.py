@@ -134,7 +134,8 @@ class _BeforeBackward:
         _refuse_repeated_backward()
         for key, epoch in self.epochs.items():
             self.units[key].require_epoch(epoch)
-        for microbatches in {self.units[key].microbatches for key in self.trained}:
+        # In the order of the plan, which is the same on all ranks: what these hooks queue may launch reductions.
+        for microbatches in dict.fromkeys(self.units[key].microbatches for key in self.trained):
             microbatches.backward_runs()
         for key, slots in self.trained.items():
             if not self.units[key].accumulation.sync:

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fxshard.errors import UnsupportedGraph
 from fxshard.ir import collectives, fake
@@ -102,8 +101,7 @@ class Microbatches:
     def watch_steps(self) -> None:
         """Something waits or is resident: see to it before an optimizer steps."""
         if self._before_steps is None:
-            handle = _before_steps(weakref.ref(self))
-            self._before_steps = weakref.finalize(self, handle.remove)
+            self._before_steps = weakref.finalize(self, _Watch(weakref.ref(self)).remove)
 
     def rest(self) -> None:
         """Let optimizers step as they like, if nothing waits or is resident; outside of steps, where hooks may go."""
@@ -117,10 +115,7 @@ class Microbatches:
         Raises:
             UnsupportedGraph: gradients of some of them wait to be reduced.
         """
-        written = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for unit in self.units:
-            if not any(id(member.parameter) in written for member in unit.members):
-                continue
+        for unit in self._written_by(optimizer):
             if unit.accumulation.waiting:
                 raise UnsupportedGraph(
                     f"an optimizer steps while gradients of unit {unit.fqn or 'root'!r} wait to be reduced: it would "
@@ -130,13 +125,36 @@ class Microbatches:
                 )
             unit.resident.drop()
 
+    def step_ends(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has written its parameters: what a closure gathered meanwhile is old."""
+        for unit in self._written_by(optimizer):
+            unit.resident.drop()
 
-def _before_steps(microbatches: weakref.ref[Microbatches]) -> RemovableHandle:
-    def see_to_it(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if (found := microbatches()) is not None:
-            found.step_begins(optimizer)
+    def _written_by(self, optimizer: torch.optim.Optimizer) -> list[Unit]:
+        written = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return [unit for unit in self.units if any(id(member.parameter) in written for member in unit.members)]
 
-    return register_optimizer_step_pre_hook(torch.compiler.disable(see_to_it))
+
+class _Watch:
+    """Hooks around all optimizers' steps, for one model."""
+
+    def __init__(self, microbatches: weakref.ref[Microbatches]) -> None:
+        def begins(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if (found := microbatches()) is not None:
+                found.step_begins(optimizer)
+
+        def ends(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if (found := microbatches()) is not None:
+                found.step_ends(optimizer)
+
+        self._handles = (
+            register_optimizer_step_pre_hook(torch.compiler.disable(begins)),
+            register_optimizer_step_post_hook(torch.compiler.disable(ends)),
+        )
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
 
 
 def _reduce(units: list[Unit]) -> None:

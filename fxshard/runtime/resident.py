@@ -6,8 +6,9 @@ one all_gather and waits where it needs them (`passes/read_resident.py`), later 
 user's word (`set_reshard_after_backward(False)`), or the option `resident_gib`, for as long as their gradients are not
 reduced. The backward that reduces a unit's gradients takes the copies over and frees them.
 
-A copy is never read when it is old. It is of an epoch (`Unit.epoch`), which every write through a parameter changes;
-and because a fused optimizer's writes raise no version, copies are dropped before an optimizer of torch steps.
+A copy is of an epoch (`Unit.epoch`), which a write through a parameter changes. Writes of fused and foreach optimizers
+raise no version, so copies are dropped before an optimizer of torch steps, and after, for a closure may gather again.
+What torch does not count and no optimizer does (`.data`, `torch._foreach_*`) is for the user to say, with `reshard`.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 import fxshard
 from fxshard.errors import RankMismatchError, UnsupportedGraph
 from fxshard.modules import ShardedModule, units_under
+from fxshard.runtime.microbatches import Microbatches
 from fxshard.testing import emulated_link
 from tests.numerics.harness import (
     Run,
@@ -78,7 +80,23 @@ def replace(run: Run) -> None:
                 setattr(module, name, nn.Parameter(parameter.detach() * 0.5))
 
 
+def with_closure(**kwargs: Any) -> Callable[[Run], None]:
+    """A step that runs forward and backward itself, before it writes."""
+
+    def write(run: Run) -> None:
+        def closure() -> float:
+            loss = run.loss(0)
+            loss.backward()
+            return float(loss)
+
+        torch.optim.AdamW(run.model.parameters(), lr=0.1, **kwargs).step(closure)
+
+    return write
+
+
 WRITES = {
+    "closure, foreach": with_closure(foreach=True),
+    "closure, fused": with_closure(fused=True),
     "for loop": with_optimizer(foreach=False),
     "foreach": with_optimizer(foreach=True),
     "fused": with_optimizer(fused=True),
@@ -177,3 +195,47 @@ def test_ranks_that_keep_other_parameters_get_an_error() -> None:
     with pytest.raises(RankMismatchError, match=r"(?s)the ranks launch different collectives.*all parameters"):
         with fxshard.no_sync(run.model):
             run.loss(0).backward()
+
+
+@two_ranks
+def test_no_sync_holds_for_what_is_sharded_inside_beside_what_was_before() -> None:
+    """The second part is sharded by its first call, inside the block; the first part was before."""
+    parts = nn.ModuleDict({"first": MLP(), "second": MLP()})
+    runs = {name: compile_module(part, {"lower": "eager"}) for name, part in parts.items()}
+    x, y = rows()(0, dist.get_rank())
+
+    def backward(name: str) -> None:
+        (runs[name](x) - y).square().mean().backward()
+
+    backward("first")
+    with fxshard.no_sync(parts):
+        backward("second")
+        assert not any(unit.accumulation.sync for unit in units_under(parts))
+    assert all(unit.accumulation.sync for unit in units_under(parts))
+    backward("second")
+    torch.optim.SGD(parts.parameters(), lr=0.1).step()
+
+
+def test_several_models_in_one_graph_end_their_backward_in_the_order_of_the_graph() -> None:
+    """What they reduce then must be in one order on all ranks, so it may not depend on addresses."""
+    orders = []
+    with emulated_link(2):
+        for _ in range(4):
+            torch._dynamo.reset()
+            models = [MLP() for _ in range(4)]
+            for model in models:
+                fxshard.fully_shard(model)
+
+            def together(x: torch.Tensor, models: list[MLP] = models) -> torch.Tensor:
+                outputs = [model(x) for model in models]
+                return torch.stack(outputs).mean()
+
+            ended: list[Any] = []
+            with mock.patch.object(Microbatches, "backward_runs", autospec=True, side_effect=ended.append):
+                cast(Any, torch.compile)(together, backend="fxshard", options={"lower": "eager"})(
+                    rows()(0, 0)[0]
+                ).backward()
+            found = [units_under(model)[0].microbatches for model in models]
+            orders.append([next(i for i, each in enumerate(found) if each is one) for one in ended])
+    assert sorted(orders[0]) == [0, 1, 2, 3]
+    assert orders == [orders[0]] * 4
