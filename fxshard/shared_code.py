@@ -44,16 +44,11 @@ class Facts:
 
     @property
     def signature(self) -> list[str]:
-        """What the graph takes and gives; symbolic sizes are numbered anew, for a new trace has new names."""
-        numbers: dict[str, str] = {}
+        """What the graph takes and gives, without the names of symbolic sizes.
 
-        def numbered(found: re.Match[str]) -> str:
-            return numbers.setdefault(found[0], f"n{len(numbers)}")
-
-        # A size stands in brackets; what stands before them (u8, s21 as a name) is none.
-        return [
-            re.sub(r"\b(?:s|u|zuf|zf)\d+\b(?![\[:])", numbered, text) for text in (*self.inputs, "->", *self.outputs)
-        ]
+        Tracing again makes new names, and may give two to one size. A size stands in brackets; u8 before them is none.
+        """
+        return [re.sub(r"\b(?:s|u|zuf|zf)\d+\b(?![\[:])", "n", text) for text in (*self.inputs, "->", *self.outputs)]
 
 
 class Stages(Protocol):
