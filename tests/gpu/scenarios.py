@@ -19,7 +19,6 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fxshard
-from fxshard.options import parse
 from fxshard.testing import EmulatedLink, emulated_link
 from tests.numerics.harness import (
     FSDP2,
@@ -75,8 +74,6 @@ def reduce_in_a_group_of_its_own(model: nn.Module, tools: Tools) -> nn.Module:
     """Shard block by block; ours reduces in a process group beside the one that gathers."""
     shard_blocks(model, tools)
     if tools.system.ours:
-        if not hasattr(model, "set_separate_reduce_scatter_group"):
-            pytest.skip("set_separate_reduce_scatter_group is not implemented yet")
         cast(Any, model).set_separate_reduce_scatter_group(True)
     return tools.compile(model)
 
@@ -186,14 +183,6 @@ def require_cuda() -> None:
     """Skip the test where there is no GPU."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-
-
-def require_options(**options: Any) -> None:
-    """Skip the test where the backend does not have an option yet, or not in this torch."""
-    try:
-        parse(options)
-    except NotImplementedError as error:
-        pytest.skip(str(error))
 
 
 GROUPS: Final[Mapping[str, Callable[[str], Any]]] = {"one rank": one_rank, "emulated link": on_link}

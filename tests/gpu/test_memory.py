@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.scenarios import GROUPS, on_link, one_rank, require_cuda, require_options
+from tests.gpu.scenarios import GROUPS, on_link, one_rank, require_cuda
 from tests.gpu.scenarios_memory import graph_peaks
 from tests.gpu.scenarios_poison import check_poison, poison_reaches_a_side_stream
 from tests.gpu.scenarios_steady import (
@@ -53,14 +53,12 @@ def test_a_steady_step_synchronises_with_nothing(group: str) -> None:
 
 @pytest.mark.parametrize("streams", ["side", "off"])
 def test_a_steady_step_synchronises_with_nothing_whatever_the_streams(streams: str) -> None:
-    require_options(streams=streams)
     with on_link("cuda", **SLOW_LINK):
         steps_without_synchronising("cuda", streams=streams)
 
 
 @pytest.mark.parametrize("options", [{}, {"streams": "side"}, {"cudagraphs": True}], ids=str)
 def test_two_hundred_steps_allocate_alike(options: dict[str, Any]) -> None:
-    require_options(**options)
     group: AbstractContextManager[object] = one_rank("cuda") if "cudagraphs" in options else on_link("cuda")
     with group:
         samples = samples_of_steps("cuda", num_steps=200, **options)
@@ -75,6 +73,5 @@ def test_poison_reaches_what_a_side_stream_is_to_read() -> None:
     ("streams", "lower"), [*((each, "inductor") for each in ("auto", *STREAMS)), ("auto", "eager"), ("side", "eager")]
 )
 def test_no_memory_is_freed_while_a_stream_reads_it(streams: str, lower: str) -> None:
-    require_options(streams=streams)
     with on_link("cuda", **SLOW_LINK):
         check_poison("cuda", streams=streams, lower=lower)

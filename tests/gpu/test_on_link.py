@@ -13,7 +13,6 @@ from tests.gpu.scenarios import (
     check_against_fsdp2,
     on_link,
     require_cuda,
-    require_options,
 )
 from tests.gpu.scenarios_steady import STREAMS
 
@@ -36,7 +35,6 @@ def test_compiled_code_trains_as_fsdp2(name: str, precision: str) -> None:
 
 @pytest.mark.parametrize("streams", STREAMS)
 def test_compiled_code_trains_as_fsdp2_whatever_the_streams(streams: str) -> None:
-    require_options(streams=streams)
     check_against_fsdp2("accumulation", "cuda", "bf16", lower="inductor", streams=streams)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.gpu.scenarios import on_link, require_cuda, require_options
+from tests.gpu.scenarios import on_link, require_cuda
 from tests.gpu.scenarios_streams import (
     OwnStream,
     Shape,
@@ -28,7 +28,6 @@ def needs_cuda() -> None:
 
 @pytest.mark.parametrize("streams", ["auto", "nccl", "side"])
 def test_all_gathers_and_reductions_run_beside_the_products_of_their_neighbours(streams: str) -> None:
-    require_options(streams=streams)
     with on_link("cuda", gigabytes_per_s=SHAPE.gigabytes_per_s, latency_us=SHAPE.latency_us):
         events = profiled_step("cuda", SHAPE, streams=streams)
     check_order(events, SHAPE)
@@ -36,7 +35,6 @@ def test_all_gathers_and_reductions_run_beside_the_products_of_their_neighbours(
 
 
 def test_without_streams_or_prefetch_most_transfers_are_exposed() -> None:
-    require_options(streams="off")
     with on_link("cuda", gigabytes_per_s=SHAPE.gigabytes_per_s, latency_us=SHAPE.latency_us):
         events = profiled_step("cuda", SHAPE, streams="off", prefetch="off")
     assert len(overlap_problems(events, SHAPE)) > SHAPE.num_blocks

@@ -21,7 +21,6 @@ from tests.gpu.scenarios import (
     check_in_float64,
     on_link,
     one_rank,
-    require_options,
 )
 from tests.gpu.scenarios_checkpoint import CHECKPOINTS, check_checkpoint
 from tests.gpu.scenarios_cudagraphs import assert_same, train_and_count
@@ -81,7 +80,6 @@ def test_emulated_ranks_train_as_fsdp2(name: str, precision: str) -> None:
 
 @pytest.mark.parametrize("streams", STREAMS)
 def test_emulated_ranks_train_as_fsdp2_whatever_the_streams(streams: str) -> None:
-    require_options(streams=streams)
     with on_link("cpu"):
         check_against_fsdp2("accumulation", "cpu", "bf16", streams=streams)
 
@@ -161,7 +159,6 @@ def test_poison_fills_what_was_freed_with_numbers_that_are_none() -> None:
 @pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("streams", ["auto", *STREAMS])
 def test_no_memory_is_freed_while_it_is_read(streams: str, lower: str) -> None:
-    require_options(streams=streams)
     with on_link("cpu", gigabytes_per_s=0.1, latency_us=100.0):
         check_poison("cpu", streams=streams, lower=lower)
 
@@ -169,7 +166,6 @@ def test_no_memory_is_freed_while_it_is_read(streams: str, lower: str) -> None:
 @pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("streams", ["auto", "nccl", "side"])
 def test_launches_ahead_of_the_compute_before(streams: str, lower: str) -> None:
-    require_options(streams=streams)
     shape = Shape.of("cpu")
     with on_link("cpu", gigabytes_per_s=shape.gigabytes_per_s):
         check_order(profiled_step("cpu", shape, streams=streams, lower=lower), shape)
