@@ -165,7 +165,7 @@ def _simplefsdp_bucketed(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Fo
 
 
 def _simplefsdp_overlapped(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward:
-    """As torchtitan's automatic bucketing sets it; `entry.options` may say how fast the link is."""
+    """As torchtitan's automatic bucketing, but buffers are reused; `entry.options` may say how fast the link is."""
     parametrize(model, mesh, entry.mp_policy)
     scheduling = ("enable_overlap_scheduling", "collective_bucketing", "insert_overlap_deps")
     options: dict[str, Any] = {f"aten_distributed_optimizations.{name}": True for name in scheduling}

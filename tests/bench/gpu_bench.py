@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -22,6 +22,8 @@ from fxshard.bench import machine
 from tests.bench.gpu import page, settings, stages
 from tests.bench.gpu.result import Report
 from tests.bench.gpu.turns import Budget
+
+_CHECKPOINTING: Final = {"both": (False, True), "off": (False,), "on": (True,)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def save() -> None:
         report.seconds = budget.spent()
-        _write(args.out / "gpu.json", json.dumps(report.to_json(), indent=1) + "\n")
+        _write(args.out / "gpu.json", json.dumps(report.to_json(), indent=1, allow_nan=False, default=repr) + "\n")
         _write(args.out / "gpu.md", page.page(report))
 
     save()
@@ -55,9 +57,17 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", choices=tuple(settings.MODELS), default="1b")
     parser.add_argument("--systems", default="", metavar="A,B,...", help="all if not given")
     parser.add_argument("--world-size", type=int, default=8, help="ranks that there seem to be")
+    parser.add_argument(
+        "--checkpointing",
+        choices=tuple(_CHECKPOINTING),
+        default="both",
+        help="of activations; by default without, then with",
+    )
     parser.add_argument("--microbatches", type=int, default=8, help="of the steps that accumulate; 1 for none")
     parser.add_argument("--commit", help="of the sources, where they are no checkout")
     args = parser.parse_args(argv)
+    if args.device == "cuda":  # before the first call to CUDA; children inherit it
+        os.environ.setdefault("CUDA_SCALE_LAUNCH_QUEUES", "4x")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no GPU that torch can use; --device cpu --model tiny tries everything but the GPU")
     return args
@@ -68,7 +78,7 @@ def _plan(args: argparse.Namespace) -> stages.Plan:
     if args.device == "cuda":
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, min(4, cores // 5))))
     try:
-        cases = settings.chosen(settings.all_cases(args.out, _device_name(args.device)), args.systems)
+        cases = settings.chosen(settings.all_cases(args.out, _device_name(args.device), args.world_size), args.systems)
     except ValueError as error:
         sys.exit(f"--systems: {error}")
     return stages.Plan(
@@ -79,6 +89,7 @@ def _plan(args: argparse.Namespace) -> stages.Plan:
         microbatches=args.microbatches,
         folder=args.out.resolve(),
         num_threads=2 if args.device == "cuda" else 1,
+        checkpointing=_CHECKPOINTING[args.checkpointing],
     )
 
 
@@ -102,6 +113,8 @@ def _options(args: argparse.Namespace, plan: stages.Plan, argv: Sequence[str] | 
         "world_size": args.world_size,
         "microbatches": args.microbatches,
         "minutes": args.minutes,
+        "checkpointing": args.checkpointing,
+        "CUDA_SCALE_LAUNCH_QUEUES": os.environ.get("CUDA_SCALE_LAUNCH_QUEUES"),
         "systems": {
             case.name: {"system": case.entry.system, "options": dict(case.entry.options)} for case in plan.cases
         },

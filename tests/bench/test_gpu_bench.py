@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import fx
 
 from tests.bench import gpu_bench
 from tests.bench.gpu import settings, trace
+from tests.bench.gpu.gate import Gate
 from tests.bench.gpu.page import page
 from tests.bench.gpu.result import HOW, Key, Report, Run
 from tests.bench.gpu.result import Steps as TimedSteps
 from tests.bench.gpu.settings import COMPUTE, INSTANT, MAIN, Link
 from tests.bench.gpu.stages import Plan, Stage
-from tests.bench.gpu.talk import Carried, Timed
+from tests.bench.gpu.talk import Carried, Job, Ready, Timed, WarmUp
 from tests.bench.gpu.targets import target_rows
+from tests.bench.gpu.turns import Budget, Member
 
 ROOT = Path(__file__).parents[2]
 
@@ -114,6 +119,7 @@ def test_the_json_has_no_infinity() -> None:
 
 def test_losses_that_are_no_numbers_are_a_problem() -> None:
     runs = [Run(system=name, checkpointing=True, losses=(loss,)) for name, loss in (("a", 1.0), ("b", math.nan))]
+    json.dumps(report_of({}, runs=runs).to_json(), allow_nan=False)
     assert report_of({}, runs=runs).problems() == ["the losses of b with checkpointing and a differ by inf (relative)"]
 
 
@@ -129,7 +135,7 @@ def test_a_trace_says_what_the_first_stream_waits_for() -> None:
         kernel("copy", 20, 500, 2000),
         {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 9000, "tid": 1},
     ]
-    found = trace.summary(events, steps=2)
+    found = trace.summary(events, steps=2, on_gpu=True)
     assert found["span_ms"] == pytest.approx(3)
     assert found["lanes"] == [
         {"lane": "stream 7", "kernels": 1.5, "busy_ms": pytest.approx(1.5)},
@@ -148,9 +154,11 @@ def test_a_trace_says_what_the_first_stream_waits_for() -> None:
 
 
 def test_a_trace_without_kernels_is_read_by_threads() -> None:
-    assert trace.summary([], 1)["lanes"] == []
+    assert trace.summary([], 1, on_gpu=False)["lanes"] == []
+    with pytest.raises(RuntimeError, match="no kernels"):
+        trace.summary([], 1, on_gpu=True)
     host = [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 10, "tid": 3}]
-    assert trace.summary(host, 1)["lanes"][0]["lane"] == "thread 3"
+    assert trace.summary(host, 1, on_gpu=False)["lanes"][0]["lane"] == "thread 3"
 
 
 def test_what_does_not_fit_is_left_out_and_named(tmp_path: Path) -> None:
@@ -164,10 +172,75 @@ def test_what_does_not_fit_is_left_out_and_named(tmp_path: Path) -> None:
         num_threads=1,
     )
     report = report_of({})
-    stage = Stage(plan, report, True, end=time.time() + 10, save=lambda: None)
+    budget = Budget(start=time.time(), seconds=10)
+    stage = Stage(plan, report, True, end=budget.at(1), budget=budget, save=lambda: None)
     assert stage.fits("a little", 1)
     assert not stage.fits("a lot", 100)
     assert report.left_out == ["a lot, with activation checkpointing: no time"]
+
+
+def member_of(folder: Path, *, model: settings.Model, end: float) -> Member:
+    case = settings.chosen(settings.all_cases(folder, ""), "fsdp2")[0]
+    job = Job(entry=case.entry, model=model, device="cpu", checkpointing=False, world_size=2, folder=folder)
+    return Member(case, job, Run(system="fsdp2", checkpointing=False), num_threads=1, end=end)
+
+
+@pytest.mark.timeout(120)
+def test_who_answers_before_the_deadline_is_heard_however_late_one_listens(tmp_path: Path) -> None:
+    start = time.time()
+    member = member_of(tmp_path, model=settings.MODELS["tiny"], end=start + 100)
+    try:
+        member.start(WarmUp())
+        time.sleep(3)  # others are listened to
+        assert isinstance(member.answer(start + 100), Ready), member.run.error
+        member.send(WarmUp())
+        assert member.answer(time.time()) is None
+        assert "no answer after 0 s" in str(member.run.error)
+        assert not member.is_alive
+    finally:
+        member.stop()
+
+
+@pytest.mark.timeout(120)
+def test_who_fails_is_named_with_what_it_raised(tmp_path: Path) -> None:
+    nothing = replace(settings.MODELS["tiny"], batch_size=0, seq_len=-1)
+    member = member_of(tmp_path, model=nothing, end=time.time() + 100)
+    try:
+        member.start(WarmUp())
+        assert member.answer(time.time() + 100) is None
+        assert "rank 0 failed: RuntimeError" in str(member.run.error)
+    finally:
+        member.stop()
+
+
+def test_who_holds_the_device_for_too_long_ends_alone(tmp_path: Path) -> None:
+    hangs = "import pathlib, sys, time; from tests.bench.gpu.gate import Gate\n"
+    hangs += "with Gate(pathlib.Path(sys.argv[1]), patience_s=0.2).held(): time.sleep(60)"
+    ends = subprocess.run(
+        [sys.executable, "-c", hangs, str(tmp_path / "gate")], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert ends.returncode == 1
+    assert "Timeout (0:00:00.2" in ends.stderr
+    with Gate(tmp_path / "gate").held():
+        pass
+
+
+def test_inductors_scheduling_is_told_what_the_link_takes(tmp_path: Path) -> None:
+    case = settings.chosen(settings.all_cases(tmp_path, ""), "overlapped_50")[0]
+    told = case.entry.options["aten_distributed_optimizations.custom_runtime_estimation"]
+    graph = fx.Graph()
+    shard = graph.placeholder("shard")
+    shard.meta["val"] = torch.empty(1000, dtype=torch.bfloat16)
+    c10d = torch.ops._c10d_functional
+    gather = graph.call_function(c10d.all_gather_into_tensor.default, (shard, 8, "0"))
+    gather.meta["val"] = torch.empty(8000, dtype=torch.bfloat16)
+    reduce = graph.call_function(c10d.reduce_scatter_tensor.default, (gather, "sum", 8, "0"))
+    reduce.meta["val"] = torch.empty(1000, dtype=torch.bfloat16)
+    expected_ms = 0.03 + 1e3 * 16000 * 7 / 8 / 50e9
+    assert told(gather, None) == told(reduce) == pytest.approx(expected_ms)
+    assert told(gather, 0) == pytest.approx(0.03)
+    assert told(graph.call_function(c10d.wait_tensor.default, (gather,)), None) is None
+    assert pickle.loads(pickle.dumps(told)) == told
 
 
 def test_systems_are_chosen_by_name(tmp_path: Path) -> None:
@@ -203,14 +276,14 @@ def test_without_a_gpu_it_says_how_to_try(
 @pytest.mark.bench
 @pytest.mark.timeout(1200)
 def test_all_of_it_on_the_cpu(tmp_path: Path) -> None:
-    systems = "compute,fsdp2,fsdp2_compiled,fxshard,fxshard_auto_100,simplefsdp_overlapped"
+    systems = "compute,fsdp2,fsdp2_compiled,fxshard,fxshard_auto_100,overlapped_100"
     flags = ["--device", "cpu", "--model", "tiny", "--microbatches", "2", "--minutes", "18", "--systems", systems]
     command = [sys.executable, "-m", "tests.bench.gpu_bench", "--out", str(tmp_path), *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode in (0, 1), done.stdout + done.stderr
     found = json.loads((tmp_path / "gpu.json").read_text())
     errors = {run["system"]: run["error"] for run in found["systems"]}
-    assert {name for name, error in errors.items() if error} <= {"simplefsdp_overlapped"}, "which needs triton"
+    assert {name for name, error in errors.items() if error} <= {"overlapped_100"}, "which needs triton"
     assert found["left_out"] == []
     timed = {(s["system"], s["checkpointing"], s["microbatches"], s["link"]["gigabytes_per_s"]) for s in found["steps"]}
     for name in ("fsdp2", "fxshard"):

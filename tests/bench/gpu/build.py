@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final, cast
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch._inductor.fx_passes.overlap_scheduling import OverlapScheduler
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -19,11 +23,13 @@ from fxshard.bench.systems import Trainer
 from fxshard.bench.task import Task
 from fxshard.testing import EmulatedLink, emulated_link
 from fxshard.testing.emulated_group import EmulatedGroup
+from tests.bench.gpu.gate import Gate
 from tests.bench.gpu.settings import COMPUTE, PRECISION, Link, Model
 from tests.bench.gpu.talk import Job
 from tests.bench.llama import Llama
 
 _SEED, _LR = 0, 1e-4
+_ALIGN: Final = "_align_compute_nodes_runtime_estimations_across_all_distributed_ranks"
 
 
 class Checkpointed(nn.Module):
@@ -53,16 +59,24 @@ def set_speed(link: EmulatedLink, speed: Link, device: str) -> None:
 
 
 @contextlib.contextmanager
-def estimable(device: str) -> Iterator[None]:
-    """Let Inductor's overlap scheduling estimate collectives by its formulas.
+def estimable(device: str, gate: Gate) -> Iterator[None]:
+    """Let Inductor's overlap scheduling estimate collectives as it is told, and time matrix products undisturbed.
 
     In torch 2.11 it first asks the group's backend, and ends the compilation where a group, being written in Python,
-    has none.
+    has none. On a GPU it times products while it compiles: nobody else may run meanwhile.
     """
+    align = getattr(OverlapScheduler, _ALIGN)
+
+    @functools.wraps(align)
+    def undisturbed(self: OverlapScheduler) -> None:
+        with gate.taken():
+            align(self)
+
     nothing = SimpleNamespace(supports_time_estimate=False, _supports_time_estimate=False)
     with (
         patch.object(EmulatedGroup, "_device_types", [torch.device(device)]),
         patch.object(EmulatedGroup, "_get_backend", lambda group, device: nothing),
+        patch.object(OverlapScheduler, _ALIGN, undisturbed),
     ):
         yield
 
@@ -87,7 +101,27 @@ def make_trainer(job: Job, task: Task, mesh: DeviceMesh) -> Trainer:
     """Apply the system of a job to the model."""
     if job.entry.system == COMPUTE:
         return _compute_only(task, job.world_size)
-    return systems.make_trainer(job.entry, task, mesh, _LR)
+    if job.entry.system.startswith("fsdp2"):
+        _shard_ends(task.model, mesh)
+    trainer = systems.make_trainer(job.entry, task, mesh, _LR)
+    if job.entry.system == "fsdp2_best":
+        _prefetch_ends(task.model)
+    return trainer
+
+
+def _shard_ends(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Give what lies before and behind FSDP2's layers units of their own, as torchtitan does for its Llama."""
+    assert isinstance(model, Llama)
+    units: tuple[nn.Module | list[nn.Module], ...] = (model.tokens, [model.norm, model.head])
+    for unit in units:
+        fully_shard(unit, mesh=mesh, mp_policy=PRECISION, reshard_after_forward=False)
+
+
+def _prefetch_ends(model: nn.Module) -> None:
+    """Have the units of `_shard_ends` gathered in the order of their use too."""
+    units = cast(list[FSDPModule], [model, model.tokens, *cast(nn.ModuleList, model.layers), model.norm])
+    for unit, following in itertools.pairwise(units):
+        unit.set_modules_to_forward_prefetch([following])
 
 
 def _compute_only(task: Task, world_size: int) -> Trainer:

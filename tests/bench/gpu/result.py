@@ -160,7 +160,7 @@ class Report:
             "machine": self.machine,
             "options": self.options,
             "model": {"parameters": self.num_params, "units": self.num_units, "tokens": self.tokens},
-            "systems": [asdict(run) for run in self.runs],
+            "systems": [{**asdict(run), "losses": [_finite(loss) for loss in run.losses]} for run in self.runs],
             "steps": [self._steps(key, steps) for key, steps in self.steps.items()],
             "consolidation": self.consolidation,
             "profiles": self.profiles,
@@ -185,6 +185,11 @@ class Report:
             "peak_bytes": steps.peak_bytes,
             "collectives": asdict(steps.carried),
         }
+
+
+def _finite(value: float) -> float | None:
+    """As JSON has it."""
+    return value if math.isfinite(value) else None
 
 
 def _on(key: Key, link: Link) -> Key:

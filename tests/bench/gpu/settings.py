@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch import fx
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fxshard.bench.config import FXSHARD, Entry
 from fxshard.cost import hardware
+from fxshard.testing.link_engine import Speed
 from tests.bench.llama import Shape
 
 COMPUTE: Final = "compute"  # the one system that is not in fxshard.bench: no parameter is sharded, nothing is sent
+OVERLAPPED: Final = "simplefsdp_overlapped"
 LATENCY_US: Final = 30.0
 SPEEDS: Final = (370.0, 100.0, 50.0, 25.0)
 CTAS: Final = (16, 8)
+_ESTIMATION: Final = "aten_distributed_optimizations.custom_runtime_estimation"
 PRECISION: Final = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -74,6 +78,33 @@ MODELS: Final = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class Told:
+    """What Inductor's overlap scheduling is told of a link: how long each collective takes.
+
+    As `aten_distributed_optimizations.custom_runtime_estimation` wants it (torch/_inductor/config.py).
+    """
+
+    speed: Speed
+    world_size: int
+
+    def __call__(self, node: fx.Node, override_size: int | None = None) -> float | None:
+        """Milliseconds; `None` for what is no collective, which Inductor then estimates by itself.
+
+        Args:
+            node: of the graph.
+            override_size: 0 asks for what a collective costs that sends nothing.
+        """
+        name = getattr(node.target, "__name__", "")
+        op = next((op for op in ("all_gather", "reduce_scatter", "all_reduce") if name.startswith(op)), None)
+        if op is None or getattr(node.target, "namespace", "") != "_c10d_functional":
+            return None
+        if override_size is not None:
+            return 1e3 * self.speed.seconds(op, override_size, self.world_size)
+        whole = node if op == "all_gather" else node.all_input_nodes[0]
+        return 1e3 * self.speed.seconds(op, whole.meta["val"].nbytes, self.world_size)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Case:
     """A system, and where it is measured.
 
@@ -101,20 +132,23 @@ class Case:
         return link == INSTANT or (link.gigabytes_per_s in self.speeds and link.ctas in self.ctas)
 
 
-def all_cases(folder: Path, device_name: str) -> list[Case]:
+def all_cases(folder: Path, device_name: str, world_size: int = 8) -> list[Case]:
     """Every system; `folder` receives what the cost model is told of the links.
 
     Args:
         folder: exists.
         device_name: what torch calls the GPU, "" for the CPU.
+        world_size: ranks that there seem to be.
     """
+    told = {speed: {_ESTIMATION: Told(speed=_speed(speed), world_size=world_size)} for speed in (100.0, 50.0)}
     auto = {speed: _auto(_hardware_file(folder, device_name, speed)) for speed in (100.0, 50.0)}
     return [
         _case(COMPUTE, COMPUTE, speeds=()),
         _case("fsdp2", "fsdp2", accumulates=True),
         _case("fsdp2_compiled", "fsdp2_compiled", accumulates=True),
         _case("fsdp2_best", "fsdp2_best", ctas=CTAS[:1]),
-        _case("simplefsdp_overlapped", "simplefsdp_overlapped", accumulates=True),
+        _case("overlapped_100", OVERLAPPED, told[100.0], accumulates=True, speeds=(370.0, 100.0)),
+        _case("overlapped_50", OVERLAPPED, told[50.0], speeds=(50.0, 25.0)),
         _case("fxshard", FXSHARD, accumulates=True),
         _case("fxshard_auto_100", FXSHARD, auto[100.0], accumulates=True, speeds=(370.0, 100.0)),
         _case("fxshard_auto_50", FXSHARD, auto[50.0], speeds=(50.0, 25.0)),
@@ -123,6 +157,10 @@ def all_cases(folder: Path, device_name: str) -> list[Case]:
         _case("no_overlap", FXSHARD, {"streams": "off"}, checkpointing=False, ctas=CTAS[:1]),
         _case("fxshard_side", FXSHARD, {"streams": "side"}, checkpointing=False, speeds=(100.0, 50.0), ctas=CTAS[:1]),
     ]
+
+
+def _speed(gigabytes_per_s: float) -> Speed:
+    return Speed(gigabytes_per_s=gigabytes_per_s, latency_us=LATENCY_US)
 
 
 def _auto(path: Path) -> dict[str, Any]:

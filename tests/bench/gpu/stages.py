@@ -31,7 +31,7 @@ from tests.bench.gpu.turns import Budget, Member, rotated
 
 _STEPS, _WARM_UP, _HOST_STEPS, _CONSOLIDATIONS = 3, 2, 5, 2
 _LATE_S: Final = 12.0  # after the end, in which an answer is still waited for
-_SEVERAL_STEPS: Final = 3  # of several microbatches; the first warms up
+_SEVERAL_STEPS: Final = 2  # of several microbatches
 _FIRST: Final = 3  # links that come before everything else: the instant one, and those for which there are targets
 _ROUNDS: Final = {100.0: 2, 50.0: 2}  # of the speeds for which there are targets; one elsewhere
 _TURN_COST_S: Final = 1.0  # of a turn besides its steps, until one has been measured
@@ -41,7 +41,7 @@ _STATE_BYTES_PER_S: Final = 1.5e9  # what new memory and copies from the device 
 
 PROFILED: Final = ("fxshard_auto_100", "fsdp2")
 CONSOLIDATED: Final = ("fxshard", "fsdp2")
-HOST: Final = ("fsdp2", "fsdp2_compiled", "simplefsdp_overlapped", "fxshard", "fxshard_auto_100")
+HOST: Final = ("fsdp2", "fsdp2_compiled", "overlapped_100", "fxshard", "fxshard_auto_100")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +57,8 @@ class Shares:
         end: when everything ends.
     """
 
-    ready: float = 0.55
-    first: float = 0.60
+    ready: float = 0.50
+    first: float = 0.52
     least: float = 0.25
     narrow: float = 0.08
     compiling: float = 0.8
@@ -77,6 +77,7 @@ class Plan:
         microbatches: of the steps that accumulate gradients.
         folder: for everything.
         num_threads: of each process.
+        checkpointing: whether systems run without activation checkpointing, with it, or first without and then with.
         shares: of the budget, what is planned with.
     """
 
@@ -87,22 +88,24 @@ class Plan:
     microbatches: int
     folder: Path
     num_threads: int
+    checkpointing: tuple[bool, ...] = (False, True)
     shares: Shares = field(default_factory=Shares)
 
 
 def run(plan: Plan, report: Report, budget: Budget, save: Callable[[], None]) -> None:
     """Measure as much as the budget allows; `save` is called whenever there is something new."""
     shares, end = plan.shares, budget.at(plan.shares.end)
-    with _stopped(Stage(plan, report, False, end, save)) as stage:
-        stage.start(budget.at(shares.ready))
-        first_s = budget.spent()
-        stage.end = min(end, max(budget.at(shares.first), budget.at(shares.least) + first_s))
-        stage.measure_all(narrow_end=stage.end - shares.narrow * budget.seconds)
-    with _stopped(Stage(plan, report, True, end, save)) as stage:
-        if not stage.fits("everything", shares.compiling * first_s):
-            return
-        stage.start(end)
-        stage.measure_all(narrow_end=end)
+    ready_s = 0.0
+    for checkpointing in plan.checkpointing:
+        is_last = checkpointing == plan.checkpointing[-1]
+        with _stopped(Stage(plan, report, checkpointing, end, budget, save)) as stage:
+            if not stage.fits("everything", shares.compiling * ready_s):
+                return
+            stage.start(end if is_last else budget.at(shares.ready))
+            ready_s = budget.spent()
+            if not is_last:
+                stage.end = min(end, max(budget.at(shares.first), budget.at(shares.least) + ready_s))
+            stage.measure_all(narrow_end=stage.end - (0.0 if is_last else shares.narrow * budget.seconds))
 
 
 @contextmanager
@@ -124,9 +127,11 @@ class Stage:
         report: Report,
         checkpointing: bool,
         end: float,
+        budget: Budget,
         save: Callable[[], None],
     ) -> None:
-        self.plan, self.report, self.checkpointing, self.save = plan, report, checkpointing, save
+        self.plan, self.report, self.checkpointing = plan, report, checkpointing
+        self.budget, self.save = budget, save
         self.end = self.limit = end
         self.members: list[Member] = []
         self.over_s: list[float] = []
@@ -154,7 +159,6 @@ class Stage:
             checkpointing=self.checkpointing,
             world_size=self.plan.world_size,
             folder=self.plan.folder,
-            deadline=self.limit,
         )
         result = Run(system=case.name, checkpointing=self.checkpointing)
         self.report.runs.append(result)
@@ -178,10 +182,11 @@ class Stage:
             self.accumulate()
         else:
             self.host_time()
-            self.profiles()
             self.consolidate()
         for link in wide[_FIRST:]:
             self.measure(link)
+        if not self.checkpointing:
+            self.profiles()  # late: what a profiler leaves behind in a process may cost time
         self.end = min(self.end, narrow_end)
         for link in [link for link in links() if link.ctas != widest]:
             self.measure(link)
@@ -191,7 +196,7 @@ class Stage:
         members = [m for m in self.members if m.is_alive and m.case.runs_on(link)]
         members = [m for m in members if microbatches == 1 or m.case.accumulates]
         rounds = _ROUNDS.get(link.gigabytes_per_s, 1) if microbatches == 1 else 1
-        steps, warm_up = (_STEPS, _WARM_UP) if microbatches == 1 else (_SEVERAL_STEPS - 1, 1)
+        steps, warm_up = (_STEPS, _WARM_UP) if microbatches == 1 else (_SEVERAL_STEPS, _WARM_UP)
         if link == INSTANT and microbatches == 1:
             warm_up += 1  # the first turn of all
         command = Turn(link=link, steps=steps, microbatches=microbatches, warm_up=warm_up)
@@ -258,7 +263,7 @@ class Stage:
         members = [member for member in self.members if member.is_alive and member.case.accumulates]
         compiling = [member for member in members if member.case.entry.system == FXSHARD]
         compile_s = max((_VARIANTS * (member.run.ready_s or 0.0) for member in compiling), default=0.0)
-        steps_s = sum(member.expected_s(MAIN, several * _SEVERAL_STEPS) for member in members)
+        steps_s = sum(member.expected_s(MAIN, several * (_SEVERAL_STEPS + _WARM_UP)) for member in members)
         if several < 2 or not members or not self.fits(f"{several} microbatches", compile_s + steps_s):
             return
         for member in compiling:
@@ -290,7 +295,7 @@ class Stage:
     def say(self, what: str) -> None:
         """Tell whoever watches."""
         which = "with checkpointing" if self.checkpointing else "without checkpointing"
-        print(f"[{self.report.seconds:6.1f} s] {which}: {what}", flush=True)
+        print(f"[{self.budget.spent():6.1f} s] {which}: {what}", flush=True)
 
     def stop(self, members: Sequence[Member]) -> None:
         """End processes."""

@@ -11,7 +11,7 @@ from tests.bench.gpu.result import Key, Report
 from tests.bench.gpu.settings import LATENCY_US, SPEEDS, Link
 
 _AUTO: Final = ("fxshard_auto_100", "fxshard_auto_50")
-_OTHERS: Final = ("fsdp2", "fsdp2_compiled", "fsdp2_best", "simplefsdp_overlapped")
+_OTHERS: Final = ("fsdp2", "fsdp2_compiled", "fsdp2_best", "overlapped_100", "overlapped_50")
 _NOT_MEASURED: Final = "not measured"
 
 OVER_FSDP2, OVER_BEST, EXPOSED, HIDEABLE, PEAK, HOST = 1.25, 1.08, 0.05, 0.8, 0.85, 0.5

@@ -13,21 +13,27 @@ _TOP, _GAPS, _NAME = 12, 6, 90  # kernels and gaps that are kept, and characters
 Span = tuple[float, float]
 
 
-def summary(events: Iterable[dict[str, Any]], steps: int) -> dict[str, Any]:
+def summary(events: Iterable[dict[str, Any]], steps: int, *, on_gpu: bool) -> dict[str, Any]:
     """Add up a Chrome trace, per step; times in ms.
 
     Args:
         events: `traceEvents` of the file.
         steps: that were profiled.
+        on_gpu: whether kernels are what counts; operators of the CPU if not.
 
     Returns:
         `span_ms`, from the first kernel to the last; `lanes`, one per stream (or thread, without a GPU), busiest with
         kernels first: `kernels` and `busy_ms`; `main_idle_ms` of the first lane, split into `while_others_work_ms`
         (it waits for another stream) and `while_nothing_works_ms` (it waits for the host); `top`, the kernels that take
         the most; `gaps`, the longest times in which the first lane does nothing.
+
+    Raises:
+        RuntimeError: a GPU's trace shows no kernel.
     """
     done = [event for event in events if event.get("ph") == "X" and event.get("dur")]
-    kernels = [e for e in done if e.get("cat") in _ON_DEVICE] or [e for e in done if e.get("cat") in _ON_HOST]
+    kernels = [e for e in done if e.get("cat") in (_ON_DEVICE if on_gpu else _ON_HOST)]
+    if on_gpu and not kernels:
+        raise RuntimeError("the trace has no kernels: torch's profiler could not watch the GPU.")
     lanes: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for event in sorted(kernels, key=lambda e: float(e["ts"])):
         lanes[_lane(event)].append(event)

@@ -14,9 +14,9 @@ does not fit is left out and named. What is there is written after each setting.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 from fxshard.demo.launch import RankError, Ranks
 from tests.bench.gpu.result import Run
@@ -66,7 +66,6 @@ class Member:
         self._job, self._end = job, end
         job.out.mkdir(parents=True, exist_ok=True)
         self._ranks = Ranks(job, rank_main, num_threads=num_threads)
-        self._events: Iterator[Any] = self._ranks.events()
         self._is_over = False
 
     @property
@@ -90,17 +89,17 @@ class Member:
             deadline: `time.time()` after which it counts as failed.
         """
         start, deadline = time.time(), min(deadline, self._end)
-        self._job.deadline = deadline
         try:
-            answer: Answer | None = next(self._events, None)
+            answers = self._ranks.listen(max(0.0, deadline - start))
         except RankError as error:
-            late = time.time() >= deadline
-            waited = f"no answer after {time.time() - start:.0f} s; see {self._job.out}"
-            self._fail(waited if late else str(error).splitlines()[0])
+            self._fail(str(error).splitlines()[0])
             return None
-        if answer is None:
-            self._fail("its process ended early")
-        return answer
+        if not answers:
+            is_late = time.time() >= deadline
+            waited = f"no answer after {time.time() - start:.0f} s; see {self._job.out}"
+            self._fail(waited if is_late else "its process ended early")
+            return None
+        return cast(Answer, answers[0])
 
     def ask(self, command: Command, expected_s: float) -> Answer | None:
         """Tell it what to do and wait, if it takes long for several times what it should take."""
@@ -116,7 +115,6 @@ class Member:
         """End the process."""
         if not self._is_over:
             self._is_over = True
-
             self._ranks.stop()
 
     def _fail(self, error: str) -> None:

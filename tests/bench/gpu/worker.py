@@ -29,7 +29,7 @@ from fxshard.testing.link_engine import Speed
 from tests.bench import state
 from tests.bench.gpu import build, trace
 from tests.bench.gpu.gate import Gate
-from tests.bench.gpu.settings import INSTANT, Link
+from tests.bench.gpu.settings import INSTANT, OVERLAPPED, Link
 from tests.bench.gpu.talk import (
     Answer,
     Carried,
@@ -56,15 +56,16 @@ def rank_main(place: Place, job: Job, parent: Connection) -> None:
     with reporting(place.rank, job.out, parent):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(job.folder / "cache")
         torch.set_num_threads(place.num_threads)
-        with build.open_link(job.world_size, job.device) as link, _for(job), contextlib.suppress(EOFError):
-            worker = Worker(job, link)
+        gate = Gate(job.folder / "gate")
+        with build.open_link(job.world_size, job.device) as link, _for(job, gate), contextlib.suppress(EOFError):
+            worker = Worker(job, link, gate)
             while not isinstance(command := parent.recv(), End):
                 parent.send(worker.answer(command))
 
 
-def _for(job: Job) -> contextlib.AbstractContextManager[None]:
+def _for(job: Job, gate: Gate) -> contextlib.AbstractContextManager[None]:
     """What one of the systems needs besides the others."""
-    return build.estimable(job.device) if job.entry.system == "simplefsdp_overlapped" else contextlib.nullcontext()
+    return build.estimable(job.device, gate) if job.entry.system == OVERLAPPED else contextlib.nullcontext()
 
 
 class Worker:
@@ -73,12 +74,13 @@ class Worker:
     Args:
         job: what to make.
         link: instant.
+        gate: of all processes on the device.
     """
 
-    def __init__(self, job: Job, link: EmulatedLink) -> None:
+    def __init__(self, job: Job, link: EmulatedLink, gate: Gate) -> None:
         self._job, self._link = job, link
         self._on_gpu = job.device == "cuda"
-        self._gate = Gate(job.folder / "gate")
+        self._gate = gate
         with self._gate.held():
             self._task = build.make_task(job.model, job.device, checkpointing=job.checkpointing)
             self._num_params = sum(parameter.numel() for parameter in self._task.model.parameters())
@@ -132,11 +134,12 @@ class Worker:
         self._trainer.microbatches = turn.microbatches
         self._set_speed(turn.link)
         carried = self._counted_step(turn.link)
-        for _ in range(turn.warm_up - 1):
+        for _ in range(turn.warm_up - 2):
             self._trainer.step()
         self._synchronize()
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats()
+        self._trainer.step()  # the last one that is not timed: the device is at work when the first mark comes
         seconds = self._times(turn.steps)
         peak = torch.cuda.max_memory_allocated() if self._on_gpu else None
         self._tidy()
@@ -220,7 +223,7 @@ class Worker:
             path = Path(folder) / "trace.json"
             profiler.export_chrome_trace(str(path))
             events = json.loads(path.read_text())["traceEvents"]
-        return Profiled(summary=trace.summary(events, command.steps))
+        return Profiled(summary=trace.summary(events, command.steps, on_gpu=self._on_gpu))
 
     def _consolidate(self, repeats: int) -> Consolidated:
         """Everything to the CPU; sending to one rank is nothing that the link knows, so every rank gets it."""
