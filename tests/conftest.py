@@ -5,6 +5,7 @@ Imports torch and pytest alone, as everything that a GPU machine runs.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -18,6 +19,12 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     """Know `timeout` of pyproject.toml where pytest-timeout is not installed: a GPU machine may have pytest alone."""
     if not pluginmanager.hasplugin("timeout"):
         parser.addini("timeout", "seconds that a test may take; without pytest-timeout nobody looks")
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from looking through what importing all tests has made, again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -114,6 +114,7 @@ def settle() -> None:
     torch.manual_seed(0)
     random.seed(0)
     gc.collect()
+    gc.freeze()  # what is left belongs to libraries: looking through it after every test takes longer than most tests
     if not dist.is_initialized():
         raise RankError("the body left no process group; run it with fresh_ranks")
     world: Any = dist.group.WORLD
