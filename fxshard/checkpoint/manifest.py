@@ -17,6 +17,7 @@ from fxshard.errors import CheckpointError
 NAME = "fxshard.json"
 _FORMAT = "fxshard checkpoint"
 _VERSION = 1
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,11 +96,17 @@ class Manifest:
 
     @staticmethod
     def mark(folder: Path) -> tuple[int, ...] | None:
-        """What another manifest in `folder` would not have, be it of equal content; `None` if there is none."""
+        """What another manifest in `folder` would not have, be it of equal content; `None` if there is none.
+
+        Raises:
+            OSError: nobody can tell; this process may not look, for example.
+        """
         try:
             with (folder / NAME).open("rb") as file:  # a network file system looks at the server when a file is opened
                 found = os.fstat(file.fileno())
-        except OSError:
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
             return None
         return found.st_dev, found.st_ino, found.st_mtime_ns
 

@@ -24,7 +24,7 @@ class Reading:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Read the manifest.
+        """Read the manifest, which was there a moment ago.
 
         Raises:
             CheckpointError: it is damaged or gone.
@@ -48,7 +48,7 @@ class Reading:
         return found
 
     def _require_same(self) -> None:
-        if Manifest.mark(self.folder) != self._mark:
+        if self._mark is None or Manifest.mark(self.folder) != self._mark:  # None: between the old one and the new
             raise CheckpointError(f"{self.folder} was replaced while it was read; load again. Nothing was loaded.")
 
 

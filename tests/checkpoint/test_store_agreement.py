@@ -13,8 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 import fxshard
-from fxshard.checkpoint import place, store
+from fxshard.checkpoint import manifest, place, store
 from fxshard.checkpoint.contents import Contents
+from fxshard.checkpoint.verify import Reading
 from fxshard.errors import CheckpointError, ConfigError, RankMismatchError
 from tests.checkpoint.bodies import assert_same_state, build, state_of, train
 from tests.checkpoint.helpers import require_refusal, shared_folder
@@ -152,3 +153,16 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_loaded(stage: str
         patch.setattr(owner, name, meanwhile)
         message = f"{folder / 'a'} was replaced while it was read; load again"
         require_refusal(folder / "a", *build(seed=2), CheckpointError, message)
+
+
+def test_a_checkpoint_that_is_gone_when_its_manifest_is_read_was_replaced(tmp_path: Path) -> None:
+    """A rank may look between the two renames of a save."""
+    with pytest.raises(CheckpointError, match="was replaced while it was read; load again"):
+        Reading(tmp_path / "a")
+
+
+def test_a_manifest_that_may_not_be_read_was_not_replaced(tmp_path: Path) -> None:
+    loop = tmp_path / manifest.NAME
+    loop.symlink_to(loop)  # an error even for root
+    with pytest.raises(OSError, match="symbolic links"):
+        Reading(tmp_path)
