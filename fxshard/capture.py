@@ -5,7 +5,6 @@ Private torch modules used here: `torch._dynamo` (guards' sources, configuration
 
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fxshard.errors import UnsupportedGraph
 from fxshard.ir import ops
+from fxshard.ir.alive import instances_of
 from fxshard.ir.ops import MarkerKey
 from fxshard.ir.plan import FramePlan, UnitPlan
 from fxshard.modules import ShardedModule, plain_module
@@ -215,7 +215,7 @@ def restart(reason: str) -> NoReturn:
 
 def compiled_around(part: nn.Module) -> nn.Module | None:
     """A live module that was given to `torch.compile` and contains `part` without being it."""
-    for wrapper in [o for o in gc.get_objects() if type(o) is OptimizedModule]:
+    for wrapper in instances_of(OptimizedModule):
         if wrapper._orig_mod is not part and any(m is part for m in wrapper._orig_mod.modules()):
             return wrapper._orig_mod
     return None
@@ -242,7 +242,7 @@ def _backend_name(callback: Any) -> str | None:
 
 def refresh_compiled(root: nn.Module) -> None:
     """Let `torch.compile`'s wrappers of `root` call the class that it has now; they bound the old one's `__call__`."""
-    for wrapper in [o for o in gc.get_objects() if type(o) is OptimizedModule]:
+    for wrapper in instances_of(OptimizedModule):
         if wrapper._orig_mod is root:
             wrapper._initialize()
 

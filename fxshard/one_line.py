@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fxshard import capture, sharding
 from fxshard.errors import ConfigError
+from fxshard.ir.alive import instances_of, referrers_of
 from fxshard.mesh import default_mesh, require_mesh
 from fxshard.modules import units_under
 from fxshard.options import Options, launched_world_size
@@ -223,7 +224,7 @@ def _shares(block: nn.Module, root: nn.Module) -> bool:
 
 def _rebind_optimizers(replaced: dict[int, tuple[nn.Parameter, nn.Parameter]]) -> None:
     """Put the sharded parameters into every live optimizer, with their rows of its state."""
-    for optimizer in [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]:
+    for optimizer in instances_of(Optimizer):
         for group in optimizer.param_groups:
             group["params"] = [replaced[id(p)][1] if id(p) in replaced else p for p in group["params"]]
         for old in [p for p in optimizer.state if id(p) in replaced]:
@@ -250,7 +251,7 @@ def _require_no_holders(orphans: dict[str, weakref.ref[nn.Parameter]]) -> None:
     gc.collect()
     alive = [(fqn, parameter) for fqn, reference in orphans.items() if (parameter := reference()) is not None]
     ours = {id(alive), *map(id, alive)}
-    holders = {fqn: [r for r in gc.get_referrers(p) if id(r) not in ours and _holds(r)] for fqn, p in alive}
+    holders = {fqn: [r for r in referrers_of(p) if id(r) not in ours and _holds(r)] for fqn, p in alive}
     held = {fqn: found for fqn, found in holders.items() if found}
     if not held:
         return
@@ -311,7 +312,7 @@ def _replicas(parameters: Iterable[Tensor]) -> list[str]:
     """FQNs of those parameters that have a sharded module beside them or fxshard around them, and are not ignored."""
     wanted = {id(p) for p in parameters}
     found: dict[int, str] = {}
-    for model in [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]:
+    for model in instances_of(nn.Module):
         units = units_under(model)
         ignored = {id(p) for unit in units for p in unit.ignored}
         is_ours = bool(units) or capture.is_compiled_by(model, "fxshard")

@@ -6,7 +6,6 @@ The questions have no public answer, so this file asks private modules and is on
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CodeType, FunctionType
@@ -32,6 +31,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd import profiler
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from fxshard.ir.alive import referrers_of
 
 FakeMode = FakeTensorMode
 """While it is on, tensors have shapes, strides, dtypes and devices, but no data."""
@@ -255,5 +256,5 @@ def _alive(codes: Tracker) -> list[CodeType]:
 
 def _functions_of(codes: dict[int, CodeType]) -> list[FunctionType]:
     """All functions that run one of `codes`."""
-    owners = gc.get_referrers(*codes.values()) if codes else []
+    owners = referrers_of(*codes.values()) if codes else []
     return [owner for owner in owners if type(owner) is FunctionType and id(owner.__code__) in codes]

@@ -55,6 +55,22 @@ def test_shards_at_the_first_call_with_an_optimizer_built_before() -> None:
     assert storage_bytes(run.model.parameters()) <= bytes_of_rows(run.model)
 
 
+@two_ranks
+def test_trains_what_the_garbage_collector_was_told_to_overlook() -> None:
+    """As programs do that freeze what they have set up: the optimizer must be found all the same."""
+    torch.manual_seed(0)
+    model = MLP()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = torch.compile(model, backend="fxshard", options=dict(OPTIONS))
+    gc.collect()
+    gc.freeze()
+    compiled(rows()(0, 0)[0]).sum().backward()
+    assert all(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
+    before = [full(p) for p in model.parameters()]
+    optimizer.step()
+    assert all(not torch.equal(full(p), old) for p, old in zip(model.parameters(), before, strict=True))
+
+
 def compile_and_call_once(model: nn.Module, tools: Tools) -> nn.Module:
     compiled = only_compile(model, tools)
     if tools.system.ours:
