@@ -36,6 +36,7 @@ def _nothing_frozen() -> Iterator[None]:
     if gc.get_freeze_count() <= _BY_PYTHON:
         yield
         return
+    gc.collect()  # what is garbage by now would be frozen with the rest
     gc.unfreeze()
     try:
         yield

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from fxshard.testing.link_engine import Move
 
-BLOCK = 8192
-"""Elements that one CTA copies at a time."""
+BLOCK = 16384
+"""Elements that one CTA copies at a time: 64 KB in flight, for the latency of memory bounds what a CTA can carry."""
 
 NUM_WARPS = 16
 """512 threads for each CTA."""

@@ -19,6 +19,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fxshard
+from fxshard.ir import ops
+from fxshard.ir.aside import COPY_OUT
 from fxshard.testing import EmulatedLink, emulated_link
 from tests.numerics.harness import (
     FSDP2,
@@ -231,3 +233,24 @@ def accumulating_graph(device: str, precision: str) -> str:
     train_step(run, 0)
     (text,) = [graph.text for graph in fxshard.compiled_graphs(run.model) if graph.kind == "backward_accumulate"]
     return text
+
+
+# ---- collectives
+
+
+def check_collectives(device: str) -> None:
+    """The collectives that graphs launch, on the backend itself: fxshard launches none where there is one rank."""
+    world: Any = dist.group.WORLD
+    c10d, name = torch.ops._c10d_functional, world.group_name
+    sent = [torch.randn(numel, device=device) for numel in (1000, 3)]
+    for launched in (
+        c10d.all_gather_into_tensor_coalesced(sent, 1, name),
+        c10d.reduce_scatter_tensor_coalesced(sent, "sum", 1, name),
+        [c10d.all_gather_into_tensor(x, 1, name) for x in sent],
+        [c10d.reduce_scatter_tensor(x, "sum", 1, name) for x in sent],
+    ):
+        for arrived, x in zip(launched, sent, strict=True):
+            assert torch.equal(c10d.wait_tensor(arrived), x)
+    gathered = c10d.all_gather_into_tensor(sent[0], 1, name)
+    copy = ops.COPY_OUT(gathered, [10, 10], [10, 1], 5, COPY_OUT)
+    assert torch.equal(c10d.wait_tensor(copy), sent[0][5:105].view(10, 10))

@@ -66,12 +66,18 @@ class Poison(TorchDispatchMode):
 
 def poison_reaches_a_side_stream() -> bool:
     """Free memory while a stream of a GPU still is to read it, and tell whether it read poison; it should."""
+    _reads_poison(sleep_cycles=0)  # so that every kernel is loaded: loading one may wait for those that run
+    torch.cuda.synchronize()
+    return _reads_poison(sleep_cycles=200_000_000)
+
+
+def _reads_poison(*, sleep_cycles: int) -> bool:
     poison, side = Poison("cuda"), torch.cuda.Stream()
     source = torch.ones(2**20, device="cuda")
     target = torch.empty_like(source)
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        torch.cuda._sleep(40_000_000)
+        torch.cuda._sleep(sleep_cycles)
         target.copy_(source)
     with poison:
         other = source + 1

@@ -28,7 +28,7 @@ from tests.numerics.harness import Run, compare, fxshard_system, start, train, w
 SLEEP: Final = "spin_kernel"
 """Part of the name of the kernel of `torch.cuda._sleep`."""
 
-SLEEP_CYCLES: Final = 40_000_000
+SLEEP_CYCLES: Final = 200_000_000  # 0.1 s: far longer than the host takes to launch the gather
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +55,14 @@ class Shape:
 
     @classmethod
     def of(cls, device: str) -> Shape:
-        """On a GPU a block should compute longer than it travels: 0.4 TFLOP forward; 44 MB of bf16, 88 MB reduced."""
+        """On a GPU a block computes longer than it travels, and travels longer than the host takes to launch the next.
+
+        3.3 TFLOP forward (5 ms); 44 MB of bf16 (2 ms), 88 MB reduced (4 ms). With a profiler and a dispatch mode the
+        host takes 0.3 ms and more between a launch and the product behind it.
+        """
         if device == "cpu":
             return cls()
-        return cls(width=2048, first=6144, step=256, rows=8192, gigabytes_per_s=200.0, latency_us=10.0)
+        return cls(width=2048, first=6144, step=256, rows=65536, gigabytes_per_s=25.0, latency_us=10.0)
 
     @property
     def unit_of_size(self) -> dict[int, str]:
@@ -143,9 +147,10 @@ def check_order(events: Sequence[Event], shape: Shape) -> None:
 def overlap_problems(events: Sequence[Event], shape: Shape, *, least: float = 0.5) -> list[str]:
     """Say which transfers of blocks ran without compute beside them that could have hidden them.
 
-    In forward the gather of block i + 1 runs beside the products of block i, in backward that of block i - 1; and the
-    reduction of block i beside the products of block i - 1. The first gather of each has nothing to hide behind, nor
-    has the last reduction.
+    In forward the gather of block i + 1 runs beside the products of block i. In backward that of block i - 1 is
+    launched once block i + 1 has read its parameters for the last time, and runs beside its last products or those of
+    block i; and the reduction of block i beside its last product or those of block i - 1. The first gather of each has
+    nothing to hide behind, nor has the last reduction.
 
     Args:
         events: of a trace with kernels.
@@ -158,13 +163,14 @@ def overlap_problems(events: Sequence[Event], shape: Shape, *, least: float = 0.
     problems = []
     for work, beside in expected_beside(moved, list(shape.unit_of_size.values())):
         share, units = hidden_share(work, compute), units_beside(work, compute)
-        if share < least or beside not in units:
-            problems.append(f"{work.verb} {work.unit}: {share:.0%} hidden, beside {sorted(units)}, not {beside}")
+        if share < least or units.isdisjoint(beside):
+            wanted = " or ".join(beside)
+            problems.append(f"{work.verb} {work.unit}: {share:.0%} hidden, beside {sorted(units)}, not {wanted}")
     return problems
 
 
-def expected_beside(moved: Sequence[Work], blocks: Sequence[str]) -> Iterator[tuple[Work, str]]:
-    """Yield the transfers that compute should hide, each with the unit whose products should do it.
+def expected_beside(moved: Sequence[Work], blocks: Sequence[str]) -> Iterator[tuple[Work, Sequence[str]]]:
+    """Yield the transfers that compute should hide, each with the units of which one's products should do it.
 
     Raises:
         AssertionError: a block was not gathered twice and reduced once.
@@ -174,10 +180,10 @@ def expected_beside(moved: Sequence[Work], blocks: Sequence[str]) -> Iterator[tu
         reductions = [work for work in moved if work.unit == unit and work.verb == "reduce"]
         assert (len(gathers), len(reductions)) == (2, 1), (unit, [(work.verb, work.unit) for work in moved])
         if i > 0:
-            yield gathers[0], blocks[i - 1]
-            yield reductions[0], blocks[i - 1]
+            yield gathers[0], blocks[i - 1 : i]
+            yield reductions[0], blocks[i - 1 : i + 1]
         if i < len(blocks) - 1:
-            yield gathers[1], blocks[i + 1]
+            yield gathers[1], blocks[i + 1 : i + 3]
 
 
 # ---- an optimizer on a stream of its own

@@ -252,6 +252,7 @@ def test_waiting_orders_what_reads_and_what_writes_next(device: torch.device) ->
 def test_other_streams_run_beside_a_transfer(device: torch.device) -> None:
     with emulated_link(W, device="cuda", latency_us=50_000.0):
         x = torch.ones(1024, device=device)
+        x.mul_(2)  # loads the kernel, which may wait for those that run
         dist.barrier()
         torch.cuda.synchronize()
         done, began = torch.cuda.Event(), time.perf_counter()
@@ -290,14 +291,27 @@ def test_a_live_link_changes_its_speed_and_its_thread_blocks(device: torch.devic
     assert max(instant, again) < 2000
 
 
-def test_the_pace_is_what_was_asked_idle_and_beside_matrix_products() -> None:
+@pytest.mark.parametrize("gigabytes_per_s", [25.0, 370.0])
+def test_the_pace_is_what_was_asked_idle_and_beside_matrix_products(gigabytes_per_s: float) -> None:
     with emulated_link(8, device="cuda") as link:
-        checks = check_pace(link)
+        checks = check_pace(link, gigabytes_per_s=gigabytes_per_s)
     for check in checks:
         print(check)
     assert [check for check in checks if abs(check.error) > 0.03] == []
     idle = [check for check in checks if not check.is_busy]
     assert [c for c in idle if abs(c.measured_us - c.asked_us) > 0.03 * c.asked_us + 10.0] == []  # and the launch
+
+
+@pytest.mark.parametrize(("gigabytes_per_s", "ctas"), [(100.0, 8), (100.0, 16), (370.0, 16)])
+def test_a_reduction_reads_as_fast_as_was_asked(device: torch.device, gigabytes_per_s: float, ctas: int) -> None:
+    with emulated_link(8, device="cuda", gigabytes_per_s=gigabytes_per_s, ctas=ctas) as link:
+        whole, shard = torch.ones(1 << 26, device=device), torch.empty(1 << 23, device=device)
+        for _ in range(4):  # the first loads the kernel
+            dist.reduce_scatter_tensor(shard, whole)
+        took_us = sorted(transfer.end_us - transfer.start_us for transfer in link.transfers[1:])[1]
+    asked_us = whole.nbytes * 7 / 8 / gigabytes_per_s / 1e3
+    print(f"{gigabytes_per_s:g} GB/s, {ctas} CTAs: {took_us:.0f} us, asked {asked_us:.0f}")
+    assert took_us == pytest.approx(asked_us, rel=0.03, abs=10)
 
 
 def test_a_slowdown_beside_the_link_is_measured() -> None:

@@ -15,6 +15,7 @@ from tests.gpu.scenarios import (
     SCENARIOS,
     accumulating_graph,
     check_against_fsdp2,
+    check_collectives,
     check_in_float64,
     one_rank,
     require_cuda,
@@ -61,6 +62,10 @@ def test_trains_as_unsharded(name: str) -> None:
 @pytest.mark.parametrize("through", CHECKPOINTS)
 def test_goes_on_from_a_checkpoint(through: str, tmp_path: Path) -> None:
     check_checkpoint(through, "cuda", tmp_path)
+
+
+def test_the_backend_takes_what_graphs_launch() -> None:
+    check_collectives("cuda")
 
 
 def test_accumulates_inside_the_matrix_product() -> None:

@@ -18,6 +18,7 @@ from tests.gpu.scenarios import (
     SCENARIOS,
     accumulating_graph,
     check_against_fsdp2,
+    check_collectives,
     check_in_float64,
     on_link,
     one_rank,
@@ -90,6 +91,11 @@ def test_emulated_ranks_train_as_fsdp2_whatever_the_streams(streams: str) -> Non
 def test_compiled_code_trains_as_fsdp2(group: str, precision: str) -> None:
     with GROUPS[group]("cpu"):
         check_against_fsdp2("accumulation", "cpu", precision, lower="inductor")
+
+
+def test_the_backend_takes_what_graphs_launch() -> None:
+    with one_rank("cpu"):
+        check_collectives("cpu")
 
 
 @pytest.mark.slow
