@@ -19,7 +19,6 @@ import faulthandler
 import functools
 import gc
 import importlib
-import itertools
 import multiprocessing
 import os
 import pickle
@@ -47,7 +46,7 @@ WORLD_SIZE = 2
 TIMEOUT_S = 120.0
 START_TIMEOUT_S = 120.0
 SETTLE_TIMEOUT_S = 30.0
-_FREEZE_EVERY = 50
+_FROZEN = 100_000  # objects; less if nobody has frozen torch, or fxshard has thawed it
 # How long a rank may go on after the other one has failed: longer than one compile, shorter than a collective.
 GRACE_S = 20.0
 
@@ -108,9 +107,6 @@ def join_group(name: str) -> None:
     )
 
 
-_settled = itertools.count()  # on a rank; each time some garbage is frozen too, and stays
-
-
 def settle() -> None:
     """Bring the rank back to how a test expects it, and check that both ranks are still in step."""
     torch._dynamo.reset()
@@ -119,7 +115,7 @@ def settle() -> None:
     torch.manual_seed(0)
     random.seed(0)
     gc.collect()
-    if next(_settled) % _FREEZE_EVERY == 0:
+    if gc.get_freeze_count() < _FROZEN:
         gc.freeze()  # what is left belongs to libraries; to look through it takes a quarter of the time of a test
     if not dist.is_initialized():
         raise RankError("the body left no process group; run it with fresh_ranks")

@@ -28,7 +28,7 @@ def view_of(tensor: Tensor) -> View:
     return View(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
-@pytest.mark.parametrize("tensor", VIEWS, ids=str)
+@pytest.mark.parametrize("tensor", VIEWS, ids=lambda tensor: str(view_of(tensor)))
 def test_knows_what_torch_knows(tensor: Tensor) -> None:
     view = view_of(tensor)
     assert view.numel == tensor.numel()
