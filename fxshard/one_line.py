@@ -312,7 +312,7 @@ def _replicas(parameters: Iterable[Tensor]) -> list[str]:
     """FQNs of those parameters that have a sharded module beside them or fxshard around them, and are not ignored."""
     wanted = {id(p) for p in parameters}
     found: dict[int, str] = {}
-    for model in instances_of(nn.Module):
+    for model in instances_of(nn.Module, thaw=False):  # of any program that imports fxshard
         units = units_under(model)
         ignored = {id(p) for unit in units for p in unit.ignored}
         is_ours = bool(units) or capture.is_compiled_by(model, "fxshard")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -42,14 +43,17 @@ class Reading:
         try:
             found = work()
         except Exception:
-            self._require_same()  # files that are gone look like damage
+            with contextlib.suppress(OSError):  # the first error says more
+                self._require_same()  # files that are gone look like damage
             raise
         self._require_same()
         return found
 
     def _require_same(self) -> None:
         if self._mark is None or Manifest.mark(self.folder) != self._mark:  # None: between the old one and the new
-            raise CheckpointError(f"{self.folder} was replaced while it was read; load again. Nothing was loaded.")
+            raise CheckpointError(
+                f"{self.folder} was replaced or removed while it was read; load again. Nothing was loaded."
+            )
 
 
 def verify(folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1) -> None:

@@ -18,9 +18,15 @@ _BY_PYTHON: Final = 10_000  # it freezes hundreds itself (375 in 3.12); who free
 _log = logging.getLogger(__name__)
 
 
-def instances_of(kind: type[T]) -> list[T]:
-    """All objects whose class is `kind` or derived from it, whatever their `__class__` pretends."""
-    _thaw()
+def instances_of(kind: type[T], *, thaw: bool = True) -> list[T]:
+    """All objects whose class is `kind` or derived from it, whatever their `__class__` pretends.
+
+    Args:
+        kind: of object.
+        thaw: whether frozen ones count, which thaws them.
+    """
+    if thaw:
+        _thaw()
     return [found for found in gc.get_objects() if issubclass(type(found), kind)]
 
 
@@ -32,5 +38,5 @@ def referrers_of(*targets: object) -> list[Any]:
 
 def _thaw() -> None:
     if gc.get_freeze_count() > _BY_PYTHON:
-        _log.info("gc.unfreeze() to find optimizers and modules; freeze again after the first step")
+        _log.info("gc.unfreeze() to find optimizers, modules and functions; it may be called again")
         gc.unfreeze()

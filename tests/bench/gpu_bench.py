@@ -12,7 +12,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def save() -> None:
         report.seconds = budget.spent()
-        _write(args.out / "gpu.json", json.dumps(report.to_json(), indent=1, allow_nan=False, default=repr) + "\n")
+        _write(args.out / "gpu.json", json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n")
         _write(args.out / "gpu.md", page.page(report))
 
     save()
@@ -81,6 +81,9 @@ def _plan(args: argparse.Namespace) -> stages.Plan:
         cases = settings.chosen(settings.all_cases(args.out, _device_name(args.device), args.world_size), args.systems)
     except ValueError as error:
         sys.exit(f"--systems: {error}")
+    checkpointing = _CHECKPOINTING[args.checkpointing]
+    if True in checkpointing and False not in checkpointing and not any(case.checkpointing for case in cases):
+        sys.exit(f"--checkpointing on: {args.systems} run without activation checkpointing only")
     return stages.Plan(
         model=settings.MODELS[args.model],
         device=args.device,
@@ -89,7 +92,7 @@ def _plan(args: argparse.Namespace) -> stages.Plan:
         microbatches=args.microbatches,
         folder=args.out.resolve(),
         num_threads=2 if args.device == "cuda" else 1,
-        checkpointing=_CHECKPOINTING[args.checkpointing],
+        checkpointing=checkpointing,
     )
 
 
@@ -116,9 +119,14 @@ def _options(args: argparse.Namespace, plan: stages.Plan, argv: Sequence[str] | 
         "checkpointing": args.checkpointing,
         "CUDA_SCALE_LAUNCH_QUEUES": os.environ.get("CUDA_SCALE_LAUNCH_QUEUES"),
         "systems": {
-            case.name: {"system": case.entry.system, "options": dict(case.entry.options)} for case in plan.cases
+            case.name: {"system": case.entry.system, "options": _in_json(case.entry.options)} for case in plan.cases
         },
     }
+
+
+def _in_json(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as JSON has them, callables in words."""
+    return {name: repr(value) if callable(value) else value for name, value in options.items()}
 
 
 def _write(path: Path, text: str) -> None:

@@ -151,13 +151,13 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_loaded(stage: str
         fxshard.save_checkpoint(folder / "a", model, optim)
         fxshard.save_checkpoint(folder / "b", other, other_optim)
         patch.setattr(owner, name, meanwhile)
-        message = f"{folder / 'a'} was replaced while it was read; load again"
+        message = f"{folder / 'a'} was replaced or removed while it was read; load again"
         require_refusal(folder / "a", *build(seed=2), CheckpointError, message)
 
 
 def test_a_checkpoint_that_is_gone_when_its_manifest_is_read_was_replaced(tmp_path: Path) -> None:
     """A rank may look between the two renames of a save."""
-    with pytest.raises(CheckpointError, match="was replaced while it was read; load again"):
+    with pytest.raises(CheckpointError, match="was replaced or removed while it was read; load again"):
         Reading(tmp_path / "a")
 
 

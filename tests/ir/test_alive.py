@@ -17,7 +17,8 @@ from fxshard.ir.alive import instances_of, referrers_of
 def frozen(request: pytest.FixtureRequest) -> Iterator[bool]:
     """Whether a test is to freeze its objects."""
     yield request.param == "frozen"
-    gc.unfreeze()
+    gc.collect()
+    gc.freeze()  # as tests/conftest.py has
 
 
 def test_instances_and_holders_are_found(frozen: bool) -> None:
@@ -38,6 +39,26 @@ def test_what_holds_nothing_is_no_holder(frozen: bool) -> None:
     if frozen:
         gc.freeze()
     assert not [found for found in referrers_of(value) if isinstance(found, tuple | list)]
+
+
+def test_frozen_objects_stay_so_where_they_do_not_count() -> None:
+    class Own(nn.Linear): ...
+
+    model = Own(2, 2)
+    gc.freeze()
+    assert instances_of(Own, thaw=False) == []
+    assert gc.get_freeze_count() > 0
+    assert instances_of(Own) == [model]
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_step_of_a_model_that_is_not_ours_leaves_frozen_what_is(fake_group: None) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 2)).sum().backward()
+    gc.freeze()
+    optimizer.step()
+    assert gc.get_freeze_count() > 0
 
 
 def test_nothing_is_kept_that_was_alive_while_one_looked() -> None:

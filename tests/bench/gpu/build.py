@@ -110,11 +110,13 @@ def make_trainer(job: Job, task: Task, mesh: DeviceMesh) -> Trainer:
 
 
 def _shard_ends(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Give what lies before and behind FSDP2's layers units of their own, as torchtitan does for its Llama."""
+    """Give what lies before and behind FSDP2's layers units of their own, as torchtitan does for its Llama.
+
+    There, too, the head stays gathered between forward and backward, and the embedding does not.
+    """
     assert isinstance(model, Llama)
-    units: tuple[nn.Module | list[nn.Module], ...] = (model.tokens, [model.norm, model.head])
-    for unit in units:
-        fully_shard(unit, mesh=mesh, mp_policy=PRECISION, reshard_after_forward=False)
+    fully_shard(model.tokens, mesh=mesh, mp_policy=PRECISION, reshard_after_forward=True)
+    fully_shard([model.norm, model.head], mesh=mesh, mp_policy=PRECISION, reshard_after_forward=False)
 
 
 def _prefetch_ends(model: nn.Module) -> None:

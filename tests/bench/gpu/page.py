@@ -27,7 +27,7 @@ _NONE = "-"
 _ABOUT: Final = """\
 - **Compute alone**: the model without sharding, compiled, in bf16, and an optimizer for as many numbers as a rank has.
 - What only bounds or explains the others (no overlap, `prefetch="off"`, lists, `streams="side"`) runs without
-  checkpointing and on 16 CTAs; so does FSDP2 at its best, but for checkpointing.
+  checkpointing and on 16 CTAs. FSDP2 at its best runs on 16 CTAs only.
 - **Exposed**: what a step is longer than the same code's on the instant link, which copies all the same.
 - **Both "auto"** was told the speed of the link in a hardware file: 100 GB/s where 370 and 100 stand, else 50.
   Inductor's overlap scheduling was told the same, as how long each collective takes.
@@ -36,8 +36,8 @@ _ABOUT: Final = """\
 - **ms per step**: median, from the end of one step to the end of the next on the device's clock; nobody waits between
   steps. Ratios are medians of the ratios to FSDP2 in the same round.
 - **Host**: what Python takes for forward, backward and optimizer on the instant link, each begun when the device is
-  idle; the device's launch queue is made four times as long, so that the host need not wait for it. What the
-  emulated link itself costs the host, for each collective, is in it for every system.
+  idle. On a GPU the launch queue is four times as long as by default (`CUDA_SCALE_LAUNCH_QUEUES` in the JSON), so that
+  the host need not wait for it. What the emulated link costs the host, for each collective, is in it for every system.
 - **Peak**: the most that the process has allocated on the device during a step.
 """
 
@@ -47,7 +47,8 @@ def page(report: Report) -> str:
     parts = [_head(report), "## Targets\n\n" + _table(["target", "measured"], target_rows(report))]
     for checkpointing in (False, True):
         title = f"## {'With' if checkpointing else 'Without'} activation checkpointing"
-        parts += [title, *(_speeds(report, checkpointing, ctas) for ctas in CTAS), _costs(report, checkpointing)]
+        found = [*(_speeds(report, checkpointing, ctas) for ctas in CTAS), _costs(report, checkpointing)]
+        parts += [title, *found] if any(found) else []
     parts += [_accumulation(report), _consolidation(report), _profiles(report), _missing(report)]
     return "\n\n".join(part.strip() for part in parts if part) + "\n"
 

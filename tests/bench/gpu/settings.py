@@ -96,7 +96,8 @@ class Told:
         """
         name = getattr(node.target, "__name__", "")
         op = next((op for op in ("all_gather", "reduce_scatter", "all_reduce") if name.startswith(op)), None)
-        if op is None or getattr(node.target, "namespace", "") != "_c10d_functional":
+        is_plain = op is not None and "coalesced" not in name
+        if op is None or not is_plain or getattr(node.target, "namespace", "") != "_c10d_functional":
             return None
         if override_size is not None:
             return 1e3 * self.speed.seconds(op, override_size, self.world_size)

@@ -49,7 +49,8 @@ class Shares:
     """How a budget is divided.
 
     Attributes:
-        ready: when systems without checkpointing that are still not ready have failed.
+        ready: of what is left when a part begins (of everything, if another part follows): how long its systems have to
+            be ready, before they have failed.
         first: when the part without checkpointing ends, if all were ready early.
         least: what that part may take once its systems are ready, even if that is all there is.
         narrow: how long before the end of that part no link with fewer CTAs is begun.
@@ -101,7 +102,8 @@ def run(plan: Plan, report: Report, budget: Budget, save: Callable[[], None]) ->
         with _stopped(Stage(plan, report, checkpointing, end, budget, save)) as stage:
             if not stage.fits("everything", shares.compiling * ready_s):
                 return
-            stage.start(end if is_last else budget.at(shares.ready))
+            left_s = end - time.time() if is_last else budget.seconds
+            stage.start(min(end, time.time() + shares.ready * left_s))
             ready_s = budget.spent()
             if not is_last:
                 stage.end = min(end, max(budget.at(shares.first), budget.at(shares.least) + ready_s))
