@@ -109,7 +109,7 @@ def _wanted_name(node: fx.Node) -> str | None:
         return None
     if flat := _flat_of(node):
         unit, shard = flat
-        return f"shard_{_word(unit) or 'root'}" + ("" if shard == "0" else f"_{shard}")
+        return f"shard_{_word(unit) or 'root'}" + ("" if shard == "0" else f"_{_word(shard)}")
     return _word(str(tags.tags_of(node).get(tags.INPUT, ""))) or None
 
 
