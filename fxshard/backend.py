@@ -70,6 +70,7 @@ def _dispatch(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Option
         return _compile(gm, example_inputs, flats, options)
     if unsharded:
         one_line.shard_root(gm, unsharded, options)  # returns only where there is nothing to shard over
+    capture.refuse_writes(gm, example_inputs)
     return lower_plain(gm, example_inputs, options)
 
 
@@ -101,6 +102,7 @@ def capture_only(
         capture.refuse_compiled_autograd()
         flats = capture.flats_of(example_inputs)
         if not flats:
+            capture.refuse_writes(gm, example_inputs)
             return lower_plain(gm, example_inputs, dataclasses.replace(options, lower="eager"))
         _require_one_way(options, flats)
         one_line.require_no_replicas(capture.unsharded_parameters(gm, example_inputs), flats)
@@ -123,10 +125,12 @@ def _compile(
     cudagraphs.require_device(options, device)
     budget = options.memory_budget_gib
     plan = capture.bind_markers(gm, flats)
+    capture.refuse_writes(gm, example_inputs, plan)
     if options.prefetch == "auto" and budget is None:
         plan = keep_at_the_turn(gm, plan, flats)
     frame = Frame(
         plan,
+        returned=capture.returned_by(gm),
         hardware=options.hardware or hardware.of_device(device).name,
         unsharded_budget_bytes=None if budget is None else int(budget * GIB),
         resident_budget_bytes=int(options.resident_gib * GIB),

@@ -20,11 +20,13 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch.distributed.tensor import DTensor
 
 from fxshard.errors import UnsupportedGraph
-from fxshard.ir import ops
+from fxshard.ir import contract, fake, ops, writes
 from fxshard.ir.alive import instances_of
+from fxshard.ir.contract import Place
 from fxshard.ir.ops import MarkerKey
 from fxshard.ir.plan import FramePlan, UnitPlan
 from fxshard.modules import ShardedModule, plain_module
+from fxshard.runtime import eager
 from fxshard.runtime.unit import Home, Unit, home_of
 
 Error = TypeVar("Error", bound=Exception)
@@ -93,7 +95,6 @@ def bind_markers(gm: fx.GraphModule, flats: dict[int, Home]) -> FramePlan:
                 f"%{marker.name} reads a parameter through {flat}, which is not an input of the captured graph. "
                 "Read the parameter outside of the function that transforms it (vmap, cond, custom autograd)."
             )
-        _refuse_mutation(marker, home)
         unit = keys[id(home.unit)]
         numbered = calls.setdefault((unit, _call(marker)), sum(u == unit for u, _ in calls))
         marker.target = ops.UNSHARD
@@ -131,22 +132,40 @@ def _markers(gm: fx.GraphModule) -> Iterator[fx.Node]:
                     yield node
 
 
-def _refuse_mutation(marker: fx.Node, home: Home) -> None:
-    """Raise if the graph writes into a parameter: the write would be lost with the gathered copy."""
-    for user in marker.users:
-        name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
-        in_place = name in ("iadd", "isub", "imul", "itruediv") or (name.endswith("_") and not name.startswith("__"))
-        if in_place and user.args and user.args[0] is marker:
-            fqn = home.unit.plan.shards[home.shard].slots[ops.slot_of(marker)].fqn
-            raise UnsupportedGraph(
-                f"{fqn} is changed in place during forward ({name}): the change would be lost with the gathered copy. "
-                "Change parameters outside of forward, under torch.no_grad()."
-            )
+def refuse_writes(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: FramePlan | None = None) -> None:
+    """Raise if a graph writes into a parameter: the write would be lost with the gathered copy.
+
+    Args:
+        gm: Dynamo's graph.
+        example_inputs: its real inputs; an earlier graph may have returned a parameter that is one of them.
+        plan: from `bind_markers`, `None` for a graph without markers.
+    """
+    names: dict[fx.Node, str] = {}
+    if plan is not None:
+        names |= {marker: plan.parameter_name(*contract.place_of(marker)) for marker in _markers(gm)}
+    for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
+        if (fqn := eager.returned_name(value)) is not None:
+            names[node] = fqn
+    found = writes.writes_of(gm, names) if names else ()
+    written = dict.fromkeys(f"{names[w.parameter]} ({', '.join(filter(None, (w.op, w.user_line)))})" for w in found)
+    if written:
+        raise UnsupportedGraph(
+            f"parameters are changed in place during forward: {'; '.join(written)}. {eager.LOST_WRITE}"
+        )
+
+
+def returned_by(gm: fx.GraphModule) -> dict[int, Place]:
+    """Index of a result of a graph with bound markers -> the parameter that it is, or whose memory it shares."""
+    places = {fake.storage_id(marker.meta["example_value"]): contract.place_of(marker) for marker in _markers(gm)}
+    (results,) = gm.graph.output_node().args
+    values = [result.meta.get("example_value") for result in results]  # type: ignore[union-attr]
+    found = ((i, fake.storage_id(value)) for i, value in enumerate(values) if isinstance(value, Tensor))
+    return {i: places[storage] for i, storage in found if storage in places}
 
 
 def read_shares(gm: fx.GraphModule, plan: FramePlan) -> dict[str, float]:
     """Unit key -> the share of the unit's elements that a graph with bound markers reads."""
-    read = {(key.unit, key.shard, ops.slot_of(m)) for m in _markers(gm) for key in (ops.key_of(m),)}
+    read = {contract.place_of(marker) for marker in _markers(gm)}
     total = {key: sum(shard.numel for shard in unit.shards) for key, unit in plan.units.items()}
     used = dict.fromkeys(plan.units, 0)
     for unit, shard, slot in read:

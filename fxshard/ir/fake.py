@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import CodeType, FunctionType
 from typing import Any, TypeVar, cast
 
@@ -30,7 +30,15 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.autograd import profiler
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+    is_traceable_wrapper_subclass,
+)
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from fxshard.ir.alive import referrers_of
 
@@ -45,6 +53,9 @@ is_wrapper = is_traceable_wrapper_subclass
 
 DispatchMode = TorchDispatchMode
 """Base of a context manager that sees every op which runs in it."""
+
+without_modes = _disable_current_modes
+"""`with without_modes():` no dispatch mode sees what runs inside: as Dynamo compiles."""
 
 eval_frame_callback = get_eval_frame_callback
 """Dynamo's state on this thread: a function (compiling), None (off), False (only run what is compiled)."""
@@ -73,6 +84,14 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
 def mode_of(tensors: Sequence[Tensor]) -> FakeTensorMode | None:
     """The fake mode of some tensors, or of the compilation that runs."""
     return detect_fake_mode(tensors)
+
+
+@contextmanager
+def beside_a_trace(tensor: Tensor) -> Iterator[None]:
+    """Run ops on fake tensors in the mode of one; the trace that made it does not wait for sizes that they make up."""
+    mode = cast(FakeTensor, tensor).fake_mode
+    with mode, mode.shape_env.ignore_fresh_unbacked_symbols() if mode.shape_env is not None else nullcontext():
+        yield
 
 
 @contextmanager
@@ -160,6 +179,31 @@ def wants_gradient(leaf: Tensor) -> bool:
 def backward_keeps_graph() -> bool:
     """Whether the running backward was called with `retain_graph=True`."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+@contextmanager
+def unseen_by_policies() -> Iterator[None]:
+    """Hide ops from the policy of selective activation checkpointing; other dispatch modes see them.
+
+    A policy's modes tell ops by their number, so recomputation must run the same ones as forward, in the same order.
+    """
+    modes = _get_current_dispatch_mode_stack()
+    others = [mode for mode in modes if not isinstance(mode, _CachedTorchDispatchMode | _CachingTorchDispatchMode)]
+    if len(others) == len(modes):
+        yield
+        return
+    _exchange_modes(modes, others)
+    try:
+        yield
+    finally:
+        _exchange_modes(others, modes)
+
+
+def _exchange_modes(present: Sequence[TorchDispatchMode], modes: Sequence[TorchDispatchMode]) -> None:
+    for _ in present:
+        _pop_mode()
+    for mode in modes:
+        _push_mode(mode)
 
 
 def profiler_runs() -> bool:

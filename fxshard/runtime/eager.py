@@ -24,21 +24,46 @@ from fxshard.runtime.unit import Unit, home_of
 
 Parameters = dict[SlotIndex, Tensor]
 
+LOST_WRITE = (
+    "The change would be lost with the gathered copy. Change parameters outside of forward, under torch.no_grad(): "
+    "after the optimizer's step, say."
+)
+
+_RETURNED = "_fxshard_parameter"
+"""Attribute of a gathered parameter that a graph has returned: its FQN."""
+
 
 class _Scope:
-    """One call of a unit's module: what was gathered in it, by unit and autograd mode."""
+    """One call of a unit's module: what was gathered in it, by unit and autograd mode.
+
+    Attributes:
+        units: that the module was made into.
+        gathered: parameters, by unit, grad mode and inference mode.
+        watched: FQN, parameter, and its version when it was gathered.
+    """
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = units
         self.gathered: dict[tuple[int, bool, bool], Parameters] = {}
-        self.versions: dict[tuple[int, bool, bool], list[int]] = {}
+        self.watched: list[tuple[str, Tensor, int]] = []
 
     def parameters_of(self, unit: Unit) -> Parameters:
         key = (id(unit), torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         if key not in self.gathered:
             self.gathered[key] = unshard(unit)
-            self.versions[key] = _versions(self.gathered[key])
+            for (i, j), value in self.gathered[key].items():
+                self.watch(unit.plan.shards[i].slots[j].fqn, value)
         return self.gathered[key]
+
+    def watch(self, fqn: str, value: Tensor) -> None:
+        if not value.is_inference():
+            self.watched.append((fqn, value, value._version))
+
+    def require_unchanged(self) -> None:
+        changed = [fqn for fqn, value, version in self.watched if value._version != version]
+        if changed:
+            names = ", ".join(dict.fromkeys(changed))
+            raise UnsupportedGraph(f"parameters were changed in place during forward: {names}. {LOST_WRITE}")
 
 
 class Running(NamedTuple):
@@ -68,13 +93,19 @@ def enter_call(units: Sequence[Unit]) -> None:
 
 def leave_call() -> None:
     """The innermost call ends; what it gathered lives on only where autograd saved it."""
-    scope = _scopes.stack.pop()
-    for key, parameters in scope.gathered.items():
-        if _versions(parameters) != scope.versions[key]:
-            raise UnsupportedGraph(
-                "a parameter was changed in place during forward: the change would be lost with the gathered copy. "
-                "Change parameters outside of forward, under torch.no_grad()."
-            )
+    _scopes.stack.pop().require_unchanged()
+
+
+def note_returned(value: Tensor, fqn: str) -> None:
+    """A graph gives out a gathered parameter (a graph break comes between its read and its use)."""
+    setattr(value, _RETURNED, fqn)
+    if _scopes.stack:
+        _scopes.stack[-1].watch(fqn, value)
+
+
+def returned_name(value: object) -> str | None:
+    """The FQN of a gathered parameter that a graph has given out, `None` for anything else."""
+    return getattr(value, _RETURNED, None) if isinstance(value, Tensor) else None
 
 
 def inside_call() -> bool:
@@ -118,10 +149,6 @@ def _scope_for(unit: Unit) -> _Scope:
     return _scopes.recompute[1]
 
 
-def _versions(parameters: Parameters) -> list[int]:
-    return [0 if value.is_inference() else value._version for value in parameters.values()]
-
-
 def unshard(unit: Unit) -> Parameters:
     """All parameters of a unit, in one launch, differentiable with respect to its flats."""
     index = [(i, j) for i, shard in enumerate(unit.shards) for j in range(len(shard.members))]
@@ -136,7 +163,7 @@ class _UnshardUnit(torch.autograd.Function):
     def forward(ctx: Any, unit: Unit, index: list[SlotIndex], *flats: Tensor) -> tuple[Tensor, ...]:
         ctx.unit, ctx.index, ctx.epoch = unit, index, unit.epoch()
         ctx.set_materialize_grads(False)
-        with ranges.of_unit(unit.fqn):
+        with fake.unseen_by_policies(), ranges.of_unit(unit.fqn):
             values = collectives.unshard(dict(enumerate(flats)), unit.plan, index)
         frozen = [v for v, (i, _) in zip(values, index, strict=True) if not unit.shards[i].plan.trainable]
         ctx.mark_non_differentiable(*frozen)

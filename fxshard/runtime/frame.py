@@ -12,6 +12,7 @@ from torch import Tensor
 from fxshard.errors import ConfigError, InvariantError, UnsupportedGraph
 from fxshard.ir import fake
 from fxshard.ir.collectives import SlotIndex
+from fxshard.ir.contract import Place
 from fxshard.ir.journal import Journal
 from fxshard.ir.plan import FramePlan
 from fxshard.ir.variant import PLAIN, Variant
@@ -27,6 +28,7 @@ class Frame:
     Attributes:
         plan: the units, by the key of their markers. Blocks of equal shape share a frame, so the units themselves are
             found at each call, from the flats that come in.
+        returned: index of a result -> the parameter that it is; see `eager.note_returned`.
         trained: unit key -> the parameters that the graph's backward gives a gradient; filled on the joint graph.
         journal: its graphs after every pass; a backward may be compiled as late as its first run.
         hardware: what the user's options name for estimates.
@@ -40,6 +42,7 @@ class Frame:
     """
 
     plan: FramePlan
+    returned: dict[int, Place] = field(default_factory=dict)
     trained: dict[str, list[SlotIndex]] = field(default_factory=dict)
     journal: Journal = field(default_factory=Journal)
     hardware: str = "h100"
@@ -67,6 +70,8 @@ class Frame:
         if trains:
             mutated = [a for a, node in zip(args, nodes, strict=True) if _has_graph(a) and a.grad_fn is not node]
             self._prepare_backward([*_flat(results), *mutated], units)
+        for i, (key, shard, slot) in self.returned.items():
+            eager.note_returned(results[i], units[key].plan.shards[shard].slots[slot].fqn)
         for unit in units.values():
             if unit.after_first_call is not None:
                 unit.after_first_call()  # raises until its cause is gone
