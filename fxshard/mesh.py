@@ -28,15 +28,19 @@ def require_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh
 
 
-def default_mesh() -> DeviceMesh:
-    """All ranks, on the accelerator if there is one; initialises a process group where there is none."""
+def default_mesh(device_type: str | None = None) -> DeviceMesh:
+    """All ranks; initialises a process group where there is none.
+
+    Args:
+        device_type: where the parameters are to be; default: the accelerator if there is one.
+    """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if not dist.is_initialized():
         if launched_world_size() > 1:
             dist.init_process_group(None if accelerator else gloo.BACKEND)
         else:
             dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    return init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))
+    return init_device_mesh(device_type or (accelerator.type if accelerator else "cpu"), (dist.get_world_size(),))
 
 
 def _is_here(device_type: str) -> bool:

@@ -24,14 +24,16 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
 from fxshard import capture, sharding
 from fxshard.errors import ConfigError
 from fxshard.ir.alive import instances_of, referrers_of
 from fxshard.mesh import default_mesh, require_mesh
-from fxshard.modules import units_under
+from fxshard.modules import plain_module, units_under
 from fxshard.options import Options, launched_world_size
 from fxshard.runtime import consistency, groups
 from fxshard.runtime.dtensors import as_dtensor, shard_rows
@@ -60,7 +62,7 @@ def shard_root(gm: fx.GraphModule, unsharded: dict[str, nn.Parameter], options: 
     Raises:
         ConfigError: no process group though a launcher started several ranks, meta parameters, or no root module.
     """
-    mesh = _mesh(options)
+    mesh = _mesh(options, {parameter.device.type for parameter in unsharded.values()})
     if mesh is None or mesh.size() == 1:
         _announce(capture.roots_of(gm))
         return
@@ -74,11 +76,11 @@ def shard_root(gm: fx.GraphModule, unsharded: dict[str, nn.Parameter], options: 
     capture.restart("fxshard sharded the model")
 
 
-def _mesh(options: Options) -> DeviceMesh | None:
+def _mesh(options: Options, device_types: set[str]) -> DeviceMesh | None:
     if options.mesh is not None:
         return require_mesh(options.mesh)
     if dist.is_initialized():
-        return default_mesh()
+        return default_mesh("cpu" if device_types == {"cpu"} else None)  # it has been called: its inputs are there too
     if launched_world_size() > 1:
         raise ConfigError(
             f"WORLD_SIZE is {launched_world_size()} but there is no process group: every rank would train its own "
@@ -127,6 +129,7 @@ def _require_ready(roots: list[nn.Module], unsharded: dict[str, nn.Parameter]) -
                 f"parameters have gradients from before the first compiled call: {', '.join(used)}. Set them to None "
                 "(optimizer.zero_grad()) first, or call fxshard.fully_shard(model) before using the model."
             )
+        _require_no_averages(root)
     _require_all_unsharded(roots)
 
 
@@ -136,6 +139,48 @@ def _require_all_unsharded(roots: list[nn.Module]) -> None:
             "part of the model is sharded and part is not. Shard all of it before compiling: fully_shard on the inner "
             "modules first, then fxshard.fully_shard(model)"
         )
+
+
+def _require_no_averages(root: nn.Module) -> None:
+    """Raise if an `AveragedModel` of `root` holds whole parameters: its updates would mix them with shards."""
+    if not _averaged(root):
+        return
+    gc.collect()  # it may be dead
+    names = _averaged(root)
+    if names:
+        raise ConfigError(
+            f"an AveragedModel made before the first call holds copies of parameters: {', '.join(names)}. The call "
+            "shards the model, and whole copies cannot be averaged with shards. Make it of the plain model and shard "
+            "it as well, before the first call: fxshard.fully_shard(averaged). Or keep averages of your own, made "
+            "after the first call: {name: p.detach().clone() for name, p in model.named_parameters()}."
+        )
+
+
+def _averaged(root: nn.Module) -> list[str]:
+    """Names of parameters of which `AveragedModel`s hold whole copies with the values that they have now.
+
+    Other values may be those of another model of the class: such a holder is let be.
+    """
+    found: dict[str, None] = {}
+    for averaged in instances_of(AveragedModel):
+        copied = plain_module(averaged.module)
+        for path, part in root.named_modules():
+            if _is_copy(copied, part):
+                found |= dict.fromkeys(name for name, _ in part.named_parameters(path))
+    return list(found)
+
+
+def _is_copy(copied: nn.Module, module: nn.Module) -> bool:
+    """Whether `copied` has the parameters of `module`, none of them sharded."""
+    ours, theirs = dict(module.named_parameters()), dict(copied.named_parameters())
+    return ours.keys() == theirs.keys() and all(_equal(p, theirs[name]) for name, p in ours.items())
+
+
+def _equal(ours: Tensor, theirs: Tensor) -> bool:
+    if isinstance(theirs, DTensor | UninitializedParameter) or theirs.is_meta:
+        return False
+    same_kind = (theirs.dtype, theirs.shape) == (ours.dtype, ours.shape)
+    return same_kind and torch.equal(ours, theirs.to(ours.device))  # an AveragedModel may be on another device
 
 
 def _agree_on_values(root: nn.Module, group: dist.ProcessGroup) -> None:

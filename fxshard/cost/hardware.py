@@ -135,6 +135,11 @@ def of_device(device: torch.device | str) -> HardwareSpec:
     return BUILTIN["cpu" if torch.device(device).type == "cpu" else "h100"]
 
 
+def describes(spec: HardwareSpec, device_type: str) -> bool:
+    """Whether a spec is of such a device, as far as its name tells: `cpu` is a CPU, all else is not."""
+    return (spec.name == BUILTIN["cpu"].name) == (device_type == "cpu")
+
+
 def load(name_or_path: str | Path) -> HardwareSpec:
     """The spec of a builtin name (`h100`, `h200`, `cpu`) or of a JSON file.
 

@@ -81,7 +81,7 @@ def explain(
             f"no graph with sharded parameters was captured from {name}: its forward reads no parameter that is "
             "sharded, or no graph of it could be captured (TORCH_LOGS=graph_breaks says why)."
         )
-    return explanation(name, shadow.world_size, frames)
+    return explanation(name, shadow.world_size, shadow.replica.device, frames)
 
 
 def explanation_of(model: nn.Module) -> Explanation:
@@ -111,10 +111,10 @@ def explanation_of(model: nn.Module) -> Explanation:
             f"nothing has been compiled for {type_name(model)} yet. Compile it with backend='fxshard' and call it "
             "once, or use fxshard.explain(model, *args)."
         )
-    return explanation(type_name(model), units[0].world_size, frames)
+    return explanation(type_name(model), units[0].world_size, units[0].shards[0].flat.device, frames)
 
 
-def explanation(name: str, world_size: int, frames: Sequence[Frame]) -> Explanation:
+def explanation(name: str, world_size: int, device: torch.device, frames: Sequence[Frame]) -> Explanation:
     """The explanation of captured frames."""
     spec = hardware.load(frames[0].hardware or DEFAULT_HARDWARE)
     kept = tuple(
@@ -126,7 +126,7 @@ def explanation(name: str, world_size: int, frames: Sequence[Frame]) -> Explanat
         )
         for frame in frames
     )
-    return Explanation(model=name, world_size=world_size, frames=kept, hardware=spec)
+    return Explanation(model=name, world_size=world_size, frames=kept, hardware=spec, device=device.type)
 
 
 def _place(error: BaseException) -> str:

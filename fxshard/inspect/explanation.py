@@ -15,6 +15,7 @@ from fxshard.cost.hardware import HardwareSpec
 from fxshard.cost.stats import CollectiveCost, GraphStats, collectives_of, graph_stats
 from fxshard.errors import ConfigError
 from fxshard.inspect import schedules as scheduling
+from fxshard.inspect.captured import kernels, remark
 from fxshard.inspect.schedules import Schedule
 from fxshard.ir import schedule
 from fxshard.ir.collectives import GATHERS, REDUCTIONS, is_launch
@@ -165,12 +166,14 @@ class Explanation:
         world_size: ranks that the outermost unit is sharded over.
         frames: one for each captured graph with sharded parameters, in the order of their capture.
         hardware: what the costs are estimates for.
+        device: the kind that the graphs were captured for; see [Note: the device of the capture].
     """
 
     model: str
     world_size: int
     frames: tuple[FrameExplanation, ...]
     hardware: HardwareSpec
+    device: str
 
     @property
     def graphs(self) -> Mapping[str, Mapping[str, Record]]:
@@ -207,7 +210,8 @@ class Explanation:
             ConfigError: there is no such pass, stage or frame; the message names those that there are.
         """
         for number, record in self._records(pass_name, stage, frame):
-            reasons = "".join(f"# {line}\n" for line in record.reasons())
+            foreign = remark(self.device, self.hardware, [record.graph]) if kernels(record.graph) else ""
+            reasons = "".join(f"# {line}\n" for line in (*record.reasons(), foreign) if line)
             print(f"# {self._where(number, record.stage)}, {_when(record)}\n{reasons}{record}\n")
 
     def diff(self, before: str, after: str, stage: str | None = None, frame: int | None = None) -> str:

@@ -90,6 +90,7 @@ def page(explanation: Explanation) -> str:
         size=summary.size,
         duration=summary.duration,
         hardware=explanation.hardware.name,
+        caption=summary.caption(explanation),
         data=graphs_data(explanation),
     )
 
@@ -171,6 +172,7 @@ def _facts(explanation: Explanation) -> list[tuple[str, str]]:
         ("world size", str(explanation.world_size)),
         ("units", str(len(explanation.units))),
         ("frames", str(len(explanation.frames))),
+        ("captured for", explanation.device),
         ("estimated for", explanation.hardware.name),
         ("torch", torch.__version__),
     ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fxshard.errors import MissingExtraError
+from fxshard.inspect.captured import remark
 from fxshard.inspect.explanation import DYNAMO, Explanation, FrameExplanation
 from fxshard.ir.journal import CAPTURED, Record
 
@@ -113,7 +114,8 @@ def text(explanation: Explanation) -> str:
         for stage, records in frame.graphs.items()
     }
     width = max(map(len, lines))
-    return "\n".join([headline(explanation), *(f"  {place:<{width}} {line}" for place, line in lines.items())])
+    stages = [f"  {place:<{width}} {line}" for place, line in lines.items()]
+    return "\n".join([headline(explanation), *stages, *filter(None, [_remark(explanation)])])
 
 
 def headline(explanation: Explanation) -> str:
@@ -213,7 +215,13 @@ def html_tables(explanation: Explanation) -> str:
 
 def caption(explanation: Explanation) -> str:
     """What the numbers are."""
-    return f"of one rank and one step; times are estimates for {explanation.hardware.name}"
+    numbers = f"of one rank and one step; times are estimates for {explanation.hardware.name}"
+    return "; ".join(filter(None, [numbers, _remark(explanation)]))
+
+
+def _remark(explanation: Explanation) -> str:
+    running = [frame.running(stage).graph for frame in explanation.frames for stage in frame.scheduled]
+    return remark(explanation.device, explanation.hardware, running)
 
 
 def launches(collectives: Mapping[str, int]) -> str:

@@ -19,6 +19,8 @@ from torch.optim import Optimizer
 
 import fxshard
 from fxshard.errors import ConfigError, FxshardError
+from fxshard.modules import units_under
+from fxshard.testing import emulated_link
 from tests.numerics.harness import (
     Run,
     Scenario,
@@ -251,6 +253,15 @@ def test_trains_a_submodule_compiled_alone_when_the_rest_is_frozen() -> None:
         return model
 
     check_against_unsharded(Scenario(model=Holder, batch=rows(), prepare=compile_body))
+
+
+def test_leaves_a_model_on_the_cpu_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    with emulated_link(2):
+        model = MLP()
+        compile_module(model, OPTIONS)(rows()(0, 0)[0]).sum().backward()
+        assert {unit.mesh.device_type for unit in units_under(model)} == {"cpu"}
+        torch._dynamo.reset()
 
 
 @two_ranks
