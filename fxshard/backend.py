@@ -13,6 +13,7 @@ from torch import fx, nn
 from fxshard import capture, cudagraphs, one_line
 from fxshard.cost import hardware
 from fxshard.errors import ConfigError, FxshardError
+from fxshard.fsdp2_order import reduced_separately
 from fxshard.ir.room import GIB
 from fxshard.lower import lower, lower_plain, require_known_flags
 from fxshard.modules import plain_module, units_under
@@ -126,11 +127,13 @@ def _compile(
     budget = options.memory_budget_gib
     plan = capture.bind_markers(gm, flats)
     capture.refuse_writes(gm, example_inputs, plan)
+    capture.refuse_replaced_parameters()
     if options.prefetch == "auto" and budget is None:
         plan = keep_at_the_turn(gm, plan, flats)
     frame = Frame(
         plan,
         returned=capture.returned_by(gm),
+        reduced_separately=reduced_separately(gm, plan, flats) if options.lower == "eager" else {},
         hardware=options.hardware or hardware.of_device(device).name,
         unsharded_budget_bytes=None if budget is None else int(budget * GIB),
         resident_budget_bytes=int(options.resident_gib * GIB),

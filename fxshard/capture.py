@@ -25,7 +25,7 @@ from fxshard.ir.alive import instances_of
 from fxshard.ir.contract import Place
 from fxshard.ir.ops import MarkerKey
 from fxshard.ir.plan import FramePlan, UnitPlan
-from fxshard.modules import ShardedModule, plain_module
+from fxshard.modules import ParameterOwner, ShardedModule, plain_module
 from fxshard.runtime import eager
 from fxshard.runtime.unit import Home, Unit, home_of
 
@@ -154,6 +154,23 @@ def refuse_writes(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Frame
         )
 
 
+def refuse_replaced_parameters() -> None:
+    """Raise if the code that Dynamo traces puts something in place of sharded parameters, and perhaps back again.
+
+    The graph reads the shards all the same, so that it would compute with other values than the code says.
+    """
+    output = InstructionTranslator.current_tx().output
+    modified = filter(output.side_effects.is_modified, output.side_effects.id_to_variable.values())
+    sources = [source for variable in modified if (source := getattr(variable, "source", None)) is not None]
+    registries = [source for source in sources if _name(source).endswith("._parameters")]
+    found = [_name(source.base) for source in registries if isinstance(_value_of(source.base), ParameterOwner)]
+    if found:
+        raise UnsupportedGraph(
+            f"the compiled code replaces parameters of sharded modules: {', '.join(map(readable, found))} "
+            "(torch.func.functional_call?). Replace them outside of the compiled function."
+        )
+
+
 def returned_by(gm: fx.GraphModule) -> dict[int, Place]:
     """Index of a result of a graph with bound markers -> the parameter that it is, or whose memory it shares."""
     places = {fake.storage_id(marker.meta["example_value"]): contract.place_of(marker) for marker in _markers(gm)}
@@ -198,21 +215,26 @@ def roots_of(gm: fx.GraphModule) -> list[nn.Module]:
     Every graph input knows the expression that led to it (`L['self']._modules['0']...`); the shortest prefix of it
     that is a module is the root. A compiled closure has no `self`, so the frame's locals alone would not do.
     """
-    root_frame = InstructionTranslator.current_tx().output.root_tx
-    scope = {"L": root_frame.f_locals, "G": root_frame.f_globals}
     roots: dict[int, nn.Module] = {}
     for node in gm.graph.nodes:
         source = getattr(node, "_dynamo_source", None) if node.op == "placeholder" else None
         for prefix in reversed(list(_bases(source))):
-            try:
-                value = eval(_name(prefix), {}, scope)
-            except (NameError, SyntaxError, LookupError, AttributeError, TypeError, NotImplementedError):
-                continue
+            value = _value_of(prefix)
             if isinstance(value, nn.Module):
                 root = plain_module(value)
                 roots.setdefault(id(root), root)
                 break
     return [r for r in roots.values() if not any(r is not o and r in list(o.modules()) for o in roots.values())]
+
+
+def _value_of(source: Any) -> Any:
+    """What the expression that led Dynamo to a value gives in the frame that it traces; `None` where it gives none."""
+    root_frame = InstructionTranslator.current_tx().output.root_tx
+    scope = {"L": root_frame.f_locals, "G": root_frame.f_globals}
+    try:
+        return eval(_name(source), {}, scope)
+    except (NameError, SyntaxError, LookupError, AttributeError, TypeError, NotImplementedError):
+        return None
 
 
 def _bases(source: Any) -> Iterator[Any]:

@@ -19,9 +19,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fxshard.casts import cast_inputs, cast_output
-from fxshard.errors import ConfigError, UnsupportedGraph
+from fxshard.errors import ConfigError
 from fxshard.ir import fake
-from fxshard.runtime import eager, groups
+from fxshard.runtime import eager, groups, uncompiled
 from fxshard.runtime.dtensors import without_offset
 from fxshard.runtime.reference import REFS, TRACED, ParameterRef, flat_key, marker_arguments
 from fxshard.runtime.relay import Relay, UnshardHandle
@@ -314,24 +314,17 @@ def _open_call(module: ShardedModule, args: Any, kwargs: Any) -> tuple[ModuleSta
 def _close_call(state: ModuleState) -> None:
     """Close the scope of a call; the outermost one leaves no gather behind."""
     try:
-        eager.leave_call()
+        eager.leave_call(state.nested)
     finally:
         if not eager.inside_call() and state.nested and (relay := state.nested[0].relay) is not None:
             relay.end()
 
 
-def _refuse_fallback(module: nn.Module, name: str) -> NoReturn:
-    """Dynamo runs all frames of a function in this mode once it has hit its recompile limit."""
-    raise UnsupportedGraph(
-        f"reading {name!r} of {type(module).__name__}: Dynamo hit its recompile limit and would run the sharded model "
-        "eagerly from now on, slowly. Let shapes that vary be dynamic (torch.compile(dynamic=True) or "
-        "torch._dynamo.mark_dynamic), see what recompiles with TORCH_LOGS=recompiles, or raise "
-        "torch._dynamo.config.recompile_limit."
-    )
-
-
 def _read(module: nn.Module, ref: ParameterRef, name: str) -> Any:
-    return eager.read(ref) if eager.inside_forward() else module._parameters[name]
+    if eager.inside_forward():
+        return eager.read(ref)
+    unsharded = eager.read_after_forward(ref)
+    return module._parameters[name] if unsharded is None else unsharded
 
 
 # While a compiled function runs, Dynamo offers itself every Python frame that is called. These must run as they are.
@@ -350,10 +343,12 @@ def _getter(name: str) -> property:
             traced = self.__dict__[TRACED]
             key, slot, shape, dtype = marker_arguments(traced[name])
             return torch.ops.fxshard.unshard(traced[its_flat], key, slot, shape, dtype)
-        if fake.eval_frame_callback() is False:  # a C function: a Python one would be offered to Dynamo
-            _refuse_fallback(self, name)
+        if (callback := fake.eval_frame_callback()) is False:  # a C function: a Python one would be offered to Dynamo
+            uncompiled.refuse_fallback(self, name)
         if name not in self._parameters:
             return nn.Module.__getattr__(self, name)
+        if callback is not None and uncompiled.SEEN not in self.__dict__:
+            uncompiled.notice(self, name)
         return _read_eagerly(self, self.__dict__[REFS][name], name)
 
     return property(get)

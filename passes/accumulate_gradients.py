@@ -30,7 +30,9 @@ class AccumulateGradients(GraphPass):
     or       %acc = input   %s = reduce_grad(%acc, ...)   %t = add(%r, %s)       return %t
 
     What is reduced in the end is what FSDP2 would reduce: gradients of one microbatch are added up first, as autograd
-    does, then cast to the reduce dtype and added to those of earlier microbatches.
+    does, then added to those of earlier microbatches and rounded to the reduce dtype. Of a unit that is called several
+    times FSDP2 reduces the two separately; so does then the backend, which runs the plain backward afterwards
+    (`fxshard/fsdp2_order.py`).
 
     Attributes:
         which: the units to accumulate, and those to finish.
@@ -91,7 +93,9 @@ def _accumulate(splicer: Splicer, accumulator: fx.Node, grads: Sequence[object])
     inputs = [accumulator, *(grad for grad in grads if isinstance(grad, fx.Node))]
 
     def add(old: Tensor, *terms: Tensor) -> Sequence[Tensor]:
-        return [old + functools.reduce(operator.add, terms).to(old.dtype)]
+        grad = functools.reduce(operator.add, terms)
+        dtype = torch.promote_types(old.dtype, grad.dtype)  # rounded once, as `old += grad` is
+        return [(old.to(dtype) + grad.to(dtype)).to(old.dtype)]
 
     last = max(inputs)  # nodes compare by their place in the graph
     while last.next.op == "placeholder":

@@ -50,6 +50,8 @@ def _fuse(accumulator: fx.Node) -> bool:
     (write,) = writes
     total = write.args[1]
     assert isinstance(total, fx.Node)
+    if total.target is not aten.add.Tensor:
+        return False  # the sum is cast
     product, is_transposed = _product(total.args[1])
     if product is None or len(total.users) != 1:
         return False

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MAX_FILE, MAX_PASS, MAX_FUNCTION = 400, 250, 40  # lines; a docstring does not count against its function
+MAX_FILE, MAX_PASS, MAX_FUNCTION = 500, 250, 40  # lines; a docstring does not count against its function
 
 # What may be longer, as "path" or "path:function", and why.
 EXCEPTIONS: dict[str, str] = {}

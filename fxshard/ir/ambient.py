@@ -40,7 +40,8 @@ class Ambient:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """As it was then."""
+        """As it was then, and as there outside of all dispatch modes: a forward's may be on by now."""
         device, dtype, on = self.autocast
-        with fake.tracing_in(self.mode), torch.set_grad_enabled(self.grad), torch.autocast(device, dtype, on):
+        grad, autocast = torch.set_grad_enabled(self.grad), torch.autocast(device, dtype, on)
+        with fake.without_modes(), fake.tracing_in(self.mode), grad, autocast:
             yield

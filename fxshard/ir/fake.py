@@ -63,7 +63,10 @@ eval_frame_callback = get_eval_frame_callback
 NO_VALUE = (DataDependentOutputException, DynamicOutputShapeException)
 """Raised where code asks a fake tensor for what only data knows; `error.func` is the op."""
 
+_POLICIES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+
 Function = TypeVar("Function", bound=Any)
+Result = TypeVar("Result")
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -181,17 +184,22 @@ def backward_keeps_graph() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+def policy_is_on() -> bool:
+    """Whether a policy of selective activation checkpointing sees the ops that this thread runs."""
+    return any(isinstance(mode, _POLICIES) for mode in _get_current_dispatch_mode_stack())
+
+
 @contextmanager
 def unseen_by_policies() -> Iterator[None]:
-    """Hide ops from the policy of selective activation checkpointing; other dispatch modes see them.
+    """Hide ops from policies of selective activation checkpointing; other dispatch modes see them.
 
-    A policy's modes tell ops by their number, so recomputation must run the same ones as forward, in the same order.
+    What a policy saves is found again by the op's number: recomputation must show it the same ops as forward.
     """
-    modes = _get_current_dispatch_mode_stack()
-    others = [mode for mode in modes if not isinstance(mode, _CachedTorchDispatchMode | _CachingTorchDispatchMode)]
-    if len(others) == len(modes):
+    if not policy_is_on():
         yield
         return
+    modes = _get_current_dispatch_mode_stack()
+    others = [mode for mode in modes if not isinstance(mode, _POLICIES)]
     _exchange_modes(modes, others)
     try:
         yield
@@ -204,6 +212,16 @@ def _exchange_modes(present: Sequence[TorchDispatchMode], modes: Sequence[TorchD
         _pop_mode()
     for mode in modes:
         _push_mode(mode)
+
+
+def as_in_forward(choose: Callable[[], Result]) -> Result:
+    """Choose between graphs of different ops; recomputation under a policy takes over what its forward chose."""
+    modes: list[Any] = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _POLICIES)]
+    chosen: list[Result] = modes[-1].storage.setdefault(as_in_forward, []) if modes else []
+    if modes and isinstance(modes[-1], _CachedTorchDispatchMode) and chosen:
+        return chosen.pop(0)
+    chosen.append(choose())
+    return chosen[-1]
 
 
 def profiler_runs() -> bool:

@@ -6,8 +6,8 @@ is `fxshard::reduce_grad(grad, key, slot, numel, dtype)`: the gradient of the sh
 that slot and zeros elsewhere. Tracing through them gives the joint graph of a model with sharded parameters without a
 collective in it; passes replace them, so no pass ever has to guess which collective belongs to which parameter.
 
-`key` names the unit. While Dynamo traces, it is `UnitPlan.sharing_key` (units that agree on it and on their slots may
-share a graph); `capture.py` replaces it by "<unit fqn>#<shard>@<call>".
+`key` names the unit. While Dynamo traces, it is the shard's index and `UnitPlan.sharing_key` (units that agree on
+them may share a graph); `capture.py` replaces it by "<unit fqn>#<shard>@<call>".
 
 `fxshard::addmm_acc(acc, left, right)` adds a matrix product to `acc`: of `acc.addmm_` Inductor makes a temporary and a
 copy. `fxshard::copy(source)` is a contiguous copy in memory of its own: Inductor takes `clone` for nothing where a wait

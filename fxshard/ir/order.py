@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +67,11 @@ class Launch(NamedTuple):
     name: str
     kind: str = ""
     serves: str = ""
+
+    def renamed(self, names: Mapping[str, str]) -> Launch:
+        """The same for other units: blocks that are compiled one by one share a graph; `names` are by unit key."""
+        units = ", ".join(names.get(unit, unit) for unit in self.serves.split(", "))
+        return self._replace(text=self.text.removesuffix(self.serves) + units, serves=units)
 
 
 def sequence(graph: fx.Graph) -> tuple[Launch, ...]:

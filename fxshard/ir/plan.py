@@ -14,6 +14,7 @@ Same layout as FSDP2's all_gather and reduce_scatter buffers, which bitwise pari
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -133,10 +134,16 @@ class UnitPlan:
 
     @property
     def sharing_key(self) -> str:
-        """What two units must have in common to run through one compiled graph, besides the shapes of their slots."""
+        """What two units must have in common to run through one compiled graph.
+
+        That is their layout too: a graph may read a part of a unit, and the rest decides where that part lies.
+        """
         names = (str(d).removeprefix("torch.") for d in (self.param_dtype, self.reduce_dtype))
         groups = "+".join(dict.fromkeys((self.group, self.reducing_group)))
-        return f"{self.world_size}@{groups} {'/'.join(names)} {'reshard' if self.reshard_after_forward else 'keep'}"
+        layout = [(str(s.dtype), s.trainable, [slot.shape for slot in s.slots]) for s in self.shards]
+        digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:8]
+        policy = "reshard" if self.reshard_after_forward else "keep"
+        return f"{self.world_size}@{groups} {'/'.join(names)} {policy} {digest}"
 
 
 @dataclass(frozen=True, kw_only=True)

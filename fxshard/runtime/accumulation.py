@@ -8,7 +8,7 @@ be reduced, allocated at the first gradient that waits and kept for the steps th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 Units = Mapping[str, "Unit"]
 """By the keys that a graph's markers carry: the units of one call of it."""
+
+Waiting = tuple[SlotIndex, ...]
+"""Parameters of one unit with gradients that wait, in registration order."""
 
 ALIGNMENT = 16
 """Bytes. On GPUs Inductor copies an input that begins elsewhere, and copies it back."""
@@ -80,20 +83,23 @@ class Accumulation:
         """Add gradients, each of its parameter's shape, outside of compiled code."""
         with torch.no_grad():
             for total, grad in zip(self.sums(unit, grads), grads.values(), strict=True):
-                total.add_(grad.to(total.dtype))
+                total.add_(grad)
         self.waiting.update(grads)
-        unit.microbatches.watch_steps()
+        unit.microbatches.hold()
 
     def finish(self, unit: Unit, grads: Mapping[SlotIndex, Tensor]) -> dict[SlotIndex, Tensor]:
         """What is to be reduced, by parameter: `grads`, with what waits added to them."""
         if not self.waiting:
             return dict(grads)
         self.add(unit, grads)
-        slots = sorted(self.waiting)
+        return self.take(unit, sorted(self.waiting))
+
+    def take(self, unit: Unit, slots: Sequence[SlotIndex]) -> dict[SlotIndex, Tensor]:
+        """What waits of some parameters, which is to be reduced now."""
         found = self.sums(unit, slots)
         if unit.world_size == 1:  # nothing is sent: the sums themselves would become gradients
             found = [total.clone() for total in found]
-        self.waiting.clear()
+        self.waiting.difference_update(slots)
         return dict(zip(slots, found, strict=True))
 
     def release(self) -> None:
@@ -101,16 +107,35 @@ class Accumulation:
         self._buffers.clear()
 
 
-def variant_for(units: Units, trained: Slots) -> Variant:
+def waiting_separately(
+    units: Units, trained: Slots, candidates: Mapping[str, Collection[SlotIndex]]
+) -> dict[str, Waiting]:
+    """What is to be reduced by itself before a backward runs, by unit.
+
+    Args:
+        units: of this call of the graph.
+        trained: unit key -> the parameters that the graph's backward gives a gradient.
+        candidates: unit key -> the parameters of which FSDP2 reduces separately what waits.
+    """
+    found: dict[str, Waiting] = {}
+    for key, slots in candidates.items():  # in an order that is the same on all ranks
+        waiting = units[key].accumulation.waiting.intersection(slots, trained.get(key, ()))
+        if waiting and units[key].accumulation.sync and _is_asked(units[key]):
+            found[key] = tuple(sorted(waiting))
+    return found
+
+
+def variant_for(units: Units, trained: Slots, separate: Mapping[str, Waiting]) -> Variant:
     """Which backward of a graph is to run now; what is resident is not its affair.
 
     Args:
         units: of this call of the graph.
         trained: unit key -> the parameters that the graph's backward gives a gradient.
+        separate: from `waiting_separately`.
     """
     kept = {key for key in trained if not units[key].accumulation.sync}
-    waiting = {key: units[key].accumulation.waiting for key in trained if key not in kept}
-    ended = {key for key, slots in waiting.items() if slots and not slots.isdisjoint(trained[key])}
+    left = {key: units[key].accumulation.waiting.difference(separate.get(key, ())) for key in trained.keys() - kept}
+    ended = {key for key, slots in left.items() if not slots.isdisjoint(trained[key])}
     # Of a unit that autograd asks no gradient of, the plain backward's is dropped.
     asked = {key for key in kept | ended if _is_asked(units[key])}
     return Variant(accumulates=frozenset(kept & asked), finishes=frozenset(ended & asked))
@@ -132,6 +157,6 @@ def note_run(which: Variant, units: Units, trained: Slots) -> None:
     """A variant has run: say what waits now."""
     for key in which.accumulates:
         units[key].accumulation.waiting.update(trained[key])
-        units[key].microbatches.watch_steps()
+        units[key].microbatches.hold()
     for key in which.finishes:
         units[key].accumulation.waiting.difference_update(trained[key])

@@ -29,9 +29,10 @@ import itertools
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
@@ -279,60 +280,71 @@ def guard(run: Callable[..., Any], kind: str, launches: Sequence[Launch]) -> Cal
         run: a compiled graph that takes its inputs in one list, which it empties.
         kind: "forward", "inference" or "backward".
         launches: its collectives, in order.
+
+    Returns:
+        What takes the inputs, and after them the names of the units of this run where they are not those of
+        `launches`: key in the graph -> name.
     """
-    return _Guarded(run, kind, launches) if launches else run
+    return _Guarded(run, kind, launches)
 
 
 class _Guarded:
-    """A compiled graph with its collectives, which are found out once per default process group."""
+    """A compiled graph with its collectives, which are found out once per default process group and set of units."""
 
     def __init__(self, run: Callable[..., Any], kind: str, launches: Sequence[Launch]) -> None:
         self._run, self._kind, self._launches = run, kind, launches
         self._boxed_call = True  # AOTAutograd asks for it, and looks for it in the instance
         self._world: Callable[[], dist.ProcessGroup | None] = lambda: None
-        self._parts: list[tuple[Crew, Program]] = []
+        self._parts: dict[tuple[str, ...], list[tuple[Crew, Program]]] = {}
         self._ran = False
 
-    def __call__(self, inputs: list[Any]) -> Any:
-        self._agree()
+    def __call__(self, inputs: list[Any], names: Mapping[str, str] = MappingProxyType({})) -> Any:
+        if not self._launches:
+            return self._run(inputs)
+        launches = [launch.renamed(names) for launch in self._launches] if names else self._launches
+        parts = self._agree(launches)
         try:
-            with ranges.of_graph(self._launches):
+            with ranges.of_graph(launches):
                 return self._run(inputs)
         except RuntimeError as error:
             if not isinstance(error, FxshardError):
-                self._explain(error)
+                _explain(parts, error)
             raise
 
-    def _agree(self) -> None:
+    def _agree(self, launches: Sequence[Launch]) -> list[tuple[Crew, Program]]:
         world = dist.group.WORLD
         if world is None:
-            return
+            return []
         if world is not self._world():
-            self._join(world)
-        if not self._parts:
-            return
-        store = _get_default_store()
-        begun = [(crew, crew.begin(store, program)) for crew, program in self._parts]
-        for crew, is_news in begun:
-            if is_news or not self._ran:
-                crew.meet(store)
-        self._ran = True
+            self._parts.clear()
+            self._world, self._ran = weakref.ref(world), False
+        units = tuple(launch.serves for launch in launches)
+        if units not in self._parts:
+            self._parts[units] = self._programs(launches)
+        if parts := self._parts[units]:
+            store = _get_default_store()
+            begun = [(crew, crew.begin(store, program)) for crew, program in parts]
+            for crew, is_news in begun:
+                if is_news or not self._ran:
+                    crew.meet(store)
+            self._ran = True
+        return parts
 
-    def _join(self, world: dist.ProcessGroup) -> None:
+    def _programs(self, launches: Sequence[Launch]) -> list[tuple[Crew, Program]]:
         parts: dict[Crew, list[Launch]] = {}
-        for launch in self._launches:
+        for launch in launches:
             crew = _crew_of(launch.group)
             if crew is not None:
                 parts.setdefault(crew, []).append(launch)
-        self._parts = [(crew, Program.of(self._kind, launches)) for crew, launches in parts.items()]
-        self._world, self._ran = weakref.ref(world), False
+        return [(crew, Program.of(self._kind, mine)) for crew, mine in parts.items()]
 
-    def _explain(self, error: RuntimeError) -> None:
-        """A collective has failed: raise what the store knows about it, if anything."""
-        for crew, _ in self._parts:
-            try:
-                crew.require_agreement(_get_default_store())
-            except RankMismatchError as mismatch:
-                raise mismatch from error
-            except (RuntimeError, ValueError) as lost:  # the store is gone as well, or the group
-                _log.info("fxshard: the store cannot say why a graph failed: %s", lost)
+
+def _explain(parts: Iterable[tuple[Crew, Program]], error: RuntimeError) -> None:
+    """A collective has failed: raise what the store knows about it, if anything."""
+    for crew, _ in parts:
+        try:
+            crew.require_agreement(_get_default_store())
+        except RankMismatchError as mismatch:
+            raise mismatch from error
+        except (RuntimeError, ValueError) as lost:  # the store is gone as well, or the group
+            _log.info("fxshard: the store cannot say why a graph failed: %s", lost)

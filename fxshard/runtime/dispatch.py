@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from fxshard.errors import FxshardError, InvariantError, UnsupportedGraph
+from fxshard.ir import fake
 from fxshard.ir.variant import PLAIN, Slots, Variant
 from fxshard.runtime import accumulation, agreement, layouts, resident
 from fxshard.runtime.accumulation import Units
 from fxshard.runtime.frame import Frame
-from fxshard.runtime.relay import Relay
 
 
 class Code(NamedTuple):
     """A compiled graph.
 
     Attributes:
-        run: takes the inputs in one list, which it empties.
+        run: takes the inputs in one list, which it empties, and the names of the units (`agreement.guard`).
         orders: how the inputs must lie in memory; see [Note: layouts] in `runtime/layouts.py`.
     """
 
-    run: Callable[[list[Any]], Any]
+    run: Callable[[list[Any], Mapping[str, str]], Any]
     orders: dict[int, layouts.Order]
 
 
@@ -74,27 +74,28 @@ class Forward(Dispatch):
     def __init__(self, *args: Any) -> None:
         """As for any; the frame announces each of its calls."""
         super().__init__(*args)
-        self._next: tuple[Variant, list[Tensor]] | None = None
+        self._next: tuple[Variant, list[Tensor], dict[str, str]] | None = None
         self._frame.begin = self._begin
 
     def _begin(self, units: Units) -> None:
         """Choose for the call that comes next; here, because nothing can be compiled inside an autograd function."""
         budget, trains = self._frame.resident_budget_bytes, bool(self._frame.trained)
-        chosen = resident.chosen_for(units, self._reads, budget, trains=trains)
+        chosen = fake.as_in_forward(lambda: resident.chosen_for(units, self._reads, budget, trains=trains))
         which = Variant(resident=chosen)
         self._compiled(which)
-        self._next = which, self._resident(which, units)
-        for relay in {unit.relay for unit in units.values() if self._frame.replays} - {None}:
-            cast(Relay, relay).settle()
+        self._next = which, self._resident(which, units), self._frame.names_of(units)
+        for unit in units.values():
+            if self._frame.replays and unit.relay is not None:
+                unit.relay.settle(unit.shards[0].flat.device)
 
     def __call__(self, inputs: list[Any]) -> Any:
         """Run the variant that was chosen."""
         if self._next is None:
             raise InvariantError("a captured graph runs, and no call has announced it.")
-        (which, parameters), self._next = self._next, None
+        (which, parameters, names), self._next = self._next, None
         inputs.extend(parameters)
         self._frame.ran = which
-        return self._compiled(which).run(inputs)
+        return self._compiled(which).run(inputs, names)
 
 
 class Backward(Dispatch):
@@ -106,17 +107,20 @@ class Backward(Dispatch):
         if call is None:
             raise InvariantError("the backward of a captured graph runs, and no forward has announced it.")
         units, trained = call.units, self._frame.trained
-        sums = accumulation.variant_for(units, trained)
+        separate = accumulation.waiting_separately(units, trained, self._frame.reduced_separately)
+        sums = accumulation.variant_for(units, trained, separate)
         chosen = resident.chosen_for(units, self._reads, self._frame.resident_budget_bytes, trains=True)
         chosen |= call.forward.resident  # of these the forward saved what is not the graph's to write into
         which = dataclasses.replace(sums, resident=chosen)
         code = self._compiled(which)  # before anything is launched
+        for key, slots in separate.items():
+            units[key].microbatches.reduce_separately(units[key], slots)
         inputs.extend(accumulation.sums_for(which, units, trained))
         inputs.extend(self._resident(which, units))
         for unit in units.values():
             unit.microbatches.drop_resident(unit)  # if they end: then the graph frees each after its last use
         if call.forward != PLAIN or which != PLAIN:
             layouts.restride(inputs, code.orders)
-        results = code.run(inputs)
+        results = code.run(inputs, self._frame.names_of(units))
         accumulation.note_run(which, units, trained)
         return results

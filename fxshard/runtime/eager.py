@@ -4,12 +4,18 @@
 `module.weight` is the DTensor shard for everybody but the forward: a stray read must not launch a collective on one
 rank only. "Inside a forward" means inside the call of any sharded unit on this thread (modules read each other's
 weights), or inside a backward (activation checkpointing runs forwards again there).
+
+[Note: after a forward]
+A loss may read a weight (`fused_cross_entropy(hidden, model.head.weight, labels)`). FSDP2's root, and every unit that
+does not reshard after forward, is unsharded then, until its backward. So here too: such a read gives the unsharded
+parameter, whose gradient is reduced in its own backward. It is gathered at the first read; the ranks compare that they
+all read, as before a graph (`agreement.py`). A backward, the next forward, and any change of the parameters end it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +24,8 @@ from torch import Tensor
 from fxshard.errors import InvariantError, UnsupportedGraph
 from fxshard.ir import collectives, fake
 from fxshard.ir.collectives import SlotIndex
-from fxshard.runtime import ranges
+from fxshard.ir.order import Launch
+from fxshard.runtime import agreement, ranges
 from fxshard.runtime.reference import ParameterRef
 from fxshard.runtime.unit import Unit, home_of
 
@@ -85,15 +92,69 @@ class _Scopes(threading.local):
 _scopes = _Scopes()
 
 
+class AfterForward:
+    """A unit that does not reshard after forward, between its forward and its backward: see [Note: after a forward]."""
+
+    def __init__(self, unit: Unit) -> None:
+        """Closed at first."""
+        self.epoch: int | None = None
+        self._gathered: Parameters = {}
+        self._launch = agreement.guard(_gather_after_forward, "read", (_launch_of(unit),))
+
+    def open(self, unit: Unit, gathered: Parameters) -> None:
+        """The outermost call has ended; `gathered` is what autograd can use of it, or nothing."""
+        self.epoch, self._gathered = unit.epoch(), gathered
+
+    def close(self) -> None:
+        """The parameters are sharded again."""
+        self.epoch, self._gathered = None, {}
+
+    def parameter(self, unit: Unit, slot: SlotIndex) -> Tensor | None:
+        """The unsharded parameter, `None` if the unit is closed."""
+        if self.epoch != unit.epoch():
+            self.close()
+            return None
+        if not self._gathered:
+            self._gathered = self._launch([unit])
+        return self._gathered[slot]
+
+
+def _launch_of(unit: Unit) -> Launch:
+    text = f"all_gather of all parameters on group {unit.plan.group!r} for {unit.fqn or 'root'}, read after forward"
+    return Launch(unit.plan.group, text, "outside of graphs", "all_gather", unit.fqn)
+
+
+def _gather_after_forward(units: list[Unit]) -> Parameters:
+    (unit,) = units
+    with torch.inference_mode(False), torch.enable_grad():
+        return unshard(unit)
+
+
+def forward_ended(units: Iterable[Unit], gathered: Mapping[tuple[int, bool, bool], Parameters]) -> None:
+    """The outermost call of a model ends: what it does not reshard may be read until its backward."""
+    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and fake.backward_id() is None:
+        for unit in units:
+            if not unit.plan.reshard_after_forward:
+                unit.after_forward = unit.after_forward or AfterForward(unit)
+                unit.after_forward.open(unit, gathered.get((id(unit), True, False), {}))
+
+
 def enter_call(units: Sequence[Unit]) -> None:
     """A module that these units were made for starts its call; `leave_call` must follow, also after an error."""
     _scopes.calls += not _scopes.stack
     _scopes.stack.append(_Scope(units))
 
 
-def leave_call() -> None:
-    """The innermost call ends; what it gathered lives on only where autograd saved it."""
-    _scopes.stack.pop().require_unchanged()
+def leave_call(nested: Iterable[Unit]) -> None:
+    """The innermost call ends; what it gathered lives on only where autograd saved it, or may be read after forward.
+
+    Args:
+        nested: the units of the module and of all modules inside.
+    """
+    scope = _scopes.stack.pop()
+    scope.require_unchanged()
+    if not _scopes.stack:
+        forward_ended(nested, scope.gathered)
 
 
 def note_returned(value: Tensor, fqn: str) -> None:
@@ -132,6 +193,14 @@ def read(ref: ParameterRef) -> Tensor:
     if home is None:
         raise InvariantError("a parameter reference points to a tensor that is not a flat of any unit.")
     return _scope_for(home.unit).parameters_of(home.unit)[home.shard, ref.slot]
+
+
+def read_after_forward(ref: ParameterRef) -> Tensor | None:
+    """The unsharded parameter of a unit that is between forward and backward, `None` if it is sharded."""
+    home = home_of(ref.flat)
+    if home is None or home.unit.after_forward is None:
+        return None
+    return home.unit.after_forward.parameter(home.unit, (home.shard, ref.slot))
 
 
 def _scope_for(unit: Unit) -> _Scope:

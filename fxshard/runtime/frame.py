@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from fxshard.ir import fake
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.contract import Place
 from fxshard.ir.journal import Journal
-from fxshard.ir.plan import FramePlan
+from fxshard.ir.plan import FramePlan, qualified
 from fxshard.ir.variant import PLAIN, Variant
 from fxshard.runtime import eager
 from fxshard.runtime.accumulation import Units
@@ -30,6 +30,8 @@ class Frame:
             found at each call, from the flats that come in.
         returned: index of a result -> the parameter that it is; see `eager.note_returned`.
         trained: unit key -> the parameters that the graph's backward gives a gradient; filled on the joint graph.
+        reduced_separately: unit key -> those of which what earlier microbatches left is reduced by itself: see
+            `fsdp2_order.py`.
         journal: its graphs after every pass; a backward may be compiled as late as its first run.
         hardware: what the user's options name for estimates.
         resident_budget_bytes: what they let parameters take that stay gathered while gradients accumulate.
@@ -44,6 +46,7 @@ class Frame:
     plan: FramePlan
     returned: dict[int, Place] = field(default_factory=dict)
     trained: dict[str, list[SlotIndex]] = field(default_factory=dict)
+    reduced_separately: Mapping[str, frozenset[SlotIndex]] = field(default_factory=dict)
     journal: Journal = field(default_factory=Journal)
     hardware: str = "h100"
     unsharded_budget_bytes: int | None = None
@@ -63,15 +66,17 @@ class Frame:
             for unit in units.values():
                 unit.check()
             self._require_current(args, units)
-        trains = torch.is_grad_enabled() and bool(self.trained)
-        nodes = [arg.grad_fn if isinstance(arg, Tensor) else None for arg in args] if trains else []
+        records = torch.is_grad_enabled()  # a graph in which nothing trains may have an input that needs a gradient
+        nodes = [arg.grad_fn if isinstance(arg, Tensor) else None for arg in args] if records else []
         self.begin(units)
         results = self.compiled(*args)
-        if trains:
+        if records:
             mutated = [a for a, node in zip(args, nodes, strict=True) if _has_graph(a) and a.grad_fn is not node]
-            self._prepare_backward([*_flat(results), *mutated], units)
+            self._prepare_backward([r for r in (*_flat(results), *mutated) if _has_graph(r)], units)
         for i, (key, shard, slot) in self.returned.items():
             eager.note_returned(results[i], units[key].plan.shards[shard].slots[slot].fqn)
+        if not eager.inside_call():
+            eager.forward_ended(units.values(), {})
         for unit in units.values():
             if unit.after_first_call is not None:
                 unit.after_first_call()  # raises until its cause is gone
@@ -88,6 +93,11 @@ class Frame:
                 units[key] = home.unit
         return units
 
+    def names_of(self, units: Units) -> dict[str, str]:
+        """What launches call the units of a call that are not those which the graph was captured with, by its names."""
+        names = {key or "root": qualified(key, unit.fqn) or "root" for key, unit in units.items()}
+        return {key: name for key, name in names.items() if name != key}
+
     def _require_current(self, args: Sequence[Any], units: Units) -> None:
         for position, (key, shard) in self.plan.shard_inputs.items():
             if units[key].shards[shard].flat is not args[position]:
@@ -97,13 +107,14 @@ class Frame:
                     "function again, or call the module once after such a change."
                 )
 
-    def _prepare_backward(self, results: list[Any], units: Units) -> None:
-        """Hook the outputs: before the graph's backward runs, check it may, and announce its gradients."""
+    def _prepare_backward(self, results: list[Tensor], units: Units) -> None:
+        """Hook the outputs that have a graph: before the backward runs, check it may, and announce its gradients."""
+        if not results:
+            return
         hook = _BeforeBackward(self, units)
         for result in results:
-            if _has_graph(result):
-                result.register_hook(hook.run)
-        for node in {node for result in results if _has_graph(result) for node in fake.compiled_nodes(result)}:
+            result.register_hook(hook.run)
+        for node in {node for result in results for node in fake.compiled_nodes(result)}:
             # A view of an input leads to an earlier call's node, which that call has taken already.
             if node.metadata.setdefault("fxshard", hook) is hook:
                 node.register_prehook(hook.begin)

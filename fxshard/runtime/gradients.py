@@ -48,6 +48,7 @@ class GradientSink:
         self.plan = plan
         # By backward: reentrant checkpointing runs backwards inside of a backward.
         self._expected: dict[int | None, set[int]] = {}
+        self._separate: dict[int | None, Tensor] = {}
 
     def expect(self, slots: Iterable[int]) -> None:
         """Say which parameters the running backward gives a gradient, before it arrives."""
@@ -56,6 +57,13 @@ class GradientSink:
     def forget(self) -> None:
         """Drop what backwards that never ended (an exception) have announced; called when no backward runs."""
         self._expected.clear()
+        self._separate.clear()
+
+    def keep(self, grad: Tensor) -> None:
+        """Take a gradient that was reduced separately from that of the running backward, which arrives later."""
+        backward = fake.backward_id()
+        earlier = self._separate.get(backward)  # by another graph, of other parameters
+        self._separate[backward] = grad if earlier is None else earlier + grad
 
     def hand_over(self, flat: Tensor) -> None:
         """Post-accumulate-grad hook of the flat; leaves `flat.grad` None."""
@@ -64,18 +72,21 @@ class GradientSink:
     def take(self, flat: Tensor) -> None:
         """Give every expected parameter its slice of `flat.grad`."""
         grad, flat.grad = flat.grad, None
-        slots = sorted(self._expected.pop(fake.backward_id(), ()))
+        backward = fake.backward_id()
+        slots, separate = sorted(self._expected.pop(backward, ())), self._separate.pop(backward, None)
         if grad is None and not slots:
             return  # torch calls the hook also for a backward without a gradient: its microbatch was accumulated
         if grad is None or not slots:
             names = ", ".join(slot.fqn for slot in self.plan.slots)
             raise InvariantError(f"a gradient arrived that no forward announced, for the shard of {names}.")
         parameters = [self.parameters[i] for i in slots]
-        grads = list(map(_wrap, self._slices(grad.contiguous(), slots, parameters), map(_SPEC, parameters)))
-        if any(map(_HOOKS, parameters)) or any(map(_POST_HOOKS, parameters)):
-            _give_one_by_one(parameters, grads)
-        else:
-            _give_together(parameters, grads)
+        has_hooks = any(map(_HOOKS, parameters)) or any(map(_POST_HOOKS, parameters))
+        if separate is not None and has_hooks:  # they see a backward's whole gradient, once
+            grad, separate = separate + grad, None
+        give = _give_one_by_one if has_hooks else _give_together
+        for part in (grad,) if separate is None else (separate, grad):
+            grads = map(_wrap, self._slices(part.contiguous(), slots, parameters), map(_SPEC, parameters))
+            give(parameters, list(grads))
 
     def _slices(self, grad: Tensor, slots: Sequence[int], parameters: Sequence[nn.Parameter]) -> Iterable[Tensor]:
         """Views of `grad`, each of its parameter's local shape: a slot without its padding."""

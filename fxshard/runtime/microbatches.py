@@ -5,29 +5,35 @@ A unit that still waits when a backward ends which was to reduce it (`set_is_las
 is resident of it is freed. The units go in the order in which the model names them, so that all ranks go alike; and as
 before a graph's collectives, the ranks compare what they are about to reduce (`agreement.py`).
 
-While gradients wait or parameters are resident, an optimizer's step concerns us: it must not leave the first behind,
-and the second would be old after it. A fused step raises no version by which one could tell afterwards, so we have
-torch call us before it, but only for as long as there is something to see to.
+An optimizer's step concerns us: it must not leave waiting gradients behind, resident parameters are old after it, and
+so is every forward whose backward would gather again. Foreach and fused steps raise no version of a DTensor by which
+one could tell afterwards, so torch calls us around each step. In a step that is itself compiled the call vanishes (such
+a step raises versions), unless something waits or is resident.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fxshard.errors import UnsupportedGraph
 from fxshard.ir import collectives, fake
-from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.order import Launch
 from fxshard.runtime import agreement, ranges, resident
+from fxshard.runtime.accumulation import Waiting
 
 if TYPE_CHECKING:
-    from fxshard.runtime.unit import Unit
+    from fxshard.runtime.unit import FlatShard, Unit
+
+    Reduced = tuple[FlatShard, Tensor, list[int]]
+    Reduction = Callable[[list[Unit]], list[Reduced]]
 
 
 @dataclass(eq=False)
@@ -42,16 +48,22 @@ class Microbatches:
     units: Sequence[Unit]
     last: bool = True
     _watched_backward: int | None = field(default=None, repr=False)
-    _before_steps: weakref.finalize[..., Microbatches] | None = field(default=None, repr=False)
+    _watch: _Watch = field(init=False, repr=False)
     _resident_in: dict[int, frozenset[Unit]] = field(default_factory=dict, repr=False)
-    _reductions: dict[tuple[Unit, tuple[SlotIndex, ...]], Callable[[list[Unit]], None]] = field(
-        default_factory=dict, repr=False
-    )
+    _reductions: dict[tuple[Unit, Waiting], Reduction] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        """Watch the optimizers' steps from now on, for as long as the model lives."""
+        self._watch = _Watch(weakref.ref(self))
+        weakref.finalize(self, self._watch.remove).atexit = False
 
     def backward_runs(self) -> None:
         """Called by the first graph of a backward: when the backward ends, see to what ends with it."""
+        for unit in self.units:
+            if unit.after_forward is not None:
+                unit.after_forward.close()
         running = fake.backward_id()
-        if running != self._watched_backward and self._before_steps is not None:
+        if running != self._watched_backward and self._watch.holds:
             self._watched_backward = running
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._backward_ends)
@@ -67,18 +79,26 @@ class Microbatches:
     def reduce(self, units: Iterable[Unit]) -> None:
         """Reduce what waits in some units, and give their parameters their gradients."""
         for unit in units:
-            if unit.accumulation.waiting:
-                self._reduction_of(unit)([unit])
+            if waiting := tuple(sorted(unit.accumulation.waiting)):
+                with torch.no_grad():
+                    for shard, grad, slots in self._reduction_of(unit, waiting)([unit]):
+                        shard.sink.expect(slots)
+                        shard.flat.grad = grad
+                        shard.sink.take(shard.flat)
         self.rest()
 
-    def _reduction_of(self, unit: Unit) -> Callable[[list[Unit]], None]:
-        """What reduces the gradients of a unit that wait now, in agreement with the other ranks."""
-        slots = tuple(sorted(unit.accumulation.waiting))
+    def reduce_separately(self, unit: Unit, slots: Waiting) -> None:
+        """Reduce what waits of some parameters, right before a backward that gives them a gradient."""
+        for shard, grad, _ in self._reduction_of(unit, slots)([unit]):
+            shard.sink.keep(grad)
+
+    def _reduction_of(self, unit: Unit, slots: Waiting) -> Reduction:
+        """What reduces gradients of a unit that wait now, in agreement with the other ranks."""
         if (unit, slots) not in self._reductions:
             names = ", ".join(unit.plan.shards[i].slots[j].fqn for i, j in slots)
             text = f"reduce_scatter of waiting gradients of {names} on group {unit.plan.reducing_group!r}"
             launch = Launch(unit.plan.reducing_group, text, "outside of graphs", "reduce_scatter", unit.fqn)
-            self._reductions[unit, slots] = agreement.guard(_reduce, "flush", (launch,))
+            self._reductions[unit, slots] = agreement.guard(functools.partial(_reduce, slots=slots), "flush", (launch,))
         return self._reductions[unit, slots]
 
     @staticmethod
@@ -98,16 +118,13 @@ class Microbatches:
         self._resident_in.clear()
         self._reductions.clear()
 
-    def watch_steps(self) -> None:
+    def hold(self) -> None:
         """Something waits or is resident: see to it before an optimizer steps."""
-        if self._before_steps is None:
-            self._before_steps = weakref.finalize(self, _Watch(weakref.ref(self)).remove)
+        self._watch.holds = True
 
     def rest(self) -> None:
-        """Let optimizers step as they like, if nothing waits or is resident; outside of steps, where hooks may go."""
-        if self._before_steps is not None and not any(u.accumulation.waiting or u.resident.holds for u in self.units):
-            self._before_steps()
-            self._before_steps = None
+        """Let optimizers step as they like, if nothing waits or is resident."""
+        self._watch.holds = any(unit.accumulation.waiting or unit.resident.holds for unit in self.units)
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to write its parameters.
@@ -126,44 +143,56 @@ class Microbatches:
             unit.resident.drop()
 
     def step_ends(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has written its parameters: what a closure gathered meanwhile is old."""
+        """An optimizer has written its parameters: forwards are void now, and what a closure gathered is old."""
         for unit in self._written_by(optimizer):
+            unit.generation += 1
             unit.resident.drop()
 
     def _written_by(self, optimizer: torch.optim.Optimizer) -> list[Unit]:
         written = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return [unit for unit in self.units if any(id(member.parameter) in written for member in unit.members)]
+        return [unit for unit in self.units if any(id(p) in written for m in unit.members for p in m.registered())]
 
 
 class _Watch:
-    """Hooks around all optimizers' steps, for one model."""
+    """Hooks around all optimizers' steps, for one model.
+
+    Attributes:
+        holds: whether anything of the model waits or is resident. Dynamo guards on it where a step is compiled.
+    """
 
     def __init__(self, microbatches: weakref.ref[Microbatches]) -> None:
-        def begins(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if (found := microbatches()) is not None:
-                found.step_begins(optimizer)
+        self.holds = False
+        self._microbatches = microbatches
+        self._handles = register_optimizer_step_pre_hook(self.begins), register_optimizer_step_post_hook(self.ends)
 
-        def ends(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if (found := microbatches()) is not None:
-                found.step_ends(optimizer)
+    def begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self.holds:
+            _step_begins_eagerly(self, optimizer)
 
-        self._handles = (
-            register_optimizer_step_pre_hook(torch.compiler.disable(begins)),
-            register_optimizer_step_post_hook(torch.compiler.disable(ends)),
-        )
+    def ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self.holds or not torch.compiler.is_compiling():
+            _step_ends_eagerly(self, optimizer)
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        if (found := self._microbatches()) is not None:
+            found.step_begins(optimizer)
+
+    def step_ends(self, optimizer: torch.optim.Optimizer) -> None:
+        if (found := self._microbatches()) is not None:
+            found.step_ends(optimizer)
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
 
 
-def _reduce(units: list[Unit]) -> None:
-    """Reduce what waits in one unit, and give the parameters their gradients."""
+_step_begins_eagerly = torch.compiler.disable(_Watch.step_begins)
+_step_ends_eagerly = torch.compiler.disable(_Watch.step_ends)
+
+
+def _reduce(units: list[Unit], slots: Waiting) -> list[Reduced]:
+    """Reduce what waits of some parameters of one unit."""
     (unit,) = units
     with torch.no_grad(), ranges.of_unit(unit.fqn):
-        grads = unit.accumulation.finish(unit, {})
-        for i, reduced in collectives.reduce_grads(grads, unit.plan).items():
-            shard = unit.shards[i]
-            shard.sink.expect(slot for index, slot in grads if index == i)
-            shard.flat.grad = reduced
-            shard.sink.take(shard.flat)
+        reduced = collectives.reduce_grads(unit.accumulation.take(unit, slots), unit.plan)
+    return [(unit.shards[i], grad, [slot for index, slot in slots if index == i]) for i, grad in reduced.items()]

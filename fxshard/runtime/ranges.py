@@ -1,4 +1,4 @@
-"""While a torch profiler runs, the launches and waits of units stand in its trace under the units' names.
+"""The launches and waits of units: a torch profiler shows them under the units' names, a policy does not see them.
 
     fxshard::unshard(blocks.0)   the launch of an all_gather; of several units with commas
     fxshard::reduce(blocks.0)    the launch of a reduce_scatter
@@ -8,6 +8,10 @@
 Generated code launches collectives by itself. So while a profiler runs, a graph runs under a dispatch mode that sees
 every op, knows from the graph which unit each launch is for, and recognises a wait by the buffer it waits for. That
 makes every op a little slower, in the profile alone: without a profiler one flag is read per run of a graph.
+
+The same mode is on under the policy of selective activation checkpointing, to hide what it recognises. A policy that
+saves `wait_tensor`, for the model's own collectives, would keep parameters unsharded until backward, and nobody would
+wait for what recomputation launches.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ _ASIDE = {ops.GATHER_ASIDE: "all_gather", ops.REDUCE_ASIDE: "reduce_scatter"}
 
 def of_graph(launches: Iterable[Launch]) -> AbstractContextManager[object]:
     """Around one run of a compiled graph that makes these launches, in their order for each kind of collective."""
-    if not fake.profiler_runs():
+    if not fake.profiler_runs() and not fake.policy_is_on():
         return nullcontext()
     launches = list(launches)
     return _Ranges({kind: iter([launch.serves for launch in launches if launch.kind == kind]) for kind in _VERBS})
@@ -43,6 +47,8 @@ def of_unit(fqn: str) -> AbstractContextManager[object]:
 
 class _Ranges(fake.DispatchMode):
     """Opens the ranges; see [Note: ranges]."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, names: Mapping[str, Iterator[str]]) -> None:
         """`names`: for each kind of collective, whom the next launches are for; an empty name opens no range."""
@@ -58,10 +64,12 @@ class _Ranges(fake.DispatchMode):
         if func is ops.OPEN:
             next(self._names.get("all_gather", iter(())), "")  # blocks that share a graph have names of their own
             home = home_of(args[0])
-            return self._expect(home.unit.fqn or "root" if home else "", func(*args, **kwargs))
+            with fake.unseen_by_policies():
+                return self._expect(home.unit.fqn or "root" if home else "", func(*args, **kwargs))
         if func is ops.COPY_OUT:  # who waits for the copy waits for the buffer
             name = self._in_flight.get(args[0].data_ptr(), "")
-            return self._expect(name, fake.run_unrecorded(func, args, kwargs))
+            with fake.unseen_by_policies():
+                return self._expect(name, fake.run_unrecorded(func, args, kwargs))
         kind = _ASIDE.get(func, "")
         if func.namespace != "_c10d_functional" and not kind:
             return fake.run_unrecorded(func, args, kwargs)
@@ -81,5 +89,7 @@ class _Ranges(fake.DispatchMode):
 
 
 def _in_range(verb: str, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with record_function(f"fxshard::{verb}({name})") if name else nullcontext():
+    if not name:
+        return run(*args, **kwargs)
+    with fake.unseen_by_policies(), record_function(f"fxshard::{verb}({name})"):
         return run(*args, **kwargs)

@@ -31,7 +31,7 @@ class ParameterRef(NamedTuple):
 
     @property
     def text(self) -> str:
-        """All but the flat: `2|128 384|float32|8@0 None/None keep`."""
+        """All but the flat: `2|128 384|float32|0 of 8@0 None/None keep 6b86b273`."""
         sizes = " ".join(map(str, self.shape))
         return f"{self.slot}|{sizes}|{str(self.dtype).removeprefix('torch.')}|{self.key}"
 

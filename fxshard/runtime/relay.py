@@ -7,7 +7,8 @@ the last one also launches what the next graph will open. Which graph that is, t
 what was opened after what, apart for forward and backward. What was launched and is not opened (the model took another
 way this time) is waited for and dropped. All ranks see the same openings, so they launch the same.
 
-A relay never reaches over the end of the outermost module's call or of a backward: an optimizer may step there.
+A relay never reaches over the end of the outermost module's call or of a backward: an optimizer may step there. A call
+that activation checkpointing repeats is part of its backward.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fxshard.errors import UnsupportedGraph
-from fxshard.ir import ops
+from fxshard.ir import fake, ops
 from fxshard.runtime import eager, ranges, streams
 from fxshard.runtime.unit import Unit, home_of
 
@@ -56,7 +57,7 @@ class Opening(NamedTuple):
         """Start it; each result is `[world_size * numel]`, to be waited for. `unit` is its name in profiles."""
         flat = self.flat.detach()
         joiner = streams.copy_out_stream(self.stream, flat.device)
-        with ranges.of_unit(unit), streams.aside(self.stream, flat.device):
+        with fake.unseen_by_policies(), ranges.of_unit(unit), streams.aside(self.stream, flat.device):
             (sent,) = streams.cast_aside([flat], self.dtype, joiner)
             parts = [sent[start : start + numel] for start, numel in self.stretches]
             if len(parts) == 1:
@@ -99,8 +100,9 @@ class UnshardHandle:
 
     def wait(self) -> None:
         """Have what runs after this on the current stream (on the CPU: the caller) wait until all are done."""
-        for tensor in self._launched:
-            _c10d.wait_tensor(tensor)
+        with fake.unseen_by_policies():
+            for tensor in self._launched:
+                _c10d.wait_tensor(tensor)
         self._launched = ()
 
 
@@ -165,11 +167,11 @@ class Relay:
             buffer.record_stream(torch.cuda.current_stream(device))  # it was allocated for the other one
         return launched
 
-    def settle(self) -> None:
-        """Wait for the event that the user set, on the current stream: no launch of what runs next will."""
+    def settle(self, device: torch.device) -> None:
+        """Wait for the event that the user set, on the current stream of the units' device: no launch after it will."""
         after, self.after = self.after, None
-        if after is not None and torch.cuda.is_available():
-            torch.cuda.current_stream().wait_event(after)
+        if after is not None and device.type == "cuda":
+            torch.cuda.current_stream(device).wait_event(after)
 
     def _begin(self, scope: eager.Running) -> None:
         self.drop(lambda flight: flight.why != "asked")
@@ -180,8 +182,9 @@ class Relay:
         self._units.clear()
 
     def end(self) -> None:
-        """The outermost call ends: drop what it did not open."""
-        self.drop(lambda flight: flight.why != "asked")
+        """The outermost call ends: drop what it did not open, unless backward repeats the call and goes on."""
+        if eager.running() is None:
+            self.drop(lambda flight: flight.why != "asked")
 
     def unshard(self, unit: Unit) -> UnshardHandle:
         """Launch what the unit's forward opens, for the next call of the outermost module."""
@@ -233,8 +236,9 @@ class Relay:
 def _drop(in_flight: dict[Key, _InFlight], which: Callable[[_InFlight], bool] = lambda _: True) -> None:
     for key, flight in list(in_flight.items()):
         if which(flight):
-            for tensor in flight.launched:
-                _c10d.wait_tensor(tensor)
+            with fake.unseen_by_policies():
+                for tensor in flight.launched:
+                    _c10d.wait_tensor(tensor)
             del in_flight[key]
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fxshard.ir import collectives
+from fxshard.ir import collectives, fake
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.order import Launch
 from fxshard.ir.variant import Slots, in_order
@@ -63,19 +63,20 @@ class Resident:
                 launch = Launch(unit.plan.group, text, "outside of graphs", "all_gather", unit.fqn)
                 self._launch = agreement.guard(_launch, "resident", (launch,))
             self._copies = self._launch([unit])
-            unit.microbatches.watch_steps()
+            unit.microbatches.hold()
         return [self._copies[slot] for slot in slots]
 
     def drop(self) -> None:
         """Free the copies."""
-        for copy in self._copies.values():
-            collectives.WAIT(copy)  # what nobody waits for keeps its buffer for as long as the process runs
+        with fake.unseen_by_policies():
+            for copy in self._copies.values():
+                collectives.WAIT(copy)  # what nobody waits for keeps its buffer for as long as the process runs
         self._copies = {}
 
 
 def _launch(units: list[Unit]) -> dict[SlotIndex, Tensor]:
     (unit,) = units
-    with torch.no_grad(), torch.inference_mode(False), ranges.of_unit(unit.fqn):
+    with torch.no_grad(), torch.inference_mode(False), fake.unseen_by_policies(), ranges.of_unit(unit.fqn):
         return collectives.launch_parameters({i: shard.flat for i, shard in enumerate(unit.shards)}, unit.plan)
 
 

@@ -38,6 +38,7 @@ from fxshard.runtime.reference import ParameterRef
 from fxshard.runtime.resident import Resident
 
 if TYPE_CHECKING:
+    from fxshard.runtime.eager import AfterForward
     from fxshard.runtime.relay import Relay
 
 _PARAMETER, _VERSION = attrgetter("parameter"), attrgetter("parameter._version")
@@ -99,6 +100,10 @@ class Member:
             adopt_attributes(old, attributes)
         self.remember()
 
+    def registered(self) -> Iterator[nn.Parameter | None]:
+        """The parameters that stand in its places now: others than ours where somebody has put them back since."""
+        return (module._parameters.get(name) for module, name in self.owners)
+
     def remember(self) -> None:
         """Take what the parameter looks like now as what it must look like at the next check."""
         self.view = local_of(self.parameter)
@@ -151,13 +156,14 @@ class Unit:
         forward_prefetch: units to launch in forward right after this one has been waited for; none listed: as the
             option has it; `None`: nothing.
         backward_prefetch: the same in backward.
-        generation: raised by every repack and re-attachment.
+        generation: raised by every repack and re-attachment, and by every step of an optimizer that has its parameters.
         from_one_line: whether `torch.compile` made it, not the user.
         ignored: parameters of the modules that stay unsharded on purpose.
         after_first_call: run once, when a compiled graph with this unit has run for the first time.
         frames: the captured graphs that read it, weakly.
         accumulation: its gradients of microbatches that were not reduced.
         resident: its parameters while they stay gathered between microbatches.
+        after_forward: its parameters while they may be read between forward and backward, once they could be.
         reduce_group: for reductions alone, once it was made.
         reduces_apart: whether they use it, and not the mesh's.
         microbatches, relay: the model's, set when the unit is named.
@@ -190,6 +196,7 @@ class Unit:
         self.accumulation, self.resident = Accumulation(), Resident()
         self.microbatches = Microbatches((self,))
         self.relay: Relay | None = None
+        self.after_forward: AfterForward | None = None
         self.reduce_group: dist.ProcessGroup | None = None
         self.reduces_apart = False
         self.plan: UnitPlan
@@ -200,12 +207,13 @@ class Unit:
         return self.mesh.size()
 
     def epoch(self) -> int:
-        """Changes whenever parameter values may have changed: repacked, or written in place through the DTensors.
+        """Changes whenever parameter values may have changed: repacked, stepped by an optimizer, or written in place.
 
-        It changes on all ranks alike, for these are what all ranks do: what is gathered anew depends on it.
+        Writes count through the DTensors and through their local tensors. It changes on all ranks alike, for these are
+        what all ranks do: what is gathered anew depends on it.
         """
         versions: Iterator[int] = map(_VERSION, self.members)
-        return self.generation + sum(versions)
+        return self.generation + sum(versions) + sum(shard.flat._version for shard in self.shards)
 
     def _advance(self, before: int) -> None:
         """Make the epoch one that never was: new parameters count their versions from 0 again."""
@@ -270,10 +278,11 @@ class Unit:
         # Dynamo guards on the key: another list is another graph.
         lists = prefetch_words(self.fqn, ">", _names(self.forward_prefetch))
         lists += prefetch_words(self.fqn, "<", _names(self.backward_prefetch))
-        for shard in self.shards:
-            dtype = self.plan.unsharded_dtype(shard.plan)
+        sharing_key = self.plan.sharing_key
+        for index, shard in enumerate(self.shards):
+            dtype, key = self.plan.unsharded_dtype(shard.plan), f"{index} of {sharing_key}{lists}"
             for i, (slot, member) in enumerate(zip(shard.plan.slots, shard.members, strict=True)):
-                ref = ParameterRef(shard.flat, self.plan.sharing_key + lists, i, slot.shape, dtype)
+                ref = ParameterRef(shard.flat, key, i, slot.shape, dtype)
                 for module, name in member.owners:
                     reference.publish(module, name, ref)
 
@@ -347,7 +356,7 @@ class Unit:
 
     def _adopt(self, member: Member) -> bool:
         """Accept a replaced parameter object if it is a shard of the same kind; whether there was one."""
-        found = {id(p): p for module, name in member.owners if (p := module._parameters.get(name)) is not None}
+        found = {id(p): p for p in member.registered() if p is not None}
         new = [p for p in found.values() if p is not member.parameter] or list(found.values())
         if not new:
             raise ConfigError(
@@ -379,9 +388,16 @@ def require_shard(new: object, member: Member, mesh: DeviceMesh) -> None:
     """Raise unless `new` can stand in place of a sharded parameter.
 
     Raises:
-        ConfigError: it is a plain tensor, or a DTensor of another shape, mesh or placement.
+        ConfigError: it is a plain tensor, a DTensor of another shape, mesh or placement, or one that was computed.
     """
     old = member.parameter
+    if isinstance(new, Tensor) and new.grad_fn is not None:
+        raise ConfigError(
+            f"{member.fqn} is sharded: in its place stands a tensor that was computed ({type(new.grad_fn).__name__}; "
+            "torch.func.functional_call?), and no gradient would flow through it. Change the parameter itself, under "
+            "torch.no_grad(), and back after backward (noise on weights); or use a model that is not sharded where "
+            "gradients through an update are wanted (MAML)."
+        )
     placement = Replicate() if not tuple(old.shape) else Shard(0)
     fits = isinstance(new, DTensor) and tuple(new.shape) == tuple(old.shape)
     if fits and isinstance(new, DTensor) and new.device_mesh == mesh and tuple(new.placements) == (placement,):

@@ -95,6 +95,15 @@ def test_accumulates_in_the_reduce_dtype(reduce_dtype: torch.dtype | None) -> No
     check_bitwise(Scenario(model=MLP, batch=rows(), backward=several, shard_kwargs={"mp_policy": policy}))
 
 
+@two_ranks
+def test_rounds_a_sum_once_to_a_reduce_dtype_of_fewer_bits() -> None:
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    for prepare in (shard_and_compile, only_shard):
+        check_bitwise(
+            Scenario(model=MLP, batch=rows(), backward=several, shard_kwargs={"mp_policy": policy}, prepare=prepare)
+        )
+
+
 @two_ranks(timeout=240)
 def test_compiled_code_accumulates() -> None:
     check_inductor(Scenario(model=MLP, batch=rows(), backward=several))

@@ -67,6 +67,22 @@ def test_adds_to_a_gradient_that_is_there(shard: FlatShard) -> None:
     assert local_grad(shard, BIAS).tolist() == [3.0] * 3
 
 
+def test_adds_what_was_reduced_separately(shard: FlatShard) -> None:
+    for _ in range(2):
+        shard.sink.keep(torch.ones(12))
+    hand_over(shard, torch.full((12,), 2.0), WEIGHT, BIAS)
+    hand_over(shard, torch.full((12,), 3.0), BIAS)
+    assert local_grad(shard, WEIGHT).flatten().tolist() == [4.0] * 9
+    assert local_grad(shard, BIAS).tolist() == [7.0] * 3
+
+
+def test_forgets_what_was_reduced_separately_for_a_backward_that_never_ended(shard: FlatShard) -> None:
+    shard.sink.keep(torch.ones(12))
+    shard.sink.forget()
+    hand_over(shard, torch.full((12,), 2.0), BIAS)
+    assert local_grad(shard, BIAS).tolist() == [2.0] * 3
+
+
 def test_adds_where_only_some_have_a_gradient(shard: FlatShard) -> None:
     hand_over(shard, torch.ones(12), BIAS)
     hand_over(shard, torch.full((12,), 2.0), WEIGHT, BIAS)

@@ -1,9 +1,11 @@
-"""While a torch profiler runs, launches and waits stand in its trace under the names of their units."""
+"""A torch profiler shows launches and waits under the names of their units; the policy of a checkpoint sees none."""
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, cast
 
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import _functional_collectives
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fxshard import fully_shard
 from fxshard.ir import fake
@@ -117,6 +120,19 @@ def test_a_collective_of_the_users_code_gets_no_range(link: EmulatedLink) -> Non
     assert found == Counter({"fxshard::unshard(root)": 1, "fxshard::wait(root)": 2})  # weight and bias
 
 
+def test_a_graph_with_a_higher_order_op_runs_under_a_profiler(link: EmulatedLink) -> None:
+    class Chooses(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return cast(Tensor, torch.cond(y.sum() > 0, torch.sin, torch.cos, (y,)))
+
+    compiled = torch.compile(fully_shard(Chooses(8, 8), mesh=link.mesh), backend="fxshard", options={"lower": "eager"})
+    with torch.no_grad():
+        compiled(torch.ones(2, 8))
+        found = ranges_of(lambda: compiled(torch.ones(2, 8)))
+    assert found == Counter({"fxshard::unshard(root)": 1, "fxshard::wait(root)": 2})
+
+
 def test_other_ops_stand_in_the_trace_once(link: EmulatedLink) -> None:
     step = step_of(link, {"lower": "eager"})
     step()
@@ -146,3 +162,58 @@ def test_a_profiler_that_has_ended_leaves_nothing_on() -> None:
     with profile(activities=[ProfilerActivity.CPU]):
         assert fake.profiler_runs()
     assert not fake.profiler_runs()
+
+
+class Gathers(nn.Linear):
+    """A layer with a collective of its own."""
+
+    group = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        gathered = torch.ops._c10d_functional.all_gather_into_tensor(y.detach(), 2, self.group)
+        return y + cast(Tensor, torch.ops._c10d_functional.wait_tensor(gathered))[: len(y)]
+
+
+def gathers(link: EmulatedLink, options: dict[str, Any] | None) -> nn.Module:
+    """One, sharded; `None` leaves it uncompiled."""
+    layer = fully_shard(Gathers(8, 8), mesh=link.mesh)
+    layer.group = link.mesh.get_group().group_name
+    if options is not None:
+        layer.compile(backend="fxshard", options=options)
+    return layer
+
+
+def seen_by_policy(layer: nn.Module, profiled: bool = False) -> tuple[list[Any], list[Tensor]]:
+    """What the policy of a checkpoint around the layer sees in a second step, and the gradients of both."""
+    seen: list[Any] = []
+
+    def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        seen.append(op)
+        return CheckpointPolicy.MUST_SAVE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    grads = []
+    for _ in range(2):
+        seen.clear()
+        x = torch.ones(2, 8, requires_grad=True)
+        with profile(activities=[ProfilerActivity.CPU]) if profiled else nullcontext():
+            loss = cast(Tensor, checkpoint(layer, x, use_reentrant=False, context_fn=contexts)).square().sum()
+        loss.backward()
+        grads.append(cast(Tensor, x.grad))
+    return seen, grads
+
+
+@pytest.mark.parametrize("options", [None, {"lower": "eager"}, {"lower": "eager", "streams": "side"}], ids=str)
+def test_a_policy_sees_the_collectives_of_the_model_alone(link: EmulatedLink, options: dict[str, Any] | None) -> None:
+    seen, _ = seen_by_policy(gathers(link, options))
+    launches = [op.__name__ for op in seen if op.namespace in ("_c10d_functional", "fxshard")]
+    assert launches == ["all_gather_into_tensor.default", "wait_tensor.default"]
+
+
+@pytest.mark.parametrize("options", [None, {"lower": "eager"}], ids=str)
+def test_a_forward_may_be_profiled_and_recomputed_without(link: EmulatedLink, options: dict[str, Any] | None) -> None:
+    layer = gathers(link, options)
+    (seen, grads), (seen_in_profile, profiled) = seen_by_policy(layer), seen_by_policy(layer, profiled=True)
+    assert seen_in_profile == seen
+    assert all(map(torch.equal, grads, profiled))

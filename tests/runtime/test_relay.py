@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import _get_work_registry_size
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 from fxshard import fully_shard
+from fxshard.backend import frames_of
 from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.modules import ShardedModule, units_under
 from fxshard.runtime.relay import Relay
@@ -209,6 +211,20 @@ def test_an_event_after_the_optimizer_holds_for_one_forward_and_changes_nothing_
     assert {cast(Relay, relay).after for relay in relays} == {None}
 
 
+def test_a_model_on_the_cpu_has_no_gpu_wait_where_there_is_one(
+    link: EmulatedLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = warm(block_by_block(link))
+    for frame in frames_of(model):
+        frame.replays = True
+    cast(ShardedModule, model).set_post_optim_event(torch.Event())
+    asked: list[object] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *device: asked.append(device))
+    step(model)
+    assert (asked, relay_of(model).after) == ([], None)
+
+
 def test_refuses_an_event_that_is_none(link: EmulatedLink) -> None:
     with pytest.raises(ConfigError, match=r"set_post_optim_event expects a torch\.Event, got int"):
         cast(ShardedModule, block_by_block(link)).set_post_optim_event(cast(Any, 1))
@@ -320,6 +336,25 @@ def test_gathers_no_more_often_where_blocks_are_called_twice(link: EmulatedLink)
         step(model)
         gathers.append(sum(transfer.op == "all_gather" for transfer in link.transfers[before:]))
     assert gathers[0] == gathers[1] > 0
+
+
+def test_recomputation_gathers_no_more_often(link: EmulatedLink) -> None:
+    class Recomputed(Blocks):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = cast(Tensor, checkpoint(block, x, use_reentrant=False))
+            return x
+
+    gathers, gradients = [], []
+    for prefetch in (0, 1):
+        torch._dynamo.reset()
+        model = warm(block_by_block(link, Recomputed, prefetch=prefetch))
+        before = len(link.transfers)
+        gradients.append(step(model))
+        gathers.append(sum(transfer.op == "all_gather" for transfer in link.transfers[before:]))
+        assert_nothing_in_flight(model)
+    assert gathers == [3 * NUM_BLOCKS] * 2
+    assert torch.equal(*gradients)
 
 
 def test_equal_blocks_share_a_graph_and_still_gather_their_own(link: EmulatedLink) -> None:
