@@ -111,7 +111,7 @@ class ShardedModule(ParameterOwner):
             return cast_output(policy, super().__call__(*args, **kwargs))
         state, args, kwargs = _enter_call(self, args, kwargs)
         try:
-            return _cast_output_eagerly(state.mp_policy, super().__call__(*args, **kwargs))
+            return _end_call(state, super().__call__(*args, **kwargs))
         finally:
             _leave_call(state)
 
@@ -203,7 +203,7 @@ class ShardedModule(ParameterOwner):
 
         Compiled code takes it over where it is the first gather of a graph that has run before; in the middle of a
         graph the passes have placed it. Call it after parameters were changed, and again after each change: what was
-        gathered before a fused optimizer's step, or a write to `.data` or `to_local()`, is not seen to be old.
+        gathered before a write to `.data` or `to_local()`, or by `torch._foreach_*`, is not seen to be old.
 
         Args:
             async_op: whether to return at once.
@@ -222,6 +222,8 @@ class ShardedModule(ParameterOwner):
         """Free what was gathered of this module's parameters for a graph that has not begun; a graph frees its own."""
         for unit in cast(ModuleState, self.__dict__[STATE]).units:
             unit.resident.drop()
+            if unit.after_forward is not None:
+                unit.after_forward.reshard()
             if unit.relay is not None:
                 unit.relay.reshard(unit)
 
@@ -230,6 +232,8 @@ class ShardedModule(ParameterOwner):
         for unit in cast(ModuleState, self.__dict__[STATE]).nested:
             unit.accumulation.waiting.clear()
             unit.resident.drop()
+            if unit.after_forward is not None:
+                unit.after_forward.reshard()
             unit.microbatches.rest()
             if unit.relay is not None:
                 unit.relay.forget()
@@ -311,10 +315,16 @@ def _open_call(module: ShardedModule, args: Any, kwargs: Any) -> tuple[ModuleSta
     return state, args, kwargs
 
 
+def _end_forward(state: ModuleState, result: Any) -> Any:
+    """The result of a call that has run through."""
+    eager.forward_ended(state.nested)
+    return cast_output(state.mp_policy, result)
+
+
 def _close_call(state: ModuleState) -> None:
     """Close the scope of a call; the outermost one leaves no gather behind."""
     try:
-        eager.leave_call(state.nested)
+        eager.leave_call()
     finally:
         if not eager.inside_call() and state.nested and (relay := state.nested[0].relay) is not None:
             relay.end()
@@ -330,7 +340,7 @@ def _read(module: nn.Module, ref: ParameterRef, name: str) -> Any:
 # While a compiled function runs, Dynamo offers itself every Python frame that is called. These must run as they are.
 _enter_call = torch.compiler.disable(_open_call)
 _leave_call = torch.compiler.disable(_close_call)
-_cast_output_eagerly = torch.compiler.disable(cast_output)
+_end_call = torch.compiler.disable(_end_forward)
 _read_eagerly = torch.compiler.disable(_read)
 
 

@@ -71,6 +71,7 @@ def shard_root(gm: fx.GraphModule, unsharded: dict[str, nn.Parameter], options: 
     for root in roots:
         sharding.require_shardable(dict(root.named_parameters()), mesh)
     for root in roots:
+        _require_no_averages(root, mesh.get_group())
         _agree_on_values(root, mesh.get_group())
         _shard(root, mesh, options)
     capture.restart("fxshard sharded the model")
@@ -129,7 +130,6 @@ def _require_ready(roots: list[nn.Module], unsharded: dict[str, nn.Parameter]) -
                 f"parameters have gradients from before the first compiled call: {', '.join(used)}. Set them to None "
                 "(optimizer.zero_grad()) first, or call fxshard.fully_shard(model) before using the model."
             )
-        _require_no_averages(root)
     _require_all_unsharded(roots)
 
 
@@ -141,15 +141,19 @@ def _require_all_unsharded(roots: list[nn.Module]) -> None:
         )
 
 
-def _require_no_averages(root: nn.Module) -> None:
-    """Raise if an `AveragedModel` of `root` holds whole parameters: its updates would mix them with shards."""
-    if not _averaged(root):
-        return
-    gc.collect()  # it may be dead
+def _require_no_averages(root: nn.Module, group: dist.ProcessGroup) -> None:
+    """Raise if an `AveragedModel` of `root` holds whole parameters: its updates would mix them with shards.
+
+    It may be on one rank alone; then all ranks raise.
+    """
     names = _averaged(root)
     if names:
+        gc.collect()  # it may be dead
+        names = _averaged(root)
+    texts = consistency.gather_texts("one_line_averages", ", ".join(names), group)
+    if held := next(filter(None, texts), ""):
         raise ConfigError(
-            f"an AveragedModel made before the first call holds copies of parameters: {', '.join(names)}. The call "
+            f"an AveragedModel made before the first call holds copies of parameters: {held}. The call "
             "shards the model, and whole copies cannot be averaged with shards. Make it of the plain model and shard "
             "it as well, before the first call: fxshard.fully_shard(averaged). Or keep averages of your own, made "
             "after the first call: {name: p.detach().clone() for name, p in model.named_parameters()}."

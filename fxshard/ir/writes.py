@@ -40,7 +40,7 @@ class Write(NamedTuple):
         return ": ".join(" ".join(line.split()) for line in own[-1].splitlines()[:2]).removeprefix("File ")
 
 
-class _Watch(fake.DispatchMode):
+class _WriteRecorder(fake.DispatchMode):
     """Notes which storages the ops that run write into."""
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class _Search:
         args, kwargs = fx.map_arg(
             (node.args, node.kwargs), lambda source: self.values.get(source, source.meta.get("example_value"))
         )
-        with _Watch() as watch:
+        with _WriteRecorder() as watch:
             try:
                 result = getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else None
                 result = target(*args, **kwargs) if node.op == "call_function" else result

@@ -74,7 +74,7 @@ class Program(NamedTuple):
     """What a run does.
 
     Attributes:
-        kind: "forward", "inference" or "backward".
+        kind: "forward", "inference" or "backward"; outside of graphs one word for what is done.
         digest: of what must be the same on all ranks.
         text: the collectives, one per line, with what need not be the same after a "#".
         key: where the text stands in the store.
@@ -278,7 +278,7 @@ def guard(run: Callable[..., Any], kind: str, launches: Sequence[Launch]) -> Cal
 
     Args:
         run: a compiled graph that takes its inputs in one list, which it empties.
-        kind: "forward", "inference" or "backward".
+        kind: as in `Program`.
         launches: its collectives, in order.
 
     Returns:

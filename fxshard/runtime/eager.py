@@ -15,7 +15,7 @@ all read, as before a graph (`agreement.py`). A backward, the next forward, and 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +24,7 @@ from torch import Tensor
 from fxshard.errors import InvariantError, UnsupportedGraph
 from fxshard.ir import collectives, fake
 from fxshard.ir.collectives import SlotIndex
-from fxshard.ir.order import Launch
-from fxshard.runtime import agreement, ranges
+from fxshard.runtime import ranges
 from fxshard.runtime.reference import ParameterRef
 from fxshard.runtime.unit import Unit, home_of
 
@@ -55,12 +54,15 @@ class _Scope:
         self.watched: list[tuple[str, Tensor, int]] = []
 
     def parameters_of(self, unit: Unit) -> Parameters:
-        key = (id(unit), torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        key = _key(unit)
         if key not in self.gathered:
             self.gathered[key] = unshard(unit)
-            for (i, j), value in self.gathered[key].items():
-                self.watch(unit.plan.shards[i].slots[j].fqn, value)
+            self.watch_all(unit, self.gathered[key])
         return self.gathered[key]
+
+    def watch_all(self, unit: Unit, parameters: Parameters) -> None:
+        for (i, j), value in parameters.items():
+            self.watch(unit.plan.shards[i].slots[j].fqn, value)
 
     def watch(self, fqn: str, value: Tensor) -> None:
         if not value.is_inference():
@@ -70,7 +72,11 @@ class _Scope:
         changed = [fqn for fqn, value, version in self.watched if value._version != version]
         if changed:
             names = ", ".join(dict.fromkeys(changed))
-            raise UnsupportedGraph(f"parameters were changed in place during forward: {names}. {LOST_WRITE}")
+            raise UnsupportedGraph(f"unsharded parameters were changed in place: {names}. {LOST_WRITE}")
+
+
+def _key(unit: Unit) -> tuple[int, bool, bool]:
+    return id(unit), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
 
 class Running(NamedTuple):
@@ -95,48 +101,47 @@ _scopes = _Scopes()
 class AfterForward:
     """A unit that does not reshard after forward, between its forward and its backward: see [Note: after a forward]."""
 
-    def __init__(self, unit: Unit) -> None:
-        """Closed at first."""
-        self.epoch: int | None = None
-        self._gathered: Parameters = {}
-        self._launch = agreement.guard(_gather_after_forward, "read", (_launch_of(unit),))
+    def __init__(self) -> None:
+        """Sharded."""
+        self._epoch: int | None = None
+        self._scope = _Scope(())
 
-    def open(self, unit: Unit, gathered: Parameters) -> None:
+    def unshard(self, unit: Unit, gathered: Parameters) -> None:
         """The outermost call has ended; `gathered` is what autograd can use of it, or nothing."""
-        self.epoch, self._gathered = unit.epoch(), gathered
+        self.reshard()
+        self._epoch = unit.epoch()
+        if gathered:
+            self._scope.gathered[_key(unit)] = gathered
+            self._scope.watch_all(unit, gathered)
 
-    def close(self) -> None:
-        """The parameters are sharded again."""
-        self.epoch, self._gathered = None, {}
+    def reshard(self) -> None:
+        """Forget the unsharded parameters.
+
+        Raises:
+            UnsupportedGraph: somebody has written into them.
+        """
+        self._epoch, scope, self._scope = None, self._scope, _Scope(())
+        scope.require_unchanged()
 
     def parameter(self, unit: Unit, slot: SlotIndex) -> Tensor | None:
-        """The unsharded parameter, `None` if the unit is closed."""
-        if self.epoch != unit.epoch():
-            self.close()
+        """The unsharded parameter, `None` if the unit is sharded."""
+        if self._epoch != unit.epoch():
+            self.reshard()
             return None
-        if not self._gathered:
-            self._gathered = self._launch([unit])
-        return self._gathered[slot]
+        with torch.inference_mode(False), torch.enable_grad():
+            return self._scope.parameters_of(unit)[slot]
 
 
-def _launch_of(unit: Unit) -> Launch:
-    text = f"all_gather of all parameters on group {unit.plan.group!r} for {unit.fqn or 'root'}, read after forward"
-    return Launch(unit.plan.group, text, "outside of graphs", "all_gather", unit.fqn)
-
-
-def _gather_after_forward(units: list[Unit]) -> Parameters:
-    (unit,) = units
-    with torch.inference_mode(False), torch.enable_grad():
-        return unshard(unit)
-
-
-def forward_ended(units: Iterable[Unit], gathered: Mapping[tuple[int, bool, bool], Parameters]) -> None:
-    """The outermost call of a model ends: what it does not reshard may be read until its backward."""
-    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and fake.backward_id() is None:
+def forward_ended(units: Iterable[Unit]) -> None:
+    """The outermost call of a model has given its result: what it does not reshard may be read until its backward."""
+    if len(_scopes.stack) > 1 or fake.backward_id() is not None:
+        return
+    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+        gathered = _scopes.stack[0].gathered if _scopes.stack else {}
         for unit in units:
             if not unit.plan.reshard_after_forward:
-                unit.after_forward = unit.after_forward or AfterForward(unit)
-                unit.after_forward.open(unit, gathered.get((id(unit), True, False), {}))
+                unit.after_forward = unit.after_forward or AfterForward()
+                unit.after_forward.unshard(unit, gathered.get(_key(unit), {}))
 
 
 def enter_call(units: Sequence[Unit]) -> None:
@@ -145,16 +150,9 @@ def enter_call(units: Sequence[Unit]) -> None:
     _scopes.stack.append(_Scope(units))
 
 
-def leave_call(nested: Iterable[Unit]) -> None:
-    """The innermost call ends; what it gathered lives on only where autograd saved it, or may be read after forward.
-
-    Args:
-        nested: the units of the module and of all modules inside.
-    """
-    scope = _scopes.stack.pop()
-    scope.require_unchanged()
-    if not _scopes.stack:
-        forward_ended(nested, scope.gathered)
+def leave_call() -> None:
+    """The innermost call ends; what it gathered lives on only where autograd saved it, or may be read after forward."""
+    _scopes.stack.pop().require_unchanged()
 
 
 def note_returned(value: Tensor, fqn: str) -> None:
@@ -220,6 +218,16 @@ def _scope_for(unit: Unit) -> _Scope:
 
 def unshard(unit: Unit) -> Parameters:
     """All parameters of a unit, in one launch, differentiable with respect to its flats."""
+    if any(fake.is_fake(shard.flat) for shard in unit.shards):
+        return _unshard([unit])  # there are no ranks
+    found: Parameters = unit.outside_graphs("read", "all_gather", "all parameters, read outside of graphs", _unshard)(
+        [unit]
+    )
+    return found
+
+
+def _unshard(units: list[Unit]) -> Parameters:
+    (unit,) = units
     index = [(i, j) for i, shard in enumerate(unit.shards) for j in range(len(shard.members))]
     values = _UnshardUnit.apply(unit, index, *(s.flat for s in unit.shards))  # type: ignore[no-untyped-call]
     return dict(zip(index, values, strict=True))
@@ -230,7 +238,7 @@ class _UnshardUnit(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, unit: Unit, index: list[SlotIndex], *flats: Tensor) -> tuple[Tensor, ...]:
-        ctx.unit, ctx.index, ctx.epoch = unit, index, unit.epoch()
+        ctx.unit, ctx.index, ctx.version = unit, index, unit.version()
         ctx.set_materialize_grads(False)
         with fake.unseen_by_policies(), ranges.of_unit(unit.fqn):
             values = collectives.unshard(dict(enumerate(flats)), unit.plan, index)
@@ -241,7 +249,7 @@ class _UnshardUnit(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         unit: Unit = ctx.unit
-        unit.require_epoch(ctx.epoch)
+        unit.require_version(ctx.version)
         written = {slot: grad for slot, grad in zip(ctx.index, grads, strict=True) if grad is not None}
         _scopes.recompute = None
         unit.microbatches.backward_runs()

@@ -76,7 +76,7 @@ class Frame:
         for i, (key, shard, slot) in self.returned.items():
             eager.note_returned(results[i], units[key].plan.shards[shard].slots[slot].fqn)
         if not eager.inside_call():
-            eager.forward_ended(units.values(), {})
+            eager.forward_ended(units.values())
         for unit in units.values():
             if unit.after_first_call is not None:
                 unit.after_first_call()  # raises until its cause is gone
@@ -127,7 +127,7 @@ class _BeforeBackward:
         self.frame, self.trained, self.units, self.forward = frame, frame.trained, units, frame.ran
         # What backward reads from the flats again: kept copies are of the time of the forward by themselves.
         plans = frame.plan.units
-        self.epochs = {key: unit.epoch() for key, unit in units.items() if plans[key].regathers}
+        self.versions = {key: unit.version() for key, unit in units.items() if plans[key].regathers}
         self.ran: int | None = None
 
     def run(self, _: Tensor) -> None:
@@ -148,8 +148,8 @@ class _BeforeBackward:
             return
         self.ran = fake.backward_id()
         _refuse_repeated_backward()
-        for key, epoch in self.epochs.items():
-            self.units[key].require_epoch(epoch)
+        for key, version in self.versions.items():
+            self.units[key].require_version(version)
         # In the order of the plan, which is the same on all ranks: what these hooks queue may launch reductions.
         for microbatches in dict.fromkeys(self.units[key].microbatches for key in self.trained):
             microbatches.backward_runs()

@@ -75,6 +75,8 @@ class GradientSink:
         backward = fake.backward_id()
         slots, separate = sorted(self._expected.pop(backward, ())), self._separate.pop(backward, None)
         if grad is None and not slots:
+            if separate is not None:
+                raise InvariantError("a gradient was reduced for a backward that brought none.")
             return  # torch calls the hook also for a backward without a gradient: its microbatch was accumulated
         if grad is None or not slots:
             names = ", ".join(slot.fqn for slot in self.plan.slots)

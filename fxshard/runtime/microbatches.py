@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fxshard.errors import UnsupportedGraph
 from fxshard.ir import collectives, fake
-from fxshard.ir.order import Launch
-from fxshard.runtime import agreement, ranges, resident
+from fxshard.runtime import ranges, resident
 from fxshard.runtime.accumulation import Waiting
 
 if TYPE_CHECKING:
@@ -47,29 +46,26 @@ class Microbatches:
 
     units: Sequence[Unit]
     last: bool = True
-    _watched_backward: int | None = field(default=None, repr=False)
-    _watch: _Watch = field(init=False, repr=False)
+    _backward: int | None = field(default=None, repr=False)
     _resident_in: dict[int, frozenset[Unit]] = field(default_factory=dict, repr=False)
-    _reductions: dict[tuple[Unit, Waiting], Reduction] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         """Watch the optimizers' steps from now on, for as long as the model lives."""
-        self._watch = _Watch(weakref.ref(self))
-        weakref.finalize(self, self._watch.remove).atexit = False
+        _step_hooks().models.add(self)
 
     def backward_runs(self) -> None:
-        """Called by the first graph of a backward: when the backward ends, see to what ends with it."""
+        """Called by the graphs of a backward: at the first one see to what begins, and later to what ends with it."""
+        if fake.backward_id() == self._backward:
+            return
+        self._backward = fake.backward_id()
         for unit in self.units:
             if unit.after_forward is not None:
-                unit.after_forward.close()
-        running = fake.backward_id()
-        if running != self._watched_backward and self._watch.holds:
-            self._watched_backward = running
+                unit.after_forward.reshard()
+        if self.holds:
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._backward_ends)
 
     def _backward_ends(self) -> None:
-        self._watched_backward = None
         if self.last:
             self.reduce(unit for unit in self.units if unit.accumulation.sync)
         for unit in self.units:
@@ -94,12 +90,9 @@ class Microbatches:
 
     def _reduction_of(self, unit: Unit, slots: Waiting) -> Reduction:
         """What reduces gradients of a unit that wait now, in agreement with the other ranks."""
-        if (unit, slots) not in self._reductions:
-            names = ", ".join(unit.plan.shards[i].slots[j].fqn for i, j in slots)
-            text = f"reduce_scatter of waiting gradients of {names} on group {unit.plan.reducing_group!r}"
-            launch = Launch(unit.plan.reducing_group, text, "outside of graphs", "reduce_scatter", unit.fqn)
-            self._reductions[unit, slots] = agreement.guard(functools.partial(_reduce, slots=slots), "flush", (launch,))
-        return self._reductions[unit, slots]
+        names = ", ".join(unit.plan.shards[i].slots[j].fqn for i, j in slots)
+        reduction = functools.partial(_reduce, slots=slots)
+        return unit.outside_graphs("flush", "reduce_scatter", f"waiting gradients of {names}", reduction)
 
     @staticmethod
     def drop_resident(unit: Unit) -> None:
@@ -116,23 +109,30 @@ class Microbatches:
     def forget_choice(self) -> None:
         """A unit has changed: choose anew."""
         self._resident_in.clear()
-        self._reductions.clear()
 
-    def hold(self) -> None:
+    @property
+    def holds(self) -> bool:
+        """Whether anything of the model waits or is resident."""
+        return any(unit.accumulation.waiting or unit.resident.holds for unit in self.units)
+
+    @staticmethod
+    def hold() -> None:
         """Something waits or is resident: see to it before an optimizer steps."""
-        self._watch.holds = True
+        _step_hooks().holds = True
 
-    def rest(self) -> None:
-        """Let optimizers step as they like, if nothing waits or is resident."""
-        self._watch.holds = any(unit.accumulation.waiting or unit.resident.holds for unit in self.units)
+    @staticmethod
+    def rest() -> None:
+        """Let optimizers step as they like, if nothing of any model waits or is resident."""
+        hooks = _step_hooks()
+        hooks.holds = any(model.holds for model in list(hooks.models))
 
-    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to write its parameters.
+    def step_begins(self, written: Collection[int]) -> None:
+        """An optimizer is about to write parameters, whose ids these are.
 
         Raises:
             UnsupportedGraph: gradients of some of them wait to be reduced.
         """
-        for unit in self._written_by(optimizer):
+        for unit in self._units_of(written):
             if unit.accumulation.waiting:
                 raise UnsupportedGraph(
                     f"an optimizer steps while gradients of unit {unit.fqn or 'root'!r} wait to be reduced: it would "
@@ -142,28 +142,27 @@ class Microbatches:
                 )
             unit.resident.drop()
 
-    def step_ends(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has written its parameters: forwards are void now, and what a closure gathered is old."""
-        for unit in self._written_by(optimizer):
+    def step_ends(self, written: Collection[int]) -> None:
+        """An optimizer has written parameters: forwards are void now, and what a closure gathered is old."""
+        for unit in self._units_of(written):
             unit.generation += 1
             unit.resident.drop()
 
-    def _written_by(self, optimizer: torch.optim.Optimizer) -> list[Unit]:
-        written = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    def _units_of(self, written: Collection[int]) -> list[Unit]:
         return [unit for unit in self.units if any(id(p) in written for m in unit.members for p in m.registered())]
 
 
-class _Watch:
-    """Hooks around all optimizers' steps, for one model.
+class _StepHooks:
+    """The hooks around all optimizers' steps, one pair for all models.
 
     Attributes:
-        holds: whether anything of the model waits or is resident. Dynamo guards on it where a step is compiled.
+        models: that live.
+        holds: whether anything of any model waits or is resident. Dynamo guards on it where a step is compiled.
     """
 
-    def __init__(self, microbatches: weakref.ref[Microbatches]) -> None:
+    def __init__(self) -> None:
+        self.models: weakref.WeakSet[Microbatches] = weakref.WeakSet()
         self.holds = False
-        self._microbatches = microbatches
-        self._handles = register_optimizer_step_pre_hook(self.begins), register_optimizer_step_post_hook(self.ends)
 
     def begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self.holds:
@@ -174,20 +173,31 @@ class _Watch:
             _step_ends_eagerly(self, optimizer)
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        if (found := self._microbatches()) is not None:
-            found.step_begins(optimizer)
+        written = _written_by(optimizer)
+        for model in list(self.models):
+            model.step_begins(written)
 
     def step_ends(self, optimizer: torch.optim.Optimizer) -> None:
-        if (found := self._microbatches()) is not None:
-            found.step_ends(optimizer)
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        written = _written_by(optimizer)
+        for model in list(self.models):
+            model.step_ends(written)
 
 
-_step_begins_eagerly = torch.compiler.disable(_Watch.step_begins)
-_step_ends_eagerly = torch.compiler.disable(_Watch.step_ends)
+_step_begins_eagerly = torch.compiler.disable(_StepHooks.step_begins)
+_step_ends_eagerly = torch.compiler.disable(_StepHooks.step_ends)
+
+
+@functools.cache
+def _step_hooks() -> _StepHooks:
+    """Registered with the first model, and never removed: the garbage collector may come while torch calls hooks."""
+    hooks = _StepHooks()
+    register_optimizer_step_pre_hook(hooks.begins)
+    register_optimizer_step_post_hook(hooks.ends)
+    return hooks
+
+
+def _written_by(optimizer: torch.optim.Optimizer) -> frozenset[int]:
+    return frozenset(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _reduce(units: list[Unit], slots: Waiting) -> list[Reduced]:

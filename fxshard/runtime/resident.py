@@ -6,24 +6,23 @@ one all_gather and waits where it needs them (`passes/read_resident.py`), later 
 user's word (`set_reshard_after_backward(False)`), or the option `resident_gib`, for as long as their gradients are not
 reduced. The backward that reduces a unit's gradients takes the copies over and frees them.
 
-A copy is of an epoch (`Unit.epoch`), which a write through a parameter changes. Writes of fused and foreach optimizers
+A copy is of an epoch (`Unit.epoch`), which a write to a parameter changes. Writes of fused and foreach optimizers
 raise no version, so copies are dropped before an optimizer of torch steps, and after, for a closure may gather again.
 What torch does not count and no optimizer does (`.data`, `torch._foreach_*`) is for the user to say, with `reshard`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fxshard.ir import collectives, fake
 from fxshard.ir.collectives import SlotIndex
-from fxshard.ir.order import Launch
 from fxshard.ir.variant import Slots, in_order
-from fxshard.runtime import agreement, ranges
+from fxshard.runtime import ranges
 from fxshard.runtime.accumulation import Units
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ class Resident:
         self.wanted = False
         self._copies: dict[SlotIndex, Tensor] = {}
         self._epoch = 0
-        self._launch: Callable[[list[Any]], dict[SlotIndex, Tensor]] | None = None
 
     @property
     def holds(self) -> bool:
@@ -58,20 +56,17 @@ class Resident:
         """Some parameters, each of its shape in the unit's unsharded dtype, to be waited for; launches if need be."""
         if not self.is_there(unit):
             self._epoch = unit.epoch()
-            if self._launch is None:
-                text = f"all_gather of all parameters on group {unit.plan.group!r} for {unit.fqn or 'root'}"
-                launch = Launch(unit.plan.group, text, "outside of graphs", "all_gather", unit.fqn)
-                self._launch = agreement.guard(_launch, "resident", (launch,))
-            self._copies = self._launch([unit])
+            self._copies = unit.outside_graphs("resident", "all_gather", "all parameters", _launch)([unit])
             unit.microbatches.hold()
         return [self._copies[slot] for slot in slots]
 
     def drop(self) -> None:
         """Free the copies."""
-        with fake.unseen_by_policies():
-            for copy in self._copies.values():
-                collectives.WAIT(copy)  # what nobody waits for keeps its buffer for as long as the process runs
-        self._copies = {}
+        if self._copies:
+            with fake.unseen_by_policies():
+                for copy in self._copies.values():
+                    collectives.WAIT(copy)  # what nobody waits for keeps its buffer for as long as the process runs
+            self._copies = {}
 
 
 def _launch(units: list[Unit]) -> dict[SlotIndex, Tensor]:

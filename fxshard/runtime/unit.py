@@ -28,8 +28,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.ir import fake
+from fxshard.ir.order import Launch
 from fxshard.ir.plan import ParameterSpec, ShardPlan, Slot, UnitPlan, lay_out, prefetch_words
-from fxshard.runtime import reference
+from fxshard.runtime import agreement, reference
 from fxshard.runtime.accumulation import Accumulation
 from fxshard.runtime.dtensors import adopt_attributes, local_of
 from fxshard.runtime.gradients import GradientSink
@@ -197,6 +198,7 @@ class Unit:
         self.microbatches = Microbatches((self,))
         self.relay: Relay | None = None
         self.after_forward: AfterForward | None = None
+        self._outside: dict[tuple[str, str], Callable[[list[Any]], Any]] = {}
         self.reduce_group: dist.ProcessGroup | None = None
         self.reduces_apart = False
         self.plan: UnitPlan
@@ -209,19 +211,22 @@ class Unit:
     def epoch(self) -> int:
         """Changes whenever parameter values may have changed: repacked, stepped by an optimizer, or written in place.
 
-        Writes count through the DTensors and through their local tensors. It changes on all ranks alike, for these are
-        what all ranks do: what is gathered anew depends on it.
+        It changes on all ranks alike, for these are what all ranks do: what is gathered anew depends on it.
         """
         versions: Iterator[int] = map(_VERSION, self.members)
-        return self.generation + sum(versions) + sum(shard.flat._version for shard in self.shards)
+        return self.generation + sum(versions)
+
+    def version(self) -> tuple[int, ...]:
+        """Changes with the epoch, and with writes to this rank's rows by way of `to_local()`."""
+        return (self.epoch(), *(shard.flat._version for shard in self.shards))
 
     def _advance(self, before: int) -> None:
         """Make the epoch one that never was: new parameters count their versions from 0 again."""
         self.generation += max(1, before + 1 - self.epoch())
 
-    def require_epoch(self, epoch: int) -> None:
-        """Raise if parameter values have changed since `epoch()` was `epoch`: that forward's backward is void."""
-        if self.epoch() != epoch:
+    def require_version(self, version: tuple[int, ...]) -> None:
+        """Raise if parameter values have changed since `version()` was that: the forward's backward is void."""
+        if self.version() != version:
             raise UnsupportedGraph(
                 f"parameters of unit {self.fqn or 'root'!r} were changed between forward and backward (by an optimizer "
                 "step, load_state_dict, copy_): backward would combine new values with activations of the old ones. "
@@ -275,6 +280,9 @@ class Unit:
             reshard_after_forward=not self.is_root if given is None else given,
         )
         self.microbatches.forget_choice()
+        self._outside.clear()
+        if self.after_forward is not None:
+            self.after_forward.reshard()
         # Dynamo guards on the key: another list is another graph.
         lists = prefetch_words(self.fqn, ">", _names(self.forward_prefetch))
         lists += prefetch_words(self.fqn, "<", _names(self.backward_prefetch))
@@ -285,6 +293,24 @@ class Unit:
                 ref = ParameterRef(shard.flat, key, i, slot.shape, dtype)
                 for module, name in member.owners:
                     reference.publish(module, name, ref)
+
+    def outside_graphs(
+        self, kind: str, op: str, what: str, run: Callable[[list[Any]], Any]
+    ) -> Callable[[list[Any]], Any]:
+        """`run`, which launches one collective outside of graphs, preceded by the ranks' agreement on it.
+
+        Args:
+            kind: of run, one word: "resident".
+            op: "all_gather" or "reduce_scatter".
+            what: is gathered or reduced: "all parameters". With `kind`, it stands for `run` until the unit changes.
+            run: takes one list.
+        """
+        if (kind, what) not in self._outside:
+            group = self.plan.group if op == "all_gather" else self.plan.reducing_group
+            text = f"{op} of {what} on group {group!r} for {self.fqn or 'root'}"
+            launch = Launch(group, text, "outside of graphs", op, self.fqn)
+            self._outside[kind, what] = agreement.guard(run, kind, (launch,))
+        return self._outside[kind, what]
 
     def rename(self, fqn: str, member_fqns: Sequence[str]) -> None:
         """Name the unit and its members from a new outermost module."""

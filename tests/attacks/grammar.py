@@ -68,7 +68,7 @@ class Script:
 WRITES = ("mul_", "copy_", "to_local", "load_state_dict", "set_state_dict", "full_state_dict", "data", "foreach")
 """Writes outside of forward. The last two leave no trace that torch counts, so scripts call `reshard()` after them."""
 
-STALE_WRITES = (*WRITES[:-2], "step", "step of the other")
+STALE_WRITES = (*WRITES[:-2], "attribute", "step", "step of the other")
 """Writes between a forward and its backward."""
 
 WRITES_IN_FORWARD = ("row", "data", "view", "foreach", "detach", "out", "mul_")

@@ -57,4 +57,4 @@ def test_a_random_script_trains_as_unsharded_or_is_refused(script: Script) -> No
 @drawn(max(1, DRAWS // 50))
 @given(scripts(EACH))
 def test_a_random_script_among_real_ranks_trains_as_unsharded_or_is_refused(script: Script) -> None:
-    require_nothing(set(shared_pool().run(play, script=script)), script)
+    require_nothing(set(shared_pool().run(play, timeout=900, script=script)), script)

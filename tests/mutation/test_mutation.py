@@ -197,7 +197,9 @@ def page() -> str:
         caught=sum(counts.total() for counts in caught.values()),
         harmless=len(survivors()[1]),
     )
-    return head + "".join(f"{heading(invariant)}{listed(caught[invariant.name])}\n" for invariant in INVARIANTS)
+    rules = (f"{heading(invariant)}{listed(caught[invariant.name])}\n" for invariant in INVARIANTS)
+    _, heading_of_attacks, attacks = (ROOT / "docs/invariants.md").read_text().partition("\n## Random scripts\n")
+    return head + "".join(rules) + heading_of_attacks + attacks  # the last section is written by hand
 
 
 def heading(invariant: Invariant) -> str:

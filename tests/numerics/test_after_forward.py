@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -134,7 +134,6 @@ def test_it_is_sharded_again_where_fsdp2_would_have_new_values() -> None:
     run(tokens)
     assert not isinstance(model.head.weight, DTensor)
     with torch.no_grad():
-        model.head.weight.mul_(1)
         dict(model.named_parameters())["head.weight"].mul_(2)
     assert isinstance(model.head.weight, DTensor)
     run(tokens)
@@ -145,13 +144,44 @@ def test_it_is_sharded_again_where_fsdp2_would_have_new_values() -> None:
     torch.optim.AdamW(model.parameters(), foreach=True).step()
     with torch.no_grad():
         run(tokens)
-    assert isinstance(model.blocks[0].weight, DTensor)
+    assert isinstance(model.head.weight, DTensor)
+    run(tokens)
+    assert not isinstance(model.head.weight, DTensor)
+    cast(Any, model).reshard()
+    assert isinstance(model.head.weight, DTensor)
+
+
+class Failing(Headless):
+    def forward(self, tokens: Tensor) -> Tensor:
+        super().forward(tokens)
+        raise ArithmeticError
+
+
+@two_ranks
+def test_a_forward_that_failed_leaves_it_sharded() -> None:
+    _, model = sharded(Failing, "eager")
+    with pytest.raises(ArithmeticError):
+        model(tokens_of(dist.get_rank()))
+    assert isinstance(model.head.weight, DTensor)
+
+
+@two_ranks
+@pytest.mark.parametrize("ends", ["backward", "forward", "reshard"])
+def test_refuses_writes_into_the_unsharded_parameter(ends: str) -> None:
+    run, model = sharded(Headless, "compiled")
+    tokens = tokens_of(dist.get_rank())
+    hidden = run(tokens)
+    with torch.no_grad():
+        model.head.weight.mul_(2)
+    end = {"backward": hidden.sum().backward, "forward": lambda: run(tokens), "reshard": cast(Any, model).reshard}[ends]
+    with pytest.raises(fxshard.UnsupportedGraph, match=r"(?s)unsharded parameters were changed in place: head.weight"):
+        end()
 
 
 @two_ranks
 def test_of_a_unit_that_was_resharded_full_tensor_with_a_partial_gradient_does_the_same() -> None:
     run, model = sharded(Headless, "compiled")
-    model.set_reshard_after_forward(True)  # type: ignore[operator]
+    cast(Any, model).set_reshard_after_forward(True)
 
     tokens = tokens_of(dist.get_rank())
     hidden = run(tokens)
@@ -166,5 +196,5 @@ def test_a_rank_that_alone_reads_gets_an_error() -> None:
     run, model = sharded(Headless, "compiled")
     hidden = run(tokens_of(dist.get_rank()))
     act = (lambda: model.head.weight) if dist.get_rank() == 0 else hidden.sum().backward
-    with pytest.raises(fxshard.RankMismatchError, match=r"(?s)rank 0 \(read\): all_gather .* read after forward"):
+    with pytest.raises(fxshard.RankMismatchError, match=r"(?s)rank 0 \(read\): all_gather .* read outside of graphs"):
         act()

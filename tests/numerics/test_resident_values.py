@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, cast
@@ -179,17 +180,19 @@ def test_two_models_may_be_resident_at_once() -> None:
 
 
 @two_ranks
-def test_watches_optimizers_as_long_as_the_model_lives() -> None:
+def test_one_pair_of_hooks_watches_the_optimizers_of_all_models_and_holds_none() -> None:
     hooks = import_module("torch.optim.optimizer")._global_optimizer_post_hooks
-    gc.collect()
-    before = len(hooks)
     run = start(Scenario(model=MLP, batch=rows()), fxshard_system(resident_gib=1))
-    run.loss(0).backward()
-    assert len(hooks) == before + 1
-    del run
+    before = len(hooks)
+    other = start(Scenario(model=MLP, batch=rows()), fxshard_system(resident_gib=1))
+    for each in (run, other):
+        each.loss(0).backward()
+    assert len(hooks) == before
+    model = weakref.ref(other.model)
+    del other, each
     torch._dynamo.reset()
     gc.collect()
-    assert len(hooks) == before
+    assert model() is None
 
 
 @two_ranks
