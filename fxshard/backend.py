@@ -132,6 +132,7 @@ def _compile(
         plan = keep_at_the_turn(gm, plan, flats)
     frame = Frame(
         plan,
+        reads=capture.reads_of(gm),
         returned=capture.returned_by(gm),
         reduced_separately=reduced_separately(gm, plan, flats) if options.lower == "eager" else {},
         hardware=options.hardware or hardware.of_device(device).name,

@@ -171,6 +171,16 @@ def refuse_replaced_parameters() -> None:
         )
 
 
+def reads_of(gm: fx.GraphModule) -> dict[str, frozenset[eager.Read]]:
+    """Unit key -> the parameters that a graph with bound markers reads, with the ids of the modules that do."""
+    reads: dict[str, set[eager.Read]] = {}
+    for marker in _markers(gm):
+        unit, shard, slot = contract.place_of(marker)
+        module = next(reversed(marker.meta.get("nn_module_stack") or {}), "").partition("@")[0]
+        reads.setdefault(unit, set()).add(((shard, slot), int(module) if module.isdigit() else 0))
+    return {unit: frozenset(found) for unit, found in reads.items()}
+
+
 def returned_by(gm: fx.GraphModule) -> dict[int, Place]:
     """Index of a result of a graph with bound markers -> the parameter that it is, or whose memory it shares."""
     places = {fake.storage_id(marker.meta["example_value"]): contract.place_of(marker) for marker in _markers(gm)}

@@ -332,8 +332,8 @@ def _close_call(state: ModuleState) -> None:
 
 def _read(module: nn.Module, ref: ParameterRef, name: str) -> Any:
     if eager.inside_forward():
-        return eager.read(ref)
-    unsharded = eager.read_after_forward(ref)
+        return eager.read(ref, module)
+    unsharded = eager.read_after_forward(ref, module)
     return module._parameters[name] if unsharded is None else unsharded
 
 

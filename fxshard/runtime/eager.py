@@ -7,19 +7,23 @@ weights), or inside a backward (activation checkpointing runs forwards again the
 
 [Note: after a forward]
 A loss may read a weight (`fused_cross_entropy(hidden, model.head.weight, labels)`). FSDP2's root, and every unit that
-does not reshard after forward, is unsharded then, until its backward. So here too: such a read gives the unsharded
-parameter, whose gradient is reduced in its own backward. It is gathered at the first read; the ranks compare that they
-all read, as before a graph (`agreement.py`). A backward, the next forward, and any change of the parameters end it.
+does not reshard after forward, is unsharded then, until its backward. So here too, for what forward has not read by
+itself: such a read gives the unsharded parameter, whose gradient is reduced in its own backward. It is gathered at the
+first read; the ranks compare that they all read, as before a graph (`agreement.py`). The backward of the forward, the
+next forward with gradients and any change of the parameters end it. What forward has read as well is the DTensor, for
+who looks at it, writes to it or hangs a hook on it means the parameter, not a copy.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxshard.errors import InvariantError, UnsupportedGraph
 from fxshard.ir import collectives, fake
@@ -29,6 +33,9 @@ from fxshard.runtime.reference import ParameterRef
 from fxshard.runtime.unit import Unit, home_of
 
 Parameters = dict[SlotIndex, Tensor]
+
+Read = tuple[SlotIndex, int]
+"""A parameter, and the id of the module through which it was read."""
 
 LOST_WRITE = (
     "The change would be lost with the gathered copy. Change parameters outside of forward, under torch.no_grad(): "
@@ -45,24 +52,23 @@ class _Scope:
     Attributes:
         units: that the module was made into.
         gathered: parameters, by unit, grad mode and inference mode.
+        reads: of the outermost call: what forward has read of each unit.
         watched: FQN, parameter, and its version when it was gathered.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = units
         self.gathered: dict[tuple[int, bool, bool], Parameters] = {}
+        self.reads: dict[Unit, set[Read]] = {}
         self.watched: list[tuple[str, Tensor, int]] = []
 
-    def parameters_of(self, unit: Unit) -> Parameters:
-        key = _key(unit)
+    def parameters_of(self, unit: Unit, *, after_forward: bool = False) -> Parameters:
+        key = (id(unit), torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         if key not in self.gathered:
-            self.gathered[key] = unshard(unit)
-            self.watch_all(unit, self.gathered[key])
+            self.gathered[key] = unshard(unit, after_forward=after_forward)
+            for (i, j), value in self.gathered[key].items():
+                self.watch(unit.plan.shards[i].slots[j].fqn, value)
         return self.gathered[key]
-
-    def watch_all(self, unit: Unit, parameters: Parameters) -> None:
-        for (i, j), value in parameters.items():
-            self.watch(unit.plan.shards[i].slots[j].fqn, value)
 
     def watch(self, fqn: str, value: Tensor) -> None:
         if not value.is_inference():
@@ -73,10 +79,6 @@ class _Scope:
         if changed:
             names = ", ".join(dict.fromkeys(changed))
             raise UnsupportedGraph(f"unsharded parameters were changed in place: {names}. {LOST_WRITE}")
-
-
-def _key(unit: Unit) -> tuple[int, bool, bool]:
-    return id(unit), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
 
 class Running(NamedTuple):
@@ -104,15 +106,16 @@ class AfterForward:
     def __init__(self) -> None:
         """Sharded."""
         self._epoch: int | None = None
+        self._read: set[Read] = set()
         self._scope = _Scope(())
 
-    def unshard(self, unit: Unit, gathered: Parameters) -> None:
-        """The outermost call has ended; `gathered` is what autograd can use of it, or nothing."""
+    def unshard(self, unit: Unit, read: Iterable[Read]) -> None:
+        """A forward has ended, which has read these parameters itself."""
+        if self._epoch != unit.epoch():
+            self._read.clear()
         self.reshard()
         self._epoch = unit.epoch()
-        if gathered:
-            self._scope.gathered[_key(unit)] = gathered
-            self._scope.watch_all(unit, gathered)
+        self._read.update(read)
 
     def reshard(self) -> None:
         """Forget the unsharded parameters.
@@ -123,25 +126,44 @@ class AfterForward:
         self._epoch, scope, self._scope = None, self._scope, _Scope(())
         scope.require_unchanged()
 
-    def parameter(self, unit: Unit, slot: SlotIndex) -> Tensor | None:
-        """The unsharded parameter, `None` if the unit is sharded."""
+    def parameter(self, unit: Unit, slot: SlotIndex, module: nn.Module) -> Tensor | None:
+        """The unsharded parameter, `None` if it is the DTensor that is meant."""
         if self._epoch != unit.epoch():
             self.reshard()
             return None
+        if self._was_read(unit, slot, module):
+            return None
         with torch.inference_mode(False), torch.enable_grad():
-            return self._scope.parameters_of(unit)[slot]
+            return self._scope.parameters_of(unit, after_forward=True)[slot]
+
+    def _was_read(self, unit: Unit, slot: SlotIndex, module: nn.Module) -> bool:
+        """Whether forward has read a parameter: one that is tied, through this module."""
+        if len(unit.shards[slot[0]].members[slot[1]].owners) > 1:
+            return (slot, id(module)) in self._read
+        return any(slot == read for read, _ in self._read)
 
 
-def forward_ended(units: Iterable[Unit]) -> None:
-    """The outermost call of a model has given its result: what it does not reshard may be read until its backward."""
+def forward_ended(units: Iterable[Unit], reads: Mapping[Unit, Iterable[Read]] = MappingProxyType({})) -> None:
+    """The outermost call of a model has given its result: what it does not reshard may be read until its backward.
+
+    Args:
+        units: of the model.
+        reads: what was read, where no call of a module has noted it.
+    """
     if len(_scopes.stack) > 1 or fake.backward_id() is not None:
         return
     if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-        gathered = _scopes.stack[0].gathered if _scopes.stack else {}
+        noted = _scopes.stack[0].reads if _scopes.stack else reads
         for unit in units:
             if not unit.plan.reshard_after_forward:
                 unit.after_forward = unit.after_forward or AfterForward()
-                unit.after_forward.unshard(unit, gathered.get(_key(unit), {}))
+                unit.after_forward.unshard(unit, noted.get(unit, ()))
+
+
+def note_reads(unit: Unit, reads: Iterable[Read]) -> None:
+    """A graph of the running call reads parameters."""
+    if _scopes.stack:
+        _scopes.stack[0].reads.setdefault(unit, set()).update(reads)
 
 
 def enter_call(units: Sequence[Unit]) -> None:
@@ -185,20 +207,22 @@ def running() -> Running | None:
     return Running(False, _scopes.calls) if _scopes.stack else None
 
 
-def read(ref: ParameterRef) -> Tensor:
+def read(ref: ParameterRef, module: nn.Module) -> Tensor:
     """The unsharded parameter, gathered at the first read in the running call of its unit."""
     home = home_of(ref.flat)
     if home is None:
         raise InvariantError("a parameter reference points to a tensor that is not a flat of any unit.")
-    return _scope_for(home.unit).parameters_of(home.unit)[home.shard, ref.slot]
+    slot = home.shard, ref.slot
+    note_reads(home.unit, [(slot, id(module))])
+    return _scope_for(home.unit).parameters_of(home.unit)[slot]
 
 
-def read_after_forward(ref: ParameterRef) -> Tensor | None:
+def read_after_forward(ref: ParameterRef, module: nn.Module) -> Tensor | None:
     """The unsharded parameter of a unit that is between forward and backward, `None` if it is sharded."""
     home = home_of(ref.flat)
     if home is None or home.unit.after_forward is None:
         return None
-    return home.unit.after_forward.parameter(home.unit, (home.shard, ref.slot))
+    return home.unit.after_forward.parameter(home.unit, (home.shard, ref.slot), module)
 
 
 def _scope_for(unit: Unit) -> _Scope:
@@ -216,20 +240,26 @@ def _scope_for(unit: Unit) -> _Scope:
     return _scopes.recompute[1]
 
 
-def unshard(unit: Unit) -> Parameters:
-    """All parameters of a unit, in one launch, differentiable with respect to its flats."""
+def unshard(unit: Unit, *, after_forward: bool = False) -> Parameters:
+    """All parameters of a unit, in one launch, differentiable with respect to its flats.
+
+    Args:
+        unit: to gather.
+        after_forward: whether it is for who reads them after forward.
+    """
+    gather = functools.partial(_unshard, after_forward=after_forward)
     if any(fake.is_fake(shard.flat) for shard in unit.shards):
-        return _unshard([unit])  # there are no ranks
-    found: Parameters = unit.outside_graphs("read", "all_gather", "all parameters, read outside of graphs", _unshard)(
-        [unit]
-    )
-    return found
+        return gather([unit])  # there are no ranks
+    when = "after forward" if after_forward else "outside of graphs"
+    guarded = unit.outside_graphs("read", "all_gather", f"all parameters, read {when},", gather)
+    return cast(Parameters, guarded([unit]))
 
 
-def _unshard(units: list[Unit]) -> Parameters:
+def _unshard(units: list[Unit], after_forward: bool) -> Parameters:
     (unit,) = units
     index = [(i, j) for i, shard in enumerate(unit.shards) for j in range(len(shard.members))]
-    values = _UnshardUnit.apply(unit, index, *(s.flat for s in unit.shards))  # type: ignore[no-untyped-call]
+    flats = [shard.flat for shard in unit.shards]
+    values = _UnshardUnit.apply(unit, index, after_forward, *flats)  # type: ignore[no-untyped-call]
     return dict(zip(index, values, strict=True))
 
 
@@ -237,8 +267,10 @@ class _UnshardUnit(torch.autograd.Function):
     """all_gather forward, reduce_scatter backward: the collectives of `ir/collectives.py`, run as they are."""
 
     @staticmethod
-    def forward(ctx: Any, unit: Unit, index: list[SlotIndex], *flats: Tensor) -> tuple[Tensor, ...]:
-        ctx.unit, ctx.index, ctx.version = unit, index, unit.version()
+    def forward(
+        ctx: Any, unit: Unit, index: list[SlotIndex], after_forward: bool, *flats: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.unit, ctx.index, ctx.after_forward, ctx.version = unit, index, after_forward, unit.version()
         ctx.set_materialize_grads(False)
         with fake.unseen_by_policies(), ranges.of_unit(unit.fqn):
             values = collectives.unshard(dict(enumerate(flats)), unit.plan, index)
@@ -252,15 +284,15 @@ class _UnshardUnit(torch.autograd.Function):
         unit.require_version(ctx.version)
         written = {slot: grad for slot, grad in zip(ctx.index, grads, strict=True) if grad is not None}
         _scopes.recompute = None
-        unit.microbatches.backward_runs()
+        unit.microbatches.backward_runs(of_forward=not ctx.after_forward)
         if written and not unit.accumulation.sync:
             unit.accumulation.add(unit, written)
             written = {}
         if not written:
-            return (None, None, *(None for _ in unit.shards))
+            return (None, None, None, *(None for _ in unit.shards))
         written = unit.accumulation.finish(unit, written)
         for i, j in written:
             unit.shards[i].sink.expect((j,))
         with ranges.of_unit(unit.fqn):
             reduced = collectives.reduce_grads(written, unit.plan)
-        return (None, None, *(reduced.get(i) for i in range(len(unit.shards))))
+        return (None, None, None, *(reduced.get(i) for i in range(len(unit.shards))))

@@ -81,6 +81,7 @@ class GradientSink:
         if grad is None or not slots:
             names = ", ".join(slot.fqn for slot in self.plan.slots)
             raise InvariantError(f"a gradient arrived that no forward announced, for the shard of {names}.")
+        slots = [i for i in slots if self.parameters[i].requires_grad]  # what was frozen since forward gets none
         parameters = [self.parameters[i] for i in slots]
         has_hooks = any(map(_HOOKS, parameters)) or any(map(_POST_HOOKS, parameters))
         if separate is not None and has_hooks:  # they see a backward's whole gradient, once

@@ -46,21 +46,29 @@ class Microbatches:
 
     units: Sequence[Unit]
     last: bool = True
-    _backward: int | None = field(default=None, repr=False)
+    _begun: int | None = field(default=None, repr=False)
+    _resharded_in: int | None = field(default=None, repr=False)
     _resident_in: dict[int, frozenset[Unit]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         """Watch the optimizers' steps from now on, for as long as the model lives."""
         _step_hooks().models.add(self)
 
-    def backward_runs(self) -> None:
-        """Called by the graphs of a backward: at the first one see to what begins, and later to what ends with it."""
-        if fake.backward_id() == self._backward:
+    def backward_runs(self, *, of_forward: bool = True) -> None:
+        """Called by the graphs of a backward: at the first one see to what begins, and later to what ends with it.
+
+        Args:
+            of_forward: whether it is the backward of a forward, not of what was read after it alone.
+        """
+        running = fake.backward_id()
+        if of_forward and running != self._resharded_in:
+            self._resharded_in = running
+            for unit in self.units:
+                if unit.after_forward is not None:
+                    unit.after_forward.reshard()
+        if running == self._begun:
             return
-        self._backward = fake.backward_id()
-        for unit in self.units:
-            if unit.after_forward is not None:
-                unit.after_forward.reshard()
+        self._begun = running
         if self.holds:
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._backward_ends)

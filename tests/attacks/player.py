@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 import fxshard
-from fxshard import FxshardError
+from fxshard import FxshardError, UnsupportedGraph
 from fxshard.modules import ShardedModule
 from tests.attacks.grammar import Action, Script, Setup
 from tests.attacks.models import WIDTH, Block, Net, write_in_place
@@ -266,7 +266,12 @@ class Player:
         grads = [[p.grad for p in model.parameters()] for model in self.plain]
         for optims, models in zip(self.optims, (self.plain, self.models), strict=True):
             self._write_or_step(models, optims, how)
-        ours.backward()
+        try:
+            ours.backward()
+        except RuntimeError as error:  # of an uncompiled forward autograd has saved what was written into, and says so
+            if how != "attribute" or "modified inplace" not in str(error):
+                raise
+            raise UnsupportedGraph(f"unsharded parameters were changed in place: {error}") from error
         for model, kept in zip(self.plain, grads, strict=True):
             for p, grad in zip(model.parameters(), kept, strict=True):
                 p.grad = grad

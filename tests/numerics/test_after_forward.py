@@ -192,9 +192,48 @@ def test_of_a_unit_that_was_resharded_full_tensor_with_a_partial_gradient_does_t
 
 
 @two_ranks
+@WAYS
+def test_chunks_of_a_detached_hidden_state_have_backwards_of_their_own(way: str) -> None:
+    run, model = sharded(Headless, way)
+    expected = mean_grads(Headless().double())
+    tokens = tokens_of(dist.get_rank())
+    hidden = run(tokens)
+    detached = hidden.detach().requires_grad_()
+    for part, words in zip(detached.chunk(2), tokens.chunk(2), strict=True):
+        logits = part.flatten(0, 1) @ model.head.weight.t()
+        (nn.functional.cross_entropy(logits, words.flatten(), reduction="sum") / tokens.numel()).backward()
+    hidden.backward(detached.grad)
+    assert_same(model, expected)
+
+
+class WithHead(Headless):
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(super().forward(tokens))
+        return logits
+
+
+@two_ranks
+@WAYS
+def test_what_forward_has_read_is_the_parameter_itself(way: str) -> None:
+    """Who looks at it, writes to it or takes its gradient away means the parameter, not a copy."""
+    run, model = sharded(WithHead, way)
+    tokens = tokens_of(dist.get_rank())
+    loss = run(tokens).sum()
+    assert model.head.weight is dict(model.named_parameters())["head.weight"]
+    loss.backward()
+    model.head.weight.grad = None
+    assert dict(model.named_parameters())["head.weight"].grad is None
+    run(tokens)
+    values = full(model.head.weight)
+    with torch.no_grad():
+        model.head.weight.mul_(2)
+    torch.testing.assert_close(full(dict(model.named_parameters())["head.weight"]), values * 2)
+
+
+@two_ranks
 def test_a_rank_that_alone_reads_gets_an_error() -> None:
     run, model = sharded(Headless, "compiled")
     hidden = run(tokens_of(dist.get_rank()))
     act = (lambda: model.head.weight) if dist.get_rank() == 0 else hidden.sum().backward
-    with pytest.raises(fxshard.RankMismatchError, match=r"(?s)rank 0 \(read\): all_gather .* read outside of graphs"):
+    with pytest.raises(fxshard.RankMismatchError, match=r"(?s)rank 0 \(read\): all_gather .* read after forward"):
         act()
