@@ -308,7 +308,7 @@ class Unit:
         if (kind, what) not in self._outside:
             group = self.plan.group if op == "all_gather" else self.plan.reducing_group
             text = f"{op} of {what} on group {group!r} for {self.fqn or 'root'}"
-            launch = Launch(group, text, "outside of graphs", op, self.fqn)
+            launch = Launch(group, text, "outside of graphs", op, self.fqn or "root")
             self._outside[kind, what] = agreement.guard(run, kind, (launch,))
         return self._outside[kind, what]
 
