@@ -162,7 +162,7 @@ def refuse_replaced_parameters() -> None:
     output = InstructionTranslator.current_tx().output
     modified = filter(output.side_effects.is_modified, output.side_effects.id_to_variable.values())
     sources = [source for variable in modified if (source := getattr(variable, "source", None)) is not None]
-    registries = [source for source in sources if _name(source).endswith("._parameters")]
+    registries = [source for source in sources if getattr(source, "member", "") == "_parameters"]
     found = [_name(source.base) for source in registries if isinstance(_value_of(source.base), ParameterOwner)]
     if found:
         raise UnsupportedGraph(

@@ -34,12 +34,12 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks, and a head that a loss may read."""
+    """Blocks, a head, and what no forward reads but a loss may."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(setup.blocks))
-        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head, self.read_by_loss = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
         if setup.tied:
             cast(Block, self.blocks[-1]).linear.weight = cast(Block, self.blocks[0]).linear.weight
         self.twice, self.checkpoint, self.fails = setup.twice, setup.checkpoint, False
