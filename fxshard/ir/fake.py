@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, fx
 from torch._C._distributed_c10d import _register_process_group, _resolve_process_group, _unregister_process_group
 from torch._C._dynamo.eval_frame import get_eval_frame_callback, reset_code
-from torch._dynamo import pgo
+from torch._dynamo import eval_frame, pgo, trace_rules
 from torch._dynamo.convert_frame import Tracker, input_codes, output_codes
 from torch._dynamo.eval_frame import cached_backends, skip_code
-from torch._dynamo.utils import CleanupManager, counters
+from torch._dynamo.external_utils import get_nonrecursive_disable_wrapper
+from torch._dynamo.utils import CleanupManager, counters, get_compilation_metrics
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import (
@@ -59,6 +60,15 @@ without_modes = _disable_current_modes
 
 eval_frame_callback = get_eval_frame_callback
 """Dynamo's state on this thread: a function (compiling), None (off), False (only run what is compiled)."""
+
+ENTRY_OF_DYNAMO = eval_frame.__file__
+"""The file of the frame in which torch.compile begins."""
+
+CALLS_WHAT_IS_DISABLED = get_nonrecursive_disable_wrapper(lambda: None).__code__
+"""The code that runs a function which `torch.compiler.disable(recursive=False)` was given."""
+
+compilation_metrics = get_compilation_metrics
+"""What Dynamo noted of its last compilations: the code, and why it failed or began anew."""
 
 NO_VALUE = (DataDependentOutputException, DynamicOutputShapeException)
 """Raised where code asks a fake tensor for what only data knows; `error.func` is the op."""
@@ -152,6 +162,21 @@ def run_this_frame_eagerly(function: Function) -> Function:
     """
     skip_code(function.__code__)
     return function
+
+
+def is_never_compiled(code: CodeType) -> bool:
+    """Whether Dynamo never compiles this code for itself: torch's own, Python's."""
+    return bool(trace_rules.check(code))
+
+
+def was_given_to_dynamo(code: CodeType) -> bool:
+    """Whether Dynamo has looked at this code of the user's."""
+    return code in input_codes
+
+
+def was_made_by_dynamo(code: CodeType) -> bool:
+    """Whether Dynamo has made this code: what remains of a frame, or goes on after a graph break."""
+    return code in output_codes
 
 
 def backward_id() -> int | None:

@@ -4,8 +4,6 @@
 A frame that Dynamo gives up on runs as it is, and so does what it calls of torch's own modules: each parameter is then
 gathered where it is read, and no pass has a part in it. That a getter runs while torch.compile is on, instead of being
 traced, is how we learn of it, and the stack says who reads. What the user keeps from Dynamo is let be.
-
-Private torch modules used here: `torch._dynamo` (which code it has seen and made, and why it gave up on some).
 """
 
 from __future__ import annotations
@@ -21,10 +19,6 @@ from typing import Final, NoReturn
 
 import torch
 from torch import nn
-from torch._dynamo import eval_frame, trace_rules
-from torch._dynamo.convert_frame import input_codes, output_codes
-from torch._dynamo.external_utils import get_nonrecursive_disable_wrapper
-from torch._dynamo.utils import get_compilation_metrics
 
 from fxshard.errors import UnsupportedGraph
 from fxshard.ir import fake
@@ -36,7 +30,6 @@ SEEN: Final = "_fxshard_uncompiled"
 """Key in the `__dict__` of a module of which a read was looked at; one read tells of all."""
 
 _OURS: Final = str(Path(__file__).parents[1])
-_DISABLED: Final = get_nonrecursive_disable_wrapper(lambda: None).__code__  # calls what is disabled not recursively
 _EXPLAINED: Final = re.compile(r"^(\S.*)\n  Explanation: (.*)$", re.MULTILINE)
 
 _log = logging.getLogger(__name__)
@@ -94,34 +87,34 @@ def _told() -> set[str]:
 def _frames(inner: FrameType) -> Iterator[FrameType]:
     """The frames around a getter, the innermost first, as far as the entry of torch.compile."""
     frame: FrameType | None = inner
-    while frame is not None and frame.f_code.co_filename != eval_frame.__file__:
+    while frame is not None and frame.f_code.co_filename != fake.ENTRY_OF_DYNAMO:
         yield frame
         frame = frame.f_back
 
 
 def _is_library(code: CodeType) -> bool:
     """Whether Dynamo never compiles this code for itself (torch's, Python's), or it is ours."""
-    return code.co_filename.startswith(_OURS) or trace_rules.check(code)
+    return code.co_filename.startswith(_OURS) or fake.is_never_compiled(code)
 
 
 def _is_wanted(reader: FrameType) -> bool:
     """Whether the user keeps this frame from Dynamo."""
-    disabled = reader.f_back is not None and reader.f_back.f_code is _DISABLED
-    return disabled or (reader.f_code not in input_codes and reader.f_code not in output_codes)
+    disabled = reader.f_back is not None and reader.f_back.f_code is fake.CALLS_WHAT_IS_DISABLED
+    return disabled or not (fake.was_given_to_dynamo(reader.f_code) or fake.was_made_by_dynamo(reader.f_code))
 
 
 def _place(code: CodeType) -> str:
     """`MoE.forward (model.py:16)`; what a part of a function is called inside, it has from the function."""
     function = re.sub(r"\.<locals>\.<\w+>$", "", code.co_qualname).rpartition("<locals>.")[2]
     function = re.sub(r"torch_dynamo_resume_in_(\w+?)_at_\d+", r"\1", function)
-    part = "a part of " * (code in output_codes)
+    part = "a part of " * fake.was_made_by_dynamo(code)
     return f"{part}{function} ({code.co_filename}:{code.co_firstlineno})"
 
 
 def _why(code: CodeType) -> str:
     """Why Dynamo gave up on some code when it last met it, as far as it says."""
     place = (code.co_name, code.co_filename, code.co_firstlineno)
-    met = [m for m in get_compilation_metrics() if (m.co_name, m.co_filename, m.co_firstlineno) == place]
+    met = [m for m in fake.compilation_metrics() if (m.co_name, m.co_filename, m.co_firstlineno) == place]
     if not met:
         return ""
     reasons = _EXPLAINED.findall("\n\n".join((met[-1].fail_reason or "", *(met[-1].restart_reasons or ()))))
