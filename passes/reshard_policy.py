@@ -22,7 +22,9 @@ class ReshardPolicy(GraphPass):
 
     `MUST_RECOMPUTE` (reshard_after_forward=True) makes backward gather again from the shard; `MUST_SAVE` keeps the
     parameter. The whole chain of casts, views and copies after a resharded marker is tagged as well: under autocast the
-    partitioner would otherwise save a cast of every gathered weight, and nothing would be resharded.
+    partitioner would otherwise save a cast of every gathered weight, and nothing would be resharded. What is tagged
+    leaves its region of activation checkpointing (`ac_graph_id`): a weight that two regions read is one node here,
+    and the partitioner would take its transpose for the tensor between the two regions, which it saves.
 
     Numerics: unchanged. Memory: resharded units are not alive between forward and backward.
     No-op: a graph without markers, or one without backward.
@@ -41,8 +43,9 @@ class ReshardPolicy(GraphPass):
             unit = ctx.plan.units[ops.key_of(marker).unit]
             policy = CheckpointPolicy.MUST_RECOMPUTE if unit.regathers else CheckpointPolicy.MUST_SAVE
             for node in _reshapes_of(marker) if unit.regathers else (marker,):
-                changed |= node.meta.get("recompute") is not policy
+                changed |= node.meta.get("recompute") is not policy or "ac_graph_id" in node.meta
                 node.meta["recompute"] = policy
+                node.meta.pop("ac_graph_id", None)
         return changed
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
 
 from fxshard import MixedPrecisionPolicy, capture, fully_shard
 from fxshard.demo.gpt import GPT
@@ -94,6 +95,15 @@ class CalledTwice(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.layers[0](self.layers[0](x))
         return y
+
+
+class CheckpointedTwice(CalledTwice):
+    """Calls one layer twice, each time in a region of activation checkpointing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(self.layers[0], x, use_reentrant=False)
+        return x
 
 
 class Casting(nn.Module):
@@ -258,6 +268,11 @@ def read_twice(**kwargs: Any) -> Traced:
 def called_twice(**kwargs: Any) -> Traced:
     """One unit whose module is called twice."""
     return trace(CalledTwice(), units=layers_of, **kwargs)
+
+
+def checkpointed_twice(**kwargs: Any) -> Traced:
+    """One unit whose layer is called in two regions of activation checkpointing."""
+    return trace(CheckpointedTwice(), **kwargs)
 
 
 def casting(**kwargs: Any) -> Traced:

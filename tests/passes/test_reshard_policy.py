@@ -54,6 +54,16 @@ return %mm, None, %reduce_grad""",
     )
 
 
+def test_gathers_again_what_two_checkpointed_calls_read() -> None:
+    torch.manual_seed(0)
+    checkpointed = graphs.checkpointed_twice(reshard_after_forward=True)
+    torch.manual_seed(0)
+    plain = graphs.trace(graphs.CalledTwice(), reshard_after_forward=True)
+    backward, _ = checkpointed.at("backward", after=InsertCollectives)
+    assert text(backward).count("all_gather") == 1
+    assert_same_step(step(checkpointed), step(plain), rtol=0.0, atol=0.0)
+
+
 def test_has_one_rank_view_its_shard_again() -> None:
     assert_expected_inline(
         tagged(graphs.read_twice(world_size=1)),
