@@ -209,6 +209,11 @@ def backward_keeps_graph() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+def is_computed_again() -> bool:
+    """Whether backward may compute again what autograd saves now: hooks for saved tensors do so in checkpointing."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def policy_is_on() -> bool:
     """Whether a policy of selective activation checkpointing sees the ops that this thread runs."""
     return any(isinstance(mode, _POLICIES) for mode in _get_current_dispatch_mode_stack())

@@ -130,9 +130,10 @@ class _BeforeBackward:
 
     def __init__(self, frame: Frame, units: Units) -> None:
         self.frame, self.trained, self.units, self.forward = frame, frame.trained, units, frame.ran
-        # What backward reads from the flats again: kept copies are of the time of the forward by themselves.
-        plans = frame.plan.units
-        self.versions = {key: unit.version() for key, unit in units.items() if plans[key].regathers}
+        # What backward reads from the flats again: kept copies are of the time of the forward by themselves, unless
+        # checkpointing drops them and calls the graph again.
+        again, plans = fake.is_computed_again(), frame.plan.units
+        self.versions = {key: unit.version() for key, unit in units.items() if again or plans[key].regathers}
         self.ran: int | None = None
 
     def run(self, _: Tensor) -> None:

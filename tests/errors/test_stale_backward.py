@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from fxshard import fully_shard
 from fxshard.errors import UnsupportedGraph
@@ -102,6 +103,19 @@ def test_refuses_a_backward_after_parameters_were(change: str, compiled: bool, m
         stale.backward()
     model.zero_grad()
     loss_of(run).backward()
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_refuses_a_backward_that_would_compute_a_block_again_with_new_parameters(
+    reshard_after_forward: bool, mesh: DeviceMesh
+) -> None:
+    block = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=mesh, reshard_after_forward=reshard_after_forward)
+    block.compile(backend="fxshard", options=EAGER)
+    stale = checkpoint(block, torch.ones(2, WIDTH), use_reentrant=False).square().mean()
+    written(block)
+    with pytest.raises(UnsupportedGraph, match=STALE):
+        stale.backward()
+    checkpoint(block, torch.ones(2, WIDTH), use_reentrant=False).square().mean().backward()
 
 
 def test_an_optimizer_of_other_parameters_may_step_between_forward_and_backward(mesh: DeviceMesh) -> None:
