@@ -6,6 +6,7 @@ Imports torch and pytest alone, as everything that a GPU machine runs.
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -19,6 +20,15 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     """Know `timeout` of pyproject.toml where pytest-timeout is not installed: a GPU machine may have pytest alone."""
     if not pluginmanager.hasplugin("timeout"):
         parser.addini("timeout", "seconds that a test may take; without pytest-timeout nobody looks")
+
+
+def pytest_configure() -> None:
+    """Keep pytest from listening to torch's structured trace: every graph would be printed for it.
+
+    It listens to each logger that does not propagate, and torch prints for whoever listens to this one. What
+    propagates here goes nowhere.
+    """
+    logging.getLogger("torch.__trace").propagate = True
 
 
 def pytest_collection_finish() -> None:

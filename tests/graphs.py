@@ -7,6 +7,7 @@ journal of the frame has the graphs. `tests/steps.py` runs them.
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -141,7 +142,7 @@ class Skip(GraphPass):
         return False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Traced:
     """The graphs of a training step before and after all passes, and the module that they came from.
 
@@ -220,21 +221,36 @@ def trace(
     return Traced(module=original, plan=frame.plan, journal=frame.journal, width=width)
 
 
+def traced_once(build: Callable[..., Traced]) -> Callable[..., Traced]:
+    """Make a builder trace once for all tests, with the same random weights: `Traced.at` gives each its own graphs."""
+
+    @functools.cache
+    @functools.wraps(build)
+    def seeded(**kwargs: Any) -> Traced:
+        torch.manual_seed(0)
+        return build(**kwargs)
+
+    return seeded
+
+
 def layers_of(module: nn.Module) -> Sequence[nn.Module]:
     """The units of the models with layers: each layer, then the rest."""
     return [*module.get_submodule("layers").children(), module]
 
 
+@traced_once
 def two_layers(**kwargs: Any) -> Traced:
     """Two units of a matrix and a vector each."""
     return trace(TwoLayers(), units=layers_of, **kwargs)
 
 
+@traced_once
 def uneven(**kwargs: Any) -> Traced:
     """One unit whose five rows no two ranks or more can share equally."""
     return trace(Layer(5), width=5, **kwargs)
 
 
+@traced_once
 def two_dtypes(**kwargs: Any) -> Traced:
     """One unit of a float32 matrix and a bfloat16 vector."""
     layer = Layer()
@@ -242,17 +258,20 @@ def two_dtypes(**kwargs: Any) -> Traced:
     return trace(layer, **kwargs)
 
 
+@traced_once
 def doubles(**kwargs: Any) -> Traced:
     """One unit in float64, which the collectives do not average themselves."""
     return trace(Layer().double(), **kwargs)
 
 
+@traced_once
 def mixed_precision(**kwargs: Any) -> Traced:
     """One unit that is gathered in bfloat16 and reduced in float32."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return trace(Layer(), mp_policy=policy, **kwargs)
 
 
+@traced_once
 def frozen_weight(**kwargs: Any) -> Traced:
     """One unit whose matrix is not trained."""
     layer = Layer()
@@ -260,31 +279,37 @@ def frozen_weight(**kwargs: Any) -> Traced:
     return trace(layer, **kwargs)
 
 
+@traced_once
 def read_twice(**kwargs: Any) -> Traced:
     """One unit that reads its matrix twice in one call."""
     return trace(ThereAndBack(), **kwargs)
 
 
+@traced_once
 def called_twice(**kwargs: Any) -> Traced:
     """One unit whose module is called twice."""
     return trace(CalledTwice(), units=layers_of, **kwargs)
 
 
+@traced_once
 def checkpointed_twice(**kwargs: Any) -> Traced:
     """One unit whose layer is called in two regions of activation checkpointing."""
     return trace(CheckpointedTwice(), **kwargs)
 
 
+@traced_once
 def casting(**kwargs: Any) -> Traced:
     """One unit whose matrix is cast and transposed before use."""
     return trace(Casting(), **kwargs)
 
 
+@traced_once
 def scalar(**kwargs: Any) -> Traced:
     """One unit of one number."""
     return trace(Scale(), **kwargs)
 
 
+@traced_once
 def gpt(**kwargs: Any) -> Traced:
     """The GPT of the demo, two narrow blocks of it, each a unit."""
     model = GPT(max_seq_len=8, dim=16, num_layers=2, num_heads=2)

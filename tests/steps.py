@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,17 @@ def step(traced: Traced, *passes: GraphPass, hardware: HardwareSpec | None = Non
         *passes: to run on the graphs before.
         hardware: what they count on.
     """
+    key = (traced, passes, hardware and hardware.to_json())
+    if key not in _STEPS:
+        _STEPS[key] = _run(traced, passes, hardware)
+    return _STEPS[key]
+
+
+_STEPS: dict[Hashable, Step] = {}
+"""Of what was run already: tests compare many graphs with the same few."""
+
+
+def _run(traced: Traced, passes: Sequence[GraphPass], hardware: HardwareSpec | None) -> Step:
     forward, backward = (_rewritten(traced, kind, passes, hardware) for kind in KINDS)
     world_size = traced.world_size
     batches = [batch_of(traced, rank) for rank in range(world_size)]

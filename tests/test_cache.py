@@ -351,6 +351,7 @@ def train_apart(folders: list[str]) -> tuple[str, tuple[int, int]]:
     return str(caught.value), found()
 
 
+@pytest.mark.commands
 @pytest.mark.multi_rank
 @pytest.mark.timeout(1200)
 def test_a_second_process_reuses_code_and_trains_to_the_same_bits(tmp_path: Path) -> None:

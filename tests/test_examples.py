@@ -24,6 +24,7 @@ def run_on_two_ranks(example: str) -> str:
     return done.stdout
 
 
+@pytest.mark.commands
 @pytest.mark.multi_rank
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_trains_in_every_example(example: str) -> None:

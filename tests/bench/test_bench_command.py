@@ -25,6 +25,7 @@ def by_name(report: dict[str, Any]) -> dict[str, Any]:
     return {system["name"]: system for system in report["systems"]}
 
 
+@pytest.mark.commands
 @pytest.mark.multi_rank
 def test_systems_on_two_ranks_are_timed_counted_and_agree(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
@@ -55,6 +56,7 @@ def test_systems_on_two_ranks_are_timed_counted_and_agree(tmp_path: Path) -> Non
     assert {"cpu", "cores", "torch", "fxshard_commit"} <= report["machine"].keys()
 
 
+@pytest.mark.commands
 def test_a_system_that_fails_is_a_line_of_the_table_and_the_others_go_on(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     flags = ("--systems", "simplefsdp,fsdp2,ddp", "--rounds", "2", "--processes", "2")
@@ -76,6 +78,7 @@ def test_a_system_that_fails_is_a_line_of_the_table_and_the_others_go_on(tmp_pat
     assert [problem.partition(":")[0] for problem in report["problems"]] == ["simplefsdp failed"]
 
 
+@pytest.mark.commands
 def test_a_model_that_trains_nowhere_ends_the_run_with_the_reason() -> None:
     done = bench("tests.bench.toys:no_loss", "--group", "emulated", "--systems", "local")
     assert done.returncode == 2

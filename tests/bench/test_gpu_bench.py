@@ -187,6 +187,7 @@ def member_of(folder: Path, *, model: settings.Model, end: float) -> Member:
     return Member(case, job, Run(system="fsdp2", checkpointing=False), num_threads=1, end=end)
 
 
+@pytest.mark.commands
 @pytest.mark.timeout(120)
 def test_who_answers_before_the_deadline_is_heard_however_late_one_listens(tmp_path: Path) -> None:
     member = member_of(tmp_path, model=settings.MODELS["tiny"], end=time.time() + 100)
@@ -201,6 +202,7 @@ def test_who_answers_before_the_deadline_is_heard_however_late_one_listens(tmp_p
         member.stop()
 
 
+@pytest.mark.commands
 @pytest.mark.timeout(120)
 def test_who_fails_is_named_with_what_it_raised(tmp_path: Path) -> None:
     nothing = replace(settings.MODELS["tiny"], batch_size=0, seq_len=-1)
@@ -213,6 +215,7 @@ def test_who_fails_is_named_with_what_it_raised(tmp_path: Path) -> None:
         member.stop()
 
 
+@pytest.mark.commands
 def test_who_holds_the_device_for_too_long_ends_alone(tmp_path: Path) -> None:
     hangs = "import pathlib, sys, time; from tests.bench.gpu.gate import Gate\n"
     hangs += "with Gate(pathlib.Path(sys.argv[1]), patience_s=0.2).held(): time.sleep(60)"
@@ -264,6 +267,7 @@ def test_the_cost_model_is_told_the_speed_of_the_link(tmp_path: Path) -> None:
     assert (told["link_bandwidth"], told["link_latency"], told["memory_gib"]) == (50e9, 30e-6, 140)
 
 
+@pytest.mark.commands
 def test_it_is_imported_with_torch_alone() -> None:
     """As on a machine that has nothing of the project's but torch, numpy and sympy."""
     block = (

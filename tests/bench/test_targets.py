@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests import graphs
 from tests.bench import explain_405b, manager_share, pipeline_time
 from tests.bench.clock import APPLY, JOURNAL, RECOMPILE, VERIFY, clocked
-from tests.graphs import two_layers
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 def test_the_parts_add_up_to_the_manager() -> None:
     start = time.perf_counter()
     with clocked() as clock:
-        two_layers()
+        graphs.trace(graphs.TwoLayers(), units=graphs.layers_of)
     whole = time.perf_counter() - start
     assert clock.num_nodes > 0
     assert all(clock.seconds[part] > 0 for part in (APPLY, JOURNAL, RECOMPILE, VERIFY))
@@ -33,7 +33,7 @@ def test_the_parts_add_up_to_the_manager() -> None:
 def test_nothing_is_counted_after_the_clock_stopped() -> None:
     with clocked() as clock:
         pass
-    two_layers()
+    graphs.trace(graphs.TwoLayers(), units=graphs.layers_of)
     assert (clock.total, clock.num_nodes) == (0, 0)
 
 

@@ -17,7 +17,7 @@ from tests.bench.odd_toys import PIDS
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.multi_rank
+pytestmark = [pytest.mark.multi_rank, pytest.mark.commands]
 
 
 def command(*flags: str) -> list[str]:

@@ -21,7 +21,7 @@ from fxshard.demo.launch import RankError, events_of_ranks
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.multi_rank
+pytestmark = [pytest.mark.multi_rank, pytest.mark.commands]
 
 
 def command(*flags: str) -> list[str]:

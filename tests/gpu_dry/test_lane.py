@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 # In a process of its own: what is imported here already would hide what is missing there.
@@ -34,6 +36,7 @@ sys.exit(pytest.main(["tests/gpu", "-m", "gpu", "-q", "-rs"]))
 """
 
 
+@pytest.mark.commands
 def test_is_collected_and_skipped_where_there_is_no_gpu_and_little_is_installed() -> None:
     env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", LANE], cwd=ROOT, env=env, capture_output=True, text=True, check=False)

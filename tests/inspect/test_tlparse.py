@@ -13,6 +13,8 @@ import pytest
 
 from fxshard.passes.pipeline import DEFAULT
 
+pytestmark = pytest.mark.commands
+
 ROOT = Path(__file__).parents[2]
 STEP = """
 import torch

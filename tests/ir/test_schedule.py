@@ -16,6 +16,7 @@ from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.passes.insert_collectives import InsertCollectives
 from tests import graphs
 from tests.graphs import Traced
+from tests.pairwise import pairwise
 from tests.passes.test_bucket_collectives import LAYER
 from tests.schedules import DEAR_COPIES, MODELS, mixed_layers, model_of
 
@@ -112,9 +113,7 @@ def test_finds_no_flight_of_the_users_own_collectives() -> None:
     assert [flight.name for flight in schedule.flights(graph, collectives.GATHERS)] == ["layers.1"]
 
 
-@pytest.mark.parametrize("kind", SPLIT)
-@pytest.mark.parametrize("before", BEFORE)
-@pytest.mark.parametrize("model", MODELS)
+@pairwise(model=MODELS, before=BEFORE, kind=SPLIT)
 def test_carries_nothing_that_only_compute_needs(model: str, before: str, kind: GraphKind) -> None:
     """Each launch and wait is in one flight; a flight carries what leads to its launches, and what picks from them."""
     graph = graph_of(model_of(model), kind, *BEFORE[before])

@@ -49,7 +49,8 @@ def partly_used(**kwargs: Any) -> Traced:
 
 def square_batch(**kwargs: Any) -> Traced:
     """Two units whose matrices have the shape of the activations."""
-    return graphs.two_layers(inputs=[torch.ones(graphs.WIDTH, graphs.WIDTH)], **kwargs)
+    inputs = (torch.ones(graphs.WIDTH, graphs.WIDTH),)
+    return graphs.trace(graphs.TwoLayers(), units=graphs.layers_of, inputs=inputs, **kwargs)
 
 
 MODELS: dict[str, Callable[..., Traced]] = {

@@ -1,9 +1,14 @@
-"""The verifier catches every way in which a graph was broken, and passes every graph that was not."""
+"""The verifier catches every way in which a graph was broken, and passes every graph that was not.
+
+By default one tenth of the ways, another tenth at each commit; all of them with `-m slow`.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import subprocess
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 
@@ -46,16 +51,29 @@ def mutators_of(case: Case) -> tuple[Mutator, ...]:
     return by_held[case.held]
 
 
-def all_mutants() -> Iterator[Mutant]:
+@functools.cache
+def commit() -> str:
+    """What is tested; without git always the same."""
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def is_drawn(case: Case, mutator: Mutator) -> bool:
+    """Whether these mutants are among the tenth of this commit."""
+    return zlib.crc32(f"{commit()} {mutator.__name__} {case}".encode()) % 10 == 0
+
+
+def all_mutants(*, drawn: bool) -> Iterator[Mutant]:
     for case in mutated_cases():
         for mutator in mutators_of(case):
-            yield from mutants(case, mutator)
+            if not drawn or is_drawn(case, mutator):
+                yield from mutants(case, mutator)
 
 
 @functools.cache
-def outcomes() -> tuple[tuple[Mutant, str | None], ...]:
-    """Every mutant, and the invariant that caught it."""
-    return tuple((mutant, mutant.caught_by()) for mutant in all_mutants())
+def outcomes(*, drawn: bool = False) -> tuple[tuple[Mutant, str | None], ...]:
+    """Every mutant, or those that were drawn, and the invariant that caught it."""
+    return tuple((mutant, mutant.caught_by()) for mutant in all_mutants(drawn=drawn))
 
 
 @functools.cache
@@ -79,41 +97,52 @@ def changes_nothing(mutant: Mutant) -> bool:
 
 
 @functools.cache
-def survivors() -> tuple[tuple[Mutant, ...], tuple[Mutant, ...]]:
+def survivors(*, drawn: bool = False) -> tuple[tuple[Mutant, ...], tuple[Mutant, ...]]:
     """The mutants that were not caught: those that change something, and those that do not."""
-    missed = [mutant for mutant, invariant in outcomes() if invariant is None]
+    missed = [mutant for mutant, invariant in outcomes(drawn=drawn) if invariant is None]
     harmless = [mutant for mutant in missed if changes_nothing(mutant)]
     return tuple(mutant for mutant in missed if mutant not in harmless), tuple(harmless)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", [pytest.param(model, marks=pytest.mark.slow if model == "gpt" else ()) for model in MODELS]
+)
 def test_passes_every_correct_graph(model: str) -> None:
     for case in correct_cases([model]):
         case.verify(case.graph, debug=True)
 
 
-def test_catches_every_mutant_that_changes_something() -> None:
-    missed, _ = survivors()
+A_TENTH, ALL = pytest.param(True, id="a tenth"), pytest.param(False, id="all", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("drawn", [A_TENTH, ALL])
+def test_catches_every_mutant_that_changes_something(drawn: bool) -> None:
+    assert outcomes(drawn=drawn)
+    missed, _ = survivors(drawn=drawn)
     assert "\n".join(map(str, missed)) == ""
 
 
+@pytest.mark.slow
 def test_catches_at_least_three_hundred_mutants_of_five_models() -> None:
     caught = [mutant for mutant, invariant in outcomes() if invariant]
     assert len(caught) >= 300
     assert len({mutant.case.model for mutant in caught}) >= 5
 
 
+@pytest.mark.slow
 def test_every_mutator_breaks_something() -> None:
     counts = Counter(mutant.mutator for mutant, invariant in outcomes() if invariant)
     mutators = {mutator.__name__ for case in mutated_cases() for mutator in mutators_of(case)}
     assert sorted(name for name in mutators if not counts[name]) == []
 
 
+@pytest.mark.slow
 def test_every_invariant_catches_something() -> None:
     names = {invariant for _, invariant in outcomes()}
     assert [invariant.name for invariant in INVARIANTS if invariant.name not in names] == []
 
 
+@pytest.mark.slow
 def test_discards_only_a_few_mutants_that_change_nothing() -> None:
     _, harmless = survivors()
     assert len(harmless) * 20 < len(outcomes())
@@ -165,6 +194,7 @@ This is a bug in fxshard or in a pass that was added to it: please report it."""
     )
 
 
+@pytest.mark.slow
 def test_the_page_of_invariants_is_current() -> None:
     if torch.__version__.startswith("2.13."):
         return assert_page("docs/invariants.md", page())

@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.numerics.harness import (
+    NUM_STEPS,
     Run,
     Scenario,
     Tools,
@@ -128,7 +129,7 @@ def test_trains_on_a_batch_and_length_that_change_each_step(dynamic: bool | None
 
 
 @two_ranks
-@pytest.mark.parametrize(("dynamic", "most_graphs"), [(True, 1), (None, 2), (False, 5)])
+@pytest.mark.parametrize(("dynamic", "most_graphs"), [(True, 1), (None, 2), (False, NUM_STEPS)])
 def test_compiles_no_graph_per_shape_unless_told_to(dynamic: bool | None, most_graphs: int) -> None:
     kwargs = {"dynamic": dynamic, "fullgraph": True}
     counters.clear()
@@ -212,6 +213,16 @@ def test_returns_the_output_dtype_of_the_policy() -> None:
 @two_ranks
 def test_trains_a_bf16_model() -> None:
     check_bitwise(Scenario(model=lambda: MLP().bfloat16(), batch=rows(), loss=squared_error_in_bf16, cast_model=False))
+
+
+@two_ranks
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_divides_gradients_as_fsdp2_does_in_each_dtype(compiled: bool, dtype: torch.dtype) -> None:
+    """The collective averages float32; float16 is divided before and after it."""
+    prepare = shard_and_compile if compiled else only_shard
+    policy = MixedPrecisionPolicy(reduce_dtype=dtype)
+    check_bitwise(Scenario(model=MLP, batch=rows(), prepare=prepare, shard_kwargs={"mp_policy": policy}))
 
 
 def two_forwards_before_two_backwards(run: Run, step: int) -> Tensor:

@@ -161,6 +161,7 @@ def test_trains_llama_from_one_line() -> None:
     check_bitwise(replace(LLAMA, prepare=one_line))
 
 
+@pytest.mark.slow
 @two_ranks(timeout=240)
 def test_trains_llama_through_inductor() -> None:
     check_inductor(LLAMA)

@@ -53,6 +53,7 @@ def test_compiled_code_trains_a_model_with_norms() -> None:
     check_against_unsharded(REGRESSION, lower="inductor")
 
 
+@pytest.mark.slow
 @two_ranks(timeout=240)
 def test_compiled_code_trains_a_tied_embedding_and_head() -> None:
     check_inductor(replace(LANGUAGE, model=tied_gpt))

@@ -143,7 +143,7 @@ class LoadBack:
     def __call__(self, run: Run, step: int) -> None:
         if step == 1:
             self.kept[id(run)] = {name: x.detach().clone() for name, x in run.model.state_dict().items()}
-        if step == 3:
+        if step == 2:
             torch.__future__.set_swap_module_params_on_conversion(self.swap)
             run.model.load_state_dict(self.kept.pop(id(run)), assign=self.assign)
             torch.__future__.set_swap_module_params_on_conversion(False)
@@ -225,7 +225,7 @@ def test_continues_from_a_distributed_checkpoint(prepare: Prepare) -> None:
     path = str(group_folder() / f"checkpoint-{prepare.__name__}")
 
     def save_and_load(run: Run, step: int) -> None:
-        if run.system.ours and step == 3:
+        if run.system.ours and step == 2:
             model_state, optim_state = get_state_dict(run.model, run.optim)
             save({"model": model_state, "optim": optim_state}, checkpoint_id=path)
             fresh = start_from(path, run)

@@ -112,18 +112,20 @@ WRITES = {
 
 
 @two_ranks
-@pytest.mark.parametrize("write", WRITES)
-def test_sees_every_write(write: str) -> None:
-    losses = []
-    for keeps in (False, True):
-        torch._dynamo.reset()
-        run = start(Scenario(model=MLP, batch=rows()), fxshard_system())
-        set_kept(run.model, keeps)
-        run.loss(0).backward()
-        assert holds(run) == keeps
-        WRITES[write](run)
-        losses.append([run.loss(0).detach(), run.loss(1).detach()])
-    assert losses[0] == losses[1]
+def test_sees_every_write() -> None:
+    runs = [start(Scenario(model=MLP, batch=rows()), fxshard_system()) for _ in range(2)]
+    for name, write in WRITES.items():
+        losses = []
+        for run, keeps in zip(runs, (False, True), strict=True):
+            set_kept(run.model, keeps)
+            before = run.loss(0)
+            before.backward()
+            assert holds(run) == keeps, name
+            write(run)
+            losses.append([run.loss(0).detach(), run.loss(1).detach()])
+            assert losses[-1][0] != before, f"{name} wrote nothing"
+            run.optim.zero_grad()
+        assert losses[0] == losses[1], name
 
 
 @two_ranks

@@ -16,6 +16,7 @@ from fxshard.ir import collectives, ops
 from fxshard.testing import emulated_link
 from tests.numerics.harness import blocks_of
 from tests.numerics.models import MLP, WIDTH, tied_gpt, tokens
+from tests.pairwise import pairwise
 from tests.watching import watched
 
 COPIES = (torch.ops.aten.split_with_sizes_copy, torch.ops.aten.clone)
@@ -73,9 +74,7 @@ def peaks_of(
 BATCHES = {MLP: (torch.ones(2, WIDTH),), tied_gpt: tokens()(0, 0)[:1]}
 
 
-@pytest.mark.parametrize("build", BATCHES)
-@pytest.mark.parametrize("bucket", ["unit", "auto"])
-@pytest.mark.parametrize("prefetch", ["off", 1, 2, "auto"])
+@pairwise(build=BATCHES, prefetch=["off", 1, 2, "auto"], bucket=["unit", "auto"])
 def test_explanations_say_what_a_step_takes(build: Any, prefetch: int | str, bucket: str) -> None:
     measured, expected = peaks_of(build, BATCHES[build], prefetch=prefetch, bucket=bucket)
     # What the last unit keeps for backward is counted there without the padding of its uneven rows.

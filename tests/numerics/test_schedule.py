@@ -24,6 +24,7 @@ from fxshard.passes.pipeline import Pipeline, default
 from fxshard.passes.sink_waits import SinkWaits
 from tests import graphs
 from tests.numerics.harness import compile_module
+from tests.pairwise import pairwise
 from tests.schedules import MODELS, model_of
 from tests.steps import Step, assert_same_step, step
 
@@ -191,7 +192,7 @@ def unpinned(pipeline: Pipeline) -> Pipeline:
     [{"prefetch": 0}, {"prefetch": 1}, {"prefetch": 2}, {"prefetch": 2, "bucket": "auto"}],
     ids=["0", "1", "2", "2-auto"],
 )
-@pytest.mark.parametrize("model", [Blocks, graphs.TwoLayers])
+@pytest.mark.parametrize("model", [Blocks, pytest.param(graphs.TwoLayers, marks=pytest.mark.slow)])
 def test_makes_code_in_the_order_of_the_graph(model: type[nn.Module], options: dict[str, Any]) -> None:
     width = WIDTH if model is Blocks else graphs.WIDTH
     codes, last = compiled(model(), torch.randn(8, width), **options)
@@ -266,8 +267,6 @@ def step_of(model: str, prefetch: int | str, buffers: int) -> Step:
     return step(model_of(model), *order)
 
 
-@pytest.mark.parametrize("buffers", [1, 2, 4])
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-@pytest.mark.parametrize("model", MODELS)
+@pairwise(model=MODELS, prefetch=[0, 1, 2], buffers=[1, 2, 4])
 def test_computes_the_same_bits_in_any_order(model: str, prefetch: int, buffers: int) -> None:
     assert_same_step(step_of(model, prefetch, buffers), step_of(model, "off", 1), rtol=0, atol=0)

@@ -63,9 +63,16 @@ def test_interprets_as_fsdp2_does(shard_kwargs: dict[str, Any], mode: str) -> No
     same_bits(train(scenario, fxshard_system(streams=mode)), train(scenario, FSDP2))
 
 
-@two_ranks
-@pytest.mark.parametrize("bucket", ["unit", "auto"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@two_ranks(timeout=240)
+@pytest.mark.parametrize(
+    ("dtype", "bucket"),
+    [
+        (torch.float32, "auto"),
+        pytest.param(torch.float32, "unit", marks=pytest.mark.slow),
+        pytest.param(torch.float64, "auto", marks=pytest.mark.slow),
+        pytest.param(torch.float64, "unit", marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_code_computes_the_same_with_any_streams(dtype: torch.dtype, bucket: str) -> None:
     """To the bit, or where Inductor fuses other things, to a rounding."""
     kwargs = BF16 if dtype is torch.float32 else {}

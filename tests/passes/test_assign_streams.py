@@ -17,6 +17,7 @@ from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.passes.sink_waits import SinkWaits
 from tests.graphs import EVERY_UNIT, Traced, assert_golden, run_pass, text
+from tests.pairwise import pairwise
 from tests.passes.test_bucket_collectives import LAYER
 from tests.schedules import DEAR_COPIES, MODELS, after_passes, model_of, renumbered
 from tests.steps import assert_same_step, step
@@ -54,9 +55,7 @@ def test_off_waits_at_once(kind: GraphKind) -> None:
     assert_golden(renumbered(gm), f"assign_streams_off_{kind}")
 
 
-@pytest.mark.parametrize("kind", SPLIT)
-@pytest.mark.parametrize("before", BEFORE)
-@pytest.mark.parametrize("model", MODELS)
+@pairwise(model=MODELS, before=BEFORE, kind=SPLIT)
 def test_off_leaves_nothing_in_flight(model: str, before: str, kind: GraphKind) -> None:
     gm, _ = assigned(model, kind, "off", before)
     for use in liveness.liveness(gm.graph).in_use:
@@ -82,9 +81,7 @@ def test_side_has_nothing_to_do_where_parameters_are_gathered_as_they_are_stored
     assert not run_pass(AssignStreams(mode="side"), gm, ctx)
 
 
-@pytest.mark.parametrize("mode", ["side", "off"])
-@pytest.mark.parametrize("before", BEFORE)
-@pytest.mark.parametrize("model", MODELS)
+@pairwise(model=MODELS, before=BEFORE, mode=["side", "off"])
 def test_changes_no_bit(model: str, before: str, mode: str) -> None:
     traced = model_of(model)
     passes = BEFORE[before]

@@ -18,6 +18,7 @@ from fxshard.passes.bucket_collectives import MIB, BucketCollectives
 from fxshard.passes.insert_collectives import InsertCollectives
 from tests import graphs
 from tests.graphs import Traced, assert_golden, run_pass, text
+from tests.pairwise import pairwise
 from tests.steps import assert_same_step, step
 
 LAYER = 20 * 4 * 2 / 2 / MIB
@@ -167,9 +168,7 @@ def test_changes_nothing_when_run_again(kind: GraphKind, size: float) -> None:
     assert text(gm) == before
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
-@pytest.mark.parametrize("size", [1e-5, 100.0], ids=["split", "merged"])
-@pytest.mark.parametrize("build", graphs.EVERY_UNIT)
+@pairwise(build=graphs.EVERY_UNIT, size=[1e-5, 100.0], world_size=[1, 4])
 def test_computes_the_same_bits(build: Callable[..., Traced], size: float, world_size: int) -> None:
     traced = build(world_size=world_size)
     assert_same_step(step(traced, BucketCollectives(size=size)), step(traced), rtol=0, atol=0)

@@ -24,6 +24,7 @@ from fxshard.passes.insert_collectives import InsertCollectives
 from fxshard.passes.sink_waits import SinkWaits
 from tests import graphs
 from tests.graphs import Traced, assert_golden, layers_of, run_pass, text, trace
+from tests.pairwise import pairwise
 from tests.passes.test_bucket_collectives import LAYER, Layers
 from tests.schedules import DEAR_COPIES, MODELS, Lists, after_passes, events, kept, model_of, renumbered, with_lists
 from tests.steps import assert_same_step, step
@@ -112,9 +113,7 @@ def test_gathers_no_more_units_than_the_depth_and_one(depth: int, kind: GraphKin
     assert peak(gm) == nbytes * min(depth + 1, num_units)
 
 
-@pytest.mark.parametrize("kind", SPLIT)
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("model", MODELS)
+@pairwise(model=MODELS, depth=[1, 2], kind=SPLIT)
 def test_takes_no_more_than_the_depth_in_units_more(model: str, depth: int, kind: GraphKind) -> None:
     traced = model_of(model)
     before, _ = traced.at(kind, after=InsertCollectives)

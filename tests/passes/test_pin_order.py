@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from fxshard.passes.pin_order import PinOrder
 from fxshard.passes.sink_waits import SinkWaits
 from tests import graphs
 from tests.graphs import Traced, assert_golden, layers_of, run_pass, text, trace
+from tests.pairwise import pairwise
 from tests.passes.test_bucket_collectives import LAYER
 from tests.schedules import DEAR_COPIES, MODELS, model_of, renumbered
 
@@ -87,23 +89,20 @@ def test_pins_what_stands_next_to_kernels(model: str, before: str, kind: GraphKi
     assert_golden(renumbered(gm), f"pin_order_{model}_{before}_{kind}")
 
 
-EVERY_GRAPH = [
-    pytest.mark.parametrize("kind", SPLIT),
-    pytest.mark.parametrize("before", BEFORE),
-    pytest.mark.parametrize("model", MODELS),
-]
+in_every_graph = pairwise(model=MODELS, before=BEFORE, kind=SPLIT)
 
 
-def in_every_graph(test: object) -> object:
-    for mark in EVERY_GRAPH:
-        test = mark(test)
-    return test
+@functools.cache
+def pins_of(model: str, before: str, kind: GraphKind) -> tuple[fx.Graph, Mapping[fx.Node, fx.Node]]:
+    """A graph after the pass, which nobody edits, and each pinned node with the one that it must come after."""
+    gm, _ = pinned(model_of(model), kind, before)
+    return gm.graph, dict(pins(gm.graph))
 
 
 @in_every_graph
 def test_points_backwards_to_tensors_that_are_not_read_anyway(model: str, before: str, kind: GraphKind) -> None:
-    gm, _ = pinned(model_of(model), kind, before)
-    for node, earlier in pins(gm.graph):
+    _, after = pins_of(model, before, kind)
+    for node, earlier in after.items():
         assert earlier < node
         assert earlier not in node.all_input_nodes
         assert isinstance(earlier.meta["val"], Tensor)
@@ -111,8 +110,8 @@ def test_points_backwards_to_tensors_that_are_not_read_anyway(model: str, before
 
 @in_every_graph
 def test_pins_collectives_to_kernels_and_kernels_to_launches(model: str, before: str, kind: GraphKind) -> None:
-    gm, _ = pinned(model_of(model), kind, before)
-    for node, earlier in pins(gm.graph):
+    _, after = pins_of(model, before, kind)
+    for node, earlier in after.items():
         assert is_collective(node) != is_collective(earlier)
         assert order.is_kernel(earlier if is_collective(node) else node)
 
@@ -120,10 +119,9 @@ def test_pins_collectives_to_kernels_and_kernels_to_launches(model: str, before:
 @in_every_graph
 def test_leaves_no_collective_free_to_pass_the_kernel_before_it(model: str, before: str, kind: GraphKind) -> None:
     """Every launch or wait comes after the last kernel before it, be it by a pin or by what it reads."""
-    gm, _ = pinned(model_of(model), kind, before)
-    after = dict(pins(gm.graph))
+    graph, after = pins_of(model, before, kind)
     kernel: fx.Node | None = None
-    for node in gm.graph.nodes:
+    for node in graph.nodes:
         if (collectives.is_launch(node) or collectives.is_wait(node)) and kernel is not None:
             assert after.get(node) is kernel or kernel in node.all_input_nodes
         elif order.is_kernel(node):
@@ -133,10 +131,9 @@ def test_leaves_no_collective_free_to_pass_the_kernel_before_it(model: str, befo
 @in_every_graph
 def test_leaves_no_kernel_free_to_pass_the_launch_before_it(model: str, before: str, kind: GraphKind) -> None:
     """The first kernel behind a launch comes after it."""
-    gm, _ = pinned(model_of(model), kind, before)
-    after = dict(pins(gm.graph))
+    graph, after = pins_of(model, before, kind)
     results: set[fx.Node] = set()
-    for node in gm.graph.nodes:
+    for node in graph.nodes:
         if collectives.is_launch(node):
             results = {node, *node.users}
         elif order.is_kernel(node) and results:

@@ -55,7 +55,6 @@ return %mm, None, %reduce_grad""",
 
 
 def test_gathers_again_what_two_checkpointed_calls_read() -> None:
-    torch.manual_seed(0)
     checkpointed = graphs.checkpointed_twice(reshard_after_forward=True)
     torch.manual_seed(0)
     plain = graphs.trace(graphs.CalledTwice(), reshard_after_forward=True)
@@ -124,8 +123,6 @@ This is a bug in fxshard or in a pass that was added to it: please report it."""
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_leaves_every_bit_of_a_step_as_it_was(reshard_after_forward: bool) -> None:
     kwargs = {"world_size": 4, "reshard_after_forward": reshard_after_forward}
-    torch.manual_seed(0)
     with_tags = graphs.two_layers(**kwargs)
-    torch.manual_seed(0)
     without = graphs.two_layers(pipeline=Pipeline(joint=DEFAULT.joint[:1], split=DEFAULT.split), verify=False, **kwargs)
     assert_same_step(step(with_tags), step(without), rtol=0.0, atol=0.0)

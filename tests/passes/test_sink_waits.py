@@ -18,6 +18,7 @@ from fxshard.passes.insert_collectives import InsertCollectives
 from fxshard.passes.sink_waits import SinkWaits
 from tests import graphs
 from tests.graphs import assert_golden, run_pass, text
+from tests.pairwise import pairwise
 from tests.passes.test_bucket_collectives import LAYER
 from tests.schedules import DEAR_COPIES, MODELS, after_passes, events, model_of, renumbered
 from tests.steps import assert_same_step, step
@@ -80,9 +81,7 @@ def test_waits_for_the_oldest_before_one_too_many_is_launched(max_buffers: int, 
     assert reductions(sunk("four_layers", max_buffers)[0]) == expected
 
 
-@pytest.mark.parametrize("max_buffers", [1, 2, 3])
-@pytest.mark.parametrize("before", BEFORE)
-@pytest.mark.parametrize("model", MODELS)
+@pairwise(model=MODELS, before=BEFORE, max_buffers=[1, 2, 3])
 def test_never_has_more_in_flight_than_buffers(model: str, before: str, max_buffers: int) -> None:
     gm, _ = sunk(model, max_buffers, *BEFORE[before])
     num_units = len(schedule.flights(gm.graph, collectives.REDUCTIONS))
@@ -157,9 +156,7 @@ def test_changes_nothing_behind_the_last_reduction() -> None:
     assert not run_pass(SinkWaits(), gm, ctx)
 
 
-@pytest.mark.parametrize("max_buffers", [1, 2, 8])
-@pytest.mark.parametrize("before", ["inserted", "split"])
-@pytest.mark.parametrize("model", MODELS)
+@pairwise(model=MODELS, before=["inserted", "split"], max_buffers=[1, 2, 8])
 def test_computes_the_same_bits(model: str, before: str, max_buffers: int) -> None:
     traced = model_of(model)
     rewritten = step(traced, *BEFORE[before], SinkWaits(max_buffers=max_buffers), hardware=DEAR_COPIES)
