@@ -25,8 +25,8 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 def pytest_configure() -> None:
     """Keep pytest from listening to torch's structured trace: every graph would be printed for it.
 
-    It listens to each logger that does not propagate, and torch prints for whoever listens to this one. What
-    propagates here goes nowhere.
+    It listens to each logger that does not propagate, and torch prints for whoever listens to this one. With no other
+    listener (TORCH_TRACE) nothing is printed, so nothing propagates.
     """
     logging.getLogger("torch.__trace").propagate = True
 

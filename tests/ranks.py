@@ -1,4 +1,4 @@
-"""Two gloo ranks, started once per pytest session, that run the bodies of tests.
+"""Two gloo ranks, started once per pytest process, that run the bodies of tests.
 
 `two_ranks` turns a test into one whose body runs on both ranks of a shared pool, inside an initialised process group:
 

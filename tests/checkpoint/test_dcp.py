@@ -58,8 +58,12 @@ def test_what_one_has_saved_the_other_one_loads(saved_by: str, loaded_by: str) -
 @two_ranks
 @pytest.mark.parametrize(
     ("prepare", "lower"),
-    [(shard_and_compile, "inductor"), (shard_and_compile, "eager"), (only_compile, "eager")],
-    ids=["sharded, inductor", "sharded", "one-line"],
+    [
+        (shard_and_compile, "inductor"),
+        (shard_and_compile, "eager"),
+        (only_compile, "eager"),
+        pytest.param(only_compile, "inductor", marks=pytest.mark.slow),
+    ],
 )
 def test_a_compiled_model_goes_on_with_what_is_loaded(prepare: Any, lower: str) -> None:
     scenario = Scenario(model=MLP, batch=rows(), prepare=prepare)

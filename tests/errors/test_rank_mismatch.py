@@ -31,7 +31,8 @@ from tests.numerics.models import MLP, WIDTH, rows
 from tests.ranks import WORLD_SIZE, fresh_ranks, group_folder, two_ranks
 
 SECONDS = 20.0
-LOAD = 2  # seconds that a second of computing may take where two ranks and a compiler share the cores
+LOAD = 4  # seconds that a second of computing may take where four ranks and two compilers share the cores
+EAGER_OR_COMPILED = pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +91,9 @@ def three_blocks() -> nn.Module:
 
 
 @two_ranks
-def test_different_models() -> None:
-    model = Setup(model=of_rank(MLP, three_blocks)).build()
+@EAGER_OR_COMPILED
+def test_different_models(lower: str) -> None:
+    model = Setup(model=of_rank(MLP, three_blocks), lower=lower).build()
     ours = "all_gather f32[72 -> 144], f32[6 -> 12] on group '0' for root  # %unshard_root"
     theirs = "all_gather f32[337 -> 674] on group '0' for blocks.2  # %unshard_blocks_2"
     with refused(difference(3, ours, theirs)):
@@ -99,8 +101,9 @@ def test_different_models() -> None:
 
 
 @two_ranks
-def test_different_shapes_of_parameters() -> None:
-    model = Setup(model=of_rank(MLP, wide)).build()
+@EAGER_OR_COMPILED
+def test_different_shapes_of_parameters(lower: str) -> None:
+    model = Setup(model=of_rank(MLP, wide), lower=lower).build()
     end = "on group '0' for blocks.0  # %unshard_blocks_0"
     ours, theirs = (f"all_gather {x} {end}" for x in ("f32[337 -> 674]", "f32[449 -> 898]"))
     with refused(difference(1, ours, theirs)):
@@ -252,14 +255,13 @@ def test_trains_with_other_batch_sizes_on_every_rank(dynamic: bool | None) -> No
     check_bitwise(Scenario(model=MLP, batch=uneven_rows, compile_kwargs={"dynamic": dynamic}))
 
 
-@pytest.mark.slow
 @two_ranks
 def test_trains_with_other_batch_sizes_on_every_rank_in_compiled_code() -> None:
     check_inductor(Scenario(model=MLP, batch=uneven_rows))
 
 
 def recompile_on_rank_1(run: Run, step: int) -> None:
-    if step > 0 and dist.get_rank() == 1:
+    if step in (1, 2) and dist.get_rank() == 1:
         torch._dynamo.reset()
 
 

@@ -164,7 +164,7 @@ def test_poison_fills_what_was_freed_with_numbers_that_are_none() -> None:
 
 @pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "streams", ["auto", "side", *(pytest.param(s, marks=pytest.mark.slow) for s in ("off", "nccl"))]
+    "streams", ["auto", *(pytest.param(s, marks=() if s == "side" else pytest.mark.slow) for s in STREAMS)]
 )
 def test_no_memory_is_freed_while_it_is_read(streams: str, lower: str) -> None:
     with on_link("cpu", gigabytes_per_s=0.1, latency_us=100.0):

@@ -63,9 +63,8 @@ SHARDED: dict[str, tuple[Callable[[], nn.Module], Callable[..., None]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "grad"), [*((name, True) for name in SHARDED), *((name, False) for name in ("blocks", "graph breaks"))]
-)
+@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("grad", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_shadow_of_a_sharded_model_is_captured_as_the_model_is(name: str, grad: bool, mesh: DeviceMesh) -> None:
     build, shard = SHARDED[name]
     model = build()

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 import fxshard
 
-NUM_STEPS = 3
+NUM_STEPS = 4
 COMPILE_PREFIX = "_orig_mod."
 
 Batch = tuple[Tensor, ...]

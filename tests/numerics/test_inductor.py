@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from tests.numerics.harness import Scenario, check_against_unsharded, check_inductor, only_compile
+from tests.numerics.harness import (
+    Scenario,
+    check_against_unsharded,
+    check_bitwise,
+    check_inductor,
+    only_compile,
+)
 from tests.numerics.models import (
     GPT,
     MLP,
@@ -108,6 +114,13 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_compiled_code_trains_with(name: str) -> None:
     check_inductor(OTHERS[name])
+
+
+@pytest.mark.slow
+@two_ranks
+@pytest.mark.parametrize("name", [name for name in OTHERS if name != "two forwards, one backward"])
+def test_interpreted_code_computes_the_bits_of_fsdp2_in_float32_with(name: str) -> None:
+    check_bitwise(OTHERS[name])
 
 
 @pytest.mark.slow

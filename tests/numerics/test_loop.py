@@ -142,7 +142,6 @@ def update_compiled(run: Run) -> None:
     run.optim.zero_grad()
 
 
-@pytest.mark.slow
 @two_ranks(timeout=240)
 def test_steps_a_compiled_optimizer() -> None:
     check_against_unsharded(Scenario(model=MLP, batch=rows(), update=update_compiled))

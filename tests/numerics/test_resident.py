@@ -173,7 +173,6 @@ def images(step: int, rank: int) -> tuple[Tensor, ...]:
     return torch.randn(2, 16, 8, 8, generator=generator), torch.randn(2, 16, generator=generator)
 
 
-@pytest.mark.slow
 @two_ranks(timeout=240)
 def test_saved_activations_may_lie_otherwise_in_memory() -> None:
     scenario = Scenario(model=Convolutions, batch=images, backward=kept)
