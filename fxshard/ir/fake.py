@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._distributed_c10d import _register_process_group, _resolve_process_group, _unregister_process_group
 from torch._C._dynamo.eval_frame import get_eval_frame_callback, reset_code
 from torch._dynamo import eval_frame, pgo, trace_rules
@@ -211,7 +212,7 @@ def backward_keeps_graph() -> bool:
 
 def is_computed_again() -> bool:
     """Whether backward may compute again what autograd saves now: hooks for saved tensors do so in checkpointing."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return _top_saved_tensors_default_hooks(True) is not None
 
 
 def policy_is_on() -> bool:
