@@ -46,7 +46,6 @@ WORLD_SIZE = 2
 TIMEOUT_S = 120.0
 START_TIMEOUT_S = 120.0
 SETTLE_TIMEOUT_S = 30.0
-_FROZEN = 100_000  # objects; less if nobody has frozen torch, or fxshard has thawed it
 # How long a rank may go on after the other one has failed: longer than one compile, shorter than a collective.
 GRACE_S = 20.0
 
@@ -115,8 +114,7 @@ def settle() -> None:
     torch.manual_seed(0)
     random.seed(0)
     gc.collect()
-    if gc.get_freeze_count() < _FROZEN:
-        gc.freeze()  # what is left belongs to libraries; to look through it takes a quarter of the time of a test
+    gc.freeze()  # what is left belongs to libraries; to look through it takes a quarter of the time of a test
     if not dist.is_initialized():
         raise RankError("the body left no process group; run it with fresh_ranks")
     world: Any = dist.group.WORLD
@@ -146,6 +144,7 @@ def _serve(rank: int, pipe: connection.Connection, folder: str) -> None:
         TORCHINDUCTOR_COMPILE_THREADS="1",
     )
     torch.set_num_threads(1)
+    gc.set_threshold(50_000, 20, 20)  # objects; to compile makes many that stay
     # What C++ says before it aborts is said there, too.
     with (Path(folder) / f"stacks{rank}").open("a") as stacks:
         os.dup2(stacks.fileno(), sys.stderr.fileno())
