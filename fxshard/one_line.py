@@ -297,6 +297,8 @@ def _require_no_holders(orphans: dict[str, weakref.ref[nn.Parameter]]) -> None:
 
     A bare variable is let be: loops over `model.parameters()` leave one behind.
     """
+    if all(reference() is None for reference in orphans.values()):
+        return
     gc.collect()
     alive = [(fqn, parameter) for fqn, reference in orphans.items() if (parameter := reference()) is not None]
     ours = {id(alive), *map(id, alive)}

@@ -1,4 +1,4 @@
-"""Run passes: check facts, apply, lint, verify, recompile, time, log, record. The only place that does any of these."""
+"""Run passes: check facts, apply, lint, verify, time, log, record; recompile. The only place that does any of these."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ def run(
     for i, step in enumerate(passes):
         facts |= step.ensures
         agreed = _run_one(gm, step, ctx, agreed, facts, stage, f"{i + 1:02}/{len(passes):02}")
-    return any(record.changed for record in list(ctx.journal.stages[stage].values())[before:])
+    changed = any(record.changed for record in list(ctx.journal.stages[stage].values())[before:])
+    if changed:
+        gm.recompile()
+    return changed
 
 
 def _agree(gm: GraphModule, ctx: PassContext, facts: Iterable[Fact]) -> contract.Contract:
@@ -99,8 +102,6 @@ def _run_one(
         agreed = _agree(gm, ctx, facts)
     if ctx.verify and (changed or step.ensures):
         spec.verify(gm.graph, agreed, facts, broken_by=str(step), debug=ctx.verify == "debug")
-    if changed:
-        gm.recompile()
     seconds = time.perf_counter() - start
     ctx.journal.add(
         stage,

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 
 
 def pairwise(**axes: Iterable[Any]) -> pytest.MarkDecorator:
@@ -19,6 +20,11 @@ def pairwise(**axes: Iterable[Any]) -> pytest.MarkDecorator:
     chosen = _covering(every)
     params = [pytest.param(*row, marks=() if row in chosen else pytest.mark.slow) for row in every]
     return pytest.mark.parametrize(tuple(axes), params)
+
+
+def slow(*values: Any) -> ParameterSet:
+    """Say that a case of a `parametrize` shows little that the others do not: it runs with `-m slow`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def _covering(every: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:

@@ -18,6 +18,7 @@ def imported_by(module: str) -> set[str]:
     return set(done.stdout.split())
 
 
+@pytest.mark.commands
 @pytest.mark.parametrize("module", ["fxshard", "fxshard.backend", "fxshard.cli"])
 def test_importing_needs_nothing_optional(module: str) -> None:
     assert imported_by(module) & OPTIONAL == set()

@@ -115,6 +115,7 @@ def test_says_where_a_rank_crashed(pool: RankPool) -> None:
         pool.run(crash_on_rank_1)
 
 
+@pytest.mark.commands
 def test_reports_a_dead_rank_and_recovers(pool: RankPool) -> None:
     before = pool.run(report_rank)
     with pytest.raises(RankError, match="rank 1 died: killed by SIGKILL"):
@@ -124,6 +125,7 @@ def test_reports_a_dead_rank_and_recovers(pool: RankPool) -> None:
     assert {pid for *_, pid in before}.isdisjoint(pid for *_, pid in after)
 
 
+@pytest.mark.commands
 def test_reports_a_timeout_with_the_stacks_and_recovers(pool: RankPool) -> None:
     with pytest.raises(
         RankError, match=r"(?s)no answer within 2 s.*rank 0 was here:.*in sleep_forever.*rank 1 was here"
@@ -132,6 +134,7 @@ def test_reports_a_timeout_with_the_stacks_and_recovers(pool: RankPool) -> None:
     assert pool.run(sum_of_ranks) == [1.0, 1.0]
 
 
+@pytest.mark.commands
 def test_reports_ranks_out_of_step_and_recovers(pool: RankPool) -> None:
     with pytest.raises(RankError, match="out of step"):
         pool.run(launch_on_rank_zero_only)

@@ -25,6 +25,7 @@ from tests.checkpoint.bodies import assert_same_state, build, state_of, train
 from tests.checkpoint.helpers import shared_folder
 from tests.numerics.harness import Scenario, fxshard_system, only_compile, shard_and_compile, start, train_step
 from tests.numerics.models import MLP, rows
+from tests.pairwise import slow
 from tests.ranks import two_ranks
 
 
@@ -59,10 +60,10 @@ def test_what_one_has_saved_the_other_one_loads(saved_by: str, loaded_by: str) -
 @pytest.mark.parametrize(
     ("prepare", "lower"),
     [
-        (shard_and_compile, "inductor"),
+        slow(shard_and_compile, "inductor"),
         (shard_and_compile, "eager"),
         (only_compile, "eager"),
-        pytest.param(only_compile, "inductor", marks=pytest.mark.slow),
+        slow(only_compile, "inductor"),
     ],
 )
 def test_a_compiled_model_goes_on_with_what_is_loaded(prepare: Any, lower: str) -> None:
@@ -112,6 +113,7 @@ def load_all(path: str) -> dict[str, Any]:
     return state_of(model, optim)
 
 
+@pytest.mark.slow
 @pytest.mark.multi_rank
 def test_any_number_of_ranks_loads_what_any_number_has_saved(tmp_path: Path) -> None:
     for saving in (1, 2, 4):

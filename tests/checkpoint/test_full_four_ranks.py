@@ -130,6 +130,7 @@ def checkpoints_of_models_on_two_ranks_each(folder: str) -> None:
 
 
 @pytest.mark.multi_rank
+@pytest.mark.commands
 def test_four_ranks(tmp_path: Path) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     multiprocessing.start_processes(on_four_ranks, (str(tmp_path),), nprocs=RANKS, start_method="spawn")

@@ -21,6 +21,7 @@ from tests.checkpoint.bodies import assert_same_state, build, state_of, train
 from tests.checkpoint.helpers import shared_folder
 from tests.numerics.harness import Run, Scenario, adamw, fxshard_system, only_compile, start, train_step
 from tests.numerics.models import MLP, cross_entropy, rows, tied_gpt, tokens
+from tests.pairwise import slow
 from tests.ranks import two_ranks
 
 # ---- back on the same ranks
@@ -104,7 +105,7 @@ def fresh(scenario: Scenario, lower: str, seed: int) -> Run:
 
 
 @two_ranks
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", [slow("blocks"), "one-line", slow("tied"), "momentum"])
 def test_a_run_that_was_broken_off_goes_on_as_if_it_had_not_been(name: str) -> None:
     scenario = SCENARIOS[name]
     unbroken, first = fresh(scenario, "eager", 0), fresh(scenario, "eager", 0)
@@ -135,7 +136,7 @@ def test_a_model_of_the_one_line_form_can_be_saved_before_its_first_call() -> No
 
 
 @two_ranks
-@pytest.mark.parametrize("resident", [False, True])
+@pytest.mark.parametrize("resident", [slow(False), True])
 def test_compiled_code_goes_on_with_what_is_loaded_under_it(resident: bool) -> None:
     run = fresh(SCENARIO, "inductor", 0)
     if resident:

@@ -17,7 +17,7 @@ from tests.checkpoint.bodies import assert_same_state, build, state_of
 
 NUM_MOMENTS = 20
 
-pytestmark = pytest.mark.multi_rank
+pytestmark = [pytest.mark.multi_rank, pytest.mark.commands]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,7 @@ from tests.numerics.harness import (
     compile_module,
 )
 from tests.numerics.models import MLP, WIDTH, rows
+from tests.pairwise import slow
 from tests.ranks import WORLD_SIZE, fresh_ranks, group_folder, two_ranks
 
 SECONDS = 20.0
@@ -122,7 +123,7 @@ def test_different_dtypes_of_the_gathered_parameters(per_block: bool) -> None:
 
 
 @two_ranks
-@pytest.mark.parametrize("lower", ["eager", "inductor"])
+@pytest.mark.parametrize("lower", ["eager", slow("inductor")])
 def test_different_dtypes_of_the_reduction_which_backward_finds(lower: str) -> None:
     policy = MixedPrecisionPolicy(reduce_dtype=of_rank(torch.float32, torch.bfloat16))
     model = Setup(shard={"mp_policy": policy}, lower=lower).build()
@@ -233,6 +234,7 @@ def slow_on_rank_1(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., A
     return backend.fxshard(gm, inputs, options={"lower": "eager"})
 
 
+@pytest.mark.commands
 @fresh_ranks
 def test_ranks_that_compile_longer_than_the_timeout_of_the_group_meet() -> None:
     join_hasty_group(2.0)
@@ -250,11 +252,12 @@ def uneven_rows(step: int, rank: int) -> Batch:
 
 
 @two_ranks
-@pytest.mark.parametrize("dynamic", [True, False, None])
+@pytest.mark.parametrize("dynamic", [slow(True), slow(False), None])
 def test_trains_with_other_batch_sizes_on_every_rank(dynamic: bool | None) -> None:
     check_bitwise(Scenario(model=MLP, batch=uneven_rows, compile_kwargs={"dynamic": dynamic}))
 
 
+@pytest.mark.slow
 @two_ranks
 def test_trains_with_other_batch_sizes_on_every_rank_in_compiled_code() -> None:
     check_inductor(Scenario(model=MLP, batch=uneven_rows))

@@ -28,6 +28,7 @@ from fxshard.passes.hoist_prefetch import HoistPrefetch
 from tests import graphs
 from tests.graphs import Layer, Traced, TwoLayers
 from tests.inspect.models import EAGER, Broken, X, compiled_by_us, shard
+from tests.pairwise import slow
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -206,7 +207,7 @@ def test_auto_is_never_slower_than_one_ahead_and_keeps_to_the_budget(
         assert max(tight[name].unsharded_peak_bytes for name in OTHERS) <= budget
 
 
-@pytest.mark.parametrize(("prefetch", "name"), [("off", "no prefetch"), (1, "1 ahead"), ("auto", "auto")])
+@pytest.mark.parametrize(("prefetch", "name"), [slow("off", "no prefetch"), slow(1, "1 ahead"), ("auto", "auto")])
 def test_a_compiled_default_is_the_schedule_of_its_name(prefetch: int | str, name: str) -> None:
     options = {**EAGER, "prefetch": prefetch, "hardware": "cpu"}
     (frame,) = explain(GPT(16, 32, 4, 2), torch.zeros(2, 16, dtype=torch.long), world_size=8, options=options).frames

@@ -44,6 +44,7 @@ from tests.inspect.shadows import (
     traced_shadow,
     whole,
 )
+from tests.pairwise import slow
 
 SHARDED: dict[str, tuple[Callable[[], nn.Module], Callable[..., None]]] = {
     "blocks": (Stack, blocks_then_root),
@@ -82,7 +83,7 @@ def test_the_shadow_of_a_sharded_model_is_captured_as_the_model_is(name: str, gr
 
 
 @pytest.mark.parametrize("build", [Stack, Tied, Broken, Attention, Recurrent])
-@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("device", [slow("cpu"), "meta"])
 def test_an_unsharded_model_is_sharded_as_in_one_line(build: Callable[[], nn.Module], device: str) -> None:
     with torch.device(device):
         model = build()

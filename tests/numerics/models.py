@@ -27,6 +27,11 @@ def rows(features: int = WIDTH, outputs: int = WIDTH, count: int = 4) -> Callabl
     return batch
 
 
+def rows_of_many_sizes(step: int, rank: int) -> tuple[Tensor, ...]:
+    """Return batches whose number of rows differs from step to step."""
+    return rows(count=2 + step % 4)(step, rank)
+
+
 def tokens(count: int = 2, length: int = 6, vocab: int = VOCAB) -> Callable[[int, int], tuple[Tensor, ...]]:
     """Return batches of `count` sequences of tokens, with the next token of each."""
 
@@ -72,6 +77,16 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
+        y: Tensor = self.head(x)
+        return y
+
+
+class CheckpointedMLP(MLP):
+    """Computes its blocks again in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
         y: Tensor = self.head(x)
         return y
 

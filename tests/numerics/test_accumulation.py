@@ -23,6 +23,7 @@ from tests.numerics.harness import (
     check_bitwise,
     check_close,
     check_inductor,
+    check_sums_in_few_bits,
     fxshard_system,
     only_compile,
     only_shard,
@@ -32,7 +33,8 @@ from tests.numerics.harness import (
     train_step,
     update,
 )
-from tests.numerics.models import MLP, checkpointed_gpt, cross_entropy, rows, tied_gpt, tokens
+from tests.numerics.models import MLP, checkpointed_gpt, cross_entropy, rows, rows_of_many_sizes, tied_gpt, tokens
+from tests.pairwise import slow
 from tests.ranks import two_ranks
 
 Backward = Callable[[Run, int], Tensor]
@@ -73,7 +75,7 @@ def with_a_break(model: nn.Module, tools: Tools) -> nn.Module:
 
 
 @two_ranks
-@pytest.mark.parametrize("prepare", [shard_and_compile, only_shard, block_by_block, with_a_break])
+@pytest.mark.parametrize("prepare", [shard_and_compile, only_shard, slow(block_by_block), slow(with_a_break)])
 def test_reduces_in_the_last_microbatch(prepare: Callable[[nn.Module, Tools], nn.Module]) -> None:
     check(Scenario(model=MLP, batch=rows(), backward=several, prepare=prepare))
 
@@ -89,7 +91,7 @@ def test_accumulates_under_activation_checkpointing() -> None:
 
 
 @two_ranks
-@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16, None])
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, slow(torch.bfloat16), None])
 def test_accumulates_in_the_reduce_dtype(reduce_dtype: torch.dtype | None) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     check_bitwise(Scenario(model=MLP, batch=rows(), backward=several, shard_kwargs={"mp_policy": policy}))
@@ -99,7 +101,7 @@ def test_accumulates_in_the_reduce_dtype(reduce_dtype: torch.dtype | None) -> No
 def test_rounds_a_sum_once_to_a_reduce_dtype_of_fewer_bits() -> None:
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
     for prepare in (shard_and_compile, only_shard):
-        check_bitwise(
+        check_sums_in_few_bits(
             Scenario(model=MLP, batch=rows(), backward=several, shard_kwargs={"mp_policy": policy}, prepare=prepare)
         )
 
@@ -119,13 +121,9 @@ def test_leaves_frozen_parameters_alone() -> None:
     check(Scenario(model=MLP, batch=rows(), backward=several, prepare=freeze_a_block))
 
 
-def of_many_sizes(step: int, rank: int) -> tuple[Tensor, ...]:
-    return rows(count=2 + step % 4)(step, rank)
-
-
 @two_ranks
 def test_accumulates_microbatches_of_different_shapes() -> None:
-    check_bitwise(Scenario(model=MLP, batch=of_many_sizes, backward=several))
+    check_bitwise(Scenario(model=MLP, batch=rows_of_many_sizes, backward=several))
 
 
 # ---- when and what
@@ -166,7 +164,7 @@ def forwards_ahead(run: Run, step: int) -> Tensor:
 
 
 @two_ranks
-@pytest.mark.parametrize("prepare", [shard_and_compile, only_shard, block_by_block])
+@pytest.mark.parametrize("prepare", [shard_and_compile, only_shard, slow(block_by_block)])
 def test_reads_the_flag_when_a_backward_runs(prepare: Callable[[nn.Module, Tools], nn.Module]) -> None:
     check(Scenario(model=MLP, batch=rows(), backward=forwards_ahead, prepare=prepare))
 

@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor, Partial
 
 import fxshard
 from tests.numerics.harness import compile_module, full
+from tests.pairwise import slow
 from tests.ranks import two_ranks
 
 WIDTH, WORDS = 6, 10
-WAYS = pytest.mark.parametrize("way", ["compiled", "inductor", "eager", "one line", "in parts"])
+WAYS = pytest.mark.parametrize("way", ["compiled", slow("inductor"), "eager", "one line", "in parts"])
 
 
 class Headless(nn.Module):

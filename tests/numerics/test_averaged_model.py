@@ -28,6 +28,7 @@ from tests.numerics.harness import (
     update,
 )
 from tests.numerics.models import MLP, WIDTH, rows
+from tests.pairwise import slow
 from tests.ranks import two_ranks
 
 DECAY = 0.5
@@ -52,7 +53,7 @@ def call(model: nn.Module) -> Tensor:
 
 
 @two_ranks
-@pytest.mark.parametrize("of_the_wrapper", [True, False])
+@pytest.mark.parametrize("of_the_wrapper", [True, slow(False)])
 def test_refuses_an_averaged_model_that_was_made_before_the_first_call(of_the_wrapper: bool) -> None:
     model = mlp()
     wrapper = compiled(model)

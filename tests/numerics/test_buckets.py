@@ -17,6 +17,7 @@ from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.pipeline import Pipeline
 from tests.numerics.harness import FSDP2, Scenario, compare, compile_module, fxshard_system, train, world_mesh
 from tests.numerics.models import MLP, rows
+from tests.pairwise import slow
 from tests.ranks import two_ranks
 
 SIZES = ["auto", 0.0005, 1]
@@ -34,7 +35,7 @@ def test_trains_in_buckets_of_any_size(size: str | float) -> None:
 
 
 @two_ranks
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", ["auto", slow(0.0005), slow(1)])
 def test_trains_in_buckets_of_any_size_when_compiled(size: str | float) -> None:
     scenario = Scenario(model=MLP, batch=rows())
     same_but_for_fusion(train(scenario, fxshard_system(bucket=size, lower="inductor")), train(scenario, FSDP2))
@@ -47,7 +48,7 @@ def cut_everything(pipeline: Pipeline) -> Pipeline:
 
 
 @two_ranks
-@pytest.mark.parametrize("lower", ["eager", "inductor"])
+@pytest.mark.parametrize("lower", ["eager", slow("inductor")])
 @pytest.mark.parametrize("size", ["unit", "auto"])
 def test_trains_where_nothing_is_copied(size: str, lower: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +79,7 @@ class TwoDtypes(nn.Module):
 
 
 @two_ranks
-@pytest.mark.parametrize("lower", ["eager", "inductor", "uncompiled"])
+@pytest.mark.parametrize("lower", ["eager", slow("inductor"), slow("uncompiled")])
 @pytest.mark.parametrize(
     ("first", "second"),
     [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float32, torch.float64)],

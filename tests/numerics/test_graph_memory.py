@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fxshard
 from tests.numerics.harness import compile_module
 from tests.numerics.models import MLP, WIDTH
+from tests.pairwise import slow
 
 NUM_BLOCKS = 6
 LINE = re.compile(r"%(?P<name>\w+)(: \w+\[(?P<shape>[\d, ]*)\])? = (?P<op>[\w.]+)(\((?P<arguments>.*)\))?")
@@ -84,8 +85,8 @@ def test_launches_one_gather_and_one_reduction_per_unit(
     assert graphs["backward"].collectives["reduce_scatter"] == NUM_BLOCKS + 1
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-@pytest.mark.parametrize("reshard_after_forward", [True, None])
+@pytest.mark.parametrize("prefetch", [0, 1, slow(2)])
+@pytest.mark.parametrize("reshard_after_forward", [True, slow(None)])
 def test_keeps_no_more_unsharded_than_a_unit_its_copy_the_prefetched_ones_and_the_root(
     mesh: DeviceMesh, reshard_after_forward: bool | None, prefetch: int
 ) -> None:

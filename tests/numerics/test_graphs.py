@@ -38,6 +38,7 @@ from tests.numerics.models import (
     tokens,
     tokens_of_many_shapes,
 )
+from tests.pairwise import slow
 from tests.ranks import two_ranks
 
 
@@ -122,14 +123,14 @@ def test_trains_with_dicts_as_inputs_and_outputs() -> None:
 
 
 @two_ranks
-@pytest.mark.parametrize("dynamic", [None, True, False])
+@pytest.mark.parametrize("dynamic", [None, slow(True), slow(False)])
 def test_trains_on_a_batch_and_length_that_change_each_step(dynamic: bool | None) -> None:
     kwargs = {"dynamic": dynamic}
     check(Scenario(model=GPT, batch=tokens_of_many_shapes, loss=cross_entropy, compile_kwargs=kwargs))
 
 
 @two_ranks
-@pytest.mark.parametrize(("dynamic", "most_graphs"), [(True, 1), (None, 2), (False, NUM_STEPS)])
+@pytest.mark.parametrize(("dynamic", "most_graphs"), [(True, 1), slow(None, 2), slow(False, NUM_STEPS)])
 def test_compiles_no_graph_per_shape_unless_told_to(dynamic: bool | None, most_graphs: int) -> None:
     kwargs = {"dynamic": dynamic, "fullgraph": True}
     counters.clear()
@@ -145,7 +146,7 @@ def test_compiles_once_when_nothing_changes() -> None:
 
 
 @two_ranks
-@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
+@pytest.mark.parametrize("reshard_after_forward", [True, slow(False), slow(None)])
 def test_trains_with_activation_checkpointing(reshard_after_forward: bool | None) -> None:
     shard_kwargs = {"reshard_after_forward": reshard_after_forward}
     check(Scenario(model=checkpointed_gpt, batch=tokens(), loss=cross_entropy, shard_kwargs=shard_kwargs))
@@ -186,7 +187,7 @@ def squared_error_in_bf16(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 @two_ranks
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("compiled", [True, slow(False)])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_trains_in_mixed_precision(precision: str, compiled: bool) -> None:
     policy = PRECISIONS[precision]

@@ -21,6 +21,7 @@ from tests.numerics.harness import (
     check_inductor,
 )
 from tests.numerics.models import VOCAB, tokens
+from tests.pairwise import slow
 from tests.ranks import two_ranks
 
 
@@ -111,7 +112,7 @@ def test_trains_gpt2() -> None:
 
 
 @two_ranks
-@pytest.mark.parametrize("model", [llama, gpt2])
+@pytest.mark.parametrize("model", [llama, slow(gpt2)])
 def test_trains_on_the_loss_that_the_model_computes(model: type) -> None:
     check_bitwise(replace(LLAMA, model=model, loss=loss_of_labels))
 

@@ -18,9 +18,11 @@ from tests.numerics.harness import (
 from tests.numerics.models import (
     GPT,
     MLP,
+    CheckpointedMLP,
     checkpointed_gpt,
     cross_entropy,
     rows,
+    rows_of_many_sizes,
     tied_gpt,
     tokens,
     tokens_of_many_shapes,
@@ -67,7 +69,7 @@ def test_compiled_code_trains_a_tied_embedding_and_head() -> None:
 
 @two_ranks(timeout=240)
 def test_compiled_code_trains_with_activation_checkpointing() -> None:
-    check_inductor(replace(LANGUAGE, model=checkpointed_gpt, shard_kwargs=RESHARD))
+    check_inductor(replace(REGRESSION, model=CheckpointedMLP, shard_kwargs=RESHARD))
 
 
 @two_ranks(timeout=240)
@@ -77,8 +79,8 @@ def test_compiled_code_trains_in_mixed_precision() -> None:
 
 
 @two_ranks(timeout=240)
-def test_compiled_code_trains_on_a_batch_and_length_that_change_each_step() -> None:
-    check_inductor(replace(LANGUAGE, batch=tokens_of_many_shapes))
+def test_compiled_code_trains_on_a_batch_size_that_changes_each_step() -> None:
+    check_inductor(replace(REGRESSION, batch=rows_of_many_sizes))
 
 
 @two_ranks(timeout=240)
@@ -98,6 +100,8 @@ OTHERS = {
     "unused parameters": replace(REGRESSION, model=Unused),
     "MultiheadAttention": replace(LANGUAGE, model=SelfAttention),
     "a graph break": replace(REGRESSION, model=Broken),
+    "activation checkpointing": replace(LANGUAGE, model=checkpointed_gpt, shard_kwargs=RESHARD),
+    "a batch and length that change": replace(LANGUAGE, batch=tokens_of_many_shapes),
     "reshard after forward": replace(LANGUAGE, shard_kwargs=RESHARD),
     "two forwards, two backwards": replace(REGRESSION, backward=two_forwards_before_two_backwards),
     "two forwards, one backward": replace(REGRESSION, backward=one_backward_through_two_forwards),

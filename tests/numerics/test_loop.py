@@ -34,6 +34,7 @@ from tests.numerics.harness import (
     update,
 )
 from tests.numerics.models import MLP, WIDTH, Block, rows
+from tests.pairwise import slow
 from tests.ranks import two_ranks
 
 Prepare = Callable[[nn.Module, Tools], nn.Module]
@@ -111,7 +112,7 @@ FAILURES = {f.__name__: f for f in (fail_after_forward, fail_in_forward, fail_in
 
 
 @two_ranks
-@BOTH_WAYS
+@pytest.mark.parametrize("prepare", [shard_and_compile, slow(only_shard)])
 @pytest.mark.parametrize("failure", FAILURES)
 def test_trains_on_after_an_exception_in_the_middle_of_a_step(failure: str, prepare: Prepare) -> None:
     def fail_before_the_third_step(run: Run, step: int) -> None:
@@ -142,6 +143,7 @@ def update_compiled(run: Run) -> None:
     run.optim.zero_grad()
 
 
+@pytest.mark.slow
 @two_ranks(timeout=240)
 def test_steps_a_compiled_optimizer() -> None:
     check_against_unsharded(Scenario(model=MLP, batch=rows(), update=update_compiled))
@@ -154,7 +156,7 @@ def clip_and_update(run: Run, **kwargs: Any) -> None:
 
 
 @two_ranks
-@pytest.mark.parametrize("foreach", [True, False, None])
+@pytest.mark.parametrize("foreach", [slow(True), slow(False), None])
 def test_clips_the_norm_of_gradients(foreach: bool | None) -> None:
     scenario = Scenario(model=MLP, batch=rows(), update=partial(clip_and_update, foreach=foreach))
     check(scenario)

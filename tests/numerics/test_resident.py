@@ -30,20 +30,22 @@ from tests.numerics.harness import (
     only_shard,
     shard_and_compile,
     shard_blocks,
+    squared_error,
     start,
     train,
 )
-from tests.numerics.models import MLP, WIDTH, checkpointed_gpt, cross_entropy, rows, tied_gpt, tokens
+from tests.numerics.models import MLP, WIDTH, CheckpointedMLP, checkpointed_gpt, cross_entropy, rows, tied_gpt, tokens
 from tests.numerics.test_accumulation import (
     NUM_MICROBATCHES,
     block_by_block,
     forwards_ahead,
     loss_of,
-    of_many_sizes,
+    rows_of_many_sizes,
     set_sync,
     several,
     with_a_break,
 )
+from tests.pairwise import slow
 from tests.ranks import two_ranks
 
 
@@ -65,7 +67,7 @@ def kept(run: Run, step: int) -> Tensor:
 
 
 @two_ranks
-@pytest.mark.parametrize("prepare", [shard_and_compile, only_shard, block_by_block, with_a_break])
+@pytest.mark.parametrize("prepare", [shard_and_compile, only_shard, slow(block_by_block), slow(with_a_break)])
 def test_trains_the_same(prepare: Callable[[nn.Module, Tools], nn.Module]) -> None:
     check(Scenario(model=MLP, batch=rows(), backward=kept, prepare=prepare))
 
@@ -77,7 +79,7 @@ def test_compiled_code_trains_the_same() -> None:
 
 @two_ranks
 @pytest.mark.parametrize("backward", [several, forwards_ahead])
-@pytest.mark.parametrize("prepare", [shard_and_compile, block_by_block])
+@pytest.mark.parametrize("prepare", [block_by_block, slow(shard_and_compile)])
 def test_trains_the_same_by_budget(
     prepare: Callable[[nn.Module, Tools], nn.Module], backward: Callable[[Run, int], Tensor]
 ) -> None:
@@ -86,9 +88,18 @@ def test_trains_the_same_by_budget(
 
 
 @two_ranks
-@pytest.mark.parametrize("model", [tied_gpt, checkpointed_gpt])
-def test_trains_the_same_where_parameters_are_read_again(model: Callable[[], nn.Module]) -> None:
-    scenario = Scenario(model=model, batch=tokens(), loss=cross_entropy, backward=several)
+@pytest.mark.parametrize(
+    ("model", "batch", "loss"),
+    [
+        (CheckpointedMLP, rows, squared_error),
+        slow(tied_gpt, tokens, cross_entropy),
+        slow(checkpointed_gpt, tokens, cross_entropy),
+    ],
+)
+def test_trains_the_same_where_parameters_are_read_again(
+    model: Callable[[], nn.Module], batch: Callable[[], Any], loss: Callable[..., Tensor]
+) -> None:
+    scenario = Scenario(model=model, batch=batch(), loss=loss, backward=several)
     with_gathers = train(scenario, fxshard_system())
     compare(train(scenario, fxshard_system(resident_gib=1)), with_gathers, rtol=0.0, atol=0.0)
 
@@ -103,7 +114,7 @@ def test_trains_the_same_in_low_precision(reshard: bool) -> None:
 
 @two_ranks
 def test_trains_the_same_with_microbatches_of_different_shapes() -> None:
-    check_bitwise(Scenario(model=MLP, batch=of_many_sizes, backward=kept))
+    check_bitwise(Scenario(model=MLP, batch=rows_of_many_sizes, backward=kept))
 
 
 def keep_the_first_block(model: nn.Module, tools: Tools) -> nn.Module:
@@ -127,7 +138,7 @@ class ReturnsParameters(nn.Module):
 
 
 @two_ranks
-@pytest.mark.parametrize("lower", ["eager", "inductor"])
+@pytest.mark.parametrize("lower", ["eager", slow("inductor")])
 @pytest.mark.parametrize("grad", [True, False])
 def test_what_a_model_returns_of_a_kept_parameter_may_be_written_to(lower: str, grad: bool) -> None:
     model = fxshard.fully_shard(ReturnsParameters())
@@ -173,6 +184,7 @@ def images(step: int, rank: int) -> tuple[Tensor, ...]:
     return torch.randn(2, 16, 8, 8, generator=generator), torch.randn(2, 16, generator=generator)
 
 
+@pytest.mark.slow
 @two_ranks(timeout=240)
 def test_saved_activations_may_lie_otherwise_in_memory() -> None:
     scenario = Scenario(model=Convolutions, batch=images, backward=kept)

@@ -16,7 +16,7 @@ from fxshard.ir import collectives, ops
 from fxshard.testing import emulated_link
 from tests.numerics.harness import blocks_of
 from tests.numerics.models import MLP, WIDTH, tied_gpt, tokens
-from tests.pairwise import pairwise
+from tests.pairwise import pairwise, slow
 from tests.watching import watched
 
 COPIES = (torch.ops.aten.split_with_sizes_copy, torch.ops.aten.clone)
@@ -82,7 +82,7 @@ def test_explanations_say_what_a_step_takes(build: Any, prefetch: int | str, buc
 
 
 @pytest.mark.parametrize("build", BATCHES)
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("share", [slow(0.0), 0.5, slow(1.0)])
 def test_automatic_prefetch_keeps_to_the_budget(build: Any, share: float) -> None:
     least, _ = peaks_of(build, BATCHES[build], prefetch="off")
     most, _ = peaks_of(build, BATCHES[build], prefetch="auto")

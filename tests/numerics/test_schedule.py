@@ -24,7 +24,7 @@ from fxshard.passes.pipeline import Pipeline, default
 from fxshard.passes.sink_waits import SinkWaits
 from tests import graphs
 from tests.numerics.harness import compile_module
-from tests.pairwise import pairwise
+from tests.pairwise import pairwise, slow
 from tests.schedules import MODELS, model_of
 from tests.steps import Step, assert_same_step, step
 
@@ -189,7 +189,7 @@ def unpinned(pipeline: Pipeline) -> Pipeline:
 
 @pytest.mark.parametrize(
     "options",
-    [{"prefetch": 0}, {"prefetch": 1}, {"prefetch": 2}, {"prefetch": 2, "bucket": "auto"}],
+    [slow({"prefetch": 0}), {"prefetch": 1}, slow({"prefetch": 2}), {"prefetch": 2, "bucket": "auto"}],
     ids=["0", "1", "2", "2-auto"],
 )
 @pytest.mark.parametrize("model", [Blocks, pytest.param(graphs.TwoLayers, marks=pytest.mark.slow)])
@@ -217,7 +217,7 @@ def test_loses_the_order_there_without_pins() -> None:
     assert code.index("wait 0 of all_gather_into_tensor 1") < code.index("mm")
 
 
-@pytest.mark.parametrize("model", [Blocks, graphs.TwoLayers])
+@pytest.mark.parametrize("model", [slow(Blocks), graphs.TwoLayers])
 def test_makes_no_more_kernels_with_pins_than_without(model: type[nn.Module]) -> None:
     x = torch.randn(WIDTH, graphs.WIDTH if model is graphs.TwoLayers else WIDTH)
     with_pins, _ = compiled(model(), x)

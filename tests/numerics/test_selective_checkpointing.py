@@ -30,6 +30,7 @@ from tests.numerics.harness import (
 from tests.numerics.models import MLP, rows
 from tests.numerics.test_accumulation import block_by_block, forwards_ahead
 from tests.numerics.test_resident import kept
+from tests.pairwise import slow
 from tests.ranks import two_ranks
 
 _c10d = torch.ops._c10d_functional
@@ -103,7 +104,7 @@ def scenario(saved: str, **kwargs: Any) -> Scenario:
 
 @two_ranks
 @pytest.mark.parametrize("saved", SAVED)
-@pytest.mark.parametrize("prepare", [block_by_block, only_shard])
+@pytest.mark.parametrize("prepare", [block_by_block, slow(only_shard)])
 def test_trains_the_same(prepare: Callable[[nn.Module, Tools], nn.Module], saved: str) -> None:
     check(scenario(saved, prepare=prepare))
 
@@ -120,7 +121,7 @@ def test_trains_the_same_where_a_model_breaks_into_graphs() -> None:
 
 
 @two_ranks(timeout=240)
-@pytest.mark.parametrize("saved", ["products", "collectives"])
+@pytest.mark.parametrize("saved", [slow("products"), "collectives"])
 def test_compiled_code_trains_the_same(saved: str) -> None:
     check_against_unsharded(scenario(saved), lower="inductor")
 

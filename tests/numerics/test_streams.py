@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ from tests.numerics.harness import (
     Run,
     Scenario,
     Tools,
+    backward_of_one_loss,
     compare,
     compile_module,
     fxshard_system,
@@ -31,6 +33,7 @@ from tests.numerics.harness import (
 )
 from tests.numerics.models import MLP, rows
 from tests.numerics.test_schedule import Blocks, compiled
+from tests.pairwise import slow
 from tests.ranks import two_ranks
 
 BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
@@ -56,7 +59,7 @@ def with_no_sync(run: Run, step: int) -> Tensor:
 
 
 @two_ranks
-@pytest.mark.parametrize("mode", ["side", "off"])
+@pytest.mark.parametrize("mode", ["side", slow("off")])
 @pytest.mark.parametrize("shard_kwargs", [{}, BF16], ids=["fp32", "bf16"])
 def test_interprets_as_fsdp2_does(shard_kwargs: dict[str, Any], mode: str) -> None:
     scenario = Scenario(model=MLP, batch=rows(), shard_kwargs=shard_kwargs, backward=with_no_sync)
@@ -65,18 +68,21 @@ def test_interprets_as_fsdp2_does(shard_kwargs: dict[str, Any], mode: str) -> No
 
 @two_ranks(timeout=240)
 @pytest.mark.parametrize(
-    ("dtype", "bucket"),
+    ("dtype", "bucket", "backward"),
     [
-        (torch.float32, "auto"),
-        pytest.param(torch.float32, "unit", marks=pytest.mark.slow),
-        pytest.param(torch.float64, "auto", marks=pytest.mark.slow),
-        pytest.param(torch.float64, "unit", marks=pytest.mark.slow),
+        (torch.float32, "auto", backward_of_one_loss),
+        slow(torch.float32, "auto", with_no_sync),
+        slow(torch.float32, "unit", with_no_sync),
+        slow(torch.float64, "auto", with_no_sync),
+        slow(torch.float64, "unit", with_no_sync),
     ],
 )
-def test_compiled_code_computes_the_same_with_any_streams(dtype: torch.dtype, bucket: str) -> None:
+def test_compiled_code_computes_the_same_with_any_streams(
+    dtype: torch.dtype, bucket: str, backward: Callable[[Run, int], Tensor]
+) -> None:
     """To the bit, or where Inductor fuses other things, to a rounding."""
     kwargs = BF16 if dtype is torch.float32 else {}
-    scenario = Scenario(model=MLP, batch=rows(), shard_kwargs=kwargs, backward=with_no_sync)
+    scenario = Scenario(model=MLP, batch=rows(), shard_kwargs=kwargs, backward=backward)
     nccl, side, off = (
         train(scenario, fxshard_system(dtype=dtype, lower="inductor", streams=mode, bucket=bucket)) for mode in MODES
     )
@@ -107,7 +113,7 @@ def groups_in(model: nn.Module) -> dict[str, set[str]]:
 
 
 @two_ranks
-@pytest.mark.parametrize("lower", ["eager", "inductor"])
+@pytest.mark.parametrize("lower", ["eager", slow("inductor")])
 def test_reductions_have_a_group_of_their_own(lower: str) -> None:
     scenario = Scenario(model=MLP, batch=rows(), prepare=separately, backward=with_no_sync)
     ours = train(scenario, fxshard_system(lower=lower))

@@ -35,6 +35,7 @@ def test_groups_have_one_thread_and_their_ranks_and_timeout() -> None:
     assert gathered.tolist() == [0, 1]
 
 
+@pytest.mark.commands
 @two_ranks
 def test_overlapping_gathers_do_not_kill_the_rank() -> None:
     """On a group with two threads, every other run of this ends in an abort or a segmentation fault."""

@@ -21,6 +21,7 @@ from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.modules import ShardedModule, units_under
 from fxshard.runtime.relay import Relay
 from fxshard.testing import EmulatedLink
+from tests.pairwise import slow
 
 WORDS = {"unshard": "ag", "wait": "w", "reduce": "rs"}
 RANGE = re.compile(r"fxshard::(unshard|wait|reduce)\((?:blocks\.)?(.*)\)")
@@ -172,7 +173,7 @@ def test_drops_what_the_model_does_not_open(link: EmulatedLink) -> None:
     assert_nothing_in_flight(model)
 
 
-@pytest.mark.parametrize("lower", ["eager", "inductor"])
+@pytest.mark.parametrize("lower", ["eager", slow("inductor")])
 def test_trains_to_the_same_bits(link: EmulatedLink, lower: str) -> None:
     gradients = []
     for prefetch in (0, 1):

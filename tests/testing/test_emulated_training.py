@@ -160,6 +160,7 @@ def test_steps_equal_the_ones_computed_by_hand(system: System, options: dict[str
     assert set(ops) == {"all_gather", "reduce_scatter"}
 
 
+@pytest.mark.slow
 def test_inductor_steps_equal_the_ones_of_fsdp2_with_as_many_collectives() -> None:
     losses, ops = losses_of(fxshard_after_fully_shard("inductor"), gigabytes_per_s=1.0, latency_us=50.0)
     expected, expected_ops = losses_of(fsdp2)
