@@ -38,10 +38,9 @@ def referrers_of(*targets: object) -> list[Any]:
 
 
 def _derived_from(kind: type) -> set[type]:
-    found, new = {kind}, [kind]
-    while new:
-        new = [derived for base in new for derived in type.__subclasses__(base) if derived not in found]
-        found.update(new)
+    found = {kind}
+    for base in type.__subclasses__(kind):
+        found |= _derived_from(base)
     return found
 
 

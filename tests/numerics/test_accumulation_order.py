@@ -28,12 +28,11 @@ from tests.numerics.harness import (
     only_compile,
     train,
 )
-from tests.numerics.models import MLP, WIDTH, rows
+from tests.numerics.models import MLP, WIDTH, rows, rows_of_many_sizes
 from tests.numerics.test_accumulation import (
     forwards_ahead,
     loss_of,
     now_and_then,
-    rows_of_many_sizes,
     set_sync,
     several,
     with_no_sync,

@@ -34,13 +34,22 @@ from tests.numerics.harness import (
     start,
     train,
 )
-from tests.numerics.models import MLP, WIDTH, CheckpointedMLP, checkpointed_gpt, cross_entropy, rows, tied_gpt, tokens
+from tests.numerics.models import (
+    MLP,
+    WIDTH,
+    CheckpointedMLP,
+    checkpointed_gpt,
+    cross_entropy,
+    rows,
+    rows_of_many_sizes,
+    tied_gpt,
+    tokens,
+)
 from tests.numerics.test_accumulation import (
     NUM_MICROBATCHES,
     block_by_block,
     forwards_ahead,
     loss_of,
-    rows_of_many_sizes,
     set_sync,
     several,
     with_a_break,
