@@ -40,6 +40,7 @@ from fxshard.ir import aside, biases, contract, liveness, opening, ops, order
 from fxshard.ir.ambient import Ambient
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.journal import CAPTURED, LateJournal, Record, snapshot, with_variant
+from fxshard.ir.splice import Traced
 from fxshard.ir.variant import PLAIN, Variant
 from fxshard.options import KEEP_ORDER_FLAGS, Options
 from fxshard.passes import _manager
@@ -121,6 +122,7 @@ class _Stages:
         self.journal = frame.journal
         self.ambient = Ambient.now(self.journal.stages["dynamo"][CAPTURED].graph)
         self.decompositions = select_decomp_table() if options.lower == "inductor" else {}
+        self.traced: Traced = {}
         self.num_results: int | None = None
         self.found: set[GraphKind] = set()
         """Kinds of the graphs that were compiled, or found in a cache."""
@@ -285,6 +287,7 @@ class _Stages:
         frame.journal.begin("dynamo", gm.graph, "as Dynamo captured it")
         with self.ambient.again():
             stages = _Stages(frame, self.pipeline, self.options, generate_code, variant, only)
+            stages.traced = self.traced
             stages.run(gm, self.ambient.inputs)
         return stages
 
@@ -333,6 +336,7 @@ class _Stages:
             plan=self.frame.plan,
             kind=kind,
             decompositions=self.decompositions,
+            traced=self.traced,
             num_results=self.num_results,
             hardware=hardware.load(self.frame.hardware),
             unsharded_budget_bytes=self.frame.unsharded_budget_bytes,

@@ -21,6 +21,7 @@ from fxshard.ir.facts import Fact as Fact
 from fxshard.ir.facts import GraphKind as GraphKind
 from fxshard.ir.journal import Decline, Journal, Note
 from fxshard.ir.plan import FramePlan
+from fxshard.ir.splice import Traced
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,7 @@ class PassContext:
         plan: the units of the frame.
         kind: which graph of the frame this is.
         decompositions: table for code that a pass traces into the graph; empty keeps aten ops whole.
+        traced: such code that was traced already, for any graph of the frame.
         num_results: how many outputs of a forward graph are results; the rest is saved for backward. `None`: unknown.
         hardware: what passes that weigh costs count on.
         unsharded_budget_bytes: what unsharded parameters may take at any time, `None` for no limit.
@@ -43,6 +45,7 @@ class PassContext:
     plan: FramePlan
     kind: GraphKind
     decompositions: Mapping[Any, Any] = field(default_factory=dict)
+    traced: Traced = field(default_factory=dict)
     num_results: int | None = None
     hardware: HardwareSpec = BUILTIN["h100"]
     unsharded_budget_bytes: int | None = None

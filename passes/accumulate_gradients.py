@@ -58,7 +58,7 @@ class AccumulateGradients(GraphPass):
             trained.setdefault(unit, []).append(slot)
         wanted = in_order(self.which.units, trained)
         accumulators = {place: _add_input(gm.graph, place, ctx) for place in wanted}
-        splicer = Splicer(gm.graph, ctx.decompositions)
+        splicer = Splicer(gm.graph, ctx.decompositions, ctx.traced)
         for place, accumulator in accumulators.items():
             if place[0] in self.which.accumulates:
                 _accumulate(splicer, accumulator, [marker.args[0] for marker in terms[place]])

@@ -66,7 +66,7 @@ class BucketCollectives(GraphPass):
         for launch in found.unread:
             ctx.decline(launch, "it moves something that is not a unit's parameters or gradients")
         room = Room(gm.graph, ctx.unsharded_budget_bytes)
-        writer = Traffic(gm.graph, ctx.plan, ctx.decompositions)
+        writer = Traffic(gm.graph, ctx.plan, ctx.decompositions, ctx.traced)
         gathers = self._gathers([part for parts in found.gathers.values() for part in parts], ctx, room)
         reductions = self._reductions(list(found.reductions.values()), ctx)
         notes = rewrite(writer, found, gathers, reductions)

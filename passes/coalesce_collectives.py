@@ -51,7 +51,7 @@ class CoalesceCollectives(GraphPass):
             ctx.decline(launch, "it moves something that is not a unit's parameters or gradients")
         gathers = [_cut_bucket(parts, ctx) for parts in found.gathers.values()]
         reductions = [self._cut_reduction(reduction, ctx) for reduction in found.reductions.values()]
-        notes = rewrite(Traffic(gm.graph, ctx.plan, ctx.decompositions), found, gathers, reductions)
+        notes = rewrite(Traffic(gm.graph, ctx.plan, ctx.decompositions, ctx.traced), found, gathers, reductions)
         for launch, why in notes:
             ctx.note(launch, why)
         return bool(notes)

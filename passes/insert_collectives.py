@@ -40,7 +40,7 @@ class InsertCollectives(GraphPass):
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
         """Edit `gm.graph` in place; return whether anything changed."""
-        writer = Traffic(gm.graph, ctx.plan, ctx.decompositions)
+        writer = Traffic(gm.graph, ctx.plan, ctx.decompositions, ctx.traced)
         gathers, writes = _gathers(gm.graph, ctx), _writes(gm.graph)
         for gather in gathers:
             writer.gather([gather])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -38,10 +38,8 @@ def referrers_of(*targets: object) -> list[Any]:
 
 
 def _derived_from(kind: type) -> set[type]:
-    found = {kind}
-    for base in type.__subclasses__(kind):
-        found |= _derived_from(base)
-    return found
+    found, bases = {kind}, cast("list[type]", type.__subclasses__(kind))
+    return found.union(*map(_derived_from, bases))
 
 
 def _thaw() -> None:

@@ -1,9 +1,9 @@
 """Trace ordinary torch code and put its nodes into a graph.
 
 [Note: replay]
-Tracing takes about a millisecond per op, and a model has many equal units. So what was traced once is kept under a key
-that says all that the code depends on besides its inputs; for equal inputs its nodes are copied and only run on the
-new fake tensors.
+Tracing takes about a millisecond per op, a model has many equal units, and forward and backward gather the same. So
+what was traced once for a frame is kept under a key that says all that the code depends on besides its inputs; for
+equal inputs its nodes are copied and only run on the new fake tensors.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from fxshard.ir import fake
 
 Decompositions = Mapping[Any, Callable[..., Any]]
 
+Traced = dict[Hashable, fx.Graph]
+"""Code that was traced for a frame, by its key and the layouts of its inputs; see [Note: replay]."""
+
 
 class Splicer:
     """Puts code into one graph; see [Note: replay]."""
 
-    def __init__(self, graph: fx.Graph, decompositions: Decompositions) -> None:
+    def __init__(self, graph: fx.Graph, decompositions: Decompositions, traced: Traced) -> None:
         """`decompositions` are applied while tracing, so that new nodes are of the same dialect as the graph."""
-        self.graph, self.decompositions = graph, decompositions
-        self._traced: dict[Hashable, fx.Graph] = {}
+        self.graph, self.decompositions, self._traced = graph, decompositions, traced
 
     @functools.cached_property
     def _mode(self) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from fxshard.ir import collectives, flow, tags
 from fxshard.ir.collectives import Segment, SlotIndex
 from fxshard.ir.plan import FramePlan, UnitPlan
-from fxshard.ir.splice import Decompositions, Splicer, rename
+from fxshard.ir.splice import Decompositions, Splicer, Traced, rename
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +74,10 @@ Reduced = dict[str, dict[Segment, fx.Node]]
 class Traffic:
     """Launches for one graph, written one bucket at a time; `close` comes last."""
 
-    def __init__(self, graph: fx.Graph, plan: FramePlan, decompositions: Decompositions) -> None:
-        """`decompositions` are applied to what is written, so that it is of the graph's dialect."""
+    def __init__(self, graph: fx.Graph, plan: FramePlan, decompositions: Decompositions, traced: Traced) -> None:
+        """`decompositions` are applied to what is written, so that it is of the graph's dialect; see `Splicer`."""
         self.graph, self.plan = graph, plan
-        self._splicer = Splicer(graph, decompositions)
+        self._splicer = Splicer(graph, decompositions, traced)
         self._names: list[tuple[fx.Node, str]] = []
         self._replaced: dict[fx.Node, fx.Node] = {}
 
