@@ -141,6 +141,7 @@ def test_reports_ranks_out_of_step_and_recovers(pool: RankPool) -> None:
     assert pool.run(sum_of_ranks) == [1.0, 1.0]
 
 
+@pytest.mark.commands
 def test_reports_a_destroyed_group_and_recovers(pool: RankPool) -> None:
     with pytest.raises(RankError, match="run it with fresh_ranks"):
         pool.run(destroy_group)

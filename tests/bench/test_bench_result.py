@@ -251,6 +251,7 @@ def test_the_models_have_the_sizes_that_reports_quote(name: str, num_params: flo
     assert loss_fn(model(tokens[:, :8]), tokens[:, :8]).shape == ()
 
 
+@pytest.mark.commands
 def test_unordered_leaves_out_what_orders_and_nothing_else(tmp_path: Path) -> None:
     ran = {}
     for system in ("fxshard", "fxshard_unordered"):

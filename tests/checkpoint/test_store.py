@@ -168,6 +168,7 @@ def test_a_compiled_model_and_one_that_is_not_read_each_other() -> None:
 # ---- on other ranks
 
 
+@pytest.mark.commands
 @pytest.mark.multi_rank
 def test_any_number_of_ranks_loads_what_any_number_has_saved(tmp_path: Path) -> None:
     for saving in (1, 2, 4):

@@ -23,6 +23,7 @@ from fxshard.checkpoint.wire import Wire, part
 from fxshard.runtime.raw import as_bytes
 from tests.checkpoint.states import adamw, assert_same, net, sharded, trained
 from tests.numerics.harness import world_mesh
+from tests.pairwise import slow
 from tests.ranks import two_ranks
 
 CPU = torch.device("cpu")
@@ -90,7 +91,7 @@ def rows_of(tensor: Tensor) -> Tensor:
 
 
 @two_ranks
-@pytest.mark.parametrize("kib", [3, 40, 4000])
+@pytest.mark.parametrize("kib", [3, 40, slow(4000)])
 @pytest.mark.parametrize("straight", [False, True])
 def test_gathers_what_the_ranks_have(kib: int, straight: bool) -> None:
     group = dist.group.WORLD

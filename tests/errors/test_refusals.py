@@ -15,6 +15,7 @@ from fxshard import fully_shard
 from fxshard.errors import ConfigError, FxshardError, UnsupportedGraph
 from tests.numerics.harness import compile_module
 from tests.numerics.models import MLP, WIDTH
+from tests.pairwise import slow
 
 EAGER = {"lower": "eager"}
 BOTH_WAYS = pytest.mark.parametrize("compiled", [True, False])
@@ -50,7 +51,7 @@ def test_refuses_to_copy_a_child_of_a_sharded_module(mesh: DeviceMesh) -> None:
         copy.deepcopy(model.head)
 
 
-@pytest.mark.parametrize("lower", ["eager", "inductor"])
+@pytest.mark.parametrize("lower", ["eager", slow("inductor")])
 def test_refuses_to_keep_the_graph_for_a_second_backward(mesh: DeviceMesh, lower: str) -> None:
     model = compile_module(sharded_mlp(mesh, compiled=False), options={"lower": lower})
     loss = loss_of(model)

@@ -79,6 +79,7 @@ def test_emulated_ranks_train_as_fsdp2(name: str, precision: str) -> None:
         check_against_fsdp2(name, "cpu", precision)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streams", STREAMS)
 def test_emulated_ranks_train_as_fsdp2_whatever_the_streams(streams: str) -> None:
     with on_link("cpu"):
@@ -131,6 +132,7 @@ def test_graphs_take_what_their_explanation_says(options: dict[str, Any]) -> Non
         assert peak.measured == pytest.approx(peak.expected, rel=0.05), (stage, peak)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", GROUPS)
 def test_steady_steps_run(group: str) -> None:
     with GROUPS[group]("cpu"):

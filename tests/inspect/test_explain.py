@@ -28,6 +28,7 @@ from tests.inspect.models import (
     names,
     shard,
 )
+from tests.pairwise import slow
 
 
 def passes_of(explanation: Explanation, frame: int = 0) -> dict[str, list[str]]:
@@ -56,7 +57,7 @@ def test_shows_every_stage_and_pass_of_a_training_step(lower: str) -> None:
     assert "fxshard.unshard" in str(explanation.graphs["forward"]["captured"])
 
 
-@pytest.mark.parametrize("lower", ["eager", "inductor"])
+@pytest.mark.parametrize("lower", [slow("eager"), "inductor"])
 def test_shows_what_compiling_for_real_makes(lower: str, mesh: DeviceMesh) -> None:
     model = shard(TwoLayers(), mesh)
     shown = explain(model, X, options={"lower": lower, "hardware": "cpu"})  # else it shows what GPUs would run

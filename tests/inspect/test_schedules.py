@@ -139,7 +139,7 @@ def test_no_schedule_at_all_beats_the_bound(model: str, latency: float, stage: s
     assert min(found) >= least_seconds(graph, traced.plan, hardware) - 1e-9
 
 
-@pytest.mark.parametrize("stage", ["forward", "backward"])
+@pytest.mark.parametrize("stage", [slow("forward"), "backward"])
 @pytest.mark.parametrize("model", MODELS)
 def test_the_bound_does_not_depend_on_the_schedule_that_it_is_read_from(model: str, stage: str) -> None:
     traced = model_of(model)

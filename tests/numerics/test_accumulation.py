@@ -33,7 +33,8 @@ from tests.numerics.harness import (
     train_step,
     update,
 )
-from tests.numerics.models import MLP, checkpointed_gpt, cross_entropy, rows, rows_of_many_sizes, tied_gpt, tokens
+from tests.numerics.models import MLP, CheckpointedMLP, cross_entropy, rows, rows_of_many_sizes, tied_gpt, tokens
+from tests.numerics.test_parameters import ReadTwice
 from tests.pairwise import slow
 from tests.ranks import two_ranks
 
@@ -80,14 +81,20 @@ def test_reduces_in_the_last_microbatch(prepare: Callable[[nn.Module, Tools], nn
     check(Scenario(model=MLP, batch=rows(), backward=several, prepare=prepare))
 
 
+@pytest.mark.slow
 @two_ranks
-def test_accumulates_a_parameter_that_is_read_twice() -> None:
+def test_accumulates_an_embedding_that_is_the_head() -> None:
     check_close(Scenario(model=tied_gpt, batch=tokens(), loss=cross_entropy, backward=several))
 
 
 @two_ranks
+def test_accumulates_a_parameter_that_is_read_twice() -> None:
+    check_close(Scenario(model=ReadTwice, batch=rows(), backward=several))
+
+
+@two_ranks
 def test_accumulates_under_activation_checkpointing() -> None:
-    check_close(Scenario(model=checkpointed_gpt, batch=tokens(), loss=cross_entropy, backward=several))
+    check_close(Scenario(model=CheckpointedMLP, batch=rows(), backward=several))
 
 
 @two_ranks
@@ -106,6 +113,7 @@ def test_rounds_a_sum_once_to_a_reduce_dtype_of_fewer_bits() -> None:
         )
 
 
+@pytest.mark.slow
 @two_ranks(timeout=240)
 def test_compiled_code_accumulates() -> None:
     check_inductor(Scenario(model=MLP, batch=rows(), backward=several))

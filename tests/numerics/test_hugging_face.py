@@ -94,6 +94,7 @@ LLAMA = Scenario(model=llama, batch=tokens(), loss=loss_of_logits, prepare=shard
 GPT2 = replace(LLAMA, model=gpt2)
 
 
+@pytest.mark.slow
 @two_ranks
 def test_trains_llama() -> None:
     check_bitwise(LLAMA)

@@ -213,7 +213,7 @@ class Pointwise(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", [True, slow(False)])
 def test_backward_does_not_write_into_what_is_resident(reshard: bool) -> None:
     losses: dict[int, list[Tensor]] = {}
     for resident_gib in (0, 1):

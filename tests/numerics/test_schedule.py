@@ -189,7 +189,7 @@ def unpinned(pipeline: Pipeline) -> Pipeline:
 
 @pytest.mark.parametrize(
     "options",
-    [slow({"prefetch": 0}), {"prefetch": 1}, slow({"prefetch": 2}), {"prefetch": 2, "bucket": "auto"}],
+    [slow({"prefetch": 0}), slow({"prefetch": 1}), slow({"prefetch": 2}), {"prefetch": 2, "bucket": "auto"}],
     ids=["0", "1", "2", "2-auto"],
 )
 @pytest.mark.parametrize("model", [Blocks, pytest.param(graphs.TwoLayers, marks=pytest.mark.slow)])
@@ -248,6 +248,7 @@ class Expert(nn.Module):
         return torch.bmm(x, self.weight)
 
 
+@pytest.mark.slow
 def test_takes_templates_for_pinned_products() -> None:
     templates = {"max_autotune": True, "max_autotune_gemm_backends": "CPP,ATEN"}
     x = torch.randn(4, 2 * WIDTH, WIDTH)

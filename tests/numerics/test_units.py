@@ -32,6 +32,7 @@ from tests.numerics.harness import (
     world_mesh,
 )
 from tests.numerics.models import GPT, MLP, Block, cross_entropy, rows, tokens
+from tests.pairwise import slow
 from tests.ranks import fresh_ranks, join_group, two_ranks
 
 Prepare = Callable[[nn.Module, Tools], nn.Module]
@@ -79,7 +80,7 @@ def test_trains_in_eager_mode_without_any_compile(reshard_after_forward: bool | 
 
 
 @two_ranks
-@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
+@pytest.mark.parametrize("reshard_after_forward", [True, slow(False), None])
 def test_trains_compiled_as_a_whole(reshard_after_forward: bool | None) -> None:
     kwargs = {"reshard_after_forward": reshard_after_forward}
     check(Scenario(model=GPT, batch=tokens(), loss=cross_entropy, shard_kwargs=kwargs))
@@ -87,7 +88,7 @@ def test_trains_compiled_as_a_whole(reshard_after_forward: bool | None) -> None:
 
 @two_ranks
 @pytest.mark.parametrize("prepare", [compile_each_block, compile_and_replace_each_block])
-@pytest.mark.parametrize("reshard_after_forward", [True, None])
+@pytest.mark.parametrize("reshard_after_forward", [True, slow(None)])
 def test_trains_with_each_block_compiled_alone(prepare: Prepare, reshard_after_forward: bool | None) -> None:
     kwargs = {"reshard_after_forward": reshard_after_forward}
     check(Scenario(model=GPT, batch=tokens(), loss=cross_entropy, prepare=prepare, shard_kwargs=kwargs))

@@ -24,7 +24,7 @@ from fxshard.passes.insert_collectives import InsertCollectives
 from fxshard.passes.sink_waits import SinkWaits
 from tests import graphs
 from tests.graphs import Traced, assert_golden, layers_of, run_pass, text, trace
-from tests.pairwise import pairwise
+from tests.pairwise import pairwise, slow
 from tests.passes.test_bucket_collectives import LAYER, Layers
 from tests.schedules import DEAR_COPIES, MODELS, Lists, after_passes, events, kept, model_of, renumbered, with_lists
 from tests.steps import assert_same_step, step
@@ -317,7 +317,7 @@ def test_computes_the_same_bits(build: Callable[..., Traced], world_size: int) -
     assert_same_bits(build(world_size=world_size))
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize("world_size", [slow(1), 4])
 @pytest.mark.parametrize("model", MODELS)
 def test_computes_the_same_bits_with_several_units(model: str, world_size: int) -> None:
     assert_same_bits(model_of(model, world_size=world_size))
