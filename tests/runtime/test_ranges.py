@@ -188,8 +188,9 @@ def seen_by_policy(layer: nn.Module, profiled: bool = False) -> tuple[list[Any],
     """What the policy of a checkpoint around the layer sees in a second step, and the gradients of both."""
     seen: list[Any] = []
 
-    def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        seen.append(op)
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if not context.is_recompute:  # torch 2.11 asks again there
+            seen.append(op)
         return CheckpointPolicy.MUST_SAVE
 
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
