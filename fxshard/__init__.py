@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import TYPE_CHECKING, Any
+
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from fxshard.api import CompiledGraph, compiled_graphs, fully_shard, no_sync, release_accumulators
-from fxshard.backend import fxshard as _backend
-from fxshard.capture import register_backend as _register_backend
-from fxshard.checkpoint.full import (
-    full_optim_state_dict,
-    full_state_dict,
-    load_full_optim_state_dict,
-    load_full_state_dict,
-)
-from fxshard.checkpoint.store import load_checkpoint, save_checkpoint
+from fxshard.compile.auto_shard import guard_optimizers as _guard_optimizers
+from fxshard.compile.backend import fxshard as _backend
+from fxshard.compile.dynamo import register_backend as _register_backend
 from fxshard.errors import (
     CheckpointError,
     ConfigError,
@@ -26,12 +23,13 @@ from fxshard.errors import (
 from fxshard.inspect.bisect import BitDifference, bisect_numerics
 from fxshard.inspect.explain import explain, explanation_of
 from fxshard.inspect.explanation import Explanation
-from fxshard.ir.journal import Decline, Record
-from fxshard.modules import ShardedModule
-from fxshard.one_line import guard_optimizers as _guard_optimizers
-from fxshard.passes._base import Fact, GraphPass, PassContext
+from fxshard.ir.history import PassResult, Remark
+from fxshard.passes._base import GraphPass, PassContext, Property
 from fxshard.passes.pipeline import Pipeline
 from fxshard.runtime.gloo import register as _register_gloo
+from fxshard.sharding.sharded_module import ShardedModule
+from fxshard.state.checkpoint import load_checkpoint, save_checkpoint
+from fxshard.state.full import full_optim_state_dict, full_state_dict, load_full_optim_state_dict, load_full_state_dict
 
 __all__ = [
     "BitDifference",
@@ -39,9 +37,7 @@ __all__ = [
     "CheckpointError",
     "CompiledGraph",
     "ConfigError",
-    "Decline",
     "Explanation",
-    "Fact",
     "FxshardError",
     "GraphPass",
     "InvariantError",
@@ -49,9 +45,11 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "PassContext",
+    "PassResult",
     "Pipeline",
+    "Property",
     "RankMismatchError",
-    "Record",
+    "Remark",
     "ShardedModule",
     "UnsupportedGraph",
     "bisect_numerics",
@@ -72,3 +70,13 @@ __all__ = [
 _register_backend(_backend, "fxshard")
 _guard_optimizers()
 _register_gloo()
+
+if not TYPE_CHECKING:  # a misspelt name is an error for type checkers
+    _RENAMED = {"Decline": "Remark", "Fact": "Property", "Record": "PassResult"}
+
+    def __getattr__(name: str) -> Any:
+        """Names that they had before, with a warning."""
+        if name not in _RENAMED:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        warnings.warn(f"fxshard.{name} is now fxshard.{_RENAMED[name]}.", DeprecationWarning, stacklevel=2)
+        return globals()[_RENAMED[name]]

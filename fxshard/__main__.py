@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from fxshard.cli import main
+from fxshard.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -13,14 +13,14 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from fxshard import modules, sharding
-from fxshard.backend import frames_of
+from fxshard.compile.backend import frames_of
 from fxshard.errors import ConfigError
 from fxshard.ir import collectives, text
-from fxshard.mesh import default_mesh, require_mesh
-from fxshard.modules import ShardedModule, is_compiled, plain_module
 from fxshard.runtime.frame import Frame
-from fxshard.without_sync import without_sync
+from fxshard.sharding import shard_module, sharded_module
+from fxshard.sharding.mesh import default_mesh, require_mesh
+from fxshard.sharding.no_sync import without_sync
+from fxshard.sharding.sharded_module import ShardedModule, is_compiled, plain_module
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -99,7 +99,7 @@ def fully_shard(
     modules = _modules(module)
     _require_fresh(modules)
     chosen = require_mesh(mesh if mesh is not None else default_mesh())
-    sharding.shard(
+    shard_module.shard(
         modules,
         chosen,
         mp_policy=mp_policy or MixedPrecisionPolicy(),
@@ -136,10 +136,10 @@ def compiled_graphs(module: nn.Module) -> list[CompiledGraph]:
 
 
 def _final_graphs(frame: Frame) -> Iterator[tuple[str, fx.Graph]]:
-    for stage in frame.journal.stages:
+    for stage in frame.history.stages:
         kind = re.sub(r"_\d+$", "", stage)
         if kind not in ("dynamo", "joint") and not kind.endswith("_last"):
-            yield kind, frame.journal.last(stage).graph
+            yield kind, frame.history.last(stage).graph
 
 
 def _compiled_graph(kind: str, graph: fx.Graph) -> CompiledGraph:
@@ -183,7 +183,7 @@ def release_accumulators(module: nn.Module) -> None:
     """
     if not isinstance(module, nn.Module):
         raise ConfigError(f"release_accumulators expects the model, got {type(module).__name__}.")
-    units = modules.units_under(plain_module(module))
+    units = sharded_module.units_under(plain_module(module))
     waiting = [unit.fqn or "root" for unit in units if unit.accumulation.waiting]
     if waiting:
         raise ConfigError(

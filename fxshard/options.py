@@ -64,7 +64,8 @@ class Options:
         lower: "inductor", or "eager" to run the transformed graphs node by node (no decompositions, bitwise FSDP2).
         cudagraphs: record each compiled graph as a CUDA graph and replay it; what is launched in one graph and waited
             for in another (prefetch over a graph break, `unshard`) is then launched in the other.
-        verify: check every invariant of `ir/spec.py` after every pass; "debug" also re-runs the graphs on fake tensors.
+        verify: check every invariant of `ir/verify/verifier.py` after every pass; "debug" also re-runs the graphs on
+            fake tensors.
         passes: a function from the default `Pipeline` to the one to run; passes of your own get the same checks.
         hardware: what the cost model counts on: "h100", "h200", "cpu" or the path of a JSON file (`cost/hardware.py`);
             `None` is "cpu" for a model on the CPU, else "h100". Decides estimates, buckets and copies; no results.
@@ -85,7 +86,9 @@ class Options:
     lower: str = "inductor"
     cudagraphs: bool = False
     verify: bool | str = True
-    passes: Callable[[Any], Any] | None = dataclasses.field(default=None, repr=False)  # cache.py hashes what it returns
+    passes: Callable[[Any], Any] | None = dataclasses.field(
+        default=None, repr=False
+    )  # compile/cache.py hashes what it returns
     hardware: str | None = None
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -191,7 +194,7 @@ def launched_world_size() -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launched:
+class LauncherEnvironment:
     """What torchrun, or another launcher that sets its variables, told this process.
 
     Attributes:
@@ -213,7 +216,7 @@ class Launched:
     attempt: int = 0
 
 
-def launched() -> Launched | None:
+def launched() -> LauncherEnvironment | None:
     """What the launcher told this process, `None` if there was none.
 
     Raises:
@@ -227,7 +230,7 @@ def launched() -> Launched | None:
             "or unset RANK."
         )
     world_size = _number("WORLD_SIZE")
-    return Launched(
+    return LauncherEnvironment(
         rank=_number("RANK"),
         world_size=world_size,
         local_rank=_number("LOCAL_RANK"),

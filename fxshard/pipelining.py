@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from fxshard.errors import ConfigError
-from fxshard.modules import ShardedModule, plain_module
+from fxshard.sharding.sharded_module import ShardedModule, plain_module
 
 
 class ShardedStage(PipelineStage):

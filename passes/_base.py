@@ -17,11 +17,11 @@ from torch.fx import GraphModule
 
 from fxshard.cost.hardware import BUILTIN, HardwareSpec
 from fxshard.ir import text
-from fxshard.ir.facts import Fact as Fact
-from fxshard.ir.facts import GraphKind as GraphKind
-from fxshard.ir.journal import Decline, Journal, Note
+from fxshard.ir.graph_edit import Traced
+from fxshard.ir.history import PassHistory, Remark
 from fxshard.ir.plan import FramePlan
-from fxshard.ir.splice import Traced
+from fxshard.ir.properties import GraphKind as GraphKind
+from fxshard.ir.properties import Property as Property
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,9 @@ class PassContext:
         hardware: what passes that weigh costs count on.
         unsharded_budget_bytes: what unsharded parameters may take at any time, `None` for no limit.
         verify: whether the manager verifies the graph after every pass; "debug" also re-runs it on fake tensors.
-        journal: where the manager keeps the graphs.
+        history: where the manager keeps the graphs.
         declined: what the running pass left alone; see `decline`.
-        notes: why the running pass did what it did; see `explain`.
+        notes: why the running pass did what it did; see `note`.
     """
 
     plan: FramePlan
@@ -50,17 +50,17 @@ class PassContext:
     hardware: HardwareSpec = BUILTIN["h100"]
     unsharded_budget_bytes: int | None = None
     verify: bool | str = True
-    journal: Journal = field(default_factory=Journal)
-    declined: list[Decline] = field(default_factory=list)
-    notes: list[Note] = field(default_factory=list)
+    history: PassHistory = field(default_factory=PassHistory)
+    declined: list[Remark] = field(default_factory=list)
+    notes: list[Remark] = field(default_factory=list)
 
     def decline(self, node: fx.Node, why: str) -> None:
         """Say that the running pass leaves `node` alone, and why; shown by `fxshard.explain`."""
-        self.declined.append(Decline(node=text.name_of(node), why=why))
+        self.declined.append(Remark(node=text.name_of(node), why=why))
 
     def note(self, node: fx.Node, why: str) -> None:
         """Say why the running pass made `node` as it is; shown by `fxshard.explain`."""
-        self.notes.append(Note(node=text.name_of(node), why=why))
+        self.notes.append(Remark(node=text.name_of(node), why=why))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,15 +68,15 @@ class GraphPass(ABC):
     """One graph transformation.
 
     Class attributes:
-        requires: facts that must hold before.
-        ensures: facts that hold after.
+        requires: properties that must hold before.
+        ensures: properties that hold after.
         version: raised whenever the pass changes its result; part of every compile cache key.
         changes_signature: whether the pass adds inputs or takes results away; what it leaves is what later passes keep.
         reorders_only: whether the pass changes nothing but when things happen; `bisect_numerics` holds it to the bit.
     """
 
-    requires: ClassVar[frozenset[Fact]] = frozenset()
-    ensures: ClassVar[frozenset[Fact]] = frozenset()
+    requires: ClassVar[frozenset[Property]] = frozenset()
+    ensures: ClassVar[frozenset[Property]] = frozenset()
     version: ClassVar[int] = 1
     changes_signature: ClassVar[bool] = False
     reorders_only: ClassVar[bool] = False

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, fx
 from torch.fx import GraphModule
 
-from fxshard.ir import contract, inputs, ops, tags
-from fxshard.ir.splice import Splicer
+from fxshard.ir import graph_edit, ops, tags
+from fxshard.ir.graph_edit import Splicer
 from fxshard.ir.variant import PLAIN, Variant, accumulator_dtype, in_order
-from fxshard.passes._base import Fact, GraphPass, PassContext
+from fxshard.ir.verify import baseline
+from fxshard.passes._base import GraphPass, PassContext, Property
 
 aten = torch.ops.aten
 
@@ -32,7 +33,7 @@ class AccumulateGradients(GraphPass):
     What is reduced in the end is what FSDP2 would reduce: gradients of one microbatch are added up first, as autograd
     does, then added to those of earlier microbatches and rounded to the reduce dtype. Of a unit that is called several
     times FSDP2 reduces the two separately; so does then the backend, which runs the plain backward afterwards
-    (`fxshard/fsdp2_order.py`).
+    (`fxshard/compile/fsdp2_order.py`).
 
     Attributes:
         which: the units to accumulate, and those to finish.
@@ -45,7 +46,7 @@ class AccumulateGradients(GraphPass):
         (`accumulate_unsharded_grad_if_needed`).
     """
 
-    requires = frozenset({Fact.DEDUPED})
+    requires = frozenset({Property.DEDUPED})
     changes_signature = True
 
     which: Variant = PLAIN
@@ -73,7 +74,7 @@ class AccumulateGradients(GraphPass):
 def _terms(graph: fx.Graph) -> dict[Place, list[fx.Node]]:
     """Parameter -> the markers whose sum is its gradient, in the order in which autograd added them."""
     terms: dict[Place, list[fx.Node]] = {}
-    for result in contract.results_of(graph):
+    for result in baseline.results_of(graph):
         for marker in ops.reduce_markers(result):
             key = ops.key_of(marker)
             terms.setdefault((key.unit, (key.shard, ops.slot_of(marker))), []).append(marker)
@@ -85,7 +86,7 @@ def _add_input(graph: fx.Graph, place: Place, ctx: PassContext) -> fx.Node:
     key, (i, _) = place
     unit = ctx.plan.units[key]
     dtype = accumulator_dtype(unit, unit.shards[i])
-    return inputs.add_parameter(graph, ctx.plan, place, tags.ACCUMULATOR, dtype)
+    return graph_edit.add_parameter(graph, ctx.plan, place, tags.ACCUMULATOR, dtype)
 
 
 def _accumulate(splicer: Splicer, accumulator: fx.Node, grads: Sequence[object]) -> None:
@@ -108,7 +109,7 @@ def _accumulate(splicer: Splicer, accumulator: fx.Node, grads: Sequence[object])
 
 def _finish(graph: fx.Graph, accumulator: fx.Node, marker: fx.Node) -> None:
     """Let the accumulator be one more gradient of the parameter that `marker` reduces, the last to be added."""
-    results = contract.results_of(graph)
+    results = baseline.results_of(graph)
     at = next(i for i, result in enumerate(results) if marker in ops.reduce_markers(result))
     before = results[at]
     assert isinstance(before, fx.Node)
@@ -122,7 +123,7 @@ def _finish(graph: fx.Graph, accumulator: fx.Node, marker: fx.Node) -> None:
 
 def _return_nothing(graph: fx.Graph, units: frozenset[str]) -> None:
     """Let the graph have no gradient of these units."""
-    results = contract.results_of(graph)
+    results = baseline.results_of(graph)
     for i, result in enumerate(results):
         markers = ops.reduce_markers(result)
         if markers and ops.key_of(markers[0]).unit in units:

@@ -9,18 +9,16 @@ from torch import fx
 from torch.fx import GraphModule
 
 from fxshard.errors import ConfigError
-from fxshard.ir import aside, collectives, flow, movement, ops, schedule, splice, tags
-from fxshard.ir.flow import Flow
+from fxshard.ir import collectives, dataflow, graph_edit, launch_groups, ops, side_streams, tags
+from fxshard.ir.dataflow import Dataflow
+from fxshard.ir.launch_groups import LaunchGroup
 from fxshard.ir.liveness import tensors_in
-from fxshard.ir.schedule import Flight
-from fxshard.passes._base import Fact, GraphPass, PassContext
+from fxshard.passes._base import GraphPass, PassContext, Property
 
 MODES = ("auto", "nccl", "side", "off")
 
 _aten = torch.ops.aten
-_PUTS_TOGETHER = (
-    movement.VIEWS | movement.COPIES | {_aten.cat.default, _aten._chunk_cat.default, _aten.constant_pad_nd.default}
-)
+_PUTS_TOGETHER = ops.VIEWS | ops.COPIES | {_aten.cat.default, _aten._chunk_cat.default, _aten.constant_pad_nd.default}
 """What gradients on their way to a reduction go through besides casts."""
 
 
@@ -39,9 +37,9 @@ class AssignStreams(GraphPass):
             waited for at once, so that nothing overlaps; for debugging. "auto": "nccl", until "side" has been measured
             to be faster.
 
-    A tag says where a node runs; `ir/aside.py` turns tagged nodes into ops, right before there is code. A side stream
-    begins with what the main one was given before, and meets it at a wait. Gradients are put together on the main
-    stream, and then cast at once.
+    A tag says where a node runs; `ir/side_streams.py` turns tagged nodes into ops, right before there is code. A side
+    stream begins with what the main one was given before, and meets it at a wait. Gradients are put together on the
+    main stream, and then cast at once.
 
     Numerics: unchanged in the interpreter. What moves aside is not fused with its neighbours any more, so compiled code
         may round sums otherwise.
@@ -51,7 +49,7 @@ class AssignStreams(GraphPass):
     Source: FSDP2 `_fsdp_param_group.py` (`all_gather_copy_in_stream`), `_fsdp_collectives.py` (`foreach_all_gather`).
     """
 
-    requires = frozenset({Fact.COLLECTIVES})
+    requires = frozenset({Property.COLLECTIVES})
     reorders_only = True
 
     mode: str = "auto"
@@ -63,23 +61,23 @@ class AssignStreams(GraphPass):
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
         """Edit `gm.graph` in place; return whether anything changed."""
-        gathers = schedule.flights(gm.graph, collectives.GATHERS)
-        reductions = schedule.flights(gm.graph, collectives.REDUCTIONS)
+        gathers = launch_groups.groups_of(gm.graph, collectives.GATHERS)
+        reductions = launch_groups.groups_of(gm.graph, collectives.REDUCTIONS)
         if self.mode == "off":
-            return any([_wait_at_once(flight) for flight in (*gathers, *reductions)])
+            return any([_wait_at_once(group) for group in (*gathers, *reductions)])
         if self.mode != "side":
             return False
-        found = flow.flow_of(gm.graph, ctx.plan)
-        changed = [_cast_aside(flight, found) for flight in gathers]
-        changed += [_copy_aside(flight, ctx) for flight in gathers]
-        changed += [_send_aside(flight) for flight in reductions]
+        found = dataflow.dataflow_of(gm.graph, ctx.plan)
+        changed = [_cast_aside(group, found) for group in gathers]
+        changed += [_copy_aside(group, ctx) for group in gathers]
+        changed += [_send_aside(group) for group in reductions]
         return any(changed)
 
 
-def _wait_at_once(flight: Flight) -> bool:
+def _wait_at_once(group: LaunchGroup) -> bool:
     """Move each wait right behind its launch."""
     moved = False
-    for launch in flight.launches:
+    for launch in group.launches:
         results = list(launch.users) if launch.target in collectives.COALESCED else [launch]
         place = max(results)  # nodes compare by their place in the graph
         for wait in sorted(wait for result in results for wait in result.users):
@@ -90,34 +88,34 @@ def _wait_at_once(flight: Flight) -> bool:
     return moved
 
 
-def _cast_aside(flight: Flight, found: Flow) -> bool:
+def _cast_aside(group: LaunchGroup, found: Dataflow) -> bool:
     """Tag the casts of shards, and what sends them."""
     tagged: set[fx.Node] = set()
-    for node in flight.carried:
-        if (node.target in movement.CASTS and node in found.values) or not tagged.isdisjoint(node.all_input_nodes):
-            tags.tag(node, tags.STREAM, aside.COPY_IN)
+    for node in group.carried:
+        if (node.target in ops.CASTS and node in found.values) or not tagged.isdisjoint(node.all_input_nodes):
+            tags.tag(node, tags.STREAM, side_streams.COPY_IN)
             tagged.add(node)
     return bool(tagged)
 
 
-def _copy_aside(flight: Flight, ctx: PassContext) -> bool:
+def _copy_aside(group: LaunchGroup, ctx: PassContext) -> bool:
     """Let copies out of a gathered buffer begin when it is there, not when they are read."""
-    copies = {copy: wait for wait in flight.waits for copy in _copies_of(wait)}
+    copies = {copy: wait for wait in group.waits for copy in _copies_of(wait)}
     if copies and ctx.unsharded_budget_bytes is not None:
-        ctx.decline(flight.launches[0], "memory budget: copied out where the parameters are read")
+        ctx.decline(group.launches[0], "memory budget: copied out where the parameters are read")
         return False
-    place = flight.carried[-1]
+    place = group.carried[-1]
     made = []
     for copy, wait in copies.items():
         place = _copy_out(copy, wait, place)
         made.append((place, wait.name))
-    for wait in flight.waits:
+    for wait in group.waits:
         _erase_unread(wait)
     taken = {node.name for node in place.graph.nodes}
     for copy, name in made:
         (wait,) = copy.users
-        splice.rename(copy, name.replace("wait_", "copied_", 1), taken)
-        splice.rename(wait, name, taken)
+        graph_edit.rename(copy, name.replace("wait_", "copied_", 1), taken)
+        graph_edit.rename(wait, name, taken)
     return bool(copies)
 
 
@@ -126,9 +124,9 @@ def _copies_of(wait: fx.Node) -> list[fx.Node]:
     copies, pending = [], list(wait.users)
     while pending:
         node = pending.pop(0)
-        if node.target in movement.COPIES:
+        if node.target in ops.COPIES:
             copies.append(node)
-        elif node.target in movement.VIEWS and tags.PARAM not in tags.tags_of(node):
+        elif node.target in ops.VIEWS and tags.PARAM not in tags.tags_of(node):
             pending += node.users
         else:
             return []
@@ -139,12 +137,12 @@ def _copy_out(copy: fx.Node, wait: fx.Node, place: fx.Node) -> fx.Node:
     """Put a copy on its stream behind `place`, and the wait for it where it was; returns the former."""
     (buffer,), (source,) = wait.all_input_nodes, copy.all_input_nodes
     (part,), graph = tensors_in(source), copy.graph
-    arguments = (buffer, list(part.shape), list(part.stride()), part.storage_offset(), aside.COPY_OUT)
+    arguments = (buffer, list(part.shape), list(part.stride()), part.storage_offset(), side_streams.COPY_OUT)
     with graph.inserting_after(place):
         made = graph.call_function(ops.COPY_OUT, arguments)
     made.meta = dict(copy.meta)
     made.meta[tags.KEY] = dict(tags.tags_of(wait))
-    tags.tag(made, tags.STREAM, aside.COPY_OUT)
+    tags.tag(made, tags.STREAM, side_streams.COPY_OUT)
     with graph.inserting_before(copy):
         joined = graph.call_function(collectives.WAIT, (made,))
     joined.meta = dict(copy.meta)
@@ -157,19 +155,19 @@ def _copy_out(copy: fx.Node, wait: fx.Node, place: fx.Node) -> fx.Node:
 def _erase_unread(node: fx.Node) -> None:
     for user in list(node.users):
         _erase_unread(user)
-    if not node.users and node.target in movement.VIEWS | {collectives.WAIT}:
+    if not node.users and node.target in ops.VIEWS | {collectives.WAIT}:
         node.graph.erase_node(node)
 
 
-def _send_aside(flight: Flight) -> bool:
+def _send_aside(group: LaunchGroup) -> bool:
     """Cast what a reduction sends once and last, on a stream of its own, where gradients were cast one by one."""
     changed = False
-    for launch in flight.launches:
+    for launch in group.launches:
         sent = dict.fromkeys(node for node in collectives.launch_inputs(launch) if node is not None)
         casts = [_cast_last(node, made_of, launch) for node in sent if (made_of := _since_casts(node))]
         results = launch.users if launch.target in collectives.COALESCED else ()
         for node in (*casts, launch, *results) if casts else ():
-            tags.tag(node, tags.STREAM, aside.REDUCE)
+            tags.tag(node, tags.STREAM, side_streams.REDUCE)
         changed = changed or bool(casts)
     return changed
 
@@ -181,20 +179,20 @@ def _since_casts(sent: fx.Node) -> list[fx.Node]:
     while pending:
         node = pending.pop()
         is_gradient = tags.GRAD in tags.tags_of(node)  # compute's, not ours to move
-        if is_gradient or len(node.users) != 1 or node.target not in movement.CASTS | _PUTS_TOGETHER:
+        if is_gradient or len(node.users) != 1 or node.target not in ops.CASTS | _PUTS_TOGETHER:
             return []
         found.add(node)
-        pending += node.all_input_nodes if node.target not in movement.CASTS else ()
-    sources = {node.all_input_nodes[0].meta["val"].dtype for node in found if node.target in movement.CASTS}
+        pending += node.all_input_nodes if node.target not in ops.CASTS else ()
+    sources = {node.all_input_nodes[0].meta["val"].dtype for node in found if node.target in ops.CASTS}
     return sorted(found) if len(sources) == 1 else []  # nodes compare by their place in the graph
 
 
 def _cast_last(sent: fx.Node, made_of: list[fx.Node], launch: fx.Node) -> fx.Node:
     """Put together what was cast, and cast that."""
-    graph, cast = launch.graph, next(node for node in made_of if node.target in movement.CASTS)
+    graph, cast = launch.graph, next(node for node in made_of if node.target in ops.CASTS)
     without: dict[fx.Node, fx.Node] = {}
     for node in made_of:
-        if node.target in movement.CASTS:
+        if node.target in ops.CASTS:
             without[node] = node.all_input_nodes[0]
             continue
         with graph.inserting_before(node):

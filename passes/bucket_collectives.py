@@ -11,15 +11,15 @@ import torch
 from torch import fx
 from torch.fx import GraphModule
 
-from fxshard.cost import buckets
-from fxshard.cost.buckets import Limits
+from fxshard.cost import bucket_sizes
+from fxshard.cost.bucket_sizes import Limits
 from fxshard.errors import ConfigError
+from fxshard.ir.bucket_reader import launched_in, rewrite
+from fxshard.ir.buckets import CollectiveBuilder, Gradient, ReduceBucket, UnitGather
 from fxshard.ir.collectives import SlotIndex
-from fxshard.ir.launched import launched_in, rewrite
+from fxshard.ir.memory_budget import MemoryBudget
 from fxshard.ir.plan import UnitPlan
-from fxshard.ir.room import Room
-from fxshard.ir.traffic import Gather, Gradient, Reduce, Traffic
-from fxshard.passes._base import Fact, GraphPass, PassContext
+from fxshard.passes._base import GraphPass, PassContext, Property
 
 MIB = 1 << 20
 
@@ -32,8 +32,8 @@ class BucketCollectives(GraphPass):
     After    %ab = all_gather_coalesced([%shard_0, %shard_1])   read of layer 0   read of layer 1
 
     Attributes:
-        size: "unit", one launch per unit and direction; "auto", buckets that use the link well, as `cost/buckets.py`
-            finds for `hardware`; or MiB (of the whole buffer) that a bucket is filled up to.
+        size: "unit", one launch per unit and direction; "auto", buckets that use the link well, as
+            `cost/bucket_sizes.py` finds for `hardware`; or MiB (of the whole buffer) that a bucket is filled up to.
 
     Buckets are filled in the order in which forward and backward meet the units, within a bucket in registration
     order; what a split launch brings is gathered where it is first read, or reduced after its last gradient.
@@ -47,7 +47,7 @@ class BucketCollectives(GraphPass):
     Source: Li et al., "PyTorch Distributed" (VLDB 2020), which buckets gradients so.
     """
 
-    requires = frozenset({Fact.COLLECTIVES})
+    requires = frozenset({Property.COLLECTIVES})
 
     size: str | float = "unit"
 
@@ -65,8 +65,8 @@ class BucketCollectives(GraphPass):
         found = launched_in(gm.graph, ctx.plan)
         for launch in found.unread:
             ctx.decline(launch, "it moves something that is not a unit's parameters or gradients")
-        room = Room(gm.graph, ctx.unsharded_budget_bytes)
-        writer = Traffic(gm.graph, ctx.plan, ctx.decompositions, ctx.traced)
+        room = MemoryBudget(gm.graph, ctx.unsharded_budget_bytes)
+        writer = CollectiveBuilder(gm.graph, ctx.plan, ctx.decompositions, ctx.traced)
         gathers = self._gathers([part for parts in found.gathers.values() for part in parts], ctx, room)
         reductions = self._reductions(list(found.reductions.values()), ctx)
         notes = rewrite(writer, found, gathers, reductions)
@@ -74,7 +74,9 @@ class BucketCollectives(GraphPass):
             ctx.note(launch, why)
         return bool(notes)
 
-    def _gathers(self, parts: Sequence[Gather], ctx: PassContext, room: Room) -> list[tuple[list[Gather], str]]:
+    def _gathers(
+        self, parts: Sequence[UnitGather], ctx: PassContext, room: MemoryBudget
+    ) -> list[tuple[list[UnitGather], str]]:
         """The all_gathers, in the order in which they will stand, and why."""
         units = ctx.plan.units
         limits = self._limits([part.unit for part in parts], ctx)
@@ -90,10 +92,10 @@ class BucketCollectives(GraphPass):
             same_dtype = dtypes[bucket[0]] == dtypes[newcomer]  # a launch has one
             return same_dtype and _can_share(names, ctx) and room.for_gathering_early(first, last, early)
 
-        merged = buckets.merge(sizes, limits, may_join)
+        merged = bucket_sizes.merge(sizes, limits, may_join)
         return [([pieces[i] for i in bucket], _why(sum(sizes[i] for i in bucket), limits)) for bucket in merged]
 
-    def _reductions(self, reductions: Sequence[Reduce], ctx: PassContext) -> list[tuple[Reduce, str]]:
+    def _reductions(self, reductions: Sequence[ReduceBucket], ctx: PassContext) -> list[tuple[ReduceBucket, str]]:
         """The reduce_scatters, in the order in which they will stand, and why."""
         units = ctx.plan.units
         limits = self._limits([unit for reduction in reductions for unit in reduction.calls], ctx)
@@ -105,21 +107,21 @@ class BucketCollectives(GraphPass):
             names = [unit for i in (*bucket, newcomer) for unit in pieces[i].calls]
             return pieces[bucket[0]].dtype is pieces[newcomer].dtype and _can_share(names, ctx)
 
-        merged = buckets.merge(sizes, limits, may_join)
+        merged = bucket_sizes.merge(sizes, limits, may_join)
         return [(_join([pieces[i] for i in bucket]), _why(sum(sizes[i] for i in bucket), limits)) for bucket in merged]
 
     def _limits(self, units: Iterable[str], ctx: PassContext) -> Limits:
         world_size = max((ctx.plan.units[unit].world_size for unit in units), default=2)
         if isinstance(self.size, str):
-            return buckets.auto_limits(ctx.hardware, world_size)
+            return bucket_sizes.auto_limits(ctx.hardware, world_size)
         return Limits(enough=self.size * MIB, most=self.size * MIB)
 
 
-def _slots(part: Gather) -> list[SlotIndex]:
+def _slots(part: UnitGather) -> list[SlotIndex]:
     return sorted(itertools.chain.from_iterable(part.segments))
 
 
-def _first_read(part: Gather) -> fx.Node:
+def _first_read(part: UnitGather) -> fx.Node:
     return min(part.reads.values())
 
 
@@ -139,10 +141,10 @@ def _reduce_bytes(units: Mapping[str, UnitPlan], dtype: torch.dtype, gradient: G
     return unit.shards[shard].slots[slot].numel * unit.world_size * dtype.itemsize
 
 
-def _split_gather(part: Gather, unit: UnitPlan, limits: Limits) -> Iterator[Gather]:
+def _split_gather(part: UnitGather, unit: UnitPlan, limits: Limits) -> Iterator[UnitGather]:
     """`part` in pieces that are not too large; without those that nothing reads."""
     slots = _slots(part)
-    for stretch in buckets.split([_gather_bytes(unit, slot) for slot in slots], limits.most):
+    for stretch in bucket_sizes.split([_gather_bytes(unit, slot) for slot in slots], limits.most):
         reads = {slots[i]: part.reads[slots[i]] for i in stretch if slots[i] in part.reads}
         groups = itertools.groupby((slots[i] for i in stretch), key=lambda slot: slot[0])
         segments = tuple(tuple(group) for _, group in groups)
@@ -152,17 +154,17 @@ def _split_gather(part: Gather, unit: UnitPlan, limits: Limits) -> Iterator[Gath
             yield replace(part, segments=segments, flats=flats, reads=reads)
 
 
-def _split_reduce(reduction: Reduce, units: Mapping[str, UnitPlan], limits: Limits) -> Iterator[Reduce]:
+def _split_reduce(reduction: ReduceBucket, units: Mapping[str, UnitPlan], limits: Limits) -> Iterator[ReduceBucket]:
     """`reduction` in pieces of one unit each that are not too large."""
     for unit, group in itertools.groupby(sorted(reduction.gradients), key=lambda gradient: gradient[0]):
         gradients = list(group)
         sizes = [_reduce_bytes(units, reduction.dtype, gradient) for gradient in gradients]
-        for stretch in buckets.split(sizes, limits.most):
+        for stretch in bucket_sizes.split(sizes, limits.most):
             terms = {gradients[i]: reduction.terms[gradients[i]] for i in stretch}
             yield replace(reduction, tensors=(tuple(terms),), terms=terms, calls={unit: reduction.calls[unit]})
 
 
-def _join(pieces: Sequence[Reduce]) -> Reduce:
+def _join(pieces: Sequence[ReduceBucket]) -> ReduceBucket:
     """One launch with all gradients in one tensor, in registration order."""
     terms = {gradient: nodes for piece in pieces for gradient, nodes in piece.terms.items()}
     calls = {unit: call for piece in pieces for unit, call in piece.calls.items()}

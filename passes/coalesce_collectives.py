@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule
 
-from fxshard.cost import buckets
-from fxshard.cost.buckets import Cut
+from fxshard.cost import bucket_sizes
+from fxshard.cost.bucket_sizes import Cut
 from fxshard.ir import collectives
-from fxshard.ir.launched import launched_in, rewrite
-from fxshard.ir.traffic import Gather, Gradient, Reduce, Traffic, sum_dtype
-from fxshard.passes._base import Fact, GraphPass, PassContext
+from fxshard.ir.bucket_reader import launched_in, rewrite
+from fxshard.ir.buckets import CollectiveBuilder, Gradient, ReduceBucket, UnitGather, sum_dtype
+from fxshard.passes._base import GraphPass, PassContext, Property
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +24,9 @@ class CoalesceCollectives(GraphPass):
     After    %u = all_gather_coalesced([slice of %shard, slice of %shard])   weight = wait(%u[0])   bias = wait(%u[1])
 
     A parameter that is a tensor of its own needs no copy out of the gathered buffer, and its gradient no copy into the
-    reduction's buffer; each further tensor costs the launch some time. `cost/buckets.py` weighs the two for `hardware`.
-    What is sent of a shard is a view of it, so nothing is ever copied before an all_gather; what nobody reads is not
-    sent. A gradient with uneven rows is padded by itself and does not make the others be copied.
+    reduction's buffer; each further tensor costs the launch some time. `cost/bucket_sizes.py` weighs the two for
+    `hardware`. What is sent of a shard is a view of it, so nothing is ever copied before an all_gather; what nobody
+    reads is not sent. A gradient with uneven rows is padded by itself and does not make the others be copied.
 
     Attributes:
         same_sums: reduce all gradients of a launch in one buffer, as FSDP2 does. A ring adds the ranks' values in an
@@ -40,7 +40,7 @@ class CoalesceCollectives(GraphPass):
     Source: the copies are those of FSDP2's `foreach_all_gather` and `foreach_reduce` (`_fsdp_collectives.py`).
     """
 
-    requires = frozenset({Fact.COLLECTIVES})
+    requires = frozenset({Property.COLLECTIVES})
 
     same_sums: bool = False
 
@@ -51,31 +51,33 @@ class CoalesceCollectives(GraphPass):
             ctx.decline(launch, "it moves something that is not a unit's parameters or gradients")
         gathers = [_cut_bucket(parts, ctx) for parts in found.gathers.values()]
         reductions = [self._cut_reduction(reduction, ctx) for reduction in found.reductions.values()]
-        notes = rewrite(Traffic(gm.graph, ctx.plan, ctx.decompositions, ctx.traced), found, gathers, reductions)
+        notes = rewrite(
+            CollectiveBuilder(gm.graph, ctx.plan, ctx.decompositions, ctx.traced), found, gathers, reductions
+        )
         for launch, why in notes:
             ctx.note(launch, why)
         return bool(notes)
 
-    def _cut_reduction(self, reduction: Reduce, ctx: PassContext) -> tuple[Reduce, str]:
+    def _cut_reduction(self, reduction: ReduceBucket, ctx: PassContext) -> tuple[ReduceBucket, str]:
         """The gradients that are dear to copy in alone, the others together."""
         gradients = reduction.gradients
         copies = [_saved_by_sending_alone(reduction, gradient, ctx) for gradient in gradients]
-        uncut = cut = buckets.uncut(copies)
+        uncut = cut = bucket_sizes.uncut(copies)
         if not self.same_sums:
-            free = buckets.cut_freely(copies, ctx.hardware.reduce_tensor_overhead)
+            free = bucket_sizes.cut_freely(copies, ctx.hardware.reduce_tensor_overhead)
             put_together = sum(_shard_bytes(reduction, gradient, ctx) for gradient in gradients)
-            is_better = free.seconds + buckets.copy_seconds(put_together, ctx.hardware) < uncut.seconds
+            is_better = free.seconds + bucket_sizes.copy_seconds(put_together, ctx.hardware) < uncut.seconds
             cut = free if is_better else uncut
         tensors = tuple(tuple(gradients[i] for i in group) for group in cut.groups)
         return replace(reduction, tensors=tensors), _why(", ".join(reduction.calls), cut, uncut)
 
 
-def _cut_bucket(parts: Sequence[Gather], ctx: PassContext) -> tuple[list[Gather], str]:
+def _cut_bucket(parts: Sequence[UnitGather], ctx: PassContext) -> tuple[list[UnitGather], str]:
     cut = [_cut_gather(part, ctx) for part in parts]
     return [part for part, _ in cut], "; ".join(why for _, why in cut)
 
 
-def _cut_gather(part: Gather, ctx: PassContext) -> tuple[Gather, str]:
+def _cut_gather(part: UnitGather, ctx: PassContext) -> tuple[UnitGather, str]:
     """The parameters that are dear to copy out alone, neighbours among the others together; what is read of them."""
     unit, segments = ctx.plan.units[part.unit], []
     cuts, uncuts = [], []
@@ -83,17 +85,17 @@ def _cut_gather(part: Gather, ctx: PassContext) -> tuple[Gather, str]:
     for index, group in itertools.groupby(slots, key=lambda slot: slot[0]):
         stretch, shard = list(group), unit.shards[index]
         itemsize = unit.unsharded_dtype(shard).itemsize * unit.world_size
-        copies = [buckets.copy_seconds(shard.slots[i].numel * itemsize, ctx.hardware) for _, i in stretch]
-        cuts.append(buckets.cut_in_row(copies, ctx.hardware.gather_tensor_overhead))
-        uncuts.append(buckets.uncut(copies))
+        copies = [bucket_sizes.copy_seconds(shard.slots[i].numel * itemsize, ctx.hardware) for _, i in stretch]
+        cuts.append(bucket_sizes.cut_in_row(copies, ctx.hardware.gather_tensor_overhead))
+        uncuts.append(bucket_sizes.uncut(copies))
         segments += [tuple(stretch[i] for i in members) for members in cuts[-1].groups]
     read = tuple(segment for segment in segments if any(slot in part.reads for slot in segment))
     flats = {segment[0][0]: part.flats[segment[0][0]] for segment in read}
-    why = _why(part.unit, buckets.together(cuts), buckets.together(uncuts))
+    why = _why(part.unit, bucket_sizes.together(cuts), bucket_sizes.together(uncuts))
     return replace(part, segments=read, flats=flats), why
 
 
-def _saved_by_sending_alone(reduction: Reduce, gradient: Gradient, ctx: PassContext) -> float:
+def _saved_by_sending_alone(reduction: ReduceBucket, gradient: Gradient, ctx: PassContext) -> float:
     """Seconds of copying a gradient in; none where it is cast, divided, padded or expanded anyway."""
     unit, (shard, slot) = ctx.plan.units[gradient[0]], gradient[1]
     shape = unit.shards[shard].slots[slot].shape
@@ -104,10 +106,10 @@ def _saved_by_sending_alone(reduction: Reduce, gradient: Gradient, ctx: PassCont
         and collectives.division(unit.world_size, reduction.dtype).before == 1
     )
     nbytes = _shard_bytes(reduction, gradient, ctx) * unit.world_size
-    return buckets.copy_seconds(nbytes, ctx.hardware) if as_it_is else 0.0
+    return bucket_sizes.copy_seconds(nbytes, ctx.hardware) if as_it_is else 0.0
 
 
-def _shard_bytes(reduction: Reduce, gradient: Gradient, ctx: PassContext) -> int:
+def _shard_bytes(reduction: ReduceBucket, gradient: Gradient, ctx: PassContext) -> int:
     """Of a reduced gradient on one rank."""
     unit, (shard, slot) = gradient
     return ctx.plan.units[unit].shards[shard].slots[slot].numel * reduction.dtype.itemsize

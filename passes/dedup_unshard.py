@@ -8,7 +8,7 @@ from torch import fx
 from torch.fx import GraphModule
 
 from fxshard.ir import ops
-from fxshard.passes._base import Fact, GraphPass, PassContext
+from fxshard.passes._base import GraphPass, PassContext, Property
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +27,8 @@ class DedupUnshard(GraphPass):
     Limits: the shard is never written inside a graph, so two reads of one call always agree.
     """
 
-    requires = frozenset({Fact.MARKED})
-    ensures = frozenset({Fact.DEDUPED})
+    requires = frozenset({Property.MARKED})
+    ensures = frozenset({Property.DEDUPED})
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
         """Edit `gm.graph` in place; return whether anything changed."""

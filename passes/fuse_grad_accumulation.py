@@ -9,7 +9,7 @@ from torch import fx
 from torch.fx import GraphModule
 
 from fxshard.ir import ops, tags
-from fxshard.passes._base import Fact, GraphPass, PassContext
+from fxshard.passes._base import GraphPass, PassContext, Property
 
 aten = torch.ops.aten
 
@@ -31,7 +31,7 @@ class FuseGradAccumulation(GraphPass):
     Source: Megatron-LM `gradient_accumulation_fusion`, which does so by hand in its linear layers.
     """
 
-    requires = frozenset({Fact.DEDUPED})
+    requires = frozenset({Property.DEDUPED})
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
         """Edit `gm.graph` in place; return whether anything changed."""

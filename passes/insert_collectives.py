@@ -9,11 +9,12 @@ from torch import fx
 from torch.fx import GraphModule
 
 from fxshard.errors import UnsupportedGraph
-from fxshard.ir import collectives, contract, ops, text, traffic
+from fxshard.ir import buckets, collectives, ops, text
+from fxshard.ir.buckets import CollectiveBuilder, ReduceBucket, Reduced, UnitGather
 from fxshard.ir.collectives import SlotIndex
-from fxshard.ir.room import require_room
-from fxshard.ir.traffic import Gather, Reduce, Reduced, Traffic
-from fxshard.passes._base import Fact, GraphPass, PassContext
+from fxshard.ir.memory_budget import require_room
+from fxshard.ir.verify import baseline
+from fxshard.passes._base import GraphPass, PassContext, Property
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +36,12 @@ class InsertCollectives(GraphPass):
     Source: FSDP2 `_fsdp_collectives.py` (`foreach_all_gather`, `foreach_reduce`).
     """
 
-    requires = frozenset({Fact.DEDUPED})
-    ensures = frozenset({Fact.COLLECTIVES})
+    requires = frozenset({Property.DEDUPED})
+    ensures = frozenset({Property.COLLECTIVES})
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
         """Edit `gm.graph` in place; return whether anything changed."""
-        writer = Traffic(gm.graph, ctx.plan, ctx.decompositions, ctx.traced)
+        writer = CollectiveBuilder(gm.graph, ctx.plan, ctx.decompositions, ctx.traced)
         gathers, writes = _gathers(gm.graph, ctx), _writes(gm.graph)
         for gather in gathers:
             writer.gather([gather])
@@ -58,7 +59,7 @@ class InsertCollectives(GraphPass):
         return bool(gathers or writes)
 
 
-def _gathers(graph: fx.Graph, ctx: PassContext) -> list[Gather]:
+def _gathers(graph: fx.Graph, ctx: PassContext) -> list[UnitGather]:
     """What each call of each unit reads, in program order."""
     calls: dict[tuple[str, str], list[fx.Node]] = {}
     for node in graph.nodes:
@@ -68,12 +69,12 @@ def _gathers(graph: fx.Graph, ctx: PassContext) -> list[Gather]:
     return [_gather(unit, call, markers, ctx) for (unit, call), markers in calls.items()]
 
 
-def _gather(unit: str, call: str, markers: Sequence[fx.Node], ctx: PassContext) -> Gather:
+def _gather(unit: str, call: str, markers: Sequence[fx.Node], ctx: PassContext) -> UnitGather:
     reads = {(ops.key_of(m).shard, ops.slot_of(m)): m for m in markers}
     flats = {shard: m.args[0] for (shard, _), m in reads.items()}
     segments = collectives.whole_shards(reads, ctx.plan.units[unit])
     found = {shard: flat for shard, flat in flats.items() if isinstance(flat, fx.Node)}
-    return Gather(unit=unit, call=call, flats=found, segments=tuple(segments), reads=reads)
+    return UnitGather(unit=unit, call=call, flats=found, segments=tuple(segments), reads=reads)
 
 
 @dataclass
@@ -94,7 +95,7 @@ class _Written:
 def _writes(graph: fx.Graph) -> dict[str, _Written]:
     """The gradients of each unit, found from the graph's outputs."""
     units: dict[str, _Written] = {}
-    for position, result in enumerate(contract.results_of(graph)):
+    for position, result in enumerate(baseline.results_of(graph)):
         for marker in ops.reduce_markers(result):
             key, grad = ops.key_of(marker), marker.args[0]
             assert isinstance(grad, fx.Node)
@@ -104,13 +105,13 @@ def _writes(graph: fx.Graph) -> dict[str, _Written]:
     return units
 
 
-def _reductions(unit: str, written: _Written, ctx: PassContext) -> list[Reduce]:
+def _reductions(unit: str, written: _Written, ctx: PassContext) -> list[ReduceBucket]:
     """One launch per reduce dtype."""
     grads = dict(sorted(written.grads.items()))
-    dtypes = {slot: traffic.sum_dtype(nodes) for slot, nodes in grads.items()}
+    dtypes = {slot: buckets.sum_dtype(nodes) for slot, nodes in grads.items()}
     groups = collectives.reduce_dtypes(dtypes, ctx.plan.units[unit])
     return [
-        Reduce(
+        ReduceBucket(
             tensors=(tuple((unit, slot) for slot in slots),),
             terms={(unit, slot): grads[slot] for slot in slots},
             calls={unit: written.call},

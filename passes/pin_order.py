@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import fx
 from torch.fx import GraphModule
 
-from fxshard.ir import collectives, order
-from fxshard.passes._base import Fact, GraphPass, PassContext
+from fxshard.ir import collectives, launches
+from fxshard.passes._base import GraphPass, PassContext, Property
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,8 @@ class PinOrder(GraphPass):
     early one, and all that the late one reads before it: a wait could come ahead of the compute that was to hide it.
     Pins go to kernels that fuse with nothing (matrix products, attention, convolutions), to the ones next to a
     collective only: a launch or wait comes after the last of them before it, the first of them behind a launch comes
-    after that launch. Among themselves collectives keep their order anyway. `ir/order.py` turns pins into dependencies.
+    after that launch. Among themselves collectives keep their order anyway. `ir/launches.py` turns pins into
+    dependencies.
 
     Numerics: unchanged.
     Memory: unchanged.
@@ -30,7 +31,7 @@ class PinOrder(GraphPass):
     Source: torch's `control_dependencies.py`, which Inductor's own overlap scheduling uses.
     """
 
-    requires = frozenset({Fact.COLLECTIVES, Fact.LOWERED})
+    requires = frozenset({Property.COLLECTIVES, Property.LOWERED})
     reorders_only = True
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
@@ -44,8 +45,8 @@ class PinOrder(GraphPass):
                 before, launch = kernel, node
             elif collectives.is_wait(node):
                 before = kernel
-            elif order.is_kernel(node):
+            elif launches.is_kernel(node):
                 before, kernel, launch = launch, node, None
-            if before is not None and order.pin(node, before):
+            if before is not None and launches.pin(node, before):
                 changed = True
         return changed

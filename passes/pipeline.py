@@ -8,7 +8,7 @@ from fxshard.errors import ConfigError, InvariantError
 from fxshard.ir.variant import Variant
 from fxshard.options import Options
 from fxshard.passes import _manager
-from fxshard.passes._base import Fact, GraphPass
+from fxshard.passes._base import GraphPass, Property
 from fxshard.passes.accumulate_gradients import AccumulateGradients
 from fxshard.passes.assign_streams import AssignStreams
 from fxshard.passes.bucket_collectives import BucketCollectives
@@ -93,24 +93,24 @@ def default(
 
 def of_variant(passes: tuple[GraphPass, ...], which: Variant, lower: str) -> tuple[GraphPass, ...]:
     """The split stage of a variant: what makes it one comes right before collectives are inserted."""
-    at = next(i for i, step in enumerate(passes) if Fact.COLLECTIVES in step.ensures)
+    at = next(i for i, step in enumerate(passes) if Property.COLLECTIVES in step.ensures)
     fused = (FuseGradAccumulation(),) if lower == "inductor" else ()
     return (*passes[:at], AccumulateGradients(which=which), *fused, ReadResident(which=which), *passes[at:])
 
 
 DEFAULT = default()
 
-JOINT_GIVEN = (Fact.MARKED,)
-SPLIT_GIVEN = (Fact.MARKED,)
-LAST_GIVEN = (Fact.COLLECTIVES, Fact.LOWERED)
-_NEEDED = {"joint": Fact.RESHARD_TAGGED, "split": Fact.COLLECTIVES}
+JOINT_GIVEN = (Property.MARKED,)
+SPLIT_GIVEN = (Property.MARKED,)
+LAST_GIVEN = (Property.COLLECTIVES, Property.LOWERED)
+_NEEDED = {"joint": Property.RESHARD_TAGGED, "split": Property.COLLECTIVES}
 
 
 def chosen(options: Options) -> Pipeline:
     """The default pipeline, as the options want it; what the interpreter runs is to equal FSDP2 bit for bit.
 
     Raises:
-        ConfigError: `passes` returned no pipeline, or one that does not shard: a fact is missing, and which.
+        ConfigError: `passes` returned no pipeline, or one that does not shard: a property is missing, and which.
     """
     pipeline = default(
         bucket=options.bucket,
@@ -128,12 +128,12 @@ def chosen(options: Options) -> Pipeline:
             "return dataclasses.replace(pipeline, split=(*pipeline.split, MyPass()))."
         )
     given = {"joint": JOINT_GIVEN, "split": SPLIT_GIVEN, "last": LAST_GIVEN}
-    for stage, facts in given.items():
+    for stage, properties in given.items():
         try:
-            known = _manager.check_facts(getattr(pipeline, stage), facts)
+            known = _manager.check_properties(getattr(pipeline, stage), properties)
         except InvariantError as error:
             raise ConfigError(
-                f"options['passes'], stage {stage!r}: a fact is missing. {str(error).splitlines()[0]}"
+                f"options['passes'], stage {stage!r}: a property is missing. {str(error).splitlines()[0]}"
             ) from None
         if stage in _NEEDED and _NEEDED[stage] not in known:
             raise ConfigError(

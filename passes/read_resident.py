@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from torch import fx
 from torch.fx import GraphModule
 
-from fxshard.ir import collectives, contract, fake, inputs, liveness, movement, ops, splice, tags
+from fxshard import torch_private
+from fxshard.ir import collectives, graph_edit, liveness, ops, tags
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.variant import PLAIN, Variant, in_order
-from fxshard.passes._base import Fact, GraphPass, PassContext
+from fxshard.ir.verify import baseline
+from fxshard.passes._base import GraphPass, PassContext, Property
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,7 @@ class ReadResident(GraphPass):
     Source: FSDP2 `set_reshard_after_backward(False)`, which keeps the parameters that backward gathered.
     """
 
-    requires = frozenset({Fact.DEDUPED})
+    requires = frozenset({Property.DEDUPED})
     changes_signature = True
 
     which: Variant = PLAIN
@@ -46,7 +48,7 @@ class ReadResident(GraphPass):
         markers: dict[tuple[str, SlotIndex], list[fx.Node]] = {}
         for node in gm.graph.nodes:
             if ops.is_unshard(node):
-                unit, shard, slot = contract.place_of(node)
+                unit, shard, slot = baseline.parameter_key_of(node)
                 markers.setdefault((unit, (shard, slot)), []).append(node)
         read: dict[str, list[SlotIndex]] = {}
         for unit, index in markers:
@@ -65,7 +67,7 @@ class ReadResident(GraphPass):
 def _add_input(graph: fx.Graph, place: tuple[str, SlotIndex], ctx: PassContext) -> fx.Node:
     key, (i, _) = place
     unit = ctx.plan.units[key]
-    return inputs.add_parameter(graph, ctx.plan, place, tags.RESIDENT, unit.unsharded_dtype(unit.shards[i]))
+    return graph_edit.add_parameter(graph, ctx.plan, place, tags.RESIDENT, unit.unsharded_dtype(unit.shards[i]))
 
 
 def _replace(markers: list[fx.Node], source: fx.Node, taken: set[str]) -> None:
@@ -74,7 +76,7 @@ def _replace(markers: list[fx.Node], source: fx.Node, taken: set[str]) -> None:
     with graph.inserting_before(markers[0]):
         parameter = graph.call_function(collectives.WAIT, (source,))
     parameter.meta["val"] = source.meta["val"]
-    splice.rename(parameter, source.name.removeprefix(f"{tags.RESIDENT}_"), taken)
+    graph_edit.rename(parameter, source.name.removeprefix(f"{tags.RESIDENT}_"), taken)
     for marker in markers:
         marker.replace_all_uses_with(parameter)
         graph.erase_node(marker)
@@ -83,7 +85,7 @@ def _replace(markers: list[fx.Node], source: fx.Node, taken: set[str]) -> None:
 def _may_be_one(result: fx.Node, residents: frozenset[fx.Node], live: liveness.Liveness) -> bool:
     """Whether a result lies in the memory of an input, or would if casts and copies between were left out."""
     makers = [live.storages[index].maker for index in live.storages_of[result]]
-    while makers[:1] and makers[0].target in movement.COPIES | movement.CASTS:
+    while makers[:1] and makers[0].target in ops.COPIES | ops.CASTS:
         makers = [live.storages[index].maker for index in live.storages_of[makers[0].all_input_nodes[0]]]
     return any(maker in residents for maker in makers)
 
@@ -92,13 +94,13 @@ def _copy_results(graph: fx.Graph, residents: frozenset[fx.Node], num_results: i
     """Copy each result that lies in the memory of one of `residents`; what is saved for backward may."""
     live = liveness.liveness(graph)
     (output,) = graph.find_nodes(op="output")
-    results = contract.results_of(graph)
+    results = baseline.results_of(graph)
     for result in dict.fromkeys(node for node in results[:num_results] if isinstance(node, fx.Node)):
         if not _may_be_one(result, residents, live):
             continue
         with graph.inserting_before(output):
             copy = graph.call_function(ops.COPY, (result,))
-        mode = fake.fake_mode_of(graph)
+        mode = torch_private.fake_mode_of(graph)
         assert mode is not None, "a graph with parameters has tensors"
         with mode:
             copy.meta["val"] = ops.COPY(result.meta["val"])

@@ -9,8 +9,8 @@ from torch import fx
 from torch.fx import GraphModule
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxshard.ir import movement, ops
-from fxshard.passes._base import Fact, GraphPass, PassContext
+from fxshard.ir import ops
+from fxshard.passes._base import GraphPass, PassContext, Property
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +33,8 @@ class ReshardPolicy(GraphPass):
     DeepSpeed's DeepCompile tags the same way (deepspeed/compile/partitioner.py).
     """
 
-    requires = frozenset({Fact.DEDUPED})
-    ensures = frozenset({Fact.RESHARD_TAGGED})
+    requires = frozenset({Property.DEDUPED})
+    ensures = frozenset({Property.RESHARD_TAGGED})
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
         """Edit `gm.graph` in place; return whether anything changed."""
@@ -55,4 +55,4 @@ def _reshapes_of(marker: fx.Node) -> Iterator[fx.Node]:
     while queue:
         node = queue.pop()
         yield node
-        queue.extend(user for user in node.users if user.target in movement.MOVEMENT and user.all_input_nodes == [node])
+        queue.extend(user for user in node.users if user.target in ops.MOVEMENT and user.all_input_nodes == [node])

@@ -8,9 +8,9 @@ from torch import fx
 from torch.fx import GraphModule
 
 from fxshard.errors import ConfigError
-from fxshard.ir import collectives, schedule
-from fxshard.ir.schedule import Flight
-from fxshard.passes._base import Fact, GraphPass, PassContext
+from fxshard.ir import collectives, launch_groups
+from fxshard.ir.launch_groups import LaunchGroup
+from fxshard.passes._base import GraphPass, PassContext, Property
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class SinkWaits(GraphPass):
     Source: FSDP2 `_fsdp_param_group.py` (`reduce_scatter_state`), which lets one reduction run beside the compute.
     """
 
-    requires = frozenset({Fact.COLLECTIVES})
+    requires = frozenset({Property.COLLECTIVES})
     reorders_only = True
 
     max_buffers: int = 2
@@ -44,21 +44,21 @@ class SinkWaits(GraphPass):
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
         """Edit `gm.graph` in place; return whether anything changed."""
-        found = schedule.flights(gm.graph, collectives.REDUCTIONS)
+        found = launch_groups.groups_of(gm.graph, collectives.REDUCTIONS)
         before = list(gm.graph.nodes)
         places: dict[fx.Node, fx.Node] = {}
-        for i, flight in enumerate(found):
+        for i, group in enumerate(found):
             place, why = self._place(found, i, gm.graph)
-            places |= dict.fromkeys(flight.waits, place)
-            ctx.note(flight.launches[0], why)
+            places |= dict.fromkeys(group.waits, place)
+            ctx.note(group.launches[0], why)
         for node in gm.graph.nodes:
             sunk = [places[source] for source in node.all_input_nodes if source in places]
             if sunk and node not in places and node.op != "output":
                 places[node] = max(sunk)  # nodes compare by their place in the graph
-        schedule.move({node: places[node] for node in sorted(places)})
+        launch_groups.move({node: places[node] for node in sorted(places)})
         return before != list(gm.graph.nodes)
 
-    def _place(self, found: list[Flight], i: int, graph: fx.Graph) -> tuple[fx.Node, str]:
+    def _place(self, found: list[LaunchGroup], i: int, graph: fx.Graph) -> tuple[fx.Node, str]:
         if i + self.max_buffers >= len(found):
             return graph.output_node(), "waited for at the end"
         later = found[i + self.max_buffers]

@@ -1,7 +1,7 @@
 """Small graphs for the tests of passes: traced as the backend traces them, seen before and after every pass.
 
 `trace` compiles a sharded module with the library's own capture and lowering, in one process on a fake group; the
-journal of the frame has the graphs. `tests/steps.py` runs them.
+history of the frame has the graphs. `tests/steps.py` runs them.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from fxshard import MixedPrecisionPolicy, capture, fully_shard
-from fxshard.demo.gpt import GPT
-from fxshard.ir.journal import CAPTURED, Journal
+from fxshard import MixedPrecisionPolicy, fully_shard
+from fxshard.compile import dynamo
+from fxshard.compile.stages import lower
+from fxshard.ir.history import CAPTURED, PassHistory
 from fxshard.ir.plan import FramePlan
 from fxshard.ir.text import graph_text
-from fxshard.lower import lower
 from fxshard.options import Options
 from fxshard.passes import _manager
-from fxshard.passes._base import Fact, GraphKind, GraphPass, PassContext
+from fxshard.passes._base import GraphKind, GraphPass, PassContext, Property
 from fxshard.passes.pipeline import DEFAULT, Pipeline
 from fxshard.runtime.frame import Frame
+from fxshard.tools.demo.gpt import GPT
 
 GOLDEN = Path(__file__).parent / "golden"
 WIDTH = 4
@@ -136,7 +137,7 @@ class Scale(nn.Module):
 class Skip(GraphPass):
     """Stands in the place of DedupUnshard where a test leaves it out."""
 
-    ensures = frozenset({Fact.DEDUPED})
+    ensures = frozenset({Property.DEDUPED})
 
     def apply(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         return False
@@ -149,13 +150,13 @@ class Traced:
     Attributes:
         module: before it was sharded.
         plan: of the captured frame.
-        journal: of the captured frame.
+        history: of the captured frame.
         width: of the module's input.
     """
 
     module: nn.Module
     plan: FramePlan
-    journal: Journal
+    history: PassHistory
     width: int
 
     def at(self, kind: GraphKind, after: type[GraphPass] | None = None) -> Graph:
@@ -165,7 +166,7 @@ class Traced:
             kind: of the graph.
             after: the pass that made it; `None` for the graph before the first pass.
         """
-        record = self.journal.stages[kind][after().name if after else CAPTURED]
+        record = self.history.stages[kind][after().name if after else CAPTURED]
         return fx.GraphModule({}, copy.deepcopy(record.graph)), PassContext(plan=self.plan, kind=kind)
 
     @property
@@ -206,7 +207,7 @@ def trace(
     given = inputs or [torch.ones(2, width, dtype=next(module.parameters()).dtype)]
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Frame:
-        frame = Frame(capture.bind_markers(gm, capture.flats_of(inputs)))
+        frame = Frame(dynamo.bind_markers(gm, dynamo.flats_of(inputs)))
         frames.append(frame)
         lower(gm, inputs, frame, pipeline, Options(lower=lowering, verify=verify), generate_code=lowering == "eager")
         return frame
@@ -218,7 +219,7 @@ def trace(
         if train:
             result.sum().backward()
     (frame,) = frames
-    return Traced(module=original, plan=frame.plan, journal=frame.journal, width=width)
+    return Traced(module=original, plan=frame.plan, history=frame.history, width=width)
 
 
 def traced_once(build: Callable[..., Traced]) -> Callable[..., Traced]:
@@ -334,7 +335,7 @@ EVERY_UNIT = (
 # ---- passes and texts
 
 
-def run_pass(pass_: GraphPass, gm: fx.GraphModule, ctx: PassContext, given: Sequence[Fact] | None = None) -> bool:
+def run_pass(pass_: GraphPass, gm: fx.GraphModule, ctx: PassContext, given: Sequence[Property] | None = None) -> bool:
     """Run one pass as the pipeline does; `given` is what it requires unless said otherwise."""
     return _manager.run(gm, [pass_], ctx, given=pass_.requires if given is None else given)
 

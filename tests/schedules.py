@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from fxshard import MixedPrecisionPolicy
 from fxshard.cost.hardware import BUILTIN
-from fxshard.ir import order
+from fxshard.ir import launches
 from fxshard.passes._base import GraphKind, GraphPass, PassContext
 from fxshard.passes.insert_collectives import InsertCollectives
 from tests import graphs
@@ -149,7 +149,7 @@ def events(gm: fx.GraphModule, *, launch: str, wait: str) -> str:
     for node in gm.graph.nodes:
         if node.name.startswith((launch, wait)):
             found.append(node.name.replace(f"{wait}layers_", "wait").replace(f"{launch}layers_", "launch"))
-        elif order.is_kernel(node):
+        elif launches.is_kernel(node):
             found.append("mm")
     return " ".join(found)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fxshard.ir.journal import Record
+from fxshard.ir.history import PassResult
 from tests import graphs
 from tests.graphs import GOLDEN, Traced, assert_golden
 
@@ -32,10 +32,10 @@ def traced(lowering: str, train: bool) -> Traced:
 
 def story(traced: Traced, stage: str) -> str:
     """The graphs of a stage, one after another; of passes that changed nothing only the name."""
-    return "\n".join(part for record in traced.journal.stages[stage].values() for part in _parts(record))
+    return "\n".join(part for record in traced.history.stages[stage].values() for part in _parts(record))
 
 
-def _parts(record: Record) -> Iterator[str]:
+def _parts(record: PassResult) -> Iterator[str]:
     yield f"== {record.name}" if record.changed else f"== {record.name}: unchanged"
     if record.changed:
         yield f"{record}\n"
@@ -71,14 +71,14 @@ def test_takes_the_gpt_through_every_pass_without_backward() -> None:
 
 @pytest.mark.parametrize("stage", ["forward", "backward"])
 def test_gives_inductor_the_gpt_in_its_own_dialect(stage: str) -> None:
-    last = str(traced("inductor", True).journal.last(stage))
+    last = str(traced("inductor", True).history.last(stage))
     assert_golden_story(last, f"gpt/inductor_{stage}")
 
 
 @pytest.mark.parametrize("stage", ["forward", "backward"])
 def test_moves_the_same_bytes_in_both_dialects(stage: str) -> None:
     moved = [
-        [line for line in schedule(str(traced(lowering, True).journal.last(stage))) if "c10d." in line]
+        [line for line in schedule(str(traced(lowering, True).history.last(stage))) if "c10d." in line]
         for lowering in ("eager", "inductor")
     ]
     assert moved[0] == moved[1]

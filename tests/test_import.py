@@ -19,6 +19,6 @@ def imported_by(module: str) -> set[str]:
 
 
 @pytest.mark.commands
-@pytest.mark.parametrize("module", ["fxshard", "fxshard.backend", "fxshard.cli"])
+@pytest.mark.parametrize("module", ["fxshard", "fxshard.compile.backend", "fxshard.tools.cli"])
 def test_importing_needs_nothing_optional(module: str) -> None:
     assert imported_by(module) & OPTIONAL == set()

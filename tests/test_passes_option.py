@@ -17,7 +17,8 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 import fxshard
-from fxshard import ConfigError, Fact, GraphPass, InvariantError, PassContext, Pipeline, cache
+from fxshard import ConfigError, GraphPass, InvariantError, PassContext, Pipeline, Property
+from fxshard.compile import cache
 from fxshard.cost.hardware import BUILTIN
 from fxshard.ir import collectives
 from fxshard.ir.plan import FramePlan
@@ -34,7 +35,7 @@ NO_CACHE = {"fx_graph_cache": False}  # a hit would skip the last stage, and wit
 class SinkWaits(GraphPass):
     """A third-party pass: moves every wait right before its first reader."""
 
-    requires = frozenset({Fact.COLLECTIVES})
+    requires = frozenset({Property.COLLECTIVES})
     reorders_only = True
 
     def apply(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
@@ -48,7 +49,7 @@ class SinkWaits(GraphPass):
 class SkipWaits(GraphPass):
     """A faulty pass: lets compute read what is still in flight."""
 
-    requires = frozenset({Fact.COLLECTIVES})
+    requires = frozenset({Property.COLLECTIVES})
 
     def apply(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         for wait in [node for node in gm.graph.nodes if node.target is collectives.WAIT]:
@@ -189,7 +190,7 @@ def test_lets_the_verifier_be_switched_off(mesh: DeviceMesh) -> None:
         (lambda p: dataclasses.replace(p, joint=p.joint[:-1]), "stage 'joint': nothing ensures RESHARD_TAGGED"),
         (
             lambda p: dataclasses.replace(p, split=p.split[1:]),
-            r"a fact is missing. InsertCollectives\(\) requires DEDUPED",
+            r"a property is missing. InsertCollectives\(\) requires DEDUPED",
         ),
     ],
 )

@@ -44,7 +44,7 @@ def test_shows_in_the_tour_what_each_pass_does_now() -> None:
     traced = graphs.two_layers()
     blocks = {
         "model": model_block(),
-        "graph: dynamo": code_block(str(traced.journal.last("dynamo"))),
+        "graph: dynamo": code_block(str(traced.history.last("dynamo"))),
         "graph: joint": graph_block(traced, "joint"),
         "graph: joint after ReshardPolicy": graph_block(traced, "joint", ReshardPolicy),
         "graph: forward": graph_block(traced, "forward"),

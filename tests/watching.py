@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fxshard import backend
+from fxshard.compile import backend
 
 
 def watched(context: Callable[[], AbstractContextManager[object]], **options: Any) -> Callable[..., Any]:

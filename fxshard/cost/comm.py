@@ -25,7 +25,7 @@ _SHORT = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
+class LaunchCost:
     """One collective of a graph.
 
     Attributes:
@@ -47,7 +47,7 @@ class Launch:
     seconds: Quantity
 
 
-def launches_of(sizes: Sizes, hardware: HardwareSpec) -> dict[fx.Node, Launch]:
+def launches_of(sizes: Sizes, hardware: HardwareSpec) -> dict[fx.Node, LaunchCost]:
     """The launches of a graph, in program order."""
     known: dict[tuple[str, Quantity, Quantity], Quantity] = {}
     found = {}
@@ -58,7 +58,7 @@ def launches_of(sizes: Sizes, hardware: HardwareSpec) -> dict[fx.Node, Launch]:
         key = (op, nbytes, ranks)
         if key not in known:
             known[key] = transfer_seconds(op, nbytes, ranks, hardware)
-        found[node] = Launch(
+        found[node] = LaunchCost(
             node=node,
             unit=", ".join(tags.units_of(node)) if tags.units_of(node) else None,
             op=op,

@@ -11,13 +11,13 @@ from typing import Any
 import sympy
 from torch import fx
 
-from fxshard.cost.comm import Launch, launches_of
-from fxshard.cost.compute import FREE, ComputeModel
+from fxshard.cost.comm import LaunchCost, launches_of
 from fxshard.cost.hardware import HardwareSpec
 from fxshard.cost.memory import peak
-from fxshard.cost.simulate import Timeline, simulate
+from fxshard.cost.roofline import FREE, ComputeModel
 from fxshard.cost.sizes import Sizes, sizes_of
 from fxshard.cost.symbols import Quantity, Sum, evaluate
+from fxshard.cost.timeline import Timeline, simulate
 from fxshard.errors import ConfigError
 from fxshard.ir.liveness import unsharded_storages
 from fxshard.ir.plan import FramePlan
@@ -182,7 +182,7 @@ class _Costs:
                 self.compute[node] = cost.seconds
                 flops.add(cost.flops)
         self.flops: Quantity = flops.total
-        self.launches: dict[fx.Node, Launch] = launches_of(sizes, hardware)
+        self.launches: dict[fx.Node, LaunchCost] = launches_of(sizes, hardware)
         self.timeline: Timeline = simulate(sizes.live, self.compute, self.launches, sizes.point)
 
 

@@ -13,7 +13,7 @@ import sympy
 import torch
 from torch import fx
 
-from fxshard.ir import fake
+from fxshard import torch_private
 from fxshard.ir.liveness import UNBACKED_HINT
 
 Quantity = Any
@@ -48,7 +48,7 @@ def product(factors: Iterable[Quantity]) -> Quantity:
 
 def hints_of(graph: fx.Graph) -> dict[sympy.Symbol, int]:
     """The values that the graph's symbols had when it was traced."""
-    mode = fake.fake_mode_of(graph)
+    mode = torch_private.fake_mode_of(graph)
     if mode is None or mode.shape_env is None:
         return {}
     return {symbol: int(value) for symbol, value in mode.shape_env.backed_var_to_val.items()}

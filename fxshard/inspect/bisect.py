@@ -17,23 +17,23 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from fxshard import backend
+from fxshard import torch_private
+from fxshard.compile import backend
+from fxshard.compile.stages import require_known_flags
 from fxshard.errors import ConfigError, UnsupportedGraph
+from fxshard.inspect.all_ranks import AllRanksRun, Captured, InputValues, PerRank, constant, originals_of, run
 from fxshard.inspect.explain import type_name
-from fxshard.inspect.lockstep import PerRank, Run, run
-from fxshard.inspect.shadow import Shadow, shadow_of
-from fxshard.inspect.values import Captured, InputValues, constant, originals_of
-from fxshard.ir import fake, tags
-from fxshard.ir.journal import CAPTURED, Record
+from fxshard.inspect.fake_model import FakeModel, fake_model_of
+from fxshard.ir import tags
+from fxshard.ir.history import CAPTURED, PassResult
 from fxshard.ir.text import name_of, window
-from fxshard.lower import require_known_flags
-from fxshard.modules import plain_module, units_under
 from fxshard.options import Options, parse
 from fxshard.passes import pipeline
-from fxshard.passes._base import Fact, GraphPass, PassContext
+from fxshard.passes._base import GraphPass, PassContext, Property
 from fxshard.passes.pipeline import LAST_GIVEN, SPLIT_GIVEN, Pipeline
 from fxshard.runtime.frame import Frame
 from fxshard.runtime.raw import as_bytes
+from fxshard.sharding.sharded_module import plain_module, units_under
 
 _DEFAULT_RANKS = 2
 _SEED = 0
@@ -111,16 +111,18 @@ def bisect_numerics(
         world_size = _DEFAULT_RANKS
     keeper = _Keeper()
     chosen = _keeping(pipeline.chosen(parsed), keeper)
-    shadow = shadow_of(model, world_size=world_size, options=parsed)
-    captures = _capture(shadow, args, kwargs, dataclasses.replace(parsed, passes=lambda _: chosen))
+    fake_model = fake_model_of(model, world_size=world_size, options=parsed)
+    captures = _capture(fake_model, args, kwargs, dataclasses.replace(parsed, passes=lambda _: chosen))
     if not captures:
         raise ConfigError(
             f"no graph with sharded parameters was captured from {type_name(model)}: its forward reads no parameter "
             "that is sharded, or no graph of it could be captured (TORCH_LOGS=graph_breaks says why)."
         )
-    originals = originals_of(model, (args, kwargs), shadow)
+    originals = originals_of(model, (args, kwargs), fake_model)
     for number, captured in enumerate(captures):
-        values = InputValues(captured, originals, {id(leaf) for leaf in tree_leaves((args, kwargs))}, shadow.world_size)
+        values = InputValues(
+            captured, originals, {id(leaf) for leaf in tree_leaves((args, kwargs))}, fake_model.world_size
+        )
         found = _Bisection(captured, values, chosen, keeper, all_passes).first(number)
         if found is not None:
             return found
@@ -131,7 +133,7 @@ def _require_values(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     tensors = [*model.named_parameters(), *model.named_buffers()]
     tensors += [("an input", leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     for name, tensor in tensors:
-        if tensor.is_meta or fake.is_fake(tensor):
+        if tensor.is_meta or torch_private.is_fake(tensor):
             raise ConfigError(
                 f"{name} has no values (it is on the meta device or fake), but bisect_numerics compares values. Call "
                 "model.to_empty(device=...) and initialize the parameters, and pass real inputs."
@@ -148,7 +150,7 @@ class _Keeper(GraphPass):
     modules: dict[tuple[int, str], fx.GraphModule] = field(default_factory=dict, repr=False)
 
     def apply(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
-        self.modules[id(ctx.journal), next(reversed(ctx.journal.stages))] = gm
+        self.modules[id(ctx.history), next(reversed(ctx.history.stages))] = gm
         return False
 
 
@@ -157,8 +159,8 @@ def _keeping(chosen: Pipeline, keeper: _Keeper) -> Pipeline:
     return dataclasses.replace(chosen, split=(keeper, *chosen.split), last=last)
 
 
-def _capture(shadow: Shadow, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> list[Captured]:
-    """Compile and call the shadow, as `explain` does."""
+def _capture(fake_model: FakeModel, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> list[Captured]:
+    """Compile and call the fake model, as `explain` does."""
     frames: list[Frame] = []
     captures: list[Captured] = []
 
@@ -169,8 +171,8 @@ def _capture(shadow: Shadow, args: tuple[Any, ...], kwargs: dict[str, Any], opti
         return called
 
     try:
-        shadow.compile(keep, args, kwargs)
-    except fake.NO_VALUE as error:
+        fake_model.compile(keep, args, kwargs)
+    except torch_private.NO_VALUE as error:
         raise UnsupportedGraph(
             f"the forward reads values of a tensor ({error.func}), but bisect_numerics captures graphs on tensors "
             "that have none. Take the read out of forward, or bisect the part of the model before it."
@@ -187,14 +189,14 @@ class _Bisection:
     def __init__(
         self, captured: Captured, values: InputValues, chosen: Pipeline, keeper: _Keeper, all_passes: bool
     ) -> None:
-        self._journal, self._values, self._keeper = captured.frame.journal, values, keeper
+        self._history, self._values, self._keeper = captured.frame.history, values, keeper
         self._chosen, self._all_passes = chosen, all_passes
         self._left: dict[str, dict[str, PerRank]] = {}
 
     def first(self, number: int) -> BitDifference | None:
         """The first difference in this frame, which is the `number`-th."""
-        for stage in self._journal.stages:
-            before: tuple[Record, Run] | None = None
+        for stage in self._history.stages:
+            before: tuple[PassResult, AllRanksRun] | None = None
             for record, previous, only_reorders in self._suspects(stage):
                 known = before[1] if before and before[0].graph is previous.graph else self._run(previous)
                 ran = self._run(record)
@@ -210,23 +212,23 @@ class _Bisection:
                 before = record, ran
         return None
 
-    def _suspects(self, stage: str) -> Iterator[tuple[Record, Record, bool]]:
+    def _suspects(self, stage: str) -> Iterator[tuple[PassResult, PassResult, bool]]:
         """Each pass to look at: its record, the one before, and whether it promises to do nothing but reorder."""
         kind = re.sub(r"_\d+$", "", stage)
         if kind in ("dynamo", "joint"):
             return
         is_last = kind.endswith("_last")
         steps, known = (self._chosen.last, {*LAST_GIVEN}) if is_last else (self._chosen.split, {*SPLIT_GIVEN})
-        captured, *records = self._journal.stages[stage].values()
+        captured, *records = self._history.stages[stage].values()
         for step, record, previous in zip(steps, records, [captured, *records[:-1]], strict=True):
-            runs = Fact.COLLECTIVES in known and record.changed
+            runs = Property.COLLECTIVES in known and record.changed
             if runs and (step.reorders_only or self._all_passes):
                 yield record, previous, step.reorders_only
             known |= step.ensures
 
-    def _run(self, record: Record, *, keep: bool = True) -> Run:
+    def _run(self, record: PassResult, *, keep: bool = True) -> AllRanksRun:
         values = self._values.of(record.graph, self._saved(record.stage))
-        owner = self._keeper.modules[id(self._journal), record.stage]
+        owner = self._keeper.modules[id(self._history), record.stage]
         reads = {node.target for node in record.graph.find_nodes(op="get_attr")}
         attributes = {name: constant(owner, name) for name in reads}
         devices = {v.device for v in tree_leaves(values) if isinstance(v, Tensor) and v.device.type == "cuda"}
@@ -239,12 +241,12 @@ class _Bisection:
     def _saved(self, stage: str) -> dict[str, PerRank]:
         """What the forward that belongs to a backward leaves for it."""
         forward = re.sub(r"^backward(_last)?", "forward", stage)
-        if forward == stage or forward not in self._journal.stages:
+        if forward == stage or forward not in self._history.stages:
             return {}
         if forward not in self._left:
             # Backward knows them by the names that they had before the passes of forward.
-            results: Any = self._journal.stages[forward][CAPTURED].graph.output_node().args[0]
-            ran = self._run(self._journal.last(forward), keep=False)
+            results: Any = self._history.stages[forward][CAPTURED].graph.output_node().args[0]
+            ran = self._run(self._history.last(forward), keep=False)
             pairs = zip(results, ran.results, strict=True)
             self._left[forward] = {result.name: value for result, value in pairs if isinstance(result, fx.Node)}
         return self._left[forward]
@@ -259,7 +261,7 @@ class _Found:
     gap: float
 
 
-def _difference(after: fx.Graph, expected: Run, actual: Run, *, launches: bool) -> _Found | None:
+def _difference(after: fx.Graph, expected: AllRanksRun, actual: AllRanksRun, *, launches: bool) -> _Found | None:
     """The first node of `after` that also ran before, with other bits; else the first result that is another.
 
     Launches and waits are compared only if `launches`: other passes may move other tensors under the same names.

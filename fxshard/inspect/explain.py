@@ -12,17 +12,17 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxshard import backend
+from fxshard import torch_private
+from fxshard.compile import backend
+from fxshard.compile.stages import require_known_flags
 from fxshard.cost import hardware
 from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.inspect.explanation import Explanation, FrameExplanation
-from fxshard.inspect.shadow import shadow_of
-from fxshard.ir import fake
-from fxshard.lower import require_known_flags
-from fxshard.modules import plain_module, units_under
+from fxshard.inspect.fake_model import fake_model_of
 from fxshard.options import parse
 from fxshard.passes import pipeline
 from fxshard.runtime.frame import Frame
+from fxshard.sharding.sharded_module import plain_module, units_under
 
 DEFAULT_HARDWARE = "h100"
 
@@ -67,11 +67,11 @@ def explain(
     pipeline.chosen(parsed)
     hardware.load(parsed.hardware or DEFAULT_HARDWARE)  # an unknown one is refused before the work
     name = type_name(model)
-    shadow = shadow_of(model, world_size=world_size, mesh=mesh, options=parsed)
+    fake_model = fake_model_of(model, world_size=world_size, mesh=mesh, options=parsed)
     frames: list[Frame] = []
     try:
-        shadow.compile(functools.partial(backend.capture_only, options=parsed, frames=frames), args, kwargs)
-    except fake.NO_VALUE as error:
+        fake_model.compile(functools.partial(backend.capture_only, options=parsed, frames=frames), args, kwargs)
+    except torch_private.NO_VALUE as error:
         raise UnsupportedGraph(
             f"the forward of {name} reads values of a tensor ({error.func} at {_place(error)}), but explain runs "
             "on tensors that have none. Take the read out of forward, or explain the part of the model before it."
@@ -81,7 +81,7 @@ def explain(
             f"no graph with sharded parameters was captured from {name}: its forward reads no parameter that is "
             "sharded, or no graph of it could be captured (TORCH_LOGS=graph_breaks says why)."
         )
-    return explanation(name, shadow.world_size, shadow.replica.device, frames)
+    return explanation(name, fake_model.world_size, fake_model.replica.device, frames)
 
 
 def explanation_of(model: nn.Module) -> Explanation:
@@ -120,7 +120,7 @@ def explanation(name: str, world_size: int, device: torch.device, frames: Sequen
     kept = tuple(
         FrameExplanation(
             plan=frame.plan,
-            journal=frame.journal,
+            history=frame.history,
             hardware=spec,
             unsharded_budget_bytes=frame.unsharded_budget_bytes,
         )

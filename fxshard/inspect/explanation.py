@@ -17,9 +17,9 @@ from fxshard.errors import ConfigError
 from fxshard.inspect import schedules as scheduling
 from fxshard.inspect.captured import kernels, remark
 from fxshard.inspect.schedules import Schedule
-from fxshard.ir import schedule
+from fxshard.ir import launch_groups
 from fxshard.ir.collectives import GATHERS, REDUCTIONS, is_launch
-from fxshard.ir.journal import CAPTURED, Decline, Journal, Note, Record
+from fxshard.ir.history import CAPTURED, PassHistory, PassResult, Remark
 from fxshard.ir.plan import FramePlan
 
 DYNAMO = "dynamo"
@@ -51,34 +51,34 @@ class FrameExplanation:
 
     Attributes:
         plan: its units.
-        journal: its records.
+        history: its records.
         hardware: what the costs are estimates for.
         unsharded_budget_bytes: what unsharded parameters may take at any time, `None` for no limit.
     """
 
     plan: FramePlan
-    journal: Journal = field(repr=False)
+    history: PassHistory = field(repr=False)
     hardware: HardwareSpec = field(repr=False)
     unsharded_budget_bytes: int | None = None
     _known: dict[tuple[int, bool], GraphStats] = field(default_factory=dict, repr=False)
     _schedules: dict[int, tuple[Schedule, ...]] = field(default_factory=dict, repr=False)
 
     @property
-    def graphs(self) -> Mapping[str, Mapping[str, Record]]:
+    def graphs(self) -> Mapping[str, Mapping[str, PassResult]]:
         """Stage -> name of a pass -> the graph after that pass, in the order in which they ran.
 
         Stages are `dynamo` (as captured), `joint` (forward and backward in one), `forward`, `backward`, `inference`,
         and `forward_last` and so on where passes run after Inductor's own; a number follows where a graph of the kind
         was compiled before. The first record of a stage is `captured`: the graph as the stage received it.
         """
-        return MappingProxyType(self.journal.stages)
+        return MappingProxyType(self.history.stages)
 
     @property
     def stats(self) -> Mapping[str, StageStats]:
         """Stage -> name of a pass -> statistics of the graph after it; without the stage `dynamo`."""
         return {stage: StageStats(self, stage) for stage in self.graphs if stage != DYNAMO}
 
-    def stats_of(self, record: Record) -> GraphStats:
+    def stats_of(self, record: PassResult) -> GraphStats:
         """Statistics of one record of this frame, other than `dynamo`'s; a graph is looked at once."""
         donated = record.stage.startswith("backward")
         key = id(record.graph), donated
@@ -88,7 +88,7 @@ class FrameExplanation:
 
     def collectives(self, stage: str, pass_name: str | None = None) -> list[CollectiveCost]:
         """The launches of the graph after a pass (default: the last one), with their costs, in program order."""
-        record = self.journal.last(stage) if pass_name is None else self.graphs[stage][pass_name]
+        record = self.history.last(stage) if pass_name is None else self.graphs[stage][pass_name]
         return collectives_of(record.graph, self.plan, self.hardware)
 
     @property
@@ -96,7 +96,7 @@ class FrameExplanation:
         """The stages whose graphs run: "forward", "backward" and "inference", with their numbers."""
         return [stage for stage in self.graphs if re.fullmatch(r"(forward|backward|inference)(_\d+)?", stage)]
 
-    def running(self, stage: str) -> Record:
+    def running(self, stage: str) -> PassResult:
         """What runs of one of `scheduled`: its last graph, or that of `forward_last` for "forward" and so on.
 
         Raises:
@@ -105,7 +105,7 @@ class FrameExplanation:
         if stage not in self.scheduled:
             raise ConfigError(_unknown("graph that runs in stage", stage, self.scheduled))
         last = _last_of(stage)
-        return self.journal.last(last if last in self.graphs else stage)
+        return self.history.last(last if last in self.graphs else stage)
 
     def final_stages(self) -> list[str]:
         """The stages whose last graph is what runs: no `joint`, and no `forward` where there is a `forward_last`."""
@@ -176,7 +176,7 @@ class Explanation:
     device: str
 
     @property
-    def graphs(self) -> Mapping[str, Mapping[str, Record]]:
+    def graphs(self) -> Mapping[str, Mapping[str, PassResult]]:
         """`frames[0].graphs`.
 
         Raises:
@@ -248,20 +248,20 @@ class Explanation:
         html.save(self, Path(path))
 
     def __repr__(self) -> str:
-        from fxshard.inspect import summary
+        from fxshard.inspect import tables
 
-        return summary.text(self)
+        return tables.text(self)
 
     def __rich__(self) -> Any:
-        from fxshard.inspect import summary
+        from fxshard.inspect import tables
 
-        return summary.tables(self)
+        return tables.tables(self)
 
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, str]:
         """For notebooks: the tables, and `repr` where HTML cannot be shown."""
-        from fxshard.inspect import summary
+        from fxshard.inspect import tables
 
-        return {"text/plain": repr(self), "text/html": summary.html_tables(self)}
+        return {"text/plain": repr(self), "text/html": tables.html_tables(self)}
 
     def _only_frame(self, attribute: str) -> FrameExplanation:
         if len(self.frames) != 1:
@@ -271,7 +271,7 @@ class Explanation:
             )
         return self.frames[0]
 
-    def _records(self, name: str, stage: str | None, frame: int | None) -> list[tuple[int, Record]]:
+    def _records(self, name: str, stage: str | None, frame: int | None) -> list[tuple[int, PassResult]]:
         if frame is not None and frame not in range(len(self.frames)):
             raise ConfigError(f"there is no frame {frame!r}: there are {len(self.frames)}, counted from 0.")
         places = [
@@ -292,17 +292,17 @@ class Explanation:
         return stage if len(self.frames) == 1 else f"frame {number}, {stage}"
 
 
-def _reasons(record: Record) -> dict[str, list[str]]:
-    """Name of a launch -> what the pass said of it, or of the first of its flight, which stands for the others."""
+def _reasons(record: PassResult) -> dict[str, list[str]]:
+    """Name of a launch -> what the pass said of it, or of the first of its group, which stands for the others."""
     said: dict[str, list[str]] = {}
-    reasons: tuple[Note | Decline, ...] = (*record.notes, *record.declined)
+    reasons: tuple[Remark, ...] = (*record.notes, *record.declined)
     for reason in reasons:
         said.setdefault(reason.node, []).append(f"{record.name}: {reason.why}")
     found = dict(said)
     kinds = (GATHERS, REDUCTIONS) if said else ()
-    for flight in itertools.chain.from_iterable(schedule.flights(record.graph, kind) for kind in kinds):
-        first = said.get(flight.launches[0].name, [])
-        found |= {launch.name: said.get(launch.name, first) for launch in flight.launches}
+    for group in itertools.chain.from_iterable(launch_groups.groups_of(record.graph, kind) for kind in kinds):
+        first = said.get(group.launches[0].name, [])
+        found |= {launch.name: said.get(launch.name, first) for launch in group.launches}
     return found
 
 
@@ -311,11 +311,11 @@ def _last_of(stage: str) -> str:
     return re.sub(r"^([a-z]+)(_\d+)?$", r"\1_last\2", stage)
 
 
-def _when(record: Record) -> str:
+def _when(record: PassResult) -> str:
     return record.description if record.name == CAPTURED else f"after {record.description}"
 
 
-def _unified(where: str, old: Record, new: Record) -> str:
+def _unified(where: str, old: PassResult, new: PassResult) -> str:
     before, after = (f"{where}, {record.name}" for record in (old, new))
     diff = difflib.unified_diff(str(old).splitlines(), str(new).splitlines(), before, after, lineterm="")
     return "".join(f"{line}\n" for line in diff)

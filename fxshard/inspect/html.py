@@ -18,9 +18,9 @@ import torch
 from fxshard.cost.stats import GraphStats
 from fxshard.cost.symbols import Quantity, evaluate
 from fxshard.errors import ConfigError, MissingExtraError
-from fxshard.inspect import summary
+from fxshard.inspect import tables
 from fxshard.inspect.explanation import Explanation, FrameExplanation
-from fxshard.ir.journal import Record
+from fxshard.ir.history import PassResult
 
 TEMPLATE = "page.html.jinja"
 
@@ -78,24 +78,24 @@ def page(explanation: Explanation) -> str:
     launches = list(launches_by_unit(explanation))
     return template.render(
         title=explanation.model,
-        headline=summary.headline(explanation),
+        headline=tables.headline(explanation),
         facts=_facts(explanation),
         tiles=_tiles(explanation),
         several_frames=len(explanation.frames) > 1,
         stages=_stages(explanation),
-        schedules=[list(rows) for _, rows in itertools.groupby(summary.schedule_rows(explanation), _stage_of)],
-        schedule_columns=summary.SCHEDULE_COLUMNS,
+        schedules=[list(rows) for _, rows in itertools.groupby(tables.schedule_rows(explanation), _stage_of)],
+        schedule_columns=tables.SCHEDULE_COLUMNS,
         launches=launches,
         longest=max((time for row in launches for time in (row.seconds, row.exposed)), default=0) or 1,
-        size=summary.size,
-        duration=summary.duration,
+        size=tables.size,
+        duration=tables.duration,
         hardware=explanation.hardware.name,
-        caption=summary.caption(explanation),
+        caption=tables.caption(explanation),
         data=graphs_data(explanation),
     )
 
 
-def _stage_of(row: summary.ScheduleRow) -> tuple[int, str]:
+def _stage_of(row: tables.ScheduleRow) -> tuple[int, str]:
     return row.frame, row.stage
 
 
@@ -117,7 +117,7 @@ def graphs_data(explanation: Explanation) -> dict[str, Any]:
     return {"lines": list(lines), "texts": list(texts.values()), "frames": frames}
 
 
-def _record(record: Record, text: int) -> dict[str, Any]:
+def _record(record: PassResult, text: int) -> dict[str, Any]:
     return {
         "name": record.name,
         "description": record.description,
@@ -181,7 +181,7 @@ def _facts(explanation: Explanation) -> list[tuple[str, str]]:
 def _tiles(explanation: Explanation) -> list[tuple[str, str, str]]:
     """The numbers of one step, all graphs that run together: label, number, remark."""
     stats = [
-        frame.stats_of(frame.journal.last(stage)).evaluate()
+        frame.stats_of(frame.history.last(stage)).evaluate()
         for frame in explanation.frames
         for stage in frame.final_stages()
     ]
@@ -195,18 +195,18 @@ def _tiles(explanation: Explanation) -> list[tuple[str, str, str]]:
     peak = max((at.peak_bytes for at in stats), default=0)
     unsharded = max((at.unsharded_peak_bytes for at in stats), default=0)
     return [
-        ("gathered", summary.size(gathered) or "nothing", summary.number(counts["all_gather"], "all_gather")),
-        ("reduced", summary.size(reduced) or "nothing", summary.number(counts["reduce_scatter"], "reduce_scatter")),
-        ("compute", summary.duration(compute) or "none", summary.scaled(flops, "FLOP")),
-        ("exposed", summary.duration(exposed) or "none", f"of {summary.duration(comm) or 'no'} communication"),
-        ("peak", summary.size(peak) or "none", f"{summary.size(unsharded) or 'nothing'} of it unsharded"),
+        ("gathered", tables.size(gathered) or "nothing", tables.number(counts["all_gather"], "all_gather")),
+        ("reduced", tables.size(reduced) or "nothing", tables.number(counts["reduce_scatter"], "reduce_scatter")),
+        ("compute", tables.duration(compute) or "none", tables.scaled(flops, "FLOP")),
+        ("exposed", tables.duration(exposed) or "none", f"of {tables.duration(comm) or 'no'} communication"),
+        ("peak", tables.size(peak) or "none", f"{tables.size(unsharded) or 'nothing'} of it unsharded"),
     ]
 
 
 def _stages(explanation: Explanation) -> list[dict[str, Any]]:
     """The rows of the table of passes, by stage."""
     stages: list[dict[str, Any]] = []
-    for row in summary.rows(explanation):
+    for row in tables.rows(explanation):
         if not row.place:
             stages.append({"frame": row.frame, "name": row.record.stage, "rows": []})
         before = [*explanation.frames[row.frame].graphs[row.record.stage]][max(0, row.place - 1)]
@@ -216,8 +216,8 @@ def _stages(explanation: Explanation) -> list[dict[str, Any]]:
                 "description": row.record.description,
                 "changed": row.record.changed,
                 "before": before,
-                "cells": list(zip(summary.COLUMNS, row.cells, strict=True)),
-                "seconds": summary.duration(row.record.seconds),
+                "cells": list(zip(tables.COLUMNS, row.cells, strict=True)),
+                "seconds": tables.duration(row.record.seconds),
                 "declined": len(row.record.declined),
             }
         )

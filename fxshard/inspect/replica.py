@@ -17,17 +17,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from fxshard import torch_private
 from fxshard.errors import UnsupportedGraph
-from fxshard.ir import fake
-from fxshard.modules import STATE, plain_module
-from fxshard.runtime.dtensors import adopt_attributes
-from fxshard.runtime.reference import REFS, TRACED
+from fxshard.runtime.parameters import REFS, TRACED, adopt_attributes
+from fxshard.sharding.sharded_module import STATE, plain_module
 
 _NOT_COPIED = (REFS, TRACED, STATE, "_compiled_call_impl")
 _SHARED = (DeviceMesh, dist.ProcessGroup, torch.Generator, UninitializedParameter, UninitializedBuffer, ModuleType)
 _ATOMS = (str, bytes, int, float, complex, type, type(None), FunctionType, BuiltinFunctionType, torch.dtype)
 
-Value = TypeVar("Value")
+T = TypeVar("T")
 
 
 class Replica:
@@ -39,7 +38,9 @@ class Replica:
 
     def __init__(self, device: torch.device) -> None:
         """`device` is where tensors go that are on meta, or on a device that this machine does not have."""
-        self.mode = fake.FakeMode(allow_non_fake_inputs=True)  # functions may read real tensors: globals, closures
+        self.mode = torch_private.FakeMode(
+            allow_non_fake_inputs=True
+        )  # functions may read real tensors: globals, closures
         self.device = device
         self._memo: dict[int, Any] = {}
         self._originals: dict[int, Any] = {}  # kept alive: the memo knows them by their ids
@@ -54,7 +55,7 @@ class Replica:
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             yield
 
-    def copy(self, value: Value, name: str) -> Value:
+    def copy(self, value: T, name: str) -> T:
         """Copy `value`.
 
         Args:
@@ -72,17 +73,17 @@ class Replica:
                 self.of(module).__dict__[attribute] = copied
         return self._deepcopy(value, name)
 
-    def of(self, original: Value) -> Value:
+    def of(self, original: T) -> T:
         """The copy of a module or tensor that was copied before."""
-        return cast(Value, self._memo[id(original)])
+        return cast(T, self._memo[id(original)])
 
     def unsharded_parameters(self) -> list[nn.Parameter]:
         """The copies of all parameters that no unit holds."""
         return self._unsharded
 
-    def _deepcopy(self, value: Value, name: str) -> Value:
+    def _deepcopy(self, value: T, name: str) -> T:
         try:
-            with torch.no_grad(), self.faking(), fake.copying_to(self.mode):
+            with torch.no_grad(), self.faking(), torch_private.copying_to(self.mode):
                 return copy.deepcopy(value, self._memo)
         except Exception as error:  # a copy runs code of the classes it copies
             raise UnsupportedGraph(
@@ -142,7 +143,7 @@ class Replica:
 
     def _fake(self, tensor: Tensor) -> Tensor:
         with torch.no_grad(), self.faking():
-            if tensor.layout != torch.strided or fake.is_wrapper(tensor):
+            if tensor.layout != torch.strided or torch_private.is_wrapper(tensor):
                 return self.mode.from_tensor(tensor, static_shapes=True)
             shape, stride = tuple(tensor.shape), tensor.stride()
             empty = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=self._place(tensor))

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Literal
 from torch import fx, nn
 
 from fxshard.cost.hardware import HardwareSpec
-from fxshard.cost.overlap import Track
 from fxshard.cost.stats import GraphStats, graph_stats
-from fxshard.ir import schedule
+from fxshard.cost.timeline import Track
+from fxshard.ir import launch_groups
 from fxshard.ir.collectives import GATHERS, REDUCTIONS
-from fxshard.ir.journal import snapshot
+from fxshard.ir.history import snapshot
 from fxshard.ir.plan import FramePlan
 from fxshard.passes._base import PassContext
 from fxshard.passes.hoist_prefetch import HoistPrefetch
@@ -92,8 +92,8 @@ def least_seconds(graph: fx.Graph, plan: FramePlan, hardware: HardwareSpec) -> f
         hardware: what it runs on.
     """
     track = Track(graph, plan, hardware)
-    goes_up = {node for flight in schedule.flights(graph, GATHERS) for node in flight.carried}
-    goes_down = _with_readers(wait for flight in schedule.flights(graph, REDUCTIONS) for wait in flight.waits)
+    goes_up = {node for group in launch_groups.groups_of(graph, GATHERS) for node in group.carried}
+    goes_down = _with_readers(wait for group in launch_groups.groups_of(graph, REDUCTIONS) for wait in group.waits)
     waited: set[fx.Node] = set().union(*track.waits.values())
     to_come = waited - goes_up - goes_down
     needed: set[fx.Node] = set()
@@ -139,7 +139,7 @@ def _before_hoisting(frame: FrameExplanation, stage: str) -> fx.Graph | None:
     if hoisting not in names:
         return None
     graph = records[names[names.index(hoisting) - 1]].graph
-    return graph if schedule.flights(graph, GATHERS) else None
+    return graph if launch_groups.groups_of(graph, GATHERS) else None
 
 
 def _hoisted(before: fx.Graph, depth: int | Literal["auto"], frame: FrameExplanation, stage: str) -> fx.Graph:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from fxshard.ir import fake, ops, order
+from fxshard import torch_private
+from fxshard.ir import launches, ops
 
 
 def realize(graph: fx.Graph) -> None:
     """Copy the bias of each convolution on the CPU, if this torch needs it; a gathered one is a view of a buffer."""
-    mode = fake.fake_mode_of(graph)
-    if order.CONVOLUTION_TAKES_VIEWS or mode is None:
+    mode = torch_private.fake_mode_of(graph)
+    if launches.CONVOLUTION_TAKES_VIEWS or mode is None:
         return
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.convolution.default):
         bias = node.args[2]

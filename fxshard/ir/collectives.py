@@ -11,9 +11,9 @@ from typing import TypeGuard
 
 import torch
 from torch import Tensor, fx
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from fxshard.ir.plan import ShardPlan, Slot, UnitPlan
+from fxshard.torch_private import REDUCES_IN_STORAGE_DTYPE
 
 _c10d = torch.ops._c10d_functional
 _aten = torch.ops.aten
@@ -28,10 +28,6 @@ GATHERS = (ALL_GATHER, ALL_GATHER_COALESCED)
 REDUCTIONS = (REDUCE_SCATTER, REDUCE_SCATTER_COALESCED)
 COALESCED = (ALL_GATHER_COALESCED, REDUCE_SCATTER_COALESCED)
 LAUNCHES = (*GATHERS, *REDUCTIONS)
-
-REDUCES_IN_STORAGE_DTYPE = hasattr(FSDPParam, "unsharded_grad_dtype")
-"""What `MixedPrecisionPolicy(reduce_dtype=None)` means in this torch: the parameter's dtype, as FSDP2 from 2.15 on, or
-the dtype of the gradient, as FSDP2 before."""
 
 SlotIndex = tuple[int, int]
 """(shard, slot): a parameter of a unit."""

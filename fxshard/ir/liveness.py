@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from fxshard.ir import collectives, fake, ops, tags
+from fxshard import torch_private
+from fxshard.ir import collectives, ops, tags
 
 UNBACKED_HINT = 8192
 """What a size that only the data knows counts for."""
@@ -299,7 +300,7 @@ class _Sweep:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
             return self._of_op(node, node.target, tensors, position)
         if node.target is operator.getitem and (elements := self._elements(node)) is not None:
-            self.by_id |= zip(map(fake.storage_id, tensors), elements, strict=True)
+            self.by_id |= zip(map(torch_private.storage_id, tensors), elements, strict=True)
             return elements
         if node.op not in ("placeholder", "get_attr"):
             return tuple(self._known_or_new(node, tensor, position) for tensor in tensors)
@@ -321,7 +322,7 @@ class _Sweep:
         found = []
         for tensor, source in zip(tensors, sources, strict=True):
             index = self._new(node, tensor, position) if source is None else source
-            self.by_id[fake.storage_id(tensor)] = index
+            self.by_id[torch_private.storage_id(tensor)] = index
             found.append(index)
         return tuple(found)
 
@@ -343,12 +344,12 @@ class _Sweep:
         return self.storages_of[parent][before : before + len(_tensors_of(value[index]))]
 
     def _known_or_new(self, node: fx.Node, tensor: Tensor, position: int) -> int:
-        known = self.by_id.get(fake.storage_id(tensor))
+        known = self.by_id.get(torch_private.storage_id(tensor))
         return self._new(node, tensor, position) if known is None else known
 
     def _new(self, node: fx.Node, tensor: Tensor, position: int) -> int:
         self.storages.append(Storage(maker=node, tensor=tensor, birth=position, last_use=position))
-        self.by_id[fake.storage_id(tensor)] = len(self.storages) - 1
+        self.by_id[torch_private.storage_id(tensor)] = len(self.storages) - 1
         return len(self.storages) - 1
 
 

@@ -1,4 +1,4 @@
-"""The two marker ops: what a graph says about parameters before any pass decides how.
+"""The ops of `fxshard::`: two markers, and what is put in their place right before there is code.
 
 [Note: markers]
 `fxshard::unshard(shard, key, slot, shape, dtype)` is the full parameter in slot `slot` of `shard`. Its autograd formula
@@ -7,13 +7,14 @@ that slot and zeros elsewhere. Tracing through them gives the joint graph of a m
 collective in it; passes replace them, so no pass ever has to guess which collective belongs to which parameter.
 
 `key` names the unit. While Dynamo traces, it is the shard's index and `UnitPlan.sharing_key` (units that agree on
-them may share a graph); `capture.py` replaces it by "<unit fqn>#<shard>@<call>".
+them may share a graph); `compile/dynamo.py` replaces it by "<unit fqn>#<shard>@<call>".
 
 `fxshard::addmm_acc(acc, left, right)` adds a matrix product to `acc`: of `acc.addmm_` Inductor makes a temporary and a
 copy. `fxshard::copy(source)` is a contiguous copy in memory of its own: Inductor takes `clone` for nothing where a wait
 hides that the source is the caller's.
 
-`fxshard::open` stands for an all_gather in code that is about to run: see [Note: relay] in `runtime/relay.py`.
+`fxshard::open` stands for an all_gather in code that is about to run: see [Note: prefetch cache] in
+`runtime/prefetch_cache.py`.
 `fxshard::gather_aside` and `fxshard::reduce_aside` are collectives that cast what they send, and `fxshard::copy_out`
 waits for a gathered buffer and copies a part of it, all on a side stream: see [Note: side streams] in
 `runtime/streams.py`. Each result is waited for as a collective's.
@@ -28,6 +29,46 @@ import torch
 from torch import Tensor, fx
 
 from fxshard.errors import UnsupportedGraph
+
+aten = torch.ops.aten
+
+
+def _overloads(*packets: torch._ops.OpOverloadPacket) -> frozenset[torch._ops.OpOverload]:
+    return frozenset(getattr(packet, overload) for packet in packets for overload in packet.overloads())
+
+
+VIEWS = _overloads(
+    aten._unsafe_view,
+    aten.alias,
+    aten.as_strided,
+    aten.detach,
+    aten.narrow,
+    aten.reshape,
+    aten.select,
+    aten.slice,
+    aten.split,
+    aten.split_with_sizes,
+    aten.squeeze,
+    aten.unsqueeze,
+    aten.view,
+)
+"""Ops that show the same elements in another shape, or some of them."""
+
+TRANSPOSES = _overloads(aten.expand, aten.permute, aten.t, aten.transpose)
+
+COPIES = _overloads(aten.clone, aten.contiguous)
+
+CASTS = _overloads(aten._to_copy, torch.ops.prims.convert_element_type)
+
+MOVEMENT = VIEWS | TRANSPOSES | COPIES | CASTS
+"""All of them; `getitem` of a split is not an op and not among them."""
+
+
+def cast_dtype(node: fx.Node, default: torch.dtype) -> torch.dtype:
+    """The dtype that a node of `CASTS` casts to."""
+    wanted = node.kwargs.get("dtype", node.args[1] if len(node.args) > 1 else None)
+    return wanted if isinstance(wanted, torch.dtype) else default
+
 
 _LIBRARY = torch.library.Library("fxshard", "DEF")
 _LIBRARY.define("unshard(Tensor shard, str key, int slot, SymInt[] shape, ScalarType dtype) -> Tensor")

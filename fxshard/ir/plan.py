@@ -176,7 +176,7 @@ class FramePlan:
 
 
 def qualified(unit: str, fqn: str) -> str:
-    """An FQN with the marks of its unit's key, by which `capture.py` tells two models of one graph apart."""
+    """An FQN with the marks of its unit's key, by which `compile/dynamo.py` tells two models of one graph apart."""
     return fqn + unit[len(unit.rstrip("'")) :]
 
 

@@ -24,7 +24,8 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from fxshard.ir import collectives, fake, ops
+from fxshard import torch_private
+from fxshard.ir import collectives, ops
 from fxshard.ir.plan import FramePlan
 
 KEY = "fxshard"
@@ -88,7 +89,7 @@ def tag_markers(graph: fx.Graph, plan: FramePlan) -> None:
             del node.meta[KEY]
     for node in graph.nodes:
         if node.op == "placeholder":
-            index = fake.input_index(node)
+            index = torch_private.input_index(node)
             if index is not None and index < len(plan.input_names) and plan.input_names[index]:
                 tag(node, INPUT, plan.input_names[index])
         elif ops.is_unshard(node):

@@ -45,7 +45,7 @@ class Variant:
     resident: frozenset[str] = frozenset()
 
     def name(self, units: Collection[str]) -> str:
-        """As the journal calls it; `units` are those with gradients in the graph."""
+        """As the history calls it; `units` are those with gradients in the graph."""
         words = ["resident"] if self.resident else []
         if self.accumulates:
             words.insert(0, "accumulate" if self.accumulates == set(units) else "mixed")

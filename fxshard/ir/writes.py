@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from fxshard.ir import fake
+from fxshard import torch_private
 
 
 class Write(NamedTuple):
@@ -40,7 +40,7 @@ class Write(NamedTuple):
         return ": ".join(" ".join(line.split()) for line in own[-1].splitlines()[:2]).removeprefix("File ")
 
 
-class _WriteRecorder(fake.DispatchMode):
+class _WriteRecorder(torch_private.DispatchMode):
     """Notes which storages the ops that run write into."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class _WriteRecorder(fake.DispatchMode):
         for argument in func._schema.arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for tensor in _tensors(given.get(argument.name)):
-                    self.written.setdefault(fake.storage_id(tensor), str(func))
+                    self.written.setdefault(torch_private.storage_id(tensor), str(func))
         return func(*args, **(kwargs or {}))
 
 
@@ -64,7 +64,7 @@ def writes_of(gm: fx.GraphModule, parameters: Collection[fx.Node]) -> Iterator[W
         parameters: the nodes that give them, at least one.
     """
     found: dict[fx.Node, Write] = {}
-    with torch.no_grad(), fake.beside_a_trace(next(iter(parameters)).meta["example_value"]):
+    with torch.no_grad(), torch_private.beside_a_trace(next(iter(parameters)).meta["example_value"]):
         for write in _Search(parameters).writes_in(gm):
             found.setdefault(write.parameter, write)
     for node in parameters:
@@ -80,10 +80,10 @@ class _Search:
     def __init__(self, parameters: Collection[fx.Node]) -> None:
         self.owners: dict[int, fx.Node] = {}  # by storage of its stand-in
         self.values: dict[fx.Node, Any] = {}  # of nodes that share memory with a parameter
-        self.lifted = {fake.storage_id(node.meta["example_value"]): node for node in parameters}
+        self.lifted = {torch_private.storage_id(node.meta["example_value"]): node for node in parameters}
         for node in parameters:
             self.values[node] = torch.empty_like(node.meta["example_value"])
-            self.owners[fake.storage_id(self.values[node])] = node
+            self.owners[torch_private.storage_id(self.values[node])] = node
 
     def writes_in(self, gm: fx.GraphModule) -> Iterator[Write]:
         for module in gm.modules():
@@ -98,7 +98,7 @@ class _Search:
     def _enter(self, placeholder: fx.Node) -> None:
         """A subgraph's input is the fake tensor that the graph around it has."""
         value = placeholder.meta.get("example_value")
-        owner = self.lifted.get(fake.storage_id(value)) if isinstance(value, Tensor) else None
+        owner = self.lifted.get(torch_private.storage_id(value)) if isinstance(value, Tensor) else None
         if owner is not None and placeholder not in self.values:
             self.values[placeholder] = self.values[owner]
 
@@ -118,7 +118,7 @@ class _Search:
         for storage, op in watch.written.items():
             if storage in self.owners:
                 yield Write(self.owners[storage], node, op)
-        if any(fake.storage_id(leaf) in self.owners for leaf in _tensors(result)):
+        if any(torch_private.storage_id(leaf) in self.owners for leaf in _tensors(result)):
             self.values[node] = result
 
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fxshard import torch_private
 from fxshard.errors import UnsupportedGraph
-from fxshard.ir import fake
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.variant import Slots, Variant, accumulator_dtype, in_order
 
@@ -142,7 +142,7 @@ def variant_for(units: Units, trained: Slots, separate: Mapping[str, Waiting]) -
 
 
 def _is_asked(unit: Unit) -> bool:
-    return any(fake.wants_gradient(shard.flat) for shard in unit.shards if shard.plan.trainable)
+    return any(torch_private.wants_gradient(shard.flat) for shard in unit.shards if shard.plan.trainable)
 
 
 def sums_for(which: Variant, units: Units, trained: Slots) -> list[Tensor]:

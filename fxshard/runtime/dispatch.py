@@ -1,32 +1,65 @@
-"""Compiled graphs that ask, when they run, which of their variants is meant: [Note: variants] in `ir/variant.py`."""
+"""Compiled graphs that ask, when they run, which of their variants is meant: [Note: variants] in `ir/variant.py`.
+
+[Note: layouts]
+Inductor may lay out what it saves as it likes (channels last, for convolutions) and compiles the backward for that. Two
+variants of one forward need not agree, and either may be followed by any variant of the backward, whose code checks the
+strides of its inputs. So what comes in another order of dims is copied; where the two plain variants meet, torch has
+seen to it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from fxshard import torch_private
 from fxshard.errors import FxshardError, InvariantError, UnsupportedGraph
-from fxshard.ir import fake
+from fxshard.ir.liveness import hint_of
 from fxshard.ir.variant import PLAIN, Slots, Variant
-from fxshard.runtime import accumulation, agreement, layouts, resident
+from fxshard.runtime import accumulation, rank_check, unsharded_cache
 from fxshard.runtime.accumulation import Units
 from fxshard.runtime.frame import Frame
+
+Order = tuple[int, ...]
+"""The dims of a tensor, those with the largest strides first."""
+
+
+def orders_of(inputs: Sequence[Any]) -> dict[int, Order]:
+    """The order that code compiled for `inputs` wants of each; nothing where any will do, or memory is shared."""
+    found: dict[int, Order] = {}
+    for i, value in enumerate(inputs):
+        if isinstance(value, Tensor) and value.dim() > 1:
+            strides = [hint_of(stride) for stride in value.stride()]
+            if all(strides):
+                found[i] = tuple(sorted(range(value.dim()), key=lambda dim: -strides[dim]))
+    return found
+
+
+def restride(inputs: list[Any], orders: dict[int, Order]) -> None:
+    """Copy those of `inputs` that are in another order than is wanted."""
+    for i, order in orders.items():
+        value = inputs[i]
+        strides = value.stride()
+        wanted = [strides[dim] for dim in order if value.shape[dim] > 1]
+        if wanted != sorted(wanted, reverse=True):
+            inputs[i] = torch.empty_permuted(value.shape, order, dtype=value.dtype, device=value.device).copy_(value)
 
 
 class Code(NamedTuple):
     """A compiled graph.
 
     Attributes:
-        run: takes the inputs in one list, which it empties, and the names of the units (`agreement.guard`).
-        orders: how the inputs must lie in memory; see [Note: layouts] in `runtime/layouts.py`.
+        run: takes the inputs in one list, which it empties, and the names of the units (`rank_check.guard`).
+        orders: how the inputs must lie in memory; see [Note: layouts] in `runtime/dispatch.py`.
     """
 
     run: Callable[[list[Any], Mapping[str, str]], Any]
-    orders: dict[int, layouts.Order]
+    orders: dict[int, Order]
 
 
 class Dispatch(ABC):
@@ -55,7 +88,7 @@ class Dispatch(ABC):
                 "cudagraphs=True and set_reshard_after_backward(False): each replay would copy the parameters that "
                 "stay gathered. Leave one out."
             )
-        return resident.parameters_for(which.resident, units, self._reads)
+        return unsharded_cache.parameters_for(which.resident, units, self._reads)
 
     def _compiled(self, which: Variant) -> Code:
         if which not in self._code:
@@ -63,12 +96,12 @@ class Dispatch(ABC):
                 self._code[which] = self._compile(which)
             except (FxshardError, NotImplementedError) as error:
                 groups = {unit.group for unit in self._frame.plan.units.values()}
-                agreement.report_failure(groups, str(error))  # the others need not wait for this rank
+                rank_check.report_failure(groups, str(error))  # the others need not wait for this rank
                 raise
         return self._code[which]
 
 
-class Forward(Dispatch):
+class ForwardDispatch(Dispatch):
     """The variants of a forward graph, or of one without backward."""
 
     def __init__(self, *args: Any) -> None:
@@ -80,13 +113,15 @@ class Forward(Dispatch):
     def _begin(self, units: Units) -> None:
         """Choose for the call that comes next; here, because nothing can be compiled inside an autograd function."""
         budget, trains = self._frame.resident_budget_bytes, bool(self._frame.trained)
-        chosen = fake.as_in_forward(lambda: resident.chosen_for(units, self._reads, budget, trains=trains))
+        chosen = torch_private.as_in_forward(
+            lambda: unsharded_cache.chosen_for(units, self._reads, budget, trains=trains)
+        )
         which = Variant(resident=chosen)
         self._compiled(which)
         self._next = which, self._resident(which, units), self._frame.names_of(units)
         for unit in units.values():
-            if self._frame.replays and unit.relay is not None:
-                unit.relay.settle(unit.shards[0].flat.device)
+            if self._frame.replays and unit.prefetch_cache is not None:
+                unit.prefetch_cache.settle(unit.shards[0].flat.device)
 
     def __call__(self, inputs: list[Any]) -> Any:
         """Run the variant that was chosen."""
@@ -98,7 +133,7 @@ class Forward(Dispatch):
         return self._compiled(which).run(inputs, names)
 
 
-class Backward(Dispatch):
+class BackwardDispatch(Dispatch):
     """The variants of a backward graph."""
 
     def __call__(self, inputs: list[Any]) -> Any:
@@ -109,7 +144,7 @@ class Backward(Dispatch):
         units, trained = call.units, self._frame.trained
         separate = accumulation.waiting_separately(units, trained, self._frame.reduced_separately)
         sums = accumulation.variant_for(units, trained, separate)
-        chosen = resident.chosen_for(units, self._reads, self._frame.resident_budget_bytes, trains=True)
+        chosen = unsharded_cache.chosen_for(units, self._reads, self._frame.resident_budget_bytes, trains=True)
         chosen |= call.forward.resident  # of these the forward saved what is not the graph's to write into
         which = dataclasses.replace(sums, resident=chosen)
         code = self._compiled(which)  # before anything is launched
@@ -120,7 +155,7 @@ class Backward(Dispatch):
         for unit in units.values():
             unit.microbatches.drop_resident(unit)  # if they end: then the graph frees each after its last use
         if call.forward != PLAIN or which != PLAIN:
-            layouts.restride(inputs, code.orders)
+            restride(inputs, code.orders)
         results = code.run(inputs, self._frame.names_of(units))
         accumulation.note_run(which, units, trained)
         return results

@@ -9,7 +9,7 @@ weights), or inside a backward (activation checkpointing runs forwards again the
 A loss may read a weight (`fused_cross_entropy(hidden, model.head.weight, labels)`). FSDP2's root, and every unit that
 does not reshard after forward, is unsharded then, until its backward. So here too, for what forward has not read by
 itself: such a read gives the unsharded parameter, whose gradient is reduced in its own backward. It is gathered at the
-first read; the ranks compare that they all read, as before a graph (`agreement.py`). The backward of the forward, the
+first read; the ranks compare that they all read, as before a graph (`rank_check.py`). The backward of the forward, the
 next forward with gradients and any change of the parameters end it. What forward has read as well is the DTensor, for
 who looks at it, writes to it or hangs a hook on it means the parameter, not a copy.
 """
@@ -25,11 +25,12 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from fxshard import torch_private
 from fxshard.errors import InvariantError, UnsupportedGraph
-from fxshard.ir import collectives, fake
+from fxshard.ir import collectives
 from fxshard.ir.collectives import SlotIndex
-from fxshard.runtime import ranges
-from fxshard.runtime.reference import ParameterRef
+from fxshard.runtime import profiler_ranges
+from fxshard.runtime.parameters import ParameterRef
 from fxshard.runtime.unit import Unit, home_of
 
 Parameters = dict[SlotIndex, Tensor]
@@ -150,7 +151,7 @@ def forward_ended(units: Iterable[Unit], reads: Mapping[Unit, Iterable[Read]] = 
         units: of the model.
         reads: what was read, where no call of a module has noted it.
     """
-    if len(_scopes.stack) > 1 or fake.backward_id() is not None:
+    if len(_scopes.stack) > 1 or torch_private.backward_id() is not None:
         return
     if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
         noted = _scopes.stack[0].reads if _scopes.stack else reads
@@ -196,12 +197,12 @@ def inside_call() -> bool:
 
 def inside_forward() -> bool:
     """See [Note: inside a forward]."""
-    return bool(_scopes.stack) or fake.backward_id() is not None
+    return bool(_scopes.stack) or torch_private.backward_id() is not None
 
 
 def running() -> Running | None:
     """What this thread runs now, `None` for nothing of ours."""
-    backward = fake.backward_id()
+    backward = torch_private.backward_id()
     if backward is not None:
         return Running(True, backward)
     return Running(False, _scopes.calls) if _scopes.stack else None
@@ -232,7 +233,7 @@ def _scope_for(unit: Unit) -> _Scope:
             return scope
     if _scopes.stack:
         return _scopes.stack[-1]
-    backward = fake.backward_id()
+    backward = torch_private.backward_id()
     if backward is None:
         raise InvariantError("an unsharded parameter was asked for outside of any forward or backward.")
     if _scopes.recompute is None or _scopes.recompute[0] != backward:
@@ -248,7 +249,7 @@ def unshard(unit: Unit, *, after_forward: bool = False) -> Parameters:
         after_forward: whether it is for who reads them after forward.
     """
     gather = functools.partial(_unshard, after_forward=after_forward)
-    if any(fake.is_fake(shard.flat) for shard in unit.shards):
+    if any(torch_private.is_fake(shard.flat) for shard in unit.shards):
         return gather([unit])  # there are no ranks
     when = "after forward" if after_forward else "outside of graphs"
     guarded = unit.outside_graphs("read", "all_gather", f"all parameters, read {when},", gather)
@@ -272,7 +273,7 @@ class _UnshardUnit(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.unit, ctx.index, ctx.after_forward, ctx.version = unit, index, after_forward, unit.version()
         ctx.set_materialize_grads(False)
-        with fake.unseen_by_policies(), ranges.of_unit(unit.fqn):
+        with torch_private.unseen_by_policies(), profiler_ranges.of_unit(unit.fqn):
             values = collectives.unshard(dict(enumerate(flats)), unit.plan, index)
         frozen = [v for v, (i, _) in zip(values, index, strict=True) if not unit.shards[i].plan.trainable]
         ctx.mark_non_differentiable(*frozen)
@@ -293,6 +294,6 @@ class _UnshardUnit(torch.autograd.Function):
         written = unit.accumulation.finish(unit, written)
         for i, j in written:
             unit.shards[i].sink.expect((j,))
-        with ranges.of_unit(unit.fqn):
+        with profiler_ranges.of_unit(unit.fqn):
             reduced = collectives.reduce_grads(written, unit.plan)
         return (None, None, None, *(reduced.get(i) for i in range(len(unit.shards))))

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxshard import torch_private
 from fxshard.errors import ConfigError, InvariantError, UnsupportedGraph
-from fxshard.ir import fake
 from fxshard.ir.collectives import SlotIndex
-from fxshard.ir.contract import Place
-from fxshard.ir.journal import Journal
+from fxshard.ir.history import PassHistory
 from fxshard.ir.plan import FramePlan, qualified
 from fxshard.ir.variant import PLAIN, Variant
+from fxshard.ir.verify.baseline import ParameterKey
 from fxshard.runtime import eager
 from fxshard.runtime.accumulation import Units
 from fxshard.runtime.unit import Unit, home_of
@@ -32,8 +32,8 @@ class Frame:
         returned: index of a result -> the parameter that it is; see `eager.note_returned`.
         trained: unit key -> the parameters that the graph's backward gives a gradient; filled on the joint graph.
         reduced_separately: unit key -> those of which what earlier microbatches left is reduced by itself: see
-            `fsdp2_order.py`.
-        journal: its graphs after every pass; a backward may be compiled as late as its first run.
+            `compile/fsdp2_order.py`.
+        history: its graphs after every pass; a backward may be compiled as late as its first run.
         hardware: what the user's options name for estimates.
         resident_budget_bytes: what they let parameters take that stay gathered while gradients accumulate.
         unsharded_budget_bytes: what the user's options let unsharded parameters take, `None` for no limit.
@@ -46,10 +46,10 @@ class Frame:
 
     plan: FramePlan
     reads: Mapping[str, frozenset[eager.Read]] = field(default_factory=dict)
-    returned: dict[int, Place] = field(default_factory=dict)
+    returned: dict[int, ParameterKey] = field(default_factory=dict)
     trained: dict[str, list[SlotIndex]] = field(default_factory=dict)
     reduced_separately: Mapping[str, frozenset[SlotIndex]] = field(default_factory=dict)
-    journal: Journal = field(default_factory=Journal)
+    history: PassHistory = field(default_factory=PassHistory)
     hardware: str = "h100"
     unsharded_budget_bytes: int | None = None
     resident_budget_bytes: int = 0
@@ -119,7 +119,7 @@ class Frame:
         hook = _BeforeBackward(self, units)
         for result in results:
             result.register_hook(hook.run)
-        for node in {node for result in results for node in fake.compiled_nodes(result)}:
+        for node in {node for result in results for node in torch_private.compiled_nodes(result)}:
             # A view of an input leads to an earlier call's node, which that call has taken already.
             if node.metadata.setdefault("fxshard", hook) is hook:
                 node.register_prehook(hook.begin)
@@ -132,7 +132,7 @@ class _BeforeBackward:
         self.frame, self.trained, self.units, self.forward = frame, frame.trained, units, frame.ran
         # What backward reads from the flats again: kept copies are of the time of the forward by themselves, unless
         # checkpointing drops them and calls the graph again.
-        again, plans = fake.is_computed_again(), frame.plan.units
+        again, plans = torch_private.is_computed_again(), frame.plan.units
         self.versions = {key: unit.version() for key, unit in units.items() if again or plans[key].regathers}
         self.ran: int | None = None
 
@@ -150,9 +150,9 @@ class _BeforeBackward:
 
     def announce(self) -> None:
         """Once per backward, at the first gradient of an output: check that it may run, and say what it will give."""
-        if self.ran == fake.backward_id():
+        if self.ran == torch_private.backward_id():
             return
-        self.ran = fake.backward_id()
+        self.ran = torch_private.backward_id()
         _refuse_repeated_backward()
         for key, version in self.versions.items():
             self.units[key].require_version(version)
@@ -186,7 +186,7 @@ def _refuse_repeated_backward() -> None:
             "backward(create_graph=True) (double backward) through a graph compiled by fxshard is not supported. "
             "Compute the outer gradient in a function of its own, or leave this model uncompiled."
         )
-    if fake.backward_keeps_graph():
+    if torch_private.backward_keeps_graph():
         raise UnsupportedGraph(
             "backward(retain_graph=True) through a graph compiled by fxshard is not supported: its backward frees what "
             "forward saved. Add the losses and call backward once, or run forward again."

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fxshard import torch_private
 from fxshard.errors import InvariantError
-from fxshard.ir import fake
 from fxshard.ir.plan import ShardPlan
 
 _GRAD, _SPEC, _LOCAL, _SHAPE = map(attrgetter, ("grad", "_spec", "_local_tensor", "_local_tensor.shape"))
@@ -52,7 +52,7 @@ class GradientSink:
 
     def expect(self, slots: Iterable[int]) -> None:
         """Say which parameters the running backward gives a gradient, before it arrives."""
-        self._expected.setdefault(fake.backward_id(), set()).update(slots)
+        self._expected.setdefault(torch_private.backward_id(), set()).update(slots)
 
     def forget(self) -> None:
         """Drop what backwards that never ended (an exception) have announced; called when no backward runs."""
@@ -61,7 +61,7 @@ class GradientSink:
 
     def keep(self, grad: Tensor) -> None:
         """Take a gradient that was reduced separately from that of the running backward, which arrives later."""
-        backward = fake.backward_id()
+        backward = torch_private.backward_id()
         earlier = self._separate.get(backward)  # by another graph, of other parameters
         self._separate[backward] = grad if earlier is None else earlier + grad
 
@@ -72,7 +72,7 @@ class GradientSink:
     def take(self, flat: Tensor) -> None:
         """Give every expected parameter its slice of `flat.grad`."""
         grad, flat.grad = flat.grad, None
-        backward = fake.backward_id()
+        backward = torch_private.backward_id()
         slots, separate = sorted(self._expected.pop(backward, ())), self._separate.pop(backward, None)
         if grad is None and not slots:
             if separate is not None:

@@ -5,8 +5,8 @@ An op that runs aside *forks*: its stream first waits for what the current one h
 that came before. What it makes is *joined* by `wait_tensor`, as a collective's result is: the current stream waits, the
 host never does. Three rules keep memory safe, without a check at run time:
 
-- What an op reads is kept until the join, by Inductor (`order.py` lowers these ops as collectives) or by the work that
-  the join waits for.
+- What an op reads is kept until the join, by Inductor (`ir/launches.py` lowers these ops as collectives) or by the
+  work that the join waits for.
 - What is allocated on a side stream is freed into that stream's pool, and handed out again to an op that has forked
   after the last reader was launched. So each stream that forks has side streams of its own.
 - What is freed by another stream's wait, or has no work to hold it, is recorded with the allocator: a cast whose gather
@@ -27,11 +27,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import _register_work
 from torch.distributed.distributed_c10d import Work
 
-from fxshard.ir import aside as names
+from fxshard import torch_private
 from fxshard.ir import collectives, ops
+from fxshard.ir import side_streams as names
 
 _c10d = torch.ops._c10d_functional
 
@@ -109,10 +109,10 @@ def _copy_out(gathered: Tensor, size: Sequence[int], stride: Sequence[int], star
     with aside(stream, gathered.device) as side:
         if side is None:
             copy = gathered.new_empty(size)
-            _register_work(copy, _Late(lambda: copy.copy_(copied())))
+            torch_private.register_work(copy, _Late(lambda: copy.copy_(copied())))
             return copy
         copy = copied()
-        _register_work(copy, _Joined(side.record_event(), gathered))
+        torch_private.register_work(copy, _Joined(side.record_event(), gathered))
     return copy
 
 

@@ -20,10 +20,10 @@ from typing import Final, NoReturn
 import torch
 from torch import nn
 
+from fxshard import torch_private
 from fxshard.errors import UnsupportedGraph
-from fxshard.ir import fake
 from fxshard.runtime import eager
-from fxshard.runtime.reference import REFS
+from fxshard.runtime.parameters import REFS
 from fxshard.runtime.unit import home_of
 
 SEEN: Final = "_fxshard_uncompiled"
@@ -45,7 +45,7 @@ def refuse_fallback(module: nn.Module, name: str) -> NoReturn:
     )
 
 
-@fake.run_this_frame_eagerly
+@torch_private.run_this_frame_eagerly
 def notice(module: nn.Module, name: str) -> None:
     """Warn of the code that reads a parameter eagerly though torch.compile is on: once, and not if that is wanted."""
     _look_eagerly(module, name, sys._getframe(1))
@@ -54,7 +54,9 @@ def notice(module: nn.Module, name: str) -> None:
 def _look(module: nn.Module, name: str, getter: FrameType) -> None:
     ref, running = module.__dict__[REFS][name], eager.running()
     home = home_of(ref.flat)
-    if running is None or running.is_backward or home is None or fake.is_fake(ref.flat):  # fake ones are `explain`'s
+    if (
+        running is None or running.is_backward or home is None or torch_private.is_fake(ref.flat)
+    ):  # fake ones are `explain`'s
         return
     module.__dict__[SEEN] = True
     frames = list(_frames(getter))
@@ -87,34 +89,36 @@ def _told() -> set[str]:
 def _frames(inner: FrameType) -> Iterator[FrameType]:
     """The frames around a getter, the innermost first, as far as the entry of torch.compile."""
     frame: FrameType | None = inner
-    while frame is not None and frame.f_code.co_filename != fake.ENTRY_OF_DYNAMO:
+    while frame is not None and frame.f_code.co_filename != torch_private.ENTRY_OF_DYNAMO:
         yield frame
         frame = frame.f_back
 
 
 def _is_library(code: CodeType) -> bool:
     """Whether Dynamo never compiles this code for itself (torch's, Python's), or it is ours."""
-    return code.co_filename.startswith(_OURS) or fake.is_never_compiled(code)
+    return code.co_filename.startswith(_OURS) or torch_private.is_never_compiled(code)
 
 
 def _is_wanted(reader: FrameType) -> bool:
     """Whether the user keeps this frame from Dynamo."""
-    disabled = reader.f_back is not None and reader.f_back.f_code is fake.CALLS_WHAT_IS_DISABLED
-    return disabled or not (fake.was_given_to_dynamo(reader.f_code) or fake.was_made_by_dynamo(reader.f_code))
+    disabled = reader.f_back is not None and reader.f_back.f_code is torch_private.CALLS_WHAT_IS_DISABLED
+    return disabled or not (
+        torch_private.was_given_to_dynamo(reader.f_code) or torch_private.was_made_by_dynamo(reader.f_code)
+    )
 
 
 def _place(code: CodeType) -> str:
     """`MoE.forward (model.py:16)`; what a part of a function is called inside, it has from the function."""
     function = re.sub(r"\.<locals>\.<\w+>$", "", code.co_qualname).rpartition("<locals>.")[2]
     function = re.sub(r"torch_dynamo_resume_in_(\w+?)_at_\d+", r"\1", function)
-    part = "a part of " * fake.was_made_by_dynamo(code)
+    part = "a part of " * torch_private.was_made_by_dynamo(code)
     return f"{part}{function} ({code.co_filename}:{code.co_firstlineno})"
 
 
 def _why(code: CodeType) -> str:
     """Why Dynamo gave up on some code when it last met it, as far as it says."""
     place = (code.co_name, code.co_filename, code.co_firstlineno)
-    met = [m for m in fake.compilation_metrics() if (m.co_name, m.co_filename, m.co_firstlineno) == place]
+    met = [m for m in torch_private.compilation_metrics() if (m.co_name, m.co_filename, m.co_firstlineno) == place]
     if not met:
         return ""
     reasons = _EXPLAINED.findall("\n\n".join((met[-1].fail_reason or "", *(met[-1].restart_reasons or ()))))

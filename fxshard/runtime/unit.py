@@ -26,21 +26,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fxshard import torch_private
 from fxshard.errors import ConfigError, UnsupportedGraph
-from fxshard.ir import fake
-from fxshard.ir.order import Launch
+from fxshard.ir.launches import Launch
 from fxshard.ir.plan import ParameterSpec, ShardPlan, Slot, UnitPlan, lay_out, prefetch_words
-from fxshard.runtime import agreement, reference
+from fxshard.runtime import parameters, rank_check
 from fxshard.runtime.accumulation import Accumulation
-from fxshard.runtime.dtensors import adopt_attributes, local_of
 from fxshard.runtime.gradients import GradientSink
-from fxshard.runtime.microbatches import Microbatches
-from fxshard.runtime.reference import ParameterRef
-from fxshard.runtime.resident import Resident
+from fxshard.runtime.parameters import ParameterRef, adopt_attributes, local_of
+from fxshard.runtime.step_hooks import Microbatches
+from fxshard.runtime.unsharded_cache import UnshardedCache
 
 if TYPE_CHECKING:
     from fxshard.runtime.eager import AfterForward
-    from fxshard.runtime.relay import Relay
+    from fxshard.runtime.prefetch_cache import PrefetchCache
 
 _PARAMETER, _VERSION = attrgetter("parameter"), attrgetter("parameter._version")
 _VIEW, _POINTER, _WRAPPER_STORAGE = attrgetter("view"), attrgetter("pointer"), attrgetter("wrapper_storage")
@@ -167,7 +166,7 @@ class Unit:
         after_forward: its parameters while they may be read between forward and backward, once they could be.
         reduce_group: for reductions alone, once it was made.
         reduces_apart: whether they use it, and not the mesh's.
-        microbatches, relay: the model's, set when the unit is named.
+        microbatches, prefetch_cache: the model's, set when the unit is named.
     """
 
     def __init__(
@@ -194,9 +193,9 @@ class Unit:
         self.ignored: frozenset[nn.Parameter] = frozenset()
         self.after_first_call: Callable[[], None] | None = None
         self.frames: list[weakref.ref[Any]] = []
-        self.accumulation, self.resident = Accumulation(), Resident()
+        self.accumulation, self.resident = Accumulation(), UnshardedCache()
         self.microbatches = Microbatches((self,))
-        self.relay: Relay | None = None
+        self.prefetch_cache: PrefetchCache | None = None
         self.after_forward: AfterForward | None = None
         self._outside: dict[tuple[str, str], Callable[[list[Any]], Any]] = {}
         self.reduce_group: dist.ProcessGroup | None = None
@@ -242,8 +241,8 @@ class Unit:
             self.shards = [self._pack_shard(i, plan, by_fqn) for i, plan in enumerate(layout)]
         self._advance(before)
         self.resident.drop()
-        if self.relay is not None:
-            self.relay.forget()  # it knows the old flats
+        if self.prefetch_cache is not None:
+            self.prefetch_cache.forget()  # it knows the old flats
         self.publish()
 
     def _pack_shard(self, index: int, plan: ShardPlan, sources: dict[str, tuple[Member, Tensor]]) -> FlatShard:
@@ -292,7 +291,7 @@ class Unit:
             for i, (slot, member) in enumerate(zip(shard.plan.slots, shard.members, strict=True)):
                 ref = ParameterRef(shard.flat, key, i, slot.shape, dtype)
                 for module, name in member.owners:
-                    reference.publish(module, name, ref)
+                    parameters.publish(module, name, ref)
 
     def outside_graphs(
         self, kind: str, op: str, what: str, run: Callable[[list[Any]], Any]
@@ -309,7 +308,7 @@ class Unit:
             group = self.plan.group if op == "all_gather" else self.plan.reducing_group
             text = f"{op} of {what} on group {group!r} for {self.fqn or 'root'}"
             launch = Launch(group, text, "outside of graphs", op, self.fqn or "root")
-            self._outside[kind, what] = agreement.guard(run, kind, (launch,))
+            self._outside[kind, what] = rank_check.guard(run, kind, (launch,))
         return self._outside[kind, what]
 
     def rename(self, fqn: str, member_fqns: Sequence[str]) -> None:
@@ -332,7 +331,7 @@ class Unit:
         if not self._is_attached():
             self.reattach()
         for shard in self.shards:
-            if fake.backward_id() is None:
+            if torch_private.backward_id() is None:
                 shard.sink.forget()
             if shard.flat.is_meta:
                 names = ", ".join(member.fqn for member in shard.members)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from fxshard.testing.emulated_link import EmulatedLink as EmulatedLink
-from fxshard.testing.emulated_link import emulated_link as emulated_link
-from fxshard.testing.link_engine import Transfer as Transfer
+from fxshard.testing.emulated_link import EmulatedLink, emulated_link
+from fxshard.testing.link_engine import LinkTransfer as Transfer
+
+__all__ = ["EmulatedLink", "Transfer", "emulated_link"]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 
-from fxshard.testing.link_engine import Move, Speed, Transfer
+from fxshard.testing.link_engine import LinkTransfer, Move, Speed
 
 SPIN_S = 1e-4
 """How long before its deadline a thread stops sleeping, which may last that much too long, and only yields."""
@@ -25,7 +25,7 @@ class CpuEngine:
 
     def __init__(self, speed: Speed) -> None:
         self.speed = speed
-        self.transfers: list[Transfer] = []
+        self.transfers: list[LinkTransfer] = []
         self._origin = self._free_at = time.perf_counter()
         self._mover = futures.ThreadPoolExecutor(1, "fxshard-link")  # both start their thread when first used
         self.notifier = futures.ThreadPoolExecutor(1, "fxshard-link-futures")
@@ -66,7 +66,7 @@ class CpuEngine:
         return end
 
     def _record(self, op: str, num_bytes: int, start: float, end: float) -> None:
-        self.transfers.append(Transfer(op, num_bytes, (start - self._origin) * 1e6, (end - self._origin) * 1e6))
+        self.transfers.append(LinkTransfer(op, num_bytes, (start - self._origin) * 1e6, (end - self._origin) * 1e6))
 
 
 def _run(moves: Sequence[Move]) -> None:

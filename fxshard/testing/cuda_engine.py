@@ -24,13 +24,13 @@ from torch.distributed.distributed_c10d import Work
 
 from fxshard.testing import cuda_kernel
 from fxshard.testing.cpu_engine import CpuEngine
-from fxshard.testing.link_engine import Move, Speed, Transfer
+from fxshard.testing.link_engine import LinkTransfer, Move, Speed
 
 CTAS = 16
 """How many thread blocks copy, if nobody says."""
 
 
-class _Record(NamedTuple):
+class _TimedTransfer(NamedTuple):
     op: str
     bytes: int
     begin: Event
@@ -52,15 +52,15 @@ class CudaEngine:
         self._side = Stream(self.device, priority=-1)
         self._clock = torch.zeros(2, dtype=torch.int64, device=self.device)
         self._host = CpuEngine(Speed())
-        self._records: list[_Record] = []
-        self._resolved: list[Transfer] = []
+        self._records: list[_TimedTransfer] = []
+        self._resolved: list[LinkTransfer] = []
         self._side.wait_stream(torch.cuda.current_stream(self.device))
         self._compile()
         self._last, self._last_us = Event(enable_timing=True), 0.0
         self._last.record(self._side)
 
     @property
-    def transfers(self) -> list[Transfer]:
+    def transfers(self) -> list[LinkTransfer]:
         """What has been launched outside of a capture; waits until all of it has arrived."""
         records, self._records = self._records, []
         if records:
@@ -70,7 +70,7 @@ class CudaEngine:
             self._last_us += self._last.elapsed_time(begin) * 1e3
             self._last = begin
             end_us = self._last_us + begin.elapsed_time(end) * 1e3
-            self._resolved.append(Transfer(op, num_bytes, self._last_us, end_us))
+            self._resolved.append(LinkTransfer(op, num_bytes, self._last_us, end_us))
         return self._resolved
 
     def clear(self) -> None:
@@ -110,7 +110,7 @@ class CudaEngine:
                 self._carry(moves, self.speed.seconds(op, num_bytes, num_ranks))
             end.record(self._side)
         if not is_captured:
-            self._records.append(_Record(op, num_bytes, begin, end))
+            self._records.append(_TimedTransfer(op, num_bytes, begin, end))
         return _StreamWork(self._side, end, moves, outputs)
 
     def _carry(self, moves: Sequence[Move], seconds: float) -> None:

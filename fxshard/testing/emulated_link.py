@@ -38,7 +38,7 @@ from torch.distributed.distributed_c10d import Work
 from fxshard.errors import ConfigError
 from fxshard.testing.cpu_engine import CpuEngine
 from fxshard.testing.emulated_group import BACKEND, EmulatedGroup
-from fxshard.testing.link_engine import Engine, Speed, Transfer
+from fxshard.testing.link_engine import Engine, LinkTransfer, Speed
 
 PROBE = "fxshard/emulated_link/probe"
 """Name of a group that is asked what torch can reach."""
@@ -57,7 +57,7 @@ class EmulatedLink:
     engine: Engine
 
     @property
-    def transfers(self) -> list[Transfer]:
+    def transfers(self) -> list[LinkTransfer]:
         """In the order in which the link carried them; a transfer is there once it has been waited for.
 
         On a GPU it is there once it has been launched, outside of a capture, and looking at them blocks the host until

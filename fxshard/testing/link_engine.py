@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import Work
 from fxshard.errors import ConfigError
 
 
-class Transfer(NamedTuple):
+class LinkTransfer(NamedTuple):
     """What the link has carried.
 
     Attributes:
@@ -116,7 +116,7 @@ class Engine(Protocol):
     devices: tuple[str, ...]
 
     @property
-    def transfers(self) -> list[Transfer]:
+    def transfers(self) -> list[LinkTransfer]:
         """What has arrived, in the order of the link."""
 
     def launch(self, op: str, num_bytes: int, num_ranks: int, moves: Sequence[Move], outputs: Sequence[Tensor]) -> Work:

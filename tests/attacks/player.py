@@ -22,7 +22,7 @@ from torch.func import functional_call
 
 import fxshard
 from fxshard import FxshardError
-from fxshard.modules import ShardedModule
+from fxshard.sharding.sharded_module import ShardedModule
 from tests.attacks.grammar import Action, Script, Setup
 from tests.attacks.models import WIDTH, Block, Net, write_in_place
 from tests.numerics.harness import full

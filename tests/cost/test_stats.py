@@ -14,11 +14,11 @@ from torch import fx
 from fxshard.cost.hardware import HardwareSpec, load
 from fxshard.cost.stats import CollectiveCost, GraphStats, collectives_of, graph_stats
 from fxshard.cost.symbols import WORLD_SIZE
-from fxshard.demo.gpt import GPT
 from fxshard.errors import ConfigError
 from fxshard.ir import liveness
 from fxshard.ir.plan import FramePlan
 from fxshard.passes.insert_collectives import InsertCollectives
+from fxshard.tools.demo.gpt import GPT
 from tests import graphs
 from tests.cost import big
 

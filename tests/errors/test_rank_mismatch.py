@@ -17,7 +17,8 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fxshard import ConfigError, RankMismatchError, backend, fully_shard
+from fxshard import ConfigError, RankMismatchError, fully_shard
+from fxshard.compile import backend
 from tests.numerics.harness import (
     Batch,
     Run,

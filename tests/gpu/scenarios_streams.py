@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import fxshard
-from fxshard.modules import ShardedModule
+from fxshard.sharding.sharded_module import ShardedModule
 from tests.gpu.scenarios import BF16, REGRESSION
 from tests.gpu.trace import Event, Span, Work, hidden_share, issued, kernels, products, transfers, units_beside
 from tests.numerics.fsdp2_order import SizedBlock

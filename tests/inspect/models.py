@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard import fully_shard
-from fxshard.passes._base import Fact, GraphPass, PassContext
+from fxshard.passes._base import GraphPass, PassContext, Property
 from fxshard.passes.pipeline import Pipeline
 from tests.graphs import Layer, layers_of
 
@@ -64,7 +64,7 @@ class Doing(nn.Module):
 class Decliner(GraphPass):
     """Changes nothing, and says so of the first node."""
 
-    requires = frozenset({Fact.COLLECTIVES})
+    requires = frozenset({Property.COLLECTIVES})
     why: str = "it is only an input"
 
     def apply(self, gm: fx.GraphModule, ctx: PassContext) -> bool:

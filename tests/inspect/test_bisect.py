@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fxshard import BitDifference, ConfigError, UnsupportedGraph, bisect_numerics, fully_shard
 from fxshard.inspect.bisect import _gap
 from fxshard.ir import collectives
-from fxshard.passes._base import Fact, GraphPass, PassContext
+from fxshard.passes._base import GraphPass, PassContext, Property
 from fxshard.passes.pipeline import Pipeline
 from tests.graphs import WIDTH, Layer, TwoLayers
 from tests.inspect.models import Broken, shard
@@ -33,7 +33,7 @@ X = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(1))
 class GatherEarly(GraphPass):
     """A correct one: every gather is launched as soon as its shard is there."""
 
-    requires = frozenset({Fact.COLLECTIVES})
+    requires = frozenset({Property.COLLECTIVES})
     reorders_only = True
 
     def apply(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
@@ -46,7 +46,7 @@ class GatherEarly(GraphPass):
 class AddLater(GraphPass):
     """(a + b) + c becomes a + (b + c)."""
 
-    requires = frozenset({Fact.COLLECTIVES})
+    requires = frozenset({Property.COLLECTIVES})
     reorders_only = True
 
     def apply(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
@@ -71,7 +71,7 @@ class AddLaterOpenly(AddLater):
 class SwapGradients(GraphPass):
     """The first two gradients of one shape change places in the copy-in of their reduction."""
 
-    requires = frozenset({Fact.COLLECTIVES})
+    requires = frozenset({Property.COLLECTIVES})
     reorders_only = True
 
     def apply(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
@@ -90,7 +90,7 @@ class SwapGradients(GraphPass):
 class SwapResults(GraphPass):
     """The last two gradients change places among the results."""
 
-    requires = frozenset({Fact.COLLECTIVES})
+    requires = frozenset({Property.COLLECTIVES})
     reorders_only = True
 
     def apply(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
@@ -105,7 +105,7 @@ class SwapResults(GraphPass):
 class ForgetGain(GraphPass):
     """x * gain becomes x * 1."""
 
-    requires = frozenset({Fact.COLLECTIVES})
+    requires = frozenset({Property.COLLECTIVES})
     reorders_only = True
 
     def apply(self, gm: fx.GraphModule, ctx: PassContext) -> bool:

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fxshard
 from fxshard import ConfigError, Explanation, UnsupportedGraph, explain, explanation_of
-from fxshard.modules import ShardedModule
 from fxshard.passes.pipeline import DEFAULT
+from fxshard.sharding.sharded_module import ShardedModule
 from tests.graphs import Layer, Scale, TwoLayers
 from tests.inspect.models import (
     EAGER,

@@ -12,7 +12,7 @@ from expecttest import assert_expected_inline
 from rich.console import Console
 
 from fxshard import ConfigError, Explanation, explain
-from fxshard.inspect.summary import schedule_rows, table_of_schedules
+from fxshard.inspect.tables import schedule_rows, table_of_schedules
 from fxshard.passes.pipeline import DEFAULT
 from tests.graphs import TwoLayers
 from tests.inspect.models import EAGER, Broken, X, names

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fxshard import ConfigError, Explanation, MissingExtraError, explain
-from fxshard.inspect import html, summary
+from fxshard.inspect import html, tables
 from fxshard.passes.pipeline import Pipeline
 from tests.graphs import Layer, TwoLayers
 from tests.inspect.models import EAGER, Decliner, X
@@ -134,8 +134,8 @@ def test_the_page_shows_the_schedules_of_every_graph_that_runs(two_layers: Expla
     page = Page(html.page(two_layers))
     assert page.text["td"].count("no schedule can beat") == page.text["td"].count("auto") == 2
     (frame,) = two_layers.frames
-    assert summary.duration(frame.lower_bound("forward")) in page.text["td"]
-    assert summary.duration(frame.schedules("forward")[1].exposed_seconds) in page.text["td"]
+    assert tables.duration(frame.lower_bound("forward")) in page.text["td"]
+    assert tables.duration(frame.schedules("forward")[1].exposed_seconds) in page.text["td"]
 
 
 def test_the_table_of_collectives_says_why_each_is_there(two_layers: Explanation) -> None:

@@ -17,14 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard import ConfigError, MixedPrecisionPolicy, explain, explanation_of
 from fxshard.cost.hardware import BUILTIN, HardwareSpec
-from fxshard.cost.overlap import Track
-from fxshard.demo.gpt import GPT
+from fxshard.cost.timeline import Track
 from fxshard.inspect.explanation import FrameExplanation
 from fxshard.inspect.schedules import OTHERS, Schedule, least_seconds
-from fxshard.ir import schedule
+from fxshard.ir import launch_groups
 from fxshard.ir.collectives import GATHERS, REDUCTIONS
-from fxshard.ir.journal import snapshot
+from fxshard.ir.history import snapshot
 from fxshard.passes.hoist_prefetch import HoistPrefetch
+from fxshard.tools.demo.gpt import GPT
 from tests import graphs
 from tests.graphs import Layer, Traced, TwoLayers
 from tests.inspect.models import EAGER, Broken, X, compiled_by_us, shard
@@ -72,7 +72,7 @@ model_of = functools.cache(lambda name: MODELS[name]())
 
 
 def frame_of(model: Traced, hardware: HardwareSpec, budget: int | None = None) -> FrameExplanation:
-    return FrameExplanation(plan=model.plan, journal=model.journal, hardware=hardware, unsharded_budget_bytes=budget)
+    return FrameExplanation(plan=model.plan, history=model.history, hardware=hardware, unsharded_budget_bytes=budget)
 
 
 def by_name(frame: FrameExplanation, stage: str) -> dict[str, Schedule]:
@@ -103,7 +103,7 @@ def test_the_bound_is_the_longest_way_through_compute_and_link(stage: str, laten
 
 def test_gathers_of_different_groups_do_not_stand_in_line() -> None:
     model = model_of("two_layers")
-    graph = snapshot(model.journal.last("forward").graph)
+    graph = snapshot(model.history.last("forward").graph)
     hardware = dataclasses.replace(IDEAL, link_latency=10)
     assert least_seconds(graph, model.plan, hardware) == pytest.approx(10 + 10 + 4)
     (_, second) = graph.find_nodes(op="call_function", target=GATHERS[0])
@@ -117,10 +117,10 @@ def every_schedule(graph: fx.Graph) -> Iterator[dict[fx.Node, fx.Node]]:
     first = len(graph.find_nodes(op="placeholder"))
     places = {
         launch: nodes[first : nodes.index(launch) + 1]
-        for flight in schedule.flights(graph, GATHERS)
-        for launch in flight.launches
+        for group in launch_groups.groups_of(graph, GATHERS)
+        for launch in group.launches
     }
-    places |= {wait: nodes[nodes.index(wait) :] for f in schedule.flights(graph, REDUCTIONS) for wait in f.waits}
+    places |= {wait: nodes[nodes.index(wait) :] for f in launch_groups.groups_of(graph, REDUCTIONS) for wait in f.waits}
     for order in itertools.permutations(places):
         for chosen in itertools.product(*(places[node] for node in order)):
             yield dict(zip(order, chosen, strict=True))
@@ -131,7 +131,7 @@ def every_schedule(graph: fx.Graph) -> Iterator[dict[fx.Node, fx.Node]]:
 @pytest.mark.parametrize("model", ["two_layers", "called_twice"])
 def test_no_schedule_at_all_beats_the_bound(model: str, latency: float, stage: str) -> None:
     traced, hardware = model_of(model), dataclasses.replace(IDEAL, link_latency=latency)
-    graph = traced.journal.stages[stage]["coalesce_collectives"].graph
+    graph = traced.history.stages[stage]["coalesce_collectives"].graph
     track = Track(graph, traced.plan, hardware)
     compute = track.before[graph.output_node()]
     found = [compute + sum(t.exposed for t in track.run(moved).values()) for moved in every_schedule(graph)]
@@ -143,7 +143,7 @@ def test_no_schedule_at_all_beats_the_bound(model: str, latency: float, stage: s
 @pytest.mark.parametrize("model", MODELS)
 def test_the_bound_does_not_depend_on_the_schedule_that_it_is_read_from(model: str, stage: str) -> None:
     traced = model_of(model)
-    records = traced.journal.stages[stage]
+    records = traced.history.stages[stage]
     bounds = {
         least_seconds(records[name].graph, traced.plan, HARDWARE["slow link"])
         for name in ("coalesce_collectives", "sink_waits", "hoist_prefetch")

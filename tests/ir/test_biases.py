@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxshard.ir import biases, ops, order
+from fxshard.ir import biases, launches, ops
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def copies(graph: fx.Graph) -> list[fx.Node]:
 
 
 def test_the_bias_is_copied_where_this_torch_needs_it(graph: fx.Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(order, "CONVOLUTION_TAKES_VIEWS", False)
+    monkeypatch.setattr(launches, "CONVOLUTION_TAKES_VIEWS", False)
     biases.realize(graph)
     graph.lint()
     (copy,) = copies(graph)
@@ -35,6 +35,6 @@ def test_the_bias_is_copied_where_this_torch_needs_it(graph: fx.Graph, monkeypat
 
 def test_other_torches_are_left_alone(graph: fx.Graph) -> None:
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    assert order.CONVOLUTION_TAKES_VIEWS == (version > (2, 11))
+    assert launches.CONVOLUTION_TAKES_VIEWS == (version > (2, 11))
     biases.realize(graph)
-    assert bool(copies(graph)) != order.CONVOLUTION_TAKES_VIEWS
+    assert bool(copies(graph)) != launches.CONVOLUTION_TAKES_VIEWS

@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxshard.ir.journal import snapshot
+from fxshard.ir.history import snapshot
 from fxshard.ir.text import graph_text, name_of, node_text, window
 from tests import graphs
 
@@ -327,7 +327,7 @@ def test_writes_a_snapshot_as_the_graph_that_it_was_taken_of(graph: fx.Graph) ->
 @pytest.mark.parametrize("build", [graphs.two_layers, graphs.two_dtypes, graphs.called_twice])
 def test_writes_nothing_of_this_machine_into_a_traced_graph(build: Callable[..., graphs.Traced]) -> None:
     traced = build()
-    for record in traced.journal:
+    for record in traced.history:
         text = str(record)
         assert not re.search(r"0x[0-9a-f]{4,}|/|cpu|primals_|torch", text)
         assert text == graph_text(snapshot(record.graph))

@@ -1,4 +1,4 @@
-"""The correct graphs, each with its contract, and the mutants that a mutator makes of them."""
+"""The correct graphs, each with its baseline, and the mutants that a mutator makes of them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from torch._inductor.decomposition import select_decomp_table
 
 from fxshard.cost.hardware import BUILTIN
 from fxshard.errors import InvariantError
-from fxshard.ir import contract, liveness, spec
-from fxshard.ir.facts import Fact, GraphKind
-from fxshard.ir.journal import CAPTURED, Journal, snapshot
+from fxshard.ir import liveness
+from fxshard.ir.history import CAPTURED, PassHistory, snapshot
+from fxshard.ir.properties import GraphKind, Property
+from fxshard.ir.verify import baseline, verifier
 from fxshard.passes._base import GraphPass
 from fxshard.passes.assign_streams import AssignStreams
 from fxshard.passes.bucket_collectives import BucketCollectives
@@ -88,9 +89,9 @@ WORLD_SIZES = (1, 2, 4)
 SPLIT: tuple[GraphKind, ...] = ("forward", "backward")
 KINDS: tuple[GraphKind, ...] = ("joint", *SPLIT)
 
-COLLECTIVES = (Fact.MARKED, Fact.DEDUPED, Fact.COLLECTIVES)
-LOWERED = (Fact.COLLECTIVES, Fact.LOWERED)
-MARKERS = (Fact.MARKED, Fact.DEDUPED, Fact.RESHARD_TAGGED)
+COLLECTIVES = (Property.MARKED, Property.DEDUPED, Property.COLLECTIVES)
+LOWERED = (Property.COLLECTIVES, Property.LOWERED)
+MARKERS = (Property.MARKED, Property.DEDUPED, Property.RESHARD_TAGGED)
 
 
 @functools.cache
@@ -108,7 +109,7 @@ class Case:
         world_size: ranks.
         dialect: eager's or Inductor's.
         kind: of the graph.
-        held: to what it is held: the contract of its "stage", that and a "budget" that it just meets, that and its
+        held: to what it is held: the baseline of its "stage", that and a "budget" that it just meets, that and its
             "types", or the order of its launches before Inductor's "last" passes.
         rewritten: key of `REWRITES`.
     """
@@ -141,9 +142,9 @@ class Case:
     @functools.cached_property
     def _correct(self) -> fx.Graph:
         if self.kind == "joint" or not self.rewritten:
-            return self.traced.journal.stages[self.kind][self.pass_name].graph
+            return self.traced.history.stages[self.kind][self.pass_name].graph
         gm, ctx = self.traced.at(self.kind, after=InsertCollectives)
-        gm.graph._graph_namespace._used_names.update(self.contract.reads)  # no new node gets the name of an erased one
+        gm.graph._graph_namespace._used_names.update(self.baseline.reads)  # no new node gets the name of an erased one
         decompositions = select_decomp_table() if self.dialect == "inductor" else {}
         ctx = dataclasses.replace(ctx, hardware=DEAR_COPIES, decompositions=decompositions)
         for step in REWRITES[self.rewritten]:
@@ -151,32 +152,32 @@ class Case:
         return gm.graph
 
     @functools.cached_property
-    def contract(self) -> contract.Contract:
+    def baseline(self) -> baseline.Baseline:
         """As the manager takes it before the first pass."""
-        stages = self.traced.journal.stages
+        stages = self.traced.history.stages
         before = stages[self.kind][self.pass_name if self.held == "last" else CAPTURED].graph
-        return contract.contract_of(
+        return baseline.baseline_of(
             before,
             self.traced.plan,
             self.kind,
-            num_results=len(contract.results_of(stages["dynamo"][CAPTURED].graph)),
+            num_results=len(baseline.results_of(stages["dynamo"][CAPTURED].graph)),
             unsharded_budget_bytes=_peak(self.graph) if self.held == "budget" else None,
         )
 
     def verify(self, graph: fx.Graph, *, debug: bool = False) -> None:
         """Raise as the manager would after the pass that made the graph."""
-        facts: tuple[Fact, ...] = MARKERS if self.kind == "joint" else COLLECTIVES
+        properties: tuple[Property, ...] = MARKERS if self.kind == "joint" else COLLECTIVES
         if self.held == "last":
-            facts = LOWERED
+            properties = LOWERED
         debug |= self.held == "types"
-        spec.verify(graph, self.contract, facts, broken_by="Mutant()", debug=debug)
+        verifier.verify(graph, self.baseline, properties, broken_by="Mutant()", debug=debug)
 
     def with_graph(self, graph: fx.Graph) -> Traced:
         """The model's step with this graph in the place of the correct one."""
-        stages = {kind: dict(records) for kind, records in self.traced.journal.stages.items()}
+        stages = {kind: dict(records) for kind, records in self.traced.history.stages.items()}
         record = stages[self.kind][self.pass_name]
         stages[self.kind][self.pass_name] = dataclasses.replace(record, graph=graph)
-        return dataclasses.replace(self.traced, journal=Journal(stages=stages))
+        return dataclasses.replace(self.traced, history=PassHistory(stages=stages))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, fx
 
-from fxshard.ir import collectives, contract, tags
+from fxshard.ir import collectives, tags
+from fxshard.ir.verify import baseline
 from tests.mutation.edits import (
     GATHERS,
     Edit,
@@ -17,7 +18,7 @@ from tests.mutation.edits import (
     copy_of,
     edit,
     insert,
-    launches,
+    launch_nodes,
     nodes_of,
     parameters,
     read_instead,
@@ -70,12 +71,12 @@ def move_a_wait_after_its_reader(graph: fx.Graph) -> Iterator[Edit]:
 
 
 def move_a_launch_after_its_wait(graph: fx.Graph) -> Iterator[Edit]:
-    for launch in launches(graph):
+    for launch in launch_nodes(graph):
         yield launch, edit(next(iter(launch.users)).append, launch)
 
 
 def move_a_launch_before_its_input(graph: fx.Graph) -> Iterator[Edit]:
-    for launch in launches(graph):
+    for launch in launch_nodes(graph):
         source = launch.all_input_nodes[0]
         if source.op != "placeholder":
             yield launch, edit(source.prepend, launch)
@@ -83,14 +84,14 @@ def move_a_launch_before_its_input(graph: fx.Graph) -> Iterator[Edit]:
 
 def drop_a_launch(graph: fx.Graph) -> Iterator[Edit]:
     """The wait waits for what the launch would have sent."""
-    for launch in launches(graph):
+    for launch in launch_nodes(graph):
         if launch.target not in collectives.COALESCED:
             yield launch, edit(replace, launch, launch.args[0])
 
 
 def drop_launch_and_wait(graph: fx.Graph) -> Iterator[Edit]:
     """What the launch would have sent is read in its place."""
-    for launch in launches(graph):
+    for launch in launch_nodes(graph):
         if launch.target not in collectives.COALESCED:
             yield launch, edit(replace, next(iter(launch.users)), launch.args[0])
 
@@ -114,13 +115,13 @@ def swap_the_results_of_a_coalesced_launch(graph: fx.Graph) -> Iterator[Edit]:
 
 
 def name_another_group(graph: fx.Graph) -> Iterator[Edit]:
-    for launch in launches(graph):
+    for launch in launch_nodes(graph):
         index = 3 if launch.target in collectives.REDUCTIONS else 2
         yield launch, edit(set_argument, launch, index, "other")
 
 
 def name_another_number_of_ranks(graph: fx.Graph) -> Iterator[Edit]:
-    for launch in launches(graph):
+    for launch in launch_nodes(graph):
         index = 2 if launch.target in collectives.REDUCTIONS else 1
         for world_size in (1, 8):
             yield launch, edit(set_argument, launch, index, world_size)
@@ -134,7 +135,7 @@ def name_another_operator(graph: fx.Graph) -> Iterator[Edit]:
 
 def send_another_dtype(graph: fx.Graph) -> Iterator[Edit]:
     """A cast before the launch, which tells of it or does not."""
-    for launch in launches(graph):
+    for launch in launch_nodes(graph):
         for i, source in enumerate(launch.all_input_nodes):
             yield launch, edit(_cast, launch, i, True)
             yield source, edit(_cast, launch, i, False)
@@ -196,14 +197,14 @@ def _relaunch_for_nothing(wait: fx.Node) -> None:
 
 
 def launch_and_never_wait(graph: fx.Graph) -> Iterator[Edit]:
-    for launch in launches(graph):
+    for launch in launch_nodes(graph):
         yield launch, edit(copy_of, launch)
 
 
 def launch_in_another_order(graph: fx.Graph) -> Iterator[Edit]:
     """Two gathers of different sizes."""
     for one, other in itertools.pairwise(nodes_of(graph, *GATHERS)):
-        if contract.type_of(one) != contract.type_of(other):
+        if baseline.type_of(one) != baseline.type_of(other):
             yield other, edit(one.prepend, other)
 
 
@@ -224,7 +225,7 @@ def _gather_first(graph: fx.Graph) -> None:
 
 def claim_another_type(graph: fx.Graph) -> Iterator[Edit]:
     """What a node says of itself is not what running it gives."""
-    for launch in launches(graph):
+    for launch in launch_nodes(graph):
         wait = next(iter(launch.users))
         if isinstance(wait.meta["val"], Tensor):
             yield wait, edit(wait.meta.__setitem__, "val", wait.meta["val"].new_empty(3))
@@ -245,14 +246,14 @@ def _zeros_instead(wait: fx.Node) -> None:
 
 def run_a_launch_elsewhere(graph: fx.Graph) -> Iterator[Edit]:
     """A launch of what a side stream casts runs on the main stream, or on another one."""
-    for launch in launches(graph):
+    for launch in launch_nodes(graph):
         if tags.STREAM in tags.tags_of(launch):
             yield launch, edit(tags.tag, launch, tags.STREAM, "elsewhere")
 
 
 def write_what_is_sent(graph: fx.Graph) -> Iterator[Edit]:
     """Something writes to what a launch sends, before it has been waited for."""
-    for launch in launches(graph):
+    for launch in launch_nodes(graph):
         yield launch, edit(_write_behind, launch)
 
 

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxshard.ir import collectives, contract, fake, ops, tags
+from fxshard import torch_private
+from fxshard.ir import collectives, ops, tags
+from fxshard.ir.verify import baseline
 
 aten = torch.ops.aten
 
@@ -33,7 +35,7 @@ def nodes_of(graph: fx.Graph, *targets: Any) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op == "call_function" and node.target in targets]
 
 
-def launches(graph: fx.Graph) -> list[fx.Node]:
+def launch_nodes(graph: fx.Graph) -> list[fx.Node]:
     return nodes_of(graph, *collectives.LAUNCHES)
 
 
@@ -102,7 +104,7 @@ def list_of(node: fx.Node) -> list[Any]:
 def alike(nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Pairs of one shape and dtype."""
     for one, other in itertools.combinations(nodes, 2):
-        if contract.type_of(one) == contract.type_of(other):
+        if baseline.type_of(one) == baseline.type_of(other):
             yield one, other
 
 
@@ -118,7 +120,7 @@ def insert(before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     graph = before.graph
     with graph.inserting_before(before):
         node = graph.call_function(target, args, kwargs)
-    mode = fake.fake_mode_of(graph)
+    mode = torch_private.fake_mode_of(graph)
     values = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
     try:
         with mode or torch.no_grad():

@@ -18,11 +18,11 @@ import torch
 from expecttest import assert_expected_inline
 
 from fxshard.errors import InvariantError
-from fxshard.ir import order
-from fxshard.ir.spec import INVARIANTS, Invariant
+from fxshard.ir import launches
+from fxshard.ir.verify.verifier import INVARIANTS, Invariant
 from tests.mutation import collective_mutators, gradient_mutators, marker_mutators, parameter_mutators
 from tests.mutation.cases import MODELS, Case, Mutant, correct_cases, mutants, mutated_cases
-from tests.mutation.edits import Mutator, launches
+from tests.mutation.edits import Mutator, launch_nodes
 from tests.pages import ROOT, assert_page
 from tests.steps import Step, step
 
@@ -154,15 +154,15 @@ def test_discards_only_a_few_mutants_that_change_nothing() -> None:
 def test_ranks_that_swap_two_launches_do_not_agree_on_the_order() -> None:
     """What no rank can see alone: the graph is correct, and another one than that of the other ranks."""
     case = Case(model="gpt", world_size=2, dialect="eager", kind="forward")
-    expected = order.sequence(case.graph)
+    expected = launches.sequence(case.graph)
     swapped = 0
     for i, j in itertools.combinations(range(len(expected)), 2):
         if expected[i].text != expected[j].text:
             graph = case.graph
-            gathers = launches(graph)
+            gathers = launch_nodes(graph)
             gathers[i].prepend(gathers[j])
             case.verify(graph)
-            assert [launch.text for launch in order.sequence(graph)] != [launch.text for launch in expected]
+            assert [launch.text for launch in launches.sequence(graph)] != [launch.text for launch in expected]
             swapped += 1
     assert swapped
 
@@ -209,7 +209,8 @@ def test_the_page_of_invariants_is_current() -> None:
 HEAD = """# Invariants
 
 After every pass the verifier checks the graph against the rules below, in this order; the first one that is broken is \
-the error. They are written down as a table, `INVARIANTS` in `fxshard/ir/spec.py`, from which this page is generated.
+the error. They are written down as a table, `INVARIANTS` in `fxshard/ir/verify/verifier.py`, from which this page is \
+generated.
 
 What they catch is measured: `tests/mutation` breaks the correct graphs of {models} models in {mutators} ways, at each \
 place where that is possible. Of {total} broken graphs {caught} are caught; the other {harmless} give the same outputs \

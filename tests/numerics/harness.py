@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import fxshard
-from fxshard.ir import collectives
+from fxshard.torch_private import REDUCES_IN_STORAGE_DTYPE
 
 NUM_STEPS = 4
 COMPILE_PREFIX = "_orig_mod."
@@ -310,7 +310,7 @@ def check_sums_in_few_bits(scenario: Scenario) -> None:
     allowed, of gradients and losses; an optimizer may make more of them.
     """
     ours, reference = train(scenario, fxshard_system()), train(scenario, FSDP2)
-    if collectives.REDUCES_IN_STORAGE_DTYPE:
+    if REDUCES_IN_STORAGE_DTYPE:
         compare(ours, reference, rtol=2**-6, atol=2**-8, params=False)
     else:
         compare(ours, reference, rtol=0.0, atol=0.0)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fxshard
 from fxshard.errors import ConfigError, UnsupportedGraph
-from fxshard.modules import ShardedModule, units_under
+from fxshard.sharding.sharded_module import ShardedModule, units_under
 from tests.numerics.harness import (
     Run,
     Scenario,

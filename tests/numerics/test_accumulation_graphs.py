@@ -15,9 +15,9 @@ from torch import Tensor, fx, nn
 import fxshard
 from fxshard.errors import FxshardError, RankMismatchError, UnsupportedGraph
 from fxshard.ir import collectives, tags
-from fxshard.modules import ShardedModule, units_under
 from fxshard.passes._base import GraphPass, PassContext
 from fxshard.passes.pipeline import Pipeline
+from fxshard.sharding.sharded_module import ShardedModule, units_under
 from fxshard.testing import emulated_link
 from tests.numerics.harness import (
     Run,

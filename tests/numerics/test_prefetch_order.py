@@ -64,5 +64,5 @@ def test_lists_give_the_order_of_fsdp2(name: str) -> None:
         compiled = compile_module(model, {"lower": "eager"})
         loss_of(compiled).backward()
         (frame,) = fxshard.explanation_of(compiled).frames
-        ours = tuple(in_words(issues_in(frame.journal.last(kind).graph)) for kind in ("forward", "backward"))
+        ours = tuple(in_words(issues_in(frame.history.last(kind).graph)) for kind in ("forward", "backward"))
     assert ours == RECORDED[name]

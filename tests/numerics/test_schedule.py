@@ -17,7 +17,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils.flop_counter import flop_registry
 
 import fxshard
-from fxshard.ir import collectives, order
+from fxshard.ir import collectives, launches
 from fxshard.passes._base import GraphKind
 from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.passes.pipeline import Pipeline, default
@@ -103,7 +103,7 @@ def in_graph(graph: fx.Graph) -> list[str]:
             launch = source if source in results else source.args[0]
             index = 0 if source in results else source.args[1]
             found.append(f"wait {index} of {results[launch]}")
-        elif order.is_kernel(node):
+        elif launches.is_kernel(node):
             found.append(node.target._opname)
     return found
 

@@ -29,7 +29,7 @@ from tests.numerics.harness import (
 )
 from tests.numerics.models import MLP, rows
 from tests.numerics.test_accumulation import block_by_block, forwards_ahead
-from tests.numerics.test_resident import kept
+from tests.numerics.test_unsharded_cache import kept
 from tests.pairwise import slow
 from tests.ranks import two_ranks
 

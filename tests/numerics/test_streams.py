@@ -144,7 +144,7 @@ def test_a_model_has_one_group_however_it_is_enabled() -> None:
     fxshard.fully_shard(model)
     for module in (*model.blocks, model):
         cast(fxshard.ShardedModule, module).set_separate_reduce_scatter_group()
-    units = fxshard.modules.units_under(model)
+    units = fxshard.sharding.sharded_module.units_under(model)
     assert len(units) > 2
     assert len({unit.plan.reducing_group for unit in units}) == 1
 
@@ -154,7 +154,7 @@ def test_the_group_has_the_timeout_of_the_meshs() -> None:
     model = MLP()
     fxshard.fully_shard(model)
     cast(fxshard.ShardedModule, model).set_separate_reduce_scatter_group()
-    (unit,) = fxshard.modules.units_under(model)
+    (unit,) = fxshard.sharding.sharded_module.units_under(model)
     groups: list[Any] = [unit.mesh.get_group(), unit.reduce_group]
     own, twin = (group._get_backend(torch.device("cpu")).options._timeout for group in groups)
     assert twin == own
@@ -184,7 +184,7 @@ def test_enabling_twice_makes_one_group_and_disabling_takes_it_back() -> None:
     model = MLP()
     fxshard.fully_shard(model)
     assert isinstance(model, fxshard.ShardedModule)
-    (unit,) = fxshard.modules.units_under(model)
+    (unit,) = fxshard.sharding.sharded_module.units_under(model)
     model.set_separate_reduce_scatter_group()
     first = unit.plan.reduce_group
     model.set_separate_reduce_scatter_group()

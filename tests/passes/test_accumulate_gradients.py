@@ -7,7 +7,7 @@ from torch import fx
 
 from fxshard.ir import collectives
 from fxshard.ir.variant import PLAIN, Variant
-from fxshard.passes._base import Fact, PassContext
+from fxshard.passes._base import PassContext, Property
 from fxshard.passes.accumulate_gradients import AccumulateGradients
 from fxshard.passes.dedup_unshard import DedupUnshard
 from fxshard.passes.insert_collectives import InsertCollectives
@@ -23,7 +23,7 @@ VARIANTS = {"accumulate": ACCUMULATE, "final": FINAL}
 def accumulated(traced: Traced, which: Variant) -> tuple[fx.GraphModule, PassContext]:
     """The backward graph after the pass."""
     gm, ctx = traced.at("backward", after=DedupUnshard)
-    changed = run_pass(AccumulateGradients(which=which), gm, ctx, given=(Fact.MARKED, Fact.DEDUPED))
+    changed = run_pass(AccumulateGradients(which=which), gm, ctx, given=(Property.MARKED, Property.DEDUPED))
     assert changed == (which != PLAIN)
     return gm, ctx
 

@@ -104,7 +104,7 @@ def test_fills_buckets_of_reductions_in_the_order_of_backward() -> None:
 def test_leaves_every_unit_its_own_launch_by_default() -> None:
     gm, ctx = bucketed(four_layers(), "forward", "unit")
     assert gathered(gm) == ["layers.0", "layers.1", "layers.2", "layers.3"]
-    assert not ctx.journal.last("forward").changed
+    assert not ctx.history.last("forward").changed
 
 
 def test_auto_merges_until_latency_is_a_tenth_of_the_time() -> None:
@@ -144,7 +144,7 @@ def test_reduces_each_dtype_by_itself() -> None:
 
 def test_says_why() -> None:
     _, ctx = bucketed(four_layers(), "forward", 2 * LAYER)
-    notes = [f"{note.node}: {note.why}" for note in ctx.journal.last("forward").notes]
+    notes = [f"{note.node}: {note.why}" for note in ctx.history.last("forward").notes]
     assert_expected_inline(
         "\n".join(notes),
         """\

@@ -12,7 +12,8 @@ from expecttest import assert_expected_inline
 from torch import fx, nn
 
 from fxshard.cost.hardware import BUILTIN, HardwareSpec
-from fxshard.ir import collectives, contract, tags
+from fxshard.ir import collectives, tags
+from fxshard.ir.verify import baseline
 from fxshard.passes._base import GraphKind, PassContext
 from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
@@ -64,7 +65,7 @@ def test_leaves_one_tensor_per_launch_where_tensors_are_dear(kind: GraphKind) ->
     before, _ = traced.at(kind, after=InsertCollectives)
     gm, ctx = coalesced(traced, kind, DEAR_TENSORS)
     assert text(gm) == text(before)
-    assert not ctx.journal.last(kind).changed
+    assert not ctx.history.last(kind).changed
 
 
 class Norms(nn.Module):
@@ -139,7 +140,7 @@ def test_never_copies_what_it_sends_of_a_shard() -> None:
 
 def test_says_why() -> None:
     _, ctx = coalesced(graphs.two_layers(), "forward", MATRICES)
-    notes = [f"{note.node}: {note.why}" for note in ctx.journal.last("forward").notes]
+    notes = [f"{note.node}: {note.why}" for note in ctx.history.last("forward").notes]
     assert_expected_inline(
         "\n".join(notes),
         """\
@@ -157,7 +158,7 @@ def test_leaves_a_launch_of_something_else_alone_and_says_so() -> None:
         other.meta["val"] = torch.empty(4, 4, device="meta")
         waited = gm.graph.call_function(collectives.WAIT, (other,))
         waited.meta["val"] = other.meta["val"]
-    gm.graph.output_node().args = ((*contract.results_of(gm.graph), waited),)
+    gm.graph.output_node().args = ((*baseline.results_of(gm.graph), waited),)
     ctx = dataclasses.replace(ctx, hardware=DEAR_COPIES)
     assert CoalesceCollectives().apply(gm, ctx)
     assert [declined.node for declined in ctx.declined] == [other.name]

@@ -10,14 +10,14 @@ from torch import Tensor, fx, nn
 
 from fxshard.ir import ops
 from fxshard.ir.variant import Variant
-from fxshard.passes._base import Fact
+from fxshard.passes._base import Property
 from fxshard.passes.accumulate_gradients import AccumulateGradients
 from fxshard.passes.dedup_unshard import DedupUnshard
 from fxshard.passes.fuse_grad_accumulation import FuseGradAccumulation
 from tests import graphs
 from tests.graphs import Traced, assert_golden, run_pass, text
 
-GIVEN = (Fact.MARKED, Fact.DEDUPED)
+GIVEN = (Property.MARKED, Property.DEDUPED)
 
 
 def fused(traced: Traced, **variant: Any) -> tuple[fx.GraphModule, bool]:

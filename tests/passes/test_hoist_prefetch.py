@@ -177,7 +177,7 @@ def test_launches_nothing_for_what_is_gathered_already_or_not_at_all(listed: tup
     everywhere = {f"layers.{i}": None for i in range(4)} | {"layers.1": listed}
     gm, ctx = hoisted(with_lists(model_of("four_layers"), forward=everywhere), "forward", 1)
     assert gathers(gm) == FORWARD[0]
-    assert not ctx.journal.last("forward").changed
+    assert not ctx.history.last("forward").changed
 
 
 def test_launches_the_next_call_of_a_unit_that_is_called_twice() -> None:

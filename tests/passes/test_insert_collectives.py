@@ -11,7 +11,7 @@ from torch import fx
 
 from fxshard.errors import InvariantError, UnsupportedGraph
 from fxshard.ir import ops
-from fxshard.passes._base import Fact, GraphKind
+from fxshard.passes._base import GraphKind, Property
 from fxshard.passes.dedup_unshard import DedupUnshard
 from fxshard.passes.insert_collectives import InsertCollectives
 from tests import graphs
@@ -306,7 +306,7 @@ def test_leaves_a_graph_without_markers_alone() -> None:
 def test_wants_markers_that_are_merged() -> None:
     gm, ctx = graphs.uneven().at("forward")
     with pytest.raises(InvariantError, match=r"InsertCollectives\(\) requires DEDUPED"):
-        run_pass(InsertCollectives(), gm, ctx, given=[Fact.MARKED])
+        run_pass(InsertCollectives(), gm, ctx, given=[Property.MARKED])
 
 
 def test_declines_arithmetic_on_a_gradient_of_a_shard() -> None:

@@ -1,4 +1,4 @@
-"""The manager: facts before the first pass, a linted and recompiled graph after each, one log line per pass."""
+"""The manager: properties before the first pass, a linted and recompiled graph after each, one log line per pass."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from expecttest import assert_expected_inline
 from torch import fx
 
 from fxshard.errors import InvariantError
-from fxshard.ir.journal import Decline
+from fxshard.ir.history import Remark
 from fxshard.ir.plan import FramePlan
 from fxshard.passes import _manager
-from fxshard.passes._base import Fact, GraphPass, PassContext
+from fxshard.passes._base import GraphPass, PassContext, Property
 from tests.graphs import text
 
 
@@ -32,8 +32,8 @@ class DropRelu(GraphPass):
     """Drops each relu; `keep` leaves the first ones."""
 
     keep: int = 0
-    requires = frozenset({Fact.DEDUPED})
-    ensures = frozenset({Fact.COLLECTIVES})
+    requires = frozenset({Property.DEDUPED})
+    ensures = frozenset({Property.COLLECTIVES})
 
     def apply(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         dropped = gm.graph.find_nodes(op="call_function", target=torch.relu)[self.keep :]
@@ -55,9 +55,9 @@ class ReverseReads(GraphPass):
 
 @dataclass(frozen=True, kw_only=True)
 class NeedsCollectives(GraphPass):
-    """Needs facts and does nothing."""
+    """Needs properties and does nothing."""
 
-    requires = frozenset({Fact.COLLECTIVES, Fact.DEDUPED})
+    requires = frozenset({Property.COLLECTIVES, Property.DEDUPED})
 
     def apply(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         return False
@@ -85,7 +85,7 @@ This is a bug in fxshard or in a pass that was added to it: please report it."""
 
 
 def test_counts_on_what_earlier_passes_ensure() -> None:
-    assert _manager.run(small_graph(), [DropRelu(), NeedsCollectives()], context(), given=[Fact.DEDUPED])
+    assert _manager.run(small_graph(), [DropRelu(), NeedsCollectives()], context(), given=[Property.DEDUPED])
 
 
 def test_checks_the_facts_of_all_passes_before_the_first_one_runs() -> None:
@@ -103,12 +103,12 @@ def test_names_the_pass_that_left_a_malformed_graph() -> None:
 
 def test_recompiles_what_has_changed() -> None:
     gm = small_graph()
-    assert _manager.run(gm, [DropRelu()], context(), given=[Fact.DEDUPED])
+    assert _manager.run(gm, [DropRelu()], context(), given=[Property.DEDUPED])
     assert gm(torch.tensor(-2.0), torch.tensor(1.0)).item() == -1.0
 
 
 def test_says_that_nothing_changed() -> None:
-    assert not _manager.run(small_graph(), [DropRelu(keep=1)], context(), given=[Fact.DEDUPED])
+    assert not _manager.run(small_graph(), [DropRelu(keep=1)], context(), given=[Property.DEDUPED])
 
 
 def logged(caplog: pytest.LogCaptureFixture) -> str:
@@ -119,7 +119,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> str:
 
 def test_logs_one_line_per_pass(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="fxshard.passes")
-    _manager.run(small_graph(), [DropRelu(), DropRelu(keep=1)], context(), given=[Fact.DEDUPED])
+    _manager.run(small_graph(), [DropRelu(), DropRelu(keep=1)], context(), given=[Property.DEDUPED])
     assert_expected_inline(
         logged(caplog),
         """\
@@ -130,7 +130,7 @@ def test_logs_one_line_per_pass(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_logs_what_a_pass_left_alone_and_why(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="fxshard.passes")
-    _manager.run(small_graph(), [LeaveAlone(), DropRelu()], context(), given=[Fact.DEDUPED])
+    _manager.run(small_graph(), [LeaveAlone(), DropRelu()], context(), given=[Property.DEDUPED])
     assert_expected_inline(
         logged(caplog),
         """\
@@ -142,7 +142,7 @@ def test_logs_what_a_pass_left_alone_and_why(caplog: pytest.LogCaptureFixture) -
 
 def test_logs_the_graph_before_and_after_each_pass_when_debugging(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, logger="fxshard.passes")
-    _manager.run(small_graph(), [DropRelu()], context(), given=[Fact.DEDUPED])
+    _manager.run(small_graph(), [DropRelu()], context(), given=[Property.DEDUPED])
     assert_expected_inline(
         logged(caplog),
         """\
@@ -161,13 +161,13 @@ return %add""",
     )
 
 
-# ---- the journal
+# ---- the history
 
 
 def test_records_the_graph_before_the_first_pass_and_after_each() -> None:
     ctx = context()
-    _manager.run(small_graph(), [DropRelu(), LeaveAlone()], ctx, given=[Fact.DEDUPED])
-    captured, dropped, left = ctx.journal.stages["forward"].values()
+    _manager.run(small_graph(), [DropRelu(), LeaveAlone()], ctx, given=[Property.DEDUPED])
+    captured, dropped, left = ctx.history.stages["forward"].values()
     assert [captured.name, dropped.name, left.name] == ["captured", "drop_relu", "leave_alone"]
     assert [captured.changed, dropped.changed, left.changed] == [True, True, False]
     assert "%relu" in str(captured)
@@ -178,23 +178,23 @@ def test_records_the_graph_before_the_first_pass_and_after_each() -> None:
 def test_records_under_a_name_of_its_own_what_is_compiled_again() -> None:
     ctx = context()
     for _ in range(2):
-        _manager.run(small_graph(), [DropRelu(), DropRelu()], ctx, given=[Fact.DEDUPED])
-    assert [*ctx.journal.stages] == ["forward", "forward_2"]
-    assert [*ctx.journal.stages["forward_2"]] == ["captured", "drop_relu", "drop_relu_2"]
+        _manager.run(small_graph(), [DropRelu(), DropRelu()], ctx, given=[Property.DEDUPED])
+    assert [*ctx.history.stages] == ["forward", "forward_2"]
+    assert [*ctx.history.stages["forward_2"]] == ["captured", "drop_relu", "drop_relu_2"]
 
 
 def test_records_what_a_pass_left_alone_with_that_pass_only() -> None:
     ctx = context()
-    _manager.run(small_graph(), [LeaveAlone(), DropRelu()], ctx, given=[Fact.DEDUPED])
-    records = ctx.journal.stages["forward"]
-    assert records["leave_alone"].declined == (Decline(node="relu", why="it is not linear"),)
+    _manager.run(small_graph(), [LeaveAlone(), DropRelu()], ctx, given=[Property.DEDUPED])
+    records = ctx.history.stages["forward"]
+    assert records["leave_alone"].declined == (Remark(node="relu", why="it is not linear"),)
     assert records["drop_relu"].declined == ()
 
 
 def test_records_a_graph_as_it_was_whatever_happens_to_it_later() -> None:
     ctx, gm = context(), small_graph()
     _manager.run(gm, [LeaveAlone()], ctx, given=[])
-    before = str(ctx.journal.last("forward"))
+    before = str(ctx.history.last("forward"))
     gm.graph.output_node().args = (None,)
     gm.graph.eliminate_dead_code()
-    assert str(ctx.journal.last("forward")) == before
+    assert str(ctx.history.last("forward")) == before

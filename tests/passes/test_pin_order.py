@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from fxshard.ir import collectives, order, tags
+from fxshard.ir import collectives, launches, tags
 from fxshard.ir.plan import FramePlan
 from fxshard.passes._base import GraphKind, GraphPass, PassContext
 from fxshard.passes.bucket_collectives import BucketCollectives
@@ -113,7 +113,7 @@ def test_pins_collectives_to_kernels_and_kernels_to_launches(model: str, before:
     _, after = pins_of(model, before, kind)
     for node, earlier in after.items():
         assert is_collective(node) != is_collective(earlier)
-        assert order.is_kernel(earlier if is_collective(node) else node)
+        assert launches.is_kernel(earlier if is_collective(node) else node)
 
 
 @in_every_graph
@@ -124,7 +124,7 @@ def test_leaves_no_collective_free_to_pass_the_kernel_before_it(model: str, befo
     for node in graph.nodes:
         if (collectives.is_launch(node) or collectives.is_wait(node)) and kernel is not None:
             assert after.get(node) is kernel or kernel in node.all_input_nodes
-        elif order.is_kernel(node):
+        elif launches.is_kernel(node):
             kernel = node
 
 
@@ -136,14 +136,14 @@ def test_leaves_no_kernel_free_to_pass_the_launch_before_it(model: str, before: 
     for node in graph.nodes:
         if collectives.is_launch(node):
             results = {node, *node.users}
-        elif order.is_kernel(node) and results:
+        elif launches.is_kernel(node) and results:
             assert after.get(node) in results or results & set(node.all_input_nodes)
             results = set()
 
 
 def test_says_nothing_of_a_collective_that_reads_the_kernel() -> None:
     gm, ctx = model_of("two_layers").at("backward", after=InsertCollectives)
-    (product, *_) = [node for node in gm.graph.nodes if order.is_kernel(node)]
+    (product, *_) = [node for node in gm.graph.nodes if launches.is_kernel(node)]
     launch, *_ = collectives.reduce_launches(gm.graph)
     run_pass(PinOrder(), gm, ctx)
     assert tags.tags_of(launch)[tags.AFTER] == product.name
@@ -156,7 +156,7 @@ def test_says_nothing_of_a_collective_that_reads_the_kernel() -> None:
 def test_pins_to_a_tensor_of_a_kernel_that_gives_several() -> None:
     gm, _ = pinned(trace(Convolutions(), units=layers_of), "backward")
     kernels = {earlier.all_input_nodes[0].name for _, earlier in pins(gm.graph) if earlier.target is operator.getitem}
-    assert kernels == {node.name for node in gm.graph.nodes if order.is_kernel(node)}
+    assert kernels == {node.name for node in gm.graph.nodes if launches.is_kernel(node)}
     assert len(kernels) == 2
 
 
@@ -178,9 +178,9 @@ def test_pins_to_the_result_of_attention() -> None:
 
 def test_pins_to_a_tensor_of_a_launch_that_gives_several() -> None:
     gm, _ = pinned(model_of("four_layers"), "forward", "coalesced")
-    launches = collectives.unshard_launches(gm.graph)
-    earlier = {earlier.all_input_nodes[0] for node, earlier in pins(gm.graph) if order.is_kernel(node)}
-    assert earlier == set(launches[1:])  # what runs behind the first one reads it
+    gathers = collectives.unshard_launches(gm.graph)
+    earlier = {earlier.all_input_nodes[0] for node, earlier in pins(gm.graph) if launches.is_kernel(node)}
+    assert earlier == set(gathers[1:])  # what runs behind the first one reads it
 
 
 @pytest.mark.parametrize("kind", SPLIT)
@@ -216,9 +216,9 @@ def test_adds_and_moves_no_node(kind: GraphKind) -> None:
 @pytest.mark.parametrize("kind", SPLIT)
 def test_runs_last_on_the_graph_that_inductor_makes_code_of(kind: GraphKind) -> None:
     traced = model_of("two_layers", lowering="inductor")
-    assert list(traced.journal.stages[f"{kind}_last"])[-1] == PinOrder().name
-    assert list(pins(traced.journal.last(f"{kind}_last").graph))
+    assert list(traced.history.stages[f"{kind}_last"])[-1] == PinOrder().name
+    assert list(pins(traced.history.last(f"{kind}_last").graph))
 
 
 def test_is_not_there_where_the_graph_runs_as_it_is() -> None:
-    assert "forward_last" not in model_of("two_layers", lowering="inductor", train=False).journal.stages
+    assert "forward_last" not in model_of("two_layers", lowering="inductor", train=False).history.stages

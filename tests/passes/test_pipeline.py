@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fxshard.cache import digest
+from fxshard.compile.cache import digest
 from fxshard.cost.hardware import BUILTIN
 from fxshard.ir.plan import FramePlan
 from fxshard.options import Options

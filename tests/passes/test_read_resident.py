@@ -8,7 +8,7 @@ from torch import Tensor, fx, nn
 
 from fxshard.ir import collectives, liveness, tags
 from fxshard.ir.variant import PLAIN, Variant
-from fxshard.passes._base import Fact, GraphKind, PassContext
+from fxshard.passes._base import GraphKind, PassContext, Property
 from fxshard.passes.dedup_unshard import DedupUnshard
 from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.passes.insert_collectives import InsertCollectives
@@ -23,7 +23,7 @@ ALL = Variant(resident=frozenset({"layers.0", "layers.1"}))
 def resident(traced: Traced, kind: GraphKind, which: Variant = ALL) -> tuple[fx.GraphModule, PassContext]:
     """A graph after the pass."""
     gm, ctx = traced.at(kind, after=DedupUnshard)
-    changed = run_pass(ReadResident(which=which), gm, ctx, given=(Fact.MARKED, Fact.DEDUPED))
+    changed = run_pass(ReadResident(which=which), gm, ctx, given=(Property.MARKED, Property.DEDUPED))
     assert changed == (which != PLAIN)
     return gm, ctx
 

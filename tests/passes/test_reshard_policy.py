@@ -7,7 +7,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from fxshard.errors import InvariantError
-from fxshard.passes._base import Fact
+from fxshard.passes._base import Property
 from fxshard.passes.dedup_unshard import DedupUnshard
 from fxshard.passes.insert_collectives import InsertCollectives
 from fxshard.passes.pipeline import DEFAULT, Pipeline
@@ -111,7 +111,7 @@ def test_leaves_a_graph_without_markers_alone() -> None:
 def test_wants_markers_that_are_merged() -> None:
     gm, ctx = graphs.uneven().at("joint")
     with pytest.raises(InvariantError) as refused:
-        run_pass(ReshardPolicy(), gm, ctx, given=[Fact.MARKED])
+        run_pass(ReshardPolicy(), gm, ctx, given=[Property.MARKED])
     assert_expected_inline(
         str(refused.value),
         """\

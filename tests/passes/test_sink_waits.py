@@ -10,7 +10,7 @@ from expecttest import assert_expected_inline
 from torch import fx
 
 from fxshard.errors import ConfigError
-from fxshard.ir import collectives, liveness, schedule, tags
+from fxshard.ir import collectives, launch_groups, liveness, tags
 from fxshard.passes._base import GraphPass, PassContext
 from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
@@ -84,7 +84,7 @@ def test_waits_for_the_oldest_before_one_too_many_is_launched(max_buffers: int, 
 @pairwise(model=MODELS, before=BEFORE, max_buffers=[1, 2, 3])
 def test_never_has_more_in_flight_than_buffers(model: str, before: str, max_buffers: int) -> None:
     gm, _ = sunk(model, max_buffers, *BEFORE[before])
-    num_units = len(schedule.flights(gm.graph, collectives.REDUCTIONS))
+    num_units = len(launch_groups.groups_of(gm.graph, collectives.REDUCTIONS))
     assert most_in_flight(gm) <= max_buffers
     if (model, before) != ("tied_head", "split"):  # one unit that is reduced early and late
         assert most_in_flight(gm) == min(max_buffers, num_units)
@@ -152,7 +152,7 @@ def test_changes_nothing_without_reductions() -> None:
 
 def test_changes_nothing_behind_the_last_reduction() -> None:
     gm, ctx = graphs.uneven().at("backward", after=InsertCollectives)
-    assert len(schedule.flights(gm.graph, collectives.REDUCTIONS)) == 1
+    assert len(launch_groups.groups_of(gm.graph, collectives.REDUCTIONS)) == 1
     assert not run_pass(SinkWaits(), gm, ctx)
 
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from fxshard import fully_shard
 from fxshard.errors import InvariantError
-from fxshard.modules import units_under
 from fxshard.runtime.unit import FlatShard
+from fxshard.sharding.sharded_module import units_under
 
 WEIGHT, BIAS = 0, 1
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxshard.checkpoint.values import same_bits
-from fxshard.runtime.consistency import checksum
+from fxshard.runtime.rank_check import checksum
 from fxshard.runtime.raw import as_bytes
+from fxshard.state.serializable import same_bits
 
 STRIDED = {
     "one dimension": torch.arange(8.0)[::2],

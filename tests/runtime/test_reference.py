@@ -12,7 +12,7 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard import fully_shard
-from fxshard.runtime.reference import ParameterRef, flat_key, marker_arguments
+from fxshard.runtime.parameters import ParameterRef, flat_key, marker_arguments
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 0, 5)], ids=str)

@@ -1,0 +1,1 @@
+"""From Dynamo's graph to code that runs: capture, stages, Inductor, caches."""

@@ -1,0 +1,374 @@
+"""One line without fully_shard: shard the model while it is compiled for the first time.
+
+[Note: the one-line path]
+`torch.compile(model, backend="fxshard")` on an unsharded model with several ranks must shard it: replicas that train
+without synchronisation would be silently wrong. The backend is the first of our code to run, in the middle of the
+first call, with the captured graph of the unsharded model in hand. It finds the root module, makes the ranks agree on
+the values, shards, gives live optimizers the new parameters, and has Dynamo trace again. ADR 0003 says why so.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import logging
+import types
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.hooks import RemovableHandle
+
+from fxshard.compile import dynamo
+from fxshard.errors import ConfigError
+from fxshard.live_objects import instances_of, referrers_of
+from fxshard.options import Options, launched_world_size
+from fxshard.runtime import process_groups, rank_check
+from fxshard.runtime.parameters import as_dtensor, shard_rows
+from fxshard.runtime.unit import Home
+from fxshard.sharding import shard_module
+from fxshard.sharding.mesh import default_mesh, require_mesh
+from fxshard.sharding.sharded_module import plain_module, units_under
+
+_log = logging.getLogger(__name__)
+
+
+def require_no_replicas(unsharded: dict[str, nn.Parameter], flats: dict[int, Home]) -> None:
+    """Raise if a sharded model trains parameters that no unit holds and nobody said to ignore."""
+    units = [home.unit for home in flats.values()]
+    ignored = frozenset().union(*(unit.ignored for unit in units))
+    left = [name for name, parameter in unsharded.items() if parameter not in ignored]
+    if left and any(unit.world_size > 1 for unit in units):
+        raise ConfigError(
+            f"trainable parameters are neither sharded nor ignored: {', '.join(left)}. Every rank would train its own "
+            "copy. Call fully_shard on the module that contains them, or pass them in ignored_params."
+        )
+
+
+def shard_root(gm: fx.GraphModule, unsharded: dict[str, nn.Parameter], options: Options) -> None:
+    """Shard the model whose parameters entered `gm`, and start the capture again; see [Note: the one-line path].
+
+    Returns only where there is one rank.
+
+    Raises:
+        ConfigError: no process group though a launcher started several ranks, meta parameters, or no root module.
+    """
+    mesh = _mesh(options, {parameter.device.type for parameter in unsharded.values()})
+    if mesh is None or mesh.size() == 1:
+        _announce(dynamo.roots_of(gm))
+        return
+    roots = dynamo.roots_of(gm)
+    _require_ready(roots, unsharded)
+    for root in roots:
+        shard_module.require_shardable(dict(root.named_parameters()), mesh)
+    for root in roots:
+        _require_no_averages(root, mesh.get_group())
+        _agree_on_values(root, mesh.get_group())
+        _shard(root, mesh, options)
+    dynamo.restart("fxshard sharded the model")
+
+
+def _mesh(options: Options, device_types: set[str]) -> DeviceMesh | None:
+    if options.mesh is not None:
+        return require_mesh(options.mesh)
+    if dist.is_initialized():
+        return default_mesh("cpu" if device_types == {"cpu"} else None)  # it has been called: its inputs are there too
+    if launched_world_size() > 1:
+        raise ConfigError(
+            f"WORLD_SIZE is {launched_world_size()} but there is no process group: every rank would train its own "
+            "copy. Before the first call of the model add: torch.distributed.init_process_group()"
+        )
+    return None
+
+
+def _announce(roots: list[nn.Module]) -> None:
+    """Say once per model that it trains unsharded; graph breaks and recompiles come here again."""
+    if any(root not in _announced() for root in roots):
+        _log.warning("fxshard: one rank, nothing to shard; the model trains unsharded.")
+    _announced().update(roots)
+
+
+@functools.cache
+def _announced() -> weakref.WeakSet[nn.Module]:
+    return weakref.WeakSet()
+
+
+def _require_ready(roots: list[nn.Module], unsharded: dict[str, nn.Parameter]) -> None:
+    inside = {id(p) for root in roots for p in root.parameters()}
+    homeless = [name for name, p in unsharded.items() if id(p) not in inside]
+    if homeless:
+        raise ConfigError(
+            f"cannot find the module of {', '.join(homeless)}. Shard the model yourself before compiling it: "
+            "fxshard.fully_shard(model)"
+        )
+    for root in roots:
+        outer = dynamo.compiled_around(root)
+        if outer is not None:
+            raise ConfigError(
+                f"the first graph of the compiled {type(outer).__name__} that was captured holds only its part "
+                f"{type(root).__name__}: a graph break hides the rest (TORCH_LOGS=graph_breaks says where). Shard "
+                "the model yourself before compiling it: fxshard.fully_shard(model)"
+            )
+        meta = [name for name, tensor in root.state_dict(keep_vars=True).items() if tensor.is_meta]
+        if meta:
+            raise ConfigError(
+                f"parameters on the meta device: {', '.join(meta)}. The one-line path needs values. Write instead:\n"
+                "    fxshard.fully_shard(model)\n    model.to_empty(device=...)  # then initialise, then compile"
+            )
+        used = [name for name, p in root.named_parameters() if p.grad is not None]
+        if used:
+            raise ConfigError(
+                f"parameters have gradients from before the first compiled call: {', '.join(used)}. Set them to None "
+                "(optimizer.zero_grad()) first, or call fxshard.fully_shard(model) before using the model."
+            )
+    _require_all_unsharded(roots)
+
+
+def _require_all_unsharded(roots: list[nn.Module]) -> None:
+    if any(units_under(root) for root in roots):
+        raise ConfigError(
+            "part of the model is sharded and part is not. Shard all of it before compiling: fully_shard on the inner "
+            "modules first, then fxshard.fully_shard(model)"
+        )
+
+
+def _require_no_averages(root: nn.Module, group: dist.ProcessGroup) -> None:
+    """Raise if an `AveragedModel` of `root` holds whole parameters: its updates would mix them with shards.
+
+    It may be on one rank alone; then all ranks raise.
+    """
+    names = _averaged(root)
+    if names:
+        gc.collect()  # it may be dead
+        names = _averaged(root)
+    texts = rank_check.gather_texts("one_line_averages", ", ".join(names), group)
+    if held := next(filter(None, texts), ""):
+        raise ConfigError(
+            f"an AveragedModel made before the first call holds copies of parameters: {held}. The call "
+            "shards the model, and whole copies cannot be averaged with shards. Make it of the plain model and shard "
+            "it as well, before the first call: fxshard.fully_shard(averaged). Or keep averages of your own, made "
+            "after the first call: {name: p.detach().clone() for name, p in model.named_parameters()}."
+        )
+
+
+def _averaged(root: nn.Module) -> list[str]:
+    """Names of parameters of which `AveragedModel`s hold whole copies with the values that they have now.
+
+    Other values may be those of another model of the class: such a holder is let be.
+    """
+    found: dict[str, None] = {}
+    for averaged in instances_of(AveragedModel):
+        copied = plain_module(averaged.module)
+        for path, part in root.named_modules():
+            if _is_copy(copied, part):
+                found |= dict.fromkeys(name for name, _ in part.named_parameters(path))
+    return list(found)
+
+
+def _is_copy(copied: nn.Module, module: nn.Module) -> bool:
+    """Whether `copied` has the parameters of `module`, none of them sharded."""
+    ours, theirs = dict(module.named_parameters()), dict(copied.named_parameters())
+    return ours.keys() == theirs.keys() and all(_equal(p, theirs[name]) for name, p in ours.items())
+
+
+def _equal(ours: Tensor, theirs: Tensor) -> bool:
+    if isinstance(theirs, DTensor | UninitializedParameter) or theirs.is_meta:
+        return False
+    same_kind = (theirs.dtype, theirs.shape) == (ours.dtype, ours.shape)
+    return same_kind and torch.equal(ours, theirs.to(ours.device))  # an AveragedModel may be on another device
+
+
+def _agree_on_values(root: nn.Module, group: dist.ProcessGroup) -> None:
+    """Give all ranks the first rank's parameters and buffers, if they differ.
+
+    Raises:
+        ConfigError: names, shapes or dtypes differ between the ranks' models; the first difference is named.
+    """
+    named = dict(root.named_parameters()) | dict(root.named_buffers())
+    layout = [f"{name}: {tensor.dtype}{list(tensor.shape)}" for name, tensor in named.items()]
+    texts = rank_check.gather_texts("one_line_layout", "\n".join(layout), group)
+    for rank, text in zip(dist.get_process_group_ranks(group), texts, strict=True):
+        if text.splitlines() != layout:
+            pairs = itertools.zip_longest(layout, text.splitlines(), fillvalue="nothing")
+            ours, theirs = next(pair for pair in pairs if pair[0] != pair[1])
+            raise ConfigError(
+                f"the ranks' models differ: rank {dist.get_rank()} has {ours}, rank {rank} has {theirs}. Build the "
+                "same model on every rank."
+            )
+    tensors = list(named.values())
+    if len(set(rank_check.gather_texts("one_line", str(rank_check.checksum(tensors)), group))) > 1:
+        _broadcast(tensors, group)
+
+
+def _broadcast(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    source = dist.get_process_group_ranks(group)[0]
+    if dist.get_rank() == source:
+        _log.warning("fxshard: ranks start from different parameters (seeds?); rank %d's are broadcast.", source)
+    with torch.no_grad():
+        for tensor in tensors:
+            values = tensor.detach().clone(memory_format=torch.contiguous_format)  # gloo ignores strides
+            dist.broadcast(values, src=source, group=group)
+            _write(tensor.detach(), values)
+
+
+def _write(tensor: Tensor, values: Tensor) -> None:
+    """`tensor.copy_(values)`, also for an expanded tensor: each element of its memory is written once."""
+    for dim in range(tensor.dim()):
+        if tensor.stride(dim) == 0 and tensor.size(dim) > 1:
+            tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    tensor.copy_(values)
+
+
+def _shard(root: nn.Module, mesh: DeviceMesh, options: Options) -> None:
+    old = dict(root.named_parameters())
+    policy = MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype)
+    for module in units_of(root):
+        shard_module.shard([module], mesh, mp_policy=policy, reshard_after_forward=options.reshard_after_forward)
+    new = dict(root.named_parameters())
+    _rebind_optimizers({id(p): (p, new[fqn]) for fqn, p in old.items()})
+    dynamo.refresh_compiled(root)
+    units = units_under(root)
+    for unit in units:
+        unit.from_one_line = True
+    if options.separate_reduce_scatter_group:
+        process_groups.separate(units)
+    orphans = {fqn: weakref.ref(parameter) for fqn, parameter in old.items()}
+    units[0].after_first_call = functools.partial(_require_no_holders, orphans)
+
+
+def units_of(root: nn.Module) -> list[nn.Module]:
+    """The modules to make units of, inner ones first.
+
+    What stands in ModuleLists and Sequentials, outermost, if it shares no parameter; then the root.
+    """
+    found: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            inside_container = isinstance(module, nn.ModuleList | nn.Sequential)
+            is_container = isinstance(child, nn.ModuleList | nn.ModuleDict)
+            if inside_container and not is_container and next(child.parameters(), None) is not None:
+                found.append(child)
+            else:
+                visit(child)
+
+    visit(root)
+    return [*(block for block in found if not _shares(block, root)), root]
+
+
+def _shares(block: nn.Module, root: nn.Module) -> bool:
+    inside = {id(module) for module in block.modules()}
+    outside = {id(p) for m in root.modules() if id(m) not in inside for p in m._parameters.values()}
+    return any(id(p) in outside for p in block.parameters())
+
+
+def _rebind_optimizers(replaced: dict[int, tuple[nn.Parameter, nn.Parameter]]) -> None:
+    """Put the sharded parameters into every live optimizer, with their rows of its state."""
+    for optimizer in instances_of(Optimizer):
+        for group in optimizer.param_groups:
+            group["params"] = [replaced[id(p)][1] if id(p) in replaced else p for p in group["params"]]
+        for old in [p for p in optimizer.state if id(p) in replaced]:
+            new = replaced[id(old)][1]
+            state = optimizer.state.pop(old)
+            optimizer.state[new] = {
+                name: _like(value, new) if name != "step" and getattr(value, "shape", None) == old.shape else value
+                for name, value in state.items()
+            }
+
+
+def _like(value: Tensor, new: nn.Parameter) -> Tensor:
+    """This rank's rows of an optimizer state tensor that is shaped like the parameter."""
+    mesh = new.device_mesh  # type: ignore[attr-defined]
+    rows = shard_rows(value, mesh.get_local_rank(), mesh.size()).clone()
+    return as_dtensor(value, rows, mesh).detach()
+
+
+def _require_no_holders(orphans: dict[str, weakref.ref[nn.Parameter]]) -> None:
+    """Raise if a collection or object still holds a replaced parameter: its values are dead, its gradient stays None.
+
+    A bare variable is let be: loops over `model.parameters()` leave one behind.
+    """
+    if all(reference() is None for reference in orphans.values()):
+        return
+    gc.collect()
+    alive = [(fqn, parameter) for fqn, reference in orphans.items() if (parameter := reference()) is not None]
+    ours = {id(alive), *map(id, alive)}
+    holders = {fqn: [r for r in referrers_of(p) if id(r) not in ours and _holds(r)] for fqn, p in alive}
+    held = {fqn: found for fqn, found in holders.items() if found}
+    if not held:
+        return
+    kinds = sorted({type(holder).__name__ for found in held.values() for holder in found})
+    raise ConfigError(
+        f"parameters taken from the model before its first call are still held (by: {', '.join(kinds)}): "
+        f"{', '.join(held)}. The first call sharded the model and replaced them, so clipping or averaging the old ones "
+        "does nothing. Read model.parameters() after the first call, or call fxshard.fully_shard(model) before it."
+    )
+
+
+def _holds(referrer: object) -> bool:
+    """Whether a referrer is more than the variables of a module, a function or a closure."""
+    if isinstance(referrer, dict):
+        return "__builtins__" not in referrer
+    return not isinstance(referrer, types.FrameType | types.CellType | types.GeneratorType)
+
+
+@functools.cache
+def guard_optimizers() -> RemovableHandle:
+    """From now on refuse an optimizer step that would train an unsynchronised replica.
+
+    Installed when fxshard is imported, not when it shards: a model of which Dynamo captures nothing never comes to the
+    backend. The one hook of fxshard that is always there; `guard_optimizers().remove()` takes it away.
+    """
+    return register_optimizer_step_pre_hook(_ReplicaGuard())
+
+
+class _ReplicaGuard:
+    """Refuses to step parameters that stand, unsharded, in a model that is sharded elsewhere or compiled by fxshard.
+
+    A model that was never given to us is not our business: a reference, a small helper, one under DDP. The search for
+    the model is made once per optimizer.
+    """
+
+    def __init__(self) -> None:
+        self._approved: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():  # Dynamo cannot trace the search: a compiled step is not checked
+            return
+        if optimizer in self._approved or not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        plain = [p for p in parameters if p.grad is not None and not isinstance(p, DTensor)]
+        replicas = _replicas(plain) if plain else []
+        if replicas:
+            raise ConfigError(
+                f"optimizer step on parameters that are not sharded: {', '.join(replicas)}. Their model was only "
+                "partly captured with backend='fxshard' (compiled in part, or split by graph breaks: "
+                "TORCH_LOGS=graph_breaks), so their gradients were never averaged over the ranks. "
+                "Compile the outermost module, or call fxshard.fully_shard(model) before compiling."
+            )
+        self._approved.add(optimizer)
+
+
+def _replicas(parameters: Iterable[Tensor]) -> list[str]:
+    """FQNs of those parameters that have a sharded module beside them or fxshard around them, and are not ignored."""
+    wanted = {id(p) for p in parameters}
+    found: dict[int, str] = {}
+    for model in instances_of(nn.Module, thaw=False):  # of any program that imports fxshard
+        units = units_under(model)
+        ignored = {id(p) for unit in units for p in unit.ignored}
+        is_ours = bool(units) or dynamo.is_compiled_by(model, "fxshard")
+        for name, parameter in model.named_parameters() if is_ours else ():
+            if id(parameter) in wanted - ignored and len(name) > len(found.get(id(parameter), "")):
+                found[id(parameter)] = name.removeprefix("_orig_mod.")
+    return list(found.values())

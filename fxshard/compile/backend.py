@@ -1,0 +1,166 @@
+"""The entry of `torch.compile(..., backend="fxshard")`: options, capture, passes, lowering."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from fxshard.compile import auto_shard, cudagraphs, dynamo
+from fxshard.compile.fsdp2_order import reduced_separately
+from fxshard.compile.last_unit import keep_last_unit_unsharded
+from fxshard.compile.stages import lower, lower_plain, require_known_flags
+from fxshard.cost import hardware
+from fxshard.errors import ConfigError, FxshardError
+from fxshard.ir.memory_budget import GIB
+from fxshard.options import Options, parse
+from fxshard.passes import pipeline
+from fxshard.runtime import rank_check
+from fxshard.runtime.frame import Frame
+from fxshard.runtime.unit import Home
+from fxshard.sharding.sharded_module import plain_module, units_under
+
+_log = logging.getLogger(__name__)
+
+
+def fxshard(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile one graph that Dynamo captured.
+
+    Args:
+        gm: Dynamo's graph; taken over.
+        example_inputs: its real inputs.
+        options: see `fxshard.options.Options`.
+        mode: must be None or "default".
+
+    Returns:
+        What Dynamo calls in place of the graph.
+
+    Raises:
+        ConfigError, UnsupportedGraph, NotImplementedError: see `docs/errors.md`.
+    """
+    try:
+        return _dispatch(gm, example_inputs, parse(options, mode))
+    except (FxshardError, NotImplementedError) as error:
+        groups = {home.unit.plan.group for home in dynamo.flats_of(example_inputs).values()}
+        rank_check.report_failure(groups, str(error))
+        raise dynamo.as_raised_by_backend(error) from error.__cause__
+
+
+def _dispatch(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+    dynamo.refuse_compiled_autograd()
+    require_known_flags(options)
+    # A wrong pipeline or hardware is refused before anything is sharded.
+    pipeline.chosen(options)
+    if options.hardware is not None:
+        hardware.load(options.hardware)
+    flats = dynamo.flats_of(example_inputs)
+    unsharded = dynamo.unsharded_parameters(gm, example_inputs)
+    if flats:
+        _require_one_way(options, flats)
+        auto_shard.require_no_replicas(unsharded, flats)
+        return _compile(gm, example_inputs, flats, options)
+    if unsharded:
+        auto_shard.shard_root(gm, unsharded, options)  # returns only where there is nothing to shard over
+    dynamo.refuse_writes(gm, example_inputs)
+    return lower_plain(gm, example_inputs, options)
+
+
+def frames_of(module: nn.Module) -> list[Frame]:
+    """The live captured graphs of a sharded module, compiled or plain, in the order in which they were captured."""
+    frames: dict[int, Frame] = {}
+    for unit in units_under(plain_module(module)):
+        for reference in unit.frames:
+            if (frame := reference()) is not None:
+                frames.setdefault(id(frame), frame)
+    return list(frames.values())
+
+
+def capture_only(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, frames: list[Frame]
+) -> Callable[..., Any]:
+    """Do what `fxshard` does with a graph of a sharded model, but stop before code generation; for `explain`.
+
+    Args:
+        gm: as in `fxshard`.
+        example_inputs: may be fake.
+        options: the user's.
+        frames: gets the new frame; a graph that reads no sharded parameter makes none.
+
+    Returns:
+        The graph, interpreted.
+    """
+    try:
+        dynamo.refuse_compiled_autograd()
+        flats = dynamo.flats_of(example_inputs)
+        if not flats:
+            dynamo.refuse_writes(gm, example_inputs)
+            return lower_plain(gm, example_inputs, dataclasses.replace(options, lower="eager"))
+        _require_one_way(options, flats)
+        auto_shard.require_no_replicas(dynamo.unsharded_parameters(gm, example_inputs), flats)
+        frame = _compile(gm, example_inputs, flats, options, generate_code=False)
+    except (FxshardError, NotImplementedError) as error:
+        raise dynamo.as_raised_by_backend(error) from error.__cause__
+    frames.append(frame)
+    return frame
+
+
+def _compile(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    flats: dict[int, Home],
+    options: Options,
+    *,
+    generate_code: bool = True,
+) -> Frame:
+    device = example_inputs[next(iter(flats))].device
+    cudagraphs.require_device(options, device)
+    budget = options.memory_budget_gib
+    plan = dynamo.bind_markers(gm, flats)
+    dynamo.refuse_writes(gm, example_inputs, plan)
+    dynamo.refuse_replaced_parameters()
+    if options.prefetch == "auto" and budget is None:
+        plan = keep_last_unit_unsharded(gm, plan, flats)
+    frame = Frame(
+        plan,
+        reads=dynamo.reads_of(gm),
+        returned=dynamo.returned_by(gm),
+        reduced_separately=reduced_separately(gm, plan, flats) if options.lower == "eager" else {},
+        hardware=options.hardware or hardware.of_device(device).name,
+        unsharded_budget_bytes=None if budget is None else int(budget * GIB),
+        resident_budget_bytes=int(options.resident_gib * GIB),
+        replays=options.cudagraphs,
+    )
+    for key, share in dynamo.read_shares(gm, frame.plan).items():
+        if share < 0.5 and frame.plan.units[key].world_size > 1:
+            _log.warning(
+                "fxshard: a captured graph reads %.0f%% of unit %r but gathers all of it. Where a graph break splits "
+                "the unit, remove the break (TORCH_LOGS=graph_breaks) or give the parts a fully_shard each.",
+                100 * share,
+                key or "root",
+            )
+    for home in flats.values():
+        alive = [reference for reference in home.unit.frames if reference() is not None]
+        home.unit.frames = [*alive, weakref.ref(frame)]
+    lower(gm, example_inputs, frame, pipeline.chosen(options), options, generate_code=generate_code)
+    _log.info("captured %d units: %s", len(frame.plan.units), ", ".join(name or "root" for name in frame.plan.units))
+    return frame
+
+
+def _require_one_way(options: Options, flats: dict[int, Home]) -> None:
+    """Raise if options that only the one-line path reads are given for a model that `fully_shard` sharded."""
+    if options.one_line_only and not all(home.unit.from_one_line for home in flats.values()):
+        raise ConfigError(
+            f"options {', '.join(options.one_line_only)} only act where torch.compile shards the model itself; this "
+            "one was sharded by fully_shard. Pass them to fully_shard (mesh, reshard_after_forward, mp_policy) "
+            "instead, or call set_separate_reduce_scatter_group()."
+        )

@@ -1,0 +1,176 @@
+"""Compiled code in torch's caches: what decides it besides the graph, and what comes out on a hit.
+
+See [Note: caches] in `stages.py` and `docs/adr/0006-caches.md`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import inspect
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from torch._inductor import config as inductor_config
+from torch._inductor.output_code import CompiledFxGraph
+
+from fxshard.cost.hardware import HardwareSpec
+from fxshard.errors import InvariantError
+from fxshard.ir import launches
+from fxshard.ir.collectives import SlotIndex
+from fxshard.ir.plan import FramePlan
+from fxshard.options import Options
+from fxshard.passes import pipeline as pipelines
+from fxshard.passes._base import GraphKind, GraphPass
+from fxshard.passes.pipeline import Pipeline
+from fxshard.runtime.dispatch import Order
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledFacts:
+    """What fxshard must know of a compiled graph to run it; kept with its code.
+
+    Attributes:
+        kind: of the graph.
+        launches: its collectives, in order.
+        trained: as in `Frame`.
+        reads: unit key -> the parameters that the graph gathers.
+        inputs: of the graph: name and type.
+        outputs: of the graph: types.
+        orders: how the inputs must lie in memory, of a backward.
+    """
+
+    kind: GraphKind
+    launches: tuple[launches.Launch, ...]
+    trained: dict[str, list[SlotIndex]]
+    reads: dict[str, list[SlotIndex]]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    orders: dict[int, Order]
+
+    @property
+    def signature(self) -> list[str]:
+        """What the graph takes and gives, without the names of symbolic sizes.
+
+        Tracing again makes new names, and may give two to one size. A size stands in brackets; u8 before them is none.
+        """
+        return [re.sub(r"\b(?:s|u|zuf|zf)\d+\b(?![\[:])", "n", text) for text in (*self.inputs, "->", *self.outputs)]
+
+
+class CodeOwner(Protocol):
+    """What a cache must be able to tell the compilation that finds something in it."""
+
+    def restore(self, facts: CompiledFacts) -> None:
+        """Take over what the passes found out when the code was compiled."""
+
+    def prepared(self, code: Callable[..., Any], facts: CompiledFacts) -> Callable[..., Any]:
+        """What is to run in place of the code."""
+
+
+class CachedCode(CompiledFxGraph):
+    """Inductor's code of one graph in the form in which AOTAutograd caches it; see [Note: caches]."""
+
+    facts: CompiledFacts
+
+    @classmethod
+    def of(cls, compiled: CompiledFxGraph, facts: CompiledFacts, stages: CodeOwner) -> CachedCode:
+        """The same object, ready to run."""
+        compiled.__class__ = cls  # a copy would not do: the original's `__del__` ends the code that they share
+        code = cast(CachedCode, compiled)
+        code.facts = facts
+        code._prepare(stages)
+        return code
+
+    def post_compile(self, *args: Any, **kwargs: Any) -> None:
+        """Called when the code was found in the cache, in the process that will run it."""
+        super().post_compile(*args, **kwargs)
+        stages: CodeOwner | None = getattr(inductor_config.custom_partitioner_fn, "stages", None)  # of who looks for it
+        if stages is None:
+            raise InvariantError("compiled code of fxshard was found by somebody else.")
+        stages.restore(self.facts)
+        self._prepare(stages)
+
+    def _prepare(self, stages: CodeOwner) -> None:
+        if self.current_callable is None:
+            raise InvariantError("Inductor handed over a graph without code.")
+        self.current_callable = stages.prepared(self.current_callable, self.facts)
+
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_log = logging.getLogger(__name__)
+
+
+def digest(options: Options, plan: FramePlan, pipeline: Pipeline, hardware: HardwareSpec) -> str | None:
+    """The same in two processes exactly if they may share compiled code of equal graphs.
+
+    Args:
+        options: the user's.
+        plan: of the frame; holds names and sizes of process groups, but nothing of this rank.
+        pipeline: its passes count by their class, `version`, fields and source.
+        hardware: what the passes weigh costs with; a file may have changed under its name.
+
+    Returns:
+        A hash; `None` where no text can stand for a value, such as a function: then nothing may be cached.
+    """
+    # `options.passes` is a function; what it returned is the pipeline.
+    values = (dataclasses.replace(options, passes=None), plan, pipeline, hardware)
+    try:
+        parts = [torch.__version__, _own_sources(), *map(_stable, values), *_foreign_sources(pipeline)]
+    except (OSError, TypeError) as error:
+        _log.info("fxshard: compiled code is not cached, for a pass has no source file: %s", error)
+        return None
+    text = "\n".join(parts)
+    if found := _ADDRESS.search(text):
+        _log.info("fxshard: compiled code is not cached: %s", text[max(0, found.start() - 100) : found.end()])
+        return None
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _stable(value: Any) -> str:
+    """`repr`, but with all fields of a dataclass, and independent of the order of sets and mappings."""
+    if isinstance(value, GraphPass):
+        cls = type(value)  # no field need be declared as one
+        return f"{cls.__module__}.{cls.__qualname__} v{value.version} {_stable(vars(value))}"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return f"{type(value).__qualname__} {_stable(fields)}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(sorted(f'{_stable(key)}: {_stable(item)}' for key, item in value.items()))}}}"
+    if isinstance(value, Set):
+        return f"{{{', '.join(sorted(map(_stable, value)))}}}"
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_stable, value))})"
+    return repr(value)
+
+
+@functools.cache
+def _own_sources() -> str:
+    """A hash of fxshard itself: a new release, or an edit, may compile other code."""
+    package, passes = Path(__file__).resolve().parents[1], Path(pipelines.__file__).resolve().parent  # may be a link
+    folders = {package, passes}
+    return _hash_of({path for folder in folders for path in folder.rglob("*.py")})
+
+
+def _foreign_sources(pipeline: Pipeline) -> Iterator[str]:
+    """Hashes of the files that define the passes which are not fxshard's own."""
+    classes = {c for step in chain(pipeline.joint, pipeline.split, pipeline.last) for c in type(step).__mro__}
+    foreign = {c for c in classes if c.__module__.partition(".")[0] not in ("fxshard", "abc", "builtins")}
+    files = {inspect.getsourcefile(c) for c in foreign}
+    if None in files:
+        raise OSError("its class was not read from a file")
+    yield _hash_of({Path(file) for file in files if file is not None})
+
+
+def _hash_of(files: Set[Path]) -> str:
+    total = hashlib.sha256()
+    for file in sorted(files, key=lambda file: (file.name, file.parent.name)):  # wherever it is installed
+        content = file.read_bytes()
+        total.update(f"{file.name} {len(content)}\n".encode() + content)
+    return total.hexdigest()

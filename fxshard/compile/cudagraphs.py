@@ -1,0 +1,120 @@
+"""Compiled graphs as CUDA graphs: recorded once by Inductor's cudagraph trees, then replayed.
+
+[Note: replays]
+A replay runs kernels on the addresses that they were recorded with, and no Python. So:
+
+- Flats and accumulators stay where they are: they are *static inputs*, read and written in place. All other inputs are
+  copied to where they were when the graph was recorded.
+- What a graph gives lies in memory of the recording and is overwritten by a later replay. Gradients outlive it (an
+  optimizer reads them, or the next backward adds to them), so a backward's results are copied out; a rank's rows only.
+- The ranks' agreement and the choice of a variant stay in front of the graph. A graph neither takes over nor hands on
+  launches of other graphs, for that is Python's work (`runtime/prefetch_cache.py`); what is gathered outside of graphs
+  is waited for before one runs.
+- Launches and waits must be recorded together: a graph is recorded whole, or is an error that says why it cannot be.
+- A backward is compiled when it first runs, as is usual: what manages recordings is there once a forward has run. So
+  AOTAutograd's cache, which wants it compiled before, is not used.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxshard.errors import ConfigError, UnsupportedGraph
+from fxshard.ir import tags
+from fxshard.options import Options
+
+_STATIC = {tags.SHARD, tags.ACCUMULATOR}
+
+
+def require_device(options: Options, device: torch.device) -> None:
+    """Raise if CUDA graphs are wanted of a model that is not on CUDA.
+
+    Raises:
+        ConfigError: names the device.
+    """
+    if options.cudagraphs and device.type != "cuda":
+        raise ConfigError(f"cudagraphs=True needs a model on CUDA; this one is on {device}. Leave the option out.")
+
+
+def patches(options: Options, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Inductor's configuration; `known` is what it has of it."""
+    wanted = {"triton.cudagraphs": True, "triton.cudagraph_trees": True, "graph_partition": False}
+    if not options.cudagraphs:
+        wanted = {"triton.cudagraphs": False}  # whatever the environment says: ours would not be safe in a recording
+    return {name: value for name, value in wanted.items() if name in known}
+
+
+def static_inputs(options: Options, graph: fx.Graph, given: Sequence[int]) -> list[int]:
+    """Indices of the inputs that stay where they are, with those that Inductor was `given`."""
+    if not options.cudagraphs:
+        return list(given)
+    inputs = enumerate(graph.find_nodes(op="placeholder"))
+    return sorted({*given, *(i for i, node in inputs if _STATIC & tags.tags_of(node).keys())})
+
+
+def left_out(options: Options, inputs: Sequence[Any], given: Mapping[str, Any]) -> None:
+    """Say where the forward runs whose backward is compiled by itself: its recording goes on with that of the forward.
+
+    Args:
+        options: the user's.
+        inputs: of the forward.
+        given: what Inductor's compiler was called with.
+    """
+    devices = (value.device for value in inputs if isinstance(value, Tensor) and value.is_cuda)
+    if options.cudagraphs and (device := next(devices, None)) is not None:
+        given["boxed_forward_device_index"].set(device.index)
+
+
+def require_recordable(options: Options, code: Any, kind: str) -> None:
+    """Raise if Inductor will not record a graph.
+
+    Args:
+        options: the user's.
+        code: what Inductor made of the graph.
+        kind: of the graph.
+
+    Raises:
+        UnsupportedGraph: says what Inductor says.
+    """
+    info = getattr(code, "cudagraph_info", None)
+    reasons = getattr(code, "disabled_cudagraphs_reason", None) or getattr(info, "cudagraph_fail_reasons", None)
+    if options.cudagraphs and (reasons or info is None):
+        why = ", ".join(reasons) if isinstance(reasons, list) else reasons or "Inductor gives no reason"
+        raise UnsupportedGraph(
+            f"cudagraphs=True: the {kind} graph cannot be recorded: {why}. Mend what it names, or leave the option out."
+        )
+
+
+def guarded(
+    options: Options, run: Callable[[list[Any]], Any], kind: str, skips: Mapping[str, int]
+) -> Callable[[list[Any]], Any]:
+    """`run`, with an error where it ran without being recorded, and for a backward with results of its own.
+
+    Args:
+        options: the user's.
+        run: a compiled graph.
+        kind: of it.
+        skips: what Inductor counts, "cudagraph_skips" among it.
+    """
+    if not options.cudagraphs:
+        return run
+
+    @functools.wraps(run, assigned=())
+    def checked(inputs: list[Any]) -> Any:
+        before = skips.get("cudagraph_skips", 0)
+        results = run(inputs)
+        if skips.get("cudagraph_skips", 0) > before:
+            raise UnsupportedGraph(
+                f"cudagraphs=True: the {kind} graph was not recorded when it ran; TORCH_LOGS=perf_hints says why "
+                "(inputs that are written to, shapes that keep changing). Mend that, or leave the option out."
+            )
+        if kind != "backward":
+            return results
+        return tuple(result.clone() if isinstance(result, Tensor) else result for result in results)
+
+    return checked

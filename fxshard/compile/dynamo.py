@@ -1,0 +1,323 @@
+"""What Dynamo captured: which inputs are flats, which unit and call each marker belongs to, what is not sharded.
+
+Private torch modules used here: `torch._dynamo` (guards' sources, configuration).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import entry_points
+from typing import Any, NoReturn, TypeVar, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.exc import BackendCompilerFailed, TensorifyScalarRestartAnalysis
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch.distributed.tensor import DTensor
+
+from fxshard import torch_private
+from fxshard.errors import UnsupportedGraph
+from fxshard.ir import ops, writes
+from fxshard.ir.ops import MarkerKey
+from fxshard.ir.plan import FramePlan, UnitPlan
+from fxshard.ir.verify import baseline
+from fxshard.ir.verify.baseline import ParameterKey
+from fxshard.live_objects import instances_of
+from fxshard.runtime import eager
+from fxshard.runtime.unit import Home, Unit, home_of
+from fxshard.sharding.sharded_module import ParameterOwner, ShardedModule, plain_module
+
+Error = TypeVar("Error", bound=Exception)
+
+
+def refuse_compiled_autograd() -> None:
+    """Raise if compiled autograd is on: it inlines the backward before our passes have seen it."""
+    if dynamo_config.compiled_autograd:
+        raise UnsupportedGraph(
+            "compiled autograd (torch._dynamo.config.compiled_autograd) is not supported with backend='fxshard': it "
+            "inlines backward graphs before fxshard's passes run. Switch it off."
+        )
+
+
+def flats_of(example_inputs: Sequence[Any]) -> dict[int, Home]:
+    """Graph input index -> where the flat belongs, for the inputs that are flats."""
+    homes = ((i, home_of(value)) for i, value in enumerate(example_inputs) if isinstance(value, Tensor))
+    return {i: home for i, home in homes if home is not None}
+
+
+def unsharded_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[str, nn.Parameter]:
+    """Name in the user's code -> trainable parameter that enters the graph as it is."""
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    return {
+        source_name(node): value
+        for node, value in zip(placeholders, example_inputs, strict=True)
+        if isinstance(value, nn.Parameter)
+        and value.requires_grad
+        and not isinstance(value, DTensor)
+        and home_of(value) is None
+    }
+
+
+def source_name(placeholder: fx.Node) -> str:
+    """Where Dynamo found a graph input, as Python source; the node's name where Dynamo does not say."""
+    source = getattr(placeholder, "_dynamo_source", None)
+    return placeholder.name if source is None else readable(_name(source))
+
+
+def readable(name: str) -> str:
+    """`L['self']._modules['blocks']._modules['0']._parameters['weight']` -> `self.blocks.0.weight`."""
+    expression = name.removeprefix("L").removeprefix("G")
+    return re.sub(r"(?:\._modules|\._parameters)?\['([^']+)'\]", r".\1", expression).strip(".")
+
+
+def bind_markers(gm: fx.GraphModule, flats: dict[int, Home]) -> FramePlan:
+    """Write the frame's own key into every marker; see [Note: markers] in `ir/ops.py`.
+
+    Args:
+        gm: Dynamo's graph, edited in place, subgraphs of higher-order ops included.
+        flats: from `flats_of`.
+
+    Returns:
+        The plan that the keys refer to.
+    """
+    keys = _unit_keys([home.unit for home in flats.values()])
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    # A subgraph's input is the same fake tensor as the outer input that Dynamo lifted into it.
+    homes = {id(placeholders[i].meta["example_value"]): home for i, home in flats.items()}
+    calls: dict[tuple[str, str], int] = {}
+    for marker in _markers(gm):
+        flat = marker.args[0]
+        home = homes.get(id(flat.meta.get("example_value"))) if isinstance(flat, fx.Node) else None
+        if home is None:
+            raise UnsupportedGraph(
+                f"%{marker.name} reads a parameter through {flat}, which is not an input of the captured graph. "
+                "Read the parameter outside of the function that transforms it (vmap, cond, custom autograd)."
+            )
+        unit = keys[id(home.unit)]
+        numbered = calls.setdefault((unit, _call(marker)), sum(u == unit for u, _ in calls))
+        marker.target = ops.UNSHARD
+        marker.args = (flat, str(MarkerKey(unit, home.shard, str(numbered))), *marker.args[2:])
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            module.recompile()
+    units = {keys[id(home.unit)]: _with_prefetch(home.unit, keys) for home in flats.values()}
+    return FramePlan(
+        units=units,
+        shard_inputs={i: (keys[id(h.unit)], h.shard) for i, h in flats.items()},
+        input_names=tuple(
+            "" if i in flats else source_name(node).removeprefix("self.") for i, node in enumerate(placeholders)
+        ),
+    )
+
+
+def _with_prefetch(unit: Unit, keys: Mapping[int, str]) -> UnitPlan:
+    """The unit's plan with its prefetch lists, as far as this graph has what is in them."""
+
+    def here(listed: tuple[Unit, ...] | None) -> tuple[str, ...] | None:
+        found = tuple(keys[id(other)] for other in listed or () if id(other) in keys)
+        return found or (() if listed == () else None)
+
+    return replace(
+        unit.plan, forward_prefetch=here(unit.forward_prefetch), backward_prefetch=here(unit.backward_prefetch)
+    )
+
+
+def _markers(gm: fx.GraphModule) -> Iterator[fx.Node]:
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                if node.op == "call_function" and node.target in (torch.ops.fxshard.unshard, ops.UNSHARD):
+                    yield node
+
+
+def refuse_writes(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: FramePlan | None = None) -> None:
+    """Raise if a graph writes into a parameter: the write would be lost with the gathered copy.
+
+    Args:
+        gm: Dynamo's graph.
+        example_inputs: its real inputs; an earlier graph may have returned a parameter that is one of them.
+        plan: from `bind_markers`, `None` for a graph without markers.
+    """
+    names: dict[fx.Node, str] = {}
+    if plan is not None:
+        names |= {marker: plan.parameter_name(*baseline.parameter_key_of(marker)) for marker in _markers(gm)}
+    for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
+        if (fqn := eager.returned_name(value)) is not None:
+            names[node] = fqn
+    found = writes.writes_of(gm, names) if names else ()
+    written = dict.fromkeys(f"{names[w.parameter]} ({', '.join(filter(None, (w.op, w.user_line)))})" for w in found)
+    if written:
+        raise UnsupportedGraph(
+            f"parameters are changed in place during forward: {'; '.join(written)}. {eager.LOST_WRITE}"
+        )
+
+
+def refuse_replaced_parameters() -> None:
+    """Raise if the code that Dynamo traces puts something in place of sharded parameters, and perhaps back again.
+
+    The graph reads the shards all the same, so that it would compute with other values than the code says.
+    """
+    output = InstructionTranslator.current_tx().output
+    modified = filter(output.side_effects.is_modified, output.side_effects.id_to_variable.values())
+    sources = [source for variable in modified if (source := getattr(variable, "source", None)) is not None]
+    registries = [source for source in sources if getattr(source, "member", "") == "_parameters"]
+    found = [_name(source.base) for source in registries if isinstance(_value_of(source.base), ParameterOwner)]
+    if found:
+        raise UnsupportedGraph(
+            f"the compiled code replaces parameters of sharded modules: {', '.join(map(readable, found))} "
+            "(torch.func.functional_call?). Replace them outside of the compiled function."
+        )
+
+
+def reads_of(gm: fx.GraphModule) -> dict[str, frozenset[eager.Read]]:
+    """Unit key -> the parameters that a graph with bound markers reads, with the ids of the modules that do."""
+    reads: dict[str, set[eager.Read]] = {}
+    for marker in _markers(gm):
+        unit, shard, slot = baseline.parameter_key_of(marker)
+        module = next(reversed(marker.meta.get("nn_module_stack") or {}), "").partition("@")[0]
+        reads.setdefault(unit, set()).add(((shard, slot), int(module) if module.isdigit() else 0))
+    return {unit: frozenset(found) for unit, found in reads.items()}
+
+
+def returned_by(gm: fx.GraphModule) -> dict[int, ParameterKey]:
+    """Index of a result of a graph with bound markers -> the parameter that it is, or whose memory it shares."""
+    places = {
+        torch_private.storage_id(marker.meta["example_value"]): baseline.parameter_key_of(marker)
+        for marker in _markers(gm)
+    }
+    (results,) = gm.graph.output_node().args
+    values = [result.meta.get("example_value") for result in results]  # type: ignore[union-attr]
+    found = ((i, torch_private.storage_id(value)) for i, value in enumerate(values) if isinstance(value, Tensor))
+    return {i: places[storage] for i, storage in found if storage in places}
+
+
+def read_shares(gm: fx.GraphModule, plan: FramePlan) -> dict[str, float]:
+    """Unit key -> the share of the unit's elements that a graph with bound markers reads."""
+    read = {baseline.parameter_key_of(marker) for marker in _markers(gm)}
+    total = {key: sum(shard.numel for shard in unit.shards) for key, unit in plan.units.items()}
+    used = dict.fromkeys(plan.units, 0)
+    for unit, shard, slot in read:
+        used[unit] += plan.units[unit].shards[shard].slots[slot].numel
+    return {key: used[key] / max(1, total[key]) for key in plan.units}
+
+
+def _unit_keys(units: Sequence[Unit]) -> dict[int, str]:
+    """Unit id -> its FQN, made unique within the graph (two models may use the same names)."""
+    keys: dict[int, str] = {}
+    for unit in units:
+        if id(unit) not in keys:
+            key = unit.fqn
+            while key in keys.values():
+                key += "'"
+            keys[id(unit)] = key
+    return keys
+
+
+def _call(marker: fx.Node) -> str:
+    """The innermost call of a sharded module that a read belongs to; Dynamo numbers repeated calls of a module."""
+    stack = marker.meta.get("nn_module_stack") or {}
+    sharded = [key for key, (_, cls) in stack.items() if isinstance(cls, type) and issubclass(cls, ShardedModule)]
+    return sharded[-1] if sharded else ""
+
+
+def roots_of(gm: fx.GraphModule) -> list[nn.Module]:
+    """The outermost modules through which the user's code reached the parameters of a graph, each once.
+
+    Every graph input knows the expression that led to it (`L['self']._modules['0']...`); the shortest prefix of it
+    that is a module is the root. A compiled closure has no `self`, so the frame's locals alone would not do.
+    """
+    roots: dict[int, nn.Module] = {}
+    for node in gm.graph.nodes:
+        source = getattr(node, "_dynamo_source", None) if node.op == "placeholder" else None
+        for prefix in reversed(list(_bases(source))):
+            value = _value_of(prefix)
+            if isinstance(value, nn.Module):
+                root = plain_module(value)
+                roots.setdefault(id(root), root)
+                break
+    return [r for r in roots.values() if not any(r is not o and r in list(o.modules()) for o in roots.values())]
+
+
+def _value_of(source: Any) -> Any:
+    """What the expression that led Dynamo to a value gives in the frame that it traces; `None` where it gives none."""
+    root_frame = InstructionTranslator.current_tx().output.root_tx
+    scope = {"L": root_frame.f_locals, "G": root_frame.f_globals}
+    try:
+        return eval(_name(source), {}, scope)
+    except (NameError, SyntaxError, LookupError, AttributeError, TypeError, NotImplementedError):
+        return None
+
+
+def _bases(source: Any) -> Iterator[Any]:
+    while source is not None:
+        yield source
+        source = getattr(source, "base", None)
+
+
+def _name(source: Any) -> str:
+    name = source.name
+    return str(name() if callable(name) else name)
+
+
+def restart(reason: str) -> NoReturn:
+    """Have Dynamo forget this capture and trace the frame again, within the same call."""
+    InstructionTranslator.current_tx().output.root_tx.speculation_log.clear()
+    raise TensorifyScalarRestartAnalysis(restart_reason=reason)
+
+
+def compiled_around(part: nn.Module) -> nn.Module | None:
+    """A live module that was given to `torch.compile` and contains `part` without being it."""
+    for wrapper in instances_of(OptimizedModule):
+        if wrapper._orig_mod is not part and any(m is part for m in wrapper._orig_mod.modules()):
+            return wrapper._orig_mod
+    return None
+
+
+def is_compiled_by(module: nn.Module, name: str) -> bool:
+    """Whether `torch.compile(module)` or `module.compile()` was given the backend called `name`."""
+    if type(module) is OptimizedModule:
+        candidates = [getattr(module.dynamo_ctx, "callback", None)]
+    else:
+        closure = getattr(module._compiled_call_impl, "__closure__", None) or ()
+        candidates = [cell.cell_contents for cell in closure if hasattr(cell, "cell_contents")]
+    return any(_backend_name(candidate) == name for candidate in candidates)
+
+
+def _backend_name(callback: Any) -> str | None:
+    """The innermost of Dynamo's wrappers around a backend knows the name that the user gave."""
+    name = None
+    while callback is not None:
+        name = getattr(callback, "compiler_name", None)
+        callback = getattr(callback, "_torchdynamo_orig_backend", None)
+    return name
+
+
+def refresh_compiled(root: nn.Module) -> None:
+    """Let `torch.compile`'s wrappers of `root` call the class that it has now; they bound the old one's `__call__`."""
+    for wrapper in instances_of(OptimizedModule):
+        if wrapper._orig_mod is root:
+            wrapper._initialize()
+
+
+def as_raised_by_backend(error: Error) -> Error:
+    """The same error, of a class that Dynamo passes on as it is instead of wrapping it in BackendCompilerFailed.
+
+    Users catch `ConfigError`; Dynamo wraps whatever a backend raises, except its own exceptions. The result is both.
+    """
+    cls = type(error)
+    body = {"__module__": cls.__module__, "__init__": lambda self: None, "first_useful_frame": None}
+    both: Any = type(cls.__name__, (cls, BackendCompilerFailed), body)
+    raised = both.__new__(both)
+    raised.args = error.args
+    raised.inner_exception = error
+    return cast(Error, raised.with_traceback(error.__traceback__))
+
+
+def register_backend(backend: Callable[..., Any], name: str) -> None:
+    """Make `torch.compile(backend=name)` find `backend` when the package is imported but not installed."""
+    if name not in entry_points(group="torch_dynamo_backends").names:
+        torch._dynamo.register_backend(backend, name=name)

@@ -1,0 +1,256 @@
+"""Run a graph on real values for all ranks at once, in one process.
+
+[Note: lockstep]
+All ranks run the same graph, so one interpreter can walk it for all of them: at each node it computes the value of
+every rank, and a collective is a function of the values that the ranks have there. That takes no process group, so a
+live one is left alone. Reductions add in the order of the ranks; the network may add in another, but always the same
+one is what comparing two graphs needs. Values that the network moves are exact either way.
+"""
+
+from __future__ import annotations
+
+import operator
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fxshard import torch_private
+from fxshard.errors import UnsupportedGraph
+from fxshard.inspect.fake_model import FakeModel
+from fxshard.ir import collectives
+from fxshard.ir.plan import ShardPlan
+from fxshard.runtime.frame import Frame
+from fxshard.runtime.unit import Home, home_of
+from fxshard.sharding.sharded_module import units_under
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """A frame and the inputs that Dynamo captured it with: fake tensors of the fake model."""
+
+    frame: Frame
+    inputs: tuple[Any, ...]
+
+
+def originals_of(model: nn.Module, arguments: Any, fake_model: FakeModel) -> dict[int, Any]:
+    """Identity of each module and tensor of the fake model -> what it is a copy of."""
+    modules = [*model.modules(), *(m for unit in units_under(model) for m in unit.modules)]
+    tensors = [*tree_leaves(arguments), *model.parameters(), *model.buffers()]
+    tensors += [leaf for module in modules for leaf in tree_leaves(list(module.__dict__.values()))]
+    found: dict[int, Any] = {}
+    for original in [*modules, *(leaf for leaf in tensors if isinstance(leaf, Tensor))]:
+        try:
+            found[id(fake_model.replica.of(original))] = original
+        except KeyError:  # a sharded parameter: the fake model has the whole one
+            continue
+    return found
+
+
+class InputValues:
+    """The inputs of the graphs of one frame, on all ranks."""
+
+    def __init__(self, captured: Captured, originals: dict[int, Any], given: set[int], num_ranks: int) -> None:
+        self._captured, self._originals, self._given, self._num_ranks = captured, originals, given, num_ranks
+        self._known: dict[int, PerRank] = {}
+
+    def of(self, graph: fx.Graph, saved: Mapping[str, PerRank]) -> dict[str, PerRank]:
+        """By name of the placeholder, copies; `saved` is what forward left for backward."""
+        placeholders = graph.find_nodes(op="placeholder")
+        return {n.name: copied(saved[n.name]) if n.name in saved else self._input(n) for n in placeholders}
+
+    def _input(self, placeholder: fx.Node) -> PerRank:
+        index = torch_private.input_index(placeholder)
+        if index is None:
+            return _synthetic(placeholder, self._num_ranks)
+        if index not in self._known:
+            self._known[index] = self._captured_input(index, placeholder)
+        return tuple(copied(self._known[index]))
+
+    def _captured_input(self, index: int, placeholder: fx.Node) -> PerRank:
+        value = self._captured.inputs[index]
+        home = home_of(value) if isinstance(value, Tensor) else None
+        if home is not None:
+            return tuple(self._flat(home, rank) for rank in range(self._num_ranks))
+        original = self._originals.get(id(value), value)
+        if not isinstance(original, Tensor) or torch_private.is_fake(original):
+            return _synthetic(placeholder, self._num_ranks)
+        original = original.detach()
+        if id(self._originals.get(id(value))) in self._given and original.is_floating_point():
+            # Factors below one: what is within bounds stays within them.
+            return tuple(original * (1 - rank / (2 * self._num_ranks)) for rank in range(self._num_ranks))
+        return (original,) * self._num_ranks
+
+    def _flat(self, home: Home, rank: int) -> Tensor:
+        shard = home.unit.shards[home.shard]
+        parameters = []
+        for member in shard.members:
+            module, name = member.owners[0]
+            parameters.append(self._originals[id(module)]._parameters[name].detach())
+        flat = torch.zeros(shard.plan.numel, dtype=shard.plan.dtype, device=parameters[0].device)
+        return _fill(flat, shard.plan, parameters, rank, self._num_ranks)
+
+
+def _fill(flat: Tensor, plan: ShardPlan, parameters: Sequence[Tensor], rank: int, num_ranks: int) -> Tensor:
+    """Write a rank's rows of each parameter into its slot."""
+    for slot, parameter in zip(plan.slots, parameters, strict=True):
+        if isinstance(parameter, DTensor):
+            own = parameter.device_mesh.get_local_rank()
+            rows = parameter.to_local().reshape(-1).roll(rank - own)
+        else:
+            rows = (parameter if slot.replicated else parameter[slice(*slot.rows_of(rank, num_ranks))]).reshape(-1)
+        flat[slot.offset : slot.offset + rows.numel()] = rows
+    return flat
+
+
+def _synthetic(placeholder: fx.Node, num_ranks: int) -> PerRank:
+    """Values that look like what the graph was traced with: random numbers, zeros for integers."""
+    like = placeholder.meta.get("val")
+    if isinstance(like, torch.SymInt):
+        return (int(like),) * num_ranks
+    if not isinstance(like, Tensor):
+        return (like,) * num_ranks
+    return tuple(_random(like, zlib.crc32(placeholder.name.encode()) + rank) for rank in range(num_ranks))
+
+
+def _random(like: Tensor, seed: int) -> Tensor:
+    shape = tuple(int(size) for size in like.shape)
+    if not (like.is_floating_point() or like.is_complex()):
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(shape, generator=generator, dtype=torch.complex64 if like.is_complex() else torch.float32)
+    made = torch.empty_strided(shape, [int(step) for step in like.stride()], dtype=like.dtype, device=like.device)
+    return made.copy_(drawn)
+
+
+def constant(owner: fx.GraphModule, name: str) -> Any:
+    """What a `get_attr` node reads from a captured module; a fake tensor may know its value, or gets a random one."""
+    value: Any = owner
+    for part in name.split("."):
+        value = getattr(value, part)
+    if isinstance(value, Tensor) and torch_private.is_fake(value):
+        known = getattr(value, "constant", None)
+        return known if known is not None else _random(value, zlib.crc32(name.encode()))
+    return value
+
+
+PerRank = tuple[Any, ...]
+"""A value of each rank, rank 0 first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllRanksRun:
+    """What a graph computed.
+
+    Attributes:
+        values: node name -> its value right after the node ran, inputs left out; only where the run was to keep them.
+        results: the graph's results, in order.
+    """
+
+    values: dict[str, PerRank] = field(repr=False)
+    results: list[PerRank] = field(repr=False)
+
+
+def run(graph: fx.Graph, inputs: Mapping[str, PerRank], attributes: Mapping[str, Any], *, keep: bool) -> AllRanksRun:
+    """Run `graph` for all ranks; see [Note: lockstep].
+
+    Args:
+        graph: with explicit collectives.
+        inputs: by the names of the placeholders; the graph may write into them.
+        attributes: what its `get_attr` nodes read.
+        keep: whether to keep a copy of every value.
+
+    Raises:
+        UnsupportedGraph: a collective that none of our passes inserts.
+    """
+    values: dict[fx.Node, PerRank] = {}
+    kept: dict[str, PerRank] = {}
+    num_ranks = len(next(iter(inputs.values()), (None,)))
+    with torch.no_grad():
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                values[node] = inputs[node.name]
+            elif node.op == "get_attr":
+                values[node] = (attributes[node.target],) * num_ranks
+            elif node.op != "output":
+                values[node] = _call(node, values, num_ranks)
+                if keep:
+                    kept[node.name] = copied(values[node])
+    results = graph.output_node().args[0]
+    members = list(results) if isinstance(results, list | tuple) else [results]
+    return AllRanksRun(
+        values=kept, results=[values[m] if isinstance(m, fx.Node) else (m,) * num_ranks for m in members]
+    )
+
+
+def copied(value: Any) -> Any:
+    """The value with copies of all tensors in it."""
+    return tree_map_only(Tensor, Tensor.clone, value)
+
+
+def _call(node: fx.Node, values: Mapping[fx.Node, PerRank], num_ranks: int) -> PerRank:
+    def given(rank: int) -> tuple[Any, Any]:
+        return map_arg((node.args, node.kwargs), lambda n: values[n][rank])
+
+    ranks = [given(rank) for rank in range(num_ranks)]
+    collective = _COLLECTIVES.get(node.target) if node.op == "call_function" else None
+    if collective is not None and _spans(node, num_ranks):
+        return collective([args for args, _ in ranks])
+    namespace = getattr(node.target, "namespace", "")
+    if "c10d" in namespace and node.target is not collectives.WAIT:
+        raise UnsupportedGraph(
+            f"%{node.name} is {node.target}: bisect_numerics can only run the collectives of fxshard's own passes, "
+            f"over all {num_ranks} ranks. Bisect the part of the model that has no others."
+        )
+    if node.target is collectives.WAIT:
+        return tuple(args[0] for args, _ in ranks)
+    if node.op == "call_method":
+        return tuple(operator.methodcaller(str(node.target), *args[1:], **kwargs)(args[0]) for args, kwargs in ranks)
+    function: Any = node.target
+    return tuple(function(*args, **kwargs) for args, kwargs in ranks)
+
+
+def _spans(node: fx.Node, num_ranks: int) -> bool:
+    """Whether a launch is over all ranks, and moves or averages."""
+    given = node.args[1:]
+    if node.target in collectives.REDUCTIONS:
+        return given[:2] in (("sum", num_ranks), ("avg", num_ranks))
+    return given[:1] == (num_ranks,)
+
+
+def _gather(ranks: Sequence[tuple[Any, ...]]) -> PerRank:
+    return tuple(torch.cat([args[0] for args in ranks]) for _ in ranks)
+
+
+def _gather_all(ranks: Sequence[tuple[Any, ...]]) -> PerRank:
+    shards = list(zip(*(args[0] for args in ranks), strict=True))
+    return tuple([torch.cat(shard) for shard in shards] for _ in ranks)
+
+
+def _reduce(ranks: Sequence[tuple[Any, ...]]) -> PerRank:
+    total = ranks[0][0].clone()
+    for args in ranks[1:]:
+        total += args[0]
+    if ranks[0][1] == "avg":
+        total /= len(ranks)
+    return tuple(part.clone() for part in total.chunk(len(ranks)))
+
+
+def _reduce_all(ranks: Sequence[tuple[Any, ...]]) -> PerRank:
+    tensors = range(len(ranks[0][0]))
+    reduced = [_reduce([(args[0][i], *args[1:]) for args in ranks]) for i in tensors]
+    return tuple(list(parts) for parts in zip(*reduced, strict=True))
+
+
+_COLLECTIVES: dict[Any, Callable[[Sequence[tuple[Any, ...]]], PerRank]] = {
+    collectives.ALL_GATHER: _gather,
+    collectives.ALL_GATHER_COALESCED: _gather_all,
+    collectives.REDUCE_SCATTER: _reduce,
+    collectives.REDUCE_SCATTER_COALESCED: _reduce_all,
+}

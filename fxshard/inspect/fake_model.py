@@ -1,0 +1,248 @@
+"""The fake model of a model: a copy without data, sharded over ranks that need not exist, to compile in its place.
+
+[Note: fake models]
+Nothing that a pass decides depends on a value, so `explain` compiles a copy whose tensors are fake: no memory, no
+process group, any number of ranks. The copy is what the ranks would have: a sharded model is copied as it was before
+`fully_shard` and sharded again in the same units; an unsharded one is sharded as the one-line path would. The model
+itself is only read. The fake model shares the code of its classes, which is why it runs under
+`torch_private.untouched_dynamo`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from graphlib import TopologicalSorter
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fxshard import torch_private
+from fxshard.compile import auto_shard
+from fxshard.errors import ConfigError
+from fxshard.inspect.replica import Replica
+from fxshard.options import Options, launched_world_size
+from fxshard.runtime.unit import Unit
+from fxshard.sharding import shard_module
+from fxshard.sharding.mesh import require_mesh
+from fxshard.sharding.sharded_module import ModuleState, plain_module, state_of, units_under
+
+
+class StandInMesh(DeviceMesh):
+    """Rank 0 of a 1-D mesh of `world_size` ranks that do not exist; what takes no communication works.
+
+    Its axis has a name of its own, so that it equals no real mesh: torch caches what it knows of DTensors by mesh.
+    """
+
+    def __init__(self, device_type: str, world_size: int, group: str = "fsdp") -> None:
+        ranks = torch.arange(world_size, device="cpu")
+        super().__init__(device_type, ranks, mesh_dim_names=("fxshard_fake",), _init_backend=False, _rank=0)
+        self._group = cast(dist.ProcessGroup, SimpleNamespace(group_name=group))
+
+    def get_group(self, mesh_dim: int | str | None = None) -> dist.ProcessGroup:
+        """Return something with the name of a group."""
+        return self._group
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        """Return 0."""
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeModel:
+    """See [Note: fake models].
+
+    Attributes:
+        model: the sharded copy; its tensors are fake.
+        world_size: ranks that the outermost unit is sharded over.
+        replica: how tensors became fake.
+    """
+
+    model: nn.Module
+    world_size: int
+    replica: Replica = field(repr=False)
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Compile and call the model in this context, on what `inputs` returned."""
+        with torch_private.untouched_dynamo(), self.replica.faking():
+            yield
+
+    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Copy the arguments of a call; every tensor in them, however deep, becomes a fake one."""
+        copied: tuple[tuple[Any, ...], dict[str, Any]] = self.replica.copy((args, kwargs), "the arguments")
+        return copied
+
+    def compile(self, backend: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compile the model with `backend` and call it once, on fake copies of the arguments.
+
+        Raises:
+            fake.NO_VALUE: the model reads values of a tensor.
+        """
+        fake_args, fake_kwargs = self.inputs(args, kwargs)
+        plans = [unit.plan for unit in units_under(self.model)]
+        groups = {name: plan.world_size for plan in plans for name in (plan.group, plan.reducing_group)}
+        with torch_private.named_groups(groups), self.tracing():
+            torch.compile(self.model, backend=backend)(*fake_args, **fake_kwargs)
+
+
+def fake_model_of(
+    model: nn.Module,
+    *,
+    world_size: int | None = None,
+    mesh: DeviceMesh | None = None,
+    options: Options | None = None,
+) -> FakeModel:
+    """Copy a model, sharded or not, without its data; the model and a live process group are left alone.
+
+    Args:
+        model: sharded by `fully_shard` or the one-line path, or unsharded; compiled or not; may be on meta.
+        world_size: ranks of an unsharded model; default: of the mesh, the process group or the launcher.
+        mesh: instead of `world_size`; `options.mesh` by default.
+        options: how an unsharded model is sharded.
+
+    Raises:
+        ConfigError: the number of ranks is unknown or contradictory, or the model cannot be sharded.
+        UnsupportedGraph: something in the model cannot be copied.
+    """
+    model, options = plain_module(model), options or Options()
+    mesh = mesh if mesh is not None else options.mesh
+    if mesh is not None:
+        require_mesh(mesh)
+    units = units_under(model)
+    size = _world_size(units, world_size, mesh)
+    replica = Replica(_device(model, units[0].mesh if units else mesh))
+    with torch.inference_mode(False), torch.enable_grad():
+        outside = {id(module): module for unit in units for module in unit.modules}
+        copied = replica.copy([model, *outside.values()], f"a {type(model).__name__}")[0]
+        if units:
+            _shard_alike(model, units, replica)
+        else:
+            mesh = StandInMesh(replica.device.type, size)
+            with replica.faking():
+                _shard_in_one_line(copied, mesh, options)
+    return FakeModel(model=copied, world_size=size, replica=replica)
+
+
+def _world_size(units: tuple[Unit, ...], world_size: int | None, mesh: DeviceMesh | None) -> int:
+    if world_size is not None and (type(world_size) is not int or world_size < 1):
+        raise ConfigError(f"world_size must be a positive int, got {world_size!r}.")
+    if world_size is not None and mesh is not None and mesh.size() != world_size:
+        raise ConfigError(f"world_size is {world_size}, but the mesh has {mesh.size()} ranks. Give only one of them.")
+    asked = world_size if mesh is None else mesh.size()
+    if units:
+        if asked not in (None, units[0].world_size):
+            raise ConfigError(
+                f"asked for {asked} ranks, but the model is sharded over {units[0].world_size}. Leave out world_size "
+                "and mesh, or pass an unsharded model."
+            )
+        return units[0].world_size
+    if asked is not None:
+        return asked
+    if dist.is_initialized():
+        return dist.get_world_size()
+    if launched_world_size() > 1:
+        return launched_world_size()
+    raise ConfigError(
+        "explain needs to know over how many ranks to shard: the model is not sharded and there is no process group. "
+        "Pass world_size=..."
+    )
+
+
+def _device(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
+    """Where the fake tensors say that they are: where the model would run, as far as this machine has it."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    wanted = mesh.device_type if mesh is not None else next((p.device.type for p in model.parameters()), "cpu")
+    if accelerator is not None and wanted in ("meta", accelerator.type):
+        return accelerator
+    return torch.device("cpu")
+
+
+def _shard_in_one_line(root: nn.Module, mesh: DeviceMesh, options: Options) -> None:
+    """Shard an unsharded copy as the one-line path would."""
+    policy = MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype)
+    for module in auto_shard.units_of(root):
+        shard_module.shard([module], mesh, mp_policy=policy, reshard_after_forward=options.reshard_after_forward)
+    for unit in units_under(root):
+        unit.from_one_line = True
+    if options.separate_reduce_scatter_group:
+        _reduce_separately(units_under(root))
+
+
+def _shard_alike(model: nn.Module, units: tuple[Unit, ...], replica: Replica) -> None:
+    """Shard the copy of a sharded model in the same units."""
+    unsharded = replica.unsharded_parameters()
+    meshes: dict[DeviceMesh, DeviceMesh] = {}
+    for unit in units:
+        group = f"fsdp_{len(meshes)}" if meshes else "fsdp"
+        meshes.setdefault(unit.mesh, StandInMesh(replica.device.type, unit.world_size, group))
+    with replica.faking():
+        for state, modules in _calls(model, units):
+            # A call that found all parameters taken made no unit: only casts of inputs and outputs.
+            for made in state.units or (None,):
+                shard_module.shard(
+                    [replica.of(module) for module in (made.modules if made else modules)],
+                    meshes[(made or units[0]).mesh],
+                    mp_policy=state.mp_policy,
+                    reshard_after_forward=made.reshard_after_forward if made else None,
+                    ignored=unsharded,
+                )
+    for unit in units:
+        _take_over(unit, replica)
+    for unit in units:  # after all names: a list is published by the names of what is in it
+        copied = _copy_of(unit, replica)
+        copied.forward_prefetch = _copies(unit.forward_prefetch, units, replica)
+        copied.backward_prefetch = _copies(unit.backward_prefetch, units, replica)
+        copied.publish()
+    _reduce_separately(_copy_of(unit, replica) for unit in units if unit.reduces_apart)
+
+
+def _reduce_separately(units: Iterable[Unit]) -> None:
+    """Give reductions a group of their own, which does not exist either."""
+    for unit in units:
+        name = f"{unit.plan.group}_reduce"
+        unit.reduce_group, unit.reduces_apart = cast(dist.ProcessGroup, SimpleNamespace(group_name=name)), True
+        unit.publish()
+
+
+def _calls(model: nn.Module, units: tuple[Unit, ...]) -> list[tuple[ModuleState, list[nn.Module]]]:
+    """What each call of `fully_shard` left on which modules, inner ones first."""
+    modules: dict[int, list[nn.Module]] = {}
+    states: dict[int, ModuleState] = {}
+    for root in [model, *(module for unit in units for module in unit.modules)]:
+        for module in root.modules():
+            state = state_of(module)
+            if state is not None and module not in modules.setdefault(id(state), []):
+                modules[id(state)].append(module)
+                states[id(state)] = state
+    inner = {
+        key: {id(state) for m in given for child in m.modules() if (state := state_of(child)) is not None} - {key}
+        for key, given in modules.items()
+    }
+    return [(states[key], modules[key]) for key in TopologicalSorter(inner).static_order()]
+
+
+def _take_over(unit: Unit, replica: Replica) -> None:
+    """Give the copy of a unit the names and rank that the unit has; it may have been named from further outside."""
+    copied = _copy_of(unit, replica)
+    names = {(id(replica.of(owner)), name): m.fqn for m in unit.members for owner, name in m.owners}
+    places = [(member, member.owners[0]) for member in copied.members]
+    copied.is_root, copied.from_one_line = unit.is_root, unit.from_one_line
+    copied.ignored = frozenset(replica.of(parameter) for parameter in unit.ignored)
+    copied.rename(unit.fqn, [names.get((id(owner), name), member.fqn) for member, (owner, name) in places])
+
+
+def _copy_of(unit: Unit, replica: Replica) -> Unit:
+    return cast(ModuleState, state_of(replica.of(unit.modules[0]))).units[0]
+
+
+def _copies(listed: Sequence[Unit] | None, known: Sequence[Unit], replica: Replica) -> tuple[Unit, ...] | None:
+    """A prefetch list of the copies; what is listed from outside the model is in no graph of it."""
+    copies = tuple(_copy_of(unit, replica) for unit in listed or () if unit in known)
+    return copies or (None if listed is None or listed else ())

@@ -1,0 +1,133 @@
+"""Trace ordinary torch code and put its nodes into a graph.
+
+[Note: replay]
+Tracing takes about a millisecond per op, a model has many equal units, and forward and backward gather the same. So
+what was traced once for a frame is kept under a key that says all that the code depends on besides its inputs; for
+equal inputs its nodes are copied and only run on the new fake tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fxshard import torch_private
+from fxshard.errors import InvariantError
+from fxshard.ir import tags
+from fxshard.ir.collectives import SlotIndex
+from fxshard.ir.plan import FramePlan
+
+
+def add_parameter(
+    graph: fx.Graph, plan: FramePlan, place: tuple[str, SlotIndex], tag: str, dtype: torch.dtype
+) -> fx.Node:
+    """A new last input of the unsharded shape of a parameter.
+
+    Args:
+        graph: of AOTAutograd.
+        plan: of its frame.
+        place: the parameter: its unit's key, and where it lies in the unit.
+        tag: key of the tag that says what the input is, and its name's first word.
+        dtype: of the input.
+    """
+    key, (i, j) = place
+    name = plan.parameter_name(key, i, j)
+    before = graph.find_nodes(op="placeholder")
+    with graph.inserting_after(before[-1]):
+        node = graph.placeholder(f"{tag}_{name}".replace(".", "_").replace("'", "_"))
+    mode = torch_private.fake_mode_of(graph)
+    assert mode is not None, "a graph with parameters has tensors"
+    with mode:
+        device = next(n.meta["val"].device for n in before if isinstance(n.meta.get("val"), Tensor))
+        node.meta["val"] = torch.empty(plan.units[key].shards[i].slots[j].shape, dtype=dtype, device=device)
+    tags.tag(node, tag, name)
+    return node
+
+
+Decompositions = Mapping[Any, Callable[..., Any]]
+
+Traced = dict[Hashable, fx.Graph]
+"""Code that was traced for a frame, by its key and the layouts of its inputs; see [Note: replay]."""
+
+
+class Splicer:
+    """Puts code into one graph; see [Note: replay]."""
+
+    def __init__(self, graph: fx.Graph, decompositions: Decompositions, traced: Traced) -> None:
+        """`decompositions` are applied while tracing, so that new nodes are of the same dialect as the graph."""
+        self.graph, self.decompositions, self._traced = graph, decompositions, traced
+
+    @functools.cached_property
+    def _mode(self) -> Any:
+        mode = torch_private.fake_mode_of(self.graph)
+        if mode is None:
+            raise InvariantError("the graph has no fake tensors: it was not traced by AOTAutograd.")
+        return mode
+
+    def insert(
+        self, anchor: fx.Node, function: Callable[..., Sequence[Tensor]], inputs: Sequence[fx.Node], key: Hashable
+    ) -> tuple[list[fx.Node], list[fx.Node]]:
+        """Insert the nodes of `function(*inputs)` before `anchor`.
+
+        Args:
+            anchor: node that all new nodes precede.
+            function: plain torch code over tensors; may call collectives.
+            inputs: nodes that come before `anchor`, each with a fake tensor as `meta["val"]`.
+            key: equal for functions that do the same with equal inputs.
+
+        Returns:
+            The nodes of the function's results (an input, where the function hands one back), and all new nodes.
+        """
+        values = [node.meta["val"].detach() for node in inputs]
+        known = (key, tuple((tuple(v.shape), v.stride(), v.dtype, v.device) for v in values))
+        if any(isinstance(size, torch.SymInt) for v in values for size in (*v.shape, *v.stride())):
+            return self._copy(self._trace(function, values), anchor, inputs, replayed=False)  # symbols have no hash
+        replayed = known in self._traced
+        if not replayed:
+            self._traced[known] = self._trace(function, values)
+        return self._copy(self._traced[known], anchor, inputs, replayed=replayed)
+
+    def _trace(self, function: Callable[..., Sequence[Tensor]], values: Sequence[Tensor]) -> fx.Graph:
+        with self._mode, torch.no_grad():
+            return make_fx(lambda *args: list(function(*args)), dict(self.decompositions))(*values).graph
+
+    def _copy(
+        self, traced: fx.Graph, anchor: fx.Node, inputs: Sequence[fx.Node], *, replayed: bool
+    ) -> tuple[list[fx.Node], list[fx.Node]]:
+        copies: dict[fx.Node, fx.Node] = {}
+        created: list[fx.Node] = []
+        sources = iter(inputs)
+        with self.graph.inserting_before(anchor):
+            for node in traced.nodes:
+                if node.op == "placeholder":
+                    copies[node] = next(sources)
+                elif node.op == "output":
+                    return [copies[result] for result in node.args[0]], created
+                else:
+                    copies[node] = self.graph.node_copy(node, lambda n: copies[n])
+                    created.append(copies[node])
+                    if replayed:
+                        self._run(copies[node])
+        raise InvariantError("a traced graph had no output node.")
+
+    def _run(self, node: fx.Node) -> None:
+        """Give a replayed node a fake tensor of its own: two nodes with one would look like views of each other."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        with self._mode, torch.no_grad():
+            node.meta = {**node.meta, "val": node.target(*args, **kwargs)}  # type: ignore[operator]
+        node.meta.pop("tensor_meta", None)
+
+
+def rename(node: fx.Node, name: str, taken: set[str]) -> None:
+    """Give `node` a name that says what it is, with a number where it is among `taken`; adds it there."""
+    candidate, number = name, 0
+    while candidate in taken:
+        number += 1
+        candidate = f"{name}_{number}"
+    node.name = candidate  # torch's own renaming would not give back the name of a node that was erased
+    taken.add(candidate)

@@ -1,0 +1,99 @@
+"""Move collectives in a graph: which launches stand together, what goes with them, and where they may go.
+
+[Note: launch groups]
+A *launch group* is what is launched for one unit, or for one bucket of units, with no launch for others between: the
+launches of the two dtypes of a unit, or the pieces of one that was split. With a launch go the nodes that prepare what
+it sends (casts, slices, a concat) and the ones that pick its results. A wait never moves before its launch, a launch
+never before what it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from fxshard.ir import collectives, tags
+
+
+@dataclass(eq=False, kw_only=True)
+class LaunchGroup:
+    """Launches for the same units, one after the other; see [Note: launch groups].
+
+    Attributes:
+        launches: in program order.
+        carried: what goes with them, themselves among it, in program order: moved together, it stays well-formed.
+        waits: in program order.
+    """
+
+    launches: list[fx.Node] = field(default_factory=list)
+    carried: list[fx.Node] = field(default_factory=list)
+    waits: list[fx.Node] = field(default_factory=list)
+
+    @property
+    def units(self) -> dict[str, str]:
+        """The units that it serves -> which call of each."""
+        return {unit: call for launch in self.launches for unit, call in tags.units_of(launch).items()}
+
+    @property
+    def name(self) -> str:
+        """The units in words."""
+        return ", ".join(unit or "root" for unit in self.units)
+
+
+def groups_of(graph: fx.Graph, targets: Collection[object]) -> list[LaunchGroup]:
+    """The launch groups of launches that passes inserted, in program order.
+
+    Args:
+        graph: with collectives.
+        targets: what kind of launch: `collectives.GATHERS` or `collectives.REDUCTIONS`.
+    """
+    found: list[LaunchGroup] = []
+    for node in graph.nodes:
+        units = tags.units_of(node) if node.target in targets else {}
+        if units:
+            if not found or found[-1].units.items().isdisjoint(units.items()):
+                found.append(LaunchGroup())
+            results = list(node.users) if node.target in collectives.COALESCED else [node]
+            found[-1].launches.append(node)
+            found[-1].carried += dict.fromkeys([node, *results])
+            found[-1].waits += [wait for result in results for wait in result.users]
+    for group in found:
+        group.carried += _prepared_for(group.launches)
+        group.carried.sort()  # nodes compare by their place in the graph
+        group.waits.sort()
+    return found
+
+
+def _prepared_for(launches: Sequence[fx.Node]) -> set[fx.Node]:
+    """What is computed for `launches` alone: all that lies between them and shards, parameters or gradients."""
+    found: set[fx.Node] = set()
+    pending = sorted({source for launch in launches for source in launch.all_input_nodes})
+    while pending:
+        node = pending.pop()  # the last one: its readers are known by now
+        alone = all(user in launches or user in found for user in node.users)
+        if node.op == "call_function" and alone and not {tags.GRAD, tags.PARAM} & tags.tags_of(node).keys():
+            found.add(node)
+            pending = sorted({*pending, *node.all_input_nodes})
+    return found
+
+
+def last_input(graph: fx.Graph) -> fx.Node:
+    """The last of the graph's inputs."""
+    last: fx.Node = max(graph.find_nodes(op="placeholder"))  # nodes compare by their place in the graph
+    return last
+
+
+def following(node: fx.Node, moving: Collection[fx.Node]) -> fx.Node:
+    """The first node behind `node` that is no input and is not `moving` itself."""
+    place = node.next
+    while place.op == "placeholder" or place in moving:
+        place = place.next
+    return place
+
+
+def move(places: Mapping[fx.Node, fx.Node]) -> None:
+    """Put each node right before the one that it is mapped to; in the order of `places` where that is the same one."""
+    for node, place in places.items():
+        place.prepend(node)

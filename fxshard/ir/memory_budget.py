@@ -1,0 +1,76 @@
+"""How much a budget of unsharded bytes leaves where parameters are gathered earlier."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+from torch import fx
+
+from fxshard.errors import ConfigError
+from fxshard.ir import text
+from fxshard.ir.liveness import unsharded_bytes
+
+GIB = 1 << 30
+
+
+def require_room(graph: fx.Graph, budget: int) -> None:
+    """Raise if the gathers of `graph` do not fit into `budget` bytes where they are; nothing can launch them later.
+
+    Raises:
+        ConfigError: names what is alive where it is too much, and what it takes.
+    """
+    node, needed = max(unsharded_bytes(graph), key=lambda found: found[1])
+    if needed > budget:
+        raise ConfigError(
+            f"memory_budget_gib: {needed / GIB:.3g} GiB of unsharded parameters are alive at %{node.name} without any "
+            f"prefetch, and the budget is {budget / GIB:.3g}. Raise it, make smaller units (fully_shard on inner "
+            "modules), or let units reshard after forward.\n"
+            f"{text.window(node)}"
+        )
+
+
+class MemoryBudget:
+    """What is free at each node of a graph, before anything in it is moved."""
+
+    def __init__(self, graph: fx.Graph, budget: int | None) -> None:
+        """`budget` in bytes, `None` for no limit."""
+        self.graph, self.budget = graph, budget
+        self.nodes: list[fx.Node] = list(graph.nodes)
+
+    def for_gathering_early(self, first: fx.Node, last: fx.Node, nbytes: int) -> bool:
+        """Whether `nbytes` more fit between two nodes; what is there already of it is counted again."""
+        if self.budget is None:
+            return True
+        alive = itertools.islice(self.used, self.places[first], self.places[last] + 1)
+        return max(alive) + nbytes <= self.budget
+
+    def earliest(self, wanted: fx.Node, now: fx.Node, nbytes: int) -> fx.Node:
+        """The first node from `wanted` on before which `nbytes` can be allocated, if they are at `now` today."""
+        place = self.places[now]
+        if self.budget is not None:
+            while place > self.places[wanted] and self.used[place - 1] + nbytes <= self.budget:
+                place -= 1
+            return self.nodes[place]
+        return wanted
+
+    def full_before(self, node: fx.Node, nbytes: int) -> str:
+        """In words, that `nbytes` more would be too much right before `node`."""
+        needed = self.used[self.places[node] - 1] + nbytes
+        return f"memory budget: {needed / GIB:.3g} of {(self.budget or 0) / GIB:.3g} GiB"
+
+    def take(self, first: fx.Node, last: fx.Node, nbytes: int) -> None:
+        """Count `nbytes` more from `first` up to where `last` begins."""
+        if self.budget is not None:
+            for place in range(self.places[first], self.places[last]):
+                self.used[place] += nbytes
+
+    @functools.cached_property
+    def places(self) -> dict[fx.Node, int]:
+        """Position of each node in the graph as it was."""
+        return {node: i for i, node in enumerate(self.nodes)}
+
+    @functools.cached_property
+    def used(self) -> list[int]:
+        """Unsharded bytes while each node runs."""
+        return [nbytes for _, nbytes in unsharded_bytes(self.graph)]

@@ -1,0 +1,1 @@
+"""The verifier: what must hold of a graph after every pass."""

@@ -1,0 +1,231 @@
+"""What a graph must keep while passes rewrite it, and the graph that is held against it."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxshard.ir import collectives, dataflow, launches, ops, tags, text
+from fxshard.ir.collectives import SlotIndex
+from fxshard.ir.dataflow import Dataflow, Value
+from fxshard.ir.plan import FramePlan, ShardPlan, Slot, UnitPlan, qualified
+from fxshard.ir.properties import GraphKind, Property
+
+ParameterKey = tuple[str, int, int]
+"""(unit, shard, slot): a parameter of the frame."""
+
+Source = tuple[str, str | None]
+"""What a node reads: a parameter and in which call of its unit (`None`: not known), or another node by its name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """What must stay true of a graph while passes rewrite it.
+
+    Attributes:
+        plan: the units of the frame.
+        kind: which graph of the frame this is.
+        inputs: name and type of every input.
+        outputs: type of every output, "None" where there is none.
+        promised: how many gradients the markers add up for each parameter; empty in a graph without them.
+        gradients: output position -> the (unit, shard) whose gradient it is.
+        had_launches: whether launches of ours stood in the graph already: then more is reduced than was promised.
+        sequence: the launches of every group, in order.
+        reads: name of a node -> its target and what it reads.
+        slots: name of a `reduce_grad` marker -> the parameter whose gradient it reduces.
+        num_results: how many outputs of a forward graph are results; the rest is saved for backward.
+        unsharded_budget_bytes: what unsharded parameters may take at any time.
+    """
+
+    plan: FramePlan
+    kind: GraphKind
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    promised: dict[ParameterKey, int]
+    gradients: dict[int, tuple[str, int]]
+    had_launches: bool
+    sequence: tuple[str, ...]
+    reads: dict[str, tuple[object, tuple[Source, ...]]]
+    slots: dict[str, ParameterKey]
+    num_results: int | None
+    unsharded_budget_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A graph that is being verified."""
+
+    graph: fx.Graph
+    baseline: Baseline
+    properties: Collection[Property]
+
+    @functools.cached_property
+    def flow(self) -> Dataflow:
+        """What its values are; see [Note: flow]."""
+        return dataflow.dataflow_of(self.graph, self.baseline.plan)
+
+    @functools.cached_property
+    def launches(self) -> list[fx.Node]:
+        """The launches that passes inserted; a model may launch collectives of its own."""
+        return [n for n in self.graph.nodes if n.target in collectives.LAUNCHES and self.is_ours(n)]
+
+    def is_ours(self, launch: fx.Node) -> bool:
+        """Whether a launch is tagged with a unit or sends something that belongs to one."""
+        if tags.UNIT in tags.tags_of(launch):
+            return True
+        return Property.LOWERED not in self.properties and any(n in self.flow.values for n in launch.all_input_nodes)
+
+    @functools.cached_property
+    def reductions(self) -> list[fx.Node]:
+        """Those of them that reduce gradients."""
+        return [launch for launch in self.launches if launch.target in collectives.REDUCTIONS]
+
+    @functools.cached_property
+    def slots(self) -> dict[str, list[tuple[str, int, Slot]]]:
+        """What tags call a parameter -> (unit, shard, slot), for every parameter of the plan."""
+        found: dict[str, list[tuple[str, int, Slot]]] = {}
+        for key, unit in self.baseline.plan.units.items():
+            for i, shard in enumerate(unit.shards):
+                for slot in shard.slots:
+                    found.setdefault(qualified(key, slot.fqn), []).append((key, i, slot))
+        return found
+
+    @functools.cached_property
+    def gradient_nodes(self) -> dict[str, set[fx.Node]]:
+        """FQN -> the nodes tagged as its gradients."""
+        found: dict[str, set[fx.Node]] = {}
+        for node in self.graph.nodes:
+            for fqn in tags.grads_of(node):
+                found.setdefault(fqn, set()).add(node)
+        return found
+
+    def value_of(self, output: int) -> Value | None:
+        """What is known of an output of the graph."""
+        result = self.results[output] if output < len(self.results) else None
+        value = self.flow.values.get(result) if isinstance(result, fx.Node) else None
+        return None if isinstance(value, tuple) else value
+
+    def sources_of(self, node: fx.Node) -> tuple[Source, ...]:
+        """The names of what a node is: a node of the graph, and a parameter if it is one."""
+        if ops.is_unshard(node):
+            return _source_of(node, self.baseline.plan), (f"%{node.name}", None)
+        value = self.flow.parameters.get(node)
+        if not isinstance(value, dataflow.Window | dataflow.Flat):
+            return ((f"%{node.name}", None),)
+        launch = value.launch if isinstance(value, dataflow.Window) else None
+        unit = value.flat.unit if isinstance(value, dataflow.Window) else value.unit
+        call = tags.units_of(launch).get(unit, "") if launch is not None else ""
+        return (_parameter(unit, tags.tags_of(node)[tags.PARAM]), call or None), (f"%{node.name}", None)
+
+    @functools.cached_property
+    def results(self) -> list[fx.node.Argument]:
+        """What the graph returns."""
+        return results_of(self.graph)
+
+
+def expected_reductions(results: Sequence[fx.node.Argument]) -> dict[ParameterKey, int]:
+    """How many gradients the markers behind a graph's outputs add up for each parameter; one may be added twice."""
+    return dict(Counter(parameter_key_of(marker) for result in results for marker in ops.reduce_markers(result)))
+
+
+def trained_by(graph: fx.Graph) -> dict[str, list[SlotIndex]]:
+    """Unit key -> the parameters that a joint graph gives a gradient, in the order of their first markers."""
+    found: dict[str, dict[SlotIndex, None]] = {}
+    for node in filter(ops.is_reduce_grad, graph.nodes):
+        key = ops.key_of(node)
+        found.setdefault(key.unit, {})[key.shard, ops.slot_of(node)] = None
+    return {unit: list(slots) for unit, slots in found.items()}
+
+
+def results_of(graph: fx.Graph) -> list[fx.node.Argument]:
+    """What a graph returns, one by one."""
+    (results,) = graph.output_node().args
+    return list(results) if isinstance(results, list | tuple) else [results]
+
+
+def baseline_of(
+    graph: fx.Graph,
+    plan: FramePlan,
+    kind: GraphKind,
+    *,
+    num_results: int | None = None,
+    unsharded_budget_bytes: int | None = None,
+) -> Baseline:
+    """The baseline of a graph whose markers are tagged and which no pass of the stage has touched yet."""
+    results = results_of(graph)
+    summands = {i: ops.reduce_markers(result) for i, result in enumerate(results)}
+    gradients = {i: (ops.key_of(m[0]).unit, ops.key_of(m[0]).shard) for i, m in summands.items() if m}
+    return Baseline(
+        plan=plan,
+        kind=kind,
+        inputs=inputs_of(graph),
+        outputs=tuple(type_of(result) for result in results),
+        promised=expected_reductions(results),
+        gradients=gradients,
+        had_launches=any(n.target in collectives.LAUNCHES and tags.UNIT in tags.tags_of(n) for n in graph.nodes),
+        sequence=sequence_of(graph),
+        reads={n.name: (n.target, tuple(_source_of(a, plan) for a in arguments_of(n))) for n in graph.nodes},
+        slots={n.name: parameter_key_of(n) for n in graph.nodes if ops.is_reduce_grad(n)},
+        num_results=num_results if kind == "forward" else None,
+        unsharded_budget_bytes=unsharded_budget_bytes,
+    )
+
+
+def parameter_key_of(marker: fx.Node) -> ParameterKey:
+    """The parameter that a marker reads or reduces."""
+    key = ops.key_of(marker)
+    return key.unit, key.shard, ops.slot_of(marker)
+
+
+def find(plan: FramePlan, place: ParameterKey) -> tuple[UnitPlan, ShardPlan, Slot] | None:
+    """What the plan has at a place, `None` for nothing."""
+    unit = plan.units.get(place[0])
+    shard = unit.shards[place[1]] if unit is not None and 0 <= place[1] < len(unit.shards) else None
+    if unit is None or shard is None or not 0 <= place[2] < len(shard.slots):
+        return None
+    return unit, shard, shard.slots[place[2]]
+
+
+def arguments_of(node: fx.Node) -> list[fx.Node]:
+    """The nodes that a node reads, in order; each as often as it is read."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def _source_of(node: fx.Node, plan: FramePlan) -> Source:
+    found = find(plan, parameter_key_of(node)) if ops.is_unshard(node) else None
+    key = ops.key_of(node) if found is not None else None
+    if found is None or key is None:
+        return f"%{node.name}", None
+    return _parameter(key.unit, qualified(key.unit, found[2].fqn)), key.call
+
+
+def _parameter(unit: str, fqn: str) -> str:
+    return f"{fqn} of unit {unit or 'root'!r}"
+
+
+def parameter_keys_of(plan: FramePlan, unit: str, shard: int) -> Iterator[tuple[Slot, ParameterKey]]:
+    """The parameters of a shard that have elements."""
+    for i, slot in enumerate(plan.units[unit].shards[shard].slots):
+        if slot.numel:
+            yield slot, (unit, shard, i)
+
+
+def inputs_of(graph: fx.Graph) -> tuple[str, ...]:
+    """Name and type of every input."""
+    return tuple(f"{node.name}: {type_of(node)}" for node in graph.find_nodes(op="placeholder"))
+
+
+def type_of(value: fx.node.Argument) -> str:
+    """Type of a node as the printer writes it; other values as they are."""
+    return (text.type_text(value) or "untyped") if isinstance(value, fx.Node) else str(value)
+
+
+def sequence_of(graph: fx.Graph) -> tuple[str, ...]:
+    """The launches of every group, in order: what all ranks of a group must agree on."""
+    return tuple(f"{launch.group}: {launch.text}" for launch in launches.sequence(graph))

@@ -1,0 +1,146 @@
+"""Whether what the flow found in a graph lies where the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from fxshard.ir import collectives, dataflow
+from fxshard.ir.dataflow import Concat, Flat, GradientRow, Piece, Window, Zeros
+from fxshard.ir.plan import ShardPlan, Slot, UnitPlan
+from fxshard.ir.strided import View, whole
+from fxshard.torch_private import REDUCES_IN_STORAGE_DTYPE
+
+GradientSpan = tuple[int, int, Piece | Zeros]
+"""First element in a shard's gradient, number of elements, what they are."""
+
+
+def is_slot(value: Flat | Window, unit: str, shard: int, slot: Slot, plan: UnitPlan) -> bool:
+    """Whether `value` is the unsharded parameter of `slot`: every rank's columns, row after row, without padding."""
+    if isinstance(value, Flat):  # one rank, and the parameter is all there is
+        value = Window(value, whole(value.numel))
+    if (value.flat.unit, value.flat.shard) != (unit, shard) or value.view.shape != slot.shape:
+        return False
+    if not slot.full_numel:
+        return True
+    if not value.view.is_contiguous():
+        return False
+    if value.copied is not None:
+        return value.view.start == 0 and _is_block(value.copied, slot, value.flat, plan.world_size)
+    # Without a copy only what is contiguous in the buffer can be the parameter.
+    in_one_piece = plan.world_size == 1 or slot.numel == value.flat.numel or slot.full_numel <= slot.numel
+    return in_one_piece and value.view.start == slot.offset - value.flat.start
+
+
+def _is_block(copied: View, slot: Slot, flat: Flat, world_size: int) -> bool:
+    """Whether a copy took the slot's columns of what was gathered, `[world_size, flat.numel]`."""
+    rows_apart = world_size == 1 or copied.stride[:1] == (flat.numel,)
+    return (
+        copied.shape == (world_size, slot.numel)
+        and copied.start == slot.offset - flat.start
+        and rows_apart
+        and (slot.numel <= 1 or copied.stride[1] == 1)
+    )
+
+
+def lies_in(slot: Slot, flat: Flat) -> bool:
+    """Whether a slot that has elements is among those of `flat`."""
+    return bool(slot.numel) and flat.start <= slot.offset < flat.start + flat.numel
+
+
+def segments_of(value: dataflow.Value | None) -> list[GradientSpan] | None:
+    """A shard's gradient, piece by piece; `None` if it is something else."""
+    found = dataflow.on_one_rank(value)
+    parts = found.parts if isinstance(found, dataflow.Assembled) else (found,)
+    segments: list[GradientSpan] = []
+    start = 0
+    for part in parts:
+        if not isinstance(part, Piece | Zeros):
+            return None
+        numel = part.numel if isinstance(part, Zeros) else part.view.numel
+        segments.append((start, numel, part))
+        start += numel
+    return segments
+
+
+def row_at(segments: list[GradientSpan], slot: Slot) -> GradientRow | None:
+    """The gradient that lies in `slot`, `None` if no single one does."""
+    found = _found_at(segments, slot)
+    return found[0] if found is not None else None
+
+
+def piece_at(segments: list[GradientSpan], slot: Slot) -> Piece | None:
+    """The reduced buffer that the gradient in `slot` lies in."""
+    found = _found_at(segments, slot)
+    return found[1] if found is not None else None
+
+
+def _found_at(segments: list[GradientSpan], slot: Slot) -> tuple[GradientRow, Piece] | None:
+    for start, numel, piece in segments:
+        if isinstance(piece, Zeros) or not start <= slot.offset < start + numel or not piece.view.is_contiguous():
+            continue
+        offset = piece.view.start + slot.offset - start
+        for row in piece.concat.rows:
+            size = dataflow.row_numel(row, piece.concat.world_size)
+            if offset == 0 and size == slot.numel and slot.offset + size <= start + numel:
+                return row, piece
+            offset -= size
+    return None
+
+
+def is_zero(segments: list[GradientSpan], slot: Slot) -> bool:
+    """Whether `slot` has no gradient."""
+    overlapping = [part for start, n, part in segments if start < slot.offset + slot.numel and slot.offset < start + n]
+    return bool(overlapping) and all(isinstance(part, Zeros) for part in overlapping)
+
+
+def sent_by(launch: fx.Node, found: dataflow.Dataflow) -> list[Concat | None]:
+    """What a reduction sends, tensor by tensor."""
+    values = [found.values.get(source) if source is not None else None for source in collectives.launch_inputs(launch)]
+    single = [dataflow.alone(v, collectives.world_size_of(launch)) if isinstance(v, GradientRow) else v for v in values]
+    return [value if isinstance(value, Concat) else None for value in single]
+
+
+def wrong_ranks(launch: fx.Node, unit: UnitPlan) -> Iterator[str]:
+    """How a launch addresses other ranks than those that share the unit."""
+    group = unit.reducing_group if launch.target in collectives.REDUCTIONS else unit.group
+    if collectives.group_of(launch) != group:
+        yield f"expected group {group!r}, found {collectives.group_of(launch)!r}"
+    if collectives.world_size_of(launch) != unit.world_size:
+        yield f"{unit.world_size} ranks share the unit, the launch says {collectives.world_size_of(launch)}"
+
+
+def wrong_reduction(launch: fx.Node, sent: Concat, row: GradientRow, unit: UnitPlan, shard: ShardPlan) -> Iterator[str]:
+    """How a launch reduces a gradient otherwise than planned."""
+    default = shard.dtype if REDUCES_IN_STORAGE_DTYPE else _dtype_of(row)
+    expected = unit.reduce_dtype or default
+    rule = collectives.division(unit.world_size, expected)
+    if sent.dtype is not expected:
+        yield f"expected a reduction in {expected}, found {sent.dtype}"
+    if launch.args[1] != rule.op:
+        yield f"expected operator {rule.op!r}, found {launch.args[1]!r}"
+    if sent.divisor != rule.before:
+        yield f"expected division by {rule.before:g} before the reduction, found {sent.divisor:g}"
+
+
+def wrong_result(piece: Piece, unit: UnitPlan, shard: ShardPlan) -> Iterator[str]:
+    """How a reduced gradient is finished otherwise than planned."""
+    rule = collectives.division(unit.world_size, piece.concat.dtype)
+    after = rule.after if piece.launch is not None else rule.before * rule.after
+    if piece.launch is None and unit.world_size > 1:
+        yield "no launch reduced it: it is this rank's own gradient"
+    if piece.divisor != after:
+        yield f"expected division by {after:g} after the reduction, found {piece.divisor:g}"
+    if piece.dtype is not shard.dtype:
+        yield f"expected the gradient in {shard.dtype}, found {piece.dtype}"
+
+
+def _dtype_of(row: GradientRow) -> torch.dtype:
+    """The dtype in which the gradient was computed, before any cast for the reduction."""
+    dtypes = [term.meta["val"].dtype for term in row.terms]
+    total: torch.dtype = dtypes[0]
+    for dtype in dtypes[1:]:
+        total = torch.promote_types(total, dtype)
+    return total

@@ -1,0 +1,147 @@
+"""What must hold of every graph, whatever the passes did to it: the invariants as a table, and who broke one.
+
+[Note: verification]
+A *baseline* is taken when a stage receives its graph: the signature, and which gradients the markers promise to reduce
+into which output. After every pass `verify` checks each invariant of `INVARIANTS` that applies to the graph by then:
+which properties hold decides whether parameters are markers or collectives. An invariant is a generator of
+`(node, why)`; the first thing it yields is an error that names the pass, the invariant and the node, with the lines
+around it.
+
+As JAX's `check_jaxpr` (jax/_src/core.py) and tinygrad's `spec.py`: the rules are data, and they are all in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxshard.errors import InvariantError
+from fxshard.ir import text
+from fxshard.ir.properties import Property
+from fxshard.ir.verify import invariants
+from fxshard.ir.verify.baseline import Baseline, Subject
+from fxshard.ir.verify.invariants import Violation
+
+
+def verify(graph: fx.Graph, agreed: Baseline, properties: Collection[Property], *, broken_by: str, debug: bool) -> None:
+    """Raise for the first invariant that does not hold.
+
+    Args:
+        graph: after a pass.
+        agreed: the baseline of the stage.
+        properties: what the passes so far ensure.
+        broken_by: whom the message blames.
+        debug: also check the invariants that are too slow for every compile.
+
+    Raises:
+        InvariantError: names the pass, the invariant and the node, and shows the lines around it.
+    """
+    subject = Subject(graph=graph, baseline=agreed, properties=properties)
+    for invariant in INVARIANTS:
+        if not invariant.applies(subject) or (invariant.slow and not debug):
+            continue
+        for node, why in invariant.check(subject):
+            raise InvariantError(
+                f"{broken_by} broke `{invariant.name}` in the {agreed.kind} graph at %{text.name_of(node)}: {why}\n"
+                f"Rule: {invariant.statement}\n\n{text.window(node)}\n"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Invariant:
+    """One rule.
+
+    Attributes:
+        check: yields where the rule is broken, and how; its name and docstring are the rule's.
+        applies: whether the rule means anything for a graph.
+        slow: checked at `verify="debug"` only.
+    """
+
+    check: Callable[[Subject], Iterator[Violation]]
+    applies: Callable[[Subject], bool]
+    slow: bool = False
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return self.check.__name__
+
+    @property
+    def statement(self) -> str:
+        """The rule in one sentence."""
+        return (self.check.__doc__ or "").strip()
+
+    @property
+    def when(self) -> str:
+        """When it is checked, in words."""
+        words = (self.applies.__doc__ or "").strip().rstrip(".")
+        return f'{words}, at `verify="debug"` only' if self.slow else words
+
+
+def _always(subject: Subject) -> bool:
+    """After every pass."""
+    return True
+
+
+def _marked(subject: Subject) -> bool:
+    """Until collectives are inserted."""
+    return Property.COLLECTIVES not in subject.properties
+
+
+def _deduped(subject: Subject) -> bool:
+    """From the removal of double reads until collectives are inserted."""
+    return _marked(subject) and Property.DEDUPED in subject.properties
+
+
+def _tagged(subject: Subject) -> bool:
+    """Once markers say whether backward gathers again."""
+    return Property.RESHARD_TAGGED in subject.properties
+
+
+def _explicit(subject: Subject) -> bool:
+    """Once collectives are inserted."""
+    return Property.COLLECTIVES in subject.properties
+
+
+def _followed(subject: Subject) -> bool:
+    """Once collectives are inserted, until Inductor's own passes run."""
+    return _explicit(subject) and not _lowered(subject)
+
+
+def _lowered(subject: Subject) -> bool:
+    """Once Inductor's own passes have run."""
+    return Property.LOWERED in subject.properties
+
+
+def _limited(subject: Subject) -> bool:
+    """Once collectives are inserted, where a budget is set."""
+    return _explicit(subject) and subject.baseline.unsharded_budget_bytes is not None
+
+
+INVARIANTS: tuple[Invariant, ...] = (
+    Invariant(check=invariants.values_are_read_after_they_are_there, applies=_always),  # first: the others count on it
+    Invariant(check=invariants.signature_is_unchanged, applies=_always),
+    Invariant(check=invariants.markers_match_the_plan, applies=_marked),
+    Invariant(check=invariants.markers_keep_their_promise, applies=_marked),
+    Invariant(check=invariants.parameters_are_read_once_per_call, applies=_deduped),
+    Invariant(check=invariants.markers_say_whether_backward_gathers_again, applies=_tagged),
+    Invariant(check=invariants.no_marker_is_left, applies=_explicit),
+    Invariant(check=invariants.launch_has_one_wait, applies=_explicit),
+    Invariant(check=invariants.buffers_in_flight_are_waited_for, applies=_followed),
+    Invariant(check=invariants.side_streams_meet_the_main_one_at_waits, applies=_explicit),
+    Invariant(check=invariants.nothing_is_written_while_in_use, applies=_explicit),
+    Invariant(check=invariants.gathers_match_the_plan, applies=_followed),
+    Invariant(check=invariants.parameters_are_their_slots, applies=_followed),
+    Invariant(check=invariants.gathered_buffers_are_read_as_parameters, applies=_followed),
+    Invariant(check=invariants.nothing_is_read_after_reshard, applies=_followed),
+    Invariant(check=invariants.gradients_reach_their_slots, applies=_followed),
+    Invariant(check=invariants.gradients_are_reduced_once, applies=_followed),
+    Invariant(check=invariants.reductions_match_the_plan, applies=_followed),
+    Invariant(check=invariants.collectives_keep_their_order, applies=_lowered),
+    Invariant(check=invariants.compute_reads_what_it_read, applies=_always),
+    Invariant(check=invariants.unsharded_bytes_stay_within_the_budget, applies=_limited),
+    Invariant(check=invariants.types_agree_with_a_fake_run, applies=_always, slow=True),
+)
+"""Every rule, in the order in which they are checked; `docs/invariants.md` is written from this table."""

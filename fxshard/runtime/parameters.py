@@ -1,0 +1,101 @@
+"""DTensor parameters: how they are made of rows, and what they are made of.
+
+[Note: one guard per parameter]
+Dynamo guards on everything that a traced getter reads, and evaluates the guards at every call. So beside the
+`ParameterRef`, which eager reads use, stands the same in one string: a string is one guard, where a tuple of four
+fields is eight. Taken apart while tracing, it gives constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fxshard.ir.plan import Slot
+
+REFS = "_fxshard_refs"
+"""Key in a module's `__dict__`: name of each sharded parameter -> `ParameterRef`."""
+
+TRACED = "_fxshard_traced"
+"""Key in a module's `__dict__`: name -> `ParameterRef.text`, `flat_key(name)` -> its flat; for tracing."""
+
+
+class ParameterRef(NamedTuple):
+    """All that reading a parameter needs."""
+
+    flat: Tensor
+    key: str
+    slot: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def text(self) -> str:
+        """All but the flat: `2|128 384|float32|0 of 8@0 None/None keep 6b86b273`."""
+        sizes = " ".join(map(str, self.shape))
+        return f"{self.slot}|{sizes}|{str(self.dtype).removeprefix('torch.')}|{self.key}"
+
+
+def publish(module: nn.Module, name: str, ref: ParameterRef) -> None:
+    """Let the module's getter of `name` find the parameter."""
+    module.__dict__.setdefault(REFS, {})[name] = ref
+    module.__dict__.setdefault(TRACED, {}).update({name: ref.text, flat_key(name): ref.flat})
+
+
+def flat_key(name: str) -> str:
+    """Where a parameter's flat stands; no parameter can be called so."""
+    return f"{name}.flat"
+
+
+def marker_arguments(text: str) -> tuple[str, int, list[int], torch.dtype]:
+    """The arguments of the `unshard` marker after the flat, out of a `ParameterRef.text`; Dynamo traces this."""
+    slot, sizes, dtype, key = text.split("|", 3)
+    return key, int(slot), [int(size) for size in sizes.split()], getattr(torch, dtype)
+
+
+def local_of(parameter: Tensor) -> Tensor:
+    """The local tensor of a DTensor parameter."""
+    return cast(DTensor, parameter)._local_tensor
+
+
+def adopt_attributes(parameter: nn.Parameter, attributes: Mapping[str, Any]) -> None:
+    """Keep what users hang on parameters (`p.no_decay = True`) when the object behind them changes."""
+    for name, value in attributes.items():
+        parameter.__dict__.setdefault(name, value)
+
+
+def shard_rows(parameter: Tensor, rank: int, world_size: int) -> Tensor:
+    """The rows of a full parameter that `rank` keeps."""
+    if parameter.dim() == 0:
+        return parameter.detach()
+    slot = Slot(fqn="", shape=tuple(parameter.shape), offset=0, numel=0)
+    first, last = slot.rows_of(rank, world_size)
+    return parameter.detach()[first:last]
+
+
+def as_dtensor(full: Tensor, rows: Tensor, mesh: DeviceMesh) -> nn.Parameter:
+    """The DTensor parameter whose local tensor is `rows` of `full`."""
+    placement = Replicate() if full.dim() == 0 else Shard(0)
+    shape = full.shape
+    stride = torch.empty(shape, device="meta").stride()
+    dtensor = DTensor.from_local(rows, mesh, (placement,), run_check=False, shape=shape, stride=stride)
+    return nn.Parameter(dtensor, requires_grad=full.requires_grad)
+
+
+def without_offset(dtensor: DTensor) -> DTensor:
+    """The same rows of the same memory, in a DTensor that itself begins at offset 0.
+
+    A DTensor has no memory of its own, only the storage offset of the local tensor that it was made with. From another
+    one than 0 torch's stager of asynchronous checkpoints concludes that there is memory, and fails.
+    """
+    local = local_of(dtensor)
+    if dtensor.storage_offset() == 0:
+        return dtensor
+    begins_at_0 = DTensor(local.new_empty(0), dtensor._spec, requires_grad=False)
+    begins_at_0._local_tensor = local
+    return begins_at_0

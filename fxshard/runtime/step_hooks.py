@@ -1,0 +1,216 @@
+"""The backwards of one model, and what ends with the last one of a step.
+
+[Note: the end of a step]
+A unit that still waits when a backward ends which was to reduce it (`set_is_last_backward`) is reduced then, and what
+is resident of it is freed. The units go in the order in which the model names them, so that all ranks go alike; and as
+before a graph's collectives, the ranks compare what they are about to reduce (`rank_check.py`).
+
+An optimizer's step concerns us: it must not leave waiting gradients behind, resident parameters are old after it, and
+so is every forward whose backward would gather again. Foreach and fused steps raise no version of a DTensor by which
+one could tell afterwards, so torch calls us around each step. In a step that is itself compiled the call vanishes (such
+a step raises versions), unless something waits or is resident.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from fxshard import torch_private
+from fxshard.errors import UnsupportedGraph
+from fxshard.ir import collectives
+from fxshard.runtime import profiler_ranges, unsharded_cache
+from fxshard.runtime.accumulation import Waiting
+
+if TYPE_CHECKING:
+    from fxshard.runtime.unit import FlatShard, Unit
+
+    Reduced = tuple[FlatShard, Tensor, list[int]]
+    Reduction = Callable[[list[Unit]], list[Reduced]]
+
+
+@dataclass(eq=False)
+class Microbatches:
+    """The backwards of one model; see [Note: the end of a step].
+
+    Attributes:
+        units: of the model, in the order in which it names them.
+        last: whether a backward that ends now is the last one of its step.
+    """
+
+    units: Sequence[Unit]
+    last: bool = True
+    _begun: int | None = field(default=None, repr=False)
+    _resharded_in: int | None = field(default=None, repr=False)
+    _resident_in: dict[int, frozenset[Unit]] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        """Watch the optimizers' steps from now on, for as long as the model lives."""
+        _step_hooks().models.add(self)
+
+    def backward_runs(self, *, of_forward: bool = True) -> None:
+        """Called by the graphs of a backward: at the first one see to what begins, and later to what ends with it.
+
+        Args:
+            of_forward: whether it is the backward of a forward, not of what was read after it alone.
+        """
+        running = torch_private.backward_id()
+        if of_forward and running != self._resharded_in:
+            self._resharded_in = running
+            for unit in self.units:
+                if unit.after_forward is not None:
+                    unit.after_forward.reshard()
+        if running == self._begun:
+            return
+        self._begun = running
+        if self.holds:
+            torch_private.when_backward_ends(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        if self.last:
+            self.reduce(unit for unit in self.units if unit.accumulation.sync)
+        for unit in self.units:
+            self.drop_resident(unit)
+        self.rest()
+
+    def reduce(self, units: Iterable[Unit]) -> None:
+        """Reduce what waits in some units, and give their parameters their gradients."""
+        for unit in units:
+            if waiting := tuple(sorted(unit.accumulation.waiting)):
+                with torch.no_grad():
+                    for shard, grad, slots in self._reduction_of(unit, waiting)([unit]):
+                        shard.sink.expect(slots)
+                        shard.flat.grad = grad
+                        shard.sink.take(shard.flat)
+        self.rest()
+
+    def reduce_separately(self, unit: Unit, slots: Waiting) -> None:
+        """Reduce what waits of some parameters, right before a backward that gives them a gradient."""
+        for shard, grad, _ in self._reduction_of(unit, slots)([unit]):
+            shard.sink.keep(grad)
+
+    def _reduction_of(self, unit: Unit, slots: Waiting) -> Reduction:
+        """What reduces gradients of a unit that wait now, in agreement with the other ranks."""
+        names = ", ".join(unit.plan.shards[i].slots[j].fqn for i, j in slots)
+        reduction = functools.partial(_reduce, slots=slots)
+        return unit.outside_graphs("flush", "reduce_scatter", f"waiting gradients of {names}", reduction)
+
+    @staticmethod
+    def drop_resident(unit: Unit) -> None:
+        """Free what is resident of a unit whose gradients are reduced now, unless the user wants it kept."""
+        if unit.accumulation.sync and not unit.resident.wanted:
+            unit.resident.drop()
+
+    def resident_in(self, budget_bytes: int) -> frozenset[Unit]:
+        """The units whose parameters are kept while gradients accumulate, of a budget for the whole model."""
+        if budget_bytes not in self._resident_in:
+            self._resident_in[budget_bytes] = unsharded_cache.within(self.units, budget_bytes)
+        return self._resident_in[budget_bytes]
+
+    def forget_choice(self) -> None:
+        """A unit has changed: choose anew."""
+        self._resident_in.clear()
+
+    @property
+    def holds(self) -> bool:
+        """Whether anything of the model waits or is resident."""
+        return any(unit.accumulation.waiting or unit.resident.holds for unit in self.units)
+
+    @staticmethod
+    def hold() -> None:
+        """Something waits or is resident: see to it before an optimizer steps."""
+        _step_hooks().holds = True
+
+    @staticmethod
+    def rest() -> None:
+        """Let optimizers step as they like, if nothing of any model waits or is resident."""
+        hooks = _step_hooks()
+        hooks.holds = any(model.holds for model in list(hooks.models))
+
+    def step_begins(self, written: Collection[int]) -> None:
+        """An optimizer is about to write parameters, whose ids these are.
+
+        Raises:
+            UnsupportedGraph: gradients of some of them wait to be reduced.
+        """
+        for unit in self._units_of(written):
+            if unit.accumulation.waiting:
+                raise UnsupportedGraph(
+                    f"an optimizer steps while gradients of unit {unit.fqn or 'root'!r} wait to be reduced: it would "
+                    "leave them behind. Let the last backward before the step run outside of no_sync() (or with "
+                    "set_requires_gradient_sync(True)), call reduce_waiting_gradients(), or drop what waits with "
+                    "reset_iter_state()."
+                )
+            unit.resident.drop()
+
+    def step_ends(self, written: Collection[int]) -> None:
+        """An optimizer has written parameters: forwards are void now, and what a closure gathered is old."""
+        for unit in self._units_of(written):
+            unit.generation += 1
+            unit.resident.drop()
+
+    def _units_of(self, written: Collection[int]) -> list[Unit]:
+        return [unit for unit in self.units if any(id(p) in written for m in unit.members for p in m.registered())]
+
+
+class _StepHooks:
+    """The hooks around all optimizers' steps, one pair for all models.
+
+    Attributes:
+        models: that live.
+        holds: whether anything of any model waits or is resident. Dynamo guards on it where a step is compiled.
+    """
+
+    def __init__(self) -> None:
+        self.models: weakref.WeakSet[Microbatches] = weakref.WeakSet()
+        self.holds = False
+
+    def begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self.holds:
+            _step_begins_eagerly(self, optimizer)
+
+    def ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self.holds or not torch.compiler.is_compiling():
+            _step_ends_eagerly(self, optimizer)
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        written = _written_by(optimizer)
+        for model in list(self.models):
+            model.step_begins(written)
+
+    def step_ends(self, optimizer: torch.optim.Optimizer) -> None:
+        written = _written_by(optimizer)
+        for model in list(self.models):
+            model.step_ends(written)
+
+
+_step_begins_eagerly = torch.compiler.disable(_StepHooks.step_begins)
+_step_ends_eagerly = torch.compiler.disable(_StepHooks.step_ends)
+
+
+@functools.cache
+def _step_hooks() -> _StepHooks:
+    """Registered with the first model, and never removed: the garbage collector may come while torch calls hooks."""
+    hooks = _StepHooks()
+    register_optimizer_step_pre_hook(hooks.begins)
+    register_optimizer_step_post_hook(hooks.ends)
+    return hooks
+
+
+def _written_by(optimizer: torch.optim.Optimizer) -> frozenset[int]:
+    return frozenset(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _reduce(units: list[Unit], slots: Waiting) -> list[Reduced]:
+    """Reduce what waits of some parameters of one unit."""
+    (unit,) = units
+    with torch.no_grad(), profiler_ranges.of_unit(unit.fqn):
+        reduced = collectives.reduce_grads(unit.accumulation.take(unit, slots), unit.plan)
+    return [(unit.shards[i], grad, [slot for index, slot in slots if index == i]) for i, grad in reduced.items()]

@@ -1,0 +1,33 @@
+"""No gradient is reduced for as long as a block runs: the engine under `no_sync`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import nn
+
+from fxshard.sharding.sharded_module import units_under
+
+NO_SYNC = "_fxshard_no_sync"
+"""Key in the `__dict__` of a module inside `no_sync`: whether units that are made now begin without gradient sync."""
+
+
+@contextlib.contextmanager
+def without_sync(module: nn.Module) -> Iterator[None]:
+    """No backward that runs inside reduces a unit of `module`, also of those that are made inside."""
+    before = {id(unit): unit.accumulation.sync for unit in units_under(module)}
+    marked = [each for each in module.modules() if not each.__dict__.get(NO_SYNC)]
+    for each in marked:
+        each.__dict__[NO_SYNC] = True
+    for unit in units_under(module):
+        unit.accumulation.sync = False
+    try:
+        yield
+    finally:
+        for each in marked:
+            del each.__dict__[NO_SYNC]
+        marks = {id(each) for each in marked}
+        for unit in units_under(module):
+            is_over = any(id(each) in marks for each in unit.modules)
+            unit.accumulation.sync = before.get(id(unit), is_over)

@@ -1,0 +1,226 @@
+"""The engine under `fully_shard`: which parameters make a unit, and what may be sharded at all."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
+
+from fxshard.errors import ConfigError
+from fxshard.runtime import gloo
+from fxshard.runtime.parameters import REFS, adopt_attributes, as_dtensor, shard_rows
+from fxshard.runtime.prefetch_cache import PrefetchCache
+from fxshard.runtime.step_hooks import Microbatches
+from fxshard.runtime.unit import Member, Unit, home_of
+from fxshard.sharding.no_sync import NO_SYNC
+from fxshard.sharding.sharded_module import STATE, ModuleState, state_of, swap_class, units_under
+
+
+def managed_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules under `roots` outside of nested sharded modules, in `named_modules` order, each once."""
+    found: dict[int, nn.Module] = {}
+
+    def visit(module: nn.Module) -> None:
+        if id(module) in found or (state_of(module) is not None and module not in roots):
+            return
+        found[id(module)] = module
+        for child in module.children():
+            visit(child)
+
+    for root in roots:
+        visit(root)
+    return list(found.values())
+
+
+def shard(
+    modules: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    mp_policy: MixedPrecisionPolicy,
+    reshard_after_forward: bool | None,
+    ignored: Iterable[nn.Parameter] = (),
+) -> None:
+    """Make one unit of the parameters under `modules` that no unit has taken, and swap the modules' classes.
+
+    All checks of the parameters come first: an error leaves the modules untouched.
+    """
+    skip = frozenset(ignored)
+    paths = _paths(modules)
+    taken = {_join(paths[id(places[0][0])], places[0][1]): (param, places) for param, places in _owners(modules, skip)}
+    require_shardable({fqn: param for fqn, (param, _) in taken.items()}, mesh)
+    _require_untaken(modules, taken)
+    _require_untied(taken, [unit for module in modules for unit in units_under(module)])
+    _require_dense_gradients(modules)
+    _move_buffers(modules, mesh)
+    units = (_make_unit(modules, taken, mesh, mp_policy, reshard_after_forward),) if taken else ()
+    for unit in units:
+        unit.ignored = skip
+    state = ModuleState(units, mp_policy)
+    for module in modules:
+        module.__dict__[STATE] = state
+    for module in {id(owner): owner for _, places in taken.values() for owner, _ in places}.values():
+        swap_class(module, is_unit=False)
+    for module in modules:
+        swap_class(module, is_unit=True)
+    _name_units(modules, state)
+
+
+Places = list[tuple[nn.Module, str]]
+
+
+def _make_unit(
+    modules: Sequence[nn.Module],
+    taken: dict[str, tuple[nn.Parameter, Places]],
+    mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy,
+    reshard_after_forward: bool | None,
+) -> Unit:
+    """Cut the parameters to this rank's rows and register the DTensors in their place."""
+    rank, world_size = mesh.get_local_rank(), mesh.size()
+    members, rows = [], []
+    with torch.no_grad(), torch.inference_mode(False):
+        for fqn, (param, places) in taken.items():
+            full = _on_mesh_device(param, mesh)
+            rows.append(shard_rows(full, rank, world_size))
+            dtensor = as_dtensor(full, rows[-1], mesh)
+            adopt_attributes(dtensor, param.__dict__)
+            members.append(Member(fqn, places, dtensor, weakref.ref(param)))
+    gloo.warn_of_two_threads(mesh)
+    unit = Unit(modules, members, mesh, mp_policy, reshard_after_forward)
+    unit.pack(rows)
+    for member in members:
+        for module, name in member.owners:
+            module._parameters[name] = member.parameter
+    return unit
+
+
+def _owners(modules: Sequence[nn.Module], skip: frozenset[nn.Parameter]) -> list[tuple[nn.Parameter, Places]]:
+    """Every parameter under `modules` that no unit has, with all places that register it, in registration order."""
+    owners: dict[int, tuple[nn.Parameter, Places]] = {}
+    for module in managed_modules(modules):
+        refs = module.__dict__.get(REFS, {})
+        for name, param in module._parameters.items():
+            if param is not None and param not in skip and name not in refs:
+                owners.setdefault(id(param), (param, []))[1].append((module, name))
+    return list(owners.values())
+
+
+def _require_dense_gradients(modules: Sequence[nn.Module]) -> None:
+    """Raise for embeddings with sparse gradients: there is nothing of fixed size to reduce."""
+    paths = _paths(modules)
+    sparse = [paths[id(m)] for m in managed_modules(modules) if getattr(m, "sparse", False) is True]
+    if sparse:
+        raise ConfigError(
+            f"embeddings with sparse=True cannot be sharded: {', '.join(sparse)}. Build them with sparse=False."
+        )
+
+
+def _require_untaken(modules: Sequence[nn.Module], taken: dict[str, Any]) -> None:
+    """Raise if nothing is left to shard because an outer module's unit has it all."""
+    refs = [ref for module in managed_modules(modules) for ref in module.__dict__.get(REFS, {}).values()]
+    if refs and not taken:
+        home = home_of(refs[0].flat)
+        outer = type(home.unit.modules[0]).__name__ if home else "an outer module"
+        raise ConfigError(
+            f"fully_shard({type(modules[0]).__name__}): its parameters are in the unit of {outer} already. Call "
+            "fully_shard bottom-up: inner modules first, the outermost last."
+        )
+
+
+def _require_untied(taken: dict[str, tuple[nn.Parameter, Places]], nested: Sequence[Unit]) -> None:
+    """Raise if a parameter is shared with a unit that exists already: each would train a copy of its own."""
+    originals: dict[int, str] = {}
+    # All weak references to one object are one object, also after its death, so their ids can be compared.
+    found = [(m.original, m.fqn) for unit in nested for m in unit.members]
+    found += [(weakref.ref(param), fqn) for fqn, (param, _) in taken.items()]
+    for original, fqn in found:
+        if id(original) in originals:
+            raise ConfigError(
+                f"{fqn} and {originals[id(original)]} are one parameter (tied), but would be in two units. Give both "
+                "modules to one call: fully_shard([a, b]), or leave both to the root."
+            )
+        originals[id(original)] = fqn
+
+
+def _paths(roots: Sequence[nn.Module]) -> dict[int, str]:
+    """Module id -> its name from the roots; several roots are numbered."""
+    paths: dict[int, str] = {}
+    for i, root in enumerate(roots):
+        prefix = f"{i}" if len(roots) > 1 else ""
+        for path, module in root.named_modules():
+            paths.setdefault(id(module), _join(prefix, path))
+    return paths
+
+
+def _join(*parts: str) -> str:
+    return ".".join(part for part in parts if part)
+
+
+def _on_mesh_device(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    if tensor.device.type in (mesh.device_type, "meta"):
+        return tensor
+    return tensor.detach().to(mesh.device_type).requires_grad_(tensor.requires_grad)
+
+
+def _move_buffers(modules: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+    for module in managed_modules(modules):
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = _on_mesh_device(buffer, mesh)
+
+
+def require_shardable(parameters: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
+    """Raise, naming all offenders, if any parameter cannot be sharded on `mesh`.
+
+    Raises:
+        ConfigError: complex, sparse or quantised parameters, or parameters on several devices.
+        NotImplementedError: parameters that are DTensors already (tensor parallelism).
+    """
+    wrong = {
+        "uninitialised (lazy)": [n for n, p in parameters.items() if isinstance(p, UninitializedParameter)],
+        "complex": [n for n, p in parameters.items() if p.is_complex()],
+        "sparse": [n for n, p in parameters.items() if p.layout != torch.strided],
+    }
+    for kind, names in wrong.items():
+        if names:
+            raise ConfigError(
+                f"{kind} parameters cannot be sharded: {', '.join(names)}. Pass them in ignored_params, or make them "
+                "real, dense and initialised first (a lazy module by one forward)."
+            )
+    dtensors = [n for n, p in parameters.items() if isinstance(p, DTensor)]
+    if dtensors:
+        raise NotImplementedError(
+            f"parameters that are DTensors already (tensor parallelism) are not supported yet: {', '.join(dtensors)}."
+        )
+    devices = {n: p.device.type for n, p in parameters.items()}
+    if len(set(devices.values())) > 1:
+        where = ", ".join(f"{name} on {device}" for name, device in devices.items())
+        raise ConfigError(f"parameters of one unit are on several devices: {where}. Move the module to one device.")
+    elsewhere = [f"{n} on {d}" for n, d in devices.items() if d not in (mesh.device_type, "meta", "cpu")]
+    if elsewhere:
+        raise ConfigError(f"the mesh is on {mesh.device_type!r}, but: {', '.join(elsewhere)}. Use one device type.")
+
+
+def _name_units(modules: Sequence[nn.Module], state: ModuleState) -> None:
+    """Name all units under `modules` from there, and mark those inside as not the root."""
+    paths = _paths(modules)
+    nested = {id(unit): unit for module in modules for unit in units_under(module)}
+    for unit in nested.values():
+        unit.is_root = unit in state.units
+        fqns = [_join(paths.get(id(owner), ""), name) for owner, name in (m.owners[0] for m in unit.members)]
+        unit.rename(",".join(filter(None, (paths.get(id(m), "") for m in unit.modules))), fqns)
+    prefetch_cache, microbatches = PrefetchCache(), Microbatches(tuple(nested.values()))
+    for unit in nested.values():
+        unit.prefetch_cache, unit.microbatches = prefetch_cache, microbatches
+        if unit.forward_prefetch or unit.backward_prefetch:
+            unit.publish()  # the lists name other units, which have new names only now
+        if any(module.__dict__.get(NO_SYNC) for module in unit.modules):
+            unit.accumulation.sync = False
+    state.nested = tuple(nested.values())

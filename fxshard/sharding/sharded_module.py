@@ -1,0 +1,405 @@
+"""What becomes of the modules whose parameters are sharded: their classes, reads, calls and state.
+
+[Note: swapped classes]
+A module that owns a sharded parameter gets a subclass of its class with a property per parameter (`ParameterOwner`);
+a module that was given to `fully_shard` also gets the FSDP methods and a call that opens a scope (`ShardedModule`).
+`isinstance` keeps working, and Dynamo's type guards tell a sharded module from a plain one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from fxshard import torch_private
+from fxshard.errors import ConfigError
+from fxshard.runtime import eager, process_groups, uncompiled
+from fxshard.runtime.parameters import REFS, TRACED, ParameterRef, flat_key, marker_arguments, without_offset
+from fxshard.runtime.prefetch_cache import PrefetchCache, UnshardHandle
+from fxshard.runtime.unit import Unit, require_shard
+from fxshard.sharding.mixed_precision import cast_inputs, cast_output
+
+STATE = "_fxshard_state"
+"""Key in the `__dict__` of a module that was given to `fully_shard`."""
+
+
+@dataclass(eq=False)
+class ModuleState:
+    """What `fully_shard` leaves on a module.
+
+    Attributes:
+        units: the units made by that call (none, if all parameters were taken already).
+        nested: those, and the units of all modules inside.
+        mp_policy: casts of the module's inputs and outputs.
+    """
+
+    units: tuple[Unit, ...]
+    mp_policy: MixedPrecisionPolicy
+    nested: tuple[Unit, ...] = field(default=())
+
+
+def state_of(module: nn.Module) -> ModuleState | None:
+    """The state of a module that was given to `fully_shard`, else `None`."""
+    return cast("ModuleState | None", module.__dict__.get(STATE))
+
+
+def plain_module(module: nn.Module) -> nn.Module:
+    """The module inside `torch.compile`'s wrapper, or the module itself."""
+    return cast(nn.Module, module.__dict__["_modules"].get("_orig_mod", module))
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile(module)` or `module.compile()` was applied."""
+    return plain_module(module) is not module or module._compiled_call_impl is not None
+
+
+def units_under(module: nn.Module) -> tuple[Unit, ...]:
+    """All units of `module` and the modules inside it, each once, in `named_modules` order."""
+    found: dict[int, Unit] = {}
+    for child in module.modules():
+        state = state_of(child)
+        found.update({id(unit): unit for unit in (state.units if state else ())})
+    return tuple(found.values())
+
+
+class ParameterOwner(nn.Module):
+    """Mixed into the class of every module that owns a sharded parameter; see [Note: swapped classes]."""
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Refuse at once what could not stand in place of a shard; `module.weight = ...` comes through here."""
+        _require_replaceable(self, name, param)
+        super().register_parameter(name, param)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in () if keep_vars else self.__dict__.get(REFS, {}):
+            if isinstance(found := destination.get(prefix + name), DTensor):
+                destination[prefix + name] = without_offset(found)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Refuse: a copy would need its own flats."""
+        raise ConfigError(
+            f"deepcopy of {type(self).__name__}, which is sharded, is not supported. Build a second model, shard it "
+            "and load this one's state_dict() into it."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse: a pickle would hold one rank's rows only."""
+        raise ConfigError(
+            f"pickling {type(self).__name__}, which is sharded, is not supported. Save its state_dict() with "
+            "torch.distributed.checkpoint.save instead."
+        )
+
+
+class ShardedModule(ParameterOwner):
+    """A module that was given to `fully_shard`. Methods have FSDP2's names and meaning."""
+
+    @torch_private.run_this_frame_eagerly
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Cast inputs, run the module, cast outputs, as the mixed-precision policy says."""
+        if torch.compiler.is_compiling():
+            policy = self.__dict__[STATE].mp_policy
+            args, kwargs = cast_inputs(policy, args, kwargs)
+            return cast_output(policy, super().__call__(*args, **kwargs))
+        state, args, kwargs = _enter_call(self, args, kwargs)
+        try:
+            return _end_call(state, super().__call__(*args, **kwargs))
+        finally:
+            _leave_call(state)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedModule:
+        """Repack after `.to(...)`, `.to_empty(...)` and their kind, where parameters became other tensors."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for unit in cast(ModuleState, self.__dict__[STATE]).nested:
+            unit.reattach_if_possible()
+        return self
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Change `reshard_after_forward` of this module's unit, and of all inside it unless `recurse` is False."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ConfigError(f"reshard_after_forward must be a bool, got {reshard_after_forward!r}.")
+        state = cast(ModuleState, self.__dict__[STATE])
+        for unit in state.nested if recurse else state.units:
+            unit.reshard_after_forward = reshard_after_forward
+            unit.publish()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Say whether backwards that run from now on reduce gradients; read when a backward runs.
+
+        Without, gradients are added up unsharded, in the reduce dtype, and `.grad` stays as it is. The first backward
+        with it reduces what was added up. `fxshard.no_sync` does this for as long as a block runs.
+
+        Args:
+            requires_gradient_sync: whether they do.
+            recurse: whether this holds for all modules inside as well.
+        """
+        if not isinstance(requires_gradient_sync, bool):
+            raise ConfigError(f"requires_gradient_sync must be a bool, got {requires_gradient_sync!r}.")
+        state = cast(ModuleState, self.__dict__[STATE])
+        for unit in state.nested if recurse else state.units:
+            unit.accumulation.sync = requires_gradient_sync
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Say whether graphs that run from now on free the parameters; compiled code only.
+
+        Without, the next forward gathers all of a unit at once, and its parameters stay unsharded, through forwards and
+        backwards, until this is set to True again and a backward runs with gradient sync. Writes to them and steps of
+        torch's optimizers free them as well. What torch does not count as a write does not: one to `.data` or
+        `to_local()`, `torch._foreach_*` on them (as averages of weights use), a checkpoint loaded in place into
+        `state_dict()`. After such a write call `reshard` on every sharded module.
+
+        Args:
+            reshard_after_backward: whether they do.
+            recurse: whether this holds for all modules inside as well.
+        """
+        if not isinstance(reshard_after_backward, bool):
+            raise ConfigError(f"reshard_after_backward must be a bool, got {reshard_after_backward!r}.")
+        state = cast(ModuleState, self.__dict__[STATE])
+        for unit in state.nested if recurse else state.units:
+            unit.resident.wanted = not reshard_after_backward
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Let reductions run on a process group of their own: one communicator carries one collective at a time.
+
+        Making a group is collective: all ranks of the mesh must call this alike. The next forward compiles anew.
+
+        Args:
+            enable: whether they do; else they are launched on the mesh's group, as gathers are.
+            recurse: whether this holds for all modules inside as well.
+        """
+        state = cast(ModuleState, self.__dict__[STATE])
+        process_groups.separate(state.nested if recurse else state.units, enable)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Say whether a backward that ends from now on is the last one of its step.
+
+        At the end of the last one what waits in units that it did not touch is reduced. Say False where one step has
+        several backwards with gradient sync, as in a pipeline, to leave that to the last of them.
+        """
+        if not isinstance(is_last_backward, bool):
+            raise ConfigError(f"is_last_backward must be a bool, got {is_last_backward!r}.")
+        for unit in cast(ModuleState, self.__dict__[STATE]).nested:
+            unit.microbatches.last = is_last_backward
+
+    def reduce_waiting_gradients(self) -> None:
+        """Reduce now what was added up without gradient sync, here and in the modules inside.
+
+        A backward with gradient sync does the same for what it touches, and better. All ranks must call it alike.
+        """
+        state = cast(ModuleState, self.__dict__[STATE])
+        for unit in state.nested:
+            unit.microbatches.reduce([unit])
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Launch the gather of this module's parameters now, for the next call of the outermost module.
+
+        Compiled code takes it over where it is the first gather of a graph that has run before; in the middle of a
+        graph the passes have placed it. Call it after parameters were changed, and again after each change: what was
+        gathered before a write to `.data` or `to_local()`, or by `torch._foreach_*`, is not seen to be old.
+
+        Args:
+            async_op: whether to return at once.
+
+        Returns:
+            With `async_op` a handle whose `wait()` waits for it.
+        """
+        units = cast(ModuleState, self.__dict__[STATE]).units
+        handle = UnshardHandle.of(
+            [unit.prefetch_cache.unshard(unit) for unit in units if unit.prefetch_cache is not None]
+        )
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free what was gathered of this module's parameters for a graph that has not begun; a graph frees its own."""
+        for unit in cast(ModuleState, self.__dict__[STATE]).units:
+            unit.resident.drop()
+            if unit.after_forward is not None:
+                unit.after_forward.reshard()
+            if unit.prefetch_cache is not None:
+                unit.prefetch_cache.reshard(unit)
+
+    def reset_iter_state(self) -> None:
+        """Forget what a step that was interrupted by an exception left behind: gathers, and gradients that wait."""
+        for unit in cast(ModuleState, self.__dict__[STATE]).nested:
+            unit.accumulation.waiting.clear()
+            unit.resident.drop()
+            if unit.after_forward is not None:
+                unit.after_forward.reshard()
+            unit.microbatches.rest()
+            if unit.prefetch_cache is not None:
+                unit.prefetch_cache.forget()
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the next forward's first gather wait for `event` alone, not for all that the current stream has to do.
+
+        For an optimizer that runs on a stream of its own, or is followed by work that the gather need not wait for;
+        record the event after the step. It holds for one forward. On the CPU, where nothing is queued, nothing happens.
+
+        Args:
+            event: recorded after the parameters were written.
+        """
+        if not isinstance(event, torch.Event):
+            raise ConfigError(f"set_post_optim_event expects a torch.Event, got {type(event).__name__}.")
+        for prefetch_cache in {unit.prefetch_cache for unit in cast(ModuleState, self.__dict__[STATE]).nested} - {None}:
+            cast(PrefetchCache, prefetch_cache).after = event
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
+        """Say which modules' parameters to gather ahead in forward; compiled code only.
+
+        Right after this module's own gather has been waited for, those of `modules` are launched, in this order; what
+        is in flight or gathered already is not launched again. After a change the next forward compiles anew; blocks
+        that are compiled one by one share a graph only if they list alike (the next one, say), so Dynamo may have to be
+        allowed more graphs (`torch._dynamo.config.recompile_limit`).
+
+        Args:
+            modules: sharded by `fully_shard`; an empty list for what the option `prefetch` says, `None` for nothing.
+
+        Raises:
+            ConfigError: one of them is not sharded, or this module has no parameters of its own.
+        """
+        _set_prefetch(self, "forward", modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
+        """The same for backward, where a list stands in place of what `prefetch` says."""
+        _set_prefetch(self, "backward", modules)
+
+
+def _set_prefetch(module: ShardedModule, direction: str, modules: Sequence[nn.Module] | None) -> None:
+    setter = f"set_modules_to_{direction}_prefetch"
+    state = cast(ModuleState, module.__dict__[STATE])
+    if not isinstance(modules, list | tuple | nn.ModuleList | None):
+        raise ConfigError(f"{setter} expects a list of modules or None, got {type(modules).__name__}.")
+    listed = [plain_module(each) if isinstance(each, nn.Module) else each for each in modules or ()]
+    for each in listed:
+        if not isinstance(each, ShardedModule):
+            raise ConfigError(f"{setter} expects modules that fully_shard has sharded, got {type(each).__name__}.")
+    if not state.units:
+        raise ConfigError(
+            f"{setter}: {type(module).__name__} has no parameters of its own to wait for: its submodules have them "
+            "all. Call it on one of these."
+        )
+    units = tuple(unit for each in listed for unit in cast(ModuleState, state_of(each)).units)
+    wanted = units or (None if modules is None or listed else ())
+    for unit in state.units:
+        setattr(unit, f"{direction}_prefetch", wanted)
+        unit.publish()
+
+
+def _require_replaceable(module: nn.Module, name: str, value: object) -> None:
+    ref = module.__dict__.get(REFS, {}).get(name)
+    if ref is None or value is None:
+        return
+    unit = ref.flat._fxshard_home.unit
+    for member in unit.members:
+        if any(owner is module and own == name for owner, own in member.owners):
+            require_shard(value, member, unit.mesh)
+
+
+def _open_call(module: ShardedModule, args: Any, kwargs: Any) -> tuple[ModuleState, Any, Any]:
+    """Open the scope of a call; the outermost one first makes sure that every parameter is a view of its flat."""
+    state = cast(ModuleState, module.__dict__[STATE])
+    if not eager.inside_call():
+        for unit in state.nested:
+            unit.check()
+    args, kwargs = cast_inputs(state.mp_policy, args, kwargs)
+    eager.enter_call(state.units)
+    return state, args, kwargs
+
+
+def _end_forward(state: ModuleState, result: Any) -> Any:
+    """The result of a call that has run through."""
+    eager.forward_ended(state.nested)
+    return cast_output(state.mp_policy, result)
+
+
+def _close_call(state: ModuleState) -> None:
+    """Close the scope of a call; the outermost one leaves no gather behind."""
+    try:
+        eager.leave_call()
+    finally:
+        if not eager.inside_call() and state.nested and (prefetch_cache := state.nested[0].prefetch_cache) is not None:
+            prefetch_cache.end()
+
+
+def _read(module: nn.Module, ref: ParameterRef, name: str) -> Any:
+    if eager.inside_forward():
+        return eager.read(ref, module)
+    unsharded = eager.read_after_forward(ref, module)
+    return module._parameters[name] if unsharded is None else unsharded
+
+
+# While a compiled function runs, Dynamo offers itself every Python frame that is called. These must run as they are.
+_enter_call = torch.compiler.disable(_open_call)
+_leave_call = torch.compiler.disable(_close_call)
+_end_call = torch.compiler.disable(_end_forward)
+_read_eagerly = torch.compiler.disable(_read)
+
+
+def _getter(name: str) -> property:
+    its_flat = flat_key(name)
+
+    @torch_private.run_this_frame_eagerly
+    def get(self: nn.Module) -> Any:
+        if torch.compiler.is_compiling():  # never touch self._parameters here: Dynamo would trace the DTensors in it
+            traced = self.__dict__[TRACED]
+            key, slot, shape, dtype = marker_arguments(traced[name])
+            return torch.ops.fxshard.unshard(traced[its_flat], key, slot, shape, dtype)
+        if (
+            callback := torch_private.eval_frame_callback()
+        ) is False:  # a C function: a Python one would be offered to Dynamo
+            uncompiled.refuse_fallback(self, name)
+        if name not in self._parameters:
+            return nn.Module.__getattr__(self, name)
+        if callback is not None and uncompiled.SEEN not in self.__dict__:
+            uncompiled.notice(self, name)
+        return _read_eagerly(self, self.__dict__[REFS][name], name)
+
+    return property(get)
+
+
+@functools.cache
+def _swapped_class(cls: type[nn.Module], names: frozenset[str], is_unit: bool) -> type[nn.Module]:
+    """The subclass of `cls` with a property for each of `names`; equal requests give the same class."""
+    mixin = ShardedModule if is_unit else ParameterOwner
+    body: dict[str, Any] = {name: _getter(name) for name in sorted(names)}
+    if issubclass(cls, nn.RNNBase):
+        # RNNs keep their weights in a list of their own beside _parameters.
+        body["_flat_weights"] = property(_rnn_weights, lambda self, weights: None)
+    if is_unit and cls.forward.__module__.startswith("torch.nn"):
+        # torch.compile traces the call of torch.nn's own modules from outside; ours must run first, as it is.
+        body["forward"] = _own_forward(cls)
+    body["_fxshard_base"] = cls
+    name = f"Sharded{cls.__name__}" if is_unit else cls.__name__
+    return type(name, (mixin, cls), body)
+
+
+def _own_forward(cls: type[nn.Module]) -> Callable[..., Any]:
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return cls.forward(self, *args, **kwargs)
+
+    return forward
+
+
+def _rnn_weights(rnn: nn.RNNBase) -> list[Tensor | None]:
+    return [getattr(rnn, name, None) for name in rnn._flat_weights_names]
+
+
+def swap_class(module: nn.Module, is_unit: bool) -> None:
+    """Give `module` the class that goes with the parameters it has sharded by now."""
+    cls = type(module)
+    base = getattr(cls, "_fxshard_base", cls)
+    names = frozenset(module.__dict__.get(REFS, {}))
+    if issubclass(base, nn.RNNBase):
+        module.__dict__.pop("_flat_weights", None)
+    module.__class__ = _swapped_class(cast(Any, base), names, is_unit or issubclass(cls, ShardedModule))

@@ -1,0 +1,310 @@
+"""Sharded checkpoints that cannot be lost: `save_checkpoint` and `load_checkpoint`.
+
+The files are those of `torch.distributed.checkpoint`, with the entries "model" and "optim"; a manifest and the extra
+stand beside them. How a checkpoint takes the place of the one before it: [Note: a checkpoint is never lost].
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, FileSystemWriter
+from torch.optim import Optimizer
+
+from fxshard.errors import CheckpointError, ConfigError, FxshardError
+from fxshard.state import checkpoint_dir, checkpoint_model, checkpoint_optimizer, serializable
+from fxshard.state.dcp_reader import CheckpointIndex
+from fxshard.state.manifest import FileEntry, Manifest
+from fxshard.state.ranks import Comparison, Ranks, require_one_set
+from fxshard.state.recipients import module_in, require_optimizer
+from fxshard.state.user_hooks import ExtraStates, Handover
+from fxshard.state.verify import Reading, verify
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str], model: nn.Module, optim: Optimizer | None = None, *, extra: Any = None
+) -> None:
+    """Write the state of `model` and `optim`, sharded, to the folder `path`, in place of the checkpoint there.
+
+    All ranks of the model call it with the same arguments. Each writes the rows it has. The checkpoint that was at
+    `path` stays until the new one is complete and synced to disk: whatever kills the save, `load_checkpoint` finds one
+    of the two. The state is read, never changed; an optimizer without state is saved as that.
+
+    Args:
+        path: a folder in a file system that all ranks share; its parents are made. While a save runs, and after one
+            that was killed, `path.fxshard-saving-...` and `path.fxshard-former` stand beside it.
+        model: sharded by fxshard or by FSDP2, or not at all; compiled or not.
+        optim: the optimizer of its parameters.
+        extra: what else belongs to it, the same on every rank: numbers, strings, `None`, tensors that are not sharded,
+            and dicts, lists, tuples and sets of these, such as the `state_dict()` of a scheduler. Random number
+            generators differ by rank; gather their states first.
+
+    Raises:
+        ConfigError: an argument of another kind; something that a checkpoint cannot hold; `path` holds other files.
+        RankMismatchError: the ranks pass different paths, models, optimizers, groups, states or extras.
+        CheckpointError: it could not be written, or a rank was lost; the checkpoint that was there still is.
+
+    Each of them is raised on every rank. What is not sharded (buffers, `ignored_params` and their state) is written as
+    rank 0 has it.
+
+    Source: the file format is that of torch.distributed.checkpoint; write, sync, rename is how databases do it.
+    """
+    ranks = Ranks.of(model)
+    saving = _Saving(path, model, optim, extra)
+    with _Lost(f"the save to {path}"):
+        ranks.agree(saving.describe)
+        target = saving.target
+        ranks.together(lambda: checkpoint_dir.prepare(target) if ranks.rank == 0 else None)
+        folder = checkpoint_dir.unfinished(target, ranks.gather(secrets.token_hex(4))[0])
+        try:
+            _write_shards(folder, saving.state, ranks)
+            files = _hash_files(folder, saving.extra, ranks)
+            finished = saving.manifest(files, ranks.size)
+            ranks.together(lambda: _finish(folder, target, finished) if ranks.rank == 0 else None)
+        except BaseException:
+            if ranks.rank == 0:
+                checkpoint_dir.discard(folder)
+            raise
+
+
+def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optim: Optimizer | None = None) -> Any:
+    """Read the checkpoint at `path` into `model` and `optim`, bitwise; any number of ranks may have written it.
+
+    All ranks of the model call it with the same arguments. Sizes and SHA-256 of all files, and all keys, shapes and
+    dtypes are compared, and everything is read into memory beside model and optimizer (on the CPU, this rank's rows of
+    both), before anything is changed. Parameters, and the state that the optimizer has, are written in place; an
+    optimizer without state gets it.
+
+    Args:
+        path: as for `save_checkpoint`.
+        model: with the parameters and buffers that were saved; sharded in any way, or not at all.
+        optim: of the class that was saved, over the same groups of parameters. Without it only the model is loaded.
+
+    Returns:
+        The `extra` that was saved, its tensors on the CPU, on every rank.
+
+    Raises:
+        ConfigError: an argument of another kind; a parameter on the meta device.
+        RankMismatchError: the ranks pass different paths, models, optimizers or groups.
+        CheckpointError: there is no checkpoint, or a file is missing or damaged, or a key, shape or dtype does not fit;
+            the message names files and FQNs.
+
+    Each of them is raised on every rank and leaves model and optimizer as they were, but for what hooks of the model
+    raise or rename while it is written (docs/checkpoints.md). Load only what you trust: torch's index of a checkpoint
+    is a pickle.
+
+    Source: resharding is that of torch.distributed.checkpoint.
+    """
+    ranks = Ranks.of(model)
+    loading = _Loading(path, model, optim)
+    with _Lost(f"the load of {path}"):
+        ranks.agree(loading.describe)
+        found = ranks.together(lambda: checkpoint_dir.find(loading.target) if ranks.rank == 0 else None)
+        folder = Path(ranks.gather(str(found))[0])
+        reading = ranks.together(lambda: Reading(folder))
+        described = reading.manifest
+        files = {"the files of the checkpoint": [f"{name} {entry}" for name, entry in described.files.items()]}
+        ranks.agree(lambda: reading.whole(lambda: files))
+        ranks.together(lambda: reading.whole(lambda: verify(folder, described, ranks.rank, ranks.size)))
+        ranks.together(lambda: reading.whole(lambda: loading.stage(folder, described)))
+        with loading.extra_states() as extra_states, loading.handover() as handover:
+            ranks.together(extra_states.set)
+            ranks.together(handover.set)
+        ranks.together(loading.commit)
+    return loading.extra
+
+
+class _Lost:
+    """Says what it means for a checkpoint that a collective failed, because a rank is gone."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, FxshardError):
+            raise CheckpointError(
+                f"{self._what} did not end, for the ranks have lost each other ({error}). load_checkpoint finds the "
+                "checkpoint that was there before, or the new one if it was complete."
+            ) from error
+
+
+def _require_kinds(model: object, optim: object) -> None:
+    require_one_set(module_in(model))
+    if optim is not None:
+        require_optimizer(optim)
+
+
+class _Saving:
+    """What one rank saves."""
+
+    def __init__(self, path: object, model: nn.Module, optim: Optimizer | None, extra: Any) -> None:
+        self._path, self._model, self._optim = path, model, optim
+        self.extra = extra
+        self.target: Path
+        self.state: dict[str, Any]
+
+    def describe(self) -> Comparison:
+        """Collect the state; what all ranks must have alike."""
+        self.target = checkpoint_dir.resolve(self._path)
+        checkpoint_dir.require_apart(self.target)
+        _require_kinds(self._model, self._optim)
+        self.extra = serializable.storable(self.extra, "extra")
+        self.state = {checkpoint_model.ROOT: checkpoint_model.state_of(self._model)}
+        facts = {
+            "the call": ["save_checkpoint"],
+            "path": [str(self.target)],
+            "the model": [*checkpoint_model.lines(self._model)],
+        }
+        facts["the optimizer"] = ["no optimizer"]
+        if self._optim is not None:
+            self.state[checkpoint_optimizer.ROOT] = checkpoint_optimizer.state_of(self._model, self._optim)
+            facts["the optimizer"] = [*checkpoint_optimizer.lines(self._model, self._optim)]
+        return {**facts, "extra": [*serializable.lines(self.extra, "extra")]}
+
+    def manifest(self, files: dict[str, FileEntry], world_size: int) -> Manifest:
+        """The manifest of what was written."""
+        version = str(torch.__version__)
+        if self._optim is None:
+            return Manifest(files=files, world_size=world_size, torch=version)
+        return Manifest(
+            files=files,
+            world_size=world_size,
+            torch=version,
+            optimizer=type(self._optim).__name__,
+            placements=checkpoint_optimizer.placements_of(self._model, self._optim),
+        )
+
+
+def _write_shards(folder: Path, state: dict[str, Any], ranks: Ranks) -> None:
+    # What is on all ranks is written by the first: buffers of one module come from one rank.
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            dcp.save(
+                state,
+                storage_writer=FileSystemWriter(folder),
+                planner=planner,
+                process_group=ranks.group,
+                no_dist=ranks.group is None,
+            )
+        except CheckpointException as error:
+            causes = (f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items())
+            raise CheckpointError(f"{folder} could not be written: {'; '.join(causes)}.") from error
+
+
+def _hash_files(folder: Path, extra: Any, ranks: Ranks) -> dict[str, FileEntry]:
+    """Name and content of all files; each rank reads those that it wrote."""
+
+    def own_files() -> dict[str, FileEntry]:
+        if ranks.rank == 0 and extra is not None:
+            with (folder / checkpoint_dir.EXTRA).open("wb") as file:
+                torch.save(extra, file)
+                file.flush()
+                os.fsync(file.fileno())
+            _require_loadable(folder / checkpoint_dir.EXTRA)
+        names = sorted(entry.name for entry in folder.iterdir())
+        return {name: FileEntry.of(folder / name) for name in names if _writer(name, ranks.size) == ranks.rank}
+
+    found = ranks.together(own_files)
+    return {name: entry for files in ranks.gather(found) for name, entry in files.items()}
+
+
+def _require_loadable(path: Path) -> None:
+    """Read an extra back before anything is replaced by the checkpoint that it is in."""
+    try:
+        torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:
+        raise ConfigError(f"extra could not be read back, so it would not load: {error}. Convert it first.") from error
+
+
+def _writer(name: str, world_size: int) -> int:
+    written = re.match(r"__(\d+)_", name)
+    rank = int(written[1]) if written else 0
+    return rank if rank < world_size else 0
+
+
+def _finish(folder: Path, target: Path, finished: Manifest) -> None:
+    """Complete the folder and put it in place; rank 0 alone."""
+    unseen = [name for name in finished.files if not (folder / name).exists()]
+    if unseen:
+        raise ConfigError(
+            f"rank 0 does not see {', '.join(unseen)} in {folder}, which other ranks have written: path must be in a "
+            "file system that all ranks share."
+        )
+    finished.write(folder)
+    checkpoint_dir.commit(folder, target)
+
+
+class _Loading:
+    """What one rank loads, beside model and optimizer until it is complete."""
+
+    def __init__(self, path: object, model: nn.Module, optim: Optimizer | None) -> None:
+        self._path, self._model, self._optim = path, model, optim
+        self.extra: Any = None
+        self.target: Path
+        self._model_state: dict[str, Any]
+        self._model_staging: checkpoint_model.ModelStaging
+        self._optim_staging: checkpoint_optimizer.OptimizerStaging | None = None
+
+    def describe(self) -> Comparison:
+        """What all ranks must have alike."""
+        self.target = checkpoint_dir.resolve(self._path)
+        _require_kinds(self._model, self._optim)
+        facts = {"the call": ["load_checkpoint"], "path": [str(self.target)]}
+        facts["the model"] = [*checkpoint_model.lines(self._model)]
+        facts["the optimizer"] = ["no optimizer"]
+        if self._optim is not None:
+            groups = checkpoint_optimizer.groups_of(self._model, self._optim)
+            facts["the optimizer"] = [type(self._optim).__name__, *(f"the group {', '.join(fqns)}" for fqns in groups)]
+        return facts
+
+    def stage(self, folder: Path, described: Manifest) -> None:
+        """Compare everything with model and optimizer, and read it."""
+        contents = CheckpointIndex(folder, written_by=described.torch)
+        self._model_staging = checkpoint_model.ModelStaging(contents, self._model)
+        room: dict[str, Any] = dict(self._model_staging.room)
+        if self._optim is not None:
+            own = type(self._optim).__name__
+            if described.optimizer != own:
+                held = f"the state of {described.optimizer}" if described.optimizer else "no optimizer"
+                raise CheckpointError(
+                    f"{folder} holds {held}, and optim is {own}. Nothing was loaded; leave optim out to "
+                    "load the model alone."
+                )
+            self._optim_staging = checkpoint_optimizer.OptimizerStaging(
+                contents, self._model, self._optim, described.placements
+            )
+            room |= self._optim_staging.room
+        contents.read(room)
+        self._model_staging.check(room)
+        self._model_state = self._model_staging.assembled(room)
+        if self._optim_staging is not None:
+            self._optim_staging.check(room)
+        if checkpoint_dir.EXTRA in described.files:
+            self.extra = torch.load(folder / checkpoint_dir.EXTRA, weights_only=True, map_location="cpu")
+
+    def extra_states(self) -> ExtraStates:
+        """What the modules are to be given first, for they may refuse it."""
+        return ExtraStates(self._model, self._model_state)
+
+    def handover(self) -> Handover:
+        """What the optimizer is to be given first, for the same reason."""
+        return Handover(self._optim, self._optim_staging.whole if self._optim_staging is not None else None)
+
+    def commit(self) -> None:
+        """Write what was read into model and optimizer."""
+        self._model_staging.commit(self._model_state)
+        if self._optim_staging is not None:
+            self._optim_staging.commit()

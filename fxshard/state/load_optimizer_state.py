@@ -1,0 +1,366 @@
+"""Load the state of a plain, unsharded optimizer: cut anew for the present ranks and units, to the bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim import LBFGS, Adafactor, Optimizer
+
+from fxshard.errors import ConfigError
+from fxshard.runtime.parameters import shard_rows
+from fxshard.state import compare
+from fxshard.state import full_state as parcels
+from fxshard.state.full_state import Announced, FullState
+from fxshard.state.local_shards import LocalShard, is_sharded
+from fxshard.state.optimizer_state import (
+    GROUPS,
+    PARAMS,
+    STATE,
+    ParameterNames,
+    is_step,
+    names_of,
+    parameter_states,
+    simple,
+    state_fact,
+    unknown_keys,
+)
+from fxshard.state.pytree import LeafMark, Path, put_back, take_out
+from fxshard.state.recipients import module_in, recipients_of, require_bucket
+from fxshard.state.scatter import deliver
+
+CALL = "load_full_optim_state_dict"
+
+
+@dataclass(frozen=True)
+class _Coming:
+    """What is coming for one parameter: its state with places counted through all parameters, and their paths."""
+
+    skeleton: Any
+    paths: list[tuple[int, Path]]
+
+
+@dataclass(frozen=True)
+class _GivenState:
+    """An optimizer's state by FQN.
+
+    Attributes:
+        states: FQN -> what is coming.
+        others: state that belongs to no parameter.
+        unknown_keys: keys of it that would name parameters.
+        groups: hyperparameters, and the FQNs of each group.
+        rest: other top-level keys.
+    """
+
+    states: dict[str, _Coming]
+    others: dict[Any, Any]
+    unknown_keys: list[Any]
+    groups: list[dict[str, Any]]
+    rest: dict[str, Any]
+
+
+@torch.no_grad()
+def load_optimizer(model: nn.Module, optim: Optimizer, state: Mapping[str, Any], *, bucket_mib: float) -> None:
+    """What `fxshard.load_full_optim_state_dict` does."""
+    parties = recipients_of(model)
+    names = ParameterNames({}, {}, [])
+    with compare.Caught() as caught:
+        require_bucket(bucket_mib)
+        names = names_of(module_in(model), optim)
+    source = parcels.choose_source(CALL, caught, state, bucket_mib, parties)
+    parcel = None
+    with compare.Caught() as caught:
+        if source is None or parties.ranks[parties.rank] == source:
+            parcel = _packed(state, names)
+    parcel = parcels.share(CALL, caught, parcel, source, parties)
+    contents = cast(_GivenState, parcel.contents)
+    places: list[_LoadTarget] = []
+    with compare.Caught() as caught:
+        parcels.refuse(_misfits(contents, names))
+        places = _targets(contents, parcel.announced, names, optim)
+        problems = [problem for each in places for problem in each.problems]
+        parcels.refuse(problems + _other_keys(contents, names, optim) + _placed_otherwise(contents, names))
+        parcels.refuse(parcels.out_of_reach(parcel, [each.held for each in places]))
+    targets = [each.held for each in places]
+    sharing = {each.announced.name: each.parameter for each in places}
+    sharing |= {state_fact(fqn): names.parameters[names.ids[fqn]] for fqn in contents.states if fqn in names.ids}
+    own = {"optimizer": type(optim).__qualname__}
+    parcels.require_alike(CALL, caught, parcel, targets, sharing, parties, own)
+    for each in places:
+        each.allocate()
+    deliver([each.held for each in places], parcel.tensors, parcel.source, parties, bucket_mib)
+    with compare.Caught() as caught:  # load_state_dict and its hooks are the user's
+        _install(optim, names, contents, [each.finished() for each in places])
+    compare.raise_together(CALL, caught, parties.group)
+
+
+def _packed(state: Mapping[str, Any], names: ParameterNames) -> FullState:
+    """A state_dict, by id or by FQN, as a parcel by FQN."""
+    if not isinstance(state, Mapping) or STATE not in state or GROUPS not in state:
+        raise ConfigError(
+            f"the state must be a dict with the keys {STATE!r} and {GROUPS!r}, as full_optim_state_dict or an "
+            f"optimizer's state_dict() gives it, got {_kind(state)}."
+        )
+    by_key = _fqns_by_key(state, names)
+    states: dict[str, _Coming] = {}
+    announced: list[Announced] = []
+    tensors: list[Tensor] = []
+    for key, value in state[STATE].items():
+        if key not in by_key:
+            continue
+        skeleton, leaves = take_out(value)
+        numbers = range(len(tensors), len(tensors) + len(leaves))
+        places = [LeafMark(number) for number in numbers]
+        paths = [(number, leaf.path) for number, leaf in zip(numbers, leaves, strict=True)]
+        states[by_key[key]] = _Coming(put_back(skeleton, places), paths)
+        tensors += [leaf.tensor for leaf in leaves]
+        announced += [Announced.of(f"state of {by_key[key]}: {leaf.name}", leaf.tensor) for leaf in leaves]
+    if sharded := [each.name for each, tensor in zip(announced, tensors, strict=True) if isinstance(tensor, DTensor)]:
+        raise ConfigError(
+            f"the state is sharded (DTensors): {', '.join(sharded[:5])}. Give the full state, or load this one with "
+            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict."
+        )
+    others = {key: value for key, value in state[STATE].items() if key not in by_key}
+    contents = _GivenState(
+        states,
+        others,
+        unknown_keys(others, str if _is_by_fqn(state) else int),
+        [{**group, PARAMS: [by_key.get(key, key) for key in group[PARAMS]]} for group in state[GROUPS]],
+        {key: value for key, value in state.items() if key not in (STATE, GROUPS)},
+    )
+    return FullState(contents=contents, announced=announced, tensors=tensors, others=_others(contents))
+
+
+def _others(contents: _GivenState) -> dict[str, str]:
+    """All but the tensors of parameters in words."""
+    states = {state_fact(fqn): simple(coming.skeleton) for fqn, coming in contents.states.items()}
+    groups = {f"param_groups[{g}]": simple(group) for g, group in enumerate(contents.groups)}
+    return {**states, **groups, "state of no parameter": simple(contents.others), "other keys": simple(contents.rest)}
+
+
+def _kind(state: object) -> str:
+    return f"one with {', '.join(map(repr, state)) or 'none'}" if isinstance(state, Mapping) else type(state).__name__
+
+
+def _fqns_by_key(state: Mapping[str, Any], names: ParameterNames) -> dict[Any, str]:
+    """What stands for a parameter in a state_dict -> its FQN here. Ids stand for positions in the groups."""
+    given = [list(group[PARAMS]) for group in state[GROUPS]]
+    if _is_by_fqn(state):
+        return {key: key for keys in given for key in keys}
+    sizes, own = [len(keys) for keys in given], [len(ids) for ids in names.groups]
+    if sizes != own:
+        raise ConfigError(
+            f"the state has param_groups of {sizes} parameters, the optimizer of {own}. Build the optimizer with the "
+            'same groups, or save with keys="fqn", which says which parameters are meant.'
+        )
+    pairs = zip(given, names.groups, strict=True)
+    return {key: names.fqns[i] for keys, ids in pairs for key, i in zip(keys, ids, strict=True)}
+
+
+def _is_by_fqn(state: Mapping[str, Any]) -> bool:
+    return all(isinstance(key, str) for group in state[GROUPS] for key in group[PARAMS])
+
+
+def _misfits(contents: _GivenState, names: ParameterNames) -> Iterator[str]:
+    """What does not fit between the groups of the state and those of the optimizer."""
+    given = [list(group[PARAMS]) for group in contents.groups]
+    own = [[names.fqns[i] for i in ids] for ids in names.groups]
+    everything = {fqn for fqns in given for fqn in fqns}
+    if missing := [fqn for fqn in names.ids if fqn not in everything]:
+        yield f"its param_groups lack {', '.join(missing)}"
+    if extra := [fqn for fqns in given for fqn in fqns if fqn not in names.ids]:
+        yield f"its param_groups have {', '.join(extra)}, which the optimizer does not have"
+    if not missing and not extra and [set(fqns) for fqns in given] != [set(fqns) for fqns in own]:
+        yield f"its param_groups hold {given}, those of the optimizer {own}"
+    if contents.unknown_keys:
+        yield f"it has state of {', '.join(map(str, contents.unknown_keys))}, which no param_group names"
+
+
+@dataclass(eq=False)
+class _LoadTarget:
+    """Where a tensor that is coming goes.
+
+    Attributes:
+        announced: what is coming.
+        parameter: whose state it is.
+        existing: the tensor that the optimizer has there now.
+        as_dtensor: whether it becomes a DTensor.
+        held: how this rank will hold it; memory comes with `allocate`.
+        problems: why it cannot.
+    """
+
+    announced: Announced
+    parameter: Tensor
+    existing: Tensor | None
+    as_dtensor: bool
+    held: LocalShard
+    problems: list[str]
+
+    def allocate(self) -> None:
+        """Make the memory."""
+        held = self.held
+        shape = held.shape if held.mesh is None else tuple(self._local_shape())
+        held.local = torch.empty(shape, dtype=held.dtype, device=held.local.device)
+
+    def _local_shape(self) -> torch.Size:
+        mesh = self.held.mesh
+        assert mesh is not None
+        whole = torch.empty(self.held.shape, device="meta")
+        return shard_rows(whole, mesh.get_local_rank(), mesh.size()).shape
+
+    def finished(self) -> Tensor:
+        """The tensor for the optimizer."""
+        held = self.held
+        if not self.as_dtensor:
+            return held.local
+        mesh = cast(DTensor, self.existing if isinstance(self.existing, DTensor) else self.parameter).device_mesh
+        placement = Replicate() if held.mesh is None else Shard(0)
+        stride = torch.empty(held.shape, device="meta").stride()
+        shape = torch.Size(held.shape)
+        return DTensor.from_local(held.local, mesh, (placement,), run_check=False, shape=shape, stride=stride)
+
+
+def _is_strict(optim: Optimizer) -> bool:
+    """Whether an optimizer keeps the same for all parameters of a group, each tensor shaped as its parameter."""
+    return type(optim).__module__.startswith("torch.optim") and not isinstance(optim, Adafactor | LBFGS)
+
+
+def _targets(
+    contents: _GivenState, announced: Sequence[Announced], names: ParameterNames, optim: Optimizer
+) -> list[_LoadTarget]:
+    """Where everything that is coming goes, in the order in which it comes."""
+    found: dict[int, _LoadTarget] = {}
+    is_strict = _is_strict(optim)
+    states = parameter_states({p: optim.state.get(p, {}) for p in names.parameters.values()})
+    present = dict(zip(names.fqns.values(), states, strict=True))
+    counters = _counters(contents, announced, names)
+    for fqn, coming in contents.states.items():
+        pairs = zip(present[fqn].leaves, present[fqn].held, strict=True)
+        existing = {leaf.path: (leaf.tensor, held) for leaf, held in pairs}
+        for number, path in coming.paths:
+            tensor, now = existing.get(path, (None, None))
+            parameter = names.parameters[names.ids[fqn]]
+            found[number] = _target(announced[number], path in counters, parameter, tensor, now, is_strict)
+    return [found[number] for number in range(len(announced))]
+
+
+def _counters(contents: _GivenState, announced: Sequence[Announced], names: ParameterNames) -> set[Path]:
+    """Paths to plain tensors of one element, by what they have for all parameters: of one it may have the shape.
+
+    They lead to one element for each, though one of these has more, or have the name that torch has for its own.
+    """
+    sizes = [
+        (path, math.prod(announced[number].shape), names.parameters[names.ids[fqn]].numel())
+        for fqn, coming in contents.states.items()
+        for number, path in coming.paths
+    ]
+    larger = {path for path, size, _ in sizes if size != 1}
+    of_larger = {path for path, _, size in sizes if size != 1}
+    return {path for path, _, _ in sizes if path not in larger and (path in of_larger or is_step(path))}
+
+
+def _target(
+    each: Announced,
+    is_counter: bool,
+    parameter: Tensor,
+    existing: Tensor | None,
+    now: LocalShard | None,
+    is_strict: bool,
+) -> _LoadTarget:
+    """As what is there now; where there is nothing, as an optimizer would make it for this parameter."""
+    is_scalar = is_counter or (not each.shape and tuple(parameter.shape) != ())
+    if existing is not None and now is not None:
+        mesh, as_dtensor, device = now.mesh, isinstance(existing, DTensor), existing.device
+    else:
+        as_dtensor = isinstance(parameter, DTensor) and not is_scalar
+        has_rows = as_dtensor and is_sharded(cast(DTensor, parameter)) and each.shape == tuple(parameter.shape)
+        mesh = cast(DTensor, parameter).device_mesh if has_rows else None
+        device = torch.device("cpu") if is_scalar else parameter.device
+    held = LocalShard(each.shape, each.dtype, torch.empty(0, dtype=each.dtype, device=device), mesh)
+    held.replica = as_dtensor and mesh is None
+    return _LoadTarget(each, parameter, existing, as_dtensor, held, list(_wrong(each, parameter, now, is_strict)))
+
+
+def _wrong(each: Announced, parameter: Tensor, now: LocalShard | None, is_strict: bool) -> Iterator[str]:
+    """What does not fit of one tensor: to what the optimizer has there, or to the parameter, if it has nothing yet."""
+    if now is not None:
+        if now.shape != each.shape or now.dtype != each.dtype:
+            yield f"{each.name} is {each.dtype}{list(each.shape)}, expected {now.dtype}{list(now.shape)}"
+    elif is_strict and each.shape:
+        shape, dtype = tuple(parameter.shape), parameter.dtype
+        if shape != each.shape or (each.dtype.is_floating_point and dtype != each.dtype):
+            yield f"{each.name} is {each.dtype}{list(each.shape)}, expected {dtype}{list(shape)} as its parameter"
+
+
+def _other_keys(contents: _GivenState, names: ParameterNames, optim: Optimizer) -> list[str]:
+    """Parameters for which another set of values is coming than the optimizer keeps, or than for others like them."""
+    found = []
+    for ids in names.groups:
+        fqns = [names.fqns[i] for i in ids]
+        states = {fqn: contents.states[fqn].skeleton for fqn in fqns if fqn in contents.states}
+        of_group = {key for each in states.values() if isinstance(each, dict) for key in each}
+        for fqn, given in states.items():
+            now = optim.state.get(names.parameters[names.ids[fqn]]) or (of_group if _is_strict(optim) else given)
+            if isinstance(given, dict) and set(now) != set(given):
+                found.append(f"state of {fqn} has {sorted(map(str, given))}, expected {sorted(map(str, now))}")
+    return found
+
+
+def _placed_otherwise(contents: _GivenState, names: ParameterNames) -> list[str]:
+    """Parameters of other libraries' placements, for whose state there is no way in."""
+    found = []
+    for fqn in contents.states:
+        parameter = names.parameters[names.ids[fqn]]
+        if isinstance(parameter, DTensor) and tuple(parameter.placements) not in ((Shard(0),), (Replicate(),)):
+            placements = ", ".join(map(str, parameter.placements))
+            found.append(
+                f"{fqn} is not sharded by rows on a 1-D mesh, but {placements}: use "
+                "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+            )
+    return found
+
+
+def _install(optim: Optimizer, names: ParameterNames, contents: _GivenState, tensors: Sequence[Tensor]) -> None:
+    """Hand everything to the optimizer's own `load_state_dict`, and take back the casts that it makes."""
+    states = {names.ids[fqn]: put_back(each.skeleton, tensors) for fqn, each in contents.states.items()}
+    before = {i: optim.state.get(names.parameters[i], {}) for i in states}
+    groups = [{**group, PARAMS: list(ids)} for group, ids in zip(contents.groups, names.groups, strict=True)]
+    optim.load_state_dict({**contents.rest, STATE: {**states, **contents.others}, GROUPS: groups})
+    for i, state in states.items():
+        parameter = names.parameters[i]
+        if parameter in optim.state:
+            optim.state[parameter] = _uncast(_with_texts(optim.state[parameter], state), state, before[i])
+
+
+def _with_texts(loaded: Any, given: Any) -> Any:
+    """What an optimizer has loaded, with the strings that it was given: torch casts these as it casts lists."""
+    if isinstance(given, str | bytes):
+        return given
+    if isinstance(loaded, dict) and isinstance(given, Mapping):
+        return {key: _with_texts(value, given.get(key)) for key, value in loaded.items()}
+    if isinstance(loaded, list | tuple) and isinstance(given, list | tuple) and len(loaded) == len(given):
+        return type(loaded)([_with_texts(*pair) for pair in zip(loaded, given, strict=True)])
+    return loaded
+
+
+def _uncast(loaded: Any, given: Any, before: Any) -> Any:
+    """What an optimizer has loaded, with the dtypes that it was given and on the devices where it had its tensors."""
+    skeleton, leaves = take_out(loaded)
+    wanted = {leaf.path: leaf.tensor for leaf in take_out(given)[1]}
+    placed = {leaf.path for leaf in take_out(before)[1]}
+    changed = [
+        leaf.path in wanted
+        and (
+            leaf.tensor.dtype != wanted[leaf.path].dtype
+            or (leaf.path in placed and leaf.tensor.device != wanted[leaf.path].device)
+        )
+        for leaf in leaves
+    ]
+    if not any(changed):
+        return loaded
+    return put_back(skeleton, [wanted[x.path] if new else x.tensor for x, new in zip(leaves, changed, strict=True)])

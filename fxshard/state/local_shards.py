@@ -1,0 +1,188 @@
+"""The tensors of a state as this rank holds them, and how all of them become full."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fxshard.runtime.parameters import local_of
+from fxshard.runtime.rank_check import checksum
+from fxshard.state import gather
+from fxshard.state.rounds import Item, rounds_of
+from fxshard.state.transport import Progress, Wire
+
+MIB = 1024 * 1024
+
+
+@dataclass(eq=False, slots=True)
+class LocalShard:
+    """A tensor of the state.
+
+    Attributes:
+        shape: of the full tensor.
+        dtype: of it.
+        local: this rank's rows; the tensor itself where every rank has all of it, or where it lies otherwise.
+        mesh: the ranks that have rows of it, `None` where it is not cut into rows.
+        other: whether it is a DTensor that lies otherwise; its ranks make it full together.
+        replica: whether it is a DTensor of which every rank has all: reductions may round differently on each.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    local: Tensor
+    mesh: DeviceMesh | None = None
+    other: bool = False
+    replica: bool = False
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the rows lie where the collectives of their mesh work."""
+        return self.mesh is None or self.local.device.type == self.mesh.device_type
+
+    @property
+    def text(self) -> str:
+        """What all ranks must have alike."""
+        how = "" if self.mesh is not None else " elsewhere sharded" if self.other else " whole"
+        return f"{self.dtype}{list(self.shape)}{how}{'' if self.is_on_device else ' on ' + self.local.device.type}"
+
+    @property
+    def valued(self) -> str:
+        """The same with the value, where that must be alike too: of a plain tensor that is not cut into rows."""
+        is_plain = self.mesh is None and not self.other and not self.replica
+        return f"{self.text} = {value_text(self.local)}" if is_plain else self.text
+
+    @property
+    def nbytes(self) -> int:
+        """Of the full tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def item(self, world_size: int, straight: bool) -> Item:
+        """For `rounds_of`; of one that is cut into rows over `world_size` ranks."""
+        nbytes = self.nbytes
+        if not nbytes:
+            return Item(0, 0, False)
+        rows = self.shape[0]
+        return Item(nbytes, -(-rows // world_size) * (nbytes // rows), straight and self.is_on_device)
+
+
+def hold(tensor: Tensor, rows_of: DTensor | None = None) -> LocalShard:
+    """How this rank holds a tensor.
+
+    Args:
+        tensor: a DTensor, or a plain one.
+        rows_of: the parameter of whose rows a plain one is the state.
+    """
+    if not isinstance(tensor, DTensor):
+        if rows_of is not None:
+            return LocalShard(tuple(rows_of.shape), tensor.dtype, tensor, rows_of.device_mesh)
+        return LocalShard(tuple(tensor.shape), tensor.dtype, tensor)
+    if is_sharded(tensor):
+        return LocalShard(tuple(tensor.shape), tensor.dtype, local_of(tensor), tensor.device_mesh)
+    if all(type(placement) is Replicate for placement in tensor.placements):
+        return LocalShard(tuple(tensor.shape), tensor.dtype, local_of(tensor), replica=True)
+    return LocalShard(tuple(tensor.shape), tensor.dtype, tensor, other=True)
+
+
+def value_text(tensor: Tensor) -> str:
+    """The value of a plain tensor, of one with several elements its checksum."""
+    return str(tensor.item()) if tensor.numel() == 1 else f"CRC-32 {checksum([tensor]):08x}"
+
+
+def is_sharded(tensor: DTensor) -> bool:
+    """Whether each rank of a 1-D mesh has rows of it."""
+    placements = tensor.placements
+    return len(placements) == 1 and type(placements[0]) is Shard and placements[0].dim == 0
+
+
+def gather_all(
+    held: Sequence[LocalShard],
+    *,
+    recipient: int | None,
+    cpu_offload: bool,
+    bucket_mib: float,
+    progress: Callable[[Iterable[int]], AbstractContextManager[Progress]],
+) -> list[Tensor] | None:
+    """Make every tensor full, on one rank or on all; every rank calls it with tensors that are alike.
+
+    Args:
+        held: what this rank holds.
+        recipient: global rank that wants the result, `None` if all do.
+        cpu_offload: whether the result goes to the CPU.
+        bucket_mib: of a bucket.
+        progress: given the sizes in bytes of what is to move, shows it arrive.
+
+    Returns:
+        The full tensors, new ones, where they are wanted.
+    """
+    wanted = recipient is None or not dist.is_initialized() or dist.get_rank() == recipient
+    results: list[Tensor | None] = [None] * len(held)
+    by_mesh: dict[tuple[DeviceMesh, bool], list[int]] = {}
+    known: dict[tuple[int, bool], list[int] | None] = {}  # by identity, which is quicker to look up; None for one rank
+    for i, each in enumerate(held):
+        mesh = each.mesh
+        if mesh is not None:
+            key = id(mesh), each.is_on_device
+            if key not in known:
+                known[key] = by_mesh.setdefault((mesh, each.is_on_device), []) if mesh.size() > 1 else None
+            indices = known[key]
+            if indices is not None:
+                indices.append(i)
+                continue
+        if each.other:
+            full = cast(DTensor, each.local).full_tensor()
+            results[i] = full.to("cpu" if cpu_offload else full.device) if wanted else None
+        elif wanted:
+            results[i] = copied(each.local, to_cpu=cpu_offload)
+    shows = wanted and (recipient is not None or not dist.is_initialized() or dist.get_rank() == 0)
+    moved = (held[i].nbytes for indices in by_mesh.values() for i in indices)
+    with progress(moved if shows else ()) as advance:
+        for indices in by_mesh.values():
+            fulls = _gather_mesh([held[i] for i in indices], recipient, cpu_offload, bucket_mib, advance)
+            for i, full in zip(indices, fulls, strict=False):
+                results[i] = full.view(held[i].dtype).view(held[i].shape)
+    return cast("list[Tensor]", results) if wanted else None
+
+
+def copied(tensor: Tensor, *, to_cpu: bool) -> Tensor:
+    """A tensor of its own with the same values."""
+    return tensor.detach().cpu() if to_cpu and tensor.device.type != "cpu" else tensor.detach().clone()
+
+
+def _gather_mesh(
+    held: Sequence[LocalShard], recipient: int | None, cpu_offload: bool, bucket_mib: float, progress: Progress
+) -> list[Tensor]:
+    """Gather what one mesh holds on one device; nothing on ranks that do not want it, or have no part in it."""
+    mesh = cast(DeviceMesh, held[0].mesh)
+    group = mesh.get_group()
+    ranks = dist.get_process_group_ranks(group)
+    if recipient is not None and recipient not in ranks:
+        return []
+    wire = Wire(group, device_of(held))
+    result_device = torch.device("cpu") if cpu_offload or not held[0].is_on_device else wire.device
+    in_place = result_device == wire.device
+    items = [each.item(wire.world_size, straight=in_place) for each in held]
+    if recipient is None:  # an all_gather has no place for uneven rows
+        items = [i._replace(straight=i.straight and i.nbytes == i.share * wire.world_size) for i in items]
+    rounds = rounds_of(items, wire.world_size, int(bucket_mib * MIB))
+    rows = [each.local for each in held]
+    if recipient is None:
+        return gather.to_all(wire, items, rows, rounds, result_device, progress)
+    return gather.to_one(wire, items, rows, rounds, ranks.index(recipient), result_device, progress)
+
+
+def device_of(held: Sequence[LocalShard]) -> torch.device:
+    """Where the collectives of their mesh work."""
+    device_type = cast(DeviceMesh, held[0].mesh).device_type
+    for each in held:
+        if each.local.device.type == device_type:
+            return each.local.device
+    return torch.empty(0, device=device_type).device

@@ -1,0 +1,194 @@
+"""The state_dict that the plain, unsharded module would have, gathered from the ranks; and loading one."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fxshard.errors import ConfigError
+from fxshard.runtime.rank_check import checksum
+from fxshard.state import compare
+from fxshard.state import full_state as parcels
+from fxshard.state.full_state import Announced, FullState
+from fxshard.state.local_shards import LocalShard, gather_all, hold
+from fxshard.state.names import fqn_of
+from fxshard.state.optimizer_state import simple
+from fxshard.state.progress import showing
+from fxshard.state.pytree import LeafMark
+from fxshard.state.recipients import Recipients, module_in, ranks_of, recipients_of, require_bucket
+from fxshard.state.scatter import deliver
+from fxshard.state.user_hooks import ExtraStates, is_extra, require_writable
+
+CALL, LOAD_CALL = "full_state_dict", "load_full_state_dict"
+
+
+def state_of_module(model: nn.Module) -> dict[str, Any]:
+    """The parameters and buffers themselves, by their FQNs.
+
+    The dict is of the class that `state_dict` gives, and carries the versions of the modules as that one does.
+    """
+    state = model.state_dict(keep_vars=True)
+    named = copy.copy(state)
+    named.clear()
+    named.update((fqn_of(model, name), value) for name, value in state.items())
+    if (metadata := getattr(state, "_metadata", None)) is not None:
+        renamed = ((fqn_of(model, name), each) for name, each in metadata.items())
+        vars(named)["_metadata"] = type(metadata)(renamed)
+    return named
+
+
+@torch.no_grad()
+def gather_model(
+    model: nn.Module, *, recipient_rank: int | None, cpu_offload: bool, bucket_mib: float
+) -> dict[str, Any]:
+    """What `fxshard.full_state_dict` does."""
+    parties = recipients_of(model)
+    state: dict[str, Any] = {}
+    held: dict[int, LocalShard] = {}
+    facts: dict[str, str] = {}
+    recipient = None
+    with compare.Caught() as caught:
+        require_bucket(bucket_mib)
+        recipient = parties.recipient(recipient_rank)
+        state = state_of_module(module_in(model))
+        _require_values(state)
+        held = {id(value): hold(value) for value in state.values() if isinstance(value, Tensor)}  # tied ones once
+        facts = {name: held[id(value)].text if id(value) in held else simple(value) for name, value in state.items()}
+        facts["arguments"] = f"recipient_rank={recipient_rank}, cpu_offload={cpu_offload}, bucket_mib={bucket_mib}"
+    compare.compare(CALL, caught, facts, functools.partial(_detailed, facts, state, parties), parties)
+    fulls = gather_all(
+        list(held.values()),
+        recipient=recipient,
+        cpu_offload=cpu_offload,
+        bucket_mib=bucket_mib,
+        progress=functools.partial(showing, "model state"),
+    )
+    if fulls is None:
+        return {}
+    full = dict(zip(held, fulls, strict=True))
+    for name, value in state.items():
+        state[name] = full[id(value)] if id(value) in full else copy.deepcopy(value)
+    return state
+
+
+def _require_values(state: Mapping[str, Any]) -> None:
+    if absent := [name for name, value in state.items() if isinstance(value, Tensor) and value.is_meta]:
+        raise ConfigError(
+            f"parameters on the meta device have no values: {', '.join(absent)}. Call model.to_empty(device=...) first."
+        )
+
+
+def _detailed(facts: Mapping[str, str], state: Mapping[str, Any], parties: Recipients) -> dict[str, compare.Claim]:
+    everyone = tuple(parties.ranks)
+    ranks = {name: ranks_of(value) if isinstance(value, DTensor) else everyone for name, value in state.items()}
+    return {name: compare.Claim(text=text, ranks=ranks.get(name, everyone)) for name, text in facts.items()}
+
+
+@torch.no_grad()
+def load_model(model: nn.Module, state: Mapping[str, Any], *, bucket_mib: float) -> None:
+    """What `fxshard.load_full_state_dict` does."""
+    parties = recipients_of(model)
+    own: dict[str, Any] = {}
+    with compare.Caught() as caught:
+        model = module_in(model)
+        own = state_of_module(model)
+        require_bucket(bucket_mib)
+        _require_values(own)
+        _require_registered(model, own)
+    source = parcels.choose_source(LOAD_CALL, caught, state, bucket_mib, parties)
+    parcel = None
+    with compare.Caught() as caught:
+        if source is None or parties.ranks[parties.rank] == source:
+            parcel = _packed(state, model)
+            parcels.refuse(_tied_otherwise(parcel, own))
+    parcel = parcels.share(LOAD_CALL, caught, parcel, source, parties)
+    targets: list[LocalShard] = []
+    with compare.Caught() as caught:
+        parcels.refuse(_misfits(parcel, own))
+        targets = [hold(own[each.name]) for each in parcel.announced]
+        parcels.refuse(parcels.out_of_reach(parcel, targets))
+    parcels.require_alike(LOAD_CALL, caught, parcel, targets, own, parties)
+    landings = [_contiguous(target) for target in targets]
+    with ExtraStates(model, parcel.contents) as extra_states:
+        with compare.Caught() as caught:
+            extra_states.set()
+        compare.raise_together(LOAD_CALL, caught, parties.group)
+        deliver(landings, parcel.tensors, parcel.source, parties, bucket_mib)
+    for target, landing in zip(targets, landings, strict=True):
+        if landing is not target:
+            target.local.copy_(landing.local)
+    # Memory was written behind the parameters' backs; a gather that was launched before must be seen to be old.
+    torch.autograd.graph.increment_version([value for value in own.values() if isinstance(value, Tensor)])
+
+
+def _packed(state: Mapping[str, Any], model: nn.Module) -> FullState:
+    if not isinstance(state, Mapping):
+        raise ConfigError(f"the state must be a dict as a module's state_dict() gives it, got {type(state).__name__}.")
+    if sharded := [name for name, value in state.items() if isinstance(value, DTensor)]:
+        raise ConfigError(
+            f"the state is sharded (DTensors): {', '.join(sharded[:5])}. Give the full state, or load this one with "
+            "model.load_state_dict."
+        )
+    values = {fqn_of(model, name): value for name, value in state.items()}
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor) and not is_extra(name)}
+    places = {name: LeafMark(i) for i, name in enumerate(tensors)}
+    contents = {name: places.get(name, value) for name, value in values.items()}
+    announced = [Announced.of(name, tensor) for name, tensor in tensors.items()]
+    return FullState(contents=contents, announced=announced, tensors=list(tensors.values()))
+
+
+def _misfits(parcel: FullState, own: Mapping[str, Any]) -> Iterator[str]:
+    """What does not fit, all of it."""
+    if missing := [name for name in own if name not in parcel.contents]:
+        yield f"it lacks {', '.join(missing)}"
+    if extra := [name for name in parcel.contents if name not in own]:
+        yield f"it has {', '.join(extra)}, which the model does not have"
+    announced = {each.name: each for each in parcel.announced}
+    for name, value in own.items():
+        each = announced.get(name)
+        if is_extra(name):
+            continue
+        if name in parcel.contents and (each is not None) != isinstance(value, Tensor):
+            yield f"{name} is {'a tensor' if each else 'no tensor'}, expected {'one' if each is None else 'none'}"
+        elif each is not None and (each.shape != tuple(value.shape) or each.dtype != value.dtype):
+            yield f"{name} is {each.dtype}{list(each.shape)}, expected {value.dtype}{list(value.shape)}"
+
+
+def _require_registered(model: nn.Module, own: Mapping[str, Any]) -> None:
+    """Raise for what stands in the state_dict, but nowhere else: to write into it would change nothing."""
+    known = {id(each) for each in (*model.parameters(), *model.buffers())}
+    tensors = {name: value for name, value in own.items() if isinstance(value, Tensor) and not is_extra(name)}
+    if made := [name for name, value in tensors.items() if id(value) not in known]:
+        raise ConfigError(
+            f"{', '.join(made)} of the state_dict is neither a parameter nor a buffer, but made by a hook. Load with "
+            "model.load_state_dict."
+        )
+    require_writable(tensors)
+    elsewhere = [name for name, value in tensors.items() if isinstance(value, DTensor) and hold(value).other]
+    if elsewhere:
+        raise ConfigError(
+            f"{', '.join(elsewhere)} is not sharded by rows on a 1-D mesh. Load with model.load_state_dict."
+        )
+
+
+def _tied_otherwise(parcel: FullState, own: Mapping[str, Any]) -> Iterator[str]:
+    """Names of one parameter for which several values are given."""
+    given = {each.name: tensor for each, tensor in zip(parcel.announced, parcel.tensors or (), strict=True)}
+    first: dict[int, str] = {}
+    for name in (name for name in own if name in given):
+        other = first.setdefault(id(own[name]), name)
+        if given[other] is not given[name] and checksum([given[other]]) != checksum([given[name]]):
+            yield f"{other} and {name} are one parameter (tied), and it has different values for them"
+
+
+def _contiguous(target: LocalShard) -> LocalShard:
+    if target.local.is_contiguous():
+        return target
+    local = torch.empty_like(target.local, memory_format=torch.contiguous_format)
+    return LocalShard(target.shape, target.dtype, local, target.mesh)

@@ -1,0 +1,1 @@
+"""Commands, benchmark and demo: the edge, which nothing else imports."""

@@ -1,0 +1,161 @@
+"""Run all systems in turn, and collect what they tell.
+
+[Note: interleaving]
+Times drift: with the temperature, with what else the machine does. Systems that are measured one after the other would
+be compared across that drift, so every round lets each system take one step, in an order that rotates. Each system
+lives in processes of its own, which sleep while it is not their turn: in one process a system's guards, caches and
+garbage would slow down the others, the first to compile would warm up the compiler for all, and one that dies would
+take the rest along. The price is memory: all systems hold their model at once.
+
+Under torchrun every process runs this loop, and has one rank of each system; see [Note: peers] in `peers.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+from fxshard.inspect.target import function_of
+from fxshard.tools.bench import machine
+from fxshard.tools.bench.config import REFERENCE, BenchConfig, BenchJob
+from fxshard.tools.bench.peers import Peers
+from fxshard.tools.bench.result import Report, SystemResult
+from fxshard.tools.bench.show import BenchConsole
+from fxshard.tools.bench.task import RETURN
+from fxshard.tools.bench.worker import END, TURN, Ready, Timed, rank_main
+from fxshard.tools.demo.launch import RankError, RankProcesses
+
+
+class Session:
+    """The ranks of one system, from this process; a context manager that leaves none behind."""
+
+    def __init__(self, job: BenchJob, peers: Peers) -> None:
+        job.out.mkdir(parents=True, exist_ok=True)
+        self._peers = peers
+        self._ranks = RankProcesses(job, rank_main, num_threads=job.config.num_threads, place=peers.next_place())
+
+    def __enter__(self) -> Self:
+        """Nothing has started yet."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """End all ranks that this process has started."""
+        self._ranks.stop()
+
+    def start(self) -> list[Ready]:
+        """Start all ranks and wait until they are ready.
+
+        Raises:
+            RankError: one of them failed.
+        """
+        self._ranks.start()
+        return [event for event in self._from_all() if isinstance(event, Ready)]
+
+    def step(self) -> float:
+        """Let all ranks take a step; seconds of the slowest.
+
+        Raises:
+            RankError: one of them failed.
+        """
+        self._ranks.send(TURN)
+        return max(event.seconds for event in self._from_all() if isinstance(event, Timed))
+
+    def end(self) -> None:
+        """Let the ranks end by themselves."""
+        self._ranks.send(END)
+
+    def _from_all(self) -> list[Ready | Timed]:
+        """One event of each rank: none tells anything twice before it is told to go on."""
+        return self._peers.collect(self._ranks.listen, self._ranks.num_here)
+
+
+def run_bench(config: BenchConfig, show: BenchConsole, peers: Peers | None = None) -> Report:
+    """Measure all systems.
+
+    Args:
+        config: what to do, the same on all peers.
+        show: hears how far it is.
+        peers: all processes that run this; by default this one alone.
+
+    Raises:
+        ConfigError: there is no such target.
+        RankError: the model does not train even without any library.
+        PeerError: one of the peers is gone.
+    """
+    peers = peers or Peers()
+    peers.require(lambda: function_of(config.target, RETURN))
+    report = Report(
+        options=_options(config),
+        machine=machine.facts() if peers.rank == 0 else {},  # which is the one that shows it
+        systems=[SystemResult(entry=entry) for entry in config.entries],
+    )
+    show.begin(report)
+    _run_reference(config, report, show, peers)
+    for process in range(config.processes):
+        _run_process(config, report, process, show, peers)
+    return report
+
+
+def _run_reference(config: BenchConfig, report: Report, show: BenchConsole, peers: Peers) -> None:
+    show.starting(REFERENCE, 0, 0)
+    with Session(BenchJob(config=config, entry=report.reference.entry), peers) as session:
+        ready = session.start()
+        session.end()
+    report.num_params, report.num_units, report.eps = ready[0].num_params, ready[0].num_units, ready[0].eps
+    report.reference.prepared(ready)
+
+
+def _run_process(config: BenchConfig, report: Report, process: int, show: BenchConsole, peers: Peers) -> None:
+    """Start every system that has not failed yet, and time its steps in rounds; see [Note: interleaving]."""
+    with ExitStack() as stack:
+        running: dict[str, tuple[SystemResult, Session, BenchJob]] = {}
+        for index, result in enumerate(report.systems):
+            if result.error is not None:
+                continue
+            show.starting(result.name, index, process)
+            job = BenchJob(config=config, entry=result.entry, process=process)
+            session = stack.enter_context(Session(job, peers))
+            try:
+                result.prepared(session.start())
+            except RankError as error:
+                _fail(result, session, job, error, show)
+                continue
+            show.ready(result)
+            running[result.name] = result, session, job
+        for number in range(-1, config.rounds):  # round -1 warms up
+            show.round(number, process)
+            for name in _rotated(list(running), number + process):
+                result, session, job = running[name]
+                try:
+                    seconds = session.step()
+                except RankError as error:
+                    _fail(result, session, job, error, show)
+                    del running[name]
+                    continue
+                if number >= 0:
+                    result.step_s[process].append(seconds)
+        for _, session, _ in running.values():
+            session.end()
+
+
+def _rotated(names: list[str], by: int) -> list[str]:
+    start = by % len(names) if names else 0
+    return names[start:] + names[:start]
+
+
+def _fail(result: SystemResult, session: Session, job: BenchJob, error: RankError, show: BenchConsole) -> None:
+    session.__exit__(None, None, None)
+    lines = str(error).splitlines()
+    result.error, result.log = lines[0], str(job.out)
+    show.failed(result)
+
+
+def _options(config: BenchConfig) -> dict[str, object]:
+    given = dataclasses.asdict(config)
+    del given["entries"], given["out"]
+    given["gigabytes_per_s"] = str(config.gigabytes_per_s)  # JSON has no infinity
+    return given

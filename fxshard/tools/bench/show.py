@@ -1,0 +1,200 @@
+"""Show on a terminal what runs and what came of it; in a pipe or a log file, as plain lines."""
+
+from __future__ import annotations
+
+import statistics
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from fxshard.tools.bench.config import REFERENCE, BenchConfig
+from fxshard.tools.bench.result import FLOORS, Report, SystemResult
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+_NONE = "-"  # in the table: not measured, or not known
+_SHORT = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR"}
+_TABLE_WIDTH = 160  # characters that the table takes at most
+_PLAIN_ROUNDS = 5  # of which a log file hears
+
+
+class BenchConsole:
+    """Live progress; a context manager.
+
+    Args:
+        console: where to.
+        config: of the run.
+    """
+
+    def __init__(self, console: Console, config: BenchConfig) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._console = console
+        self._config = config
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            auto_refresh=False,  # a thread that draws would take time from the ranks
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task("")
+
+    def __enter__(self) -> Self:
+        """Begin to move."""
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Stop moving."""
+        self._progress.stop()
+
+    def say(self, line: str) -> None:
+        """Print one line as it is."""
+        self._console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+    def begin(self, report: Report) -> None:
+        """Say what is about to run."""
+        config, num_systems = self._config, len(report.systems)
+        several = f"{config.microbatches} microbatches per step, " if config.microbatches > 1 else ""
+        self.say(
+            f"fxshard bench: {config.target}, {describe_group(config)}{_dtype(config)}, {num_systems} systems, "
+            f"{several}{config.rounds} rounds in each of {config.processes} process(es)"
+        )
+
+    def starting(self, name: str, index: int, process: int) -> None:
+        """A system starts."""
+        what = "the losses of training without any library" if name == REFERENCE else f"{name}: first steps"
+        place = "" if name == REFERENCE else f" ({index + 1}/{len(self._config.entries)})"
+        self._describe(f"{self._process(process)}{what}{place}", total=0)
+        if not self._console.is_terminal:
+            self.say(f"{self._process(process)}{what}{place}")
+
+    def ready(self, result: SystemResult) -> None:
+        """A system has compiled."""
+        self.say(f"  {result.name}: first step {result.first_step_s[-1]:.1f} s, loss {result.losses[0]:.4f}")
+
+    def failed(self, result: SystemResult) -> None:
+        """A system has failed."""
+        self._console.print(
+            f"  {result.name} failed: {result.error}", style="red", soft_wrap=True, highlight=False, markup=False
+        )
+
+    def round(self, number: int, process: int) -> None:
+        """A round starts; -1 is the one that warms up."""
+        rounds = self._config.rounds
+        text = "warming up" if number < 0 else f"round {number + 1}/{rounds}"
+        self._describe(f"{self._process(process)}{text}", total=rounds, completed=max(number, 0))
+        every = max(1, rounds // _PLAIN_ROUNDS)
+        if not self._console.is_terminal and number >= 0 and ((number + 1) % every == 0 or number + 1 == rounds):
+            self.say(f"{self._process(process)}{text}")
+
+    def _process(self, number: int) -> str:
+        return f"process {number + 1}/{self._config.processes}, " if self._config.processes > 1 else ""
+
+    def _describe(self, text: str, *, total: int, completed: int = 0) -> None:
+        self._progress.update(self._task, description=text, total=total or None, completed=completed)
+        self._progress.refresh()
+
+
+def describe_group(config: BenchConfig) -> str:
+    """The group in words."""
+    if config.group != "emulated":
+        return f"{config.ranks} ranks ({config.group})" + f" on {config.machines} machines" * (config.machines > 1)
+    kind = f"rank 0 of {config.world_size} on an emulated link"
+    speed = f"{config.gigabytes_per_s:g} GB/s, latency {config.latency_us:g} us"
+    if config.device == "cuda":
+        return f"one GPU, emulated link, identical peers: {kind} ({speed}, {config.ctas} CTAs)"
+    return f"{kind} ({speed})"
+
+
+def _dtype(config: BenchConfig) -> str:
+    return f", {config.dtype}" if config.dtype is not None else ""
+
+
+def show_report(console: Console, report: Report, config: BenchConfig) -> None:
+    """Print the table and what is wrong; nothing is cut off where there is no terminal."""
+    if not console.is_terminal:
+        console.width = _TABLE_WIDTH
+    console.print(_table(report, config))
+    console.print(_legend(report), highlight=False, markup=False, soft_wrap=True)
+    problems = report.problems()
+    for problem in problems:
+        console.print(f"PROBLEM: {problem}", style="bold red", soft_wrap=True, highlight=False, markup=False)
+    if not problems:
+        console.print("OK: all systems ran, and their losses agree.", style="bold green")
+
+
+def _table(report: Report, config: BenchConfig) -> Table:
+    from rich.table import Table
+
+    table = Table(
+        title=f"{config.target}: {report.num_params / 1e6:.1f}M parameters in {report.num_units} units, "
+        f"{describe_group(config)}{_dtype(config)}"
+    )
+    table.add_column("system", no_wrap=True)
+    ratios = [f"/ {'floor' if name in FLOORS else name}" for name in report.bases]
+    memory = ["GPU MB"] if _has_memory(report) else []
+    for column in ("ms per step", *ratios, "first step s", "launches", "MB", "unsharded MB", *memory, "loss off by"):
+        table.add_column(column, justify="right")
+    for result in report.systems:
+        table.add_row(result.name, *_cells(result, report))
+    return table
+
+
+def _cells(result: SystemResult, report: Report) -> list[str]:
+    if not result.steps:
+        return ["failed" if result.error is not None else _NONE]
+    steps = [1e3 * seconds for seconds in result.steps]
+    off = report.difference(result)
+    ratios = [result.ratio(base) for base in report.bases.values()]
+    cold, *warm = result.first_step_s
+    launches = [f"{traffic.launches} {_SHORT[name]}" for name, traffic in result.traffic.items()]
+    sent = [traffic.nbytes for traffic in result.traffic.values() if traffic.nbytes is not None]
+    all_known = len(sent) == len(result.traffic)
+    peak, memory = result.unsharded_peak_bytes, [result.memory_peak_bytes] if _has_memory(report) else []
+    return [
+        f"{statistics.median(steps):.1f} ({min(steps):.1f}-{max(steps):.1f})" + " then failed" * bool(result.error),
+        *(_NONE if ratio is None else f"{ratio:.2f}" for ratio in ratios),
+        f"{cold:.1f}" + (f" ({statistics.median(warm):.1f})" if warm else ""),
+        " ".join(launches) or _NONE,
+        _megabytes(sum(sent)) if sent and all_known else _NONE,
+        *(_NONE if nbytes is None else _megabytes(nbytes) for nbytes in (peak, *memory)),
+        _NONE if off is None else f"{off:.0e}",
+    ]
+
+
+def _has_memory(report: Report) -> bool:
+    return any(result.memory_peak_bytes is not None for result in report.systems)
+
+
+def _megabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e6:,.1f}" if nbytes >= 1e6 else f"{nbytes / 1e6:.2g}"
+
+
+def _legend(report: Report) -> str:
+    emulated = report.options["group"] == "emulated"
+    floor = next((name for name in report.bases if name in FLOORS), None)
+    lines = [
+        "ms per step: median (minimum-maximum) of all rounds.",
+        "/ NAME: median of the ratios to NAME in the same round; below 1 is faster."
+        + (f" The floor is {floor}." if floor else ""),
+        "launches, MB: collectives of one step (AG all_gather, RS reduce_scatter, AR all_reduce), and the unsharded "
+        "bytes that they carry.",
+        "unsharded MB: gathered parameters at once, where the system knows.",
+        *(
+            ["GPU MB: tensors at once on the GPU of the rank that has most, optimizer included."]
+            if _has_memory(report)
+            else []
+        ),
+        "loss off by: relative, from training without any library on the same batches"
+        + ("; of sharded systems, whose emulated peers are copies, from the first of them." if emulated else "."),
+    ]
+    if any(len(result.first_step_s) > 1 for result in report.systems):
+        lines.append("first step s: with empty caches (later processes, with what the first one compiled).")
+    return "\n".join(lines)

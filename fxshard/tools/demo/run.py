@@ -1,0 +1,41 @@
+"""Run the demo from start to verdict."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from fxshard.tools.demo.config import DemoConfig
+from fxshard.tools.demo.launch import events_of_ranks
+from fxshard.tools.demo.llama import check_installed
+from fxshard.tools.demo.outcome import Outcome
+from fxshard.tools.demo.show import DemoConsole, show_end
+from fxshard.tools.demo.text import read_corpus
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def run_demo(config: DemoConfig, console: Console) -> int:
+    """Train sharded, then unsharded, showing both; return the exit status.
+
+    Returns:
+        0, or 1 when the loss did not fall or the two trainings differ by more than `MAX_DIFFERENCE`.
+
+    Raises:
+        ConfigError: There is too little text for such long sequences.
+        MissingExtraError: The model needs transformers.
+        RankError: A rank did not reach the end.
+    """
+    read_corpus(config.seq_len + 1)
+    if config.model == "hf:llama":
+        check_installed()
+    started = time.perf_counter()
+    outcome = Outcome(config)
+    with DemoConsole(console, outcome) as show, closing(events_of_ranks(config)) as events:
+        for event in events:
+            outcome.add(event)
+            show.on(event)
+    show_end(console, outcome, time.perf_counter() - started)
+    return 1 if outcome.problems() else 0

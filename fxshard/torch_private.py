@@ -1,0 +1,382 @@
+"""What torch tells only in private: fake modes, Dynamo's state, whether a backward runs, its stores and groups.
+
+Private names of torch stand here, in `compile/` and in `testing/`; `tests/test_architecture.py` looks for others.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from types import CodeType, FunctionType
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch._C._distributed_c10d import (
+    _register_process_group,
+    _register_work,
+    _resolve_process_group,
+    _unregister_process_group,
+)
+from torch._C._dynamo.eval_frame import get_eval_frame_callback, reset_code
+from torch._dynamo import eval_frame, pgo, trace_rules
+from torch._dynamo.convert_frame import Tracker, input_codes, output_codes
+from torch._dynamo.eval_frame import cached_backends, skip_code
+from torch._dynamo.external_utils import get_nonrecursive_disable_wrapper
+from torch._dynamo.utils import CleanupManager, counters, get_compilation_metrics
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._logging import trace_structured
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.autograd import Variable, profiler
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+    is_traceable_wrapper_subclass,
+)
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+from fxshard.live_objects import referrers_of
+
+FakeMode = FakeTensorMode
+"""While it is on, tensors have shapes, strides, dtypes and devices, but no data."""
+
+copying_to = FakeCopyMode
+"""`with copying_to(mode): copy.deepcopy(value)` copies tensors to fake ones."""
+
+is_wrapper = is_traceable_wrapper_subclass
+"""Whether a tensor is made of other tensors, as a DTensor is."""
+
+DispatchMode = TorchDispatchMode
+"""Base of a context manager that sees every op which runs in it."""
+
+without_modes = _disable_current_modes
+"""`with without_modes():` no dispatch mode sees what runs inside: as Dynamo compiles."""
+
+eval_frame_callback = get_eval_frame_callback
+"""Dynamo's state on this thread: a function (compiling), None (off), False (only run what is compiled)."""
+
+ENTRY_OF_DYNAMO = eval_frame.__file__
+"""The file of the frame in which torch.compile begins."""
+
+CALLS_WHAT_IS_DISABLED = get_nonrecursive_disable_wrapper(lambda: None).__code__
+"""The code that runs a function which `torch.compiler.disable(recursive=False)` was given."""
+
+compilation_metrics = get_compilation_metrics
+"""What Dynamo noted of its last compilations: the code, and why it failed or began anew."""
+
+NO_VALUE = (DataDependentOutputException, DynamicOutputShapeException)
+"""Raised where code asks a fake tensor for what only data knows; `error.func` is the op."""
+
+REDUCES_IN_STORAGE_DTYPE = hasattr(FSDPParam, "unsharded_grad_dtype")
+"""What `MixedPrecisionPolicy(reduce_dtype=None)` means in this torch: the parameter's dtype, as FSDP2 from 2.15 on, or
+the dtype of the gradient, as FSDP2 before."""
+
+default_store = _get_default_store
+"""The store at which the ranks of the default process group met."""
+
+register_work = _register_work
+"""`register_work(tensor, work)`: who waits for the tensor waits for the work."""
+
+_POLICIES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+
+Function = TypeVar("Function", bound=Any)
+Result = TypeVar("Result")
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether `tensor` has no data behind it."""
+    return isinstance(tensor, FakeTensor)
+
+
+def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
+    """The fake mode that `graph` was traced in, `None` for a graph without tensors."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        for leaf in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(leaf, FakeTensor):
+                return leaf.fake_mode
+    return None
+
+
+def mode_of(tensors: Sequence[Tensor]) -> FakeTensorMode | None:
+    """The fake mode of some tensors, or of the compilation that runs."""
+    return detect_fake_mode(tensors)
+
+
+@contextmanager
+def beside_a_trace(tensor: Tensor) -> Iterator[None]:
+    """Run ops on fake tensors in the mode of one; the trace that made it does not wait for sizes that they make up."""
+    mode = cast(FakeTensor, tensor).fake_mode
+    with mode, mode.shape_env.ignore_fresh_unbacked_symbols() if mode.shape_env is not None else nullcontext():
+        yield
+
+
+@contextmanager
+def tracing_in(mode: FakeTensorMode | None) -> Iterator[None]:
+    """Compile something in this fake mode, apart from any compilation that runs."""
+    with tracing(TracingContext(mode)):
+        yield
+
+
+def input_index(placeholder: fx.Node) -> int | None:
+    """Which input of the captured graph a placeholder of AOTAutograd's graph is, `None` for what AOTAutograd added."""
+    index = getattr(placeholder.meta.get("desc"), "idx", None)
+    return index if isinstance(index, int) else None
+
+
+def disagreements(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, str]]:
+    """Nodes whose recorded value has another dtype or shape than running them on fake tensors gives.
+
+    Subgraphs, and nodes whose inputs have no recorded value, are not run.
+
+    Returns:
+        The node, what is recorded, what running it gives (or why it cannot run).
+    """
+    mode = fake_mode_of(graph)
+    if mode is None:
+        return
+    for node in graph.nodes:
+        inputs = [source.meta.get("val") for source in node.all_input_nodes]
+        if not isinstance(node.target, torch._ops.OpOverload) or any(value is None for value in inputs):
+            continue
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+        try:
+            with mode, torch.no_grad():
+                found = _looks(node.target(*args, **kwargs))
+        except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
+            found = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        recorded = _looks(node.meta.get("val"))
+        if found != recorded:
+            yield node, recorded, found
+
+
+def _looks(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, list | tuple):
+        return f"({', '.join(_looks(item) for item in value)})"
+    return type(value).__name__
+
+
+def run_this_frame_eagerly(function: Function) -> Function:
+    """Decorate a function that Dynamo may inline but must never compile for itself.
+
+    While a compiled function runs, Dynamo offers itself every Python frame; a frame whose code is skipped runs as it
+    is, the frames that it calls are still offered, and a trace that reaches the function inlines it as usual.
+    """
+    skip_code(function.__code__)
+    return function
+
+
+def is_never_compiled(code: CodeType) -> bool:
+    """Whether Dynamo never compiles this code for itself: torch's own, Python's."""
+    return bool(trace_rules.check(code))
+
+
+def was_given_to_dynamo(code: CodeType) -> bool:
+    """Whether Dynamo has looked at this code of the user's."""
+    return code in input_codes
+
+
+def was_made_by_dynamo(code: CodeType) -> bool:
+    """Whether Dynamo has made this code: what remains of a frame, or goes on after a graph break."""
+    return code in output_codes
+
+
+def backward_id() -> int | None:
+    """Identity of the backward pass that this thread is running, `None` outside of one."""
+    task = torch._C._current_graph_task_id()
+    return None if task == -1 else task
+
+
+def compiled_nodes(result: Tensor) -> Iterator[Any]:
+    """The backwards of AOTAutograd's graphs that a tensor with a `grad_fn` comes from, the nearest on each way back."""
+    waiting, seen = [result.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CompiledFunctionBackward":
+            yield node
+        else:
+            waiting.extend(before for before, _ in node.next_functions)
+
+
+def wants_gradient(leaf: Tensor) -> bool:
+    """Whether the running backward is to give a leaf its gradient: not in `autograd.grad` of something else."""
+    return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
+
+
+def backward_keeps_graph() -> bool:
+    """Whether the running backward was called with `retain_graph=True`."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def is_computed_again() -> bool:
+    """Whether backward may compute again what autograd saves now: hooks for saved tensors do so in checkpointing."""
+    return _top_saved_tensors_default_hooks(True) is not None
+
+
+def policy_is_on() -> bool:
+    """Whether a policy of selective activation checkpointing sees the ops that this thread runs."""
+    return any(isinstance(mode, _POLICIES) for mode in _get_current_dispatch_mode_stack())
+
+
+@contextmanager
+def unseen_by_policies() -> Iterator[None]:
+    """Hide ops from policies of selective activation checkpointing; other dispatch modes see them.
+
+    What a policy saves is found again by the op's number: recomputation must show it the same ops as forward.
+    """
+    if not policy_is_on():
+        yield
+        return
+    modes = _get_current_dispatch_mode_stack()
+    others = [mode for mode in modes if not isinstance(mode, _POLICIES)]
+    _exchange_modes(modes, others)
+    try:
+        yield
+    finally:
+        _exchange_modes(others, modes)
+
+
+def _exchange_modes(present: Sequence[TorchDispatchMode], modes: Sequence[TorchDispatchMode]) -> None:
+    for _ in present:
+        _pop_mode()
+    for mode in modes:
+        _push_mode(mode)
+
+
+def as_in_forward(choose: Callable[[], Result]) -> Result:
+    """Choose between graphs of different ops; recomputation under a policy takes over what its forward chose."""
+    modes: list[Any] = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _POLICIES)]
+    chosen: list[Result] = modes[-1].storage.setdefault(as_in_forward, []) if modes else []
+    if modes and isinstance(modes[-1], _CachedTorchDispatchMode) and chosen:
+        return chosen.pop(0)
+    chosen.append(choose())
+    return chosen[-1]
+
+
+def profiler_runs() -> bool:
+    """Whether a torch profiler records now, on whatever thread."""
+    return profiler._is_profiler_enabled
+
+
+def run_unrecorded(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op that the profiler has recorded already, when a `DispatchMode` got it."""
+    torch.autograd._enable_record_function(False)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        torch.autograd._enable_record_function(True)
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Hand a text to torch's structured trace (`TORCH_TRACE`, read by `tlparse`); made only if someone traces."""
+    metadata = {"name": name, "encoding": "string"}
+    trace_structured("artifact", metadata_fn=lambda: metadata, payload_fn=text)
+
+
+@contextmanager
+def named_groups(sizes: Mapping[str, int]) -> Iterator[None]:
+    """Let torch find groups of ranks that do not exist by name: Inductor looks up the size of each group in a graph.
+
+    Nothing can be sent over them; a name that stands for a real group is left alone.
+    """
+    make: Any = dist.ProcessGroup  # its stubs want a store, which only a group that talks needs
+    groups = {name: make(0, size) for name, size in sizes.items() if not _is_group(name)}  # torch holds them weakly
+    for name, group in groups.items():
+        _register_process_group(cast(Any, name), group)
+    try:
+        yield
+    finally:
+        for name in groups:
+            _unregister_process_group(cast(Any, name))
+
+
+def process_group_of(name: str) -> dist.ProcessGroup:
+    """The process group that graphs call `name`."""
+    group: dist.ProcessGroup = _resolve_process_group(cast(Any, name))
+    return group
+
+
+def when_backward_ends(call: Callable[[], None]) -> None:
+    """Let the backward that runs now call something when it is done."""
+    engine: Any = Variable._execution_engine
+    engine.queue_callback(call)
+
+
+def _is_group(name: str) -> bool:
+    try:
+        _resolve_process_group(cast(Any, name))
+    except RuntimeError:
+        return False
+    return True
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Identity of a tensor's storage: equal for views of one another, also for fake tensors."""
+    return cast(int, cast(Any, tensor.untyped_storage())._cdata)
+
+
+@contextmanager
+def untouched_dynamo() -> Iterator[None]:
+    """Have Dynamo forget, at the end, everything that it compiled inside.
+
+    [Note: Dynamo's caches]
+    Dynamo keeps what it compiles with code objects, which all instances of a class share: compiling a copy of a model
+    adds entries that the model's own calls would search and count against the recompile limit, and no entry can be
+    removed by itself. So functions that Dynamo knows already run with a copy of their code in the meantime, and code
+    that it came to know is reset afterwards, flags included. Sizes that it noted for automatic dynamic shapes (by file
+    and line, not by code object), backends and counters are put back, and what it put among the globals of the model's
+    modules (compiled graphs, functions that resume after a graph break) is removed.
+    Limit: a function that is defined anew in every call shares the code of its earlier definitions; if Dynamo knows
+    that, entries are added to it.
+    """
+    known = {id(code): code for code in [*_alive(input_codes), *_alive(output_codes)]}
+    borrowed = [(function, function.__code__) for function in _functions_of(known)]
+    sizes, counts = copy.deepcopy(dict(pgo.get_code_state())), copy.deepcopy(dict(counters))
+    backends = {*cached_backends}
+    for function, code in borrowed:
+        function.__code__ = code.replace()
+    try:
+        yield
+    finally:
+        for function, code in borrowed:
+            function.__code__ = code
+        for code in _alive(input_codes):
+            if id(code) not in known:
+                reset_code(code)
+        for code in _alive(output_codes):
+            if id(code) not in known and code in CleanupManager.instance:
+                CleanupManager.instance._remove_id(id(code))
+        for current, saved in ((pgo.get_code_state(), sizes), (counters, counts)):
+            current.clear()
+            current.update(cast(Any, saved))
+        for key in cached_backends.keys() - backends:
+            del cached_backends[key]
+
+
+def _alive(codes: Tracker) -> list[CodeType]:
+    return [code for reference in codes.seen if (code := reference()) is not None]
+
+
+def _functions_of(codes: dict[int, CodeType]) -> list[FunctionType]:
+    """All functions that run one of `codes`."""
+    owners = referrers_of(*codes.values()) if codes else []
+    return [owner for owner in owners if type(owner) is FunctionType and id(owner.__code__) in codes]

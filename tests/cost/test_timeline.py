@@ -1,0 +1,180 @@
+"""The simulation, against schedules worked out by hand."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx
+
+from fxshard.cost.comm import launches_of, transfer_seconds
+from fxshard.cost.hardware import HardwareSpec
+from fxshard.cost.roofline import FREE, ComputeModel
+from fxshard.cost.sizes import sizes_of
+from fxshard.cost.symbols import WORLD_SIZE, Point, hints_of
+from fxshard.cost.timeline import Timeline, simulate
+from fxshard.ir.plan import FramePlan
+from tests.cost.big import WORLD_SIZE as RANKS
+from tests.cost.big import Builder
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+
+PRODUCT, TRANSFER = 3.0, 7.0
+"""Seconds of `product` and of gathering `flat`: 2 * 24 * 64 * 64 FLOP; 1 s latency and 3/4 of 16 KiB at 2 KiB/s."""
+
+HARDWARE = HardwareSpec(
+    name="test",
+    peak_flops={"f32": 2.0**16},
+    memory_bandwidth=2.0**60,
+    link_latency=1.0,
+    link_bandwidth=2048.0,
+    memory_gib=1,
+    kernel_overhead=0.0,
+    gather_tensor_overhead=0.0,
+    reduce_tensor_overhead=0.0,
+)
+NO_PLAN = FramePlan(units={}, shard_inputs={})
+
+
+class Schedule(Builder):
+    """Three matrices to multiply and a flat to gather."""
+
+    def __init__(self, *, dynamic: bool = False) -> None:
+        super().__init__(dynamic=dynamic)
+        self.x, self.flat = self.input("x", (24, 64)), self.input("flat", (1024,))
+        self.weight = self.call(aten.view.default, self.input("w", (64 * 64,)), [64, 64])
+
+    def launch(self, group: str = "0") -> fx.Node:
+        return self.call(c10d.all_gather_into_tensor.default, self.flat, RANKS, group)
+
+    def product(self) -> fx.Node:
+        self.x = self.call(aten.mm.default, self.x, self.weight)
+        return self.x
+
+    def run(self) -> Timeline:
+        sizes = sizes_of(self.finish(self.x), NO_PLAN)
+        model = ComputeModel(sizes.live, HARDWARE, sizes.point)
+        costs = {node: cost.seconds for node in sizes.live.nodes if (cost := model.cost(node)) is not FREE}
+        return simulate(sizes.live, costs, launches_of(sizes, HARDWARE), sizes.point)
+
+
+def times(timeline: Timeline) -> list[tuple[float, float, float]]:
+    return [(t.start, t.end, t.exposed) for t in timeline.transfers]
+
+
+def test_without_prefetch_every_transfer_is_exposed() -> None:
+    plan = Schedule()
+    plan.wait(plan.launch())
+    plan.product()
+    result = plan.run()
+    assert (result.total, result.exposed) == (TRANSFER + PRODUCT, TRANSFER)
+    assert times(result) == [(0, TRANSFER, TRANSFER)]
+
+
+def test_a_product_between_launch_and_wait_hides_its_own_time() -> None:
+    plan = Schedule()
+    launch = plan.launch()
+    plan.product()
+    plan.wait(launch)
+    plan.product()
+    result = plan.run()
+    assert (result.total, result.exposed) == (TRANSFER + PRODUCT, TRANSFER - PRODUCT)
+
+
+def test_enough_compute_hides_a_transfer_completely() -> None:
+    plan = Schedule()
+    launch = plan.launch()
+    for _ in range(3):
+        plan.product()
+    plan.wait(launch)
+    result = plan.run()
+    assert (result.total, result.exposed) == (3 * PRODUCT, 0)
+
+
+def test_launches_of_one_group_run_one_after_the_other() -> None:
+    plan = Schedule()
+    first, second = plan.launch(), plan.launch()
+    plan.wait(first)
+    plan.product()
+    plan.wait(second)
+    result = plan.run()
+    assert times(result) == [(0, TRANSFER, TRANSFER), (TRANSFER, 2 * TRANSFER, TRANSFER - PRODUCT)]
+    assert (result.total, result.exposed) == (2 * TRANSFER, 2 * TRANSFER - PRODUCT)
+
+
+def test_launches_of_two_groups_run_at_the_same_time() -> None:
+    plan = Schedule()
+    first, second = plan.launch("0"), plan.launch("1")
+    plan.wait(first)
+    plan.product()
+    plan.wait(second)
+    result = plan.run()
+    assert times(result) == [(0, TRANSFER, TRANSFER), (0, TRANSFER, 0)]
+    assert (result.total, result.exposed) == (TRANSFER + PRODUCT, TRANSFER)
+
+
+def test_a_launch_starts_no_earlier_than_the_program_reaches_it() -> None:
+    plan = Schedule()
+    plan.product()
+    plan.wait(plan.launch())
+    assert times(plan.run()) == [(PRODUCT, PRODUCT + TRANSFER, TRANSFER)]
+
+
+def test_a_transfer_that_nothing_waits_for_holds_nobody_up() -> None:
+    plan = Schedule()
+    plan.launch()
+    plan.product()
+    result = plan.run()
+    assert (result.total, result.exposed) == (PRODUCT, 0)
+
+
+def test_a_symbolic_schedule_gives_the_expression_of_the_branch_taken() -> None:
+    plan = Schedule(dynamic=True)
+    launch = plan.launch()
+    plan.product()
+    plan.wait(launch)
+    plan.product()
+    result = plan.run()
+    (rows,) = result.exposed.free_symbols
+    assert [float(result.exposed.subs(rows, n)) for n in (24, 8)] == [TRANSFER - PRODUCT, TRANSFER - 1]
+    assert float(result.total.subs(rows, 24)) == TRANSFER + PRODUCT
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    steps=st.lists(st.sampled_from(["launch 0", "launch 1", "product", "wait"]), max_size=16),
+    dynamic=st.booleans(),
+)
+def test_the_total_is_compute_and_exposed_time_whatever_the_schedule(steps: list[str], dynamic: bool) -> None:
+    plan, in_flight = Schedule(dynamic=dynamic), list[fx.Node]()
+    for step in steps:
+        if step.startswith("launch"):
+            in_flight.append(plan.launch(step[-1]))
+        elif step == "product":
+            plan.product()
+        elif in_flight:
+            plan.wait(in_flight.pop(0))
+    result = plan.run()
+    at = Point(world_size=1, hints=hints_of(plan.graph))
+    total, exposed = at.value(result.total), at.value(result.exposed)
+    assert total == pytest.approx(PRODUCT * steps.count("product") + exposed)
+    assert exposed == pytest.approx(sum(transfer.exposed for transfer in result.transfers))
+    assert all(t.end - t.start == TRANSFER and 0 <= t.exposed <= t.end for t in result.transfers)
+    for group in "01":
+        mine = [t for t in result.transfers if t.launch.group == group]
+        assert all(a.end <= b.start for a, b in itertools.pairwise(mine))
+
+
+def test_an_all_reduce_moves_its_buffer_twice() -> None:
+    once = transfer_seconds("reduce_scatter", 16384, 4, HARDWARE)
+    twice = transfer_seconds("all_reduce", 16384, 4, HARDWARE)
+    assert (once, twice) == (7.0, 13.0)
+
+
+def test_the_time_of_a_transfer_grows_with_the_world_size_to_a_limit() -> None:
+    seconds = transfer_seconds("all_gather", 16384, WORLD_SIZE, HARDWARE)
+    assert [float(seconds.subs(WORLD_SIZE, ranks)) for ranks in (1, 4)] == [1, TRANSFER]
+    assert float(seconds.subs(WORLD_SIZE, 10**9)) == pytest.approx(9)

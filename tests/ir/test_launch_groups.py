@@ -1,0 +1,164 @@
+"""Launch groups: which launches stand together, what is moved with them, and where it may go."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import fx
+
+from fxshard.ir import collectives, launch_groups, tags
+from fxshard.passes._base import GraphKind, GraphPass
+from fxshard.passes.bucket_collectives import BucketCollectives
+from fxshard.passes.coalesce_collectives import CoalesceCollectives
+from fxshard.passes.hoist_prefetch import HoistPrefetch
+from fxshard.passes.insert_collectives import InsertCollectives
+from tests import graphs
+from tests.graphs import Traced
+from tests.pairwise import pairwise
+from tests.passes.test_bucket_collectives import LAYER
+from tests.schedules import DEAR_COPIES, MODELS, mixed_layers, model_of
+
+SPLIT: tuple[GraphKind, GraphKind] = ("forward", "backward")
+TARGETS = (collectives.GATHERS, collectives.REDUCTIONS)
+BEFORE: dict[str, tuple[GraphPass, ...]] = {
+    "inserted": (),
+    "coalesced": (CoalesceCollectives(),),
+    "merged": (BucketCollectives(size=2 * LAYER),),
+    "split": (BucketCollectives(size=0.9 * LAYER),),
+}
+
+
+def graph_of(traced: Traced, kind: GraphKind, *before: GraphPass) -> fx.Graph:
+    gm, ctx = traced.at(kind, after=InsertCollectives)
+    for step in before:
+        step.apply(gm, dataclasses.replace(ctx, hardware=DEAR_COPIES))
+    return gm.graph
+
+
+def names(nodes: list[fx.Node]) -> str:
+    return " ".join(node.name for node in nodes)
+
+
+def test_finds_a_flight_for_each_unit() -> None:
+    found = launch_groups.groups_of(graph_of(model_of("four_layers"), "forward"), collectives.GATHERS)
+    assert [group.name for group in found] == ["layers.0", "layers.1", "layers.2", "layers.3"]
+    assert [names(group.carried) for group in found] == [f"unshard_layers_{i}" for i in range(4)]
+    assert [names(group.waits) for group in found] == [f"wait_layers_{i}" for i in range(4)]
+
+
+def test_finds_the_launches_of_two_dtypes_in_one_flight() -> None:
+    found = launch_groups.groups_of(graph_of(model_of("two_dtypes"), "forward"), collectives.GATHERS)
+    assert [names(group.launches) for group in found] == [f"unshard_layers_{i} unshard_layers_{i}_1" for i in range(3)]
+    assert [len(group.waits) for group in found] == [2, 2, 2]
+
+
+def test_finds_two_flights_where_two_units_are_launched_side_by_side() -> None:
+    graph = graph_of(model_of("four_layers"), "forward", HoistPrefetch(depth=1))
+    found = launch_groups.groups_of(graph, collectives.GATHERS)
+    assert [group.name for group in found] == ["layers.0", "layers.1", "layers.2", "layers.3"]
+
+
+def test_tells_the_calls_of_a_unit_apart() -> None:
+    found = launch_groups.groups_of(graph_of(model_of("called_twice"), "forward"), collectives.GATHERS)
+    assert [group.units for group in found] == [
+        {"layers.0": "0"},
+        {"layers.1": "0"},
+        {"layers.0": "1"},
+        {"layers.1": "1"},
+    ]
+
+
+def test_names_all_units_of_a_bucket() -> None:
+    graph = graph_of(model_of("four_layers"), "forward", *BEFORE["merged"])
+    found = launch_groups.groups_of(graph, collectives.GATHERS)
+    assert [group.name for group in found] == ["layers.0, layers.1", "layers.2, layers.3"]
+
+
+def test_names_the_root() -> None:
+    first, *_ = launch_groups.groups_of(graph_of(model_of("root"), "forward"), collectives.GATHERS)
+    assert first.name == "root"
+
+
+def test_carries_casts_and_slices_and_what_picks_results() -> None:
+    graph = graph_of(mixed_layers(), "forward", CoalesceCollectives())
+    first, *_ = launch_groups.groups_of(graph, collectives.GATHERS)
+    assert [node.target for node in first.carried[:3]] == [
+        torch.ops.aten._to_copy.default,
+        torch.ops.aten.slice.Tensor,
+        torch.ops.aten.slice.Tensor,
+    ]
+    assert first.carried[3] is first.launches[0]
+    assert first.carried[4:] == sorted(first.launches[0].users)
+
+
+def test_leaves_what_others_read_where_it_is() -> None:
+    graph = graph_of(mixed_layers(), "forward")
+    first, *_ = launch_groups.groups_of(graph, collectives.GATHERS)
+    cast = first.launches[0].all_input_nodes[0]
+    assert cast in first.carried
+    with graph.inserting_after(cast):
+        graph.call_function(torch.ops.aten.neg.default, (cast,))
+    first, *_ = launch_groups.groups_of(graph, collectives.GATHERS)
+    assert cast not in first.carried
+
+
+def test_finds_no_flight_of_the_users_own_collectives() -> None:
+    graph = graph_of(graphs.two_layers(), "forward")
+    launch, _ = collectives.unshard_launches(graph)
+    launch.meta[tags.KEY] = {}
+    assert [group.name for group in launch_groups.groups_of(graph, collectives.GATHERS)] == ["layers.1"]
+
+
+@pairwise(model=MODELS, before=BEFORE, kind=SPLIT)
+def test_carries_nothing_that_only_compute_needs(model: str, before: str, kind: GraphKind) -> None:
+    """Each launch and wait is in one group; a group carries what leads to its launches and picks from them."""
+    graph = graph_of(model_of(model), kind, *BEFORE[before])
+    found = [group for targets in TARGETS for group in launch_groups.groups_of(graph, targets)]
+    launches = [launch for group in found for launch in group.launches]
+    assert sorted(launches) == sorted([*collectives.unshard_launches(graph), *collectives.reduce_launches(graph)])
+    waits = sorted(wait for group in found for wait in group.waits)
+    assert waits == list(graph.find_nodes(op="call_function", target=collectives.WAIT))
+    for group in found:
+        assert group.carried == sorted(group.carried)
+        for node in group.carried:
+            assert not {tags.GRAD, tags.PARAM} & tags.tags_of(node).keys()
+            assert (
+                node in group.launches
+                or set(node.all_input_nodes) & set(group.launches)
+                or all(user in group.carried for user in node.users)
+            )
+
+
+# ---- places
+
+
+def test_knows_the_last_input() -> None:
+    graph = graph_of(model_of("four_layers"), "backward")
+    assert launch_groups.last_input(graph).name == "tangents_1"
+
+
+@pytest.mark.parametrize(
+    ("moving", "expected"),
+    [
+        ([], "unshard_layers_0"),  # behind all inputs
+        (["unshard_layers_0"], "wait_layers_0"),
+        (["unshard_layers_0", "wait_layers_0"], "view"),
+    ],
+)
+def test_finds_the_place_behind_an_input(moving: list[str], expected: str) -> None:
+    graph = graph_of(graphs.two_layers(), "forward")
+    nodes = {node.name: node for node in graph.nodes}
+    first_input = next(iter(graph.nodes))
+    assert launch_groups.following(first_input, [nodes[name] for name in moving]).name == expected
+
+
+def test_moves_nodes_in_the_order_given() -> None:
+    graph = graph_of(graphs.two_layers(), "forward")
+    nodes = {node.name: node for node in graph.nodes}
+    place = nodes["unshard_layers_0"]
+    launch_groups.move({nodes["unshard_layers_1"]: place, nodes["wait_layers_1"]: place})
+    order = [node.name for node in graph.nodes if node.op == "call_function"]
+    assert order[:3] == ["unshard_layers_1", "wait_layers_1", "unshard_layers_0"]
+    graph.lint()

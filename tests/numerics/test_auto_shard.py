@@ -1,0 +1,306 @@
+"""One line, no fully_shard: the first call of the compiled module shards it, whatever already holds its parameters."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import warnings
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
+
+import fxshard
+from fxshard.errors import ConfigError, FxshardError
+from fxshard.sharding.sharded_module import units_under
+from fxshard.testing import emulated_link
+from tests.numerics.harness import (
+    Run,
+    Scenario,
+    Tools,
+    adamw,
+    check,
+    check_against_unsharded,
+    check_bitwise,
+    compile_module,
+    full,
+    fxshard_system,
+    only_compile,
+    squared_error,
+    start,
+    train,
+    train_step,
+    update,
+)
+from tests.numerics.models import MLP, Block, cross_entropy, rows, tied_gpt, tokens
+from tests.numerics.test_loop import clip_and_update, evaluate_once_in_inference_mode, scaled
+from tests.numerics.test_parameters import BatchNorm, Tables, Uneven, mlp_with_a_frozen_block, remember_buffers
+from tests.numerics.test_units import bytes_of_rows, storage_bytes
+from tests.ranks import two_ranks
+
+OPTIONS = {"lower": "eager"}
+
+
+@two_ranks
+def test_shards_at_the_first_call_with_an_optimizer_built_before() -> None:
+    scenario = Scenario(model=MLP, batch=rows(), prepare=only_compile)
+    check(scenario)
+    run = train(scenario, fxshard_system())
+    assert all(isinstance(p, DTensor) for p in run.model.parameters())
+    assert storage_bytes(run.model.parameters()) <= bytes_of_rows(run.model)
+
+
+@two_ranks
+def test_trains_what_the_garbage_collector_was_told_to_overlook() -> None:
+    """As programs do that freeze what they have set up: the optimizer must be found all the same."""
+    torch.manual_seed(0)
+    model = MLP()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = torch.compile(model, backend="fxshard", options=dict(OPTIONS))
+    gc.collect()
+    gc.freeze()
+    compiled(rows()(0, 0)[0]).sum().backward()
+    assert all(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
+    before = [full(p) for p in model.parameters()]
+    optimizer.step()
+    assert all(not torch.equal(full(p), old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def compile_and_call_once(model: nn.Module, tools: Tools) -> nn.Module:
+    compiled = only_compile(model, tools)
+    if tools.system.ours:
+        with torch.no_grad():
+            compiled(rows()(0, 0)[0].to(tools.system.dtype))
+    return compiled
+
+
+@two_ranks
+def test_shards_at_the_first_call_with_an_optimizer_built_after() -> None:
+    check(Scenario(model=MLP, batch=rows(), prepare=compile_and_call_once))
+
+
+@two_ranks
+def test_shards_models_with_tied_frozen_uneven_and_integer_parameters() -> None:
+    check(Scenario(model=tied_gpt, batch=tokens(), loss=cross_entropy, prepare=only_compile))
+    check(Scenario(model=mlp_with_a_frozen_block, batch=rows(), prepare=only_compile))
+    check(Scenario(model=Uneven, batch=rows(15, 15), prepare=only_compile))
+    check(Scenario(model=Tables, batch=rows(), prepare=only_compile, before_step=remember_buffers))
+
+
+@two_ranks
+def test_keeps_batch_norm_statistics_per_rank() -> None:
+    check_bitwise(Scenario(model=BatchNorm, batch=rows(), prepare=only_compile, before_step=remember_buffers))
+
+
+@two_ranks
+def test_clips_the_norm_of_gradients() -> None:
+    check(Scenario(model=MLP, batch=rows(), prepare=only_compile, update=partial(clip_and_update, foreach=None)))
+
+
+@two_ranks
+def test_scales_the_loss_and_skips_steps_that_overflow() -> None:
+    check(scaled(Scenario(model=MLP, batch=rows(), prepare=only_compile)))
+
+
+@two_ranks
+def test_evaluates_before_the_first_training_step() -> None:
+    check(Scenario(model=MLP, batch=rows(), prepare=only_compile, before_step=evaluate_once_in_inference_mode))
+
+
+class Scheduled:
+    """Steps a learning rate scheduler that was built with the optimizer, before the first call."""
+
+    def __init__(self) -> None:
+        self.schedulers: dict[int, torch.optim.lr_scheduler.LRScheduler] = {}
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        """Return an optimizer of two groups, with its scheduler."""
+        first, *others = parameters
+        optim = torch.optim.AdamW([{"params": [first], "lr": 2e-2}, {"params": others, "weight_decay": 0.1}], lr=1e-2)
+        self.schedulers[id(optim)] = torch.optim.lr_scheduler.StepLR(optim, step_size=2, gamma=0.5)
+        return optim
+
+    def update(self, run: Run) -> None:
+        """Step both."""
+        update(run)
+        self.schedulers[id(run.optim)].step()
+        run.extra.append(torch.tensor([group["lr"] for group in run.optim.param_groups]))
+
+
+@two_ranks
+def test_steps_a_scheduler_and_parameter_groups() -> None:
+    scheduled = Scheduled()
+    scenario = Scenario(model=MLP, batch=rows(), prepare=only_compile)
+    check(replace(scenario, optimizer=scheduled.optimizer, update=scheduled.update))
+
+
+def adamw_with_loaded_state(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    parameters = list(parameters)
+    if isinstance(parameters[0], DTensor):
+        return adamw(parameters)
+    torch.manual_seed(1)
+    donors = [nn.Parameter(torch.randn_like(p)) for p in parameters]
+    donor = adamw(donors)
+    for p in donors:
+        p.grad = torch.randn_like(p)
+    donor.step()
+    optim = adamw(parameters)
+    optim.load_state_dict(donor.state_dict())
+    return optim
+
+
+@two_ranks
+def test_shards_the_state_that_was_loaded_into_the_optimizer() -> None:
+    scenario = Scenario(model=MLP, batch=rows(), prepare=only_compile, optimizer=adamw_with_loaded_state)
+    check_against_unsharded(scenario)
+    run = train(scenario, fxshard_system())
+    states = [x for state in run.optim.state.values() for x in state.values() if x.dim() > 0]
+    assert storage_bytes(states) <= 2 * bytes_of_rows(run.model)
+
+
+def forward_only(run: Run) -> Tensor:
+    output: Tensor = run.model(run.batch(0)[0])
+    return output
+
+
+@two_ranks
+def test_refuses_a_parameter_list_taken_before_the_first_call() -> None:
+    run = start(Scenario(model=MLP, batch=rows(), prepare=only_compile), fxshard_system())
+    taken = list(run.model.parameters())
+    with pytest.raises(ConfigError, match=r"(?s)(?=.*model\.parameters\(\))(?=.*first call)(?=.*fully_shard)"):
+        forward_only(run)
+    assert len(taken) == len(list(run.model.parameters()))
+
+
+class Messages(logging.Handler):
+    """Collects the warnings that are logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def initialised_by_rank(model: nn.Module, tools: Tools) -> nn.Module:
+    if tools.system.fully_shard is not None and dist.get_rank() == 1:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(1.0)
+    return only_compile(model, tools)
+
+
+@two_ranks
+def test_broadcasts_the_values_of_rank_zero_with_one_warning_when_ranks_differ() -> None:
+    logger, messages = logging.getLogger("fxshard"), Messages()
+    logger.addHandler(messages)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check_against_unsharded(Scenario(model=MLP, batch=rows(), prepare=initialised_by_rank))
+    logger.removeHandler(messages)
+    texts = [text for text in [*messages.texts, *(str(w.message) for w in caught)] if "rank 0" in text]
+    assert len(texts) <= 1, texts
+    assert texts or dist.get_rank() != 0, "rank 0 said nothing"
+
+
+@two_ranks
+def test_says_nothing_when_ranks_agree() -> None:
+    logger, messages = logging.getLogger("fxshard"), Messages()
+    logger.addHandler(messages)
+    train(Scenario(model=MLP, batch=rows(), prepare=only_compile), fxshard_system())
+    logger.removeHandler(messages)
+    assert messages.texts == []
+
+
+class Holder(nn.Module):
+    """A root of which only one child is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body: nn.Module = nn.Sequential(Block(), Block())
+        self.rest = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.rest(self.body(x))
+        return y
+
+
+@two_ranks
+def test_refuses_to_step_when_only_a_submodule_was_compiled() -> None:
+    model = Holder()
+    model.body = compile_module(model.body, options=OPTIONS)
+    optim = adamw(model.parameters())
+    squared_error(model, *rows()(0, dist.get_rank())).backward()
+    with pytest.raises(FxshardError, match=r"rest\.norm\.weight"):
+        optim.step()
+
+
+@two_ranks
+def test_trains_a_submodule_compiled_alone_when_the_rest_is_frozen() -> None:
+    def compile_body(model: nn.Module, tools: Tools) -> nn.Module:
+        assert isinstance(model, Holder)
+        model.rest.requires_grad_(False)
+        if tools.system.ours:
+            tools.compile_in_place(model.body)
+        return model
+
+    check_against_unsharded(Scenario(model=Holder, batch=rows(), prepare=compile_body))
+
+
+def test_leaves_a_model_on_the_cpu_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    with emulated_link(2):
+        model = MLP()
+        compile_module(model, OPTIONS)(rows()(0, 0)[0]).sum().backward()
+        assert {unit.mesh.device_type for unit in units_under(model)} == {"cpu"}
+        torch._dynamo.reset()
+
+
+@two_ranks
+def test_takes_the_options_of_fully_shard() -> None:
+    options = {**OPTIONS, "param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "reshard_after_forward": True}
+    model = compile_module(MLP(), options=options)
+    output = model(rows()(0, dist.get_rank())[0])
+    assert output.dtype == torch.bfloat16
+    output.float().square().mean().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+@two_ranks
+def test_refuses_options_of_the_one_line_path_for_a_sharded_model() -> None:
+    model = MLP()
+    fxshard.fully_shard(model)
+    compiled = compile_module(model, options={**OPTIONS, "param_dtype": torch.bfloat16})
+    with pytest.raises(ConfigError, match=r"(?s)param_dtype.*fully_shard|fully_shard.*param_dtype"):
+        compiled(rows()(0, 0)[0])
+
+
+def nbytes_of(storage: StorageWeakRef) -> int:
+    """Return the bytes of a storage, 0 if it is gone."""
+    if storage.expired():
+        return 0
+    return torch.UntypedStorage._new_with_weak_ptr(storage.cdata).nbytes()
+
+
+@two_ranks
+def test_frees_the_full_parameters_after_the_first_backward() -> None:
+    run = start(Scenario(model=MLP, batch=rows(), prepare=only_compile), fxshard_system())
+    storages = {name: StorageWeakRef(p.untyped_storage()) for name, p in run.named_parameters().items()}
+    train_step(run, 0)
+    gc.collect()
+    assert {name: nbytes_of(storage) for name, storage in storages.items() if nbytes_of(storage)} == {}
+
+
+@two_ranks
+def test_gathers_the_trained_parameters_in_full() -> None:
+    run = train(Scenario(model=MLP, batch=rows(), prepare=only_compile), fxshard_system())
+    for name, p in run.named_parameters().items():
+        torch.testing.assert_close(full(p), run.params[name], rtol=0.0, atol=0.0)

@@ -1,0 +1,383 @@
+"""Gathers that reach from graph to graph: who launches what and when, and what happens when the model turns off."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import _get_work_registry_size
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+from fxshard import fully_shard
+from fxshard.compile.backend import frames_of
+from fxshard.errors import ConfigError, UnsupportedGraph
+from fxshard.runtime.prefetch_cache import PrefetchCache
+from fxshard.sharding.sharded_module import ShardedModule, units_under
+from fxshard.testing import EmulatedLink
+from tests.pairwise import slow
+
+WORDS = {"unshard": "ag", "wait": "w", "reduce": "rs"}
+RANGE = re.compile(r"fxshard::(unshard|wait|reduce)\((?:blocks\.)?(.*)\)")
+NUM_BLOCKS = 4
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, width), nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + cast(Tensor, self.down(torch.relu(self.up(x))))
+
+
+class Blocks(nn.Module):
+    """Nothing but blocks; those of different widths do not share a graph. `skipped` are left out."""
+
+    skipped: Sequence[int] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(8 + i) for i in range(NUM_BLOCKS))
+        self.breaks = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            if self.breaks:
+                torch._dynamo.graph_break()
+            if i not in self.skipped:
+                x = block(x)
+        return x
+
+
+def sharded(link: EmulatedLink, model_type: Callable[[], Blocks] = Blocks) -> Blocks:
+    torch.manual_seed(0)
+    model = model_type()
+    for block in model.blocks:
+        fully_shard(block, mesh=link.mesh)
+    fully_shard(model, mesh=link.mesh)
+    return model
+
+
+def block_by_block(link: EmulatedLink, model_type: Callable[[], Blocks] = Blocks, **options: Any) -> Blocks:
+    model = sharded(link, model_type)
+    for block in model.blocks:
+        block.compile(backend="fxshard", options={"lower": "eager"} | options)
+    return model
+
+
+def step(model: nn.Module) -> Tensor:
+    """The gradients of a step, in one tensor."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    model(torch.randn(3, 4)).square().sum().backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return torch.cat([cast(DTensor, grad).to_local().flatten() for grad in grads])
+
+
+def issued(model: nn.Module) -> list[str]:
+    """What forward and backward of a step launch and wait for, and when a block computes: `c`."""
+    torch.manual_seed(1)
+    x = torch.randn(3, 4)
+    words = []
+    with profile(activities=[ProfilerActivity.CPU]) as forward:
+        loss = model(x).square().sum()
+    with profile(activities=[ProfilerActivity.CPU]) as backward:
+        loss.backward()
+    for record in (forward, backward):
+        found: list[str] = []
+        for event in sorted(record.events() or (), key=lambda event: event.time_range.start):
+            match = RANGE.fullmatch(event.name)
+            word = "c" if event.name in ("aten::addmm", "aten::mm") else ""
+            word = WORDS[match[1]] + match[2] if match else word
+            if word and found[-1:] != [word]:
+                found.append(word)
+        words.append(" ".join(found))
+    return words
+
+
+def warm(model: Blocks) -> Blocks:
+    """After a step, in which the prefetch cache has seen what follows what."""
+    step(model)
+    return model
+
+
+def test_gathers_the_next_block_before_one_computes(link: EmulatedLink) -> None:
+    forward, backward = issued(warm(block_by_block(link)))
+    assert forward == "ag0 ag1 w0 c ag2 w1 c ag3 w2 c w3 c"
+    assert backward == "ag3 ag2 w3 c rs3 w3 ag1 w2 c rs2 w2 ag0 w1 c rs1 w1 w0 c rs0 w0"
+
+
+def test_gathers_nothing_ahead_in_the_first_step_or_without_prefetch(link: EmulatedLink) -> None:
+    alone = [
+        "ag0 w0 c ag1 w1 c ag2 w2 c ag3 w3 c",
+        "ag3 w3 c rs3 w3 ag2 w2 c rs2 w2 ag1 w1 c rs1 w1 ag0 w0 c rs0 w0",
+    ]
+    assert issued(warm(block_by_block(link, prefetch=0))) == alone
+    model = warm(block_by_block(link))
+    cache_of(model).forget()
+    assert issued(model) == alone
+
+
+def test_follows_lists_from_graph_to_graph(link: EmulatedLink) -> None:
+    model = block_by_block(link)
+    blocks = cast(list[ShardedModule], list(model.blocks))
+    for i, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 3] or None)
+        block.set_modules_to_backward_prefetch(None)
+    forward, backward = issued(warm(model))
+    assert forward == "ag0 ag1 ag2 w0 c ag3 w1 c w2 c w3 c"
+    assert backward == "ag3 w3 c rs3 w3 ag2 w2 c rs2 w2 ag1 w1 c rs1 w1 ag0 w0 c rs0 w0"
+
+
+def test_hands_over_where_a_model_breaks_into_graphs(link: EmulatedLink) -> None:
+    model = sharded(link)
+    model.breaks = True
+    model.compile(backend="fxshard", options={"lower": "eager"})
+    forward, _ = issued(warm(model))
+    assert forward == "ag0 ag1 w0 c ag2 w1 c ag3 w2 c w3 c"
+
+
+def test_trains_after_a_part_under_inference_mode(link: EmulatedLink) -> None:
+    class Mixed(Blocks):
+        def forward(self, x: Tensor) -> Tensor:
+            first, *rest = self.blocks
+            with torch.inference_mode():
+                y = first(x)
+            x = x + y.clone()
+            for block in rest:
+                x = block(x)
+            return x
+
+    gradients = []
+    for prefetch in (0, 1):
+        model = block_by_block(link, Mixed, prefetch=prefetch)
+        gradients += [step(model) for _ in range(3)]
+    assert all(map(torch.equal, gradients[:3], gradients[3:]))
+
+
+def test_drops_what_the_model_does_not_open(link: EmulatedLink) -> None:
+    model = warm(block_by_block(link))
+    reference = block_by_block(link, prefetch=0)
+    for skipped in [(1,), (), (1, 2), (3,)]:
+        model.skipped = reference.skipped = skipped
+        assert torch.equal(step(model), step(reference))
+    model.skipped = ()
+    step(model)
+    assert_nothing_in_flight(model)
+
+
+@pytest.mark.parametrize("lower", ["eager", slow("inductor")])
+def test_trains_to_the_same_bits(link: EmulatedLink, lower: str) -> None:
+    gradients = []
+    for prefetch in (0, 1):
+        model = block_by_block(link, prefetch=prefetch, lower=lower)
+        optim = torch.optim.AdamW(model.parameters(), fused=True)  # does not raise the parameters' versions
+        for _ in range(3):
+            gradients.append(step(model))
+            optim.step()
+    assert all(map(torch.equal, gradients[:3], gradients[3:]))
+
+
+def test_unshard_launches_ahead_of_the_call(link: EmulatedLink) -> None:
+    model, reference = warm(block_by_block(link)), block_by_block(link, prefetch=0)
+    third = cast(ShardedModule, list(model.blocks)[2])
+    with profile(activities=[ProfilerActivity.CPU]) as record:
+        handle = third.unshard(async_op=True)
+        assert handle is not None
+        handle.wait()
+    assert [event.name for event in record.events() or () if RANGE.fullmatch(event.name)] == [
+        "fxshard::unshard(blocks.2)"
+    ]
+    forward, _ = issued(model)
+    assert forward == "ag0 ag1 w0 c w1 c ag3 w2 c w3 c"
+    assert third.unshard() is None
+    assert torch.equal(step(model), step(reference))
+
+
+def test_an_event_after_the_optimizer_holds_for_one_forward_and_changes_nothing_on_the_cpu(link: EmulatedLink) -> None:
+    model, reference = warm(block_by_block(link)), warm(block_by_block(link))
+    root = cast(ShardedModule, model)
+    prefetch_caches = {unit.prefetch_cache for unit in units_under(model)}
+    event = torch.Event()
+    root.set_post_optim_event(event)
+    assert {cast(PrefetchCache, prefetch_cache).after for prefetch_cache in prefetch_caches} == {event}
+    assert issued(model) == issued(reference)
+    assert {cast(PrefetchCache, prefetch_cache).after for prefetch_cache in prefetch_caches} == {None}
+
+
+def test_a_model_on_the_cpu_has_no_gpu_wait_where_there_is_one(
+    link: EmulatedLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = warm(block_by_block(link))
+    for frame in frames_of(model):
+        frame.replays = True
+    cast(ShardedModule, model).set_post_optim_event(torch.Event())
+    asked: list[object] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *device: asked.append(device))
+    step(model)
+    assert (asked, cache_of(model).after) == ([], None)
+
+
+def test_refuses_an_event_that_is_none(link: EmulatedLink) -> None:
+    with pytest.raises(ConfigError, match=r"set_post_optim_event expects a torch\.Event, got int"):
+        cast(ShardedModule, block_by_block(link)).set_post_optim_event(cast(Any, 1))
+
+
+def test_reshard_frees_what_was_asked_for(link: EmulatedLink) -> None:
+    model = warm(block_by_block(link))
+    third = cast(ShardedModule, list(model.blocks)[2])
+    third.unshard(async_op=True)
+    third.reshard()
+    assert_nothing_in_flight(model)
+    third.unshard(async_op=True)
+    with torch.no_grad():
+        for parameter in third.parameters():
+            parameter.zero_()
+    with pytest.raises(UnsupportedGraph, match=r"unit 'blocks\.2' were changed"):
+        model(torch.randn(3, 4))
+    third.unshard()
+    third.reshard()
+    forward, _ = issued(model)
+    assert forward == "ag0 ag1 w0 c ag2 w1 c ag3 w2 c w3 c"
+
+
+def test_unshard_gathers_anew_what_it_gathered_before(link: EmulatedLink) -> None:
+    model, reference = warm(block_by_block(link)), warm(block_by_block(link, prefetch=0))
+    for each in (model, reference):
+        optim = torch.optim.AdamW(each.parameters(), fused=True, lr=1.0)
+        for _ in range(2):
+            step(each)
+            optim.step()
+            cast(ShardedModule, list(each.blocks)[2]).unshard(async_op=True)
+    assert torch.equal(step(model), step(reference))
+
+
+def test_a_model_that_is_dropped_leaves_no_collective_unwaited(link: EmulatedLink) -> None:
+    model = warm(block_by_block(link))
+    unwaited = _get_work_registry_size()
+    cast(ShardedModule, list(model.blocks)[2]).unshard(async_op=True)
+    assert _get_work_registry_size() == unwaited + 1
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert _get_work_registry_size() == unwaited
+
+
+def test_unshard_of_what_was_never_opened_launches_nothing(link: EmulatedLink) -> None:
+    model = block_by_block(link)
+    cast(ShardedModule, next(iter(model.blocks))).unshard()
+    assert_nothing_in_flight(model)
+
+
+def test_forgets_what_an_interrupted_step_left(link: EmulatedLink) -> None:
+    model = warm(block_by_block(link))
+    reference = step(model)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = next(iter(model.blocks)).register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.randn(3, 4))
+    handle.remove()
+    assert_nothing_in_flight(model)
+    cast(ShardedModule, list(model.blocks)[2]).unshard(async_op=True)
+    assert cache_of(model)._in_flight
+    cast(ShardedModule, model).reset_iter_state()
+    assert_nothing_in_flight(model)
+    assert torch.equal(step(model), reference)
+
+
+def test_does_not_reach_over_the_end_of_a_call_or_of_a_backward(link: EmulatedLink) -> None:
+    model = warm(block_by_block(link))
+    with torch.no_grad():
+        model(torch.randn(3, 4))
+    assert_nothing_in_flight(model)
+    step(model)
+    assert_nothing_in_flight(model)
+
+
+def test_refuses_what_it_gathered_of_weights_that_changed(link: EmulatedLink) -> None:
+    model = warm(block_by_block(link))
+    first, second = list(model.blocks)[:2]
+
+    def double(*_: Any) -> None:
+        with torch.no_grad():
+            for parameter in second.parameters():
+                parameter.mul_(2.0)
+
+    handle = first.register_forward_hook(double)
+    with pytest.raises(UnsupportedGraph, match=r"(?s)unit 'blocks\.1' were changed after their gather.*prefetch.*off"):
+        model(torch.ones(3, 4))
+    handle.remove()
+    step(model)
+    assert_nothing_in_flight(model)
+
+
+def test_gathers_no_more_often_where_blocks_are_called_twice(link: EmulatedLink) -> None:
+    class Twice(Blocks):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(block(x))
+            return x
+
+    gathers = []
+    for prefetch in (0, 1):
+        torch._dynamo.reset()
+        model = warm(block_by_block(link, Twice, prefetch=prefetch))
+        before = len(link.transfers)
+        step(model)
+        gathers.append(sum(transfer.op == "all_gather" for transfer in link.transfers[before:]))
+    assert gathers[0] == gathers[1] > 0
+
+
+def test_recomputation_gathers_no_more_often(link: EmulatedLink) -> None:
+    class Recomputed(Blocks):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = cast(Tensor, checkpoint(block, x, use_reentrant=False))
+            return x
+
+    gathers, gradients = [], []
+    for prefetch in (0, 1):
+        torch._dynamo.reset()
+        model = warm(block_by_block(link, Recomputed, prefetch=prefetch))
+        before = len(link.transfers)
+        gradients.append(step(model))
+        gathers.append(sum(transfer.op == "all_gather" for transfer in link.transfers[before:]))
+        assert_nothing_in_flight(model)
+    assert gathers == [3 * NUM_BLOCKS] * 2
+    assert torch.equal(*gradients)
+
+
+def test_equal_blocks_share_a_graph_and_still_gather_their_own(link: EmulatedLink) -> None:
+    class Equal(Blocks):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(8) for _ in range(NUM_BLOCKS))
+
+    results = []
+    for prefetch in (0, 1):
+        model = block_by_block(link, Equal, prefetch=prefetch)
+        results += [step(model) for _ in range(3)]
+    assert all(map(torch.equal, results[:3], results[3:]))
+
+
+def cache_of(model: nn.Module) -> PrefetchCache:
+    """The one prefetch cache of all units."""
+    (prefetch_cache,) = {unit.prefetch_cache for unit in units_under(model)}
+    assert prefetch_cache is not None
+    return prefetch_cache
+
+
+def assert_nothing_in_flight(model: nn.Module) -> None:
+    """No gather was left behind."""
+    assert not cache_of(model)._in_flight

@@ -1,0 +1,253 @@
+"""Ranks compare their runs through the store: agreement, difference, lateness, failure."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from fxshard.errors import RankMismatchError
+from fxshard.ir.launches import Launch
+from fxshard.runtime import rank_check
+from fxshard.runtime.rank_check import RING, CollectiveSequence, RankGroup, Timeouts
+from tests.ranks import fresh_ranks, join_group, two_ranks
+
+HASTY = Timeouts(warn=0.2, limit=1.0)
+
+
+def both() -> RankGroup:
+    """Start a rank group of the two ranks; each test has a store namespace of its own by that."""
+    return RankGroup([0, 1], _get_default_store())
+
+
+def launches(text: str) -> list[Launch]:
+    """One for each line; the names are those that the nodes have on this rank."""
+    return [Launch("0", line, f"%{line}_{dist.get_rank()}") for line in text.splitlines()]
+
+
+def begin(rank_group: RankGroup, text: str, kind: str = "forward") -> bool:
+    return rank_group.begin(_get_default_store(), CollectiveSequence.of(kind, launches(text)))
+
+
+def meet(rank_group: RankGroup, timeouts: Timeouts = HASTY) -> None:
+    rank_group.meet(_get_default_store(), timeouts)
+
+
+def of_rank(*texts: str) -> str:
+    """Return the text of this rank."""
+    return texts[dist.get_rank()]
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@contextmanager
+def refused(message: str) -> Iterator[None]:
+    with pytest.raises(RankMismatchError) as caught:
+        yield
+    assert str(caught.value) == message
+
+
+@two_ranks
+def test_ranks_that_launch_the_same_go_on_whatever_the_kind_of_their_graphs() -> None:
+    rank_group = both()
+    begin(rank_group, "a\nb", of_rank("forward", "inference"))
+    meet(rank_group)
+
+
+@two_ranks
+def test_all_ranks_hear_of_the_first_difference_in_the_same_words() -> None:
+    rank_group = both()
+    begin(rank_group, "a")
+    begin(rank_group, of_rank("a\nb\nd", "a\nc\nd"), of_rank("forward", "backward"))
+    with refused(
+        "the ranks launch different collectives. In run 2 of a compiled graph, collective 2 is the first that differs:"
+        "\n    rank 0 (forward): b  # %b_0"
+        "\n    rank 1 (backward): c  # %c_1\n"
+        "Build, shard and compile the same model with the same options on every rank, and make the same calls of it "
+        "in the same order."
+    ):
+        meet(rank_group)
+
+
+@two_ranks
+def test_a_rank_that_launches_less_differs() -> None:
+    rank_group = both()
+    begin(rank_group, of_rank("a\nb", "a"))
+    with pytest.raises(
+        RankMismatchError, match=r"(?s)collective 2 .*rank 0 .*: b  # %b_0\n    rank 1 .*: nothing more"
+    ):
+        meet(rank_group)
+
+
+@two_ranks
+def test_only_what_never_followed_the_run_before_it_is_news() -> None:
+    rank_group = both()
+    news = []
+    for text in ("forward", "backward", "forward", "backward", "forward", "backward", "forward", "forward"):
+        news.append(begin(rank_group, text))
+        if news[-1]:
+            meet(rank_group)
+    assert news == [True, True, True, False, False, False, False, True]
+
+
+@two_ranks
+def test_what_was_refused_stays_news() -> None:
+    rank_group = both()
+    assert begin(rank_group, "a")
+    meet(rank_group)
+    assert begin(rank_group, of_rank("b", "c"))
+    with pytest.raises(RankMismatchError):
+        meet(rank_group)
+    assert begin(rank_group, "a")
+    meet(rank_group)
+    assert begin(rank_group, "b")
+    meet(rank_group)
+
+
+@two_ranks
+def test_a_rank_that_looks_finds_what_the_other_wrote_without_looking() -> None:
+    rank_group = both()
+    for run in range(RING + 3):  # more than the store keeps
+        begin(rank_group, f"{run % 2}")
+    meet(rank_group)
+    begin(rank_group, of_rank("0", "1"))
+    if dist.get_rank() == 1:
+        with pytest.raises(RankMismatchError, match=f"In run {RING + 4} of .*, collective 1 is"):
+            meet(rank_group)
+
+
+@two_ranks
+def test_a_rank_that_others_have_left_far_behind_is_told_so() -> None:
+    rank_group = both()
+    for run in range(1 + dist.get_rank() * RING):
+        begin(rank_group, "a")
+        if run == 0:
+            meet(rank_group)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with pytest.raises(
+            RankMismatchError, match=f"rank 1 is at run {RING + 1} .* but rank 0 has only come to run 1 "
+        ):
+            meet(rank_group)
+
+
+@two_ranks
+def test_a_line_says_who_is_late_and_the_late_rank_is_waited_for() -> None:
+    rank_group = both()
+    handler = Lines()
+    logger = logging.getLogger(rank_check.__name__)
+    logger.addHandler(handler)
+    if dist.get_rank() == 1:
+        time.sleep(1.0)
+    try:
+        begin(rank_group, "a")
+        meet(rank_group, Timeouts(warn=0.2, limit=30.0))
+    finally:
+        logger.removeHandler(handler)
+    lines = handler.lines
+    if dist.get_rank() == 1:
+        assert lines == []
+    else:
+        assert 1 <= len(lines) <= 3, lines  # after 0.2, 0.4 and 0.8 s
+        assert lines[0].startswith("fxshard: rank 0 has waited 0 s for rank 1 (still compiling?) before run 1 of a ")
+
+
+@two_ranks
+def test_a_rank_that_never_comes_is_named_in_the_end() -> None:
+    rank_group = both()
+    if dist.get_rank() == 0:
+        begin(rank_group, "a")
+        with refused(
+            "rank 1 never came to run 1 of a compiled graph (forward), for which rank 0 waited 1 s. Every rank must "
+            "make the same calls of the compiled model."
+        ):
+            meet(rank_group)
+
+
+@two_ranks
+def test_waits_an_hour_or_ten_times_the_timeout_of_the_group() -> None:
+    store = _get_default_store()
+    assert Timeouts().limit_for(store) == max(3600.0, 10 * store.timeout.total_seconds())  # type: ignore[attr-defined]
+
+
+@two_ranks
+def test_a_rank_that_cannot_compile_tells_the_others() -> None:
+    rank_group = both()
+    if dist.get_rank() == 0:
+        rank_group.begin(_get_default_store(), CollectiveSequence.failure("no such option"))
+    else:
+        begin(rank_group, "a")
+        with refused("rank 0 could not compile what is run 1 of a compiled graph (forward) on rank 1: no such option"):
+            meet(rank_group)
+    begin(rank_group, "a")
+    meet(rank_group)
+
+
+@fresh_ranks
+def test_a_lost_store_ends_the_wait() -> None:
+    rank, meeting = dist.get_rank(), _get_default_store()
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+        meeting.set("port", str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(meeting.get("port")), 2, is_master=False)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    del store
+    rank_group = both()
+    dist.barrier()
+    if rank == 0:
+        time.sleep(1.0)
+        dist.destroy_process_group()  # the server ends with the last reference to its store
+        return
+    begin(rank_group, "a")
+    with pytest.raises(RankMismatchError, match="the store of the process group failed while rank 1 waited"):
+        meet(rank_group, Timeouts(warn=30.0, limit=60.0))
+
+
+@fresh_ranks
+def test_a_new_process_group_begins_at_its_first_run() -> None:
+    runs: list[int] = []
+    run = rank_check.guard(lambda inputs: runs.append(len(inputs)), "forward", launches("a"))
+    for generation in range(2):
+        rank = dist.get_rank()
+        for _ in range(3 + rank if generation == 0 else 2):  # the first group ends out of step
+            run([1, 2])
+        dist.destroy_process_group()
+        if generation == 0:
+            join_group("another")
+    assert runs == [2] * (5 + rank)
+
+
+def test_one_process_alone_never_waits(fake_group: None) -> None:
+    run = rank_check.guard(lambda inputs: "ran", "forward", launches("a"))
+    assert run([]) == "ran"
+    rank_check.report_failure(["0"], "nobody hears it")
+
+
+def test_emulated_ranks_are_never_waited_for() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert rank_check.is_in_process(_get_default_store())
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_graph_without_collectives_runs_unguarded() -> None:
+    inputs: list[object] = [1]
+    rank_check.guard(list.clear, "forward", [])(inputs, {"a": "b"})
+    assert inputs == []

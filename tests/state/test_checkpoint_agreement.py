@@ -1,0 +1,168 @@
+"""Ranks that save or load with different arguments all get an error, and nothing hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+import fxshard
+from fxshard.errors import CheckpointError, ConfigError, RankMismatchError
+from fxshard.state import checkpoint, checkpoint_dir, manifest
+from fxshard.state.dcp_reader import CheckpointIndex
+from fxshard.state.verify import Reading
+from tests.ranks import two_ranks
+from tests.state.bodies import assert_same_state, build, state_of, train
+from tests.state.helpers import require_refusal, shared_folder
+
+
+def on_rank_1(value: Any, otherwise: Any) -> Any:
+    return value if dist.get_rank() == 1 else otherwise
+
+
+Call = Callable[[Path, nn.Module, Optimizer], Any]
+
+
+def without_state(folder: Path, model: nn.Module, optim: Optimizer) -> None:
+    if dist.get_rank() == 1:
+        optim.state.clear()
+    fxshard.save_checkpoint(folder / "a", model, optim)
+
+
+def with_other_lr(folder: Path, model: nn.Module, optim: Optimizer) -> None:
+    optim.param_groups[1]["lr"] = on_rank_1(0.5, 0.25)
+    fxshard.save_checkpoint(folder / "a", model, optim)
+
+
+def with_local_state(folder: Path, model: nn.Module, optim: Optimizer) -> None:
+    optim.state[next(model.parameters())]["step"].add_(dist.get_rank())
+    fxshard.save_checkpoint(folder / "a", model, optim)
+
+
+def with_other_groups(folder: Path, model: nn.Module, optim: Optimizer) -> None:
+    fxshard.load_checkpoint(folder / "a", model, on_rank_1(torch.optim.AdamW(model.parameters()), optim))
+
+
+def with_a_tensor_for_rank_1(folder: Path, model: nn.Module, optim: Optimizer) -> None:
+    fxshard.save_checkpoint(folder / "a", model, optim, extra={"data": torch.full((2,), dist.get_rank())})
+
+
+def saving_and_loading(folder: Path, model: nn.Module, optim: Optimizer) -> None:
+    on_rank_1(fxshard.load_checkpoint, fxshard.save_checkpoint)(folder / "a", model, optim)
+
+
+DISAGREEMENTS: dict[str, tuple[Call, str]] = {
+    "no optimizer": (
+        lambda folder, model, optim: fxshard.save_checkpoint(folder / "a", model, on_rank_1(None, optim)),
+        "the optimizer: rank 0 has optimizer AdamW, rank 1 has no optimizer",
+    ),
+    "no optimizer to load": (
+        lambda folder, model, optim: fxshard.load_checkpoint(folder / "a", model, on_rank_1(None, optim)),
+        "the optimizer: rank 0 has AdamW, rank 1 has no optimizer",
+    ),
+    "no state": (without_state, "the optimizer: rank 0 has state of blocks.0.up.weight['step']"),
+    "lr": (
+        with_other_lr,
+        "the optimizer: rank 0 has param_groups[1]['lr'] = 0.25, rank 1 has param_groups[1]['lr'] = 0.5",
+    ),
+    "local state": (
+        with_local_state,
+        "the optimizer: rank 0 has state of blocks.0.norm.weight['step']: torch.float32[] with",
+    ),
+    "groups": (with_other_groups, "the optimizer: rank 0 has the group blocks.0.up.weight, blocks.0.down.weight,"),
+    "path": (
+        lambda folder, model, optim: fxshard.save_checkpoint(folder / on_rank_1("b", "a"), model, optim),
+        "path: rank 0 has",
+    ),
+    "path to load": (
+        lambda folder, model, optim: fxshard.load_checkpoint(folder / on_rank_1("b", "a"), model, optim),
+        "path: rank 0 has",
+    ),
+    "extra": (with_a_tensor_for_rank_1, "extra: rank 0 has extra['data']: torch.int64[2] with SHA-256"),
+    "no extra": (
+        lambda folder, model, optim: fxshard.save_checkpoint(folder / "a", model, optim, extra=on_rank_1(None, {1: 2})),
+        "extra: rank 0 has extra[1] = 2, rank 1 has extra = None",
+    ),
+    "empty extra": (
+        lambda folder, model, optim: fxshard.save_checkpoint(
+            folder / "a", model, optim, extra={"seen": on_rank_1({}, [])}
+        ),
+        "extra: rank 0 has extra['seen']: an empty list, rank 1 has extra['seen']: an empty dict",
+    ),
+    "call": (saving_and_loading, "the call: rank 0 has save_checkpoint, rank 1 has load_checkpoint"),
+}
+
+
+@two_ranks
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_ranks_that_disagree_all_get_an_error(name: str) -> None:
+    call, message = DISAGREEMENTS[name]
+    model, optim = build()
+    train(model, optim, range(1))
+    with shared_folder() as folder:
+        fxshard.save_checkpoint(folder / "a", model, optim, extra=0)
+        expected = state_of(model, optim)
+        with pytest.raises(RankMismatchError) as caught:
+            call(folder, model, optim)
+        assert f"the ranks disagree about {message}" in str(caught.value)
+        other, other_optim = build(seed=1)
+        assert fxshard.load_checkpoint(folder / "a", other, other_optim) == 0
+        assert_same_state(state_of(other, other_optim), expected)
+
+
+@two_ranks
+def test_an_error_on_one_rank_is_an_error_on_all() -> None:
+    model, optim = build()
+    with shared_folder() as folder:
+        with pytest.raises(ConfigError, match=r"^rank 1: extra is a builtins.object"):
+            fxshard.save_checkpoint(folder / "a", model, optim, extra=on_rank_1(object(), 1))
+        with pytest.raises(ConfigError, match=r"^rank 1: optim must be a torch.optim.Optimizer, got int"):
+            fxshard.load_checkpoint(folder / "a", model, on_rank_1(3, optim))
+
+
+STAGES: dict[str, tuple[Any, str]] = {
+    "manifest": (checkpoint, "Reading"),
+    "comparison": (checkpoint, "verify"),
+    "rows": (CheckpointIndex, "read"),
+}
+
+
+@two_ranks
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_loaded(stage: str) -> None:
+    """Another job saves, as rank 1 has read some of it."""
+    model, optim = build()
+    other, other_optim = build(seed=1)
+    owner, name = STAGES[stage]
+    work = getattr(owner, name)
+
+    def meanwhile(*args: Any) -> Any:
+        found = work(*args) if stage == "manifest" else None
+        on_rank_1(checkpoint_dir.commit, lambda *_: None)(folder / "b", folder / "a")
+        return found or work(*args)
+
+    with shared_folder() as folder, pytest.MonkeyPatch.context() as patch:
+        fxshard.save_checkpoint(folder / "a", model, optim)
+        fxshard.save_checkpoint(folder / "b", other, other_optim)
+        patch.setattr(owner, name, meanwhile)
+        message = f"{folder / 'a'} was replaced or removed while it was read; load again"
+        require_refusal(folder / "a", *build(seed=2), CheckpointError, message)
+
+
+def test_a_checkpoint_that_is_gone_when_its_manifest_is_read_was_replaced(tmp_path: Path) -> None:
+    """A rank may look between the two renames of a save."""
+    with pytest.raises(CheckpointError, match="was replaced or removed while it was read; load again"):
+        Reading(tmp_path / "a")
+
+
+def test_a_manifest_that_may_not_be_read_was_not_replaced(tmp_path: Path) -> None:
+    loop = tmp_path / manifest.NAME
+    loop.symlink_to(loop)  # an error even for root
+    with pytest.raises(OSError, match="symbolic links"):
+        Reading(tmp_path)

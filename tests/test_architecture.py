@@ -1,0 +1,154 @@
+"""docs/architecture.md and the code say the same: the tree, the essays, and which names mean what."""
+
+from __future__ import annotations
+
+import ast
+import re
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fxshard
+from tests.pages import ROOT, assert_page
+
+PRIVATE = re.compile(r"^torch(?:\.\w+)*\._(?!_)\w+")
+HOMES = ("torch_private.py", "compile/", "testing/")
+"""Where torch's private names may be used."""
+
+NOT_YET = {"ir/launches.py": "Inductor's lowerings and control_deps, until they move to compile/"}
+"""Other files that use some, and what."""
+
+ALLOWED = ("torch.ops.", "torch._ops", "torch._foreach_", "torch.utils._pytree")
+"""Private by name, but what every program that calls or registers ops, or walks containers, uses."""
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    """Each module of the package by its path in it, and what it parses to."""
+    for path in sorted((ROOT / "fxshard").rglob("*.py")) + sorted((ROOT / "passes").glob("*.py")):
+        yield str(path.relative_to(ROOT)).removeprefix("fxshard/"), ast.parse(path.read_text())
+
+
+def first_line(module: ast.Module) -> str:
+    return (ast.get_docstring(module) or "").partition("\n")[0]
+
+
+def tree() -> str:
+    folders: dict[str, list[str]] = {}
+    titles: dict[str, str] = {}
+    for name, module in sources():
+        folder, _, file = name.rpartition("/")
+        if file == "__init__.py":
+            titles[folder] = first_line(module)
+        else:
+            folders.setdefault(folder, []).append(f"| `{file}` | {first_line(module)} |")
+    order = ["", "sharding", "compile", "passes", "cost", "ir", "ir/verify", "runtime", "state", "inspect", "testing"]
+    order += sorted(folders.keys() - set(order))
+    blocks = []
+    for folder in order:
+        title = f"**`{folder}/`** {titles[folder]}" if folder else "**`fxshard/`**"
+        blocks.append("\n".join([title, "", "| file | what is in it |", "|---|---|", *folders[folder]]))
+    return "\n\n".join(blocks)
+
+
+def notes() -> str:
+    found: dict[str, str] = {}
+    for name, module in sources():
+        for node in ast.walk(module):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                for note in re.findall(r"^\s*\[Note: ([^\]]+)\]\s*$", ast.get_docstring(node) or "", re.MULTILINE):
+                    assert note not in found, f"[Note: {note}] stands in {found[note]} and in {name}"
+                    found[note] = name
+    return "\n".join(["| note | where |", "|---|---|", *(f"| {note} | `{found[note]}` |" for note in sorted(found))])
+
+
+CORE = ("sharding", "compile", "ir", "passes", "runtime")
+
+
+def lines_of(paths: list[Path]) -> list[int]:
+    return [len(path.read_text().splitlines()) for path in paths]
+
+
+def sizes() -> str:
+    package = sorted((ROOT / "fxshard").rglob("*.py")) + sorted((ROOT / "passes").glob("*.py"))
+    core = [path for path in package if path.parent == ROOT / "fxshard" or {*path.relative_to(ROOT).parts} & {*CORE}]
+    rows = {
+        "source": package,
+        "of it the core: top level, sharding, compile, ir, passes, runtime": core,
+        "tests": sorted((ROOT / "tests").rglob("*.py")),
+    }
+    table = ["| what | files | lines | median file | largest file |", "|---|---|---|---|---|"]
+    for name, paths in rows.items():
+        lines = lines_of(paths)
+        cells = (len(lines), sum(lines), round(statistics.median(lines)), max(lines))
+        # To the hundred: the table is to show the size of the house, not each edit.
+        shown = (f"{cells[0]}", f"{round(cells[1], -2):,}", f"{round(cells[2], -1)}", f"{round(cells[3], -2)}")
+        table.append(f"| {name} | {' | '.join(shown)} |")
+    return "\n".join(table)
+
+
+def test_the_page_shows_the_tree_as_it_is() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    for name, part in {"tree": tree(), "notes": notes(), "sizes": sizes()}.items():
+        begin, end = f"<!-- {name} -->\n\n", f"\n\n<!-- end of {name} -->"
+        before, _, rest = page.partition(begin)
+        page = "".join([before, begin, part, end, rest.partition(end)[2]])
+    assert_page("docs/architecture.md", page)
+
+
+def test_every_essay_that_is_referred_to_exists() -> None:
+    known = set(re.findall(r"^\| ([^|]+) \| `", notes(), re.MULTILINE))
+    paths = [*(ROOT / "fxshard").rglob("*.py"), *(ROOT / "passes").glob("*.py"), *(ROOT / "docs").rglob("*.md")]
+    named = {name for path in paths for name in re.findall(r"\[Note: ([^\]\n]+)\]", path.read_text())}
+    assert named - known - {"name"} == set()
+
+
+def test_every_file_that_the_page_names_exists() -> None:
+    page = (ROOT / "docs/architecture.md").read_text().partition("## The tree")[0]
+    named = set(re.findall(r"`([a-z_/]+(?:\.py|/))`", page))
+    assert {name for name in named if not any((ROOT / top / name).exists() for top in ("fxshard", "."))} == set()
+
+
+def test_a_class_name_means_one_thing() -> None:
+    found = Counter(
+        node.name.lstrip("_") for _, module in sources() for node in ast.walk(module) if isinstance(node, ast.ClassDef)
+    )
+    assert {name: count for name, count in found.items() if count > 1} == {}
+
+
+def private_names(module: ast.Module) -> set[str]:
+    """Private names of torch that a module imports or reads."""
+    found: set[str] = set()
+    for node in ast.walk(module):
+        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            found.add(ast.unparse(node))
+    return {name for name in found if PRIVATE.match(name) and not name.startswith(ALLOWED)}
+
+
+@pytest.mark.parametrize("name", ["torch._dynamo.config", "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam"])
+def test_private_names_are_found(name: str) -> None:
+    module, _, what = name.rpartition(".")
+    assert private_names(ast.parse(f"from {module} import {what}")) == {name}
+    assert name in private_names(ast.parse(f"x = {name}"))
+
+
+def test_torch_is_private_where_it_is_said_to_be() -> None:
+    users = {name for name, module in sources() if private_names(module) and not name.startswith(HOMES)}
+    assert users == NOT_YET.keys()
+
+
+@pytest.mark.parametrize(("old", "new"), [("Record", "PassResult"), ("Fact", "Property"), ("Decline", "Remark")])
+def test_public_names_of_before_work_with_a_warning(old: str, new: str) -> None:
+    with pytest.warns(DeprecationWarning, match=f"fxshard.{old} is now fxshard.{new}"):
+        assert getattr(fxshard, old) is getattr(fxshard, new)
+
+
+def test_a_misspelt_public_name_is_an_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Recrod'"):
+        fxshard.Recrod  # type: ignore[attr-defined]  # noqa: B018

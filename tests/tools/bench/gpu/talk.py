@@ -1,0 +1,166 @@
+"""What the process that plans says to those that hold a system, and what they answer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fxshard.tools.bench.config import Entry
+from tests.tools.bench.gpu.settings import Link, Model
+
+
+@dataclass(kw_only=True)
+class Job:
+    """What one process does; as `fxshard.tools.demo.launch` wants it.
+
+    Attributes:
+        entry: the system.
+        model: what it trains.
+        device: "cuda" or "cpu".
+        checkpointing: whether activations are computed again in backward.
+        world_size: ranks that there seem to be.
+        folder: of the whole run.
+    """
+
+    entry: Entry
+    model: Model
+    device: str
+    checkpointing: bool
+    world_size: int
+    folder: Path
+
+    @property
+    def ranks(self) -> int:
+        """Processes to start."""
+        return 1
+
+    @property
+    def stall_s(self) -> float:
+        """No limit: whoever waits for an answer says how long."""
+        return math.inf
+
+    @property
+    def out(self) -> Path:
+        """Folder of the log."""
+        return self.folder / "logs" / f"{self.entry.name}{'-checkpointing' if self.checkpointing else ''}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmUp:
+    """Compile what steps of so many microbatches need; answered by `Ready`.
+
+    Attributes:
+        microbatches: of a step.
+        alone: whether no other process may run on the device meanwhile; see [Note: one at a time].
+    """
+
+    microbatches: int = 1
+    alone: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """Take timed steps on a link, after two or more that are not timed; answered by `Timed`."""
+
+    link: Link
+    steps: int
+    microbatches: int = 1
+    warm_up: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """Measure how long Python takes for a step on the instant link; answered by `Timed`."""
+
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Profile some steps; answered by `Profiled`, or by `Refused`."""
+
+    link: Link
+    steps: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Consolidate:
+    """Bring the whole optimizer state to the CPU, so many times; answered by `Consolidated`, or by `Refused`."""
+
+    repeats: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """There is nothing more to do; not answered."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Carried:
+    """What the link carried in one step.
+
+    Attributes:
+        launches: collectives.
+        bytes: of the unsharded tensors.
+        seconds: that transfers took, added up.
+        expected_s: that they should have taken.
+    """
+
+    launches: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    expected_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """All is compiled.
+
+    Attributes:
+        seconds: since it was told to, what it waited for the device included.
+        losses: of the first steps.
+        num_params: of the whole model.
+        num_units: that it is sharded into.
+    """
+
+    seconds: float
+    losses: tuple[float, ...]
+    num_params: int
+    num_units: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """Seconds of each step, and what the device had to hold."""
+
+    seconds: list[float]
+    peak_bytes: int | None = None
+    carried: Carried = field(default_factory=Carried)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profiled:
+    """A summary as `tests.tools.bench.gpu.trace` makes it."""
+
+    summary: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Consolidated:
+    """Seconds of each call, and the bytes of what it returned."""
+
+    seconds: list[float]
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """It raised; the system itself is as it was."""
+
+    error: str
+
+
+Command = WarmUp | Turn | Host | Profile | Consolidate | End
+Answer = Ready | Timed | Profiled | Consolidated | Refused

@@ -1,0 +1,259 @@
+"""The process that holds one system."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import itertools
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_leaves
+
+import fxshard
+from fxshard.compile.auto_shard import units_of
+from fxshard.testing import EmulatedLink
+from fxshard.testing.link_engine import Speed
+from fxshard.tools.bench.config import FXSHARD
+from fxshard.tools.demo.worker import RankPlace, reporting
+from tests.tools.bench import state
+from tests.tools.bench.gpu import build, trace
+from tests.tools.bench.gpu.gate import Gate
+from tests.tools.bench.gpu.settings import INSTANT, OVERLAPPED, Link
+from tests.tools.bench.gpu.talk import (
+    Answer,
+    Carried,
+    Command,
+    Consolidate,
+    Consolidated,
+    End,
+    Host,
+    Job,
+    Profile,
+    Profiled,
+    Ready,
+    Refused,
+    Timed,
+    Turn,
+    WarmUp,
+)
+
+_CHECK_STEPS = 3
+
+
+def rank_main(place: RankPlace, job: Job, parent: Connection) -> None:
+    """Hold the system of `job` and do what the parent says, until there is nothing more or the parent is gone."""
+    with reporting(place.rank, job.out, parent):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(job.folder / "cache")
+        torch.set_num_threads(place.num_threads)
+        gate = Gate(job.folder / "gate")
+        with build.open_link(job.world_size, job.device) as link, _for(job, gate), contextlib.suppress(EOFError):
+            worker = Worker(job, link, gate)
+            while not isinstance(command := parent.recv(), End):
+                parent.send(worker.answer(command))
+
+
+def _for(job: Job, gate: Gate) -> contextlib.AbstractContextManager[None]:
+    """What one of the systems needs besides the others."""
+    return build.estimable(job.device, gate) if job.entry.system == OVERLAPPED else contextlib.nullcontext()
+
+
+class Worker:
+    """A system on a link.
+
+    Args:
+        job: what to make.
+        link: instant.
+        gate: of all processes on the device.
+    """
+
+    def __init__(self, job: Job, link: EmulatedLink, gate: Gate) -> None:
+        self._job, self._link = job, link
+        self._on_gpu = job.device == "cuda"
+        self._gate = gate
+        with self._gate.held():
+            self._task = build.make_task(job.model, job.device, checkpointing=job.checkpointing)
+            self._num_params = sum(parameter.numel() for parameter in self._task.model.parameters())
+            self._num_units = len(units_of(self._task.model))
+            self._trainer = build.make_trainer(job, self._task, link.mesh)
+            gc.collect()
+
+    def answer(self, command: Command) -> Answer:
+        """Do what was said.
+
+        Raises:
+            Exception: what the system raised, after which it is not what it was.
+        """
+        match command:
+            case WarmUp():
+                return self._warm_up(command)
+            case Turn():
+                return self._turn(command)
+            case Host():
+                return self._host(command.steps)
+            case Profile():
+                return self._or_refused(functools.partial(self._profile, command))
+            case Consolidate():
+                return self._or_refused(functools.partial(self._consolidate, command.repeats))
+            case End():
+                raise AssertionError("the end is not a question")
+
+    def _or_refused(self, do: Callable[[], Answer]) -> Answer:
+        try:
+            return do()
+        except Exception as error:
+            return Refused(error=f"{type(error).__name__}: {error}".splitlines()[0])
+        finally:
+            self._tidy()
+
+    def _warm_up(self, command: WarmUp) -> Ready:
+        start = time.perf_counter()
+        self._trainer.microbatches = command.microbatches
+        self._set_speed(INSTANT)
+        with self._gate.held() if command.alone else contextlib.nullcontext():
+            losses = tuple(self._trainer.step().item() for _ in range(_CHECK_STEPS))
+        self._tidy()
+        return Ready(
+            seconds=time.perf_counter() - start,
+            losses=losses,
+            num_params=self._num_params,
+            num_units=self._num_units,
+        )
+
+    def _turn(self, turn: Turn) -> Timed:
+        self._trainer.microbatches = turn.microbatches
+        self._set_speed(turn.link)
+        carried = self._counted_step(turn.link)
+        for _ in range(turn.warm_up - 2):
+            self._trainer.step()
+        self._synchronize()
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        self._trainer.step()  # the last one that is not timed: the device is at work when the first mark comes
+        seconds = self._times(turn.steps)
+        peak = torch.cuda.max_memory_allocated() if self._on_gpu else None
+        self._tidy()
+        return Timed(seconds=seconds, peak_bytes=peak, carried=carried)
+
+    def _times(self, steps: int) -> list[float]:
+        """Seconds from the end of a step to the end of the next, on the device's clock where it has one.
+
+        Nobody waits between steps: as in training, the host may run ahead of the device.
+        """
+        if not self._on_gpu:
+            marks = [time.perf_counter()]
+            for _ in range(steps):
+                self._trainer.step()
+                marks.append(time.perf_counter())
+            return [after - before for before, after in itertools.pairwise(marks)]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+        events[0].record()
+        for event in events[1:]:
+            self._trainer.step()
+            event.record()
+        self._synchronize()
+        return [1e-3 * before.elapsed_time(after) for before, after in itertools.pairwise(events)]
+
+    def _counted_step(self, link: Link) -> Carried:
+        self._synchronize()
+        self._link.clear()
+        self._trainer.step()
+        self._synchronize()
+        transfers = list(self._link.transfers)
+        speed = Speed(gigabytes_per_s=link.gigabytes_per_s, latency_us=link.latency_us)
+        self._link.clear()
+        return Carried(
+            launches=len(transfers),
+            bytes=sum(transfer.bytes for transfer in transfers),
+            seconds=1e-6 * sum(transfer.end_us - transfer.start_us for transfer in transfers),
+            expected_s=sum(speed.seconds(each.op, each.bytes, self._job.world_size) for each in transfers),
+        )
+
+    def _host(self, steps: int) -> Timed:
+        self._set_speed(INSTANT)
+        for _ in range(2):
+            self._trainer.step()
+        seconds = [self._host_seconds() for _ in range(steps)]
+        self._tidy()
+        return Timed(seconds=seconds)
+
+    def _host_seconds(self) -> float:
+        """How long Python takes for the parts of a step, each begun when the device has nothing left to do."""
+        spent = 0.0
+
+        def timed(part: Callable[..., Any], *args: Any) -> Any:
+            nonlocal spent
+            self._synchronize()
+            start = time.perf_counter()
+            result = part(*args)
+            spent += time.perf_counter() - start
+            return result
+
+        trainer = self._trainer
+        with trainer.begin(True):
+            loss = timed(trainer.task.loss, trainer.forward)
+            timed(loss.backward)
+        if trainer.after_backward is not None:
+            timed(trainer.after_backward, trainer.task.model)
+        timed(trainer.optimizer.step)
+        timed(trainer.optimizer.zero_grad)
+        return spent
+
+    def _profile(self, command: Profile) -> Profiled:
+        self._set_speed(command.link)
+        for _ in range(2):
+            self._trainer.step()
+        self._synchronize()
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
+        with profile(activities=activities) as profiler:
+            for _ in range(command.steps):
+                self._trainer.step()
+            self._synchronize()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            profiler.export_chrome_trace(str(path))
+            events = json.loads(path.read_text())["traceEvents"]
+        return Profiled(summary=trace.summary(events, command.steps, on_gpu=self._on_gpu))
+
+    def _consolidate(self, repeats: int) -> Consolidated:
+        """Everything to the CPU; sending to one rank is nothing that the link knows, so every rank gets it."""
+        self._set_speed(INSTANT)
+        model, optimizer = self._task.model, self._trainer.optimizer
+        seconds, nbytes = [], 0
+        for _ in range(repeats):
+            self._synchronize()
+            start = time.perf_counter()
+            if self._job.entry.system == FXSHARD:
+                full = fxshard.full_optim_state_dict(model, optimizer, recipient_rank=None)
+            else:
+                full = state.torchs(model, optimizer)
+            self._synchronize()
+            seconds.append(time.perf_counter() - start)
+            nbytes = sum(leaf.nbytes for leaf in tree_leaves(full) if isinstance(leaf, Tensor))
+            del full
+        return Consolidated(seconds=seconds, bytes=nbytes)
+
+    def _set_speed(self, link: Link) -> None:
+        self._synchronize()
+        build.set_speed(self._link, link, self._job.device)
+
+    def _synchronize(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize()
+
+    def _tidy(self) -> None:
+        """Leave the device's memory to whose turn is next."""
+        self._synchronize()
+        self._link.clear()
+        if self._on_gpu:
+            torch.cuda.empty_cache()
