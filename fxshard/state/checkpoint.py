@@ -24,7 +24,7 @@ from fxshard.state import checkpoint_dir, checkpoint_model, checkpoint_optimizer
 from fxshard.state.dcp_reader import CheckpointIndex
 from fxshard.state.manifest import FileEntry, Manifest
 from fxshard.state.ranks import Comparison, Ranks, require_one_set
-from fxshard.state.recipients import module_in, require_optimizer
+from fxshard.state.state_ranks import module_in, require_optimizer
 from fxshard.state.user_hooks import ExtraStates, Handover
 from fxshard.state.verify import Reading, verify
 

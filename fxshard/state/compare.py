@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 import torch.distributed as dist
 
 from fxshard.errors import ConfigError
-from fxshard.state.recipients import Recipients
+from fxshard.state.state_ranks import StateRanks
 
 NOTHING = ""
 """The fact of a rank that has no state of a parameter."""
@@ -96,7 +96,7 @@ def compare(
     caught: Caught,
     facts: Mapping[str, str],
     detailed: Callable[[], Mapping[str, Claim]],
-    parties: Recipients,
+    state_ranks: StateRanks,
 ) -> list[list[str]]:
     """Compare across ranks what each of them has.
 
@@ -105,7 +105,7 @@ def compare(
         caught: what this rank found wrong by itself.
         facts: what it has, name -> text.
         detailed: the same in full; called where the texts differ.
-        parties: the ranks.
+        state_ranks: the ranks.
 
     Returns:
         For each rank the names of which it has nothing while others have; empty if all have the same.
@@ -113,7 +113,7 @@ def compare(
     Raises:
         ConfigError: on every rank, if one found something wrong, or ranks differ.
     """
-    group = parties.group
+    group = state_ranks.group
     digest = hashlib.sha256((caught.error or repr(list(facts.items()))).encode(errors="replace")).digest()
     if group is None or len(set(exchange(digest, group))) == 1:
         if caught.error is not None:

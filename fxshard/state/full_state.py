@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from fxshard.errors import ConfigError
 from fxshard.state import compare
 from fxshard.state.local_shards import LocalShard, value_text
-from fxshard.state.recipients import Recipients, ranks_of
+from fxshard.state.state_ranks import StateRanks, ranks_of
 
 _MOST = 10  # problems that a message lists
 
@@ -60,7 +60,7 @@ class FullState:
 
 
 def choose_source(
-    call: str, caught: compare.Caught, state: Mapping[str, Any], bucket_mib: float, parties: Recipients
+    call: str, caught: compare.Caught, state: Mapping[str, Any], bucket_mib: float, state_ranks: StateRanks
 ) -> int | None:
     """The global rank whose state is loaded: the first that was given one; `None` if all were.
 
@@ -73,7 +73,7 @@ def choose_source(
             if not isinstance(state, Mapping):
                 raise ConfigError(f"the state must be a dict, got {type(state).__name__}.")
             is_given = bool(state)
-    passed = compare.exchange((is_given, bucket_mib), parties.group)
+    passed = compare.exchange((is_given, bucket_mib), state_ranks.group)
     given = [each for each, _ in passed]
     with caught:
         if caught.error is None and len({size for _, size in passed}) > 1:
@@ -81,12 +81,12 @@ def choose_source(
             raise ConfigError(f"bucket_mib differs between ranks: {sizes}. Pass the same on every rank.")
         if caught.error is None and not any(given):
             raise ConfigError("no rank was given a state. Pass it on rank 0, and {} on the others, or on every rank.")
-    compare.raise_together(call, caught, parties.group)
-    return None if all(given) else parties.ranks[given.index(True)]
+    compare.raise_together(call, caught, state_ranks.group)
+    return None if all(given) else state_ranks.ranks[given.index(True)]
 
 
 def share(
-    call: str, caught: compare.Caught, parcel: FullState | None, source: int | None, parties: Recipients
+    call: str, caught: compare.Caught, full: FullState | None, source: int | None, state_ranks: StateRanks
 ) -> FullState:
     """The full state on every rank; the tensors themselves stay where they are.
 
@@ -94,15 +94,15 @@ def share(
         ConfigError: on every rank, if one found something wrong with what it was given.
     """
     with caught:
-        if caught.error is None and parcel is not None and source is not None:
-            _require_sendable(parcel.contents)
-    compare.raise_together(call, caught, parties.group)
-    if parcel is not None and (source is None or parties.group is None):
-        return parcel
-    told: list[Any] = [None if parcel is None else (parcel.contents, parcel.announced)]
-    dist.broadcast_object_list(told, src=source, group=parties.group)
+        if caught.error is None and full is not None and source is not None:
+            _require_sendable(full.contents)
+    compare.raise_together(call, caught, state_ranks.group)
+    if full is not None and (source is None or state_ranks.group is None):
+        return full
+    told: list[Any] = [None if full is None else (full.contents, full.announced)]
+    dist.broadcast_object_list(told, src=source, group=state_ranks.group)
     contents, announced = told[0]
-    tensors = None if parcel is None else parcel.tensors
+    tensors = None if full is None else full.tensors
     return FullState(contents=contents, announced=announced, tensors=tensors, source=source)
 
 
@@ -130,10 +130,10 @@ def refuse(problems: Iterable[str]) -> None:
 def require_alike(
     call: str,
     caught: compare.Caught,
-    parcel: FullState,
+    full: FullState,
     targets: Sequence[LocalShard],
     sharing: Mapping[str, Tensor],
-    parties: Recipients,
+    state_ranks: StateRanks,
     own: Mapping[str, str] | None = None,
 ) -> None:
     """Make sure, before anything is written, that every rank can take what is coming, and that it is the same.
@@ -141,10 +141,10 @@ def require_alike(
     Args:
         call: the public function, for the message.
         caught: what this rank found wrong.
-        parcel: what is coming.
+        full: what is coming.
         targets: where it goes.
         sharing: name -> the parameter or buffer that says which ranks share what is coming; all ranks share the rest.
-        parties: the ranks.
+        state_ranks: the ranks.
         own: what each of them has itself that all must have alike: name -> in words.
 
     Raises:
@@ -153,43 +153,43 @@ def require_alike(
     facts: dict[str, str] = {}
     if caught.error is None:
         with caught:
-            facts = {each.name: target.text for each, target in zip(parcel.announced, targets, strict=True)}
-            if parcel.source is None and parties.group is not None:
-                facts = {**_valued(facts, parcel, targets, sharing), **parcel.others}
+            facts = {each.name: target.text for each, target in zip(full.announced, targets, strict=True)}
+            if full.source is None and state_ranks.group is not None:
+                facts = {**_valued(facts, full, targets, sharing), **full.others}
             facts |= own or {}
 
     def detailed() -> dict[str, compare.Claim]:
-        everyone = tuple(parties.ranks)
-        whole = {each.name for each, target in zip(parcel.announced, targets, strict=True) if target.mesh is None}
-        sent = whole if parcel.source is not None else set()
+        everyone = tuple(state_ranks.ranks)
+        whole = {each.name for each, target in zip(full.announced, targets, strict=True) if target.mesh is None}
+        sent = whole if full.source is not None else set()
         return {
             name: compare.Claim(text=text, ranks=ranks_of(sharing[name]) if name in sharing.keys() - sent else everyone)
             for name, text in facts.items()
         }
 
-    compare.compare(call, caught, facts, detailed, parties)
+    compare.compare(call, caught, facts, detailed, state_ranks)
 
 
 def _valued(
-    facts: Mapping[str, str], parcel: FullState, targets: Sequence[LocalShard], sharing: Mapping[str, Tensor]
+    facts: Mapping[str, str], full: FullState, targets: Sequence[LocalShard], sharing: Mapping[str, Tensor]
 ) -> dict[str, str]:
     """The facts with the values that this rank was given, where ranks share them."""
-    given = zip(facts.items(), targets, parcel.tensors or (), strict=True)
+    given = zip(facts.items(), targets, full.tensors or (), strict=True)
     return {
         name: f"{text} = {value_text(tensor)}" if isinstance(sharing[name], DTensor) and not target.replica else text
         for (name, text), target, tensor in given
     }
 
 
-def out_of_reach(parcel: FullState, targets: Sequence[LocalShard]) -> list[str]:
+def out_of_reach(full: FullState, targets: Sequence[LocalShard]) -> list[str]:
     """What is wrong if a tensor is shared by ranks that do not include the one that has it."""
     unreached = [
         each.name
-        for each, target in zip(parcel.announced, targets, strict=True)
+        for each, target in zip(full.announced, targets, strict=True)
         if target.mesh is not None
-        and parcel.source is not None
-        and parcel.source not in dist.get_process_group_ranks(target.mesh.get_group())
+        and full.source is not None
+        and full.source not in dist.get_process_group_ranks(target.mesh.get_group())
     ]
     if not unreached:
         return []
-    return [f"rank {parcel.source} has no part in {', '.join(unreached)}: pass the state on every rank"]
+    return [f"rank {full.source} has no part in {', '.join(unreached)}: pass the state on every rank"]

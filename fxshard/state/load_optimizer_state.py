@@ -14,8 +14,7 @@ from torch.optim import LBFGS, Adafactor, Optimizer
 
 from fxshard.errors import ConfigError
 from fxshard.runtime.parameters import shard_rows
-from fxshard.state import compare
-from fxshard.state import full_state as parcels
+from fxshard.state import compare, full_state
 from fxshard.state.full_state import Announced, FullState
 from fxshard.state.local_shards import LocalShard, is_sharded
 from fxshard.state.optimizer_state import (
@@ -31,8 +30,8 @@ from fxshard.state.optimizer_state import (
     unknown_keys,
 )
 from fxshard.state.pytree import LeafMark, Path, put_back, take_out
-from fxshard.state.recipients import module_in, recipients_of, require_bucket
 from fxshard.state.scatter import deliver
+from fxshard.state.state_ranks import module_in, require_bucket, state_ranks_of
 
 CALL = "load_full_optim_state_dict"
 
@@ -67,40 +66,40 @@ class _GivenState:
 @torch.no_grad()
 def load_optimizer(model: nn.Module, optim: Optimizer, state: Mapping[str, Any], *, bucket_mib: float) -> None:
     """What `fxshard.load_full_optim_state_dict` does."""
-    parties = recipients_of(model)
+    state_ranks = state_ranks_of(model)
     names = ParameterNames({}, {}, [])
     with compare.Caught() as caught:
         require_bucket(bucket_mib)
         names = names_of(module_in(model), optim)
-    source = parcels.choose_source(CALL, caught, state, bucket_mib, parties)
-    parcel = None
+    source = full_state.choose_source(CALL, caught, state, bucket_mib, state_ranks)
+    full = None
     with compare.Caught() as caught:
-        if source is None or parties.ranks[parties.rank] == source:
-            parcel = _packed(state, names)
-    parcel = parcels.share(CALL, caught, parcel, source, parties)
-    contents = cast(_GivenState, parcel.contents)
+        if source is None or state_ranks.ranks[state_ranks.rank] == source:
+            full = _packed(state, names)
+    full = full_state.share(CALL, caught, full, source, state_ranks)
+    contents = cast(_GivenState, full.contents)
     places: list[_LoadTarget] = []
     with compare.Caught() as caught:
-        parcels.refuse(_misfits(contents, names))
-        places = _targets(contents, parcel.announced, names, optim)
+        full_state.refuse(_misfits(contents, names))
+        places = _targets(contents, full.announced, names, optim)
         problems = [problem for each in places for problem in each.problems]
-        parcels.refuse(problems + _other_keys(contents, names, optim) + _placed_otherwise(contents, names))
-        parcels.refuse(parcels.out_of_reach(parcel, [each.held for each in places]))
+        full_state.refuse(problems + _other_keys(contents, names, optim) + _placed_otherwise(contents, names))
+        full_state.refuse(full_state.out_of_reach(full, [each.held for each in places]))
     targets = [each.held for each in places]
     sharing = {each.announced.name: each.parameter for each in places}
     sharing |= {state_fact(fqn): names.parameters[names.ids[fqn]] for fqn in contents.states if fqn in names.ids}
     own = {"optimizer": type(optim).__qualname__}
-    parcels.require_alike(CALL, caught, parcel, targets, sharing, parties, own)
+    full_state.require_alike(CALL, caught, full, targets, sharing, state_ranks, own)
     for each in places:
         each.allocate()
-    deliver([each.held for each in places], parcel.tensors, parcel.source, parties, bucket_mib)
+    deliver([each.held for each in places], full.tensors, full.source, state_ranks, bucket_mib)
     with compare.Caught() as caught:  # load_state_dict and its hooks are the user's
         _install(optim, names, contents, [each.finished() for each in places])
-    compare.raise_together(CALL, caught, parties.group)
+    compare.raise_together(CALL, caught, state_ranks.group)
 
 
 def _packed(state: Mapping[str, Any], names: ParameterNames) -> FullState:
-    """A state_dict, by id or by FQN, as a parcel by FQN."""
+    """A state_dict, by id or by FQN, as a full by FQN."""
     if not isinstance(state, Mapping) or STATE not in state or GROUPS not in state:
         raise ConfigError(
             f"the state must be a dict with the keys {STATE!r} and {GROUPS!r}, as full_optim_state_dict or an "

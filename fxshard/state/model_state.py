@@ -13,16 +13,15 @@ from torch.distributed.tensor import DTensor
 
 from fxshard.errors import ConfigError
 from fxshard.runtime.rank_check import checksum
-from fxshard.state import compare
-from fxshard.state import full_state as parcels
+from fxshard.state import compare, full_state
 from fxshard.state.full_state import Announced, FullState
 from fxshard.state.local_shards import LocalShard, gather_all, hold
 from fxshard.state.names import fqn_of
 from fxshard.state.optimizer_state import simple
 from fxshard.state.progress import showing
 from fxshard.state.pytree import LeafMark
-from fxshard.state.recipients import Recipients, module_in, ranks_of, recipients_of, require_bucket
 from fxshard.state.scatter import deliver
+from fxshard.state.state_ranks import StateRanks, module_in, ranks_of, require_bucket, state_ranks_of
 from fxshard.state.user_hooks import ExtraStates, is_extra, require_writable
 
 CALL, LOAD_CALL = "full_state_dict", "load_full_state_dict"
@@ -48,20 +47,20 @@ def gather_model(
     model: nn.Module, *, recipient_rank: int | None, cpu_offload: bool, bucket_mib: float
 ) -> dict[str, Any]:
     """What `fxshard.full_state_dict` does."""
-    parties = recipients_of(model)
+    state_ranks = state_ranks_of(model)
     state: dict[str, Any] = {}
     held: dict[int, LocalShard] = {}
     facts: dict[str, str] = {}
     recipient = None
     with compare.Caught() as caught:
         require_bucket(bucket_mib)
-        recipient = parties.recipient(recipient_rank)
+        recipient = state_ranks.recipient(recipient_rank)
         state = state_of_module(module_in(model))
         _require_values(state)
         held = {id(value): hold(value) for value in state.values() if isinstance(value, Tensor)}  # tied ones once
         facts = {name: held[id(value)].text if id(value) in held else simple(value) for name, value in state.items()}
         facts["arguments"] = f"recipient_rank={recipient_rank}, cpu_offload={cpu_offload}, bucket_mib={bucket_mib}"
-    compare.compare(CALL, caught, facts, functools.partial(_detailed, facts, state, parties), parties)
+    compare.compare(CALL, caught, facts, functools.partial(_detailed, facts, state, state_ranks), state_ranks)
     fulls = gather_all(
         list(held.values()),
         recipient=recipient,
@@ -84,8 +83,8 @@ def _require_values(state: Mapping[str, Any]) -> None:
         )
 
 
-def _detailed(facts: Mapping[str, str], state: Mapping[str, Any], parties: Recipients) -> dict[str, compare.Claim]:
-    everyone = tuple(parties.ranks)
+def _detailed(facts: Mapping[str, str], state: Mapping[str, Any], state_ranks: StateRanks) -> dict[str, compare.Claim]:
+    everyone = tuple(state_ranks.ranks)
     ranks = {name: ranks_of(value) if isinstance(value, DTensor) else everyone for name, value in state.items()}
     return {name: compare.Claim(text=text, ranks=ranks.get(name, everyone)) for name, text in facts.items()}
 
@@ -93,7 +92,7 @@ def _detailed(facts: Mapping[str, str], state: Mapping[str, Any], parties: Recip
 @torch.no_grad()
 def load_model(model: nn.Module, state: Mapping[str, Any], *, bucket_mib: float) -> None:
     """What `fxshard.load_full_state_dict` does."""
-    parties = recipients_of(model)
+    state_ranks = state_ranks_of(model)
     own: dict[str, Any] = {}
     with compare.Caught() as caught:
         model = module_in(model)
@@ -101,25 +100,25 @@ def load_model(model: nn.Module, state: Mapping[str, Any], *, bucket_mib: float)
         require_bucket(bucket_mib)
         _require_values(own)
         _require_registered(model, own)
-    source = parcels.choose_source(LOAD_CALL, caught, state, bucket_mib, parties)
-    parcel = None
+    source = full_state.choose_source(LOAD_CALL, caught, state, bucket_mib, state_ranks)
+    full = None
     with compare.Caught() as caught:
-        if source is None or parties.ranks[parties.rank] == source:
-            parcel = _packed(state, model)
-            parcels.refuse(_tied_otherwise(parcel, own))
-    parcel = parcels.share(LOAD_CALL, caught, parcel, source, parties)
+        if source is None or state_ranks.ranks[state_ranks.rank] == source:
+            full = _packed(state, model)
+            full_state.refuse(_tied_otherwise(full, own))
+    full = full_state.share(LOAD_CALL, caught, full, source, state_ranks)
     targets: list[LocalShard] = []
     with compare.Caught() as caught:
-        parcels.refuse(_misfits(parcel, own))
-        targets = [hold(own[each.name]) for each in parcel.announced]
-        parcels.refuse(parcels.out_of_reach(parcel, targets))
-    parcels.require_alike(LOAD_CALL, caught, parcel, targets, own, parties)
+        full_state.refuse(_misfits(full, own))
+        targets = [hold(own[each.name]) for each in full.announced]
+        full_state.refuse(full_state.out_of_reach(full, targets))
+    full_state.require_alike(LOAD_CALL, caught, full, targets, own, state_ranks)
     landings = [_contiguous(target) for target in targets]
-    with ExtraStates(model, parcel.contents) as extra_states:
+    with ExtraStates(model, full.contents) as extra_states:
         with compare.Caught() as caught:
             extra_states.set()
-        compare.raise_together(LOAD_CALL, caught, parties.group)
-        deliver(landings, parcel.tensors, parcel.source, parties, bucket_mib)
+        compare.raise_together(LOAD_CALL, caught, state_ranks.group)
+        deliver(landings, full.tensors, full.source, state_ranks, bucket_mib)
     for target, landing in zip(targets, landings, strict=True):
         if landing is not target:
             target.local.copy_(landing.local)
@@ -143,18 +142,18 @@ def _packed(state: Mapping[str, Any], model: nn.Module) -> FullState:
     return FullState(contents=contents, announced=announced, tensors=list(tensors.values()))
 
 
-def _misfits(parcel: FullState, own: Mapping[str, Any]) -> Iterator[str]:
+def _misfits(full: FullState, own: Mapping[str, Any]) -> Iterator[str]:
     """What does not fit, all of it."""
-    if missing := [name for name in own if name not in parcel.contents]:
+    if missing := [name for name in own if name not in full.contents]:
         yield f"it lacks {', '.join(missing)}"
-    if extra := [name for name in parcel.contents if name not in own]:
+    if extra := [name for name in full.contents if name not in own]:
         yield f"it has {', '.join(extra)}, which the model does not have"
-    announced = {each.name: each for each in parcel.announced}
+    announced = {each.name: each for each in full.announced}
     for name, value in own.items():
         each = announced.get(name)
         if is_extra(name):
             continue
-        if name in parcel.contents and (each is not None) != isinstance(value, Tensor):
+        if name in full.contents and (each is not None) != isinstance(value, Tensor):
             yield f"{name} is {'a tensor' if each else 'no tensor'}, expected {'one' if each is None else 'none'}"
         elif each is not None and (each.shape != tuple(value.shape) or each.dtype != value.dtype):
             yield f"{name} is {each.dtype}{list(each.shape)}, expected {value.dtype}{list(value.shape)}"
@@ -177,9 +176,9 @@ def _require_registered(model: nn.Module, own: Mapping[str, Any]) -> None:
         )
 
 
-def _tied_otherwise(parcel: FullState, own: Mapping[str, Any]) -> Iterator[str]:
+def _tied_otherwise(full: FullState, own: Mapping[str, Any]) -> Iterator[str]:
     """Names of one parameter for which several values are given."""
-    given = {each.name: tensor for each, tensor in zip(parcel.announced, parcel.tensors or (), strict=True)}
+    given = {each.name: tensor for each, tensor in zip(full.announced, full.tensors or (), strict=True)}
     first: dict[int, str] = {}
     for name in (name for name in own if name in given):
         other = first.setdefault(id(own[name]), name)

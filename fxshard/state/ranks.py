@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from fxshard.errors import CheckpointError, ConfigError, FxshardError, RankMismatchError
 from fxshard.state.compare import exchange
-from fxshard.state.recipients import ranks_of, recipients_of
+from fxshard.state.state_ranks import ranks_of, state_ranks_of
 
 T = TypeVar("T")
 
@@ -55,8 +55,8 @@ class Ranks:
     @classmethod
     def of(cls, model: object) -> Ranks:
         """The ranks that share the parameters of `model`; all ranks, if it is not sharded."""
-        parties = recipients_of(model)
-        return cls(parties.group, parties.rank, len(parties.ranks))
+        state_ranks = state_ranks_of(model)
+        return cls(state_ranks.group, state_ranks.rank, len(state_ranks.ranks))
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks, by rank."""

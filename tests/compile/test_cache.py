@@ -61,6 +61,14 @@ def in_last(step: GraphPass) -> Callable[[Pipeline], Pipeline]:
     return lambda pipeline: dataclasses.replace(pipeline, last=(*pipeline.last, step))
 
 
+def test_every_file_of_fxshard_decides_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[set[Path]] = []
+    monkeypatch.setattr(cache, "_hash_of", read.append)
+    cache._own_sources.__wrapped__()
+    root = Path(__file__).parents[2]
+    assert read == [{path.resolve() for folder in ("fxshard", "passes") for path in (root / folder).rglob("*.py")}]
+
+
 def build(mesh: DeviceMesh, width: int = 8, **kwargs: Any) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, width, bias=False), nn.Linear(width, 4, bias=False))

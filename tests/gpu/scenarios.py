@@ -37,14 +37,22 @@ from tests.numerics.harness import (
     train,
     train_step,
 )
-from tests.numerics.models import GPT, MLP, ReadOnBothSides, cross_entropy, rows, tokens, tokens_of_many_shapes
+from tests.numerics.models import (
+    GPT,
+    MLP,
+    ReadOnBothSides,
+    ReadTwice,
+    cross_entropy,
+    rows,
+    tokens,
+    tokens_of_many_shapes,
+)
 from tests.numerics.test_accumulation import forwards_ahead, several, with_no_sync
 from tests.numerics.test_graphs import Broken, squared_error_under_autocast, two_forwards_before_two_backwards
 from tests.numerics.test_loop import clip_and_update, evaluate, foreach_adamw, fused_adamw, scaled, update_and_zero
 from tests.numerics.test_parameters import (
     CalledTwice,
     LoRA,
-    ReadTwice,
     SelfAttention,
     Uneven,
     freeze_then_thaw,

@@ -91,6 +91,17 @@ class CheckpointedMLP(MLP):
         return y
 
 
+class ReadTwice(nn.Module):
+    """One parameter in two products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight) @ self.weight.t()
+
+
 class ReadOnBothSides(nn.Module):
     """Reads `b` on both sides of a graph break; one unit of two graphs."""
 

@@ -33,8 +33,16 @@ from tests.numerics.harness import (
     train_step,
     update,
 )
-from tests.numerics.models import MLP, CheckpointedMLP, cross_entropy, rows, rows_of_many_sizes, tied_gpt, tokens
-from tests.numerics.test_parameters import ReadTwice
+from tests.numerics.models import (
+    MLP,
+    CheckpointedMLP,
+    ReadTwice,
+    cross_entropy,
+    rows,
+    rows_of_many_sizes,
+    tied_gpt,
+    tokens,
+)
 from tests.pairwise import slow
 from tests.ranks import two_ranks
 

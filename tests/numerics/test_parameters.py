@@ -23,7 +23,7 @@ from tests.numerics.harness import (
     start,
     train,
 )
-from tests.numerics.models import MLP, WIDTH, cross_entropy, rows, tied_gpt, tokens
+from tests.numerics.models import MLP, WIDTH, ReadTwice, cross_entropy, rows, tied_gpt, tokens
 from tests.ranks import two_ranks
 
 
@@ -113,17 +113,6 @@ class Signed(Tables):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * self.signs
-
-
-class ReadTwice(nn.Module):
-    """One parameter in two products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x @ self.weight) @ self.weight.t()
 
 
 class CalledTwice(nn.Module):

@@ -1,4 +1,4 @@
-"""The manager: properties before the first pass, a linted and recompiled graph after each, one log line per pass."""
+"""The manager: properties before the first pass, a linted graph and a log line after each, recompiled at the end."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from fxshard.sharding.sharded_module import plain_module
 
 
 @dataclass(frozen=True)
-class Recipients:
+class StateRanks:
     """The ranks that hold a model's state together.
 
     Attributes:
@@ -77,7 +77,7 @@ def require_optimizer(optim: object) -> None:
         raise ConfigError(f"optim must be a torch.optim.Optimizer, got {type(optim).__name__}.")
 
 
-def recipients_of(model: object) -> Recipients:
+def state_ranks_of(model: object) -> StateRanks:
     """The ranks that hold the state of `model` together: all there are for what is no model, or not sharded.
 
     Raises:
@@ -88,14 +88,14 @@ def recipients_of(model: object) -> Recipients:
     ranks = {id(mesh): set(cast("list[int]", mesh.mesh.flatten().tolist())) for mesh in meshes}
     for mesh in meshes:
         if mesh.ndim == 1 and all(other <= ranks[id(mesh)] for other in ranks.values()):
-            return Recipients(mesh.get_group(), device)
+            return StateRanks(mesh.get_group(), device)
     members = sorted(set().union(*ranks.values()))
     if members and len(members) < dist.get_world_size():
         raise ConfigError(
             f"the model is sharded over ranks {members} of {dist.get_world_size()} by meshes of which none is 1-D and "
             "has them all, so there is no process group in which they could agree. Shard the root over such a mesh."
         )
-    return Recipients(dist.group.WORLD if dist.is_initialized() else None, device)
+    return StateRanks(dist.group.WORLD if dist.is_initialized() else None, device)
 
 
 def _meshes(parameters: Iterable[Tensor]) -> Iterable[DeviceMesh]:
