@@ -138,7 +138,7 @@ def compiled_graphs(module: nn.Module) -> list[CompiledGraph]:
 def _final_graphs(frame: Frame) -> Iterator[tuple[str, fx.Graph]]:
     for stage in frame.history.stages:
         kind = re.sub(r"_\d+$", "", stage)
-        if kind not in ("dynamo", "joint") and not kind.endswith("_last"):
+        if kind not in ("dynamo", "joint") and not kind.endswith(("_last", "_codegen")):
             yield kind, frame.history.last(stage).graph
 
 

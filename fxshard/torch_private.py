@@ -6,6 +6,7 @@ Private names of torch stand here, in `compile/` and in `testing/`; `tests/test_
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import CodeType, FunctionType
@@ -28,6 +29,9 @@ from torch._dynamo.eval_frame import cached_backends, skip_code
 from torch._dynamo.external_utils import get_nonrecursive_disable_wrapper
 from torch._dynamo.utils import CleanupManager, counters, get_compilation_metrics
 from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._inductor import lowering
+from torch._inductor.fx_passes.control_dependencies import control_deps, preserve_node_ordering
+from torch._inductor.kernel import conv
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -39,6 +43,7 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd import Variable, profiler
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.utils._ordered_set import OrderedSet
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -91,6 +96,15 @@ default_store = _get_default_store
 register_work = _register_work
 """`register_work(tensor, work)`: who waits for the tensor waits for the work."""
 
+CONTROL_DEPS = control_deps
+"""The op of Inductor that runs a node after others: `control_deps(others, subgraph of the node, *its inputs)`."""
+
+PINS_ALL = "void" in inspect.getsource(lowering.control_deps_op_lowering)
+"""Whether `control_deps` takes every op; that of torch 2.11 takes none without a result."""
+
+CONVOLUTION_TAKES_VIEWS = "realize_input(bias)" in inspect.getsource(conv.convolution)
+"""Whether Inductor lowers a convolution whose bias is a view, which has no layout of its own to freeze."""
+
 _POLICIES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 Function = TypeVar("Function", bound=Any)
@@ -130,6 +144,23 @@ def tracing_in(mode: FakeTensorMode | None) -> Iterator[None]:
     """Compile something in this fake mode, apart from any compilation that runs."""
     with tracing(TracingContext(mode)):
         yield
+
+
+def run_after(graph: fx.Graph, before: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
+    """Put each node into a `control_deps` behind the ones that it is mapped to; its name and metadata stay."""
+    preserve_node_ordering(graph, {node: OrderedSet(others) for node, others in before.items() if others})
+
+
+def inside(node: fx.Node) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
+    """The node in a `control_deps`, and which node of the graph stands for each of its inputs."""
+    _, subgraph, *inputs = node.args
+    owner = node.graph.owning_module
+    assert isinstance(subgraph, fx.Node)
+    assert owner is not None
+    graph = cast(fx.GraphModule, owner.get_submodule(str(subgraph.target))).graph
+    inner = graph.output_node().args[0]
+    assert isinstance(inner, fx.Node)
+    return inner, dict(zip(graph.find_nodes(op="placeholder"), cast("list[fx.Node]", inputs), strict=True))
 
 
 def input_index(placeholder: fx.Node) -> int | None:

@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 
 from fxshard import torch_private
 from fxshard.errors import InvariantError
-from fxshard.ir import tags
+from fxshard.ir import pins, tags
 from fxshard.ir.history import CAPTURED, PassResult
 from fxshard.ir.verify import baseline, verifier
 from fxshard.passes._base import GraphPass, PassContext, Property
@@ -102,14 +102,15 @@ def _run_one(
             raise InvariantError(f"{step} left a malformed {ctx.kind} graph: {error}") from error
     if changed and step.changes_signature:
         agreed = _agree(gm, ctx, properties)
+    graph = pins.inlined(gm.graph)
     if ctx.verify and (changed or step.ensures):
-        verifier.verify(gm.graph, agreed, properties, broken_by=str(step), debug=ctx.verify == "debug")
+        verifier.verify(graph, agreed, properties, broken_by=str(step), debug=ctx.verify == "debug")
     seconds = time.perf_counter() - start
     ctx.history.add(
         stage,
         step.name,
         str(step),
-        gm.graph,
+        graph,
         changed=changed,
         seconds=seconds,
         declined=tuple(ctx.declined),

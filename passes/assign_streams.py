@@ -9,7 +9,7 @@ from torch import fx
 from torch.fx import GraphModule
 
 from fxshard.errors import ConfigError
-from fxshard.ir import collectives, dataflow, graph_edit, launch_groups, ops, side_streams, tags
+from fxshard.ir import collectives, dataflow, graph_edit, launch_groups, ops, tags
 from fxshard.ir.dataflow import Dataflow
 from fxshard.ir.launch_groups import LaunchGroup
 from fxshard.ir.liveness import tensors_in
@@ -37,7 +37,7 @@ class AssignStreams(GraphPass):
             waited for at once, so that nothing overlaps; for debugging. "auto": "nccl", until "side" has been measured
             to be faster.
 
-    A tag says where a node runs; `ir/side_streams.py` turns tagged nodes into ops, right before there is code. A side
+    A tag says where a node runs; `LowerStreams` turns tagged nodes into ops, right before there is code. A side
     stream begins with what the main one was given before, and meets it at a wait. Gradients are put together on the
     main stream, and then cast at once.
 
@@ -93,7 +93,7 @@ def _cast_aside(group: LaunchGroup, found: Dataflow) -> bool:
     tagged: set[fx.Node] = set()
     for node in group.carried:
         if (node.target in ops.CASTS and node in found.values) or not tagged.isdisjoint(node.all_input_nodes):
-            tags.tag(node, tags.STREAM, side_streams.COPY_IN)
+            tags.tag(node, tags.STREAM, tags.COPY_IN)
             tagged.add(node)
     return bool(tagged)
 
@@ -137,12 +137,12 @@ def _copy_out(copy: fx.Node, wait: fx.Node, place: fx.Node) -> fx.Node:
     """Put a copy on its stream behind `place`, and the wait for it where it was; returns the former."""
     (buffer,), (source,) = wait.all_input_nodes, copy.all_input_nodes
     (part,), graph = tensors_in(source), copy.graph
-    arguments = (buffer, list(part.shape), list(part.stride()), part.storage_offset(), side_streams.COPY_OUT)
+    arguments = (buffer, list(part.shape), list(part.stride()), part.storage_offset(), tags.COPY_OUT)
     with graph.inserting_after(place):
         made = graph.call_function(ops.COPY_OUT, arguments)
     made.meta = dict(copy.meta)
     made.meta[tags.KEY] = dict(tags.tags_of(wait))
-    tags.tag(made, tags.STREAM, side_streams.COPY_OUT)
+    tags.tag(made, tags.STREAM, tags.COPY_OUT)
     with graph.inserting_before(copy):
         joined = graph.call_function(collectives.WAIT, (made,))
     joined.meta = dict(copy.meta)
@@ -167,7 +167,7 @@ def _send_aside(group: LaunchGroup) -> bool:
         casts = [_cast_last(node, made_of, launch) for node in sent if (made_of := _since_casts(node))]
         results = launch.users if launch.target in collectives.COALESCED else ()
         for node in (*casts, launch, *results) if casts else ():
-            tags.tag(node, tags.STREAM, side_streams.REDUCE)
+            tags.tag(node, tags.STREAM, tags.REDUCE)
         changed = changed or bool(casts)
     return changed
 

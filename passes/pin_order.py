@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 from torch.fx import GraphModule
 
-from fxshard.ir import collectives, launches
+from fxshard.ir import collectives, launches, pins
 from fxshard.passes._base import GraphPass, PassContext, Property
 
 
@@ -22,7 +22,7 @@ class PinOrder(GraphPass):
     early one, and all that the late one reads before it: a wait could come ahead of the compute that was to hide it.
     Pins go to kernels that fuse with nothing (matrix products, attention, convolutions), to the ones next to a
     collective only: a launch or wait comes after the last of them before it, the first of them behind a launch comes
-    after that launch. Among themselves collectives keep their order anyway. `ir/launches.py` turns pins into
+    after that launch. Among themselves collectives keep their order anyway. `EnforceOrder` turns pins into
     dependencies.
 
     Numerics: unchanged.
@@ -47,6 +47,6 @@ class PinOrder(GraphPass):
                 before = kernel
             elif launches.is_kernel(node):
                 before, kernel, launch = launch, node, None
-            if before is not None and launches.pin(node, before):
+            if before is not None and pins.pin(node, before):
                 changed = True
         return changed

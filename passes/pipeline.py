@@ -13,14 +13,19 @@ from fxshard.passes.accumulate_gradients import AccumulateGradients
 from fxshard.passes.assign_streams import AssignStreams
 from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
+from fxshard.passes.copy_biases import CopyBiases
 from fxshard.passes.dedup_unshard import DedupUnshard
+from fxshard.passes.enforce_order import EnforceOrder
 from fxshard.passes.fuse_grad_accumulation import FuseGradAccumulation
+from fxshard.passes.hand_off_prefetch import HandOffPrefetch
 from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.passes.insert_collectives import InsertCollectives
+from fxshard.passes.lower_streams import LowerStreams
 from fxshard.passes.pin_order import PinOrder
 from fxshard.passes.read_resident import ReadResident
 from fxshard.passes.reshard_policy import ReshardPolicy
 from fxshard.passes.sink_waits import SinkWaits
+from fxshard.passes.tag_parameter_views import TagParameterViews
 
 OPTIONAL: tuple[type[GraphPass], ...] = (AccumulateGradients, FuseGradAccumulation, ReadResident)
 """Passes that no default pipeline runs; the backend itself puts these in, where microbatches are accumulated."""
@@ -33,13 +38,16 @@ class Pipeline:
     Attributes:
         joint: on the joint forward-backward graph, before it is split.
         split: on the forward, the backward and the inference graph, each for itself.
-        last: on the same graphs, after Inductor's own passes and right before code is generated. Where the code comes
-            out of a cache, they ran when it went in, and run again only for who looks at the graphs.
+        last: on the same graphs, after Inductor's own passes.
+        codegen: on the same graphs, right before they become code: what other passes have tagged becomes ops that do
+            it. Where the code comes out of a cache, this stage and the last one ran when it went in, and run again only
+            for who looks at the graphs.
     """
 
     joint: tuple[GraphPass, ...]
     split: tuple[GraphPass, ...]
     last: tuple[GraphPass, ...] = ()
+    codegen: tuple[GraphPass, ...] = ()
 
     def __post_init__(self) -> None:
         """Reject what is not a tuple of passes."""
@@ -60,6 +68,7 @@ def default(
     reduce_scatter_max_input_buffers: int = 2,
     streams: str = "auto",
     lower: str = "inductor",
+    cudagraphs: bool = False,
 ) -> Pipeline:
     """The passes without a change by the user.
 
@@ -69,14 +78,17 @@ def default(
         reduce_scatter_max_input_buffers: `SinkWaits.max_buffers`.
         streams: `AssignStreams.mode`.
         lower: "inductor", or "eager": then sums are FSDP2's to the bit, and the order needs no pins.
+        cudagraphs: whether code is recorded and replayed: then no launch may depend on what happened before.
 
     Raises:
         ConfigError: a value that its pass does not take.
     """
+    hand_off = HandOffPrefetch(guess=prefetch not in (0, "off"), hands_over=streams != "off")
     return Pipeline(
         joint=(
             DedupUnshard(),  # first: later passes count on one marker per parameter and call
             ReshardPolicy(),  # before the split: the partitioner reads its tags
+            TagParameterViews(),  # last: of what the split then finds
         ),
         split=(
             DedupUnshard(),  # again: a graph without backward has seen no joint stage
@@ -87,7 +99,12 @@ def default(
             HoistPrefetch(depth=0 if prefetch == "off" else prefetch),  # type: ignore[arg-type]  # the pass checks it
             AssignStreams(mode=streams),  # last: where a wait stands decides what streams may do until there
         ),
-        last=(PinOrder(),) if lower == "inductor" else (),  # the last word: fusion comes next
+        last=(PinOrder(),) if lower == "inductor" else (),  # after Inductor's own passes: fusion comes next
+        codegen=(
+            *(() if cudagraphs else (hand_off,)),
+            LowerStreams(),  # after it: what is handed over knows its stream
+            *((CopyBiases(), EnforceOrder()) if lower == "inductor" else ()),  # last: it hides nodes in subgraphs
+        ),
     )
 
 
@@ -102,7 +119,8 @@ DEFAULT = default()
 
 JOINT_GIVEN = (Property.MARKED,)
 SPLIT_GIVEN = (Property.MARKED,)
-LAST_GIVEN = (Property.COLLECTIVES, Property.LOWERED)
+LAST_GIVEN = (Property.COLLECTIVES, Property.SCHEDULED, Property.LOWERED)
+CODEGEN_GIVEN = (Property.COLLECTIVES, Property.SCHEDULED)
 _NEEDED = {"joint": Property.RESHARD_TAGGED, "split": Property.COLLECTIVES}
 
 
@@ -118,6 +136,7 @@ def chosen(options: Options) -> Pipeline:
         reduce_scatter_max_input_buffers=options.reduce_scatter_max_input_buffers,
         streams=options.streams,
         lower=options.lower,
+        cudagraphs=options.cudagraphs,
     )
     if options.passes is None:
         return pipeline
@@ -127,7 +146,7 @@ def chosen(options: Options) -> Pipeline:
             f"options['passes'] must return a Pipeline, got {type(pipeline).__name__}. It is given the default one: "
             "return dataclasses.replace(pipeline, split=(*pipeline.split, MyPass()))."
         )
-    given = {"joint": JOINT_GIVEN, "split": SPLIT_GIVEN, "last": LAST_GIVEN}
+    given = {"joint": JOINT_GIVEN, "split": SPLIT_GIVEN, "last": LAST_GIVEN, "codegen": CODEGEN_GIVEN}
     for stage, properties in given.items():
         try:
             known = _manager.check_properties(getattr(pipeline, stage), properties)

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from fxshard import MixedPrecisionPolicy, fully_shard
 from fxshard.compile import dynamo
 from fxshard.compile.stages import lower
+from fxshard.ir import pins
 from fxshard.ir.history import CAPTURED, PassHistory
 from fxshard.ir.plan import FramePlan
 from fxshard.ir.text import graph_text
@@ -128,6 +129,16 @@ class Scale(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.gain
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(2, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.conv(x.unsqueeze(0)).squeeze(0)
+        return y
 
 
 # ---- tracing
@@ -311,6 +322,12 @@ def scalar(**kwargs: Any) -> Traced:
 
 
 @traced_once
+def convolution(**kwargs: Any) -> Traced:
+    """One unit, a convolution with a bias."""
+    return trace(Convolution(), **kwargs)
+
+
+@traced_once
 def gpt(**kwargs: Any) -> Traced:
     """The GPT of the demo, two narrow blocks of it, each a unit."""
     model = GPT(max_seq_len=8, dim=16, num_layers=2, num_heads=2)
@@ -341,8 +358,8 @@ def run_pass(pass_: GraphPass, gm: fx.GraphModule, ctx: PassContext, given: Sequ
 
 
 def text(gm: fx.GraphModule) -> str:
-    """The whole graph."""
-    return graph_text(gm.graph)
+    """The whole graph, as records show it."""
+    return graph_text(pins.inlined(gm.graph))
 
 
 def accepts() -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 
 from fxshard.cost.hardware import HardwareSpec
-from fxshard.ir import ops
+from fxshard.ir import collectives, ops
 from fxshard.ir.plan import ShardPlan
 from fxshard.passes._base import GraphKind, GraphPass
 from fxshard.passes.insert_collectives import InsertCollectives
@@ -87,14 +87,38 @@ def _rewritten(
     ctx = dataclasses.replace(ctx, hardware=hardware or ctx.hardware)
     for step_ in passes:
         run_pass(step_, gm, ctx)
-    for node in gm.graph.find_nodes(op="call_function", target=ops.COPY_OUT):
-        node.target = _copy_now  # a LocalTensor has nothing in flight to wait for
+    for node in gm.graph.nodes:
+        node.target = _OF_ALL_RANKS.get(node.target, node.target)
     gm.recompile()
     return gm
 
 
-def _copy_now(gathered: Tensor, size: Sequence[int], stride: Sequence[int], start: int, stream: str) -> Tensor:
+def _copy_out(gathered: Tensor, size: Sequence[int], stride: Sequence[int], start: int, stream: str) -> Tensor:
     return gathered.as_strided(size, stride, start).clone(memory_format=torch.contiguous_format)
+
+
+def _prefetched(
+    flat: Tensor, dtype: torch.dtype, starts: list[int], numels: list[int], size: int, group: str, *_: object
+) -> list[Tensor]:
+    parts = [flat.to(dtype)[start : start + numel] for start, numel in zip(starts, numels, strict=True)]
+    return collectives.launch_gather(parts, size, group)
+
+
+def _gather(inputs: list[Tensor], dtype: torch.dtype, size: int, group: str, stream: str) -> list[Tensor]:
+    return collectives.launch_gather([tensor.to(dtype) for tensor in inputs], size, group)
+
+
+def _reduce(inputs: list[Tensor], dtype: torch.dtype, op: str, size: int, group: str, stream: str) -> list[Tensor]:
+    return collectives.reduce_scatter([tensor.to(dtype) for tensor in inputs], op, size, group)
+
+
+_OF_ALL_RANKS = {
+    ops.COPY_OUT: _copy_out,
+    ops.PREFETCHED_ALL_GATHER: _prefetched,
+    ops.ALL_GATHER_ON_STREAM: _gather,
+    ops.REDUCE_SCATTER_ON_STREAM: _reduce,
+}
+"""What the ops of the codegen stage do, in ops that a LocalTensor knows; it has nothing in flight to wait for."""
 
 
 def reference_step(traced: Traced) -> Step:

@@ -18,9 +18,6 @@ PRIVATE = re.compile(r"^torch(?:\.\w+)*\._(?!_)\w+")
 HOMES = ("torch_private.py", "compile/", "testing/")
 """Where torch's private names may be used."""
 
-NOT_YET = {"ir/launches.py": "Inductor's lowerings and control_deps, until they move to compile/"}
-"""Other files that use some, and what."""
-
 ALLOWED = ("torch.ops.", "torch._ops", "torch._foreach_", "torch.utils._pytree")
 """Private by name, but what every program that calls or registers ops, or walks containers, uses."""
 
@@ -140,7 +137,7 @@ def test_private_names_are_found(name: str) -> None:
 
 def test_torch_is_private_where_it_is_said_to_be() -> None:
     users = {name for name, module in sources() if private_names(module) and not name.startswith(HOMES)}
-    assert users == NOT_YET.keys()
+    assert not users
 
 
 @pytest.mark.parametrize(("old", "new"), [("Record", "PassResult"), ("Fact", "Property"), ("Decline", "Remark")])

@@ -12,16 +12,21 @@ from fxshard.passes.accumulate_gradients import AccumulateGradients
 from fxshard.passes.assign_streams import AssignStreams
 from fxshard.passes.bucket_collectives import MIB, BucketCollectives
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
+from fxshard.passes.copy_biases import CopyBiases
 from fxshard.passes.dedup_unshard import DedupUnshard
+from fxshard.passes.enforce_order import EnforceOrder
 from fxshard.passes.fuse_grad_accumulation import FuseGradAccumulation
+from fxshard.passes.hand_off_prefetch import HandOffPrefetch
 from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.passes.insert_collectives import InsertCollectives
+from fxshard.passes.lower_streams import LowerStreams
 from fxshard.passes.pin_order import PinOrder
 from fxshard.passes.read_resident import ReadResident
 from fxshard.passes.reshard_policy import ReshardPolicy
 from fxshard.passes.sink_waits import SinkWaits
+from fxshard.passes.tag_parameter_views import TagParameterViews
 from tests import graphs
-from tests.graphs import Traced, text
+from tests.graphs import Traced, convolution, text
 from tests.pages import assert_filled, assert_page, code_block, described
 
 SPLIT: tuple[GraphKind, GraphKind] = ("forward", "backward")
@@ -53,6 +58,7 @@ def test_shows_in_the_tour_what_each_pass_does_now() -> None:
         "graph: backward after InsertCollectives": graph_block(traced, "backward", InsertCollectives),
         "graph: backward after SinkWaits": graph_block(traced, "backward", SinkWaits),
         "graph: forward after HoistPrefetch": graph_block(traced, "forward", HoistPrefetch),
+        "graph: forward after EnforceOrder": code_block(str(traced.history.last("forward_codegen"))),
     }
     assert_filled("docs/tour.md", blocks)
 
@@ -205,6 +211,44 @@ def test_keeps_the_page_of_pin_order_in_step() -> None:
     pairs = [pair for kind in SPLIT for pair in rewritten(traced, kind, PinOrder(), *earlier)]
     example = "Two layers, `x @ weight + bias`, on two ranks; `SinkWaits` and `HoistPrefetch` have run."
     assert_page("docs/passes/pin_order.md", page_of(PinOrder, example, pairs))
+
+
+def test_keeps_the_page_of_tag_parameter_views_in_step() -> None:
+    traced = graphs.two_layers(reshard_after_forward=False)
+    pairs = before_and_after(traced, "joint", ReshardPolicy, TagParameterViews)
+    example = "Two layers, `x @ weight + bias`, whose parameters are kept for backward."
+    assert_page("docs/passes/tag_parameter_views.md", page_of(TagParameterViews, example, pairs))
+
+
+def test_keeps_the_page_of_hand_off_prefetch_in_step() -> None:
+    traced = graphs.two_layers(reshard_after_forward=True)
+    pairs = [pair for kind in SPLIT for pair in rewritten(traced, kind, HandOffPrefetch(), HoistPrefetch(depth=1))]
+    example = "Two layers, `x @ weight + bias`, on two ranks; `HoistPrefetch` has run."
+    assert_page("docs/passes/hand_off_prefetch.md", page_of(HandOffPrefetch, example, pairs))
+
+
+def test_keeps_the_page_of_lower_streams_in_step() -> None:
+    traced = graphs.mixed_precision(reshard_after_forward=True)
+    pairs = [pair for kind in SPLIT for pair in rewritten(traced, kind, LowerStreams(), AssignStreams(mode="side"))]
+    example = (
+        "One layer, `x @ weight + bias`, on two ranks, gathered in bfloat16 and reduced in float32; `AssignStreams` "
+        "has run with the mode `side`."
+    )
+    assert_page("docs/passes/lower_streams.md", page_of(LowerStreams, example, pairs))
+
+
+def test_keeps_the_page_of_copy_biases_in_step() -> None:
+    pairs = rewritten(convolution(), "forward", CopyBiases(needed=True))
+    example = "A convolution, on two ranks."
+    assert_page("docs/passes/copy_biases.md", page_of(CopyBiases, example, pairs))
+
+
+def test_keeps_the_page_of_enforce_order_in_step() -> None:
+    traced = graphs.two_layers(reshard_after_forward=True)
+    earlier = (SinkWaits(max_buffers=2), HoistPrefetch(depth=1), PinOrder())
+    pairs = [pair for kind in SPLIT for pair in rewritten(traced, kind, EnforceOrder(), *earlier)]
+    example = "Two layers, `x @ weight + bias`, on two ranks; `SinkWaits`, `HoistPrefetch` and `PinOrder` have run."
+    assert_page("docs/passes/enforce_order.md", page_of(EnforceOrder, example, pairs))
 
 
 def test_keeps_the_page_of_assign_streams_in_step() -> None:

@@ -31,11 +31,12 @@ from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxshard.compile import cache, cudagraphs
+from fxshard.compile import lowerings as lowerings
 from fxshard.compile.cache import CachedCode, CompiledFacts
 from fxshard.compile.context import CompileContext
 from fxshard.cost import hardware
 from fxshard.errors import ConfigError, FxshardError, InvariantError
-from fxshard.ir import biases, hand_off, launches, liveness, ops, side_streams
+from fxshard.ir import launches, ops
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.graph_edit import Traced
 from fxshard.ir.history import CAPTURED, LazyHistory, PassResult, snapshot, with_variant
@@ -44,7 +45,7 @@ from fxshard.ir.verify import baseline
 from fxshard.options import KEEP_ORDER_FLAGS, Options
 from fxshard.passes import _manager
 from fxshard.passes._base import GraphKind, PassContext
-from fxshard.passes.pipeline import JOINT_GIVEN, LAST_GIVEN, SPLIT_GIVEN, Pipeline, of_variant
+from fxshard.passes.pipeline import CODEGEN_GIVEN, JOINT_GIVEN, LAST_GIVEN, SPLIT_GIVEN, Pipeline, of_variant
 from fxshard.runtime import dispatch, rank_check
 from fxshard.runtime.dispatch import BackwardDispatch, Code, ForwardDispatch
 from fxshard.runtime.frame import Frame
@@ -151,11 +152,9 @@ class _Stages:
                     return _boxed(graph, graph_inputs)
                 facts = self.facts(graph.graph, kind, ())
                 self.split_stage(graph, kind)
-                if self.pipeline.last:
-                    self.last_stage(graph, kind)
+                self.last_stage(graph, kind)
                 facts = replace(facts, launches=launches.sequence(graph.graph))
-                if self.generate_code:
-                    self.finish(graph.graph)
+                self.codegen_stage(graph if self.generate_code else _copied(graph), kind)
                 run = _boxed(graph, graph_inputs)
                 return self.prepared(run, facts) if self.generate_code else run
 
@@ -199,13 +198,11 @@ class _Stages:
         self.split_stage(gm, kind)
         inputs = [*inputs, *(node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(inputs) :])]
         static = cudagraphs.static_inputs(self.options, gm.graph, kwargs.get("static_input_idxs", ()))
-        last = {"post_grad_custom_post_pass": _LastStage(self, kind)} if self.pipeline.last else {}
-        with inductor_config.patch(last):
+        with inductor_config.patch(post_grad_custom_post_pass=_LastStages(self, kind)):
             if self.generate_code:
                 facts = replace(facts, launches=launches.sequence(gm.graph))
                 return self._code(gm, inputs, facts, **kwargs | {"static_input_idxs": static})
-            if self.pipeline.last:
-                self._until_code(fx.GraphModule(gm, copy.deepcopy(gm.graph)), inputs, **kwargs)
+            self._until_code(fx.GraphModule(gm, copy.deepcopy(gm.graph)), inputs, **kwargs)
         return _boxed(gm, inputs)
 
     def _code(self, gm: fx.GraphModule, inputs: Sequence[Any], facts: CompiledFacts, **kwargs: Any) -> Any:
@@ -218,8 +215,8 @@ class _Stages:
         with functorch_config.patch(bundled_autograd_cache=bundled and not called):
             code = _with_inductor(gm, inputs, **kwargs)  # takes the graph over
         cudagraphs.require_recordable(self.options, code, facts.kind)
-        if self.pipeline.last and len(self.history.stages) == stages:
-            self._replay_when_asked()  # found by Inductor: the last stage did not run
+        if len(self.history.stages) == stages:
+            self._replay_when_asked()  # found by Inductor: the last stages did not run
         if bundled and isinstance(code, CompiledFxGraph):
             return CachedCode.of(code, facts, self)
         return self.prepared(code, facts)
@@ -290,12 +287,12 @@ class _Stages:
         return stages
 
     def _until_code(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> None:
-        """Run Inductor's own passes and our last stage on `gm`, and no further."""
+        """Run Inductor's own passes and our last stages on `gm`, and no further."""
         try:
             _with_inductor(gm, inputs, **kwargs)
         except _StopBeforeCode:
             return
-        raise InvariantError("Inductor compiled a graph without running the last stage.")
+        raise InvariantError("Inductor compiled a graph without running the last stages.")
 
     def partition(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         """The joint stage, then torch's min-cut partitioner."""
@@ -303,31 +300,30 @@ class _Stages:
         ctx = self._context("joint")
         _manager.run(gm, self.pipeline.joint, ctx, given=JOINT_GIVEN)
         self.frame.trained.update(baseline.trained_by(gm.graph))
-        liveness.tag_kept(gm.graph)
         return min_cut_rematerialization_partition(gm, inputs, **kwargs)
 
     def split_stage(self, gm: fx.GraphModule, kind: GraphKind) -> None:
         """The split stage of one graph, in place."""
-        passes, stage = self.pipeline.split, str(kind)
+        passes = self.pipeline.split
         if self.variant != PLAIN:
             passes = of_variant(passes, self.variant, self.options.lower)
-            stage = f"{kind}_{self.variant.name(self.frame.trained)}"
-        _manager.run(gm, passes, self._context(kind), given=SPLIT_GIVEN, stage=stage)
+        _manager.run(gm, passes, self._context(kind), given=SPLIT_GIVEN, stage=self._named(kind))
 
     def last_stage(self, gm: fx.GraphModule, kind: GraphKind) -> None:
         """The last stage of one graph, in place."""
-        name = "" if self.variant == PLAIN else f"_{self.variant.name(self.frame.trained)}"
-        _manager.run(gm, self.pipeline.last, self._context(kind), given=LAST_GIVEN, stage=f"{kind}{name}_last")
+        if self.pipeline.last:
+            stage = f"{self._named(kind)}_last"
+            _manager.run(gm, self.pipeline.last, self._context(kind), given=LAST_GIVEN, stage=stage)
 
-    def finish(self, graph: fx.Graph) -> None:
-        """What no pass and no reader of graphs need know of, right before a graph becomes code."""
-        guess = self.options.prefetch not in (0, "off") and self.frame.unsharded_budget_bytes is None
-        if not self.options.cudagraphs:
-            hand_off.hand_off(graph, self.frame.plan, guess=guess, hands_over=self.options.streams != "off")
-        side_streams.move(graph, self.frame.plan)
-        if self.options.lower == "inductor":
-            biases.realize(graph)
-            launches.enforce(graph)
+    def codegen_stage(self, gm: fx.GraphModule, kind: GraphKind) -> None:
+        """The codegen stage of one graph, in place."""
+        given = CODEGEN_GIVEN if self.options.lower == "eager" else LAST_GIVEN
+        stage = f"{self._named(kind)}_codegen"
+        _manager.run(gm, self.pipeline.codegen, self._context(kind), given=given, stage=stage)
+
+    def _named(self, kind: GraphKind) -> str:
+        """What the history calls the stages of a graph."""
+        return kind if self.variant == PLAIN else f"{kind}_{self.variant.name(self.frame.trained)}"
 
     def _context(self, kind: GraphKind) -> PassContext:
         return PassContext(
@@ -346,6 +342,11 @@ class _Stages:
     def digest(self) -> str | None:
         """What decides the compiled code besides the graph; `None` if it may not be cached."""
         return cache.digest(self.options, self.frame.plan, self.pipeline, hardware.load(self.frame.hardware))
+
+
+def _copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """The module with a copy of its graph, to see what becomes of it."""
+    return fx.GraphModule(gm, snapshot(gm.graph))
 
 
 class _Partitioner(CustomPartitionerFn):
@@ -369,7 +370,7 @@ class _Partitioner(CustomPartitionerFn):
 
 
 def _with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-    """`compile_fx_inner`, with the errors of our last stage as they are."""
+    """`compile_fx_inner`, with the errors of our last stages as they are."""
     try:
         return compile_fx_inner(gm, list(inputs), **kwargs)
     except InductorError as error:
@@ -382,8 +383,8 @@ class _StopBeforeCode(BaseException):
     """Ends Inductor's work on a graph that only its passes were wanted for; no `except Exception` stops it."""
 
 
-class _LastStage(CustomGraphPass):
-    """`_Stages.last_stage` in the form that Inductor's configuration wants."""
+class _LastStages(CustomGraphPass):
+    """The last and the codegen stage in the form that Inductor's configuration wants."""
 
     def __init__(self, stages: _Stages, kind: GraphKind) -> None:
         self._stages, self._kind = stages, kind
@@ -393,9 +394,9 @@ class _LastStage(CustomGraphPass):
         if gm is None:
             raise InvariantError("Inductor gave the last stage a graph that no module owns.")
         self._stages.last_stage(gm, self._kind)
+        self._stages.codegen_stage(gm, self._kind)
         if not self._stages.generate_code:
             raise _StopBeforeCode
-        self._stages.finish(graph)
 
     def uuid(self) -> str:
         return f"{self._stages.digest} {self._kind} {self._stages.variant}"

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx
 
 from fxshard.cost.hardware import HardwareSpec
 from fxshard.cost.sizes import Sizes
 from fxshard.cost.symbols import WORLD_SIZE, Quantity
-from fxshard.ir import tags
+from fxshard.ir import collectives, tags
+from fxshard.ir.launches import kind_of
 from fxshard.ir.liveness import tensors_in
 from fxshard.ir.text import dtype_text
-
-_SHORT = {
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "all_gather_into_tensor_out": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "reduce_scatter_tensor_out": "reduce_scatter",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +43,8 @@ def launches_of(sizes: Sizes, hardware: HardwareSpec) -> dict[fx.Node, LaunchCos
     known: dict[tuple[str, Quantity, Quantity], Quantity] = {}
     found = {}
     for node, nbytes in sizes.of_launch.items():
-        given = _arguments(node)
-        op, group = _short_name(node), str(given.get("group_name"))
+        given = collectives.arguments_of(node)
+        op, group = kind_of(node), str(given.get("group_name"))
         ranks = WORLD_SIZE if group in sizes.open_groups else given.get("group_size", sizes.point.world_size)
         key = (op, nbytes, ranks)
         if key not in known:
@@ -88,15 +79,3 @@ def transfer_seconds(op: str, nbytes: Quantity, ranks: Quantity, hardware: Hardw
     """
     factor = 2 if op == "all_reduce" else 1
     return hardware.link_latency + factor * (ranks - 1) * nbytes / ranks / hardware.link_bandwidth
-
-
-def _short_name(launch: fx.Node) -> str:
-    name: str = getattr(launch.target, "_opname", "")
-    return _SHORT.get(name, name.rstrip("_"))
-
-
-def _arguments(launch: fx.Node) -> dict[str, Any]:
-    target: Any = launch.target
-    return (
-        dict(zip((argument.name for argument in target._schema.arguments), launch.args, strict=False)) | launch.kwargs
-    )

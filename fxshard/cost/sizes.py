@@ -142,11 +142,10 @@ class _Measurement:
         nbytes = Sum()
         if launch.target in collectives.LAUNCHES:
             known = self._slots_reduced if launch.target in collectives.REDUCTIONS else self._slots_gathered
-            for storage, result, source in zip(
-                filled, tensors_in(launch), collectives.launch_inputs(launch), strict=True
-            ):
+            inputs = collectives.launch_inputs(launch)
+            for i, (storage, result, source) in enumerate(zip(filled, tensors_in(launch), inputs, strict=True)):
                 assert source is not None
-                nbytes.add(self._measure_tensor(launch, storage, result, source, known(launch, result, source)))
+                nbytes.add(self._measure_tensor(launch, storage, result, source, known(launch, i, result, source)))
         else:
             sides = [Sum(map(nbytes_of, tensors)).total for tensors in (read, tensors_in(launch))]
             nbytes.add(max(sides, key=self.point.value))
@@ -159,29 +158,29 @@ class _Measurement:
         reduces = launch.target in collectives.REDUCTIONS
         (sent,) = tensors_in(source)
         if not slots:
-            return nbytes_of(sent if reduces else result)
+            return (numel_of(sent) * result.dtype.itemsize) if reduces else nbytes_of(result)
         shard_elements = sympy.Add(*map(slot_numel, slots))
         self._set(storage, shard_elements if reduces else WORLD_SIZE * shard_elements)
         for node in _through_elementwise(source) if reduces else ():
             self._set(self.live.storages_of[node][0], WORLD_SIZE * shard_elements)
         return WORLD_SIZE * shard_elements * result.dtype.itemsize
 
-    def _slots_gathered(self, launch: fx.Node, result: Tensor, source: fx.Node) -> Sequence[Slot]:
-        """The slots in an all_gather's input: a shard, a stretch of it, or a cast of either."""
-        start = 0
+    def _slots_gathered(self, launch: fx.Node, index: int, result: Tensor, source: fx.Node) -> Sequence[Slot]:
+        """The slots in an all_gather's input: a shard, a span of it, or a cast of either."""
+        start, numel = collectives.sent_part(launch, index) or (0, tensors_in(source)[0].numel())
         for node in _through_elementwise(source, and_slices=True):
             if node.target is torch.ops.aten.slice.Tensor:
                 first = node.args[2] if len(node.args) > 2 else 0
                 start += first if isinstance(first, int) else 0
-            unit, _, index = tags.tags_of(node).get(tags.SHARD, "").rpartition("#")
-            if index and unit in self.units:
-                slots, end = self.units[unit].shards[int(index)].slots, start + tensors_in(source)[0].numel()
+            unit, _, shard = tags.tags_of(node).get(tags.SHARD, "").rpartition("#")
+            if shard and unit in self.units:
+                slots, end = self.units[unit].shards[int(shard)].slots, start + numel
                 found = [slot for slot in slots if start <= slot.offset and slot.offset + slot.numel <= end]
                 fits = sum(slot.numel for slot in found) * self.point.world_size == numel_of(result)
                 return found if fits else ()
         return ()
 
-    def _slots_reduced(self, launch: fx.Node, result: Tensor, source: fx.Node) -> Sequence[Slot]:
+    def _slots_reduced(self, launch: fx.Node, index: int, result: Tensor, source: fx.Node) -> Sequence[Slot]:
         """The slots that a reduce_scatter leaves on one rank; none if that cannot be told."""
         traced = numel_of(result)
         candidates = self._slots_likely_reduced(launch, source)

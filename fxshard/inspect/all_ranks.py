@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fxshard import torch_private
 from fxshard.errors import UnsupportedGraph
 from fxshard.inspect.fake_model import FakeModel
-from fxshard.ir import collectives
+from fxshard.ir import collectives, ops
 from fxshard.ir.plan import ShardPlan
 from fxshard.runtime.frame import Frame
 from fxshard.runtime.unit import Home, home_of
@@ -202,6 +202,8 @@ def _call(node: fx.Node, values: Mapping[fx.Node, PerRank], num_ranks: int) -> P
     collective = _COLLECTIVES.get(node.target) if node.op == "call_function" else None
     if collective is not None and _spans(node, num_ranks):
         return collective([args for args, _ in ranks])
+    if node.target is ops.COPY_OUT:
+        return tuple(_cut(*args[:4]) for args, _ in ranks)
     namespace = getattr(node.target, "namespace", "")
     if "c10d" in namespace and node.target is not collectives.WAIT:
         raise UnsupportedGraph(
@@ -216,12 +218,15 @@ def _call(node: fx.Node, values: Mapping[fx.Node, PerRank], num_ranks: int) -> P
     return tuple(function(*args, **kwargs) for args, kwargs in ranks)
 
 
+def _cut(gathered: Tensor, size: list[int], stride: list[int], start: int) -> Tensor:
+    return gathered.as_strided(size, stride, start).clone(memory_format=torch.contiguous_format)
+
+
 def _spans(node: fx.Node, num_ranks: int) -> bool:
     """Whether a launch is over all ranks, and moves or averages."""
-    given = node.args[1:]
-    if node.target in collectives.REDUCTIONS:
-        return given[:2] in (("sum", num_ranks), ("avg", num_ranks))
-    return given[:1] == (num_ranks,)
+    given = collectives.arguments_of(node)
+    moves_or_averages = given.get("reduce_op", "sum") in ("sum", "avg")
+    return moves_or_averages and collectives.world_size_of(node) == num_ranks
 
 
 def _gather(ranks: Sequence[tuple[Any, ...]]) -> PerRank:
@@ -248,9 +253,28 @@ def _reduce_all(ranks: Sequence[tuple[Any, ...]]) -> PerRank:
     return tuple(list(parts) for parts in zip(*reduced, strict=True))
 
 
+def _gather_parts(ranks: Sequence[tuple[Any, ...]]) -> PerRank:
+    def parts(flat: Tensor, dtype: torch.dtype, starts: list[int], numels: list[int]) -> list[Tensor]:
+        cast = flat.to(dtype)
+        return [cast[start : start + numel] for start, numel in zip(starts, numels, strict=True)]
+
+    return _gather_all([(parts(*args[:4]),) for args in ranks])
+
+
+def _gather_cast(ranks: Sequence[tuple[Any, ...]]) -> PerRank:
+    return _gather_all([([tensor.to(args[1]) for tensor in args[0]],) for args in ranks])
+
+
+def _reduce_cast(ranks: Sequence[tuple[Any, ...]]) -> PerRank:
+    return _reduce_all([([tensor.to(args[1]) for tensor in args[0]], args[2]) for args in ranks])
+
+
 _COLLECTIVES: dict[Any, Callable[[Sequence[tuple[Any, ...]]], PerRank]] = {
     collectives.ALL_GATHER: _gather,
     collectives.ALL_GATHER_COALESCED: _gather_all,
     collectives.REDUCE_SCATTER: _reduce,
     collectives.REDUCE_SCATTER_COALESCED: _reduce_all,
+    ops.PREFETCHED_ALL_GATHER: _gather_parts,
+    ops.ALL_GATHER_ON_STREAM: _gather_cast,
+    ops.REDUCE_SCATTER_ON_STREAM: _reduce_cast,
 }

@@ -30,7 +30,7 @@ from fxshard.ir.text import name_of, window
 from fxshard.options import Options, parse
 from fxshard.passes import pipeline
 from fxshard.passes._base import GraphPass, PassContext, Property
-from fxshard.passes.pipeline import LAST_GIVEN, SPLIT_GIVEN, Pipeline
+from fxshard.passes.pipeline import CODEGEN_GIVEN, LAST_GIVEN, SPLIT_GIVEN, Pipeline
 from fxshard.runtime.frame import Frame
 from fxshard.runtime.raw import as_bytes
 from fxshard.sharding.sharded_module import plain_module, units_under
@@ -45,7 +45,8 @@ class BitDifference:
 
     Attributes:
         frame: index of the captured graph, in the order of capture.
-        stage: `forward`, `backward` or `inference`; `forward_last`, ... after Inductor's own passes.
+        stage: `forward`, `backward` or `inference`; `forward_last`, ... after Inductor's own passes, `forward_codegen`,
+            ... right before there is code.
         pass_name: of the pass.
         node: the first node whose value differs, as it prints after the pass.
         max_difference: between the two values, over all elements and ranks; infinite where shape or dtype differ or
@@ -155,8 +156,8 @@ class _Keeper(GraphPass):
 
 
 def _keeping(chosen: Pipeline, keeper: _Keeper) -> Pipeline:
-    last = (keeper, *chosen.last) if chosen.last else ()
-    return dataclasses.replace(chosen, split=(keeper, *chosen.split), last=last)
+    stages = {name: getattr(chosen, name) for name in ("split", "last", "codegen")}
+    return dataclasses.replace(chosen, **{name: (keeper, *passes) for name, passes in stages.items() if passes})
 
 
 def _capture(fake_model: FakeModel, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> list[Captured]:
@@ -217,8 +218,11 @@ class _Bisection:
         kind = re.sub(r"_\d+$", "", stage)
         if kind in ("dynamo", "joint"):
             return
-        is_last = kind.endswith("_last")
-        steps, known = (self._chosen.last, {*LAST_GIVEN}) if is_last else (self._chosen.split, {*SPLIT_GIVEN})
+        steps, known = self._chosen.split, {*SPLIT_GIVEN}
+        if kind.endswith("_last"):
+            steps, known = self._chosen.last, {*LAST_GIVEN}
+        elif kind.endswith("_codegen"):
+            steps, known = self._chosen.codegen, {*CODEGEN_GIVEN}
         captured, *records = self._history.stages[stage].values()
         for step, record, previous in zip(steps, records, [captured, *records[:-1]], strict=True):
             runs = Property.COLLECTIVES in known and record.changed
@@ -240,7 +244,7 @@ class _Bisection:
 
     def _saved(self, stage: str) -> dict[str, PerRank]:
         """What the forward that belongs to a backward leaves for it."""
-        forward = re.sub(r"^backward(_last)?", "forward", stage)
+        forward = stage.replace("backward", "forward", 1)
         if forward == stage or forward not in self._history.stages:
             return {}
         if forward not in self._left:

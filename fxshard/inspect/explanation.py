@@ -68,8 +68,9 @@ class FrameExplanation:
         """Stage -> name of a pass -> the graph after that pass, in the order in which they ran.
 
         Stages are `dynamo` (as captured), `joint` (forward and backward in one), `forward`, `backward`, `inference`,
-        and `forward_last` and so on where passes run after Inductor's own; a number follows where a graph of the kind
-        was compiled before. The first record of a stage is `captured`: the graph as the stage received it.
+        `forward_last` and so on where passes run after Inductor's own, and `forward_codegen` and so on, whose last
+        graphs become code; a number follows where a graph of the kind was compiled before. The first record of a stage
+        is `captured`: the graph as the stage received it.
         """
         return MappingProxyType(self.history.stages)
 
@@ -99,6 +100,8 @@ class FrameExplanation:
     def running(self, stage: str) -> PassResult:
         """What runs of one of `scheduled`: its last graph, or that of `forward_last` for "forward" and so on.
 
+        What the codegen stage makes of it launches and computes the same.
+
         Raises:
             ConfigError: there is no such stage, or none whose graph runs.
         """
@@ -108,7 +111,7 @@ class FrameExplanation:
         return self.history.last(last if last in self.graphs else stage)
 
     def final_stages(self) -> list[str]:
-        """The stages whose last graph is what runs: no `joint`, and no `forward` where there is a `forward_last`."""
+        """The stages of `running`: no `joint`, and no `forward` where there is a `forward_last`."""
         return [self.running(stage).stage for stage in self.scheduled]
 
     def schedules(self, stage: str) -> tuple[Schedule, ...]:

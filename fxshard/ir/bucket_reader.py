@@ -117,8 +117,7 @@ class _BucketReader:
         flats: dict[tuple[str, int], fx.Node],
     ) -> list[UnitGather]:
         calls, segments = tags.units_of(launch), dict[str, list[Segment]]()
-        for source in collectives.launch_inputs(launch):
-            flat = self.flow.values.get(source) if source is not None else None
+        for flat in self.flow.sent_by(launch):
             if not isinstance(flat, Flat) or flat.unit not in calls:
                 return []
             segments.setdefault(flat.unit, []).append(self._segment(flat))

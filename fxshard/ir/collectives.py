@@ -5,13 +5,15 @@ Only `_c10d_functional` ops: they trace, Inductor keeps their order, and LocalTe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, fx
 
+from fxshard.ir import ops
 from fxshard.ir.plan import ShardPlan, Slot, UnitPlan
 from fxshard.torch_private import REDUCES_IN_STORAGE_DTYPE
 
@@ -24,9 +26,16 @@ ALL_GATHER_COALESCED = _c10d.all_gather_into_tensor_coalesced.default
 REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
 REDUCE_SCATTER_COALESCED = _c10d.reduce_scatter_tensor_coalesced.default
 WAIT = _c10d.wait_tensor.default
-GATHERS = (ALL_GATHER, ALL_GATHER_COALESCED)
-REDUCTIONS = (REDUCE_SCATTER, REDUCE_SCATTER_COALESCED)
-COALESCED = (ALL_GATHER_COALESCED, REDUCE_SCATTER_COALESCED)
+GATHERS = (ALL_GATHER, ALL_GATHER_COALESCED, ops.PREFETCHED_ALL_GATHER, ops.ALL_GATHER_ON_STREAM)
+REDUCTIONS = (REDUCE_SCATTER, REDUCE_SCATTER_COALESCED, ops.REDUCE_SCATTER_ON_STREAM)
+COALESCED = (
+    ALL_GATHER_COALESCED,
+    REDUCE_SCATTER_COALESCED,
+    ops.PREFETCHED_ALL_GATHER,
+    ops.ALL_GATHER_ON_STREAM,
+    ops.REDUCE_SCATTER_ON_STREAM,
+)
+"""Launches of a list of tensors."""
 LAUNCHES = (*GATHERS, *REDUCTIONS)
 
 SlotIndex = tuple[int, int]
@@ -39,7 +48,7 @@ Segment = tuple[SlotIndex, ...]
 def is_launch(node: fx.Node) -> bool:
     """Whether a node starts a collective, ours or another library's."""
     target = node.target
-    return _is_collective(target) and target._opname != "wait_tensor"
+    return target in LAUNCHES or (_is_collective(target) and target._opname != "wait_tensor")
 
 
 def is_wait(node: fx.Node) -> bool:
@@ -62,28 +71,54 @@ def reduce_launches(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if n.op == "call_function" and n.target in REDUCTIONS]
 
 
-def launch_input(launch: fx.Node, index: int) -> fx.Node | None:
-    """The tensor that a launch sends, or the `index`-th of a coalesced one."""
-    sent = launch.args[0]
-    found = sent[index] if isinstance(sent, list | tuple) and index < len(sent) else sent
-    return found if isinstance(found, fx.Node) else None
+def arguments_of(launch: fx.Node) -> dict[str, Any]:
+    """The arguments of a launch by the names that its schema has for them."""
+    return dict(zip(_argument_names(launch.target), launch.args, strict=False)) | launch.kwargs
+
+
+@functools.cache
+def _argument_names(target: Any) -> tuple[str, ...]:
+    return tuple(argument.name for argument in target._schema.arguments)
 
 
 def launch_inputs(launch: fx.Node) -> list[fx.Node | None]:
-    """The tensors that a launch sends, one by one."""
+    """The tensors that a launch sends, one by one; for parts of a flat the flat, see `sent_part`."""
     sent = launch.args[0]
-    return [launch_input(launch, i) for i in range(len(sent) if isinstance(sent, list | tuple) else 1)]
+    if launch.target is ops.PREFETCHED_ALL_GATHER:
+        sent = [sent] * len(arguments_of(launch)["numels"])
+    given = sent if isinstance(sent, list | tuple) else [sent]
+    return [value if isinstance(value, fx.Node) else None for value in given]
+
+
+def launch_input(launch: fx.Node, index: int) -> fx.Node | None:
+    """The tensor that a launch sends, or the `index`-th of a coalesced one."""
+    inputs = launch_inputs(launch)
+    return inputs[index] if index < len(inputs) else None
+
+
+def sent_part(launch: fx.Node, index: int) -> tuple[int, int] | None:
+    """First element and number of elements of the `index`-th input that are sent; `None` for all of it."""
+    if launch.target is not ops.PREFETCHED_ALL_GATHER:
+        return None
+    given = arguments_of(launch)
+    return given["starts"][index], given["numels"][index]
+
+
+def sent_dtype(launch: fx.Node) -> torch.dtype | None:
+    """The dtype to which a launch casts what it sends; `None` if it sends its inputs as they are."""
+    dtype: torch.dtype | None = arguments_of(launch).get("dtype")
+    return dtype
 
 
 def world_size_of(launch: fx.Node) -> int:
     """The number of ranks that a launch names."""
-    size = launch.args[2 if launch.target in REDUCTIONS else 1]
+    size = arguments_of(launch).get("group_size")
     return size if isinstance(size, int) else 0
 
 
 def group_of(launch: fx.Node) -> str:
     """The process group that a launch names."""
-    return str(launch.args[3 if launch.target in REDUCTIONS else 2])
+    return str(arguments_of(launch).get("group_name"))
 
 
 # ---- gather
@@ -280,12 +315,16 @@ def _padded(rows: Tensor, world_size: int) -> Tensor:
 
 def launch_reduce(inputs: list[Tensor], dtype: torch.dtype, world_size: int, group: str) -> list[Tensor]:
     """Start one reduce_scatter of all `inputs`; each result is this rank's `[numel / world_size]`, to be waited for."""
-    rule = division(world_size, dtype)
     if world_size == 1 or not any(tensor.numel() for tensor in inputs):
         return inputs
+    return reduce_scatter(inputs, division(world_size, dtype).op, world_size, group)
+
+
+def reduce_scatter(inputs: list[Tensor], op: str, world_size: int, group: str) -> list[Tensor]:
+    """Launch `inputs`, of one dtype, together."""
     if len(inputs) == 1:
-        return [_c10d.reduce_scatter_tensor(inputs[0], rule.op, world_size, group)]
-    return list(_c10d.reduce_scatter_tensor_coalesced(inputs, rule.op, world_size, group))
+        return [_c10d.reduce_scatter_tensor(inputs[0], op, world_size, group)]
+    return list(_c10d.reduce_scatter_tensor_coalesced(inputs, op, world_size, group))
 
 
 def reduced_in(launched: Sequence[Tensor], dtype: torch.dtype, world_size: int) -> list[Tensor]:

@@ -136,6 +136,10 @@ class Dataflow:
     parameters: dict[fx.Node, Value | tuple[Value, ...] | None] = field(default_factory=dict)
     strays: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
 
+    def sent_by(self, launch: fx.Node) -> list[Value | tuple[Value, ...] | None]:
+        """What a launch sends, tensor by tensor, `None` where that could not be followed."""
+        return [_sent(launch, i, self) for i in range(len(collectives.launch_inputs(launch)))]
+
 
 def dataflow_of(graph: fx.Graph, plan: FramePlan) -> Dataflow:
     """Walk `graph` once; see [Note: flow]."""
@@ -316,6 +320,17 @@ def _launch(node: fx.Node, flow: Dataflow, plan: FramePlan) -> Value | None:
     return InFlight(node, None if node.target in collectives.COALESCED else 0)
 
 
+def _sent(launch: fx.Node, index: int, flow: Dataflow) -> Value | tuple[Value, ...] | None:
+    source, part = collectives.launch_input(launch, index), collectives.sent_part(launch, index)
+    value = flow.values.get(source) if source is not None else None
+    if part is not None:
+        value = replace(value, start=value.start + part[0], numel=part[1]) if isinstance(value, Flat) else None
+    dtype = collectives.sent_dtype(launch)
+    if dtype is None:
+        return value
+    return replace(value, dtype=dtype) if isinstance(value, Flat | GradientRow | Concat) else None
+
+
 def _copy_out(node: fx.Node, flow: Dataflow, plan: FramePlan) -> Value | None:
     value = _input(node, flow)
     if not isinstance(value, InFlight) or value.index is None or value.copied is not None:
@@ -328,8 +343,7 @@ def _wait(node: fx.Node, flow: Dataflow, plan: FramePlan) -> Value | None:
     value = _input(node, flow)
     if not isinstance(value, InFlight) or value.index is None:
         return None
-    source = collectives.launch_input(value.launch, value.index)
-    sent = flow.values.get(source) if source is not None else None
+    sent = _sent(value.launch, value.index, flow)
     if isinstance(sent, Flat):
         gathered = whole(sent.numel * collectives.world_size_of(value.launch))
         if value.copied is not None:

@@ -9,6 +9,7 @@ equal inputs its nodes are copied and only run on the new fake tensors.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxshard import torch_private
 from fxshard.errors import InvariantError
-from fxshard.ir import tags
+from fxshard.ir import collectives, ops, tags
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.plan import FramePlan
 
@@ -131,3 +132,33 @@ def rename(node: fx.Node, name: str, taken: set[str]) -> None:
         candidate = f"{name}_{number}"
     node.name = candidate  # torch's own renaming would not give back the name of a node that was erased
     taken.add(candidate)
+
+
+def replace_launch(launch: fx.Node, target: torch._ops.OpOverload, arguments: tuple[Any, ...]) -> fx.Node:
+    """Put an op that returns a list in the place of a launch, coalesced or not; what it read alone goes.
+
+    Returns:
+        The new node. Where the launch was one tensor, its only result has the launch's name: pins know it by that.
+    """
+    graph, value, name = launch.graph, launch.meta["val"], launch.name
+    is_list = launch.target in collectives.COALESCED
+    with graph.inserting_before(launch):
+        made = graph.create_node("call_function", target, arguments, name=f"launch_{name}")
+        made.meta = dict(launch.meta)
+        result = made
+        if not is_list:
+            made.meta["val"] = [value]
+            result = graph.call_function(operator.getitem, (made, 0))
+            result.meta = {"val": value}
+            if tags.STREAM in tags.tags_of(launch):
+                tags.tag(result, tags.STREAM, tags.tags_of(launch)[tags.STREAM])
+        launch.replace_all_uses_with(result)
+    unread = launch.all_input_nodes
+    graph.erase_node(launch)
+    result.name = name
+    while unread:
+        node = unread.pop()
+        if not node.users and node.op == "call_function" and node.target in ops.VIEWS | ops.CASTS:
+            unread += node.all_input_nodes
+            graph.erase_node(node)
+    return made

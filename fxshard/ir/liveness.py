@@ -138,16 +138,6 @@ def unsharded_bytes(graph: fx.Graph) -> list[tuple[fx.Node, int]]:
     return [(node, int(size)) for node, size in zip(live.nodes, live.running_sum(sizes), strict=True)]
 
 
-def tag_kept(joint: fx.Graph) -> None:
-    """Tag the views of parameters, so that those that forward saves for backward are known there for what they are."""
-    live = liveness(joint)
-    for node in live.nodes:
-        makers = (live.storages[index].maker for index in live.storages_of[node])
-        for marker in filter(ops.is_unshard, makers):
-            if node is not marker and node.op == "call_function":
-                tags.tag(node, tags.KEPT, tags.tags_of(marker)[tags.PARAM])
-
-
 def written_in_use(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Each op that writes what a launch or a copy on a side stream is using: the latter, and the op."""
     written = {node: found for node in graph.nodes if (found := _written_by(node))}

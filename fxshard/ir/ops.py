@@ -13,11 +13,11 @@ them may share a graph); `compile/dynamo.py` replaces it by "<unit fqn>#<shard>@
 copy. `fxshard::copy(source)` is a contiguous copy in memory of its own: Inductor takes `clone` for nothing where a wait
 hides that the source is the caller's.
 
-`fxshard::open` stands for an all_gather in code that is about to run: see [Note: prefetch cache] in
-`runtime/prefetch_cache.py`.
-`fxshard::gather_aside` and `fxshard::reduce_aside` are collectives that cast what they send, and `fxshard::copy_out`
-waits for a gathered buffer and copies a part of it, all on a side stream: see [Note: side streams] in
-`runtime/streams.py`. Each result is waited for as a collective's.
+`fxshard::prefetched_all_gather` stands for an all_gather in code that is about to run: it takes what was launched ahead
+or launches, see [Note: prefetch cache] in `runtime/prefetch_cache.py`.
+`fxshard::all_gather_on_stream` and `fxshard::reduce_scatter_on_stream` are collectives that cast what they send, and
+`fxshard::copy_out` waits for a gathered buffer and copies a part of it, all on a side stream: see [Note: side streams]
+in `runtime/streams.py`. Each result is waited for as a collective's.
 """
 
 from __future__ import annotations
@@ -74,22 +74,27 @@ _LIBRARY = torch.library.Library("fxshard", "DEF")
 _LIBRARY.define("unshard(Tensor shard, str key, int slot, SymInt[] shape, ScalarType dtype) -> Tensor")
 _LIBRARY.define("reduce_grad(Tensor grad, str key, int slot, SymInt numel, ScalarType dtype) -> Tensor")
 _LIBRARY.define(
-    "open(Tensor flat, ScalarType dtype, int[] starts, int[] numels, int world_size, str group, str role, "
-    "bool guess, str stream) -> Tensor[]"
+    "prefetched_all_gather(Tensor flat, ScalarType dtype, int[] starts, int[] numels, int group_size, str group_name, "
+    "str role, bool guess, str stream) -> Tensor[]"
 )
-_LIBRARY.define("gather_aside(Tensor[] parts, ScalarType dtype, int world_size, str group, str stream) -> Tensor[]")
-_LIBRARY.define("reduce_aside(Tensor[] inputs, ScalarType dtype, int world_size, str group, str stream) -> Tensor[]")
+_LIBRARY.define(
+    "all_gather_on_stream(Tensor[] inputs, ScalarType dtype, int group_size, str group_name, str stream) -> Tensor[]"
+)
+_LIBRARY.define(
+    "reduce_scatter_on_stream(Tensor[] inputs, ScalarType dtype, str reduce_op, int group_size, str group_name, "
+    "str stream) -> Tensor[]"
+)
 _LIBRARY.define("copy_out(Tensor gathered, int[] size, int[] stride, int start, str stream) -> Tensor")
 _LIBRARY.define("addmm_acc(Tensor(a!) acc, Tensor left, Tensor right) -> ()")
 _LIBRARY.define("copy(Tensor source) -> Tensor")
 
 UNSHARD = torch.ops.fxshard.unshard.default
 REDUCE_GRAD = torch.ops.fxshard.reduce_grad.default
-OPEN = torch.ops.fxshard.open.default
+PREFETCHED_ALL_GATHER = torch.ops.fxshard.prefetched_all_gather.default
 ADDMM_ACC = torch.ops.fxshard.addmm_acc.default
 COPY = torch.ops.fxshard.copy.default
-GATHER_ASIDE = torch.ops.fxshard.gather_aside.default
-REDUCE_ASIDE = torch.ops.fxshard.reduce_aside.default
+ALL_GATHER_ON_STREAM = torch.ops.fxshard.all_gather_on_stream.default
+REDUCE_SCATTER_ON_STREAM = torch.ops.fxshard.reduce_scatter_on_stream.default
 COPY_OUT = torch.ops.fxshard.copy_out.default
 
 
@@ -162,38 +167,36 @@ def _fake_reduce_grad(grad: Tensor, key: str, slot: int, numel: int, dtype: torc
     return grad.new_empty((numel,), dtype=dtype)
 
 
-def _fake_open(
-    flat: Tensor, dtype: torch.dtype, starts: list[int], numels: list[int], world_size: int, *_: object
+def _fake_prefetched_all_gather(
+    flat: Tensor, dtype: torch.dtype, starts: list[int], numels: list[int], group_size: int, *_: object
 ) -> list[Tensor]:
-    return [flat.new_empty((numel * world_size,), dtype=dtype) for numel in numels]
+    return [flat.new_empty((numel * group_size,), dtype=dtype) for numel in numels]
 
 
-def implement_open(function: Callable[..., list[Tensor]]) -> None:
-    """Say what `fxshard::open` does; the runtime's part, called once."""
-    _LIBRARY.impl("open", function, "CompositeExplicitAutograd")
+def implement_prefetched_all_gather(function: Callable[..., list[Tensor]]) -> None:
+    """Say what `fxshard::prefetched_all_gather` does; the runtime's part, called once."""
+    _LIBRARY.impl("prefetched_all_gather", function, "CompositeExplicitAutograd")
 
 
-def _fake_gather_aside(
-    parts: list[Tensor], dtype: torch.dtype, world_size: int, group: str, stream: str
+def _fake_all_gather_on_stream(inputs: list[Tensor], dtype: torch.dtype, group_size: int, *_: object) -> list[Tensor]:
+    return [tensor.new_empty((tensor.numel() * group_size,), dtype=dtype) for tensor in inputs]
+
+
+def _fake_reduce_scatter_on_stream(
+    inputs: list[Tensor], dtype: torch.dtype, reduce_op: str, group_size: int, *_: object
 ) -> list[Tensor]:
-    return [part.new_empty((part.numel() * world_size,), dtype=dtype) for part in parts]
-
-
-def _fake_reduce_aside(
-    inputs: list[Tensor], dtype: torch.dtype, world_size: int, group: str, stream: str
-) -> list[Tensor]:
-    return [tensor.new_empty((tensor.numel() // world_size,), dtype=dtype) for tensor in inputs]
+    return [tensor.new_empty((tensor.numel() // group_size,), dtype=dtype) for tensor in inputs]
 
 
 def _fake_copy_out(gathered: Tensor, size: list[int], stride: list[int], start: int, stream: str) -> Tensor:
     return gathered.new_empty(size)
 
 
-def implement_aside(
+def implement_on_stream(
     *, gather: Callable[..., list[Tensor]], reduce: Callable[..., list[Tensor]], copy: Callable[..., Tensor]
 ) -> None:
     """Say what the ops on side streams do; the runtime's part, called once."""
-    for name, function in (("gather_aside", gather), ("reduce_aside", reduce), ("copy_out", copy)):
+    for name, function in (("all_gather_on_stream", gather), ("reduce_scatter_on_stream", reduce), ("copy_out", copy)):
         _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
 
 
@@ -209,9 +212,9 @@ _LIBRARY.impl("addmm_acc", _addmm_acc, "CompositeExplicitAutograd")
 _LIBRARY.impl("copy", _copy, "CompositeExplicitAutograd")
 torch.library.register_fake("fxshard::copy", _copy, lib=_LIBRARY)
 torch.library.register_fake("fxshard::addmm_acc", lambda acc, left, right: None, lib=_LIBRARY)
-torch.library.register_fake("fxshard::open", _fake_open, lib=_LIBRARY)
-torch.library.register_fake("fxshard::gather_aside", _fake_gather_aside, lib=_LIBRARY)
-torch.library.register_fake("fxshard::reduce_aside", _fake_reduce_aside, lib=_LIBRARY)
+torch.library.register_fake("fxshard::prefetched_all_gather", _fake_prefetched_all_gather, lib=_LIBRARY)
+torch.library.register_fake("fxshard::all_gather_on_stream", _fake_all_gather_on_stream, lib=_LIBRARY)
+torch.library.register_fake("fxshard::reduce_scatter_on_stream", _fake_reduce_scatter_on_stream, lib=_LIBRARY)
 torch.library.register_fake("fxshard::copy_out", _fake_copy_out, lib=_LIBRARY)
 torch.library.register_fake("fxshard::unshard", _fake_unshard, lib=_LIBRARY)
 torch.library.register_fake("fxshard::reduce_grad", _fake_reduce_grad, lib=_LIBRARY)

@@ -15,4 +15,5 @@ class Property(enum.Enum):
     DEDUPED = "a parameter is read by at most one marker per call of its unit"
     RESHARD_TAGGED = "every marker says whether backward gathers again or keeps the parameter"
     COLLECTIVES = "no marker is left: gathers and reductions are collectives on whole units"
+    SCHEDULED = "the launches are final: what each of them sends, and their order"
     LOWERED = "Inductor's own passes have run: views and copies are no longer ours to follow"

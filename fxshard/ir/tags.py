@@ -14,6 +14,7 @@ new one.
     acc=blocks.0.weight     a graph input in which the gradients of that parameter are added up
     resident=blocks.0.weight  a graph input that is that parameter, gathered by a launch outside of the graph
     after=mm_3              a node that must come after that one, whatever Inductor fuses
+    control_deps=mm_3       the same, once Inductor has been told
     stream=copy_in          a node that runs on that side stream
     unit=blocks.0@0         a launch or wait for that unit; after the @, which call of the unit; several with " & "
 """
@@ -30,8 +31,12 @@ from fxshard.ir.plan import FramePlan
 
 KEY = "fxshard"
 
-SHARD, INPUT, PARAM, GRAD, UNIT, AFTER = "shard", "input", "param", "grad", "unit", "after"
+SHARD, INPUT, PARAM, GRAD, UNIT = "shard", "input", "param", "grad", "unit"
+AFTER, ENFORCED = "after", "control_deps"
 ACCUMULATOR, RESIDENT, KEPT, STREAM = "acc", "resident", "kept", "stream"
+
+COPY_IN, COPY_OUT, REDUCE = "copy_in", "copy_out", "reduce"
+"""Side streams: before a gather, after it, and before a reduction."""
 
 _AND = " & "  # a unit of several modules has commas in its name
 

@@ -2,10 +2,11 @@
 
 [Note: prefetch cache]
 A model that breaks into several graphs, or is compiled block by block, would gather at the start of each graph with
-nothing to hide it. So the first launch of a graph is `fxshard::open`, which takes over what is in flight already, and
-the last one also launches what the next graph will open. Which graph that is, the prefetch cache has seen before: it
-remembers what was opened after what, separately for forward and backward. What was launched and is not opened (the
-model took another way this time) is waited for and dropped. All ranks see the same requests, so they launch the same.
+nothing to hide it. So the first launch of a graph is `fxshard::prefetched_all_gather`, which takes what is in flight
+already, and the last one also launches what the next graph will take. Which graph that is, the prefetch cache has seen
+before: it remembers what was taken after what, separately for forward and backward. What was launched and is not taken
+(the model went another way this time) is waited for and dropped. All ranks see the same requests, so they launch the
+same.
 
 A prefetch cache never reaches over the end of the outermost module's call or of a backward: an optimizer may step
 there. A call that activation checkpointing repeats is part of its backward.
@@ -120,26 +121,26 @@ class PrefetchCache:
         self._in_flight: dict[Key, _PrefetchedGather] = {}
         # A collective that nobody waits for keeps its buffers for as long as the process runs.
         weakref.finalize(self, _drop, self._in_flight).atexit = False
-        self._opened: list[Key] = []  # in this scope
+        self._taken: list[Key] = []  # in this scope
         # By direction, backward or not.
-        self._following: dict[tuple[bool, int, Key], AllGatherRequest] = {}  # also by how many were opened so far
+        self._following: dict[tuple[bool, int, Key], AllGatherRequest] = {}  # also by how many were taken so far
         self._of_unit: dict[tuple[bool, Unit], dict[Key, AllGatherRequest]] = {}
         self._units: set[Unit] = set()  # whose requests of this scope are in `_of_unit`
 
-    def open(self, request: AllGatherRequest, unit: Unit) -> list[Tensor]:
+    def take_or_launch(self, request: AllGatherRequest, unit: Unit) -> list[Tensor]:
         """What `request` gathers: taken over, or launched now."""
         scope = eager.running()
         if scope is None:
             return request.launch(unit.fqn)
         if scope != self._scope:
             self._begin(scope)
-        if self._opened:
-            self._following[scope.is_backward, len(self._opened), self._opened[-1]] = request
+        if self._taken:
+            self._following[scope.is_backward, len(self._taken), self._taken[-1]] = request
         if unit not in self._units:
             self._units.add(unit)
             self._of_unit[scope.is_backward, unit] = {}
         self._of_unit[scope.is_backward, unit][request.key] = request
-        self._opened.append(request.key)
+        self._taken.append(request.key)
         found = self._in_flight.get(request.key)
         if found is None or not found.can_be_saved():
             self.drop(lambda other: other is found or other.why == "next")  # the model took another way than before
@@ -179,16 +180,16 @@ class PrefetchCache:
         for group in self._in_flight.values():
             group.why = "listed"  # for this call, but for no other
         self._scope = scope
-        self._opened.clear()
+        self._taken.clear()
         self._units.clear()
 
     def end(self) -> None:
-        """The outermost call ends: drop what it did not open, unless backward repeats the call and goes on."""
+        """The outermost call ends: drop what it did not take, unless backward repeats the call and goes on."""
         if eager.running() is None:
             self.drop(lambda group: group.why != "asked")
 
     def unshard(self, unit: Unit) -> UnshardHandle:
-        """Launch what the unit's forward opens, for the next call of the outermost module."""
+        """Launch what the unit's forward takes, for the next call of the outermost module."""
         requests = self._of_unit.get((False, unit), {})
         self.drop(lambda group: any(group is self._in_flight.get(key) for key in requests))  # may be of old weights
         for request in requests.values():
@@ -196,22 +197,22 @@ class PrefetchCache:
         return UnshardHandle(tuple(tensor for key in requests for tensor in self._in_flight[key].launched))
 
     def reshard(self, unit: Unit) -> None:
-        """Drop what is in flight for the unit, or was gathered and not opened yet."""
+        """Drop what is in flight for the unit, or was gathered and not taken yet."""
         own = {shard.flat.data_ptr() for shard in unit.shards}
         dropped = {group for key, group in self._in_flight.items() if key[0] in own}
         self.drop(lambda group: group in dropped)
 
-    def hand_over(self, unit: Unit, *, guess: bool) -> None:
-        """Launch what comes next: what the unit lists, or if it lists nothing, what was opened next the last time."""
+    def prefetch_next(self, unit: Unit, *, guess: bool) -> None:
+        """Launch what comes next: what the unit lists, or if it lists nothing, what was taken next the last time."""
         scope = self._scope
-        if scope is None or not self._opened or scope != eager.running():
+        if scope is None or not self._taken or scope != eager.running():
             return
         listed = unit.backward_prefetch if scope.is_backward else unit.forward_prefetch
         for other in listed or ():
             for key, request in self._of_unit.get((scope.is_backward, other), {}).items():
-                if key not in self._opened:
+                if key not in self._taken:
                     self._launch(request, "listed")
-        following = self._following.get((scope.is_backward, len(self._opened), self._opened[-1]))
+        following = self._following.get((scope.is_backward, len(self._taken), self._taken[-1]))
         if guess and listed == () and following is not None:
             self._launch(following, "next")
 
@@ -221,14 +222,14 @@ class PrefetchCache:
             self._in_flight[request.key] = _PrefetchedGather(request.launch(home.unit.fqn), home.unit.epoch(), why)
 
     def drop(self, which: Callable[[_PrefetchedGather], bool] = lambda _: True) -> None:
-        """Wait for what nobody will open, and free it."""
+        """Wait for what nobody will take, and free it."""
         _drop(self._in_flight, which)
 
     def forget(self) -> None:
         """Drop what is in flight, and what was remembered."""
         self.drop()
         self._scope = None
-        self._opened.clear()
+        self._taken.clear()
         self._units.clear()
         self._following.clear()
         self._of_unit.clear()
@@ -243,26 +244,27 @@ def _drop(in_flight: dict[Key, _PrefetchedGather], which: Callable[[_PrefetchedG
             del in_flight[key]
 
 
-def _open(
+def _prefetched_all_gather(
     flat: Tensor,
     dtype: torch.dtype,
     starts: list[int],
     numels: list[int],
-    world_size: int,
-    group: str,
+    group_size: int,
+    group_name: str,
     role: str,
     guess: bool,
     stream: str,
 ) -> list[Tensor]:
-    request = AllGatherRequest(flat, dtype, tuple(zip(starts, numels, strict=True)), world_size, group, stream)
+    request = AllGatherRequest(flat, dtype, tuple(zip(starts, numels, strict=True)), group_size, group_name, stream)
     home = home_of(flat)
     prefetch_cache = home.unit.prefetch_cache if home is not None else None
     if home is None or prefetch_cache is None:
         return request.launch("")
-    launched = prefetch_cache.open(request, home.unit) if role in ("first", "only") else request.launch(home.unit.fqn)
+    takes = role in ("first", "only")
+    launched = prefetch_cache.take_or_launch(request, home.unit) if takes else request.launch(home.unit.fqn)
     if role in ("last", "only"):
-        prefetch_cache.hand_over(home.unit, guess=guess)
+        prefetch_cache.prefetch_next(home.unit, guess=guess)
     return launched
 
 
-ops.implement_open(_open)
+ops.implement_prefetched_all_gather(_prefetched_all_gather)

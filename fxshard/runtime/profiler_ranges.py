@@ -31,7 +31,7 @@ from fxshard.ir.launches import Launch
 from fxshard.runtime.unit import home_of
 
 _VERBS = {"all_gather": "unshard", "reduce_scatter": "reduce"}
-_ASIDE = {ops.GATHER_ASIDE: "all_gather", ops.REDUCE_ASIDE: "reduce_scatter"}
+_ON_STREAM = {ops.ALL_GATHER_ON_STREAM: "all_gather", ops.REDUCE_SCATTER_ON_STREAM: "reduce_scatter"}
 
 
 def of_graph(launches: Iterable[Launch]) -> AbstractContextManager[object]:
@@ -63,7 +63,7 @@ class _Ranges(torch_private.DispatchMode):
     ) -> Any:
         """Run one op, in a range if it is a launch or a wait of a unit."""
         kwargs = kwargs or {}
-        if func is ops.OPEN:
+        if func is ops.PREFETCHED_ALL_GATHER:
             next(self._names.get("all_gather", iter(())), "")  # blocks that share a graph have names of their own
             home = home_of(args[0])
             with torch_private.unseen_by_policies():
@@ -72,7 +72,7 @@ class _Ranges(torch_private.DispatchMode):
             name = self._in_flight.get(args[0].data_ptr(), "")
             with torch_private.unseen_by_policies():
                 return self._expect(name, torch_private.run_unrecorded(func, args, kwargs))
-        kind = _ASIDE.get(func, "")
+        kind = _ON_STREAM.get(func, "")
         if func.namespace != "_c10d_functional" and not kind:
             return torch_private.run_unrecorded(func, args, kwargs)
         if func._opname == "wait_tensor":

@@ -30,8 +30,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 
 from fxshard import torch_private
-from fxshard.ir import collectives, ops
-from fxshard.ir import side_streams as names
+from fxshard.ir import collectives, ops, tags
 
 _c10d = torch.ops._c10d_functional
 
@@ -63,17 +62,17 @@ def aside(name: str, device: torch.device) -> Iterator[torch.cuda.Stream | None]
         yield side
 
 
-def _gather_aside(
-    parts: Sequence[Tensor], dtype: torch.dtype, world_size: int, group: str, stream: str
+def _all_gather_on_stream(
+    inputs: Sequence[Tensor], dtype: torch.dtype, group_size: int, group_name: str, stream: str
 ) -> list[Tensor]:
-    joiner = copy_out_stream(stream, parts[0].device)
-    with aside(stream, parts[0].device):
-        return collectives.launch_gather(cast_aside(parts, dtype, joiner), world_size, group)
+    joiner = copy_out_stream(stream, inputs[0].device)
+    with aside(stream, inputs[0].device):
+        return collectives.launch_gather(cast_aside(inputs, dtype, joiner), group_size, group_name)
 
 
 def copy_out_stream(name: str, device: torch.device) -> torch.cuda.Stream | None:
     """The stream that may wait for what is cast aside now; `None` where nothing is, see `aside`."""
-    return stream_of(names.COPY_OUT, torch.cuda.current_stream(device)) if name and device.type == "cuda" else None
+    return stream_of(tags.COPY_OUT, torch.cuda.current_stream(device)) if name and device.type == "cuda" else None
 
 
 def cast_aside(parts: Sequence[Tensor], dtype: torch.dtype, joiner: torch.cuda.Stream | None) -> list[Tensor]:
@@ -91,14 +90,14 @@ def cast_aside(parts: Sequence[Tensor], dtype: torch.dtype, joiner: torch.cuda.S
     return sent
 
 
-def _reduce_aside(
-    inputs: Sequence[Tensor], dtype: torch.dtype, world_size: int, group: str, stream: str
+def _reduce_scatter_on_stream(
+    inputs: Sequence[Tensor], dtype: torch.dtype, reduce_op: str, group_size: int, group_name: str, stream: str
 ) -> list[Tensor]:
     with aside(stream, inputs[0].device) as side:
         if side is not None:
             for tensor in inputs:
                 tensor.record_stream(side)
-        return collectives.launch_reduce([tensor.to(dtype) for tensor in inputs], dtype, world_size, group)
+        return collectives.reduce_scatter([tensor.to(dtype) for tensor in inputs], reduce_op, group_size, group_name)
 
 
 def _copy_out(gathered: Tensor, size: Sequence[int], stride: Sequence[int], start: int, stream: str) -> Tensor:
@@ -142,4 +141,4 @@ class _Late(Work):
         return True
 
 
-ops.implement_aside(gather=_gather_aside, reduce=_reduce_aside, copy=_copy_out)
+ops.implement_on_stream(gather=_all_gather_on_stream, reduce=_reduce_scatter_on_stream, copy=_copy_out)

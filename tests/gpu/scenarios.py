@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fxshard
 from fxshard.ir import ops
-from fxshard.ir.side_streams import COPY_OUT
+from fxshard.ir.tags import COPY_OUT
 from fxshard.testing import EmulatedLink, emulated_link
 from tests.numerics.harness import (
     FSDP2,

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fxshard
 from fxshard import ConfigError, Explanation, UnsupportedGraph, explain, explanation_of
-from fxshard.passes.pipeline import DEFAULT
+from fxshard.passes.pipeline import DEFAULT, default
 from fxshard.sharding.sharded_module import ShardedModule
 from tests.graphs import Layer, Scale, TwoLayers
 from tests.inspect.models import (
@@ -41,12 +41,15 @@ def passes_of(explanation: Explanation, frame: int = 0) -> dict[str, list[str]]:
 @pytest.mark.parametrize("lower", ["eager", "inductor"])
 def test_shows_every_stage_and_pass_of_a_training_step(lower: str) -> None:
     explanation = explain(TwoLayers(), X, world_size=64, options={"lower": lower})
-    last = {"forward_last": names(DEFAULT.last), "backward_last": names(DEFAULT.last)} if lower == "inductor" else {}
+    pipeline = default(lower=lower)
+    last = {"forward_last": names(pipeline.last), "backward_last": names(pipeline.last)} if pipeline.last else {}
     assert passes_of(explanation) == {
         "dynamo": ["captured"],
         "joint": names(DEFAULT.joint),
         "forward": names(DEFAULT.split),
         "backward": names(DEFAULT.split),
+        "forward_codegen": names(pipeline.codegen),
+        "backward_codegen": names(pipeline.codegen),
         **last,
     }
     record = explanation.graphs["forward"]["insert_collectives"]
@@ -74,7 +77,12 @@ def test_shows_what_compiling_for_real_makes(lower: str, mesh: DeviceMesh) -> No
 def test_without_gradients_shows_the_inference_graph() -> None:
     with torch.no_grad():
         explanation = explain(TwoLayers(), X, world_size=2, options=EAGER)
-    assert passes_of(explanation) == {"dynamo": ["captured"], "inference": names(DEFAULT.split)}
+    codegen = names(default(lower="eager").codegen)
+    assert passes_of(explanation) == {
+        "dynamo": ["captured"],
+        "inference": names(DEFAULT.split),
+        "inference_codegen": codegen,
+    }
 
 
 def test_evaluation_mode_with_gradients_shows_the_training_graphs_that_torch_compiles() -> None:
@@ -172,6 +180,7 @@ def test_an_explanation_keeps_no_module_alive() -> None:
     assert explanation.frames
 
 
+@pytest.mark.slow
 def test_a_compiled_model_goes_on_without_compiling_again(mesh: DeviceMesh) -> None:
     model = shard(TwoLayers(), mesh)
     compiled = compiled_by_us(model, lower="eager")
@@ -183,6 +192,7 @@ def test_a_compiled_model_goes_on_without_compiling_again(mesh: DeviceMesh) -> N
     assert len(explanation_of(compiled).frames) == 1
 
 
+@pytest.mark.slow
 def test_a_model_that_fits_in_no_memory_is_explained_in_little() -> None:
     class Block(nn.Module):  # of the shape of Llama 7B
         def __init__(self) -> None:

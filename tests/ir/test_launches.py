@@ -59,8 +59,3 @@ def test_lists_collectives_of_the_user_without_symbolic_sizes(mesh: DeviceMesh, 
         "all_to_all_single [?] on group '0'",
     ]
     assert {launch.group for launch in found} == {"0"}
-
-
-def test_knows_of_this_torch_whether_everything_can_be_pinned() -> None:
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    assert launches._PINS_ALL == (version > (2, 11))

@@ -261,6 +261,7 @@ def test_names_modules_relative_to_the_model(path: str) -> None:
     assert "# layers.0" in graph_text(calls_in(in_module(path))).splitlines()
 
 
+@pytest.mark.slow
 def test_prints_a_large_graph_in_no_time() -> None:
     graph, (node,) = graph_of_inputs("primals_1")
     node.meta["fxshard"] = {"shard": "#0"}
@@ -307,6 +308,7 @@ def any_graph(draw: st.DrawFn) -> fx.Graph:
     return graph
 
 
+@pytest.mark.slow
 @given(any_graph())
 @settings(derandomize=True, deadline=None, max_examples=200)
 def test_writes_every_node_of_any_graph_once_under_a_name_of_its_own(graph: fx.Graph) -> None:
@@ -318,6 +320,7 @@ def test_writes_every_node_of_any_graph_once_under_a_name_of_its_own(graph: fx.G
     assert defined == names[:-1]
 
 
+@pytest.mark.slow
 @given(any_graph())
 @settings(derandomize=True, deadline=None, max_examples=200)
 def test_writes_a_snapshot_as_the_graph_that_it_was_taken_of(graph: fx.Graph) -> None:

@@ -16,7 +16,7 @@ from fxshard.ir import collectives, ops
 from fxshard.testing import emulated_link
 from tests.numerics.harness import blocks_of
 from tests.numerics.models import MLP, WIDTH, tied_gpt, tokens
-from tests.pairwise import pairwise, slow
+from tests.pairwise import slow
 from tests.watching import watched
 
 COPIES = (torch.ops.aten.split_with_sizes_copy, torch.ops.aten.clone)
@@ -34,7 +34,7 @@ class Unsharded(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        gathers = func in collectives.GATHERS or func is ops.OPEN
+        gathers = func in collectives.GATHERS or func is ops.PREFETCHED_ALL_GATHER
         if gathers or (func.overloadpacket in COPIES and args[0].untyped_storage()._cdata in self.gathered):
             for each in result if isinstance(result, list | tuple) else (result,):
                 storage = each.untyped_storage()
@@ -74,13 +74,16 @@ def peaks_of(
 BATCHES = {MLP: (torch.ones(2, WIDTH),), tied_gpt: tokens()(0, 0)[:1]}
 
 
-@pairwise(build=BATCHES, prefetch=["off", 1, 2, "auto"], bucket=["unit", "auto"])
+@pytest.mark.parametrize("bucket", ["unit", slow("auto")])
+@pytest.mark.parametrize("prefetch", [slow("off"), 1, slow(2), "auto"])
+@pytest.mark.parametrize("build", [MLP, slow(tied_gpt)])
 def test_explanations_say_what_a_step_takes(build: Any, prefetch: int | str, bucket: str) -> None:
     measured, expected = peaks_of(build, BATCHES[build], prefetch=prefetch, bucket=bucket)
     # What the last unit keeps for backward is counted there without the padding of its uneven rows.
     assert measured == pytest.approx(expected, rel=0.03 if prefetch == "auto" else 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", BATCHES)
 @pytest.mark.parametrize("share", [slow(0.0), 0.5, slow(1.0)])
 def test_automatic_prefetch_keeps_to_the_budget(build: Any, share: float) -> None:

@@ -31,7 +31,7 @@ from tests.steps import Step, assert_same_step, step
 SPLIT: tuple[GraphKind, GraphKind] = ("forward", "backward")
 KERNELS = frozenset(str(packet).removeprefix("aten.") for packet in flop_registry)
 NO_CACHE = {"fx_graph_cache": False}  # a hit would give no code to look at
-LAUNCH = re.compile(r"all_gather|reduce_scatter|fxshard\.open")
+LAUNCH = re.compile(r"all_gather|reduce_scatter")
 WIDTH = 16
 
 
@@ -134,12 +134,8 @@ class _Calls(ast.NodeVisitor):
             names = [name.id for name in ast.walk(node.args[0]) if isinstance(name, ast.Name)]
             launch, index = next(self.results[name] for name in names if name in self.results)
             self.found.append(f"wait {index} of {launch}")
-        elif path[:3] == ["torch", "ops", "_c10d_functional"]:
+        elif LAUNCH.search(".".join(path)):
             self.found.append(f"{path[-1]} {self.launches}")
-            self.launches += 1
-        elif path[2:4] == ["fxshard", "open"]:  # the first and the last gather
-            numels = ast.literal_eval(node.args[3])
-            self.found.append(f"all_gather_into_tensor{'_coalesced' * (len(numels) > 1)} {self.launches}")
             self.launches += 1
         elif path[-1] in KERNELS:
             self.found.append(path[-1])
@@ -179,12 +175,11 @@ def compiled(model: nn.Module, x: Tensor, **options: Any) -> tuple[list[str], li
 
         _, codes = run_and_get_code(train_step)
         stages = fxshard.explanation_of(run).graphs
-        last = [stages.get(f"{kind}_last", stages[kind]) for kind in SPLIT]
-        return codes, [list(records.values())[-1].graph for records in last]
+        return codes, [list(stages[f"{kind}_codegen"].values())[-1].graph for kind in SPLIT]
 
 
 def unpinned(pipeline: Pipeline) -> Pipeline:
-    return dataclasses.replace(pipeline, last=())
+    return dataclasses.replace(pipeline, last=(), codegen=pipeline.codegen[:1])
 
 
 @pytest.mark.parametrize(
@@ -203,8 +198,8 @@ def test_makes_code_in_the_order_of_the_graph(model: type[nn.Module], options: d
 
 def test_keeps_the_order_where_a_fusion_would_wait_early() -> None:
     codes, last = compiled(Hazard(), torch.randn(WIDTH, WIDTH))
-    expected = ["all_gather_into_tensor 0", "all_gather_into_tensor 1", "wait 0 of all_gather_into_tensor 0"]
-    assert in_code(codes[0]) == [*expected, "mm", "mm", "wait 0 of all_gather_into_tensor 1"]
+    expected = ["prefetched_all_gather 0", "prefetched_all_gather 1", "wait 0 of prefetched_all_gather 0"]
+    assert in_code(codes[0]) == [*expected, "mm", "mm", "wait 0 of prefetched_all_gather 1"]
     assert [in_code(code) for code in codes] == [in_graph(graph) for graph in last]
 
 
@@ -214,7 +209,7 @@ def test_loses_the_order_there_without_pins() -> None:
     code, graph = in_code(codes[0]), in_graph(last[0])
     assert Counter(code) == Counter(graph)
     assert code != graph
-    assert code.index("wait 0 of all_gather_into_tensor 1") < code.index("mm")
+    assert code.index("wait 0 of prefetched_all_gather 1") < code.index("mm")
 
 
 @pytest.mark.parametrize("model", [slow(Blocks), graphs.TwoLayers])

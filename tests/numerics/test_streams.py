@@ -58,6 +58,7 @@ def with_no_sync(run: Run, step: int) -> Tensor:
     return loss
 
 
+@pytest.mark.slow
 @two_ranks
 @pytest.mark.parametrize("mode", ["side", slow("off")])
 @pytest.mark.parametrize("shard_kwargs", [{}, BF16], ids=["fp32", "bf16"])
@@ -66,6 +67,7 @@ def test_interprets_as_fsdp2_does(shard_kwargs: dict[str, Any], mode: str) -> No
     same_bits(train(scenario, fxshard_system(streams=mode)), train(scenario, FSDP2))
 
 
+@pytest.mark.slow
 @two_ranks(timeout=240)
 @pytest.mark.parametrize(
     ("dtype", "bucket", "backward"),
@@ -112,6 +114,7 @@ def groups_in(model: nn.Module) -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.slow
 @two_ranks
 @pytest.mark.parametrize("lower", ["eager", slow("inductor")])
 def test_reductions_have_a_group_of_their_own(lower: str) -> None:
@@ -228,8 +231,8 @@ def test_compiled_code_has_the_ops_and_keeps_what_they_read(dear_copies: str) ->
     """Of the ops in Inductor's code no input is freed before the wait for the result of the same index."""
     policy = BF16["mp_policy"]
     codes, _ = compiled(Blocks(), torch.randn(8, 16), streams="side", hardware=dear_copies, policy=policy)
-    assert "fxshard.gather_aside" in codes[0]
-    assert "fxshard.reduce_aside" in codes[1]
+    assert "fxshard.all_gather_on_stream" in codes[0]
+    assert "fxshard.reduce_scatter_on_stream" in codes[1]
     copied, _ = compiled(Blocks(), torch.randn(8, 16), streams="side")
     assert "fxshard.copy_out" in copied[0]
     for code in (*codes, *copied):

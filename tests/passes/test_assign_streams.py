@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fxshard.errors import ConfigError, InvariantError
-from fxshard.ir import collectives, liveness, ops, side_streams, tags
+from fxshard.ir import collectives, liveness, ops, tags
 from fxshard.passes._base import GraphKind, GraphPass, PassContext, Property
 from fxshard.passes.assign_streams import AssignStreams
 from fxshard.passes.bucket_collectives import BucketCollectives
@@ -112,14 +112,14 @@ def test_copies_begin_behind_the_launch_and_are_waited_for_where_they_were() -> 
 def test_a_cast_and_what_sends_it_share_a_stream() -> None:
     gm, _ = assigned("mixed_precision", "forward", "side", "coalesced")
     launches = collectives.unshard_launches(gm.graph)
-    assert set(launches) <= set(on(gm.graph, side_streams.COPY_IN))
+    assert set(launches) <= set(on(gm.graph, tags.COPY_IN))
 
 
 def test_gradients_are_put_together_and_then_cast_once() -> None:
     gm, _ = assigned("mixed_precision", "backward", "side", "coalesced")
-    casts = [node for node in on(gm.graph, side_streams.REDUCE) if node.target is torch.ops.aten._to_copy.default]
+    casts = [node for node in on(gm.graph, tags.REDUCE) if node.target is torch.ops.aten._to_copy.default]
     assert len(casts) == 3
-    assert set(collectives.reduce_launches(gm.graph)) <= set(on(gm.graph, side_streams.REDUCE))
+    assert set(collectives.reduce_launches(gm.graph)) <= set(on(gm.graph, tags.REDUCE))
 
 
 def test_a_budget_keeps_copies_where_they_were() -> None:
@@ -195,14 +195,3 @@ def test_a_wrong_assignment_is_caught(
     edit: Callable[[fx.Graph], None], model: str, kind: GraphKind, invariant: str
 ) -> None:
     assert broken(edit, model, kind) == invariant
-
-
-# ---- what becomes of it right before there is code
-
-
-@pytest.mark.parametrize("kind", SPLIT)
-def test_tagged_launches_become_ops_with_their_casts(kind: GraphKind) -> None:
-    gm, ctx = assigned("mixed_precision", kind, "side", "coalesced")
-    side_streams.move(gm.graph, ctx.plan)
-    gm.graph.lint()
-    assert_golden(renumbered(gm), f"assign_streams_moved_{kind}")

@@ -288,6 +288,7 @@ def lists(draw: st.DrawFn, count: int) -> Lists:
     return draw(st.dictionaries(st.sampled_from(keys), st.none() | some))
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), count=st.integers(1, 4), depth=st.integers(0, 4), buffers=st.integers(1, 4))
 def test_any_schedule_has_the_same_nodes_and_computes_the_same_bits(

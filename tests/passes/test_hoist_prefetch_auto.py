@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
@@ -96,6 +97,7 @@ unshard_layers_6: 1 ahead, before layers.5 is needed""",
     )
 
 
+@pytest.mark.slow
 def test_goes_no_further_where_the_link_is_never_idle() -> None:
     expected = auto(thin_and_wide(), link(bytes_per_kernel=1e9))  # one ahead, as above
     assert auto(thin_and_wide(), link(bytes_per_kernel=5)) == expected

@@ -28,21 +28,21 @@ def group() -> str:
 
 def test_a_gather_casts_what_it_sends(link: EmulatedLink) -> None:
     parts = [torch.arange(4.0), torch.arange(6.0)]
-    gathered = ops.GATHER_ASIDE(parts, torch.bfloat16, WORLD, group(), "copy_in")
+    gathered = ops.ALL_GATHER_ON_STREAM(parts, torch.bfloat16, WORLD, group(), "copy_in")
     for buffer, part in zip(gathered, parts, strict=True):
         assert torch.equal(_c10d.wait_tensor(buffer), part.bfloat16().repeat(WORLD))
 
 
 def test_a_reduction_casts_what_it_sends(link: EmulatedLink) -> None:
     sent = [torch.arange(8.0).bfloat16(), torch.arange(4.0)]
-    reduced = ops.REDUCE_ASIDE(sent, torch.float32, WORLD, group(), "reduce")
+    reduced = ops.REDUCE_SCATTER_ON_STREAM(sent, torch.float32, "avg", WORLD, group(), "reduce")
     for buffer, tensor in zip(reduced, sent, strict=True):
         assert buffer.dtype is torch.float32
         assert torch.equal(_c10d.wait_tensor(buffer), tensor[: len(tensor) // WORLD].float())  # the mean of equal ones
 
 
 def gathered(shard: Tensor) -> Tensor:
-    buffer: Tensor = ops.GATHER_ASIDE([shard], torch.float32, WORLD, group(), "")[0]
+    buffer: Tensor = ops.ALL_GATHER_ON_STREAM([shard], torch.float32, WORLD, group(), "")[0]
     return buffer
 
 
@@ -71,11 +71,11 @@ def test_a_second_wait_copies_nothing(link: EmulatedLink) -> None:
     assert _c10d.wait_tensor(copy).all()
 
 
-@pytest.mark.parametrize("op", [ops.GATHER_ASIDE, ops.REDUCE_ASIDE])
-def test_fake_results_have_the_shapes_of_real_ones(op: object, link: EmulatedLink) -> None:
+@pytest.mark.parametrize(("op", "operator"), [(ops.ALL_GATHER_ON_STREAM, ()), (ops.REDUCE_SCATTER_ON_STREAM, ("avg",))])
+def test_fake_results_have_the_shapes_of_real_ones(op: object, operator: tuple[str, ...], link: EmulatedLink) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    inputs, rest = [torch.ones(8), torch.ones(4)], (torch.bfloat16, WORLD, group(), "")
+    inputs, rest = [torch.ones(8), torch.ones(4)], (torch.bfloat16, *operator, WORLD, group(), "")
     real = [_c10d.wait_tensor(tensor) for tensor in op(inputs, *rest)]  # type: ignore[operator]
     with FakeTensorMode() as mode:
         fake = op([mode.from_tensor(tensor) for tensor in inputs], *rest)  # type: ignore[operator]

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from fxshard.ir import collectives, dataflow, launches, ops, tags, text
@@ -35,6 +36,7 @@ class Baseline:
         gradients: output position -> the (unit, shard) whose gradient it is.
         had_launches: whether launches of ours stood in the graph already: then more is reduced than was promised.
         sequence: the launches of every group, in order.
+        payloads: what each launch of ours sends, tensor by tensor, in words; see `payload_of`.
         reads: name of a node -> its target and what it reads.
         slots: name of a `reduce_grad` marker -> the parameter whose gradient it reduces.
         num_results: how many outputs of a forward graph are results; the rest is saved for backward.
@@ -49,6 +51,7 @@ class Baseline:
     gradients: dict[int, tuple[str, int]]
     had_launches: bool
     sequence: tuple[str, ...]
+    payloads: tuple[tuple[str, ...], ...]
     reads: dict[str, tuple[object, tuple[Source, ...]]]
     slots: dict[str, ParameterKey]
     num_results: int | None
@@ -157,6 +160,8 @@ def baseline_of(
 ) -> Baseline:
     """The baseline of a graph whose markers are tagged and which no pass of the stage has touched yet."""
     results = results_of(graph)
+    launched = [n for n in graph.nodes if n.target in collectives.LAUNCHES and tags.UNIT in tags.tags_of(n)]
+    flow = dataflow.dataflow_of(graph, plan) if launched else Dataflow()
     summands = {i: ops.reduce_markers(result) for i, result in enumerate(results)}
     gradients = {i: (ops.key_of(m[0]).unit, ops.key_of(m[0]).shard) for i, m in summands.items() if m}
     return Baseline(
@@ -166,13 +171,31 @@ def baseline_of(
         outputs=tuple(type_of(result) for result in results),
         promised=expected_reductions(results),
         gradients=gradients,
-        had_launches=any(n.target in collectives.LAUNCHES and tags.UNIT in tags.tags_of(n) for n in graph.nodes),
+        had_launches=bool(launched),
         sequence=sequence_of(graph),
+        payloads=tuple(payload_of(launch, flow) for launch in launched),
         reads={n.name: (n.target, tuple(_source_of(a, plan) for a in arguments_of(n))) for n in graph.nodes},
         slots={n.name: parameter_key_of(n) for n in graph.nodes if ops.is_reduce_grad(n)},
         num_results=num_results if kind == "forward" else None,
         unsharded_budget_bytes=unsharded_budget_bytes,
     )
+
+
+def payload_of(launch: fx.Node, flow: Dataflow) -> tuple[str, ...]:
+    """What a launch sends, tensor by tensor: a part of a flat, or the node behind the casts, and in which dtype."""
+    return tuple(
+        str(value) if isinstance(value, dataflow.Flat) else _behind_casts(source, collectives.sent_dtype(launch))
+        for value, source in zip(flow.sent_by(launch), collectives.launch_inputs(launch), strict=True)
+    )
+
+
+def _behind_casts(node: fx.Node | None, dtype: torch.dtype | None) -> str:
+    if node is None:
+        return "no tensor"
+    dtype = dtype or node.meta["val"].dtype
+    while node.target in ops.CASTS:
+        (node,) = node.all_input_nodes
+    return f"%{node.name} in {text.dtype_text(dtype)}"
 
 
 def parameter_key_of(marker: fx.Node) -> ParameterKey:

@@ -133,12 +133,24 @@ def nothing_is_written_while_in_use(subject: Subject) -> Iterator[Violation]:
 
 
 def collectives_keep_their_order(subject: Subject) -> Iterator[Violation]:
-    """What the ranks agreed on before Inductor's passes is what is launched after them, in the same order."""
+    """What the ranks have agreed to launch is what is launched, in the same order."""
     found = baseline.sequence_of(subject.graph)
     if found != subject.baseline.sequence:
         pairs = itertools.zip_longest(subject.baseline.sequence, found, fillvalue="nothing")
         before, after = next(pair for pair in pairs if pair[0] != pair[1])
         yield subject.graph.output_node(), f"first difference: {before} before, {after} now"
+
+
+def launches_send_what_they_sent(subject: Subject) -> Iterator[Violation]:
+    """A launch sends the parts of flats and the gradients that it sent when the launches became final."""
+    launches = [launch for launch in subject.launches if tags.UNIT in tags.tags_of(launch)]
+    names = {f"%{node.name}" for node in subject.graph.nodes}
+    for launch, expected in zip(launches, subject.baseline.payloads, strict=False):
+        found = baseline.payload_of(launch, subject.flow)
+        for now, before in itertools.zip_longest(found, expected, fillvalue="nothing"):
+            replaced = before.startswith("%") and before.partition(" ")[0] not in names
+            if now != before and not replaced:
+                yield launch, f"it sent {before}, and sends {now}"
 
 
 def values_are_read_after_they_are_there(subject: Subject) -> Iterator[Violation]:
@@ -169,7 +181,7 @@ def gathers_match_the_plan(subject: Subject) -> Iterator[Violation]:
     """An all_gather sends whole slots, in their unit's unsharded dtype, to its group; each once per call."""
     gathered: dict[tuple[str, str, str], fx.Node] = {}
     for launch in (n for n in subject.launches if n.target in collectives.GATHERS):
-        flats = [subject.flow.values.get(n) if n is not None else None for n in collectives.launch_inputs(launch)]
+        flats = subject.flow.sent_by(launch)
         if not all(isinstance(flat, dataflow.Flat) for flat in flats):
             yield launch, "it sends something that is not of the flat of a unit, or of its one cast"
             continue

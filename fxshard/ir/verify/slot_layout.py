@@ -98,8 +98,8 @@ def is_zero(segments: list[GradientSpan], slot: Slot) -> bool:
 
 def sent_by(launch: fx.Node, found: dataflow.Dataflow) -> list[Concat | None]:
     """What a reduction sends, tensor by tensor."""
-    values = [found.values.get(source) if source is not None else None for source in collectives.launch_inputs(launch)]
-    single = [dataflow.alone(v, collectives.world_size_of(launch)) if isinstance(v, GradientRow) else v for v in values]
+    size = collectives.world_size_of(launch)
+    single = [dataflow.alone(v, size) if isinstance(v, GradientRow) else v for v in found.sent_by(launch)]
     return [value if isinstance(value, Concat) else None for value in single]
 
 
@@ -119,8 +119,9 @@ def wrong_reduction(launch: fx.Node, sent: Concat, row: GradientRow, unit: UnitP
     rule = collectives.division(unit.world_size, expected)
     if sent.dtype is not expected:
         yield f"expected a reduction in {expected}, found {sent.dtype}"
-    if launch.args[1] != rule.op:
-        yield f"expected operator {rule.op!r}, found {launch.args[1]!r}"
+    operator = collectives.arguments_of(launch)["reduce_op"]
+    if operator != rule.op:
+        yield f"expected operator {rule.op!r}, found {operator!r}"
     if sent.divisor != rule.before:
         yield f"expected division by {rule.before:g} before the reduction, found {sent.divisor:g}"
 

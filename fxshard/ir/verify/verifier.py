@@ -115,6 +115,11 @@ def _lowered(subject: Subject) -> bool:
     return Property.LOWERED in subject.properties
 
 
+def _scheduled(subject: Subject) -> bool:
+    """Once the launches are final."""
+    return Property.SCHEDULED in subject.properties
+
+
 def _limited(subject: Subject) -> bool:
     """Once collectives are inserted, where a budget is set."""
     return _explicit(subject) and subject.baseline.unsharded_budget_bytes is not None
@@ -139,7 +144,8 @@ INVARIANTS: tuple[Invariant, ...] = (
     Invariant(check=invariants.gradients_reach_their_slots, applies=_followed),
     Invariant(check=invariants.gradients_are_reduced_once, applies=_followed),
     Invariant(check=invariants.reductions_match_the_plan, applies=_followed),
-    Invariant(check=invariants.collectives_keep_their_order, applies=_lowered),
+    Invariant(check=invariants.collectives_keep_their_order, applies=_scheduled),
+    Invariant(check=invariants.launches_send_what_they_sent, applies=_scheduled),
     Invariant(check=invariants.compute_reads_what_it_read, applies=_always),
     Invariant(check=invariants.unsharded_bytes_stay_within_the_budget, applies=_limited),
     Invariant(check=invariants.types_agree_with_a_fake_run, applies=_always, slow=True),

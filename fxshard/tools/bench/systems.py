@@ -196,7 +196,7 @@ def _fxshard_unordered(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forw
 
 def _without_order(pipeline: Pipeline) -> Pipeline:
     kept = tuple(p for p in pipeline.split if not isinstance(p, SinkWaits | HoistPrefetch))
-    return replace(pipeline, split=kept, last=())
+    return replace(pipeline, split=kept, last=(), codegen=())
 
 
 _MAKE: Final[dict[str, Callable[[nn.Module, DeviceMesh, Entry], Forward]]] = {

@@ -1,0 +1,48 @@
+"""CopyBiases: convolutions whose bias is a view, for torches whose Inductor cannot lower them."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fxshard import torch_private
+from fxshard.ir import ops
+from fxshard.passes._base import GraphKind
+from fxshard.passes.copy_biases import CopyBiases
+from fxshard.passes.insert_collectives import InsertCollectives
+from tests.graphs import assert_golden, convolution, run_pass, text
+from tests.schedules import renumbered
+
+
+def copied(kind: GraphKind, *, needed: bool) -> tuple[fx.GraphModule, bool]:
+    gm, ctx = convolution().at(kind, after=InsertCollectives)
+    return gm, run_pass(CopyBiases(needed=needed), gm, ctx)
+
+
+def test_the_bias_is_copied_where_this_torch_needs_it() -> None:
+    gm, changed = copied("forward", needed=True)
+    assert changed
+    assert_golden(renumbered(gm), "copy_biases_forward")
+
+
+def test_other_torches_are_left_alone() -> None:
+    gm, changed = copied("forward", needed=False)
+    assert not changed
+    assert not gm.graph.find_nodes(op="call_function", target=ops.COPY)
+
+
+def test_no_other_convolution_is_touched() -> None:
+    assert not copied("backward", needed=True)[1]
+
+
+def test_changes_nothing_when_run_again() -> None:
+    gm, ctx = convolution().at("forward", after=InsertCollectives)
+    run_pass(CopyBiases(needed=True), gm, ctx)
+    shown = text(gm)
+    assert not run_pass(CopyBiases(needed=True), gm, ctx)
+    assert text(gm) == shown
+
+
+def test_it_is_known_which_torch_needs_it() -> None:
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    assert CopyBiases().needed == (version <= (2, 11)) == (not torch_private.CONVOLUTION_TAKES_VIEWS)
