@@ -15,9 +15,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.drawn import is_drawn
+
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Know `timeout` of pyproject.toml where pytest-timeout is not installed: a GPU machine may have pytest alone."""
+    """Know `--draw`, and `timeout` of pyproject.toml where pytest-timeout is not installed, as on a GPU machine."""
+    parser.addoption("--draw", type=int, default=1, metavar="N", help="run one test in N, others at each commit")
     if not pluginmanager.hasplugin("timeout"):
         parser.addini("timeout", "seconds that a test may take; without pytest-timeout nobody looks")
 
@@ -29,6 +32,16 @@ def pytest_configure() -> None:
     listener (TORCH_TRACE) nothing is printed, so nothing propagates.
     """
     logging.getLogger("torch.__trace").propagate = True
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what `--draw` does not draw, of those that `-m` and `-k` have left."""
+    one_in = config.getoption("--draw")
+    left_out = [item for item in items if one_in > 1 and not is_drawn(item.nodeid, one_in=one_in)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
 
 
 def pytest_collection_finish() -> None:

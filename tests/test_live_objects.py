@@ -21,6 +21,7 @@ def frozen(request: pytest.FixtureRequest) -> Iterator[bool]:
     gc.freeze()  # as tests/conftest.py has
 
 
+@pytest.mark.slow
 def test_instances_and_holders_are_found(frozen: bool) -> None:
     class Own(nn.Linear): ...
 

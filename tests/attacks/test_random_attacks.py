@@ -45,6 +45,7 @@ def require_nothing(found: set[str], script: Script) -> None:
     assert not found - {""}, "\n".join([*sorted(found), repr(script)])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(0)
 @drawn(DRAWS // EACH)
 @given(scripts(EACH))
@@ -52,6 +53,7 @@ def test_a_random_script_trains_as_unsharded_or_is_refused(script: Script) -> No
     require_nothing({attack_emulated(script)}, script)
 
 
+@pytest.mark.slow
 @pytest.mark.multi_rank
 @pytest.mark.timeout(0)
 @drawn(max(1, DRAWS // 50))

@@ -187,6 +187,7 @@ def test_saves_the_step_of_a_model_that_is_only_run_forward(warm: DeviceMesh) ->
         assert found() == expected
 
 
+@pytest.mark.slow
 def test_graphs_without_operations_are_found_like_others(mesh: DeviceMesh) -> None:
     class Shift(nn.Module):
         def __init__(self) -> None:
@@ -226,6 +227,7 @@ def in_split_twice(pipeline: Pipeline) -> Pipeline:
     return in_split(NewerIdle())(in_split(Idle())(pipeline))
 
 
+@pytest.mark.slow
 def test_compiles_anew_what_anything_has_changed_of(warm: DeviceMesh) -> None:
     assert compiled(build(warm)) == (1, 0)
     for what, change in CHANGED.items():
@@ -248,6 +250,7 @@ def test_caches_nothing_for_a_pass_whose_class_stands_in_no_file(warm: DeviceMes
     assert compiled(build(warm), passes=in_split(space["Typed"]())) == (0, 0)
 
 
+@pytest.mark.slow
 def test_caches_nothing_for_a_graph_that_reads_a_tensor_subclass(warm: DeviceMesh) -> None:
     model, value = build(warm), distribute_tensor(torch.ones(2), warm, [Shard(0)])
 

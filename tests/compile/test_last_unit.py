@@ -32,6 +32,7 @@ def gathers(shard: dict[str, Any] | None = None, **options: Any) -> int:
     return found
 
 
+@pytest.mark.slow
 def test_auto_gathers_the_last_unit_once_per_step() -> None:
     assert gathers(prefetch=1) == 2 * NUM_UNITS - 1  # the root is kept anyway
     assert gathers(prefetch="auto") == 2 * NUM_UNITS - 2
@@ -61,6 +62,7 @@ def test_leaves_graphs_alone_that_are_a_part_of_the_model() -> None:
     assert all(unit.reshard_after_forward for unit in plans)
 
 
+@pytest.mark.slow
 @two_ranks
 @pytest.mark.parametrize("bucket", ["unit", "auto"])
 def test_trains_the_same(bucket: str) -> None:

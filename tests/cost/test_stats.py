@@ -170,6 +170,7 @@ def test_a_symbol_that_the_graph_does_not_have_is_refused() -> None:
         stats_of("forward").evaluate(batch=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
 def test_the_flops_of_a_transformer_are_those_of_the_textbook_in_both_dialects(
     lowering: Literal["eager", "inductor"],
@@ -195,6 +196,7 @@ def test_the_numbers_of_a_long_graph_are_those_of_a_layer_times_the_layers() -> 
     assert ten.unsharded_peak_bytes == one.unsharded_peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_graph_of_four_times_the_nodes_takes_less_than_twelve_times_as_long(dynamic: bool) -> None:
     short, long = big.graph(8, dynamic=dynamic), big.graph(32, dynamic=dynamic)

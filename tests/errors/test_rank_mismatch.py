@@ -142,6 +142,7 @@ def test_different_resharding_which_backward_finds() -> None:
         loss.backward()
 
 
+@pytest.mark.slow
 @fresh_ranks  # torch takes equal meshes of different groups for one, which would confuse later tests
 def test_different_groups_of_the_same_ranks() -> None:
     world = init_device_mesh("cpu", (WORLD_SIZE,))
@@ -159,6 +160,7 @@ def test_a_frozen_parameter_on_one_rank() -> None:
         train_step(model)
 
 
+@pytest.mark.slow
 @two_ranks
 def test_ranks_are_in_step_again_after_all_have_been_refused() -> None:
     different = Setup(model=of_rank(MLP, three_blocks)).build()
@@ -252,6 +254,7 @@ def uneven_rows(step: int, rank: int) -> Batch:
     return rows(count=2 + rank + (step * (rank + 1)) % 3)(step, rank)
 
 
+@pytest.mark.slow
 @two_ranks
 @pytest.mark.parametrize("dynamic", [slow(True), slow(False), None])
 def test_trains_with_other_batch_sizes_on_every_rank(dynamic: bool | None) -> None:
@@ -269,6 +272,7 @@ def recompile_on_rank_1(run: Run, step: int) -> None:
         torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @two_ranks
 def test_trains_on_where_one_rank_recompiles() -> None:
     check_bitwise(Scenario(model=MLP, batch=rows(), before_step=recompile_on_rank_1))

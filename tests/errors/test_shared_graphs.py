@@ -56,6 +56,7 @@ ROUTES = [
 ]
 
 
+@pytest.mark.slow
 @two_ranks
 def test_ranks_that_give_experts_different_numbers_of_rows_train_on() -> None:
     model, plain = sharded_experts(), Experts().double()

@@ -189,6 +189,7 @@ def test_says_nothing_of_a_model_that_is_not_compiled(
     assert said(caplog) == []
 
 
+@pytest.mark.slow
 def test_says_nothing_of_a_forward_that_a_backward_runs_again(
     mesh: DeviceMesh, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -228,6 +229,7 @@ def test_says_nothing_of_reads_outside_of_forward(mesh: DeviceMesh, caplog: pyte
     assert said(caplog) == []
 
 
+@pytest.mark.slow
 def test_says_nothing_in_explain(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
     def loop(own: Any, x: Tensor) -> Tensor:
         for _ in range(2):

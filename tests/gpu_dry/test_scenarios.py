@@ -106,6 +106,7 @@ def test_accumulates_inside_the_matrix_product() -> None:
         assert "addmm_acc" not in accumulating_graph("cpu", "bf16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "through", [pytest.param(each, marks=() if each == "a folder" else pytest.mark.slow) for each in CHECKPOINTS]
 )
@@ -114,6 +115,7 @@ def test_goes_on_from_a_checkpoint(through: str, tmp_path: Path) -> None:
         check_checkpoint(through, "cpu", tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -164,6 +166,7 @@ def test_poison_fills_what_was_freed_with_numbers_that_are_none() -> None:
         assert all(block.view(dtype).isnan().all() for block in poison._kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "streams", ["auto", *(pytest.param(s, marks=() if s == "side" else pytest.mark.slow) for s in STREAMS)]
@@ -187,11 +190,13 @@ def test_without_prefetch_the_order_is_another() -> None:
         check_order(profiled_step("cpu", shape, lower="eager", prefetch="off"), shape)
 
 
+@pytest.mark.slow
 def test_an_optimizer_with_an_event_changes_nothing() -> None:
     with on_link("cpu"):
         train_with_own_stream("cpu", OwnStream("cpu"))
 
 
+@pytest.mark.slow
 def test_steps_are_counted_without_graphs_too() -> None:
     with one_rank("cpu"):
         ours = train_and_count("cpu", microbatches=2, num_steps=1, lower="eager")

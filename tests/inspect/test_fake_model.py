@@ -102,6 +102,7 @@ def test_an_unsharded_model_is_sharded_as_in_one_line(build: Callable[[], nn.Mod
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", slow("gpt2")])
 def test_a_hugging_face_model_is_traced(name: str) -> None:
     transformers: Any = importlib.import_module("transformers")  # takes seconds, and only this test needs it

@@ -72,6 +72,7 @@ def test_a_live_process_group_is_left_alone(mesh: DeviceMesh) -> None:
     assert {unit.world_size for unit in units_under(fake_model.model)} == {5}
 
 
+@pytest.mark.slow
 def test_a_compiled_model_does_not_compile_again() -> None:
     torch._dynamo.reset()
     model = Broken()
@@ -91,12 +92,14 @@ def test_a_compiled_model_does_not_compile_again() -> None:
         compiled(rows())
 
 
+@pytest.mark.slow
 def test_code_that_dynamo_did_not_know_is_forgotten() -> None:
     torch._dynamo.reset()
     traced_shadow(fake_model_of(Broken(), world_size=2), rows())
     assert entries_on(Broken.forward, Block.forward, Stack.forward) == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_sizes_that_only_the_shadow_saw_do_not_become_dynamic() -> None:
     torch._dynamo.reset()
     model = Stack()
@@ -112,6 +115,7 @@ def test_sizes_that_only_the_shadow_saw_do_not_become_dynamic() -> None:
     assert [n for n in graph.graph.nodes if isinstance(n.meta.get("example_value"), torch.SymInt)] == []
 
 
+@pytest.mark.slow
 def test_no_compiled_graph_stays_among_the_globals_of_the_model() -> None:
     def made_by_dynamo() -> set[str]:
         return {name for name in globals() if name.startswith(("__compiled_fn", "__resume_at"))}
@@ -150,6 +154,7 @@ def test_functions_that_the_model_calls_are_left_alone_as_well() -> None:
         compiled(rows())
 
 
+@pytest.mark.slow
 def test_a_sharded_compiled_model_does_not_compile_again(mesh: DeviceMesh) -> None:
     model = Broken()
     blocks_then_root(model, mesh)
@@ -162,6 +167,7 @@ def test_a_sharded_compiled_model_does_not_compile_again(mesh: DeviceMesh) -> No
     assert len(traces.plans) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [Broken, Attention, Recurrent])
 def test_a_shadow_is_freed(build: Callable[[], nn.Module]) -> None:
     model = build()

@@ -140,7 +140,7 @@ def test_no_schedule_at_all_beats_the_bound(model: str, latency: float, stage: s
 
 
 @pytest.mark.parametrize("stage", [slow("forward"), "backward"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [slow(name) if name.startswith("deep,") else name for name in MODELS])
 def test_the_bound_does_not_depend_on_the_schedule_that_it_is_read_from(model: str, stage: str) -> None:
     traced = model_of(model)
     records = traced.history.stages[stage]
@@ -172,6 +172,7 @@ SOME_HARDWARE = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(model=st.sampled_from(list(MODELS)), hardware=st.sampled_from(list(HARDWARE.values())) | SOME_HARDWARE)
 def test_no_schedule_shown_is_faster_than_the_bound(model: str, hardware: HardwareSpec) -> None:
@@ -185,6 +186,7 @@ def test_no_schedule_shown_is_faster_than_the_bound(model: str, hardware: Hardwa
 # ---- the schedules
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     model=st.sampled_from(sorted(MODELS)),
@@ -207,6 +209,7 @@ def test_auto_is_never_slower_than_one_ahead_and_keeps_to_the_budget(
         assert max(tight[name].unsharded_peak_bytes for name in OTHERS) <= budget
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("prefetch", "name"), [slow("off", "no prefetch"), slow(1, "1 ahead"), ("auto", "auto")])
 def test_a_compiled_default_is_the_schedule_of_its_name(prefetch: int | str, name: str) -> None:
     options = {**EAGER, "prefetch": prefetch, "hardware": "cpu"}
@@ -217,6 +220,7 @@ def test_a_compiled_default_is_the_schedule_of_its_name(prefetch: int | str, nam
         assert dataclasses.replace(compiled, name=name) in others
 
 
+@pytest.mark.slow
 def test_the_users_lists_count_in_the_compiled_schedule_alone(mesh: DeviceMesh) -> None:
     def shown(model: nn.Module) -> dict[str, Schedule]:
         return by_name(explain(model, X, options=EAGER).frames[0], "forward")

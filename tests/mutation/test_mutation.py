@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import shutil
-import subprocess
-import zlib
 from collections import Counter
 from collections.abc import Iterator
 
@@ -20,6 +17,7 @@ from expecttest import assert_expected_inline
 from fxshard.errors import InvariantError
 from fxshard.ir import launches
 from fxshard.ir.verify.verifier import INVARIANTS, Invariant
+from tests.drawn import commit, is_drawn
 from tests.mutation import collective_mutators, gradient_mutators, marker_mutators, parameter_mutators
 from tests.mutation.cases import MODELS, Case, Mutant, correct_cases, mutants, mutated_cases
 from tests.mutation.edits import Mutator, launch_nodes
@@ -52,24 +50,10 @@ def mutators_of(case: Case) -> tuple[Mutator, ...]:
     return by_held[case.held]
 
 
-@functools.cache
-def commit() -> str:
-    """What is tested; outside of a clone always the same."""
-    if shutil.which("git") is None:
-        return ""
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
-
-
-def is_drawn(case: Case, mutator: Mutator) -> bool:
-    """Whether these mutants are among the tenth of this commit."""
-    return zlib.crc32(f"{commit()} {mutator.__name__} {case}".encode()) % 10 == 0
-
-
 def all_mutants(*, drawn: bool) -> Iterator[Mutant]:
     for case in mutated_cases():
         for mutator in mutators_of(case):
-            if not drawn or is_drawn(case, mutator):
+            if not drawn or is_drawn(f"{mutator.__name__} {case}", one_in=10):
                 yield from mutants(case, mutator)
 
 

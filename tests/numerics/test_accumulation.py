@@ -105,6 +105,7 @@ def test_accumulates_under_activation_checkpointing() -> None:
     check_close(Scenario(model=CheckpointedMLP, batch=rows(), backward=several))
 
 
+@pytest.mark.slow
 @two_ranks
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, slow(torch.bfloat16), None])
 def test_accumulates_in_the_reduce_dtype(reduce_dtype: torch.dtype | None) -> None:
@@ -112,6 +113,7 @@ def test_accumulates_in_the_reduce_dtype(reduce_dtype: torch.dtype | None) -> No
     check_bitwise(Scenario(model=MLP, batch=rows(), backward=several, shard_kwargs={"mp_policy": policy}))
 
 
+@pytest.mark.slow
 @two_ranks
 def test_rounds_a_sum_once_to_a_reduce_dtype_of_fewer_bits() -> None:
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
@@ -137,6 +139,7 @@ def test_leaves_frozen_parameters_alone() -> None:
     check(Scenario(model=MLP, batch=rows(), backward=several, prepare=freeze_a_block))
 
 
+@pytest.mark.slow
 @two_ranks
 def test_accumulates_microbatches_of_different_shapes() -> None:
     check_bitwise(Scenario(model=MLP, batch=rows_of_many_sizes, backward=several))
@@ -214,6 +217,7 @@ def zero_in_between(run: Run, step: int) -> Tensor:
     return (first + second).detach()
 
 
+@pytest.mark.slow
 @two_ranks
 def test_zero_grad_leaves_what_waits() -> None:
     check(Scenario(model=MLP, batch=rows(), backward=zero_in_between))
@@ -361,6 +365,7 @@ def reduced_by_hand(run: Run, step: int) -> Tensor:
     return torch.stack([loss.detach() for loss in losses]).sum()
 
 
+@pytest.mark.slow
 @two_ranks
 def test_reduces_what_waits_when_asked() -> None:
     check_against_unsharded(Scenario(model=MLP, batch=rows(), backward=reduced_by_hand))

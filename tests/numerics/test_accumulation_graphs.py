@@ -38,6 +38,7 @@ from tests.numerics.test_accumulation import block_by_block, loss_of, set_sync, 
 from tests.ranks import two_ranks
 
 
+@pytest.mark.slow
 @two_ranks
 def test_adds_each_graphs_gradient_of_one_parameter_once() -> None:
     check_close(Scenario(model=ReadOnBothSides, batch=rows(), backward=several))
@@ -70,6 +71,7 @@ def half_by_half(run: Run, step: int) -> Tensor:
     return torch.stack([loss.detach() for loss in losses]).sum()
 
 
+@pytest.mark.slow
 @two_ranks
 def test_forgets_what_one_graph_has_reduced_while_another_waits() -> None:
     check_against_unsharded(Scenario(model=Halves, batch=rows(), backward=half_by_half))
@@ -102,6 +104,7 @@ class Dense(nn.Module):
         return cast(Tensor, self.head(total + x))
 
 
+@pytest.mark.slow
 @two_ranks
 def test_knows_blocks_of_one_graph_apart_that_return_views_of_their_inputs() -> None:
     check_close(Scenario(model=Dense, batch=rows(), backward=several, prepare=block_by_block))
@@ -128,6 +131,7 @@ def test_a_gradient_of_the_input_leaves_what_waits(prepare: Callable[[nn.Module,
     check_against_unsharded(Scenario(model=MLP, batch=rows(), backward=perturbed, prepare=prepare))
 
 
+@pytest.mark.slow
 @two_ranks
 def test_a_gradient_of_the_input_adds_nothing() -> None:
     run = start(Scenario(model=MLP, batch=rows()), fxshard_system())
@@ -156,6 +160,7 @@ def with_no_sync_around_the_wrapper(run: Run, step: int) -> Tensor:
     return torch.stack([loss.detach() for loss in losses]).sum()
 
 
+@pytest.mark.slow
 @two_ranks
 def test_no_sync_of_a_wrapper_holds_for_the_model_that_is_sharded_inside() -> None:
     backward = with_no_sync_around_the_wrapper
@@ -174,12 +179,14 @@ class Chooses(nn.Module):
         return cast(Tensor, self.down(y[x[:, 0] > -9.0]))
 
 
+@pytest.mark.slow
 @two_ranks
 def test_accumulates_sizes_that_data_decides() -> None:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         check_close(Scenario(model=Chooses, batch=rows(), backward=several))
 
 
+@pytest.mark.slow
 @two_ranks
 def test_shows_every_backward_of_units_that_are_set_differently() -> None:
     run = start(Scenario(model=MLP, batch=rows()), fxshard_system())
@@ -214,6 +221,7 @@ def test_one_rank_hands_out_no_accumulator_as_a_gradient(compiled: bool) -> None
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @two_ranks
 def test_ranks_that_reduce_different_waiting_gradients_are_told_so() -> None:
     run = start(Scenario(model=MLP, batch=rows()), fxshard_system())

@@ -204,11 +204,11 @@ MODELS = [
     slow(BothSidesOfATrunk),
     slow(FromADetachedState),
     slow(WithATarget),
-    PartByPart,
+    slow(PartByPart),
     slow(PartAfterPart),
     slow(AcrossABreak),
-    Checkpointed,
-    Nested,
+    slow(Checkpointed),
+    slow(Nested),
 ]
 
 
@@ -218,6 +218,7 @@ def test_adds_up_a_unit_of_several_calls_as_fsdp2_does(model: Callable[[], nn.Mo
     check_bitwise(scenario(model, before_step=remember_buffers))
 
 
+@pytest.mark.slow
 @two_ranks
 def test_adds_up_microbatches_of_different_shapes_as_fsdp2_does() -> None:
     check_bitwise(scenario(batch=rows_of_many_sizes, before_step=remember_buffers))
@@ -233,11 +234,13 @@ class Rounds(MLP):
         return cast(Tensor, self.head(x))
 
 
+@pytest.mark.slow
 @two_ranks
 def test_adds_up_units_that_torch_compile_made_as_fsdp2_does() -> None:
     check_bitwise(scenario(Rounds, backward=with_no_sync, prepare=only_compile))
 
 
+@pytest.mark.slow
 @two_ranks
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_takes_modules_that_are_one_unit_for_one_call(rounds: int) -> None:
@@ -247,7 +250,12 @@ def test_takes_modules_that_are_one_unit_for_one_call(rounds: int) -> None:
 @two_ranks
 @pytest.mark.parametrize(
     ("param_dtype", "reduce_dtype"),
-    [(torch.bfloat16, torch.float32), (torch.bfloat16, None), (torch.bfloat16, torch.bfloat16), (None, torch.bfloat16)],
+    [
+        (torch.bfloat16, torch.float32),
+        slow(torch.bfloat16, None),
+        slow(torch.bfloat16, torch.bfloat16),
+        slow(None, torch.bfloat16),
+    ],
 )
 def test_adds_up_in_mixed_precision_as_fsdp2_does(
     param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
@@ -266,6 +274,7 @@ def two_sums(run: Run, step: int) -> Tensor:
     return torch.stack([loss.detach() for loss in losses]).sum()
 
 
+@pytest.mark.slow
 @two_ranks
 @pytest.mark.parametrize("backward", [forwards_ahead, now_and_then, two_sums])
 def test_adds_to_gradients_that_are_there_as_fsdp2_does(backward: Callable[[Run, int], Tensor]) -> None:
@@ -289,6 +298,7 @@ def test_hooks_see_the_whole_gradient_once() -> None:
         torch.testing.assert_close(value, ours.grads[name], rtol=0.0, atol=0.0)
 
 
+@pytest.mark.slow
 @two_ranks
 def test_the_sum_of_both_parts_is_the_gradient() -> None:
     check_against_unsharded(scenario(ThreeTimes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -44,6 +45,7 @@ def overflowing(step: int, rank: int) -> tuple[Tensor, ...]:
     return x, y
 
 
+@pytest.mark.slow
 @two_ranks
 def test_skips_the_step_in_which_a_microbatch_overflowed() -> None:
     scalers: dict[Run, torch.amp.GradScaler] = {}

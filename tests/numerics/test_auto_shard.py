@@ -48,6 +48,7 @@ from tests.ranks import two_ranks
 OPTIONS = {"lower": "eager"}
 
 
+@pytest.mark.slow
 @two_ranks
 def test_shards_at_the_first_call_with_an_optimizer_built_before() -> None:
     scenario = Scenario(model=MLP, batch=rows(), prepare=only_compile)
@@ -57,6 +58,7 @@ def test_shards_at_the_first_call_with_an_optimizer_built_before() -> None:
     assert storage_bytes(run.model.parameters()) <= bytes_of_rows(run.model)
 
 
+@pytest.mark.slow
 @two_ranks
 def test_trains_what_the_garbage_collector_was_told_to_overlook() -> None:
     """As programs do that freeze what they have set up: the optimizer must be found all the same."""
@@ -104,11 +106,13 @@ def test_clips_the_norm_of_gradients() -> None:
     check(Scenario(model=MLP, batch=rows(), prepare=only_compile, update=partial(clip_and_update, foreach=None)))
 
 
+@pytest.mark.slow
 @two_ranks
 def test_scales_the_loss_and_skips_steps_that_overflow() -> None:
     check(scaled(Scenario(model=MLP, batch=rows(), prepare=only_compile)))
 
 
+@pytest.mark.slow
 @two_ranks
 def test_evaluates_before_the_first_training_step() -> None:
     check(Scenario(model=MLP, batch=rows(), prepare=only_compile, before_step=evaluate_once_in_inference_mode))
@@ -134,6 +138,7 @@ class Scheduled:
         run.extra.append(torch.tensor([group["lr"] for group in run.optim.param_groups]))
 
 
+@pytest.mark.slow
 @two_ranks
 def test_steps_a_scheduler_and_parameter_groups() -> None:
     scheduled = Scheduled()
@@ -156,6 +161,7 @@ def adamw_with_loaded_state(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return optim
 
 
+@pytest.mark.slow
 @two_ranks
 def test_shards_the_state_that_was_loaded_into_the_optimizer() -> None:
     scenario = Scenario(model=MLP, batch=rows(), prepare=only_compile, optimizer=adamw_with_loaded_state)
@@ -211,6 +217,7 @@ def test_broadcasts_the_values_of_rank_zero_with_one_warning_when_ranks_differ()
     assert texts or dist.get_rank() != 0, "rank 0 said nothing"
 
 
+@pytest.mark.slow
 @two_ranks
 def test_says_nothing_when_ranks_agree() -> None:
     logger, messages = logging.getLogger("fxshard"), Messages()
@@ -233,6 +240,7 @@ class Holder(nn.Module):
         return y
 
 
+@pytest.mark.slow
 @two_ranks
 def test_refuses_to_step_when_only_a_submodule_was_compiled() -> None:
     model = Holder()
@@ -243,6 +251,7 @@ def test_refuses_to_step_when_only_a_submodule_was_compiled() -> None:
         optim.step()
 
 
+@pytest.mark.slow
 @two_ranks
 def test_trains_a_submodule_compiled_alone_when_the_rest_is_frozen() -> None:
     def compile_body(model: nn.Module, tools: Tools) -> nn.Module:
@@ -264,6 +273,7 @@ def test_leaves_a_model_on_the_cpu_where_there_is_a_gpu(monkeypatch: pytest.Monk
         torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @two_ranks
 def test_takes_the_options_of_fully_shard() -> None:
     options = {**OPTIONS, "param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "reshard_after_forward": True}
@@ -290,6 +300,7 @@ def nbytes_of(storage: StorageWeakRef) -> int:
     return torch.UntypedStorage._new_with_weak_ptr(storage.cdata).nbytes()
 
 
+@pytest.mark.slow
 @two_ranks
 def test_frees_the_full_parameters_after_the_first_backward() -> None:
     run = start(Scenario(model=MLP, batch=rows(), prepare=only_compile), fxshard_system())
@@ -299,6 +310,7 @@ def test_frees_the_full_parameters_after_the_first_backward() -> None:
     assert {name: nbytes_of(storage) for name, storage in storages.items() if nbytes_of(storage)} == {}
 
 
+@pytest.mark.slow
 @two_ranks
 def test_gathers_the_trained_parameters_in_full() -> None:
     run = train(Scenario(model=MLP, batch=rows(), prepare=only_compile), fxshard_system())

@@ -52,6 +52,7 @@ def call(model: nn.Module) -> Tensor:
 # ---- what is refused
 
 
+@pytest.mark.slow
 @two_ranks
 @pytest.mark.parametrize("of_the_wrapper", [True, slow(False)])
 def test_refuses_an_averaged_model_that_was_made_before_the_first_call(of_the_wrapper: bool) -> None:
@@ -85,6 +86,7 @@ def average_of_another(model: nn.Module) -> nn.Module:
     return AveragedModel(mlp(seed=1))
 
 
+@pytest.mark.slow
 @two_ranks
 @pytest.mark.parametrize("make", [frozen_reference, average_of_another])
 def test_lets_other_models_be(make: Callable[[nn.Module], nn.Module]) -> None:
@@ -94,6 +96,7 @@ def test_lets_other_models_be(make: Callable[[nn.Module], nn.Module]) -> None:
     assert not any(isinstance(p, DTensor) for p in other.parameters())
 
 
+@pytest.mark.slow
 @two_ranks
 def test_lets_an_averaged_model_be_that_waits_for_the_garbage_collector() -> None:
     model = mlp()
@@ -133,6 +136,7 @@ def test_updates_and_evaluates_an_averaged_model_that_is_sharded_as_well() -> No
     check_against_unsharded(Scenario(model=MLP, batch=rows(), prepare=averaging.prepare, update=averaging.update))
 
 
+@pytest.mark.slow
 @two_ranks
 def test_keeps_averages_in_tensors_made_after_the_first_call() -> None:
     run = start(Scenario(model=MLP, batch=rows(), prepare=only_compile), fxshard_system())

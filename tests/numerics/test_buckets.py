@@ -27,6 +27,7 @@ same_bits = functools.partial(compare, rtol=0, atol=0)
 same_but_for_fusion = functools.partial(compare, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @two_ranks
 @pytest.mark.parametrize("size", SIZES)
 def test_trains_in_buckets_of_any_size(size: str | float) -> None:
@@ -34,6 +35,7 @@ def test_trains_in_buckets_of_any_size(size: str | float) -> None:
     same_bits(train(scenario, fxshard_system(bucket=size)), train(scenario, FSDP2))
 
 
+@pytest.mark.slow
 @two_ranks
 @pytest.mark.parametrize("size", ["auto", slow(0.0005), slow(1)])
 def test_trains_in_buckets_of_any_size_when_compiled(size: str | float) -> None:
@@ -47,6 +49,7 @@ def cut_everything(pipeline: Pipeline) -> Pipeline:
     return dataclasses.replace(pipeline, split=tuple(steps))
 
 
+@pytest.mark.slow
 @two_ranks
 @pytest.mark.parametrize("lower", ["eager", slow("inductor")])
 @pytest.mark.parametrize("size", ["unit", "auto"])

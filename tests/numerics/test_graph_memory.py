@@ -75,6 +75,7 @@ def graphs_of(
     return {graph.kind: graph for graph in fxshard.compiled_graphs(compiled)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("reshard_after_forward", "again"), [(True, NUM_BLOCKS + 1), (None, NUM_BLOCKS), (False, 0)])
 def test_launches_one_gather_and_one_reduction_per_unit(
     mesh: DeviceMesh, reshard_after_forward: bool | None, again: int
@@ -85,6 +86,7 @@ def test_launches_one_gather_and_one_reduction_per_unit(
     assert graphs["backward"].collectives["reduce_scatter"] == NUM_BLOCKS + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [0, 1, slow(2)])
 @pytest.mark.parametrize("reshard_after_forward", [True, slow(None)])
 def test_keeps_no_more_unsharded_than_a_unit_its_copy_the_prefetched_ones_and_the_root(
@@ -103,6 +105,7 @@ def test_forward_keeps_all_units_unsharded_where_it_was_told_to(mesh: DeviceMesh
     assert most_unsharded_elements(graphs["forward"].text) >= sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_saves_no_unsharded_parameter_for_backward(mesh: DeviceMesh) -> None:
     forward = graphs_of(mesh, reshard_after_forward=True)["forward"].text
     returned = set(re.findall(r"%(\w+)", forward.splitlines()[-1]))

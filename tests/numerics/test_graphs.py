@@ -122,6 +122,7 @@ def test_trains_with_dicts_as_inputs_and_outputs() -> None:
     check(Scenario(model=TwoOutputs, batch=rows(), loss=loss_of_dicts))
 
 
+@pytest.mark.slow
 @two_ranks
 @pytest.mark.parametrize("dynamic", [None, slow(True), slow(False)])
 def test_trains_on_a_batch_and_length_that_change_each_step(dynamic: bool | None) -> None:
@@ -129,6 +130,7 @@ def test_trains_on_a_batch_and_length_that_change_each_step(dynamic: bool | None
     check(Scenario(model=GPT, batch=tokens_of_many_shapes, loss=cross_entropy, compile_kwargs=kwargs))
 
 
+@pytest.mark.slow
 @two_ranks
 @pytest.mark.parametrize(("dynamic", "most_graphs"), [(True, 1), slow(None, 2), slow(False, NUM_STEPS)])
 def test_compiles_no_graph_per_shape_unless_told_to(dynamic: bool | None, most_graphs: int) -> None:

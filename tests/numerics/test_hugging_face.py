@@ -101,6 +101,7 @@ def test_trains_llama() -> None:
     check_against_unsharded(replace(LLAMA, model=llama_in_double))
 
 
+@pytest.mark.slow
 @two_ranks
 def test_trains_llama_with_grouped_queries() -> None:
     # AOTAutograd takes the attention of grouped queries apart, also for torch's own "aot_eager".
@@ -112,6 +113,7 @@ def test_trains_gpt2() -> None:
     check(GPT2)
 
 
+@pytest.mark.slow
 @two_ranks
 @pytest.mark.parametrize("model", [llama, slow(gpt2)])
 def test_trains_on_the_loss_that_the_model_computes(model: type) -> None:
@@ -129,6 +131,7 @@ def checkpointed_llama() -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @two_ranks
 def test_trains_llama_with_its_own_gradient_checkpointing() -> None:
     check_bitwise(replace(LLAMA, model=checkpointed_llama))
@@ -144,6 +147,7 @@ def generate(run: Run, step: int) -> None:
     run.model.train()
 
 
+@pytest.mark.slow
 @two_ranks
 def test_generates_between_training_steps() -> None:
     check_bitwise(replace(LLAMA, before_step=generate))
@@ -155,6 +159,7 @@ def test_generates_between_training_steps_in_eager_mode() -> None:
     check_bitwise(replace(LLAMA, before_step=generate, prepare=shard_layers_only))
 
 
+@pytest.mark.slow
 @two_ranks
 def test_trains_llama_from_one_line() -> None:
     def one_line(model: nn.Module, tools: Tools) -> nn.Module:

@@ -67,22 +67,26 @@ def test_compiled_code_trains_a_tied_embedding_and_head() -> None:
     check_inductor(replace(LANGUAGE, model=tied_gpt))
 
 
+@pytest.mark.slow
 @two_ranks(timeout=240)
 def test_compiled_code_trains_with_activation_checkpointing() -> None:
     check_inductor(replace(REGRESSION, model=CheckpointedMLP, shard_kwargs=RESHARD))
 
 
+@pytest.mark.slow
 @two_ranks(timeout=240)
 def test_compiled_code_trains_in_mixed_precision() -> None:
     # Inductor keeps fp32 between fused bf16 operations, where eager rounds: a bf16 ulp is 2**-8.
     check_inductor(replace(REGRESSION, shard_kwargs={"mp_policy": BF16}), rtol=2**-6, atol=2**-8)
 
 
+@pytest.mark.slow
 @two_ranks(timeout=240)
 def test_compiled_code_trains_on_a_batch_size_that_changes_each_step() -> None:
     check_inductor(replace(REGRESSION, batch=rows_of_many_sizes))
 
 
+@pytest.mark.slow
 @two_ranks(timeout=240)
 def test_compiled_code_trains_from_one_line() -> None:
     check_inductor(replace(REGRESSION, prepare=only_compile))

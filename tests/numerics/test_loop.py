@@ -113,7 +113,7 @@ FAILURES = {f.__name__: f for f in (fail_after_forward, fail_in_forward, fail_in
 
 @two_ranks
 @pytest.mark.parametrize("prepare", [shard_and_compile, slow(only_shard)])
-@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("failure", [name if name == "fail_in_backward" else slow(name) for name in FAILURES])
 def test_trains_on_after_an_exception_in_the_middle_of_a_step(failure: str, prepare: Prepare) -> None:
     def fail_before_the_third_step(run: Run, step: int) -> None:
         if run.system.ours and step == 2:
@@ -250,6 +250,7 @@ def shard_each(model: nn.Module, tools: Tools) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @two_ranks
 def test_trains_two_sharded_models_with_one_loss_through_both() -> None:
     check(Scenario(model=Pair, batch=rows(), prepare=shard_each))
@@ -272,6 +273,7 @@ def reset_dynamo(run: Run, step: int) -> None:
         torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @two_ranks
 def test_trains_on_after_a_reset_of_dynamo() -> None:
     check(Scenario(model=MLP, batch=rows(), before_step=reset_dynamo))

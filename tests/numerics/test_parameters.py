@@ -257,6 +257,7 @@ def freeze_then_thaw(run: Run, step: int) -> None:
         parameters["head.weight"].requires_grad_(step == 2)
 
 
+@pytest.mark.slow
 @two_ranks
 def test_follows_requires_grad_changed_between_steps() -> None:
     check(Scenario(model=MLP, batch=rows(), before_step=freeze_then_thaw))
@@ -342,6 +343,7 @@ def keep_accumulated_gradients(run: Run, step: int) -> None:
         run.named_parameters()["head.weight"].register_post_accumulate_grad_hook(keep)
 
 
+@pytest.mark.slow
 @two_ranks
 def test_runs_the_post_accumulate_hooks_of_sharded_parameters_once_per_backward() -> None:
     scenario = Scenario(model=MLP, batch=rows(), before_step=keep_accumulated_gradients)

@@ -54,7 +54,7 @@ def issue_of(node: fx.Node) -> Issue | None:
     return None
 
 
-SHOWN = ("no lists", "two ahead, the root too", "only blocks 1 and 3")
+SHOWN = ("two ahead, the root too", "only blocks 1 and 3")
 
 
 @pytest.mark.parametrize("name", [name if name in SHOWN else slow(name) for name in CONFIGS])

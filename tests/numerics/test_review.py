@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxshard
 from tests.numerics.harness import compile_module, full
+from tests.pairwise import slow
 from tests.ranks import two_ranks
 
 EAGER = {"lower": "eager"}
@@ -160,7 +161,7 @@ def test_refuses_models_of_different_shapes_on_different_ranks() -> None:
 
 
 @two_ranks
-@pytest.mark.parametrize("expand", [False, True])
+@pytest.mark.parametrize("expand", [slow(False), True])
 def test_broadcasts_strided_and_expanded_tensors_whole(expand: bool) -> None:
     model = nn.Linear(4, 4)
     torch.manual_seed(dist.get_rank())
@@ -174,6 +175,7 @@ def test_broadcasts_strided_and_expanded_tensors_whole(expand: bool) -> None:
     torch.testing.assert_close(model.get_buffer("scale"), scale, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @two_ranks
 def test_a_torch_module_as_root_follows_requires_grad() -> None:
     model = fxshard.fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))

@@ -109,6 +109,7 @@ def test_trains_the_same(prepare: Callable[[nn.Module, Tools], nn.Module], saved
     check(scenario(saved, prepare=prepare))
 
 
+@pytest.mark.slow
 @two_ranks
 def test_trains_the_same_with_prefetch_lists() -> None:
     check(scenario("nothing", prepare=listed))
@@ -126,12 +127,14 @@ def test_compiled_code_trains_the_same(saved: str) -> None:
     check_against_unsharded(scenario(saved), lower="inductor")
 
 
+@pytest.mark.slow
 @two_ranks
 @pytest.mark.parametrize("saved", ["nothing", "everything"])
 def test_a_block_that_is_called_twice_trains_the_same_with_parameters_that_stay(saved: str) -> None:
     check_against_unsharded(scenario(saved, model=functools.partial(Selective, saved, times=2), backward=kept))
 
 
+@pytest.mark.slow
 @two_ranks
 @pytest.mark.parametrize("saved", ["nothing", "everything"])
 def test_recomputation_gathers_as_its_forward_did(saved: str) -> None:

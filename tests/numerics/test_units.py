@@ -225,6 +225,7 @@ def test_trains_on_a_mesh_of_one_rank(prepare: Prepare) -> None:
     check_bitwise(Scenario(model=MLP, batch=rows(), prepare=prepare, shard_kwargs={"mesh": own}))
 
 
+@pytest.mark.slow
 @fresh_ranks
 def test_trains_in_a_new_process_group_after_the_old_one_was_destroyed() -> None:
     scenario = Scenario(model=MLP, batch=rows())
@@ -262,6 +263,7 @@ def test_returns_the_modules_that_it_was_given() -> None:
     assert isinstance(model.blocks[0], Block)
 
 
+@pytest.mark.slow
 @two_ranks
 def test_changes_reshard_after_forward_between_steps() -> None:
     def change(run: Run, step: int) -> None:

@@ -81,11 +81,13 @@ def test_trains_the_same(prepare: Callable[[nn.Module, Tools], nn.Module]) -> No
     check(Scenario(model=MLP, batch=rows(), backward=kept, prepare=prepare))
 
 
+@pytest.mark.slow
 @two_ranks(timeout=240)
 def test_compiled_code_trains_the_same() -> None:
     check_inductor(Scenario(model=MLP, batch=rows(), backward=kept))
 
 
+@pytest.mark.slow
 @two_ranks
 @pytest.mark.parametrize("backward", [several, forwards_ahead])
 @pytest.mark.parametrize("prepare", [block_by_block, slow(shard_and_compile)])
@@ -96,6 +98,7 @@ def test_trains_the_same_by_budget(
     compare(train(scenario, fxshard_system(resident_gib=1)), train(scenario, FSDP2), rtol=0.0, atol=0.0)
 
 
+@pytest.mark.slow
 @two_ranks
 @pytest.mark.parametrize(
     ("model", "batch", "loss"),
@@ -113,6 +116,7 @@ def test_trains_the_same_where_parameters_are_read_again(
     compare(train(scenario, fxshard_system(resident_gib=1)), with_gathers, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.slow
 @two_ranks
 @pytest.mark.parametrize("reshard", [True, False])
 def test_trains_the_same_in_low_precision(reshard: bool) -> None:
@@ -121,6 +125,7 @@ def test_trains_the_same_in_low_precision(reshard: bool) -> None:
     check_bitwise(Scenario(model=MLP, batch=rows(), backward=kept, shard_kwargs=kwargs))
 
 
+@pytest.mark.slow
 @two_ranks
 def test_trains_the_same_with_microbatches_of_different_shapes() -> None:
     check_bitwise(Scenario(model=MLP, batch=rows_of_many_sizes, backward=kept))
@@ -169,6 +174,7 @@ def test_what_a_model_returns_of_a_kept_parameter_may_be_written_to(lower: str, 
     assert all(torch.equal(parameter, before) for parameter, before in zip(parameters, kept, strict=True))
 
 
+@pytest.mark.slow
 @two_ranks
 def test_one_unit_may_be_kept_and_frozen_while_others_are_not() -> None:
     check(Scenario(model=MLP, batch=rows(), backward=several, prepare=keep_the_first_block))
@@ -268,6 +274,7 @@ def test_gathers_once_per_step() -> None:
     assert launches(several)["all_gather"] > 2 * num_units
 
 
+@pytest.mark.slow
 @two_ranks
 def test_the_graphs_say_what_is_resident() -> None:
     run = start(Scenario(model=MLP, batch=rows()), fxshard_system(resident_gib=1))
@@ -299,6 +306,7 @@ def holds_any(model: nn.Module) -> bool:
     return any(unit.resident.holds for unit in units_under(model))
 
 
+@pytest.mark.slow
 @two_ranks
 def test_frees_the_parameters_in_the_backward_that_reduces() -> None:
     run = start(Scenario(model=MLP, batch=rows()), fxshard_system(resident_gib=1))
@@ -309,6 +317,7 @@ def test_frees_the_parameters_in_the_backward_that_reduces() -> None:
     assert not holds(run)
 
 
+@pytest.mark.slow
 @two_ranks
 @pytest.mark.parametrize("free", ["reshard", "reset_iter_state"])
 def test_frees_the_parameters_when_told(free: str) -> None:

@@ -182,6 +182,7 @@ def test_two_models_may_be_resident_at_once() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @two_ranks
 def test_one_pair_of_hooks_watches_the_optimizers_of_all_models_and_holds_none() -> None:
     hooks = import_module("torch.optim.optimizer")._global_optimizer_post_hooks
@@ -198,6 +199,7 @@ def test_one_pair_of_hooks_watches_the_optimizers_of_all_models_and_holds_none()
     assert model() is None
 
 
+@pytest.mark.slow
 @two_ranks
 def test_ranks_that_keep_other_parameters_get_an_error() -> None:
     run = start(Scenario(model=MLP, batch=rows()), fxshard_system(resident_gib=1 - dist.get_rank()))
@@ -206,6 +208,7 @@ def test_ranks_that_keep_other_parameters_get_an_error() -> None:
             run.loss(0).backward()
 
 
+@pytest.mark.slow
 @two_ranks
 def test_no_sync_holds_for_what_is_sharded_inside_beside_what_was_before() -> None:
     """The second part is sharded by its first call, inside the block; the first part was before."""
@@ -225,6 +228,7 @@ def test_no_sync_holds_for_what_is_sharded_inside_beside_what_was_before() -> No
     torch.optim.SGD(parts.parameters(), lr=0.1).step()
 
 
+@pytest.mark.slow
 def test_several_models_in_one_graph_end_their_backward_in_the_order_of_the_graph() -> None:
     """What they reduce then must be in one order on all ranks, so it may not depend on addresses."""
     orders = []

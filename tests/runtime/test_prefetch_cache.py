@@ -114,6 +114,7 @@ def test_gathers_the_next_block_before_one_computes(link: EmulatedLink) -> None:
     assert backward == "ag3 ag2 w3 c rs3 w3 ag1 w2 c rs2 w2 ag0 w1 c rs1 w1 w0 c rs0 w0"
 
 
+@pytest.mark.slow
 def test_gathers_nothing_ahead_in_the_first_step_or_without_prefetch(link: EmulatedLink) -> None:
     alone = [
         "ag0 w0 c ag1 w1 c ag2 w2 c ag3 w3 c",
@@ -144,6 +145,7 @@ def test_hands_over_where_a_model_breaks_into_graphs(link: EmulatedLink) -> None
     assert forward == "ag0 ag1 w0 c ag2 w1 c ag3 w2 c w3 c"
 
 
+@pytest.mark.slow
 def test_trains_after_a_part_under_inference_mode(link: EmulatedLink) -> None:
     class Mixed(Blocks):
         def forward(self, x: Tensor) -> Tensor:
@@ -162,6 +164,7 @@ def test_trains_after_a_part_under_inference_mode(link: EmulatedLink) -> None:
     assert all(map(torch.equal, gradients[:3], gradients[3:]))
 
 
+@pytest.mark.slow
 def test_drops_what_the_model_does_not_open(link: EmulatedLink) -> None:
     model = warm(block_by_block(link))
     reference = block_by_block(link, prefetch=0)
@@ -173,6 +176,7 @@ def test_drops_what_the_model_does_not_open(link: EmulatedLink) -> None:
     assert_nothing_in_flight(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lower", ["eager", slow("inductor")])
 def test_trains_to_the_same_bits(link: EmulatedLink, lower: str) -> None:
     gradients = []
@@ -249,6 +253,7 @@ def test_reshard_frees_what_was_asked_for(link: EmulatedLink) -> None:
     assert forward == "ag0 ag1 w0 c ag2 w1 c ag3 w2 c w3 c"
 
 
+@pytest.mark.slow
 def test_unshard_gathers_anew_what_it_gathered_before(link: EmulatedLink) -> None:
     model, reference = warm(block_by_block(link)), warm(block_by_block(link, prefetch=0))
     for each in (model, reference):
@@ -322,6 +327,7 @@ def test_refuses_what_it_gathered_of_weights_that_changed(link: EmulatedLink) ->
     assert_nothing_in_flight(model)
 
 
+@pytest.mark.slow
 def test_gathers_no_more_often_where_blocks_are_called_twice(link: EmulatedLink) -> None:
     class Twice(Blocks):
         def forward(self, x: Tensor) -> Tensor:
@@ -339,6 +345,7 @@ def test_gathers_no_more_often_where_blocks_are_called_twice(link: EmulatedLink)
     assert gathers[0] == gathers[1] > 0
 
 
+@pytest.mark.slow
 def test_recomputation_gathers_no_more_often(link: EmulatedLink) -> None:
     class Recomputed(Blocks):
         def forward(self, x: Tensor) -> Tensor:

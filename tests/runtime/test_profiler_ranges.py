@@ -132,6 +132,7 @@ def test_a_graph_with_a_higher_order_op_runs_under_a_profiler(link: EmulatedLink
     assert found == Counter({"fxshard::unshard(root)": 1, "fxshard::wait(root)": 2})
 
 
+@pytest.mark.slow
 def test_other_ops_stand_in_the_trace_once(link: EmulatedLink) -> None:
     step = step_of(link, {"lower": "eager"})
     step()

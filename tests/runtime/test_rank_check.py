@@ -219,6 +219,7 @@ def test_a_lost_store_ends_the_wait() -> None:
         meet(rank_group, Timeouts(warn=30.0, limit=60.0))
 
 
+@pytest.mark.slow
 @fresh_ranks
 def test_a_new_process_group_begins_at_its_first_run() -> None:
     runs: list[int] = []

@@ -104,6 +104,7 @@ def fresh(scenario: Scenario, lower: str, seed: int) -> Run:
     return run
 
 
+@pytest.mark.slow
 @two_ranks
 @pytest.mark.parametrize("name", [name if name in ("one-line", "momentum") else slow(name) for name in SCENARIOS])
 def test_a_run_that_was_broken_off_goes_on_as_if_it_had_not_been(name: str) -> None:
@@ -123,6 +124,7 @@ def test_a_run_that_was_broken_off_goes_on_as_if_it_had_not_been(name: str) -> N
     assert_same_state(state_of(second.model, second.optim), state_of(unbroken.model, unbroken.optim))
 
 
+@pytest.mark.slow
 @two_ranks
 def test_a_model_of_the_one_line_form_can_be_saved_before_its_first_call() -> None:
     run = fresh(SCENARIOS["one-line"], "eager", 0)
@@ -135,6 +137,7 @@ def test_a_model_of_the_one_line_form_can_be_saved_before_its_first_call() -> No
     assert_same_state(state_of(other.model, other.optim), state_of(run.model, run.optim))
 
 
+@pytest.mark.slow
 @two_ranks
 @pytest.mark.parametrize("resident", [slow(False), True])
 def test_compiled_code_goes_on_with_what_is_loaded_under_it(resident: bool) -> None:
@@ -181,7 +184,7 @@ def test_any_number_of_ranks_loads_what_any_number_has_saved(tmp_path: Path) -> 
 
 
 @pytest.mark.multi_rank
-@pytest.mark.parametrize(("saved_by", "loaded_by"), [("fxshard", "fsdp2"), ("fsdp2", "fxshard")])
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [slow("fxshard", "fsdp2"), ("fsdp2", "fxshard")])
 def test_fsdp2_loads_what_fxshard_has_saved_and_the_other_way_round(
     saved_by: str, loaded_by: str, tmp_path: Path
 ) -> None:

@@ -240,6 +240,7 @@ def test_a_link_stays_and_what_it_names_is_replaced(tmp_path: Path) -> None:
     assert sorted(each.name for each in (tmp_path / "there").iterdir()) == ["new", "out"]
 
 
+@pytest.mark.slow
 def test_holds_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.ParameterList([torch.randn(2**14) for _ in range(8)])
     fxshard.save_checkpoint(tmp_path / "a", model)

@@ -56,6 +56,7 @@ def test_what_one_has_saved_the_other_one_loads(saved_by: str, loaded_by: str) -
     assert_same_state(state_of(other, other_optim), state_of(model, optim))
 
 
+@pytest.mark.slow
 @two_ranks
 @pytest.mark.parametrize(
     ("prepare", "lower"),
@@ -83,6 +84,7 @@ def test_a_compiled_model_goes_on_with_what_is_loaded(prepare: Any, lower: str) 
     assert_same_state(state_of(other.model, other.optim), state_of(run.model, run.optim))
 
 
+@pytest.mark.slow
 @two_ranks
 def test_a_compiled_model_and_one_that_is_not_read_each_other() -> None:
     run = start(Scenario(model=MLP, batch=rows()), fxshard_system())
