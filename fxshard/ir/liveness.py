@@ -259,6 +259,7 @@ class _Sweep:
             elif collectives.is_launch(node) or node.target is ops.COPY_OUT:
                 read = tuple(i for source in node.all_input_nodes for i in self.storages_of[source])
                 behind = [self.in_flight.pop(index) for index in read if index in self.in_flight]  # a copy waits for it
+                self.in_use += [launch._replace(until=position) for launch in behind]
                 used = (*read, *(i for launch in behind for i in launch.storages), *made)
                 self.in_flight |= dict.fromkeys(made, InUse(node, position, used))
         end = len(self.nodes) - 1

@@ -19,12 +19,16 @@ from fxshard.ir import liveness
 from fxshard.ir.history import CAPTURED, PassHistory, snapshot
 from fxshard.ir.properties import GraphKind, Property
 from fxshard.ir.verify import baseline, verifier
+from fxshard.passes import pipeline
 from fxshard.passes._base import GraphPass
 from fxshard.passes.assign_streams import AssignStreams
 from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
+from fxshard.passes.hand_off_prefetch import HandOffPrefetch
 from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.passes.insert_collectives import InsertCollectives
+from fxshard.passes.lower_streams import LowerStreams
+from fxshard.passes.pipeline import LAST_GIVEN
 from fxshard.passes.reshard_policy import ReshardPolicy
 from fxshard.passes.sink_waits import SinkWaits
 from tests import graphs
@@ -90,7 +94,8 @@ SPLIT: tuple[GraphKind, ...] = ("forward", "backward")
 KINDS: tuple[GraphKind, ...] = ("joint", *SPLIT)
 
 COLLECTIVES = (Property.MARKED, Property.DEDUPED, Property.COLLECTIVES)
-LOWERED = (Property.COLLECTIVES, Property.LOWERED)
+CODEGEN: tuple[GraphPass, ...] = (HandOffPrefetch(), LowerStreams())
+CODEGEN_GIVEN = {"codegen": pipeline.CODEGEN_GIVEN, "codegen after Inductor": pipeline.LAST_GIVEN}
 MARKERS = (Property.MARKED, Property.DEDUPED, Property.RESHARD_TAGGED)
 
 
@@ -110,7 +115,8 @@ class Case:
         dialect: eager's or Inductor's.
         kind: of the graph.
         held: to what it is held: the baseline of its "stage", that and a "budget" that it just meets, that and its
-            "types", or the order of its launches before Inductor's "last" passes.
+            "types", or the order of its launches before Inductor's "last" passes; at the end of the "codegen" stage the
+            baseline of that one, with what is known "after Inductor" as well.
         rewritten: key of `REWRITES`.
     """
 
@@ -143,11 +149,17 @@ class Case:
     def _correct(self) -> fx.Graph:
         if self.kind == "joint" or not self.rewritten:
             return self.traced.history.stages[self.kind][self.pass_name].graph
+        return self._after(*REWRITES[self.rewritten], *(CODEGEN if self.held in CODEGEN_GIVEN else ()))
+
+    def _after(self, *passes: GraphPass) -> fx.Graph:
+        """The graph with its collectives after these passes."""
         gm, ctx = self.traced.at(self.kind, after=InsertCollectives)
-        gm.graph._graph_namespace._used_names.update(self.baseline.reads)  # no new node gets the name of an erased one
+        captured = self.traced.history.stages[self.kind][CAPTURED].graph
+        # no new node gets the name of an erased one
+        gm.graph._graph_namespace._used_names.update(node.name for node in captured.nodes)
         decompositions = select_decomp_table() if self.dialect == "inductor" else {}
         ctx = dataclasses.replace(ctx, hardware=DEAR_COPIES, decompositions=decompositions)
-        for step in REWRITES[self.rewritten]:
+        for step in passes:
             step.apply(gm, ctx)
         return gm.graph
 
@@ -156,6 +168,8 @@ class Case:
         """As the manager takes it before the first pass."""
         stages = self.traced.history.stages
         before = stages[self.kind][self.pass_name if self.held == "last" else CAPTURED].graph
+        if self.held in CODEGEN_GIVEN:
+            before = self._after(*REWRITES[self.rewritten])
         return baseline.baseline_of(
             before,
             self.traced.plan,
@@ -168,7 +182,8 @@ class Case:
         """Raise as the manager would after the pass that made the graph."""
         properties: tuple[Property, ...] = MARKERS if self.kind == "joint" else COLLECTIVES
         if self.held == "last":
-            properties = LOWERED
+            properties = LAST_GIVEN
+        properties = CODEGEN_GIVEN.get(self.held, properties)
         debug |= self.held == "types"
         verifier.verify(graph, self.baseline, properties, broken_by="Mutant()", debug=debug)
 
@@ -225,6 +240,8 @@ def mutated_cases() -> Iterator[Case]:
     """Those that are broken: where there is something to gather, and four ranks where they make a difference."""
     for held, kind in itertools.product(("last", "budget", "types"), SPLIT):
         yield Case(model="gpt", world_size=2, dialect="eager", kind=kind, held=held)
+    for model, kind, held in itertools.product(ASIDE, SPLIT, CODEGEN_GIVEN):
+        yield Case(model=model, world_size=2, dialect="eager", kind=kind, held=held, rewritten="aside")
     for case in correct_cases(MUTATED):
         many = case.world_size == 4 and case.model in ON_FOUR_RANKS
         chosen = ASIDE if case.rewritten.endswith("aside") else REWRITTEN

@@ -17,6 +17,7 @@ from tests.mutation.edits import (
     chain_of,
     copy_of,
     edit,
+    index_of,
     insert,
     launch_nodes,
     nodes_of,
@@ -116,21 +117,20 @@ def swap_the_results_of_a_coalesced_launch(graph: fx.Graph) -> Iterator[Edit]:
 
 def name_another_group(graph: fx.Graph) -> Iterator[Edit]:
     for launch in launch_nodes(graph):
-        index = 3 if launch.target in collectives.REDUCTIONS else 2
-        yield launch, edit(set_argument, launch, index, "other")
+        yield launch, edit(set_argument, launch, index_of(launch, "group_name"), "other")
 
 
 def name_another_number_of_ranks(graph: fx.Graph) -> Iterator[Edit]:
     for launch in launch_nodes(graph):
-        index = 2 if launch.target in collectives.REDUCTIONS else 1
         for world_size in (1, 8):
-            yield launch, edit(set_argument, launch, index, world_size)
+            yield launch, edit(set_argument, launch, index_of(launch, "group_size"), world_size)
 
 
 def name_another_operator(graph: fx.Graph) -> Iterator[Edit]:
     for launch in nodes_of(graph, *collectives.REDUCTIONS):
-        for operator in sorted({"sum", "avg", "max"} - {str(launch.args[1])}):
-            yield launch, edit(set_argument, launch, 1, operator)
+        index = index_of(launch, "reduce_op")
+        for operator in sorted({"sum", "avg", "max"} - {str(launch.args[index])}):
+            yield launch, edit(set_argument, launch, index, operator)
 
 
 def send_another_dtype(graph: fx.Graph) -> Iterator[Edit]:

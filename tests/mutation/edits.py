@@ -112,6 +112,11 @@ def compute_readers(parameter: fx.Node) -> list[fx.Node]:
     return [user for user in parameter.users if user.op == "call_function"]
 
 
+def index_of(launch: fx.Node, argument: str) -> int:
+    """Which argument of a launch has this name."""
+    return list(collectives.arguments_of(launch)).index(argument)
+
+
 # ---- edits
 
 

@@ -18,8 +18,8 @@ from fxshard.errors import InvariantError
 from fxshard.ir import launches
 from fxshard.ir.verify.verifier import INVARIANTS, Invariant
 from tests.drawn import commit, is_drawn
-from tests.mutation import collective_mutators, gradient_mutators, marker_mutators, parameter_mutators
-from tests.mutation.cases import MODELS, Case, Mutant, correct_cases, mutants, mutated_cases
+from tests.mutation import codegen_mutators, collective_mutators, gradient_mutators, marker_mutators, parameter_mutators
+from tests.mutation.cases import CODEGEN_GIVEN, MODELS, Case, Mutant, correct_cases, mutants, mutated_cases
 from tests.mutation.edits import Mutator, launch_nodes
 from tests.pages import ROOT, assert_page
 from tests.steps import Step, step
@@ -46,6 +46,7 @@ def mutators_of(case: Case) -> tuple[Mutator, ...]:
         "last": collective_mutators.OF_ORDER,
         "budget": collective_mutators.OF_MEMORY,
         "types": collective_mutators.OF_TYPES,
+        **dict.fromkeys(CODEGEN_GIVEN, codegen_mutators.MUTATORS),
     }
     return by_held[case.held]
 
