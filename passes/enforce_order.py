@@ -30,7 +30,7 @@ class EnforceOrder(GraphPass):
     Source: torch/_inductor/fx_passes/control_dependencies.py.
     """
 
-    requires = frozenset({Property.COLLECTIVES, Property.SCHEDULED})
+    requires = frozenset({Property.COLLECTIVES, Property.SCHEDULED, Property.LOWERED})
     reorders_only = True
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:

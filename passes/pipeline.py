@@ -124,6 +124,11 @@ CODEGEN_GIVEN = (Property.COLLECTIVES, Property.SCHEDULED)
 _NEEDED = {"joint": Property.RESHARD_TAGGED, "split": Property.COLLECTIVES}
 
 
+def codegen_given(options: Options) -> tuple[Property, ...]:
+    """The properties that hold before the codegen stage; the interpreter has no passes of Inductor's before it."""
+    return LAST_GIVEN if options.lower == "inductor" else CODEGEN_GIVEN
+
+
 def chosen(options: Options) -> Pipeline:
     """The default pipeline, as the options want it; what the interpreter runs is to equal FSDP2 bit for bit.
 
@@ -146,7 +151,7 @@ def chosen(options: Options) -> Pipeline:
             f"options['passes'] must return a Pipeline, got {type(pipeline).__name__}. It is given the default one: "
             "return dataclasses.replace(pipeline, split=(*pipeline.split, MyPass()))."
         )
-    given = {"joint": JOINT_GIVEN, "split": SPLIT_GIVEN, "last": LAST_GIVEN, "codegen": CODEGEN_GIVEN}
+    given = {"joint": JOINT_GIVEN, "split": SPLIT_GIVEN, "last": LAST_GIVEN, "codegen": codegen_given(options)}
     for stage, properties in given.items():
         try:
             known = _manager.check_properties(getattr(pipeline, stage), properties)

@@ -7,6 +7,7 @@ history of the frame has the graphs. `tests/steps.py` runs them.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +33,7 @@ from fxshard.ir.text import graph_text
 from fxshard.options import Options
 from fxshard.passes import _manager
 from fxshard.passes._base import GraphKind, GraphPass, PassContext, Property
-from fxshard.passes.pipeline import DEFAULT, Pipeline
+from fxshard.passes.pipeline import DEFAULT, Pipeline, default
 from fxshard.runtime.frame import Frame
 from fxshard.tools.demo.gpt import GPT
 
@@ -205,7 +206,7 @@ def trace(
         module: takes `inputs`.
         units: the modules to make units of, inner ones first.
         world_size: number of fake ranks.
-        pipeline: the passes.
+        pipeline: the passes; those that only Inductor can run are left out for the interpreter.
         train: whether to run with autograd.
         width: of the module's input.
         inputs: of the module; by default one tensor of ones, `[2, width]`.
@@ -215,6 +216,8 @@ def trace(
     """
     frames: list[Frame] = []
     original = copy.deepcopy(module)
+    if lowering == "eager":
+        pipeline = dataclasses.replace(pipeline, codegen=default(lower="eager").codegen)
     given = inputs or [torch.ones(2, width, dtype=next(module.parameters()).dtype)]
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Frame:

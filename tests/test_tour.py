@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 import inspect
 
+from torch import fx
+
 from fxshard.ir.variant import Variant
-from fxshard.passes._base import GraphKind, GraphPass
+from fxshard.passes._base import GraphKind, GraphPass, PassContext
 from fxshard.passes.accumulate_gradients import AccumulateGradients
 from fxshard.passes.assign_streams import AssignStreams
 from fxshard.passes.bucket_collectives import MIB, BucketCollectives
@@ -40,6 +43,13 @@ def graph_block(traced: Traced, kind: GraphKind, after: type[GraphPass] | None =
     return code_block(text(gm))
 
 
+def last_graph(traced: Traced) -> str:
+    """The forward graph at the end of the codegen stage, as Inductor gets it."""
+    gm = fx.GraphModule({}, copy.deepcopy(traced.history.last("forward_codegen").graph))
+    graphs.run_pass(EnforceOrder(), gm, PassContext(plan=traced.plan, kind="forward"))
+    return text(gm)
+
+
 def model_block() -> str:
     sources = (inspect.getsource(model) for model in (graphs.Layer, graphs.TwoLayers))
     return code_block("\n\n".join(sources), "python")
@@ -58,7 +68,7 @@ def test_shows_in_the_tour_what_each_pass_does_now() -> None:
         "graph: backward after InsertCollectives": graph_block(traced, "backward", InsertCollectives),
         "graph: backward after SinkWaits": graph_block(traced, "backward", SinkWaits),
         "graph: forward after HoistPrefetch": graph_block(traced, "forward", HoistPrefetch),
-        "graph: forward after EnforceOrder": code_block(str(traced.history.last("forward_codegen"))),
+        "graph: forward after EnforceOrder": code_block(last_graph(traced)),
     }
     assert_filled("docs/tour.md", blocks)
 

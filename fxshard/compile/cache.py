@@ -160,7 +160,8 @@ def _own_sources() -> str:
 
 def _foreign_sources(pipeline: Pipeline) -> Iterator[str]:
     """Hashes of the files that define the passes which are not fxshard's own."""
-    classes = {c for step in chain(pipeline.joint, pipeline.split, pipeline.last) for c in type(step).__mro__}
+    passes = chain(pipeline.joint, pipeline.split, pipeline.last, pipeline.codegen)
+    classes = {c for step in passes for c in type(step).__mro__}
     foreign = {c for c in classes if c.__module__.partition(".")[0] not in ("fxshard", "abc", "builtins")}
     files = {inspect.getsourcefile(c) for c in foreign}
     if None in files:

@@ -45,7 +45,7 @@ from fxshard.ir.verify import baseline
 from fxshard.options import KEEP_ORDER_FLAGS, Options
 from fxshard.passes import _manager
 from fxshard.passes._base import GraphKind, PassContext
-from fxshard.passes.pipeline import CODEGEN_GIVEN, JOINT_GIVEN, LAST_GIVEN, SPLIT_GIVEN, Pipeline, of_variant
+from fxshard.passes.pipeline import JOINT_GIVEN, LAST_GIVEN, SPLIT_GIVEN, Pipeline, codegen_given, of_variant
 from fxshard.runtime import dispatch, rank_check
 from fxshard.runtime.dispatch import BackwardDispatch, Code, ForwardDispatch
 from fxshard.runtime.frame import Frame
@@ -317,8 +317,7 @@ class _Stages:
 
     def codegen_stage(self, gm: fx.GraphModule, kind: GraphKind) -> None:
         """The codegen stage of one graph, in place."""
-        given = CODEGEN_GIVEN if self.options.lower == "eager" else LAST_GIVEN
-        stage = f"{self._named(kind)}_codegen"
+        given, stage = codegen_given(self.options), f"{self._named(kind)}_codegen"
         _manager.run(gm, self.pipeline.codegen, self._context(kind), given=given, stage=stage)
 
     def _named(self, kind: GraphKind) -> str:
