@@ -187,7 +187,7 @@ def test_lets_the_verifier_be_switched_off(mesh: DeviceMesh) -> None:
         (lambda p: dataclasses.replace(p, split=[SinkWaits()]), r"Pipeline.split must be a tuple of GraphPass"),
         (lambda p: dataclasses.replace(p, split=(*p.split, SinkWaits)), r"Pipeline.split must be a tuple of GraphPass"),
         (lambda p: dataclasses.replace(p, split=p.split[:1]), "stage 'split': nothing ensures COLLECTIVES"),
-        (lambda p: dataclasses.replace(p, joint=p.joint[:-1]), "stage 'joint': nothing ensures RESHARD_TAGGED"),
+        (lambda p: dataclasses.replace(p, joint=p.joint[:1]), "stage 'joint': nothing ensures RESHARD_TAGGED"),
         (
             lambda p: dataclasses.replace(p, split=p.split[1:]),
             r"a property is missing. InsertCollectives\(\) requires DEDUPED",
