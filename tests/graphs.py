@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fxshard import MixedPrecisionPolicy, fully_shard
 from fxshard.compile import dynamo
-from fxshard.compile.stages import lower
+from fxshard.compile.variants import lower
 from fxshard.ir import pins
 from fxshard.ir.history import CAPTURED, PassHistory
 from fxshard.ir.plan import FramePlan

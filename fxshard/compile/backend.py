@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +11,10 @@ from torch import fx, nn
 
 from fxshard.compile import auto_shard, cudagraphs, dynamo
 from fxshard.compile.fsdp2_order import reduced_separately
+from fxshard.compile.inductor import compile_plain, require_known_flags
+from fxshard.compile.interpreter import interpret_plain
 from fxshard.compile.last_unit import keep_last_unit_unsharded
-from fxshard.compile.stages import lower, lower_plain, require_known_flags
+from fxshard.compile.variants import lower
 from fxshard.cost import hardware
 from fxshard.errors import ConfigError, FxshardError
 from fxshard.ir.memory_budget import GIB
@@ -72,7 +73,7 @@ def _dispatch(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Option
     if unsharded:
         auto_shard.shard_root(gm, unsharded, options)  # returns only where there is nothing to shard over
     dynamo.refuse_writes(gm, example_inputs)
-    return lower_plain(gm, example_inputs, options)
+    return compile_plain(gm, example_inputs, options)
 
 
 def frames_of(module: nn.Module) -> list[Frame]:
@@ -104,7 +105,7 @@ def capture_only(
         flats = dynamo.flats_of(example_inputs)
         if not flats:
             dynamo.refuse_writes(gm, example_inputs)
-            return lower_plain(gm, example_inputs, dataclasses.replace(options, lower="eager"))
+            return interpret_plain(gm, example_inputs)
         _require_one_way(options, flats)
         auto_shard.require_no_replicas(dynamo.unsharded_parameters(gm, example_inputs), flats)
         frame = _compile(gm, example_inputs, flats, options, generate_code=False)

@@ -1,6 +1,6 @@
 """Compiled code in torch's caches: what decides it besides the graph, and what comes out on a hit.
 
-See [Note: caches] in `stages.py` and `docs/adr/0006-caches.md`.
+See [Note: caches] in `variants.py` and `docs/adr/0006-caches.md`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch._inductor.output_code import CompiledFxGraph
 
 from fxshard.cost.hardware import HardwareSpec
 from fxshard.errors import InvariantError
-from fxshard.ir import launches
 from fxshard.ir.collectives import SlotIndex
+from fxshard.ir.launches import Launch
 from fxshard.ir.plan import FramePlan
 from fxshard.options import Options
 from fxshard.passes import pipeline as pipelines
@@ -48,12 +48,16 @@ class CompiledFacts:
     """
 
     kind: GraphKind
-    launches: tuple[launches.Launch, ...]
+    launches: tuple[Launch, ...]
     trained: dict[str, list[SlotIndex]]
     reads: dict[str, list[SlotIndex]]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     orders: dict[int, Order]
+
+    def launching(self, sequence: tuple[Launch, ...]) -> CompiledFacts:
+        """The same, of a graph with these collectives."""
+        return dataclasses.replace(self, launches=sequence)
 
     @property
     def signature(self) -> list[str]:
@@ -65,7 +69,13 @@ class CompiledFacts:
 
 
 class CodeOwner(Protocol):
-    """What a cache must be able to tell the compilation that finds something in it."""
+    """The compilation that code belongs to, as a compiler or a cache sees it.
+
+    Attributes:
+        found: kinds of the graphs that were compiled, or found in a cache.
+    """
+
+    found: set[GraphKind]
 
     def restore(self, facts: CompiledFacts) -> None:
         """Take over what the passes found out when the code was compiled."""
@@ -80,27 +90,27 @@ class CachedCode(CompiledFxGraph):
     facts: CompiledFacts
 
     @classmethod
-    def of(cls, compiled: CompiledFxGraph, facts: CompiledFacts, stages: CodeOwner) -> CachedCode:
+    def of(cls, compiled: CompiledFxGraph, facts: CompiledFacts, owner: CodeOwner) -> CachedCode:
         """The same object, ready to run."""
         compiled.__class__ = cls  # a copy would not do: the original's `__del__` ends the code that they share
         code = cast(CachedCode, compiled)
         code.facts = facts
-        code._prepare(stages)
+        code._prepare(owner)
         return code
 
     def post_compile(self, *args: Any, **kwargs: Any) -> None:
         """Called when the code was found in the cache, in the process that will run it."""
         super().post_compile(*args, **kwargs)
-        stages: CodeOwner | None = getattr(inductor_config.custom_partitioner_fn, "stages", None)  # of who looks for it
-        if stages is None:
+        owner: CodeOwner | None = getattr(inductor_config.custom_partitioner_fn, "owner", None)  # who looks for it
+        if owner is None:
             raise InvariantError("compiled code of fxshard was found by somebody else.")
-        stages.restore(self.facts)
-        self._prepare(stages)
+        owner.restore(self.facts)
+        self._prepare(owner)
 
-    def _prepare(self, stages: CodeOwner) -> None:
+    def _prepare(self, owner: CodeOwner) -> None:
         if self.current_callable is None:
             raise InvariantError("Inductor handed over a graph without code.")
-        self.current_callable = stages.prepared(self.current_callable, self.facts)
+        self.current_callable = owner.prepared(self.current_callable, self.facts)
 
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from fxshard import torch_private
 from fxshard.compile import backend
-from fxshard.compile.stages import require_known_flags
+from fxshard.compile.inductor import require_known_flags
 from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.inspect.all_ranks import AllRanksRun, Captured, InputValues, PerRank, constant, originals_of, run
 from fxshard.inspect.explain import type_name

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard import torch_private
 from fxshard.compile import backend
-from fxshard.compile.stages import require_known_flags
+from fxshard.compile.inductor import require_known_flags
 from fxshard.cost import hardware
 from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.inspect.explanation import Explanation, FrameExplanation

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fxshard
-from fxshard.compile.stages import _Partitioner, _Stages
+from fxshard.compile.inductor import Partitioner
+from fxshard.compile.stages import Stages
+from fxshard.compile.variants import Compilation
 from fxshard.options import Options
 from fxshard.passes.pipeline import DEFAULT
 from fxshard.runtime.frame import Frame
@@ -87,8 +89,9 @@ def test_inductor_keys_its_cache_on_the_digest_of_options_plan_and_passes(mesh: 
     compile_module(model, options=EAGER)(torch.ones(2, 4))
     frame = next(f for unit in units_under(model) for r in unit.frames if (f := r()) is not None)
 
-    def partitioner(options: Options, of: Frame = frame) -> _Partitioner:
-        return _Partitioner(_Stages(of, DEFAULT, options, generate_code=True))
+    def partitioner(options: Options, of: Frame = frame) -> Partitioner:
+        stages = Stages(of, DEFAULT, options)
+        return Partitioner(stages, Compilation(stages))
 
     same, other = partitioner(Options()), partitioner(Options(inductor={"max_autotune": True}))
     assert same.uuid() == partitioner(Options()).uuid() != other.uuid()

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard import MixedPrecisionPolicy, fully_shard
 from fxshard.compile import dynamo
-from fxshard.compile.stages import lower
+from fxshard.compile.variants import lower
 from fxshard.inspect.fake_model import FakeModel
 from fxshard.ir.plan import FramePlan, UnitPlan
 from fxshard.options import Options

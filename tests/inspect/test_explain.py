@@ -87,7 +87,12 @@ def test_without_gradients_shows_the_inference_graph() -> None:
 
 def test_evaluation_mode_with_gradients_shows_the_training_graphs_that_torch_compiles() -> None:
     explanation = explain(TwoLayers().eval(), X, world_size=2, options=EAGER)
-    assert list(explanation.graphs) == ["dynamo", "joint", "forward", "backward"]
+    assert [stage for stage in explanation.graphs if not stage.endswith("_codegen")] == [
+        "dynamo",
+        "joint",
+        "forward",
+        "backward",
+    ]
 
 
 def test_a_record_of_a_pass_that_changed_nothing_shares_its_graph() -> None:

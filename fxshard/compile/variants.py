@@ -1,0 +1,197 @@
+"""Compile a captured graph, and later its variants: from Dynamo's graph to code that a frame runs.
+
+[Note: caches]
+AOTAutograd looks for a Dynamo graph in its cache before any of our passes runs. So that a hit is worth as much as a
+compilation, what goes in is a `CachedCode`: Inductor's code together with the facts that our passes found out. When
+it comes out, it puts the ranks' agreement before its collectives and tells the frame. A backward is compiled along
+with its forward, because an entry is made of both. The history of a hit has the captured graph only; the rest is made
+when somebody looks (`LazyHistory`). What the key consists of is in `fxshard/compile/cache.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
+
+from fxshard import torch_private
+from fxshard.compile import cudagraphs, inductor, interpreter
+from fxshard.compile.cache import CompiledFacts
+from fxshard.compile.stages import Stages
+from fxshard.errors import InvariantError
+from fxshard.ir.history import CAPTURED, LazyHistory, PassResult, snapshot, with_variant
+from fxshard.ir.variant import Variant
+from fxshard.options import Options
+from fxshard.passes._base import GraphKind
+from fxshard.passes.pipeline import Pipeline
+from fxshard.runtime import rank_check
+from fxshard.runtime.dispatch import BackwardDispatch, Code, ForwardDispatch
+from fxshard.runtime.frame import Frame
+
+
+def lower(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    frame: Frame,
+    pipeline: Pipeline,
+    options: Options,
+    *,
+    generate_code: bool = True,
+) -> None:
+    """Compile a captured graph with markers; sets `frame.compiled` and fills `frame.history`.
+
+    Args:
+        gm: from Dynamo, with bound markers.
+        inputs: of the graph.
+        frame: what to fill.
+        pipeline: the passes.
+        options: the user's.
+        generate_code: whether Inductor gets as far as code; without, the graphs are interpreted node by node, and
+            backward is compiled at once even where AOTAutograd would wait for its first run.
+    """
+    frame.history.begin("dynamo", gm.graph, "as Dynamo captured it")
+    stages = Stages(frame, pipeline, options, generate_code=generate_code)
+    frame.compiled = Compilation(stages).run(gm, inputs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileContext:
+    """The surroundings of one compilation, kept for one that comes later.
+
+    Attributes:
+        inputs: of the graph, fake.
+        mode: their fake mode.
+        grad: whether gradients are recorded.
+        autocast: device type, dtype and whether it is on.
+    """
+
+    inputs: list[Any]
+    mode: Any
+    grad: bool
+    autocast: tuple[str, torch.dtype, bool]
+
+    @classmethod
+    def capture(cls, graph: fx.Graph) -> CompileContext:
+        """Of a compilation of `graph`, which Dynamo captured, that begins now."""
+        inputs = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
+        tensors = [value for value in inputs if isinstance(value, Tensor)]
+        device = tensors[0].device.type  # a flat is among them
+        autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        return cls(inputs=inputs, mode=torch_private.mode_of(tensors), grad=torch.is_grad_enabled(), autocast=autocast)
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """As it was then, and as there outside of all dispatch modes: a forward's may be on by now."""
+        device, dtype, on = self.autocast
+        grad, autocast = torch.set_grad_enabled(self.grad), torch.autocast(device, dtype, on)
+        with torch_private.without_modes(), torch_private.tracing_in(self.mode), grad, autocast:
+            yield
+
+
+class Compilation:
+    """One compilation of a captured graph; what it made, and how its variants are made later.
+
+    Attributes:
+        found: kinds of the graphs that were compiled, or found in a cache.
+    """
+
+    def __init__(self, stages: Stages) -> None:
+        """Begin with the passes; the history of their frame has the captured graph."""
+        self.found: set[GraphKind] = set()
+        self._stages, self._frame = stages, stages.frame
+        self._history = stages.history
+        self._context = CompileContext.capture(self._captured)
+        self._made: dict[GraphKind, tuple[Callable[..., Any], CompiledFacts]] = {}
+
+    @property
+    def _captured(self) -> fx.Graph:
+        return self._history.stages["dynamo"][CAPTURED].graph
+
+    def run(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile the captured graph."""
+        with functorch_config.patch(self._aot_patches(inputs)):
+            if self._stages.options.lower == "eager":
+                return interpreter.interpret(gm, inputs, self._stages, self)
+            compiled = inductor.compile_with_inductor(gm, inputs, self._stages, self)
+        if not self.found:
+            raise InvariantError("AOTAutograd returned code that fxshard has not seen.")
+        return compiled
+
+    def _aot_patches(self, inputs: Sequence[Any]) -> dict[str, Any]:
+        """The configuration of AOTAutograd."""
+        stages = self._stages
+        if not stages.generate_code or stages.only is not None:
+            at_once = stages.only in (None, "backward")
+            # What a resident forward saves may be the unit's own copy: no memory for backward to reuse.
+            may_reuse = {} if not stages.variant.resident else {"donated_buffer": False}
+            return {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": at_once, **may_reuse}
+        # The cache knows a tensor subclass by its global shape: one rank would get the code of another's rows.
+        subclasses = any(isinstance(value, Tensor) and torch_private.is_wrapper(value) for value in inputs)
+        if subclasses or stages.digest is None or stages.options.lower == "eager" or stages.options.cudagraphs:
+            return {"enable_autograd_cache": False}
+        both = {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True}
+        return both if functorch_config.enable_autograd_cache else {}
+
+    def prepared(self, code: Callable[..., Any], facts: CompiledFacts) -> Callable[..., Any]:
+        """A graph's code with the ranks' agreement before it, and in front of it the choice of its variant."""
+        code = cudagraphs.guarded(self._stages.options, code, facts.kind, counters["inductor"])
+        run = rank_check.guard(code, facts.kind, facts.launches)
+        self._made[facts.kind] = run, facts
+        if self._stages.only is not None:
+            return run
+        dispatch = BackwardDispatch if facts.kind == "backward" else ForwardDispatch
+        compile_variant = functools.partial(self._compile_variant, facts.kind)
+        return dispatch(Code(run, facts.orders), facts.reads, self._frame, compile_variant)
+
+    def restore(self, facts: CompiledFacts) -> None:
+        """Tell the frame what the passes found out when this code, which was found in a cache, was compiled."""
+        self.found.add(facts.kind)
+        self._frame.trained.update({unit: list(slots) for unit, slots in facts.trained.items()})
+        if not isinstance(self._frame.history, LazyHistory):
+            self._frame.history = LazyHistory(self._replay)
+
+    def _compile_variant(self, kind: GraphKind, which: Variant) -> Code:
+        """The code of another variant of a graph, made as the plain one was."""
+        other = self._again(which, kind, generate_code=True)
+        made = other._made.get(kind)
+        if made is None or made[1].signature != self._made[kind][1].signature:
+            name = which.name(self._frame.trained)
+            raise InvariantError(f"the {name} {kind} takes or gives other things than the plain one.")
+        ours, theirs = self._frame.history, other._frame.history
+        self._frame.history = LazyHistory(lambda: with_variant(ours, theirs, kind))
+        return Code(made[0], made[1].orders)
+
+    def _replay(self) -> dict[str, dict[str, PassResult]]:
+        """Run all passes again, and give what the history then has."""
+        return self._again(self._stages.variant, self._stages.only, generate_code=False)._history.stages
+
+    def _again(self, variant: Variant, only: GraphKind | None, *, generate_code: bool) -> Compilation:
+        """Compile the graph as Dynamo captured it once more, into a frame of its own."""
+        graph = self._captured
+        gm = fx.GraphModule(graph.owning_module or nn.Module(), snapshot(graph))
+        frame = Frame(
+            self._frame.plan,
+            hardware=self._frame.hardware,
+            unsharded_budget_bytes=self._frame.unsharded_budget_bytes,
+        )
+        frame.history.begin("dynamo", gm.graph, "as Dynamo captured it")
+        with self._context.restored():
+            stages = Stages(
+                frame,
+                self._stages.pipeline,
+                self._stages.options,
+                variant=variant,
+                only=only,
+                generate_code=generate_code,
+                traced=self._stages.traced,
+            )
+            again = Compilation(stages)
+            again.run(gm, self._context.inputs)
+        return again
