@@ -188,7 +188,7 @@ def _table(title: str, several_frames: bool) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
-    made = Table(box=SIMPLE_HEAD, title=escape(title), title_justify="left")
+    made = Table(box=SIMPLE_HEAD, title=escape(title), title_justify="left", collapse_padding=True)
     for name in (*["frame"] * several_frames, "stage"):
         made.add_column(name, no_wrap=True)
     return made

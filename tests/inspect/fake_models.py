@@ -19,7 +19,7 @@ from fxshard.compile.variants import lower
 from fxshard.inspect.fake_model import FakeModel
 from fxshard.ir.plan import FramePlan, UnitPlan
 from fxshard.options import Options
-from fxshard.passes.pipeline import DEFAULT
+from fxshard.passes.pipeline import default
 from fxshard.runtime.frame import Frame
 from fxshard.sharding.sharded_module import units_under
 
@@ -183,7 +183,7 @@ class Traces:
         frame = Frame(dynamo.bind_markers(gm, dynamo.flats_of(inputs)))
         self.plans.append(frame.plan)
         self.graphs.append(re.sub(r" : torch\.\S+", "", str(gm.graph)))  # without the types of the inputs
-        lower(gm, inputs, frame, DEFAULT, Options(lower="eager", verify=False), generate_code=False)
+        lower(gm, inputs, frame, default(lower="eager"), Options(lower="eager", verify=False), generate_code=False)
         self.trained.append(frame.trained)
         return frame
 

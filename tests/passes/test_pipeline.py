@@ -36,7 +36,7 @@ def pass_of(module: str) -> type[GraphPass]:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_finds_every_pass_in_the_pipeline_or_among_the_optional_ones(module: str) -> None:
-    used = {type(step) for step in (*DEFAULT.joint, *DEFAULT.split, *DEFAULT.last)}
+    used = {type(step) for step in (*DEFAULT.joint, *DEFAULT.split, *DEFAULT.last, *DEFAULT.codegen)}
     assert pass_of(module) in used | set(OPTIONAL)
 
 

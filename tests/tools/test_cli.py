@@ -188,7 +188,7 @@ def test_a_narrow_terminal_gets_the_summary_and_the_schedules(
     text = capsys.readouterr().out
     assert text.startswith("Explanation of TwoLayers: 2 units, world size 64, 1 frame\n  dynamo ")
     assert text.count("no schedule can beat") == 2
-    assert max(map(len, text.splitlines()[5:])) <= 100
+    assert max(map(len, text.splitlines()[7:])) <= 100
 
 
 def test_explain_prints_the_graphs_after_a_pass(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
