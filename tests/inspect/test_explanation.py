@@ -40,17 +40,18 @@ def test_prints_the_graphs_after_a_pass(two_layers: Explanation, capsys: pytest.
         (
             ("insert_collective",),
             "there is no pass 'insert_collective'. Did you mean 'insert_collectives'? There are: captured, "
-            "dedup_unshard, reshard_policy, insert_collectives, bucket_collectives, coalesce_collectives, sink_waits, "
-            "hoist_prefetch, assign_streams.",
+            "dedup_unshard, reshard_policy, tag_parameter_views, insert_collectives, bucket_collectives, "
+            "coalesce_collectives, sink_waits, hoist_prefetch, assign_streams, hand_off_prefetch, lower_streams.",
         ),
         (
             ("insert_collectives", "joint"),
-            "there is no pass 'insert_collectives' in stage 'joint'. Did you mean 'captured'? There are: "
-            "captured, dedup_unshard, reshard_policy.",
+            "there is no pass 'insert_collectives' in stage 'joint'. Did you mean 'tag_parameter_views'? There "
+            "are: captured, dedup_unshard, reshard_policy, tag_parameter_views.",
         ),
         (
             ("captured", "forwards"),
-            "there is no stage 'forwards'. Did you mean 'forward'? There are: dynamo, joint, forward, backward.",
+            "there is no stage 'forwards'. Did you mean 'forward'? There are: dynamo, joint, forward, forward_codegen, "
+            "backward, backward_codegen.",
         ),
         (("captured", None, 1), "there is no frame 1: there are 1, counted from 0."),
         (("captured", None, -1), "there is no frame -1: there are 1, counted from 0."),
@@ -94,7 +95,7 @@ def test_prints_one_frame_or_all(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     explanation.print("captured", frame=1)
     assert re.findall(r"^# frame (\d), (\w+)", capsys.readouterr().out, re.MULTILINE) == [
-        ("1", stage) for stage in ("dynamo", "joint", "forward", "backward")
+        ("1", stage) for stage in ("dynamo", "joint", "forward", "forward_codegen", "backward", "backward_codegen")
     ]
 
 
@@ -102,7 +103,7 @@ def test_prints_one_frame_or_all(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_stats_are_expressions_in_the_world_size(two_layers: Explanation) -> None:
-    assert list(two_layers.stats) == ["joint", "forward", "backward"]
+    assert list(two_layers.stats) == ["joint", "forward", "forward_codegen", "backward", "backward_codegen"]
     stats = two_layers.stats["backward"]["insert_collectives"]
     assert stats.collectives == {"all_gather": 1, "reduce_scatter": 2}
     assert "world_size" in stats.symbols
