@@ -11,9 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fxshard.errors import ConfigError
-from fxshard.state import compare
-from fxshard.state.compare import Claim
-from fxshard.state.local_shards import gather_all
+from fxshard.state.local_shards import gather_all, require_bucket
+from fxshard.state.names import module_in
 from fxshard.state.optimizer_state import (
     STATE,
     ParameterNames,
@@ -29,7 +28,7 @@ from fxshard.state.optimizer_state import (
     without_rows,
 )
 from fxshard.state.progress import showing
-from fxshard.state.state_ranks import StateRanks, module_in, ranks_of, require_bucket, state_ranks_of
+from fxshard.state.ranks import Caught, Claim, Ranks, ranks_of
 
 CALL = "full_optim_state_dict"
 
@@ -45,22 +44,22 @@ def gather_optimizer(
     bucket_mib: float,
 ) -> dict[str, Any]:
     """What `fxshard.full_optim_state_dict` does."""
-    state_ranks = state_ranks_of(model)
+    ranks = Ranks.of(model)
     recipient: int | None = None
     names, facts = ParameterNames({}, {}, []), dict[str, str]()
     whole, states = dict[str, Any](), dict[int, ParameterState]()
-    with compare.Caught() as caught:
+    with Caught() as caught:
         require_bucket(bucket_mib)
         _require_keys(keys)
-        recipient = state_ranks.recipient(recipient_rank)
+        recipient = ranks.recipient(recipient_rank)
         names = names_of(module_in(model), optim)
         whole, states = split_state(optim, names, to_cpu=cpu_offload)
         _require_other_names(whole[STATE], keys)
         arguments = f"recipient_rank={recipient_rank}, cpu_offload={cpu_offload}, bucket_mib={bucket_mib}"
         facts = {"arguments": arguments, **facts_of(optim, names, states, whole)}
-    lacking = compare.compare(CALL, caught, facts, functools.partial(_detailed, facts, names, state_ranks), state_ranks)
+    lacking = ranks.compare(CALL, caught, facts, functools.partial(_detailed, facts, names, ranks))
     if any(lacking):
-        states = _completed(states, names, lacking, state_ranks)
+        states = _completed(states, names, lacking, ranks)
     fulls = gather_all(
         [held for state in states.values() for held in state.held],
         recipient=recipient,
@@ -84,10 +83,10 @@ def _require_other_names(others: Mapping[Any, Any], keys: str) -> None:
         )
 
 
-def _detailed(facts: Mapping[str, str], names: ParameterNames, state_ranks: StateRanks) -> dict[str, Claim]:
+def _detailed(facts: Mapping[str, str], names: ParameterNames, ranks: Ranks) -> dict[str, Claim]:
     """The facts with the ranks that they are shared with."""
     by_fact = {state_fact(fqn): names.parameters[i] for i, fqn in names.fqns.items()}
-    everyone = tuple(state_ranks.ranks)
+    everyone = tuple(ranks.members)
     return {
         name: Claim(text=text, ranks=ranks_of(by_fact[name]), may_lack=has_no_rows(by_fact[name]))
         if name in by_fact
@@ -100,15 +99,15 @@ def _completed(
     states: Mapping[int, ParameterState],
     names: ParameterNames,
     lacking: Sequence[Sequence[str]],
-    state_ranks: StateRanks,
+    ranks: Ranks,
 ) -> dict[int, ParameterState]:
     """The states, with those that this rank lacks because it has no rows of the parameter, as others describe them."""
     wanted = dict.fromkeys(name for each in lacking for name in each)
     ids = {state_fact(fqn): i for i, fqn in names.fqns.items()}
     offered = {name: described(states[ids[name]]) for name in wanted if ids.get(name) in states}
-    everyone = dict(zip(state_ranks.ranks, compare.exchange(offered, state_ranks.group), strict=True))
+    everyone = dict(zip(ranks.members, ranks.exchange(offered), strict=True))
     completed = dict(states)
-    for name in lacking[state_ranks.rank]:
+    for name in lacking[ranks.rank]:
         parameter = names.parameters[ids[name]]
         donor = next(everyone[rank][name] for rank in ranks_of(parameter) if name in everyone[rank])
         completed[ids[name]] = without_rows(*donor, parameter)

@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fxshard.errors import ConfigError
-from fxshard.state import compare
 from fxshard.state.local_shards import LocalShard, value_text
-from fxshard.state.state_ranks import StateRanks, ranks_of
+from fxshard.state.ranks import Caught, Claim, Ranks, ranks_of
 
 _MOST = 10  # problems that a message lists
 
@@ -59,9 +58,7 @@ class FullState:
     source: int | None = None
 
 
-def choose_source(
-    call: str, caught: compare.Caught, state: Mapping[str, Any], bucket_mib: float, state_ranks: StateRanks
-) -> int | None:
+def choose_source(call: str, caught: Caught, state: Mapping[str, Any], bucket_mib: float, ranks: Ranks) -> int | None:
     """The global rank whose state is loaded: the first that was given one; `None` if all were.
 
     Raises:
@@ -73,7 +70,7 @@ def choose_source(
             if not isinstance(state, Mapping):
                 raise ConfigError(f"the state must be a dict, got {type(state).__name__}.")
             is_given = bool(state)
-    passed = compare.exchange((is_given, bucket_mib), state_ranks.group)
+    passed = ranks.exchange((is_given, bucket_mib))
     given = [each for each, _ in passed]
     with caught:
         if caught.error is None and len({size for _, size in passed}) > 1:
@@ -81,13 +78,11 @@ def choose_source(
             raise ConfigError(f"bucket_mib differs between ranks: {sizes}. Pass the same on every rank.")
         if caught.error is None and not any(given):
             raise ConfigError("no rank was given a state. Pass it on rank 0, and {} on the others, or on every rank.")
-    compare.raise_together(call, caught, state_ranks.group)
-    return None if all(given) else state_ranks.ranks[given.index(True)]
+    ranks.raise_together(call, caught)
+    return None if all(given) else ranks.members[given.index(True)]
 
 
-def share(
-    call: str, caught: compare.Caught, full: FullState | None, source: int | None, state_ranks: StateRanks
-) -> FullState:
+def share(call: str, caught: Caught, full: FullState | None, source: int | None, ranks: Ranks) -> FullState:
     """The full state on every rank; the tensors themselves stay where they are.
 
     Raises:
@@ -96,11 +91,11 @@ def share(
     with caught:
         if caught.error is None and full is not None and source is not None:
             _require_sendable(full.contents)
-    compare.raise_together(call, caught, state_ranks.group)
-    if full is not None and (source is None or state_ranks.group is None):
+    ranks.raise_together(call, caught)
+    if full is not None and (source is None or ranks.group is None):
         return full
     told: list[Any] = [None if full is None else (full.contents, full.announced)]
-    dist.broadcast_object_list(told, src=source, group=state_ranks.group)
+    dist.broadcast_object_list(told, src=source, group=ranks.group)
     contents, announced = told[0]
     tensors = None if full is None else full.tensors
     return FullState(contents=contents, announced=announced, tensors=tensors, source=source)
@@ -129,11 +124,11 @@ def refuse(problems: Iterable[str]) -> None:
 
 def require_alike(
     call: str,
-    caught: compare.Caught,
+    caught: Caught,
     full: FullState,
     targets: Sequence[LocalShard],
     sharing: Mapping[str, Tensor],
-    state_ranks: StateRanks,
+    ranks: Ranks,
     own: Mapping[str, str] | None = None,
 ) -> None:
     """Make sure, before anything is written, that every rank can take what is coming, and that it is the same.
@@ -144,7 +139,7 @@ def require_alike(
         full: what is coming.
         targets: where it goes.
         sharing: name -> the parameter or buffer that says which ranks share what is coming; all ranks share the rest.
-        state_ranks: the ranks.
+        ranks: the ranks.
         own: what each of them has itself that all must have alike: name -> in words.
 
     Raises:
@@ -154,20 +149,20 @@ def require_alike(
     if caught.error is None:
         with caught:
             facts = {each.name: target.text for each, target in zip(full.announced, targets, strict=True)}
-            if full.source is None and state_ranks.group is not None:
+            if full.source is None and ranks.group is not None:
                 facts = {**_valued(facts, full, targets, sharing), **full.others}
             facts |= own or {}
 
-    def detailed() -> dict[str, compare.Claim]:
-        everyone = tuple(state_ranks.ranks)
+    def detailed() -> dict[str, Claim]:
+        everyone = tuple(ranks.members)
         whole = {each.name for each, target in zip(full.announced, targets, strict=True) if target.mesh is None}
         sent = whole if full.source is not None else set()
         return {
-            name: compare.Claim(text=text, ranks=ranks_of(sharing[name]) if name in sharing.keys() - sent else everyone)
+            name: Claim(text=text, ranks=ranks_of(sharing[name]) if name in sharing.keys() - sent else everyone)
             for name, text in facts.items()
         }
 
-    compare.compare(call, caught, facts, detailed, state_ranks)
+    ranks.compare(call, caught, facts, detailed)
 
 
 def _valued(

@@ -14,9 +14,10 @@ from torch.optim import LBFGS, Adafactor, Optimizer
 
 from fxshard.errors import ConfigError
 from fxshard.runtime.parameters import shard_rows
-from fxshard.state import compare, full_state
+from fxshard.state import full_state
 from fxshard.state.full_state import Announced, FullState
-from fxshard.state.local_shards import LocalShard, is_sharded
+from fxshard.state.local_shards import LocalShard, is_sharded, require_bucket
+from fxshard.state.names import module_in
 from fxshard.state.optimizer_state import (
     GROUPS,
     PARAMS,
@@ -30,8 +31,8 @@ from fxshard.state.optimizer_state import (
     unknown_keys,
 )
 from fxshard.state.pytree import LeafMark, Path, put_back, take_out
+from fxshard.state.ranks import Caught, Ranks
 from fxshard.state.scatter import deliver
-from fxshard.state.state_ranks import module_in, require_bucket, state_ranks_of
 
 CALL = "load_full_optim_state_dict"
 
@@ -66,20 +67,20 @@ class _GivenState:
 @torch.no_grad()
 def load_optimizer(model: nn.Module, optim: Optimizer, state: Mapping[str, Any], *, bucket_mib: float) -> None:
     """What `fxshard.load_full_optim_state_dict` does."""
-    state_ranks = state_ranks_of(model)
+    ranks = Ranks.of(model)
     names = ParameterNames({}, {}, [])
-    with compare.Caught() as caught:
+    with Caught() as caught:
         require_bucket(bucket_mib)
         names = names_of(module_in(model), optim)
-    source = full_state.choose_source(CALL, caught, state, bucket_mib, state_ranks)
+    source = full_state.choose_source(CALL, caught, state, bucket_mib, ranks)
     full = None
-    with compare.Caught() as caught:
-        if source is None or state_ranks.ranks[state_ranks.rank] == source:
+    with Caught() as caught:
+        if source is None or ranks.members[ranks.rank] == source:
             full = _packed(state, names)
-    full = full_state.share(CALL, caught, full, source, state_ranks)
+    full = full_state.share(CALL, caught, full, source, ranks)
     contents = cast(_GivenState, full.contents)
     places: list[_LoadTarget] = []
-    with compare.Caught() as caught:
+    with Caught() as caught:
         full_state.refuse(_misfits(contents, names))
         places = _targets(contents, full.announced, names, optim)
         problems = [problem for each in places for problem in each.problems]
@@ -89,13 +90,13 @@ def load_optimizer(model: nn.Module, optim: Optimizer, state: Mapping[str, Any],
     sharing = {each.announced.name: each.parameter for each in places}
     sharing |= {state_fact(fqn): names.parameters[names.ids[fqn]] for fqn in contents.states if fqn in names.ids}
     own = {"optimizer": type(optim).__qualname__}
-    full_state.require_alike(CALL, caught, full, targets, sharing, state_ranks, own)
+    full_state.require_alike(CALL, caught, full, targets, sharing, ranks, own)
     for each in places:
         each.allocate()
-    deliver([each.held for each in places], full.tensors, full.source, state_ranks, bucket_mib)
-    with compare.Caught() as caught:  # load_state_dict and its hooks are the user's
+    deliver([each.held for each in places], full.tensors, full.source, ranks, bucket_mib)
+    with Caught() as caught:  # load_state_dict and its hooks are the user's
         _install(optim, names, contents, [each.finished() for each in places])
-    compare.raise_together(CALL, caught, state_ranks.group)
+    ranks.raise_together(CALL, caught)
 
 
 def _packed(state: Mapping[str, Any], names: ParameterNames) -> FullState:

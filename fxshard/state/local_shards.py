@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fxshard.errors import ConfigError
 from fxshard.runtime.parameters import local_of
 from fxshard.runtime.rank_check import checksum
 from fxshard.state import gather
@@ -186,3 +187,13 @@ def device_of(held: Sequence[LocalShard]) -> torch.device:
         if each.local.device.type == device_type:
             return each.local.device
     return torch.empty(0, device=device_type).device
+
+
+def require_bucket(bucket_mib: object) -> None:
+    """Raise unless it is a size.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not isinstance(bucket_mib, int | float) or not 0 < bucket_mib < math.inf:
+        raise ConfigError(f"bucket_mib must be a positive number of MiB, got {bucket_mib!r}.")

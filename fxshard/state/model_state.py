@@ -13,15 +13,15 @@ from torch.distributed.tensor import DTensor
 
 from fxshard.errors import ConfigError
 from fxshard.runtime.rank_check import checksum
-from fxshard.state import compare, full_state
+from fxshard.state import full_state
 from fxshard.state.full_state import Announced, FullState
-from fxshard.state.local_shards import LocalShard, gather_all, hold
-from fxshard.state.names import fqn_of
+from fxshard.state.local_shards import LocalShard, gather_all, hold, require_bucket
+from fxshard.state.names import fqn_of, module_in
 from fxshard.state.optimizer_state import simple
 from fxshard.state.progress import showing
 from fxshard.state.pytree import LeafMark
+from fxshard.state.ranks import Caught, Claim, Ranks, ranks_of
 from fxshard.state.scatter import deliver
-from fxshard.state.state_ranks import StateRanks, module_in, ranks_of, require_bucket, state_ranks_of
 from fxshard.state.user_hooks import ExtraStates, is_extra, require_writable
 
 CALL, LOAD_CALL = "full_state_dict", "load_full_state_dict"
@@ -47,20 +47,20 @@ def gather_model(
     model: nn.Module, *, recipient_rank: int | None, cpu_offload: bool, bucket_mib: float
 ) -> dict[str, Any]:
     """What `fxshard.full_state_dict` does."""
-    state_ranks = state_ranks_of(model)
+    ranks = Ranks.of(model)
     state: dict[str, Any] = {}
     held: dict[int, LocalShard] = {}
     facts: dict[str, str] = {}
     recipient = None
-    with compare.Caught() as caught:
+    with Caught() as caught:
         require_bucket(bucket_mib)
-        recipient = state_ranks.recipient(recipient_rank)
+        recipient = ranks.recipient(recipient_rank)
         state = state_of_module(module_in(model))
         _require_values(state)
         held = {id(value): hold(value) for value in state.values() if isinstance(value, Tensor)}  # tied ones once
         facts = {name: held[id(value)].text if id(value) in held else simple(value) for name, value in state.items()}
         facts["arguments"] = f"recipient_rank={recipient_rank}, cpu_offload={cpu_offload}, bucket_mib={bucket_mib}"
-    compare.compare(CALL, caught, facts, functools.partial(_detailed, facts, state, state_ranks), state_ranks)
+    ranks.compare(CALL, caught, facts, functools.partial(_detailed, facts, state, ranks))
     fulls = gather_all(
         list(held.values()),
         recipient=recipient,
@@ -83,42 +83,42 @@ def _require_values(state: Mapping[str, Any]) -> None:
         )
 
 
-def _detailed(facts: Mapping[str, str], state: Mapping[str, Any], state_ranks: StateRanks) -> dict[str, compare.Claim]:
-    everyone = tuple(state_ranks.ranks)
-    ranks = {name: ranks_of(value) if isinstance(value, DTensor) else everyone for name, value in state.items()}
-    return {name: compare.Claim(text=text, ranks=ranks.get(name, everyone)) for name, text in facts.items()}
+def _detailed(facts: Mapping[str, str], state: Mapping[str, Any], ranks: Ranks) -> dict[str, Claim]:
+    everyone = tuple(ranks.members)
+    sharing = {name: ranks_of(value) if isinstance(value, DTensor) else everyone for name, value in state.items()}
+    return {name: Claim(text=text, ranks=sharing.get(name, everyone)) for name, text in facts.items()}
 
 
 @torch.no_grad()
 def load_model(model: nn.Module, state: Mapping[str, Any], *, bucket_mib: float) -> None:
     """What `fxshard.load_full_state_dict` does."""
-    state_ranks = state_ranks_of(model)
+    ranks = Ranks.of(model)
     own: dict[str, Any] = {}
-    with compare.Caught() as caught:
+    with Caught() as caught:
         model = module_in(model)
         own = state_of_module(model)
         require_bucket(bucket_mib)
         _require_values(own)
         _require_registered(model, own)
-    source = full_state.choose_source(LOAD_CALL, caught, state, bucket_mib, state_ranks)
+    source = full_state.choose_source(LOAD_CALL, caught, state, bucket_mib, ranks)
     full = None
-    with compare.Caught() as caught:
-        if source is None or state_ranks.ranks[state_ranks.rank] == source:
+    with Caught() as caught:
+        if source is None or ranks.members[ranks.rank] == source:
             full = _packed(state, model)
             full_state.refuse(_tied_otherwise(full, own))
-    full = full_state.share(LOAD_CALL, caught, full, source, state_ranks)
+    full = full_state.share(LOAD_CALL, caught, full, source, ranks)
     targets: list[LocalShard] = []
-    with compare.Caught() as caught:
+    with Caught() as caught:
         full_state.refuse(_misfits(full, own))
         targets = [hold(own[each.name]) for each in full.announced]
         full_state.refuse(full_state.out_of_reach(full, targets))
-    full_state.require_alike(LOAD_CALL, caught, full, targets, own, state_ranks)
+    full_state.require_alike(LOAD_CALL, caught, full, targets, own, ranks)
     landings = [_contiguous(target) for target in targets]
     with ExtraStates(model, full.contents) as extra_states:
-        with compare.Caught() as caught:
+        with Caught() as caught:
             extra_states.set()
-        compare.raise_together(LOAD_CALL, caught, state_ranks.group)
-        deliver(landings, full.tensors, full.source, state_ranks, bucket_mib)
+        ranks.raise_together(LOAD_CALL, caught)
+        deliver(landings, full.tensors, full.source, ranks, bucket_mib)
     for target, landing in zip(targets, landings, strict=True):
         if landing is not target:
             target.local.copy_(landing.local)

@@ -6,6 +6,10 @@ from collections.abc import Iterator
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from fxshard.errors import ConfigError
+from fxshard.sharding.sharded_module import plain_module
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
@@ -34,3 +38,24 @@ def named_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Iter
     """FQN and parameter; a tied one under its first name, or under all."""
     pairs = model.named_parameters(remove_duplicate=remove_duplicate)
     return ((fqn_of(model, name), parameter) for name, parameter in pairs)
+
+
+def module_in(model: object) -> nn.Module:
+    """The model without the wrapper of `torch.compile`.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be an nn.Module, got {type(model).__name__}.")
+    return plain_module(model)
+
+
+def require_optimizer(optim: object) -> None:
+    """Raise unless it is an optimizer.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not isinstance(optim, Optimizer):
+        raise ConfigError(f"optim must be a torch.optim.Optimizer, got {type(optim).__name__}.")

@@ -15,9 +15,8 @@ from fxshard.errors import ConfigError
 from fxshard.runtime.parameters import local_of
 from fxshard.sharding.sharded_module import plain_module
 from fxshard.state.local_shards import LocalShard, copied, hold, is_sharded, value_text
-from fxshard.state.names import named_parameters
+from fxshard.state.names import named_parameters, require_optimizer
 from fxshard.state.pytree import Leaf, LeafMark, Path, put_back, take_out
-from fxshard.state.state_ranks import require_optimizer
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 """Keys of an optimizer's state_dict; any other key of it is kept as it is."""

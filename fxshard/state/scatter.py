@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard.runtime.raw import as_bytes
 from fxshard.state.local_shards import MIB, LocalShard, device_of
+from fxshard.state.ranks import Ranks
 from fxshard.state.rounds import Item, Kind, Round, rounds_of
-from fxshard.state.state_ranks import StateRanks
 from fxshard.state.transport import Buckets, UnderWay, Wire, launched, lengths, part, run
 
 
@@ -117,7 +117,7 @@ def deliver(
     targets: Sequence[LocalShard],
     fulls: Sequence[Tensor] | None,
     source: int | None,
-    state_ranks: StateRanks,
+    ranks: Ranks,
     bucket_mib: float,
 ) -> None:
     """Fill this rank's rows of every target, and the whole of those that are not cut into rows.
@@ -126,10 +126,10 @@ def deliver(
         targets: what to fill; alike on all ranks, contiguous.
         fulls: the full tensors, where they are.
         source: global rank that has them; `None` if every rank has.
-        state_ranks: the ranks.
+        ranks: the ranks.
         bucket_mib: of a bucket.
     """
-    if source is None or state_ranks.group is None or len(state_ranks.ranks) == 1:
+    if source is None or ranks.group is None or ranks.size == 1:
         for target, full in zip(targets, fulls or (), strict=True):
             _cut(target, full)
         return
@@ -141,8 +141,8 @@ def deliver(
         chosen = [targets[i] for i in indices]
         given = None if fulls is None else [fulls[i] for i in indices]
         if mesh is None:
-            wire = Wire(state_ranks.group, state_ranks.device)
-            broadcast(wire, [each.local for each in chosen], state_ranks.ranks.index(source), given, bucket_bytes)
+            wire = Wire(ranks.group, ranks.device)
+            broadcast(wire, [each.local for each in chosen], ranks.members.index(source), given, bucket_bytes)
             continue
         wire = Wire(mesh.get_group(), device_of(chosen))
         items = [each.item(wire.world_size, straight=wire.device.type == "cpu") for each in chosen]
