@@ -27,7 +27,6 @@ from fxshard.state.optimizer_state import (
     unknown_keys,
     without_rows,
 )
-from fxshard.state.progress import showing
 from fxshard.state.ranks import Caught, Claim, Ranks, ranks_of
 
 CALL = "full_optim_state_dict"
@@ -65,7 +64,7 @@ def gather_optimizer(
         recipient=recipient,
         cpu_offload=cpu_offload,
         bucket_mib=bucket_mib,
-        progress=functools.partial(showing, "optimizer state"),
+        title="optimizer state",
     )
     return {} if fulls is None else assemble(whole, states, fulls, names, keys)
 

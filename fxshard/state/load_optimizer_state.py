@@ -16,7 +16,7 @@ from fxshard.errors import ConfigError
 from fxshard.runtime.parameters import shard_rows
 from fxshard.state import full_state
 from fxshard.state.full_state import Announced, FullState
-from fxshard.state.local_shards import LocalShard, is_sharded, require_bucket
+from fxshard.state.local_shards import LocalShard, deliver, is_sharded, require_bucket
 from fxshard.state.names import module_in
 from fxshard.state.optimizer_state import (
     GROUPS,
@@ -32,7 +32,6 @@ from fxshard.state.optimizer_state import (
 )
 from fxshard.state.pytree import LeafMark, Path, put_back, take_out
 from fxshard.state.ranks import Caught, Ranks
-from fxshard.state.scatter import deliver
 
 CALL = "load_full_optim_state_dict"
 

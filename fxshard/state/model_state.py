@@ -15,13 +15,11 @@ from fxshard.errors import ConfigError
 from fxshard.runtime.rank_check import checksum
 from fxshard.state import full_state
 from fxshard.state.full_state import Announced, FullState
-from fxshard.state.local_shards import LocalShard, gather_all, hold, require_bucket
+from fxshard.state.local_shards import LocalShard, deliver, gather_all, hold, require_bucket
 from fxshard.state.names import fqn_of, module_in
 from fxshard.state.optimizer_state import simple
-from fxshard.state.progress import showing
 from fxshard.state.pytree import LeafMark
 from fxshard.state.ranks import Caught, Claim, Ranks, ranks_of
-from fxshard.state.scatter import deliver
 from fxshard.state.user_hooks import ExtraStates, is_extra, require_writable
 
 CALL, LOAD_CALL = "full_state_dict", "load_full_state_dict"
@@ -66,7 +64,7 @@ def gather_model(
         recipient=recipient,
         cpu_offload=cpu_offload,
         bucket_mib=bucket_mib,
-        progress=functools.partial(showing, "model state"),
+        title="model state",
     )
     if fulls is None:
         return {}
