@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from fxshard.errors import ConfigError
 from fxshard.runtime.parameters import local_of
@@ -19,7 +19,7 @@ from fxshard.runtime.rank_check import checksum
 from fxshard.runtime.raw import as_bytes
 from fxshard.state import transport
 from fxshard.state.progress import showing
-from fxshard.state.ranks import Ranks
+from fxshard.state.ranks import Ranks, is_sharded
 from fxshard.state.rounds import Item, rounds_of
 from fxshard.state.transport import Progress, Wire, part
 
@@ -98,12 +98,6 @@ def hold(tensor: Tensor, rows_of: DTensor | None = None) -> LocalShard:
 def value_text(tensor: Tensor) -> str:
     """The value of a plain tensor, of one with several elements its checksum."""
     return str(tensor.item()) if tensor.numel() == 1 else f"CRC-32 {checksum([tensor]):08x}"
-
-
-def is_sharded(tensor: DTensor) -> bool:
-    """Whether each rank of a 1-D mesh has rows of it."""
-    placements = tensor.placements
-    return len(placements) == 1 and type(placements[0]) is Shard and placements[0].dim == 0
 
 
 def gather_all(

@@ -17,24 +17,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from fxshard.errors import CheckpointError, ConfigError, FxshardError, RankMismatchError
+from fxshard.runtime.parameters import local_of
 from fxshard.sharding.sharded_module import plain_module
 
 T = TypeVar("T")
-
-NOTHING = ""
-"""The fact of a rank that has no state of a parameter."""
 
 Comparison = Mapping[str, Sequence[str]]
 """What ranks compare: a title, and lines that must be the same on all of them."""
 
 _MOST = 5  # differences that a message lists
+_NOTHING = ""  # the fact of a rank that has no state of a parameter
 
 
-@dataclass(frozen=True, kw_only=True)
-class Claim:
+@dataclass(frozen=True)
+class _Claim:
     """What a rank says of one part of its state.
 
     Attributes:
@@ -45,7 +44,7 @@ class Claim:
 
     text: str
     ranks: tuple[int, ...]
-    may_lack: bool = False
+    may_lack: bool
 
 
 class Caught:
@@ -182,7 +181,7 @@ class Ranks:
         raise caught.told(call, text) from caught.cause
 
     def compare(
-        self, call: str, caught: Caught, facts: Mapping[str, str], detailed: Callable[[], Mapping[str, Claim]]
+        self, call: str, caught: Caught, facts: Mapping[str, str], sharing: Mapping[str, Tensor]
     ) -> list[list[str]]:
         """Compare what each of them has.
 
@@ -190,7 +189,7 @@ class Ranks:
             call: the public function, for the message.
             caught: what this rank found wrong by itself.
             facts: what it has, name -> text.
-            detailed: the same in full; called where the texts differ.
+            sharing: name -> the parameter whose ranks must have the same; all ranks must, where it names none.
 
         Returns:
             For each rank the names of which it has nothing while others have; empty if all have the same.
@@ -204,7 +203,7 @@ class Ranks:
                 raise caught.told(call, caught.error) from caught.cause
             return []
         self.raise_together(call, caught)
-        everyone = dict(zip(self.members, self.exchange(dict(detailed())), strict=True))
+        everyone = dict(zip(self.members, self.exchange(self._claims(facts, sharing)), strict=True))
         if differences := list(_differing_claims(everyone)):
             more = f" (and {len(differences) - _MOST} more)" if len(differences) > _MOST else ""
             raise ConfigError(
@@ -212,6 +211,15 @@ class Ranks:
                 "must build the same model and optimizer, take the same steps and pass the same arguments."
             )
         return [_lacking(rank, everyone) for rank in everyone]
+
+    def _claims(self, facts: Mapping[str, str], sharing: Mapping[str, Tensor]) -> dict[str, _Claim]:
+        everyone = tuple(self.members)
+        return {
+            name: _Claim(text, ranks_of(sharing[name]), has_no_rows(sharing[name]))
+            if name in sharing
+            else _Claim(text, everyone, may_lack=False)
+            for name, text in facts.items()
+        }
 
     def together(self, work: Callable[[], T]) -> T:
         """Do `work`, which has no collectives, on every rank; where it fails on one, raise the same on all.
@@ -255,7 +263,7 @@ def _meshes(parameters: Iterable[Tensor]) -> Iterable[DeviceMesh]:
     return found.values()
 
 
-def _differing_claims(everyone: Mapping[int, Mapping[str, Claim]]) -> Iterable[str]:
+def _differing_claims(everyone: Mapping[int, Mapping[str, _Claim]]) -> Iterable[str]:
     """What ranks that must say the same say otherwise, by name."""
     names = dict.fromkeys(name for claims in everyone.values() for name in claims)
     for name in names:
@@ -263,19 +271,19 @@ def _differing_claims(everyone: Mapping[int, Mapping[str, Claim]]) -> Iterable[s
             texts: dict[str, list[int]] = {}
             for rank in sharing:
                 claim = everyone[rank].get(name) if rank in everyone else None
-                if claim is None or not (claim.may_lack and claim.text == NOTHING):
-                    texts.setdefault(claim.text if claim is not None else NOTHING, []).append(rank)
+                if claim is None or not (claim.may_lack and claim.text == _NOTHING):
+                    texts.setdefault(claim.text if claim is not None else _NOTHING, []).append(rank)
             if len(texts) > 1:
                 sides = ", ".join(f"{text or 'nothing'} on {_named(ranks)}" for text, ranks in texts.items())
                 yield f"{name}: {sides}"
 
 
-def _lacking(rank: int, everyone: Mapping[int, Mapping[str, Claim]]) -> list[str]:
+def _lacking(rank: int, everyone: Mapping[int, Mapping[str, _Claim]]) -> list[str]:
     """The names of which a rank has nothing while others have."""
     return [
         name
         for name, claim in everyone[rank].items()
-        if claim.text == NOTHING and any(everyone[other][name].text != NOTHING for other in claim.ranks)
+        if claim.text == _NOTHING and any(everyone[other][name].text != _NOTHING for other in claim.ranks)
     ]
 
 
@@ -300,6 +308,17 @@ def ranks_of(parameter: Tensor) -> tuple[int, ...]:
     if not isinstance(parameter, DTensor):
         return ()
     return tuple(cast("list[int]", parameter.device_mesh.mesh.flatten().tolist()))
+
+
+def is_sharded(tensor: DTensor) -> bool:
+    """Whether each rank of a 1-D mesh has rows of it."""
+    placements = tensor.placements
+    return len(placements) == 1 and type(placements[0]) is Shard and placements[0].dim == 0
+
+
+def has_no_rows(parameter: Tensor) -> bool:
+    """Whether other ranks have all rows of a parameter."""
+    return isinstance(parameter, DTensor) and is_sharded(parameter) and not local_of(parameter).numel()
 
 
 def require_one_set(model: nn.Module) -> None:
