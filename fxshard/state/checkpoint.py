@@ -22,11 +22,10 @@ from torch.optim import Optimizer
 from fxshard.errors import CheckpointError, ConfigError, FxshardError
 from fxshard.state import checkpoint_dir, checkpoint_model, checkpoint_optimizer, serializable
 from fxshard.state.dcp_reader import CheckpointIndex
-from fxshard.state.manifest import FileEntry, Manifest
+from fxshard.state.manifest import FileEntry, Manifest, Reading, verify
 from fxshard.state.names import module_in, require_optimizer
 from fxshard.state.ranks import Comparison, Ranks, require_one_set
 from fxshard.state.user_hooks import ExtraStates, Handover
-from fxshard.state.verify import Reading, verify
 
 
 def save_checkpoint(
@@ -160,16 +159,18 @@ class _Saving:
         checkpoint_dir.require_apart(self.target)
         _require_kinds(self._model, self._optim)
         self.extra = serializable.storable(self.extra, "extra")
-        self.state = {checkpoint_model.ROOT: checkpoint_model.state_of(self._model)}
+        state = checkpoint_model.state_of(self._model)
+        self.state = {checkpoint_model.ROOT: state}
         facts = {
             "the call": ["save_checkpoint"],
             "path": [str(self.target)],
-            "the model": [*checkpoint_model.lines(self._model)],
+            "the model": [*checkpoint_model.lines(state)],
         }
         facts["the optimizer"] = ["no optimizer"]
         if self._optim is not None:
-            self.state[checkpoint_optimizer.ROOT] = checkpoint_optimizer.state_of(self._model, self._optim)
-            facts["the optimizer"] = [*checkpoint_optimizer.lines(self._model, self._optim)]
+            state = checkpoint_optimizer.state_of(self._model, self._optim)
+            self.state[checkpoint_optimizer.ROOT] = state
+            facts["the optimizer"] = [*checkpoint_optimizer.lines(state, self._model, self._optim)]
         return {**facts, "extra": [*serializable.lines(self.extra, "extra")]}
 
     def manifest(self, files: dict[str, FileEntry], world_size: int) -> Manifest:
@@ -263,7 +264,7 @@ class _Loading:
         self.target = checkpoint_dir.resolve(self._path)
         _require_kinds(self._model, self._optim)
         facts = {"the call": ["load_checkpoint"], "path": [str(self.target)]}
-        facts["the model"] = [*checkpoint_model.lines(self._model)]
+        facts["the model"] = [*checkpoint_model.lines(checkpoint_model.state_of(self._model))]
         facts["the optimizer"] = ["no optimizer"]
         if self._optim is not None:
             groups = checkpoint_optimizer.groups_of(self._model, self._optim)

@@ -21,23 +21,18 @@ from torch.optim import Optimizer
 
 from fxshard.errors import CheckpointError, ConfigError
 from fxshard.state import serializable
-from fxshard.state.dcp_reader import CheckpointIndex, Path_, assemble, shape_and_dtype
+from fxshard.state.dcp_reader import CheckpointIndex, assemble, shape_and_dtype
 from fxshard.state.names import GROUPS, PARAMS, STATE, named_parameters
 from fxshard.state.optimizer_state import require_no_shards
-from fxshard.state.pytree import take_out
+from fxshard.state.pytree import KeyPath, take_out
 from fxshard.state.user_hooks import is_writable
 
 ROOT = "optim"
 """The entry of a checkpoint that holds the optimizer."""
 
 
-def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """FQN -> parameter; a tied one under its first name."""
-    return dict(named_parameters(model))
-
-
 def _fqns(model: nn.Module, optim: Optimizer) -> dict[int, str]:
-    fqns = {id(p): fqn for fqn, p in parameters_of(model).items()}
+    fqns = {id(p): fqn for fqn, p in named_parameters(model)}
     unknown: list[Any] = [list(p.shape) for group in optim.param_groups for p in group[PARAMS] if id(p) not in fqns]
     unknown += [key for key in optim.state if not isinstance(key, Tensor)]
     if unknown:
@@ -79,15 +74,14 @@ def groups_of(model: nn.Module, optim: Optimizer) -> list[list[str]]:
     return [[fqns[id(p)] for p in group[PARAMS]] for group in optim.param_groups]
 
 
-def lines(model: nn.Module, optim: Optimizer) -> Iterator[str]:
-    """What must be the same on every rank for the state to be saved as one."""
-    found = state_of(model, optim)
+def lines(state: Mapping[str, Any], model: nn.Module, optim: Optimizer) -> Iterator[str]:
+    """What must be the same on every rank of what `state_of` gives, for it to be saved as one."""
     yield f"optimizer {type(optim).__name__}"
-    yield from serializable.lines(found[GROUPS], GROUPS)
-    yield from serializable.lines(_rest_of(found), "state_dict()")
-    parameters = parameters_of(model)
-    for fqn, state in found[STATE].items():
-        for name, value in state.items():
+    yield from serializable.lines(state[GROUPS], GROUPS)
+    yield from serializable.lines(_rest_of(state), "state_dict()")
+    parameters = dict(named_parameters(model))
+    for fqn, values in state[STATE].items():
+        for name, value in values.items():
             if isinstance(value, Tensor) and not isinstance(parameters[fqn], DTensor):
                 yield f"state of {fqn}[{name!r}]: {serializable.tensor_line(value)}"
             else:
@@ -140,7 +134,7 @@ class OptimizerStaging:
         self._states: dict[Tensor, dict[str, Any]] = {}
         self._own = optim.state_dict()
         self.whole: dict[str, Any] | None = None
-        self._parameters = parameters_of(model)
+        self._parameters = dict(named_parameters(model))
         self._groups = groups_of(model, optim)
         self._paths = dict(contents.under(ROOT))
         tensors = [(path, key, contents.tensors[key]) for path, key in self._paths.items() if key in contents.tensors]
@@ -171,7 +165,7 @@ class OptimizerStaging:
         if rest != (own := set(_rest_of(self._own))) and has_state:
             yield f"state_dict() adds {sorted(rest) or 'nothing'} there, and {sorted(own) or 'nothing'} here"
 
-    def _existing(self, path: Path_) -> Any:
+    def _existing(self, path: KeyPath) -> Any:
         """What the optimizer holds at a path below `state` now, `None` if nothing."""
         found: Any = self._optim.state.get(self._parameters[str(path[2])], {})
         for step in path[3:]:
@@ -182,7 +176,7 @@ class OptimizerStaging:
             found = found[step]
         return found
 
-    def _room_for(self, path: Path_, key: str, saved: TensorStorageMetadata) -> Tensor:
+    def _room_for(self, path: KeyPath, key: str, saved: TensorStorageMetadata) -> Tensor:
         shape, dtype = shape_and_dtype(saved)
         if path[1] != STATE:
             return torch.empty(shape, dtype=dtype)
@@ -198,7 +192,7 @@ class OptimizerStaging:
         placed: list[Placement] = [Replicate() if dim is None else Shard(dim) for dim in dims]
         return empty_dtensor(*shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=placed)
 
-    def _problems_of(self, path: Path_, key: str, saved: TensorStorageMetadata) -> Iterator[str]:
+    def _problems_of(self, path: KeyPath, key: str, saved: TensorStorageMetadata) -> Iterator[str]:
         existing = self._existing(path) if path[1] == STATE else None
         if isinstance(existing, Tensor) and shape_and_dtype(existing) != shape_and_dtype(saved):
             (there, dtype), (here, own) = shape_and_dtype(saved), shape_and_dtype(existing)

@@ -19,7 +19,7 @@ from fxshard.state.full import Announced, FullState
 from fxshard.state.local_shards import LocalShard, deliver, require_bucket
 from fxshard.state.names import GROUPS, PARAMS, STATE, ParameterNames, module_in, names_of
 from fxshard.state.optimizer_state import is_step, parameter_states, simple, state_fact, unknown_keys
-from fxshard.state.pytree import LeafMark, Path, put_back, take_out
+from fxshard.state.pytree import KeyPath, LeafMark, put_back, take_out
 from fxshard.state.ranks import Caught, Ranks, is_sharded
 
 _CALL = "load_full_optim_state_dict"
@@ -77,7 +77,7 @@ class _Coming:
     """What is coming for one parameter: its state with places counted through all parameters, and their paths."""
 
     skeleton: Any
-    paths: list[tuple[int, Path]]
+    paths: list[tuple[int, KeyPath]]
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ def _targets(
     return [found[number] for number in range(len(announced))]
 
 
-def _counters(contents: _GivenState, announced: Sequence[Announced], names: ParameterNames) -> set[Path]:
+def _counters(contents: _GivenState, announced: Sequence[Announced], names: ParameterNames) -> set[KeyPath]:
     """Paths to plain tensors of one element, by what they have for all parameters: of one it may have the shape.
 
     They lead to one element for each, though one of these has more, or have the name that torch has for its own.

@@ -15,7 +15,7 @@ from fxshard.errors import ConfigError
 from fxshard.runtime.parameters import local_of
 from fxshard.state.local_shards import LocalShard, copied, gather_all, hold, require_bucket, value_text
 from fxshard.state.names import GROUPS, PARAMS, STATE, ParameterNames, module_in, names_of
-from fxshard.state.pytree import Leaf, LeafMark, Path, put_back, take_out
+from fxshard.state.pytree import KeyPath, Leaf, LeafMark, put_back, take_out
 from fxshard.state.ranks import Caught, Ranks, is_sharded, ranks_of
 
 _CALL = "full_optim_state_dict"
@@ -159,7 +159,7 @@ def parameter_states(states: Mapping[Tensor, Any]) -> list[ParameterState]:
     never if it ends in the name that torch's optimizers have for a counter.
     """
     taken = {parameter: take_out(state) for parameter, state in states.items()}
-    others: set[Path] = set()
+    others: set[KeyPath] = set()
     for parameter, (_, leaves) in taken.items():
         if isinstance(parameter, DTensor) and is_sharded(parameter):
             plain = [leaf for leaf in leaves if leaf.path not in others and not isinstance(leaf.tensor, DTensor)]
@@ -174,7 +174,7 @@ def parameter_states(states: Mapping[Tensor, Any]) -> list[ParameterState]:
     return found
 
 
-def is_step(path: Path) -> bool:
+def is_step(path: KeyPath) -> bool:
     """Whether keys lead to what torch's optimizers count steps in; every rank has all of it."""
     return path[-1:] == ("step",)
 
@@ -236,7 +236,7 @@ class _Description:
         whole: its value on the CPU, if every rank has all of it; `None` if it is cut into rows.
     """
 
-    path: Path
+    path: KeyPath
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: str

@@ -1,6 +1,6 @@
 """The ranks that hold a state together: what they must have alike, and how they raise together what one of them found.
 
-All of it comes before state moves, so that no rank waits for one that has raised.
+A rank that raised alone would leave the others waiting in the next collective.
 """
 
 from __future__ import annotations
