@@ -22,11 +22,10 @@ from torch.optim import Optimizer
 from fxshard.errors import CheckpointError, ConfigError, FxshardError
 from fxshard.state import checkpoint_dir, checkpoint_model, checkpoint_optimizer, serializable
 from fxshard.state.dcp_reader import CheckpointIndex
-from fxshard.state.manifest import FileEntry, Manifest
+from fxshard.state.manifest import FileEntry, Manifest, Reading, verify
+from fxshard.state.names import module_in, require_optimizer
 from fxshard.state.ranks import Comparison, Ranks, require_one_set
-from fxshard.state.state_ranks import module_in, require_optimizer
 from fxshard.state.user_hooks import ExtraStates, Handover
-from fxshard.state.verify import Reading, verify
 
 
 def save_checkpoint(
@@ -63,7 +62,7 @@ def save_checkpoint(
         ranks.agree(saving.describe)
         target = saving.target
         ranks.together(lambda: checkpoint_dir.prepare(target) if ranks.rank == 0 else None)
-        folder = checkpoint_dir.unfinished(target, ranks.gather(secrets.token_hex(4))[0])
+        folder = checkpoint_dir.unfinished(target, ranks.exchange(secrets.token_hex(4))[0])
         try:
             _write_shards(folder, saving.state, ranks)
             files = _hash_files(folder, saving.extra, ranks)
@@ -108,7 +107,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optim: Optim
     with _Lost(f"the load of {path}"):
         ranks.agree(loading.describe)
         found = ranks.together(lambda: checkpoint_dir.find(loading.target) if ranks.rank == 0 else None)
-        folder = Path(ranks.gather(str(found))[0])
+        folder = Path(ranks.exchange(str(found))[0])
         reading = ranks.together(lambda: Reading(folder))
         described = reading.manifest
         files = {"the files of the checkpoint": [f"{name} {entry}" for name, entry in described.files.items()]}
@@ -160,16 +159,18 @@ class _Saving:
         checkpoint_dir.require_apart(self.target)
         _require_kinds(self._model, self._optim)
         self.extra = serializable.storable(self.extra, "extra")
-        self.state = {checkpoint_model.ROOT: checkpoint_model.state_of(self._model)}
+        state = checkpoint_model.state_of(self._model)
+        self.state = {checkpoint_model.ROOT: state}
         facts = {
             "the call": ["save_checkpoint"],
             "path": [str(self.target)],
-            "the model": [*checkpoint_model.lines(self._model)],
+            "the model": [*checkpoint_model.lines(state)],
         }
         facts["the optimizer"] = ["no optimizer"]
         if self._optim is not None:
-            self.state[checkpoint_optimizer.ROOT] = checkpoint_optimizer.state_of(self._model, self._optim)
-            facts["the optimizer"] = [*checkpoint_optimizer.lines(self._model, self._optim)]
+            state = checkpoint_optimizer.state_of(self._model, self._optim)
+            self.state[checkpoint_optimizer.ROOT] = state
+            facts["the optimizer"] = [*checkpoint_optimizer.lines(state, self._model, self._optim)]
         return {**facts, "extra": [*serializable.lines(self.extra, "extra")]}
 
     def manifest(self, files: dict[str, FileEntry], world_size: int) -> Manifest:
@@ -218,7 +219,7 @@ def _hash_files(folder: Path, extra: Any, ranks: Ranks) -> dict[str, FileEntry]:
         return {name: FileEntry.of(folder / name) for name in names if _writer(name, ranks.size) == ranks.rank}
 
     found = ranks.together(own_files)
-    return {name: entry for files in ranks.gather(found) for name, entry in files.items()}
+    return {name: entry for files in ranks.exchange(found) for name, entry in files.items()}
 
 
 def _require_loadable(path: Path) -> None:
@@ -263,7 +264,7 @@ class _Loading:
         self.target = checkpoint_dir.resolve(self._path)
         _require_kinds(self._model, self._optim)
         facts = {"the call": ["load_checkpoint"], "path": [str(self.target)]}
-        facts["the model"] = [*checkpoint_model.lines(self._model)]
+        facts["the model"] = [*checkpoint_model.lines(checkpoint_model.state_of(self._model))]
         facts["the optimizer"] = ["no optimizer"]
         if self._optim is not None:
             groups = checkpoint_optimizer.groups_of(self._model, self._optim)

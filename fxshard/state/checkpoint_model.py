@@ -11,8 +11,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from fxshard.errors import CheckpointError, ConfigError
 from fxshard.state import serializable
-from fxshard.state.dcp_reader import CheckpointIndex, Path_, assemble, shape_and_dtype
+from fxshard.state.dcp_reader import CheckpointIndex, assemble, shape_and_dtype
 from fxshard.state.names import named_parameters
+from fxshard.state.pytree import KeyPath
 from fxshard.state.user_hooks import is_extra, require_writable
 
 ROOT = "model"
@@ -35,9 +36,9 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     return {fqn: serializable.nested(value, fqn) for fqn, value in state.items()}
 
 
-def lines(model: nn.Module) -> Iterator[str]:
-    """What must be the same on every rank."""
-    for fqn, value in state_of(model).items():
+def lines(state: Mapping[str, Any]) -> Iterator[str]:
+    """What must be the same on every rank of what `state_of` gives."""
+    for fqn, value in state.items():
         yield f"{fqn}: {serializable.tensor_line(value) if isinstance(value, Tensor) else type(value).__name__}"
 
 
@@ -82,12 +83,12 @@ class ModelStaging:
                 (there, dtype), (here, own) = shape_and_dtype(saved), shape_and_dtype(value)
                 yield f"{path[-1]} is {dtype}{there} there ({where}), and {own}{here} here"
 
-    def _value(self, path: Path_) -> Any:
+    def _value(self, path: KeyPath) -> Any:
         """What is to be loaded into; a module takes an extra state of any kind and shape."""
         fqn = str(path[1])
         return self._state.get(fqn) if len(path) == 2 and not is_extra(fqn) else None
 
-    def _room_for(self, path: Path_, key: str) -> Tensor | None:
+    def _room_for(self, path: KeyPath, key: str) -> Tensor | None:
         saved, value = self._contents.tensors.get(key), self._value(path)
         if saved is None:
             return None

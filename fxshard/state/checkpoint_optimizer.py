@@ -21,25 +21,19 @@ from torch.optim import Optimizer
 
 from fxshard.errors import CheckpointError, ConfigError
 from fxshard.state import serializable
-from fxshard.state.dcp_reader import CheckpointIndex, Path_, assemble, shape_and_dtype
-from fxshard.state.names import named_parameters
-from fxshard.state.pytree import take_out
+from fxshard.state.dcp_reader import CheckpointIndex, assemble, shape_and_dtype
+from fxshard.state.names import GROUPS, PARAMS, STATE, named_parameters
+from fxshard.state.optimizer_state import require_no_shards
+from fxshard.state.pytree import KeyPath, take_out
 from fxshard.state.user_hooks import is_writable
 
 ROOT = "optim"
 """The entry of a checkpoint that holds the optimizer."""
 
-_STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
-
-
-def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """FQN -> parameter; a tied one under its first name."""
-    return dict(named_parameters(model))
-
 
 def _fqns(model: nn.Module, optim: Optimizer) -> dict[int, str]:
-    fqns = {id(p): fqn for fqn, p in parameters_of(model).items()}
-    unknown: list[Any] = [list(p.shape) for group in optim.param_groups for p in group[_PARAMS] if id(p) not in fqns]
+    fqns = {id(p): fqn for fqn, p in named_parameters(model)}
+    unknown: list[Any] = [list(p.shape) for group in optim.param_groups for p in group[PARAMS] if id(p) not in fqns]
     unknown += [key for key in optim.state if not isinstance(key, Tensor)]
     if unknown:
         raise ConfigError(
@@ -61,39 +55,33 @@ def state_of(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
     state = {fqn: serializable.named(each, f"state of {fqn}") for fqn, each in named.items()}
     groups = []
     for i, group in enumerate(optim.param_groups):
-        options = {key: each for key, each in group.items() if key != _PARAMS}
+        options = {key: each for key, each in group.items() if key != PARAMS}
         kept = serializable.named(options, f"param_groups[{i}]")
-        groups.append({**kept, _PARAMS: [fqns[id(p)] for p in group[_PARAMS]]})
+        groups.append({**kept, PARAMS: [fqns[id(p)] for p in group[PARAMS]]})
     rest = serializable.named(_rest_of(optim.state_dict()), f"{type(optim).__name__}.state_dict()")
-    leaves = take_out({_GROUPS: groups, **rest})[1]
-    if sharded := [leaf.name for leaf in leaves if isinstance(leaf.tensor, DTensor)]:
-        raise ConfigError(
-            f"the optimizer's state_dict has sharded tensors that belong to no parameter: {', '.join(sharded)}. Keep "
-            "them in the state of their parameter."
-        )
-    return {**rest, _STATE: state, _GROUPS: groups}
+    require_no_shards(take_out({GROUPS: groups, **rest})[1])
+    return {**rest, STATE: state, GROUPS: groups}
 
 
 def _rest_of(whole: Mapping[Any, Any]) -> dict[Any, Any]:
     """What an optimizer adds to the state of its parameters and their groups."""
-    return {key: value for key, value in whole.items() if key not in (_STATE, _GROUPS)}
+    return {key: value for key, value in whole.items() if key not in (STATE, GROUPS)}
 
 
 def groups_of(model: nn.Module, optim: Optimizer) -> list[list[str]]:
     """The FQNs in each group."""
     fqns = _fqns(model, optim)
-    return [[fqns[id(p)] for p in group[_PARAMS]] for group in optim.param_groups]
+    return [[fqns[id(p)] for p in group[PARAMS]] for group in optim.param_groups]
 
 
-def lines(model: nn.Module, optim: Optimizer) -> Iterator[str]:
-    """What must be the same on every rank for the state to be saved as one."""
-    found = state_of(model, optim)
+def lines(state: Mapping[str, Any], model: nn.Module, optim: Optimizer) -> Iterator[str]:
+    """What must be the same on every rank of what `state_of` gives, for it to be saved as one."""
     yield f"optimizer {type(optim).__name__}"
-    yield from serializable.lines(found[_GROUPS], _GROUPS)
-    yield from serializable.lines(_rest_of(found), "state_dict()")
-    parameters = parameters_of(model)
-    for fqn, state in found[_STATE].items():
-        for name, value in state.items():
+    yield from serializable.lines(state[GROUPS], GROUPS)
+    yield from serializable.lines(_rest_of(state), "state_dict()")
+    parameters = dict(named_parameters(model))
+    for fqn, values in state[STATE].items():
+        for name, value in values.items():
             if isinstance(value, Tensor) and not isinstance(parameters[fqn], DTensor):
                 yield f"state of {fqn}[{name!r}]: {serializable.tensor_line(value)}"
             else:
@@ -109,7 +97,7 @@ def placements_of(model: nn.Module, optim: Optimizer) -> dict[str, list[int | No
     fqns, found = _fqns(model, optim), {}
     for p, state in optim.state.items():
         for name, value in state.items():
-            key = f"{ROOT}.{_STATE}.{fqns[id(p)]}.{name}"
+            key = f"{ROOT}.{STATE}.{fqns[id(p)]}.{name}"
             if isinstance(value, DTensor) and value.shape != p.shape:
                 found[key] = [x.dim if isinstance(x, Shard) else None for x in value.placements]
             elif isinstance(value, Tensor) and isinstance(p, DTensor) and value.shape == p.shape and p.numel() == 1:
@@ -146,7 +134,7 @@ class OptimizerStaging:
         self._states: dict[Tensor, dict[str, Any]] = {}
         self._own = optim.state_dict()
         self.whole: dict[str, Any] | None = None
-        self._parameters = parameters_of(model)
+        self._parameters = dict(named_parameters(model))
         self._groups = groups_of(model, optim)
         self._paths = dict(contents.under(ROOT))
         tensors = [(path, key, contents.tensors[key]) for path, key in self._paths.items() if key in contents.tensors]
@@ -163,7 +151,7 @@ class OptimizerStaging:
     def _problems_of_names(self) -> Iterator[str]:
         known = {fqn for group in self._groups for fqn in group}
         saved: dict[str, set[str]] = {}
-        for path, key in self._contents.under(ROOT, _STATE):
+        for path, key in self._contents.under(ROOT, STATE):
             fqn, name = str(path[2]), str(path[3])
             if fqn not in known and fqn not in saved:
                 yield f"{fqn} is not a parameter of the optimizer ({self._contents.files_of(key)})"
@@ -172,12 +160,12 @@ class OptimizerStaging:
             present = set(self._optim.state.get(self._parameters[fqn], {})) if fqn in known else set()
             if present and present != names:
                 yield f"{fqn} has {sorted(names)} there, and {sorted(present)} here"
-        rest = {str(path[1]) for path in self._paths} - {_STATE, _GROUPS}
+        rest = {str(path[1]) for path in self._paths} - {STATE, GROUPS}
         has_state = any(self._optim.state.values())  # some add something only once they have
         if rest != (own := set(_rest_of(self._own))) and has_state:
             yield f"state_dict() adds {sorted(rest) or 'nothing'} there, and {sorted(own) or 'nothing'} here"
 
-    def _existing(self, path: Path_) -> Any:
+    def _existing(self, path: KeyPath) -> Any:
         """What the optimizer holds at a path below `state` now, `None` if nothing."""
         found: Any = self._optim.state.get(self._parameters[str(path[2])], {})
         for step in path[3:]:
@@ -188,9 +176,9 @@ class OptimizerStaging:
             found = found[step]
         return found
 
-    def _room_for(self, path: Path_, key: str, saved: TensorStorageMetadata) -> Tensor:
+    def _room_for(self, path: KeyPath, key: str, saved: TensorStorageMetadata) -> Tensor:
         shape, dtype = shape_and_dtype(saved)
-        if path[1] != _STATE:
+        if path[1] != STATE:
             return torch.empty(shape, dtype=dtype)
         parameter, existing = self._parameters[str(path[2])], self._existing(path)
         if isinstance(existing, Tensor) and shape_and_dtype(existing) == (shape, dtype):
@@ -204,8 +192,8 @@ class OptimizerStaging:
         placed: list[Placement] = [Replicate() if dim is None else Shard(dim) for dim in dims]
         return empty_dtensor(*shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=placed)
 
-    def _problems_of(self, path: Path_, key: str, saved: TensorStorageMetadata) -> Iterator[str]:
-        existing = self._existing(path) if path[1] == _STATE else None
+    def _problems_of(self, path: KeyPath, key: str, saved: TensorStorageMetadata) -> Iterator[str]:
+        existing = self._existing(path) if path[1] == STATE else None
         if isinstance(existing, Tensor) and shape_and_dtype(existing) != shape_and_dtype(saved):
             (there, dtype), (here, own) = shape_and_dtype(saved), shape_and_dtype(existing)
             where = self._contents.files_of(key)
@@ -218,7 +206,7 @@ class OptimizerStaging:
             CheckpointError: they hold other parameters.
         """
         found = assemble({path: loaded[key] for path, key in self._paths.items()})[ROOT]
-        saved = [group[_PARAMS] for group in found[_GROUPS]]
+        saved = [group[PARAMS] for group in found[GROUPS]]
         if saved != self._groups:
             raise CheckpointError(
                 f"the optimizer in {self._contents.folder} has other param_groups: {saved} there, {self._groups} here. "
@@ -226,17 +214,17 @@ class OptimizerStaging:
             )
         if _rest_of(found) or _rest_of(self._own):
             self.whole = self._packed(found)
-        self._place(found.get(_STATE, {}), found[_GROUPS])
+        self._place(found.get(STATE, {}), found[GROUPS])
         if contested := _contested(self._copies):
-            self._place(found.get(_STATE, {}), found[_GROUPS], contested)
+            self._place(found.get(STATE, {}), found[GROUPS], contested)
 
     def _packed(self, found: Mapping[str, Any]) -> dict[str, Any]:
         """What was saved, with ids in place of FQNs."""
-        ids = [group[_PARAMS] for group in self._own[_GROUPS]]
+        ids = [group[PARAMS] for group in self._own[GROUPS]]
         by_fqn = dict(zip(itertools.chain(*self._groups), itertools.chain(*ids), strict=True))
-        states = {by_fqn[fqn]: dict(state) for fqn, state in found.get(_STATE, {}).items()}
-        groups = [{**group, _PARAMS: own} for group, own in zip(found[_GROUPS], ids, strict=True)]
-        return {**found, _STATE: states, _GROUPS: groups}
+        states = {by_fqn[fqn]: dict(state) for fqn, state in found.get(STATE, {}).items()}
+        groups = [{**group, PARAMS: own} for group, own in zip(found[GROUPS], ids, strict=True)]
+        return {**found, STATE: states, GROUPS: groups}
 
     def _place(
         self, states: Mapping[str, Any], groups: list[dict[str, Any]], contested: frozenset[int] = frozenset()
@@ -244,11 +232,11 @@ class OptimizerStaging:
         """Find a place for everything; `contested` are ids of tensors that cannot hold all that would come to them."""
         self._copies, self._options, self._contested = [], [], contested
         for group, saved in zip(self._optim.param_groups, groups, strict=True):
-            options = {name: value for name, value in saved.items() if name != _PARAMS}
+            options = {name: value for name, value in saved.items() if name != PARAMS}
             self._options.append({name: self._placed(group.get(name), value, None) for name, value in options.items()})
             now = {**group, **self._options[-1]}
             on_device = now.get("capturable") or now.get("fused")
-            for p, fqn in zip(group[_PARAMS], saved[_PARAMS], strict=True):
+            for p, fqn in zip(group[PARAMS], saved[PARAMS], strict=True):
                 before = self._optim.state.get(p, {})
                 self._states[p] = {
                     name: self._placed(before.get(name), value, p.device if name != "step" or on_device else None)

@@ -16,13 +16,11 @@ from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from fxshard.errors import CheckpointError
+from fxshard.state.pytree import KeyPath
 from fxshard.state.serializable import unpacked
 
 INDEX = ".metadata"
 """The file in which torch lists what the others hold."""
-
-Path_ = tuple[str | int, ...]
-"""Where a value stands in the nested state that was saved: keys of dicts, indices of lists."""
 
 
 class CheckpointIndex:
@@ -52,13 +50,13 @@ class CheckpointIndex:
                 f"{folder / INDEX} cannot be read: {type(error).__name__}: {error}. It was written by {written_by}, "
                 f"and this is {torch.__version__}: an older torch may not read what a newer one has written."
             ) from error
-        self.keys: dict[Path_, str] = {tuple(paths.get(key, (key,))): key for key in described}
+        self.keys: dict[KeyPath, str] = {tuple(paths.get(key, (key,))): key for key in described}
         self.tensors = {key: found for key, found in described.items() if isinstance(found, TensorStorageMetadata)}
         self._files: dict[str, list[str]] = {}
         for index, stored in (self._metadata.storage_data or {}).items():
             self._files.setdefault(index.fqn, []).append(stored.relative_path)
 
-    def under(self, *start: str) -> Iterator[tuple[Path_, str]]:
+    def under(self, *start: str) -> Iterator[tuple[KeyPath, str]]:
         """Path and key of each value whose path begins with `start`."""
         return ((path, key) for path, key in self.keys.items() if path[: len(start)] == start)
 
@@ -129,7 +127,7 @@ class _Planner(DefaultLoadPlanner):
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True, map_location="cpu")
 
 
-def assemble(leaves: dict[Path_, Any]) -> dict[str, Any]:
+def assemble(leaves: dict[KeyPath, Any]) -> dict[str, Any]:
     """The nested dicts and lists whose leaves stand at these paths."""
     root: dict[Any, Any] = {}
     for path, value in leaves.items():

@@ -1,10 +1,9 @@
-"""The tensors of a state as this rank holds them, and how all of them become full."""
+"""The tensors of a state as this rank holds them, how all of them become full, and how they are cut again."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -12,13 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
+from fxshard.errors import ConfigError
 from fxshard.runtime.parameters import local_of
 from fxshard.runtime.rank_check import checksum
-from fxshard.state import gather
+from fxshard.runtime.raw import as_bytes
+from fxshard.state import transport
+from fxshard.state.progress import showing
+from fxshard.state.ranks import Ranks, is_sharded
 from fxshard.state.rounds import Item, rounds_of
-from fxshard.state.transport import Progress, Wire
+from fxshard.state.transport import Progress, Wire, part
 
 MIB = 1024 * 1024
 
@@ -97,19 +100,13 @@ def value_text(tensor: Tensor) -> str:
     return str(tensor.item()) if tensor.numel() == 1 else f"CRC-32 {checksum([tensor]):08x}"
 
 
-def is_sharded(tensor: DTensor) -> bool:
-    """Whether each rank of a 1-D mesh has rows of it."""
-    placements = tensor.placements
-    return len(placements) == 1 and type(placements[0]) is Shard and placements[0].dim == 0
-
-
 def gather_all(
     held: Sequence[LocalShard],
     *,
     recipient: int | None,
     cpu_offload: bool,
     bucket_mib: float,
-    progress: Callable[[Iterable[int]], AbstractContextManager[Progress]],
+    title: str,
 ) -> list[Tensor] | None:
     """Make every tensor full, on one rank or on all; every rank calls it with tensors that are alike.
 
@@ -118,7 +115,7 @@ def gather_all(
         recipient: global rank that wants the result, `None` if all do.
         cpu_offload: whether the result goes to the CPU.
         bucket_mib: of a bucket.
-        progress: given the sizes in bytes of what is to move, shows it arrive.
+        title: what stands before a bar that shows how much has arrived.
 
     Returns:
         The full tensors, new ones, where they are wanted.
@@ -144,7 +141,7 @@ def gather_all(
             results[i] = copied(each.local, to_cpu=cpu_offload)
     shows = wanted and (recipient is not None or not dist.is_initialized() or dist.get_rank() == 0)
     moved = (held[i].nbytes for indices in by_mesh.values() for i in indices)
-    with progress(moved if shows else ()) as advance:
+    with showing(title, moved if shows else ()) as advance:
         for indices in by_mesh.values():
             fulls = _gather_mesh([held[i] for i in indices], recipient, cpu_offload, bucket_mib, advance)
             for i, full in zip(indices, fulls, strict=False):
@@ -174,9 +171,8 @@ def _gather_mesh(
         items = [i._replace(straight=i.straight and i.nbytes == i.share * wire.world_size) for i in items]
     rounds = rounds_of(items, wire.world_size, int(bucket_mib * MIB))
     rows = [each.local for each in held]
-    if recipient is None:
-        return gather.to_all(wire, items, rows, rounds, result_device, progress)
-    return gather.to_one(wire, items, rows, rounds, ranks.index(recipient), result_device, progress)
+    position = None if recipient is None else ranks.index(recipient)
+    return transport.gather(wire, items, rows, rounds, position, result_device, progress)
 
 
 def device_of(held: Sequence[LocalShard]) -> torch.device:
@@ -186,3 +182,59 @@ def device_of(held: Sequence[LocalShard]) -> torch.device:
         if each.local.device.type == device_type:
             return each.local.device
     return torch.empty(0, device=device_type).device
+
+
+def deliver(
+    targets: Sequence[LocalShard],
+    fulls: Sequence[Tensor] | None,
+    source: int | None,
+    ranks: Ranks,
+    bucket_mib: float,
+) -> None:
+    """Fill this rank's rows of every target, and the whole of those that are not cut into rows.
+
+    Args:
+        targets: what to fill; alike on all ranks, contiguous.
+        fulls: the full tensors, where they are.
+        source: global rank that has them; `None` if every rank has.
+        ranks: the ranks.
+        bucket_mib: of a bucket.
+    """
+    if source is None or ranks.group is None or ranks.size == 1:
+        for target, full in zip(targets, fulls or (), strict=True):
+            _cut(target, full)
+        return
+    bucket_bytes = int(bucket_mib * MIB)
+    by_mesh: dict[DeviceMesh | None, list[int]] = {}
+    for i, each in enumerate(targets):
+        by_mesh.setdefault(each.mesh, []).append(i)
+    for mesh, indices in by_mesh.items():
+        chosen = [targets[i] for i in indices]
+        given = None if fulls is None else [fulls[i] for i in indices]
+        if mesh is None:
+            wire = Wire(ranks.group, ranks.device)
+            transport.broadcast(wire, [each.local for each in chosen], ranks.members.index(source), given, bucket_bytes)
+            continue
+        wire = Wire(mesh.get_group(), device_of(chosen))
+        items = [each.item(wire.world_size, straight=wire.device.type == "cpu") for each in chosen]
+        rounds = rounds_of(items, wire.world_size, bucket_bytes)
+        rank = dist.get_process_group_ranks(wire.group).index(source)
+        transport.scatter(wire, items, [each.local for each in chosen], rounds, rank, given)
+
+
+def _cut(target: LocalShard, full: Tensor) -> None:
+    """Take this rank's part of a full tensor that it has itself."""
+    start, end = 0, target.nbytes
+    if target.mesh is not None and target.nbytes:
+        start, end = target.item(target.mesh.size(), straight=False).held_by(target.mesh.get_local_rank())
+    as_bytes(target.local).copy_(part(full, start, end))
+
+
+def require_bucket(bucket_mib: object) -> None:
+    """Raise unless it is a size.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not isinstance(bucket_mib, int | float) or not 0 < bucket_mib < math.inf:
+        raise ConfigError(f"bucket_mib must be a positive number of MiB, got {bucket_mib!r}.")

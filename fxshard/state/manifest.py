@@ -1,23 +1,28 @@
-"""The manifest of a checkpoint: the size and SHA-256 of each of its files, written last."""
+"""The manifest of a checkpoint: the size and SHA-256 of each of its files, written last and compared before a load."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fxshard.errors import CheckpointError
+from fxshard.state.dcp_reader import INDEX, CheckpointIndex
 
 NAME = "fxshard.json"
 _FORMAT = "fxshard checkpoint"
 _VERSION = 1
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+_NUM_NAMES = 5  # of what a damaged file holds
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,3 +147,69 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+class Reading:
+    """Reads one checkpoint: not a part of it, and a part of the one that takes its place meanwhile.
+
+    Attributes:
+        folder: where it is.
+        manifest: what it is.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Read the manifest, which was there a moment ago.
+
+        Raises:
+            CheckpointError: it is damaged or gone.
+        """
+        self.folder = folder
+        self._mark = Manifest.mark(folder)
+        self.manifest = self.whole(lambda: Manifest.read(folder))
+
+    def whole(self, work: Callable[[], T]) -> T:
+        """Do `work`, which reads, and raise if there is another checkpoint now: what was read may be of both.
+
+        Raises:
+            CheckpointError: there is.
+        """
+        try:
+            found = work()
+        except Exception:
+            with contextlib.suppress(OSError):  # the first error says more
+                self._require_same()  # files that are gone look like damage
+            raise
+        self._require_same()
+        return found
+
+    def _require_same(self) -> None:
+        if self._mark is None or Manifest.mark(self.folder) != self._mark:  # None: between the old one and the new
+            raise CheckpointError(
+                f"{self.folder} was replaced or removed while it was read; load again. Nothing was loaded."
+            )
+
+
+def verify(folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1) -> None:
+    """Compare all files with the manifest; each rank reads its share of them.
+
+    Raises:
+        CheckpointError: files are missing or damaged; names them, and what they hold.
+    """
+    found = manifest.problems(folder, rank, world_size)
+    problems = [f"{name} {problem}{_held_by(folder, manifest, name)}" for name, problem in found]
+    if problems:
+        raise CheckpointError(
+            f"the checkpoint {folder} is damaged: {'; '.join(problems)}. Nothing was loaded; load another one."
+        )
+
+
+def _held_by(folder: Path, manifest: Manifest, name: str) -> str:
+    """Which keys a damaged file holds, as far as the index can still be trusted."""
+    if name == INDEX or INDEX not in manifest.files or manifest.problem(folder, INDEX) is not None:
+        return ""
+    try:
+        keys = CheckpointIndex(folder).keys_in(name)
+    except CheckpointError:  # of a newer torch
+        return ""
+    more = f" and {len(keys) - _NUM_NAMES} more" if len(keys) > _NUM_NAMES else ""
+    return f" (it holds {', '.join(keys[:_NUM_NAMES])}{more})" if keys else ""

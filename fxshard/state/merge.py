@@ -18,9 +18,8 @@ from fxshard.errors import CheckpointError, ConfigError, MissingExtraError
 from fxshard.runtime.raw import as_bytes
 from fxshard.state import checkpoint_dir, checkpoint_model, manifest
 from fxshard.state.dcp_reader import CheckpointIndex, shape_and_dtype
-from fxshard.state.manifest import Manifest, sync_folder
+from fxshard.state.manifest import Manifest, sync_folder, verify
 from fxshard.state.serializable import unpacked
-from fxshard.state.verify import verify
 
 _DTYPES = {
     torch.float64: "F64",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,18 +12,16 @@ from torch.distributed.tensor import DTensor
 
 from fxshard.errors import ConfigError
 from fxshard.runtime.rank_check import checksum
-from fxshard.state import compare, full_state
-from fxshard.state.full_state import Announced, FullState
-from fxshard.state.local_shards import LocalShard, gather_all, hold
-from fxshard.state.names import fqn_of
+from fxshard.state import full
+from fxshard.state.full import Announced, FullState
+from fxshard.state.local_shards import LocalShard, deliver, gather_all, hold, require_bucket
+from fxshard.state.names import fqn_of, module_in
 from fxshard.state.optimizer_state import simple
-from fxshard.state.progress import showing
 from fxshard.state.pytree import LeafMark
-from fxshard.state.scatter import deliver
-from fxshard.state.state_ranks import StateRanks, module_in, ranks_of, require_bucket, state_ranks_of
+from fxshard.state.ranks import Caught, Ranks
 from fxshard.state.user_hooks import ExtraStates, is_extra, require_writable
 
-CALL, LOAD_CALL = "full_state_dict", "load_full_state_dict"
+_CALL, _LOAD_CALL = "full_state_dict", "load_full_state_dict"
 
 
 def state_of_module(model: nn.Module) -> dict[str, Any]:
@@ -43,36 +40,50 @@ def state_of_module(model: nn.Module) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def gather_model(
-    model: nn.Module, *, recipient_rank: int | None, cpu_offload: bool, bucket_mib: float
+def full_state_dict(
+    model: nn.Module, *, recipient_rank: int | None = 0, cpu_offload: bool = True, bucket_mib: float = 64
 ) -> dict[str, Any]:
-    """What `fxshard.full_state_dict` does."""
-    state_ranks = state_ranks_of(model)
+    """The `state_dict` of the unsharded model, gathered from the ranks: its keys, order, full parameters and buffers.
+
+    Args:
+        model: as for `full_optim_state_dict`; so are the others.
+        recipient_rank: who gets it; `None` for all.
+        cpu_offload: whether the result is on the CPU.
+        bucket_mib: size of a bucket.
+
+    Returns:
+        The state where it is wanted, `{}` elsewhere. Buffers are those of the rank that gets it.
+
+    Raises:
+        ConfigError: as for `full_optim_state_dict`, or parameters are on the meta device.
+    """
+    ranks = Ranks.of(model)
     state: dict[str, Any] = {}
     held: dict[int, LocalShard] = {}
     facts: dict[str, str] = {}
     recipient = None
-    with compare.Caught() as caught:
+    with Caught() as caught:
         require_bucket(bucket_mib)
-        recipient = state_ranks.recipient(recipient_rank)
+        recipient = ranks.recipient(recipient_rank)
         state = state_of_module(module_in(model))
         _require_values(state)
         held = {id(value): hold(value) for value in state.values() if isinstance(value, Tensor)}  # tied ones once
         facts = {name: held[id(value)].text if id(value) in held else simple(value) for name, value in state.items()}
         facts["arguments"] = f"recipient_rank={recipient_rank}, cpu_offload={cpu_offload}, bucket_mib={bucket_mib}"
-    compare.compare(CALL, caught, facts, functools.partial(_detailed, facts, state, state_ranks), state_ranks)
+    sharing = {name: value for name, value in state.items() if isinstance(value, DTensor)}
+    ranks.compare(_CALL, caught, facts, sharing)
     fulls = gather_all(
         list(held.values()),
         recipient=recipient,
         cpu_offload=cpu_offload,
         bucket_mib=bucket_mib,
-        progress=functools.partial(showing, "model state"),
+        title="model state",
     )
     if fulls is None:
         return {}
-    full = dict(zip(held, fulls, strict=True))
+    arrived = dict(zip(held, fulls, strict=True))
     for name, value in state.items():
-        state[name] = full[id(value)] if id(value) in full else copy.deepcopy(value)
+        state[name] = arrived[id(value)] if id(value) in arrived else copy.deepcopy(value)
     return state
 
 
@@ -83,42 +94,40 @@ def _require_values(state: Mapping[str, Any]) -> None:
         )
 
 
-def _detailed(facts: Mapping[str, str], state: Mapping[str, Any], state_ranks: StateRanks) -> dict[str, compare.Claim]:
-    everyone = tuple(state_ranks.ranks)
-    ranks = {name: ranks_of(value) if isinstance(value, DTensor) else everyone for name, value in state.items()}
-    return {name: compare.Claim(text=text, ranks=ranks.get(name, everyone)) for name, text in facts.items()}
-
-
 @torch.no_grad()
-def load_model(model: nn.Module, state: Mapping[str, Any], *, bucket_mib: float) -> None:
-    """What `fxshard.load_full_state_dict` does."""
-    state_ranks = state_ranks_of(model)
+def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, bucket_mib: float = 64) -> None:
+    """Load the `state_dict` of the unsharded model: every rank takes its rows, in place.
+
+    Args:
+        model: as for `full_optim_state_dict`.
+        state: the full state, on one rank (the others pass `{}`) or on every rank: then the values of sharded
+            parameters must be the same, and of buffers and extra state each rank takes its own.
+        bucket_mib: as for `full_optim_state_dict`.
+
+    Raises:
+        ConfigError: keys, shapes or dtypes do not fit (what does not is named, on every rank); nothing was written.
+    """
+    ranks = Ranks.of(model)
     own: dict[str, Any] = {}
-    with compare.Caught() as caught:
+    with Caught() as caught:
         model = module_in(model)
         own = state_of_module(model)
         require_bucket(bucket_mib)
         _require_values(own)
         _require_registered(model, own)
-    source = full_state.choose_source(LOAD_CALL, caught, state, bucket_mib, state_ranks)
-    full = None
-    with compare.Caught() as caught:
-        if source is None or state_ranks.ranks[state_ranks.rank] == source:
-            full = _packed(state, model)
-            full_state.refuse(_tied_otherwise(full, own))
-    full = full_state.share(LOAD_CALL, caught, full, source, state_ranks)
+    given = full.receive(_LOAD_CALL, caught, state, bucket_mib, ranks, lambda: _packed(state, model, own))
     targets: list[LocalShard] = []
-    with compare.Caught() as caught:
-        full_state.refuse(_misfits(full, own))
-        targets = [hold(own[each.name]) for each in full.announced]
-        full_state.refuse(full_state.out_of_reach(full, targets))
-    full_state.require_alike(LOAD_CALL, caught, full, targets, own, state_ranks)
+    with Caught() as caught:
+        full.refuse(_misfits(given, own))
+        targets = [hold(own[each.name]) for each in given.announced]
+        full.refuse(full.out_of_reach(given, targets))
+    full.require_alike(_LOAD_CALL, caught, given, targets, own, ranks)
     landings = [_contiguous(target) for target in targets]
-    with ExtraStates(model, full.contents) as extra_states:
-        with compare.Caught() as caught:
+    with ExtraStates(model, given.contents) as extra_states:
+        with Caught() as caught:
             extra_states.set()
-        compare.raise_together(LOAD_CALL, caught, state_ranks.group)
-        deliver(landings, full.tensors, full.source, state_ranks, bucket_mib)
+        ranks.raise_together(_LOAD_CALL, caught)
+        deliver(landings, given.tensors, given.source, ranks, bucket_mib)
     for target, landing in zip(targets, landings, strict=True):
         if landing is not target:
             target.local.copy_(landing.local)
@@ -126,9 +135,8 @@ def load_model(model: nn.Module, state: Mapping[str, Any], *, bucket_mib: float)
     torch.autograd.graph.increment_version([value for value in own.values() if isinstance(value, Tensor)])
 
 
-def _packed(state: Mapping[str, Any], model: nn.Module) -> FullState:
-    if not isinstance(state, Mapping):
-        raise ConfigError(f"the state must be a dict as a module's state_dict() gives it, got {type(state).__name__}.")
+def _packed(state: Mapping[str, Any], model: nn.Module, own: Mapping[str, Any]) -> FullState:
+    """A state_dict as a full state by FQN."""
     if sharded := [name for name, value in state.items() if isinstance(value, DTensor)]:
         raise ConfigError(
             f"the state is sharded (DTensors): {', '.join(sharded[:5])}. Give the full state, or load this one with "
@@ -139,21 +147,22 @@ def _packed(state: Mapping[str, Any], model: nn.Module) -> FullState:
     places = {name: LeafMark(i) for i, name in enumerate(tensors)}
     contents = {name: places.get(name, value) for name, value in values.items()}
     announced = [Announced.of(name, tensor) for name, tensor in tensors.items()]
+    full.refuse(_tied_otherwise(tensors, own))
     return FullState(contents=contents, announced=announced, tensors=list(tensors.values()))
 
 
-def _misfits(full: FullState, own: Mapping[str, Any]) -> Iterator[str]:
+def _misfits(given: FullState, own: Mapping[str, Any]) -> Iterator[str]:
     """What does not fit, all of it."""
-    if missing := [name for name in own if name not in full.contents]:
+    if missing := [name for name in own if name not in given.contents]:
         yield f"it lacks {', '.join(missing)}"
-    if extra := [name for name in full.contents if name not in own]:
+    if extra := [name for name in given.contents if name not in own]:
         yield f"it has {', '.join(extra)}, which the model does not have"
-    announced = {each.name: each for each in full.announced}
+    announced = {each.name: each for each in given.announced}
     for name, value in own.items():
         each = announced.get(name)
         if is_extra(name):
             continue
-        if name in full.contents and (each is not None) != isinstance(value, Tensor):
+        if name in given.contents and (each is not None) != isinstance(value, Tensor):
             yield f"{name} is {'a tensor' if each else 'no tensor'}, expected {'one' if each is None else 'none'}"
         elif each is not None and (each.shape != tuple(value.shape) or each.dtype != value.dtype):
             yield f"{name} is {each.dtype}{list(each.shape)}, expected {value.dtype}{list(value.shape)}"
@@ -176,9 +185,8 @@ def _require_registered(model: nn.Module, own: Mapping[str, Any]) -> None:
         )
 
 
-def _tied_otherwise(full: FullState, own: Mapping[str, Any]) -> Iterator[str]:
+def _tied_otherwise(given: Mapping[str, Tensor], own: Mapping[str, Any]) -> Iterator[str]:
     """Names of one parameter for which several values are given."""
-    given = {each.name: tensor for each, tensor in zip(full.announced, full.tensors or (), strict=True)}
     first: dict[int, str] = {}
     for name in (name for name in own if name in given):
         other = first.setdefault(id(own[name]), name)

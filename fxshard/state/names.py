@@ -1,11 +1,19 @@
-"""Names of parameters, buffers and extra state: those of torch.distributed.checkpoint, which no wrapper changes."""
+"""The names of parameters and buffers: those of torch.distributed.checkpoint, which no wrapper changes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from fxshard.errors import ConfigError
+from fxshard.sharding.sharded_module import plain_module
+
+STATE, GROUPS, PARAMS = "state", "param_groups", "params"
+"""Keys of an optimizer's state_dict; any other key of it is kept as it is."""
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
@@ -34,3 +42,67 @@ def named_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Iter
     """FQN and parameter; a tied one under its first name, or under all."""
     pairs = model.named_parameters(remove_duplicate=remove_duplicate)
     return ((fqn_of(model, name), parameter) for name, parameter in pairs)
+
+
+def module_in(model: object) -> nn.Module:
+    """The model without the wrapper of `torch.compile`.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be an nn.Module, got {type(model).__name__}.")
+    return plain_module(model)
+
+
+def require_optimizer(optim: object) -> None:
+    """Raise unless it is an optimizer.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not isinstance(optim, Optimizer):
+        raise ConfigError(f"optim must be a torch.optim.Optimizer, got {type(optim).__name__}.")
+
+
+@dataclass(frozen=True)
+class ParameterNames:
+    """The parameters of an optimizer by FQN.
+
+    Attributes:
+        parameters: FQN -> parameter, in the order of torch's ids, which count through the groups.
+        groups: the FQNs of each param group.
+    """
+
+    parameters: dict[str, nn.Parameter]
+    groups: list[list[str]]
+
+    @property
+    def ids(self) -> dict[str, int]:
+        """FQN -> torch's id."""
+        return {fqn: i for i, fqn in enumerate(self.parameters)}
+
+
+def names_of(model: nn.Module, optim: Optimizer) -> ParameterNames:
+    """Name the parameters of `optim`.
+
+    Raises:
+        ConfigError: it is no optimizer, or one of them is not in `model`.
+    """
+    require_optimizer(optim)
+    known = {id(parameter): fqn for fqn, parameter in named_parameters(plain_module(model))}
+    names = ParameterNames({}, [[] for _ in optim.param_groups])
+    unknown = []
+    for g, group in enumerate(optim.param_groups):
+        for i, parameter in enumerate(group[PARAMS]):
+            if (fqn := known.get(id(parameter))) is None:
+                unknown.append(f"param_groups[{g}]['params'][{i}] of shape {list(parameter.shape)}")
+                continue
+            names.parameters[fqn] = parameter
+            names.groups[g].append(fqn)
+    if unknown:
+        raise ConfigError(
+            f"the optimizer has parameters that are not in the model: {', '.join(unknown)}. Give both as they are "
+            "trained together; if the model was compiled or sharded after the optimizer was made, make it anew."
+        )
+    return names

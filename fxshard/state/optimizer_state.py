@@ -1,10 +1,10 @@
-"""The state of an optimizer, apart from where its tensors lie: by parameter, in names that no sharding changes."""
+"""The state of an optimizer by FQN, whatever its sharding, and the full state that is gathered of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,62 +13,119 @@ from torch.optim import Optimizer
 
 from fxshard.errors import ConfigError
 from fxshard.runtime.parameters import local_of
-from fxshard.sharding.sharded_module import plain_module
-from fxshard.state.local_shards import LocalShard, copied, hold, is_sharded, value_text
-from fxshard.state.names import named_parameters
-from fxshard.state.pytree import Leaf, LeafMark, Path, put_back, take_out
-from fxshard.state.state_ranks import require_optimizer
+from fxshard.state.local_shards import LocalShard, copied, gather_all, hold, require_bucket, value_text
+from fxshard.state.names import GROUPS, PARAMS, STATE, ParameterNames, module_in, names_of
+from fxshard.state.pytree import KeyPath, Leaf, LeafMark, put_back, take_out
+from fxshard.state.ranks import Caught, Ranks, is_sharded, ranks_of
 
-STATE, GROUPS, PARAMS = "state", "param_groups", "params"
-"""Keys of an optimizer's state_dict; any other key of it is kept as it is."""
+_CALL = "full_optim_state_dict"
 
 
-@dataclass(eq=False)
-class ParameterNames:
-    """The parameters of an optimizer: torch's ids for them, which count through its groups, and their FQNs.
+@torch.no_grad()
+def full_optim_state_dict(
+    model: nn.Module,
+    optim: Optimizer,
+    *,
+    recipient_rank: int | None = 0,
+    cpu_offload: bool = True,
+    keys: Literal["id", "fqn"] = "id",
+    bucket_mib: float = 64,
+) -> dict[str, Any]:
+    """The state that the optimizer of the unsharded model would have, gathered from the ranks.
 
-    Attributes:
-        parameters: id -> parameter.
-        fqns: id -> FQN in the model.
-        groups: the ids of each param group.
-    """
+    What `optim.state_dict()` gives, with full tensors, new ones: no sharding shows. All ranks that share the model must
+    call it; if they hold different state, all of them raise. Of modules on a smaller mesh than the model's, such as
+    experts, it has what the mesh of the recipient holds.
 
-    parameters: dict[int, nn.Parameter]
-    fqns: dict[int, str]
-    groups: list[list[int]]
-    ids: dict[str, int] = field(init=False)
+    Args:
+        model: sharded; compiled or plain. Not yet sharded, in the one-line form, will do too.
+        optim: of parameters of `model`, any class; with several groups, parameters without state, other keys beside
+            `state` and `param_groups`, which stay. Plain tensors in the state of sharded parameters are rows if all of
+            one name have the shape of their parameter's local rows; else they are whole, and the same on all ranks.
+        recipient_rank: who gets it, counted among the ranks that share the model; `None` for all of them.
+        cpu_offload: whether the result is on the CPU; else it is where its tensors are.
+        keys: "id" for torch's numbering of the parameters, "fqn" for their names in the model.
+        bucket_mib: small tensors travel together in buckets of this size, large ones to other devices in pieces. Of
+            device memory beside the result this takes two buckets on a rank that receives, and one elsewhere; and the
+            rows of two tensors that are not contiguous, or all of one that is sharded otherwise than by rows.
 
-    def __post_init__(self) -> None:
-        """Turn the names around."""
-        self.ids = {fqn: i for i, fqn in self.fqns.items()}
-
-
-def names_of(model: nn.Module, optim: Optimizer) -> ParameterNames:
-    """Name the parameters of `optim`.
+    Returns:
+        The state where it is wanted, `{}` elsewhere.
 
     Raises:
-        ConfigError: it is no optimizer, or one of them is not in `model`.
+        ConfigError: an argument means nothing, or the ranks differ (what differs is named, on every rank).
     """
-    require_optimizer(optim)
-    known = {id(parameter): fqn for fqn, parameter in named_parameters(plain_module(model))}
-    parameters: dict[int, nn.Parameter] = {}
-    numbers: dict[int, int] = {}
-    groups: list[list[int]] = []
-    unknown = []
-    for g, group in enumerate(optim.param_groups):
-        groups.append([])
-        for i, parameter in enumerate(group[PARAMS]):
-            number = numbers.setdefault(id(parameter), len(numbers))
-            parameters[number] = parameter
-            groups[-1].append(number)
-            if id(parameter) not in known:
-                unknown.append(f"param_groups[{g}]['params'][{i}] of shape {list(parameter.shape)}")
-    if unknown:
+    ranks = Ranks.of(model)
+    recipient: int | None = None
+    names, facts = ParameterNames({}, []), dict[str, str]()
+    whole, states = dict[str, Any](), dict[str, ParameterState]()
+    with Caught() as caught:
+        require_bucket(bucket_mib)
+        _require_keys(keys)
+        recipient = ranks.recipient(recipient_rank)
+        names = names_of(module_in(model), optim)
+        whole, states = _split(optim, names, to_cpu=cpu_offload)
+        _require_other_names(whole[STATE], keys)
+        arguments = f"recipient_rank={recipient_rank}, cpu_offload={cpu_offload}, bucket_mib={bucket_mib}"
+        facts = {"arguments": arguments, **_facts(optim, names, states, whole)}
+    sharing = {state_fact(fqn): parameter for fqn, parameter in names.parameters.items()}
+    lacking = ranks.compare(_CALL, caught, facts, sharing)
+    if any(lacking):
+        states = _completed(states, names, lacking, ranks)
+    fulls = gather_all(
+        [held for state in states.values() for held in state.held],
+        recipient=recipient,
+        cpu_offload=cpu_offload,
+        bucket_mib=bucket_mib,
+        title="optimizer state",
+    )
+    return {} if fulls is None else _assembled(whole, states, fulls, names, keys)
+
+
+def _require_keys(keys: object) -> None:
+    if keys not in ("id", "fqn"):
+        raise ConfigError(f'keys must be "id" or "fqn", got {keys!r}.')
+
+
+def _require_other_names(others: Mapping[Any, Any], keys: str) -> None:
+    if found := unknown_keys(others, int if keys == "id" else str):
         raise ConfigError(
-            f"the optimizer has parameters that are not in the model: {', '.join(unknown)}. Give both as they are "
-            "trained together; if the model was compiled or sharded after the optimizer was made, make it anew."
+            f"the optimizer has state of no parameter under {', '.join(map(repr, found))}, where a load would take it "
+            f"for a parameter's, by {keys}. Use a key of another type, or the other value of keys."
         )
-    return ParameterNames(parameters, {n: known[id(p)] for n, p in parameters.items()}, groups)
+
+
+def _split(
+    optim: Optimizer, names: ParameterNames, *, to_cpu: bool
+) -> tuple[dict[str, Any], dict[str, ParameterState]]:
+    """An optimizer's state_dict as all but the state of parameters, copied, and that state, in the order of ids.
+
+    Raises:
+        ConfigError: there are sharded tensors in it that belong to no parameter.
+    """
+    everything = optim.state_dict()
+    kept, ids = everything[STATE], names.ids
+    fqns = [fqn for fqn, i in ids.items() if i in kept]
+    found = parameter_states({names.parameters[fqn]: kept[ids[fqn]] for fqn in fqns})
+    of_parameters = set(ids.values())
+    others = {key: value for key, value in kept.items() if key not in of_parameters}
+    skeleton, leaves = take_out({**everything, STATE: others})
+    require_no_shards(leaves)
+    whole = put_back(skeleton, [copied(leaf.tensor, to_cpu=to_cpu) for leaf in leaves])
+    return whole, dict(zip(fqns, found, strict=True))
+
+
+def require_no_shards(leaves: Iterable[Leaf]) -> None:
+    """Raise if there are sharded tensors among those that belong to no parameter.
+
+    Raises:
+        ConfigError: there are.
+    """
+    if sharded := [leaf.name for leaf in leaves if isinstance(leaf.tensor, DTensor)]:
+        raise ConfigError(
+            f"the optimizer's state_dict has sharded tensors that belong to no parameter: {', '.join(sharded)}. Keep "
+            "them in the state of their parameter."
+        )
 
 
 @dataclass(eq=False)
@@ -102,7 +159,7 @@ def parameter_states(states: Mapping[Tensor, Any]) -> list[ParameterState]:
     never if it ends in the name that torch's optimizers have for a counter.
     """
     taken = {parameter: take_out(state) for parameter, state in states.items()}
-    others: set[Path] = set()
+    others: set[KeyPath] = set()
     for parameter, (_, leaves) in taken.items():
         if isinstance(parameter, DTensor) and is_sharded(parameter):
             plain = [leaf for leaf in leaves if leaf.path not in others and not isinstance(leaf.tensor, DTensor)]
@@ -117,7 +174,7 @@ def parameter_states(states: Mapping[Tensor, Any]) -> list[ParameterState]:
     return found
 
 
-def is_step(path: Path) -> bool:
+def is_step(path: KeyPath) -> bool:
     """Whether keys lead to what torch's optimizers count steps in; every rank has all of it."""
     return path[-1:] == ("step",)
 
@@ -152,29 +209,23 @@ def unknown_keys(others: Mapping[Any, Any], kind: type) -> list[Any]:
     return [key for key, value in others.items() if isinstance(key, kind) and isinstance(value, Mapping)]
 
 
-def facts_of(
-    optim: Optimizer, names: ParameterNames, states: Mapping[int, ParameterState], whole: Mapping[str, Any]
+def _facts(
+    optim: Optimizer, names: ParameterNames, states: Mapping[str, ParameterState], whole: Mapping[str, Any]
 ) -> dict[str, str]:
     """What ranks compare before they gather: name -> text, in an order that all ranks share."""
     facts = {"optimizer": type(optim).__qualname__}
     for g, group in enumerate(whole[GROUPS]):
         given = {key: value for key, value in group.items() if key != PARAMS}
-        fqns = ", ".join(names.fqns[i] for i in names.groups[g])
-        facts[f"param_groups[{g}]"] = f"{simple(given)} of {fqns}"
+        facts[f"param_groups[{g}]"] = f"{simple(given)} of {', '.join(names.groups[g])}"
     facts["state of no parameter"] = simple(whole[STATE])
     facts["other keys"] = simple({key: value for key, value in whole.items() if key not in (STATE, GROUPS)})
-    for i, fqn in names.fqns.items():
-        facts[state_fact(fqn)] = states[i].text if i in states else ""
+    for fqn in names.parameters:
+        facts[state_fact(fqn)] = states[fqn].text if fqn in states else ""
     return facts
 
 
-def has_no_rows(parameter: Tensor) -> bool:
-    """Whether other ranks have all rows of a parameter."""
-    return isinstance(parameter, DTensor) and is_sharded(parameter) and not local_of(parameter).numel()
-
-
 @dataclass(frozen=True, kw_only=True)
-class Description:
+class _Description:
     """A tensor of the state in words, to be sent to ranks that do not have it.
 
     Attributes:
@@ -185,17 +236,17 @@ class Description:
         whole: its value on the CPU, if every rank has all of it; `None` if it is cut into rows.
     """
 
-    path: Path
+    path: KeyPath
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: str
     whole: Tensor | None = None
 
 
-def described(state: ParameterState) -> tuple[Any, list[Description]]:
+def _described(state: ParameterState) -> tuple[Any, list[_Description]]:
     """What a rank that lacks the state of a parameter, having no rows of it, must be told."""
     return state.skeleton, [
-        Description(
+        _Description(
             path=leaf.path,
             shape=held.shape,
             dtype=held.dtype,
@@ -206,7 +257,7 @@ def described(state: ParameterState) -> tuple[Any, list[Description]]:
     ]
 
 
-def without_rows(skeleton: Any, descriptions: Iterable[Description], parameter: Tensor) -> ParameterState:
+def _without_rows(skeleton: Any, descriptions: Iterable[_Description], parameter: Tensor) -> ParameterState:
     """The state of a parameter on a rank that has no rows of it, as another rank describes it."""
     leaves, held = [], []
     for each in descriptions:
@@ -219,9 +270,25 @@ def without_rows(skeleton: Any, descriptions: Iterable[Description], parameter: 
     return ParameterState(skeleton, leaves, held, is_shared=True)
 
 
-def assemble(
+def _completed(
+    states: Mapping[str, ParameterState], names: ParameterNames, lacking: Sequence[Sequence[str]], ranks: Ranks
+) -> dict[str, ParameterState]:
+    """The states, with those that this rank lacks because it has no rows of the parameter, as others describe them."""
+    wanted = dict.fromkeys(name for each in lacking for name in each)
+    fqns = {state_fact(fqn): fqn for fqn in names.parameters}
+    offered = {name: _described(states[fqns[name]]) for name in wanted if fqns.get(name) in states}
+    everyone = dict(zip(ranks.members, ranks.exchange(offered), strict=True))
+    completed = dict(states)
+    for name in lacking[ranks.rank]:
+        parameter = names.parameters[fqns[name]]
+        donor = next(everyone[rank][name] for rank in ranks_of(parameter) if name in everyone[rank])
+        completed[fqns[name]] = _without_rows(*donor, parameter)
+    return {fqn: completed[fqn] for fqn in names.parameters if fqn in completed}
+
+
+def _assembled(
     whole: Mapping[str, Any],
-    states: Mapping[int, ParameterState],
+    states: Mapping[str, ParameterState],
     fulls: Sequence[Tensor],
     names: ParameterNames,
     keys: str,
@@ -236,30 +303,9 @@ def assemble(
         keys: "id" or "fqn".
     """
     arriving = iter(fulls)
-    state = {i: put_back(each.skeleton, [next(arriving) for _ in each.leaves]) for i, each in states.items()}
-    by = (lambda i: i) if keys == "id" else names.fqns.__getitem__
-    groups = [{**group, PARAMS: [by(i) for i in ids]} for group, ids in zip(whole[GROUPS], names.groups, strict=True)]
-    return {**whole, STATE: {**{by(i): value for i, value in state.items()}, **whole[STATE]}, GROUPS: groups}
-
-
-def split_state(
-    optim: Optimizer, names: ParameterNames, *, to_cpu: bool = True
-) -> tuple[dict[str, Any], dict[int, ParameterState]]:
-    """An optimizer's state_dict as all but the state of parameters, copied, and that state, in the order of ids.
-
-    Raises:
-        ConfigError: there are sharded tensors in it that belong to no parameter.
-    """
-    everything = optim.state_dict()
-    kept = everything[STATE]
-    ids = [i for i in names.parameters if i in kept]
-    found = parameter_states({names.parameters[i]: kept[i] for i in ids})
-    states = dict(zip(ids, found, strict=True))
-    others = {key: value for key, value in kept.items() if key not in names.parameters}
-    skeleton, leaves = take_out({**everything, STATE: others})
-    if sharded := [leaf.name for leaf in leaves if isinstance(leaf.tensor, DTensor)]:
-        raise ConfigError(
-            f"the optimizer's state_dict has sharded tensors that belong to no parameter: {', '.join(sharded)}. Keep "
-            "them in the state of their parameter."
-        )
-    return put_back(skeleton, [copied(leaf.tensor, to_cpu=to_cpu) for leaf in leaves]), states
+    by: Mapping[str, Any] = names.ids if keys == "id" else {fqn: fqn for fqn in names.parameters}
+    state = {by[fqn]: put_back(each.skeleton, [next(arriving) for _ in each.leaves]) for fqn, each in states.items()}
+    groups = [
+        {**group, PARAMS: [by[fqn] for fqn in fqns]} for group, fqns in zip(whole[GROUPS], names.groups, strict=True)
+    ]
+    return {**whole, STATE: {**state, **whole[STATE]}, GROUPS: groups}

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-Path = tuple[Any, ...]
+KeyPath = tuple[Any, ...]
+"""Where a value stands in a tree: keys of dicts, indices of lists."""
 
 
 class LeafMark(NamedTuple):
@@ -20,7 +21,7 @@ class LeafMark(NamedTuple):
 class Leaf(NamedTuple):
     """A tensor and the keys that lead to it."""
 
-    path: Path
+    path: KeyPath
     tensor: Tensor
 
     @property
@@ -33,7 +34,7 @@ def take_out(tree: Any) -> tuple[Any, list[Leaf]]:
     """`tree` with a `LeafMark` for each tensor, and the tensors; everything else is copied."""
     leaves: list[Leaf] = []
 
-    def take(path: Path, value: Any) -> Any:
+    def take(path: KeyPath, value: Any) -> Any:
         if isinstance(value, Tensor):
             leaves.append(Leaf(path, value))
             return LeafMark(len(leaves) - 1)
@@ -51,7 +52,7 @@ _ATOMS = (int, float, str, bool, type(None))
 _ENDS = (Tensor, LeafMark, *_ATOMS)
 
 
-def _mapped(function: Callable[[Path, Any], Any], tree: Any, path: Path) -> Any:
+def _mapped(function: Callable[[KeyPath, Any], Any], tree: Any, path: KeyPath) -> Any:
     if type(tree) is dict:
         return {
             key: function((*path, key), value) if isinstance(value, _ENDS) else _mapped(function, value, (*path, key))

@@ -1,25 +1,80 @@
-"""The ranks that save or load one checkpoint together: what one of them cannot do, all refuse."""
+"""The ranks that hold a state together: what they must have alike, and how they raise together what one of them found.
+
+A rank that raised alone would leave the others waiting in the next collective.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from types import TracebackType
+from typing import Any, Self, TypeVar, cast
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from fxshard.errors import CheckpointError, ConfigError, FxshardError, RankMismatchError
-from fxshard.state.compare import exchange
-from fxshard.state.state_ranks import ranks_of, state_ranks_of
+from fxshard.runtime.parameters import local_of
+from fxshard.sharding.sharded_module import plain_module
 
 T = TypeVar("T")
 
 Comparison = Mapping[str, Sequence[str]]
 """What ranks compare: a title, and lines that must be the same on all of them."""
+
+_MOST = 5  # differences that a message lists
+_NOTHING = ""  # the fact of a rank that has no state of a parameter
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """What a rank says of one part of its state.
+
+    Attributes:
+        text: equal texts are alike.
+        ranks: the ranks that must say the same; the others have something else by this name.
+        may_lack: whether this rank has no rows of it anyway, so that it may have nothing.
+    """
+
+    text: str
+    ranks: tuple[int, ...]
+    may_lack: bool
+
+
+class Caught:
+    """A context that catches what goes wrong on this rank, so that it can be told to the others first.
+
+    Attributes:
+        error: in words, `None` if nothing went wrong.
+        cause: the exception.
+    """
+
+    def __init__(self) -> None:
+        self.error: str | None = None
+        self.cause: BaseException | None = None
+
+    def __enter__(self) -> Self:
+        """Nothing has gone wrong yet."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        """Keep an exception; `KeyboardInterrupt` and the like go on."""
+        if isinstance(error, Exception):
+            self.cause = error
+            self.error = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+        return isinstance(error, Exception)
+
+    def told(self, call: str, text: str) -> ConfigError:
+        """What is raised on every rank for it."""
+        return ConfigError(f"{call}: {text}")
 
 
 @dataclass(frozen=True)
@@ -39,28 +94,132 @@ class _Failure:
         return cls(CheckpointError, f"{type(error).__name__}: {error}")
 
 
+@dataclass(frozen=True)
 class Ranks:
-    """The ranks of a model, or this process alone where there is no process group.
+    """The ranks that hold a model's state together, or this process alone where there is no process group.
 
     Attributes:
-        group: their process group.
-        rank, size: this rank in it, and how many there are.
+        group: those of the mesh that contains all others, or all ranks there are; `None` without a process group.
+        device: where its collectives work.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int) -> None:
-        self.group = group
-        self.rank = rank
-        self.size = size
+    group: dist.ProcessGroup | None
+    device: torch.device
 
     @classmethod
     def of(cls, model: object) -> Ranks:
-        """The ranks that share the parameters of `model`; all ranks, if it is not sharded."""
-        state_ranks = state_ranks_of(model)
-        return cls(state_ranks.group, state_ranks.rank, len(state_ranks.ranks))
+        """The ranks that share the parameters of `model`: all there are for what is no model, or not sharded.
 
-    def gather(self, value: T) -> list[T]:
-        """The values of all ranks, by rank."""
-        return exchange(value, self.group)
+        Raises:
+            ConfigError: they have no process group, on all of them.
+        """
+        meshes = list(_meshes(plain_module(model).parameters())) if isinstance(model, nn.Module) else []
+        device = torch.empty(0, device=meshes[0].device_type).device if meshes else torch.device("cpu")
+        ranks = {id(mesh): set(cast("list[int]", mesh.mesh.flatten().tolist())) for mesh in meshes}
+        for mesh in meshes:
+            if mesh.ndim == 1 and all(other <= ranks[id(mesh)] for other in ranks.values()):
+                return cls(mesh.get_group(), device)
+        members = sorted(set().union(*ranks.values()))
+        if members and len(members) < dist.get_world_size():
+            raise ConfigError(
+                f"the model is sharded over ranks {members} of {dist.get_world_size()} by meshes of which none is 1-D "
+                "and has them all, so there is no process group in which they could agree. Shard the root over such a "
+                "mesh."
+            )
+        return cls(dist.group.WORLD if dist.is_initialized() else None, device)
+
+    @property
+    def members(self) -> list[int]:
+        """Their global ranks."""
+        return [0] if self.group is None else dist.get_process_group_ranks(self.group)
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return len(self.members)
+
+    @property
+    def rank(self) -> int:
+        """This one's place among them."""
+        return 0 if self.group is None else dist.get_rank(self.group)
+
+    def recipient(self, recipient_rank: int | None) -> int | None:
+        """The global rank of the one at this place, `None` for all.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if recipient_rank is None:
+            return None
+        if not isinstance(recipient_rank, int) or not 0 <= recipient_rank < self.size:
+            raise ConfigError(
+                f"recipient_rank must be None or one of the {self.size} ranks that share the model, counted from "
+                f"0, got {recipient_rank!r}."
+            )
+        return self.members[recipient_rank]
+
+    def exchange(self, value: T) -> list[T]:
+        """Every rank's value, in the order of the group; pickled, so for small ones."""
+        if self.group is None or self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def raise_together(self, call: str, caught: Caught) -> None:
+        """Raise on every rank what one of them found.
+
+        Raises:
+            ConfigError: with the errors of all ranks.
+        """
+        errors = self.exchange(caught.error)
+        found = {text: [rank for rank, other in enumerate(errors) if other == text] for text in errors if text}
+        if not found:
+            return
+        is_everywhere = len(found) == 1 and all(errors)
+        text = str(errors[0]) if is_everywhere else " ".join(f"{_named(at)}: {text}" for text, at in found.items())
+        raise caught.told(call, text) from caught.cause
+
+    def compare(
+        self, call: str, caught: Caught, facts: Mapping[str, str], sharing: Mapping[str, Tensor]
+    ) -> list[list[str]]:
+        """Compare what each of them has.
+
+        Args:
+            call: the public function, for the message.
+            caught: what this rank found wrong by itself.
+            facts: what it has, name -> text.
+            sharing: name -> the parameter whose ranks must have the same; all ranks must, where it names none.
+
+        Returns:
+            For each rank the names of which it has nothing while others have; empty if all have the same.
+
+        Raises:
+            ConfigError: on every rank, if one found something wrong, or ranks differ.
+        """
+        digest = hashlib.sha256((caught.error or repr(list(facts.items()))).encode(errors="replace")).digest()
+        if len(set(self.exchange(digest))) == 1:
+            if caught.error is not None:
+                raise caught.told(call, caught.error) from caught.cause
+            return []
+        self.raise_together(call, caught)
+        everyone = dict(zip(self.members, self.exchange(self._claims(facts, sharing)), strict=True))
+        if differences := list(_differing_claims(everyone)):
+            more = f" (and {len(differences) - _MOST} more)" if len(differences) > _MOST else ""
+            raise ConfigError(
+                f"{call}: the ranks do not hold the same state. {'; '.join(differences[:_MOST])}{more}. Every rank "
+                "must build the same model and optimizer, take the same steps and pass the same arguments."
+            )
+        return [_lacking(rank, everyone) for rank in everyone]
+
+    def _claims(self, facts: Mapping[str, str], sharing: Mapping[str, Tensor]) -> dict[str, _Claim]:
+        everyone = tuple(self.members)
+        return {
+            name: _Claim(text, ranks_of(sharing[name]), has_no_rows(sharing[name]))
+            if name in sharing
+            else _Claim(text, everyone, may_lack=False)
+            for name, text in facts.items()
+        }
 
     def together(self, work: Callable[[], T]) -> T:
         """Do `work`, which has no collectives, on every rank; where it fails on one, raise the same on all.
@@ -73,7 +232,7 @@ class Ranks:
             value = work()
         except (Exception, CheckpointException) as error:
             failure, cause = _Failure.of(error), error
-        failures = self.gather(failure)
+        failures = self.exchange(failure)
         first = next((rank for rank, each in enumerate(failures) if each is not None), None)
         if first is not None:
             found = cast(_Failure, failures[first])
@@ -93,13 +252,42 @@ class Ranks:
             mine.update({title: list(lines) for title, lines in describe().items()})
             return {title: hashlib.sha256("\n".join(lines).encode()).hexdigest() for title, lines in mine.items()}
 
-        digests = self.gather(self.together(digest_of_each))
+        digests = self.exchange(self.together(digest_of_each))
         for title in dict.fromkeys(itertools.chain.from_iterable(digests)):
             if len({digest.get(title) for digest in digests}) > 1:
-                raise RankMismatchError(_difference(title, self.gather(mine.get(title, []))))
+                raise RankMismatchError(_differing_line(title, self.exchange(mine.get(title, []))))
 
 
-def _difference(title: str, lines_of_ranks: Sequence[Sequence[str]]) -> str:
+def _meshes(parameters: Iterable[Tensor]) -> Iterable[DeviceMesh]:
+    found = {id(p.device_mesh): p.device_mesh for p in parameters if isinstance(p, DTensor)}
+    return found.values()
+
+
+def _differing_claims(everyone: Mapping[int, Mapping[str, _Claim]]) -> Iterable[str]:
+    """What ranks that must say the same say otherwise, by name."""
+    names = dict.fromkeys(name for claims in everyone.values() for name in claims)
+    for name in names:
+        for sharing in dict.fromkeys(claims[name].ranks for claims in everyone.values() if name in claims):
+            texts: dict[str, list[int]] = {}
+            for rank in sharing:
+                claim = everyone[rank].get(name) if rank in everyone else None
+                if claim is None or not (claim.may_lack and claim.text == _NOTHING):
+                    texts.setdefault(claim.text if claim is not None else _NOTHING, []).append(rank)
+            if len(texts) > 1:
+                sides = ", ".join(f"{text or 'nothing'} on {_named(ranks)}" for text, ranks in texts.items())
+                yield f"{name}: {sides}"
+
+
+def _lacking(rank: int, everyone: Mapping[int, Mapping[str, _Claim]]) -> list[str]:
+    """The names of which a rank has nothing while others have."""
+    return [
+        name
+        for name, claim in everyone[rank].items()
+        if claim.text == _NOTHING and any(everyone[other][name].text != _NOTHING for other in claim.ranks)
+    ]
+
+
+def _differing_line(title: str, lines_of_ranks: Sequence[Sequence[str]]) -> str:
     """The first line in which a rank differs from rank 0."""
     for rank, lines in enumerate(lines_of_ranks):
         for expected, found in itertools.zip_longest(lines_of_ranks[0], lines, fillvalue="nothing"):
@@ -109,6 +297,28 @@ def _difference(title: str, lines_of_ranks: Sequence[Sequence[str]]) -> str:
                     "every rank with the same arguments."
                 )
     raise AssertionError("equal lines, unequal digests")
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {', '.join(map(str, ranks))}"
+
+
+def ranks_of(parameter: Tensor) -> tuple[int, ...]:
+    """The ranks that share a parameter, none for one that is not shared."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    return tuple(cast("list[int]", parameter.device_mesh.mesh.flatten().tolist()))
+
+
+def is_sharded(tensor: DTensor) -> bool:
+    """Whether each rank of a 1-D mesh has rows of it."""
+    placements = tensor.placements
+    return len(placements) == 1 and type(placements[0]) is Shard and placements[0].dim == 0
+
+
+def has_no_rows(parameter: Tensor) -> bool:
+    """Whether other ranks have all rows of a parameter."""
+    return isinstance(parameter, DTensor) and is_sharded(parameter) and not local_of(parameter).numel()
 
 
 def require_one_set(model: nn.Module) -> None:

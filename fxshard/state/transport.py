@@ -1,4 +1,4 @@
-"""Move the rounds of [Note: how full state travels]: to one rank, to all ranks, and from one rank back to all.
+"""Move the rounds of [Note: how full state travels]: gather on one rank or on all, scatter from one rank.
 
 Everything travels as bytes, so a bucket holds any mix of dtypes, and no collective sees more than one.
 
@@ -13,7 +13,7 @@ stream or event of ours is needed.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxshard.runtime.raw import as_bytes
-from fxshard.state.rounds import Chunk, Item, Round
+from fxshard.state.rounds import Item, Kind, Round, rounds_of
 
 # torch 2.13 renamed it, and warns about the old name.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -115,21 +115,71 @@ class UnderWay:
     kept: Any = None  # what must live until the works are done
     is_copy: bool = False  # whether that is memory of its own, beside buckets
 
-    def wait(self) -> None:
-        """Wait until what was launched for it is done."""
-        for work in self.works:
+
+def _launched(ops: list[dist.P2POp]) -> list[Any]:
+    """Launch sends and receives together."""
+    return list(dist.batch_isend_irecv(ops)) if ops else []
+
+
+class _Collective:
+    """What gathering and scattering share: the rounds, the rows of this rank, and the buckets.
+
+    Attributes:
+        wire: the ranks.
+        items: what is moved.
+        rows: this rank's rows of each.
+        rounds: of the items, by `rounds_of`.
+        root: the rank of the group that gets or has the full tensors; `None` if all get them.
+    """
+
+    def __init__(
+        self, wire: Wire, items: Sequence[Item], rows: Sequence[Tensor], rounds: Sequence[Round], root: int | None
+    ) -> None:
+        self.wire = wire
+        self.items = items
+        self.rows = rows
+        self.rounds = rounds
+        self.root = root
+        self.buckets = Buckets(rounds, wire.world_size if root in (None, wire.rank) else 1, wire.device)
+
+    def start(self, each: Round) -> UnderWay:
+        """Launch a round."""
+        raise NotImplementedError
+
+    def finish(self, under_way: UnderWay) -> None:
+        """Take what came, once it is there."""
+        raise NotImplementedError
+
+    def run(self) -> None:
+        """Run all rounds; see [Note: rounds under way]."""
+        waiting: deque[UnderWay] = deque()
+        for each in self.rounds:
+            while len(waiting) == _MOST_UNDER_WAY or _is_full(waiting, each):
+                self._end(waiting.popleft())
+            waiting.append(self.start(each))
+        while waiting:
+            self._end(waiting.popleft())
+
+    def _end(self, under_way: UnderWay) -> None:
+        for work in under_way.works:
             work.wait()
+        self.finish(under_way)
 
+    def lengths(self, each: Round, rank: int) -> list[int]:
+        """Bytes that `rank` has of each chunk of a round."""
+        held = [(self.items[i].nbytes - rank * self.items[i].share, first, last) for i, first, last in each.chunks]
+        return [last - first if last <= nbytes else max(0, nbytes - first) for nbytes, first, last in held]
 
-def run(rounds: Iterable[Round], start: Callable[[Round], UnderWay], finish: Callable[[UnderWay], None]) -> None:
-    """Run all rounds; see [Note: rounds under way]."""
-    waiting: deque[UnderWay] = deque()
-    for each in rounds:
-        while len(waiting) == _MOST_UNDER_WAY or _is_full(waiting, each):
-            finish(waiting.popleft())
-        waiting.append(start(each))
-    while waiting:
-        finish(waiting.popleft())
+    def others(self, each: Round) -> Iterator[tuple[int, int]]:
+        """The other ranks that have bytes of a round, and how many."""
+        for rank in range(self.wire.world_size):
+            if rank != self.wire.rank and (nbytes := sum(self.lengths(each, rank))):
+                yield rank, nbytes
+
+    def own(self, each: Round) -> list[Tensor]:
+        """What this rank has of the chunks of a round: its own memory, or a copy where that is not contiguous."""
+        sizes = self.lengths(each, self.wire.rank)
+        return [part(self.rows[i], first, first + n) for (i, first, _), n in zip(each.chunks, sizes, strict=True)]
 
 
 def _is_full(waiting: Iterable[UnderWay], each: Round) -> bool:
@@ -138,12 +188,236 @@ def _is_full(waiting: Iterable[UnderWay], each: Round) -> bool:
     return (each.width > 0 and num_buckets == 2) or num_copies == 2
 
 
-def launched(ops: list[dist.P2POp]) -> list[Any]:
-    """Launch sends and receives together."""
-    return list(dist.batch_isend_irecv(ops)) if ops else []
+class _Gather(_Collective):
+    """Sends and receives, so that only a rank that wants the result receives it; all_gathers, if all want it."""
+
+    def __init__(
+        self,
+        wire: Wire,
+        items: Sequence[Item],
+        rows: Sequence[Tensor],
+        rounds: Sequence[Round],
+        recipient: int | None,
+        result_device: torch.device,
+        progress: Progress,
+    ) -> None:
+        super().__init__(wire, items, rows, rounds, recipient)
+        self.result_device = result_device
+        self.progress = progress
+        self._fulls: list[Tensor | None] = [None] * len(items)
+
+    def full(self, i: int) -> Tensor:
+        """The bytes of a full tensor, made when the first of them arrive."""
+        if (found := self._fulls[i]) is None:
+            nbytes = self.items[i].nbytes
+            found = self._fulls[i] = torch.empty(nbytes, dtype=torch.uint8, device=self.result_device)
+        return found
+
+    def start(self, each: Round) -> UnderWay:
+        """Launch a round as this rank's part in it is."""
+        if self.root is None:
+            return self._all_gather(each)
+        return self._receive(each) if self.wire.rank == self.root else self._send(each)
+
+    def _send(self, each: Round) -> UnderWay:
+        own, bucket = self.own(each), None
+        total = sum(piece.numel() for piece in own)
+        if each.kind is Kind.PACKED and total:
+            bucket = self.buckets.next(total)
+            self.wire.cat(own, bucket)
+        payload = self.wire.here(own[0]) if bucket is None else bucket
+        ops = [self.wire.send(payload, cast(int, self.root))] if total else []
+        return UnderWay(each, _launched(ops), kept=payload, is_copy=self._is_copy(each))
+
+    def _receive(self, each: Round) -> UnderWay:
+        """Launch what the others send, and meanwhile take what this rank has itself."""
+        wire = self.wire
+        bucket = self.buckets.next(wire.world_size * each.width) if each.width else None
+        ops = []
+        for rank, nbytes in self.others(each):
+            landing = self._place(each, rank) if bucket is None else bucket[rank * each.width :][:nbytes]
+            ops.append(wire.receive(landing, rank))
+        works = _launched(ops)
+        own = self.own(each)
+        if each.kind is not Kind.PACKED or bucket is None:
+            self._place(each, wire.rank).copy_(own[0])
+            return UnderWay(each, works, bucket)
+        if self.result_device == wire.device:
+            return UnderWay(each, works, bucket, kept=own)
+        # One copy of the bucket to another device is cheaper than one of each tensor.
+        wire.cat(own, bucket[wire.rank * each.width :][: sum(piece.numel() for piece in own)])
+        return UnderWay(each, works, bucket)
+
+    def _all_gather(self, each: Round) -> UnderWay:
+        """Launch it; regions are equal, so what a rank lacks in its own is filled up."""
+        own = self.own(each)
+        if each.kind is Kind.STRAIGHT:
+            rows = self.wire.here(own[0])
+            work = self.wire.all_gather(self.full(each.chunks[0].item), rows)
+            return UnderWay(each, [work], kept=rows, is_copy=self._is_copy(each))
+        bucket = self.buckets.next(self.wire.world_size * each.width)
+        region = bucket[self.wire.rank * each.width :][: each.width]
+        self.wire.cat(own, region[: sum(piece.numel() for piece in own)])
+        works = [self.wire.all_gather(bucket, region)]
+        if each.kind is Kind.SPLIT:
+            self._place(each, self.wire.rank).copy_(own[0])
+        return UnderWay(each, works, bucket)
+
+    def finish(self, under_way: UnderWay) -> None:
+        """Take what came, where it is wanted."""
+        if self.root not in (None, self.wire.rank):
+            return
+        each, bucket = under_way.round, under_way.bucket
+        if bucket is not None and each.kind is Kind.PACKED:
+            self._unpack(bucket, each, under_way.kept)
+        elif bucket is not None:
+            for rank, nbytes in self.others(each):
+                self._place(each, rank).copy_(bucket[rank * each.width :][:nbytes])
+        self.progress(self._nbytes(each))
+
+    def _is_copy(self, each: Round) -> bool:
+        """Whether what this rank has of a large item had to be copied."""
+        return each.kind is not Kind.PACKED and not self.rows[each.chunks[0].item].is_contiguous()
+
+    def _place(self, each: Round, rank: int) -> Tensor:
+        """Where what `rank` has of a large item belongs."""
+        ((i, first, last),) = each.chunks
+        start, end = self.items[i].held_by(rank, first, last)
+        return self.full(i)[start:end]
+
+    def _unpack(self, bucket: Tensor, each: Round, own: Sequence[Tensor] | None) -> None:
+        """Join the rows of all ranks of many small items; this rank's are `own`, or in the bucket as the others'."""
+        bucket = bucket.to(self.result_device)
+        parts: list[Sequence[Tensor]] = []
+        for rank in range(self.wire.world_size):
+            if own is not None and rank == self.wire.rank:
+                parts.append(own)
+                continue
+            sizes = self.lengths(each, rank)
+            parts.append(bucket[rank * each.width :][: sum(sizes)].split(sizes))
+        for chunk, pieces in zip(each.chunks, zip(*parts, strict=True), strict=True):
+            self._fulls[chunk.item] = torch.cat(pieces)
+
+    def _nbytes(self, each: Round) -> int:
+        """What a round moves, in the full tensors."""
+        if each.kind is Kind.PACKED:
+            return sum(self.items[chunk.item].nbytes for chunk in each.chunks)
+        return sum(sum(self.lengths(each, rank)) for rank in range(self.wire.world_size))
 
 
-def lengths(items: Sequence[Item], chunks: Iterable[Chunk], rank: int) -> list[int]:
-    """Bytes that `rank` has of each chunk."""
-    held = [(items[i].nbytes - rank * items[i].share, first, last) for i, first, last in chunks]
-    return [last - first if last <= nbytes else max(0, nbytes - first) for nbytes, first, last in held]
+class _Scatter(_Collective):
+    """Sends and receives: from the full tensors of the source into the rows of the others."""
+
+    def __init__(
+        self,
+        wire: Wire,
+        items: Sequence[Item],
+        rows: Sequence[Tensor],
+        rounds: Sequence[Round],
+        source: int,
+        fulls: Sequence[Tensor] | None,
+    ) -> None:
+        super().__init__(wire, items, rows, rounds, source)
+        self._fulls = fulls
+
+    def start(self, each: Round) -> UnderWay:
+        """Launch a round as this rank's part in it is."""
+        return self._receive(each) if self._fulls is None else self._send(each, self._fulls)
+
+    def _send(self, each: Round, fulls: Sequence[Tensor]) -> UnderWay:
+        """Send everybody's rows, and take this rank's own."""
+        wire, kept, ops = self.wire, [], []
+        bucket = self.buckets.next(wire.world_size * each.width) if each.kind is Kind.PACKED else None
+        for rank, nbytes in self.others(each):
+            pieces = self._pieces(each, rank, fulls)
+            if bucket is None:
+                payload = wire.here(pieces[0])
+            else:
+                payload = bucket[rank * each.width :][:nbytes]
+                wire.cat(pieces, payload)
+            kept.append(payload)
+            ops.append(wire.send(payload, rank))
+        works = _launched(ops)
+        for target, piece in zip(self.own(each), self._pieces(each, wire.rank, fulls), strict=True):
+            target.copy_(piece)
+        return UnderWay(each, works, kept=kept)
+
+    def _pieces(self, each: Round, rank: int, fulls: Sequence[Tensor]) -> list[Tensor]:
+        """What a rank is to get of the chunks of a round."""
+        spans = [(i, *self.items[i].held_by(rank, first, last)) for i, first, last in each.chunks]
+        return [part(fulls[i], start, end) for i, start, end in spans]
+
+    def _receive(self, each: Round) -> UnderWay:
+        """Receive this rank's rows, straight into place if one large item comes alone."""
+        targets = self.own(each)
+        total = sum(target.numel() for target in targets)
+        if not total:
+            return UnderWay(each, [])
+        is_direct = each.kind is not Kind.PACKED and targets[0].device == self.wire.device
+        landing = targets[0] if is_direct else self.buckets.next(total)
+        works = _launched([self.wire.receive(landing, cast(int, self.root))])
+        return UnderWay(each, works, None if is_direct else landing)
+
+    def finish(self, under_way: UnderWay) -> None:
+        """Take what came through a bucket."""
+        if under_way.bucket is not None:
+            targets = self.own(under_way.round)
+            pieces = torch.split(under_way.bucket, [target.numel() for target in targets])
+            for target, piece in zip(targets, pieces, strict=True):
+                target.copy_(piece)
+
+
+def gather(
+    wire: Wire,
+    items: Sequence[Item],
+    rows: Sequence[Tensor],
+    rounds: Sequence[Round],
+    recipient: int | None,
+    result_device: torch.device,
+    progress: Progress,
+) -> list[Tensor]:
+    """Gather on one rank or on all.
+
+    Args:
+        wire: the ranks.
+        items: what to gather.
+        rows: this rank's rows of each.
+        rounds: of the items, by `rounds_of`.
+        recipient: which rank of the group; `None` for all, then straight items must be even.
+        result_device: where the full tensors go; straight items need the wire's.
+        progress: told where the result is wanted.
+
+    Returns:
+        The bytes of each item where they are wanted, elsewhere nothing.
+    """
+    collective = _Gather(wire, items, rows, rounds, recipient, result_device, progress)
+    collective.run()
+    return [collective.full(i) for i in range(len(items))] if recipient in (None, wire.rank) else []
+
+
+def scatter(
+    wire: Wire,
+    items: Sequence[Item],
+    rows: Sequence[Tensor],
+    rounds: Sequence[Round],
+    source: int,
+    fulls: Sequence[Tensor] | None,
+) -> None:
+    """Fill `rows`, which are contiguous, with this rank's part of the full tensors of rank `source` of the group."""
+    _Scatter(wire, items, rows, rounds, source, fulls).run()
+
+
+def broadcast(
+    wire: Wire, targets: Sequence[Tensor], source: int, fulls: Sequence[Tensor] | None, bucket_bytes: int
+) -> None:
+    """Fill `targets`, which every rank has whole, with what rank `source` of the group has."""
+    into = [as_bytes(target) for target in targets]
+    items = [Item(each.numel(), each.numel(), False) for each in into]
+    for each in rounds_of(items, 1, bucket_bytes):
+        bucket = torch.empty(each.width, dtype=torch.uint8, device=wire.device)
+        if fulls is not None:
+            wire.cat([part(fulls[i], first, last) for i, first, last in each.chunks], bucket)
+        dist.broadcast(bucket, group_src=source, group=wire.group)
+        pieces = torch.split(bucket, [last - first for _, first, last in each.chunks])
+        for (i, first, last), piece in zip(each.chunks, pieces, strict=True):
+            into[i][first:last].copy_(piece)

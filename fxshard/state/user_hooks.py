@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxshard.errors import ConfigError
-from fxshard.state.names import fqn_of
-from fxshard.state.optimizer_state import GROUPS, STATE
+from fxshard.state.names import GROUPS, STATE, fqn_of
 from fxshard.state.pytree import put_back, take_out
 
 _EXTRA_STATE = "_extra_state"  # last part of the key under which a module saves what get_extra_state() gives

@@ -16,7 +16,7 @@ import fxshard
 from fxshard.errors import CheckpointError, ConfigError, RankMismatchError
 from fxshard.state import checkpoint, checkpoint_dir, manifest
 from fxshard.state.dcp_reader import CheckpointIndex
-from fxshard.state.verify import Reading
+from fxshard.state.manifest import Reading
 from tests.ranks import two_ranks
 from tests.state.bodies import assert_same_state, build, state_of, train
 from tests.state.helpers import require_refusal, shared_folder

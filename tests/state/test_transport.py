@@ -16,9 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxshard
 from fxshard.runtime.raw import as_bytes
-from fxshard.state import gather, scatter
+from fxshard.state import transport
 from fxshard.state.local_shards import MIB, LocalShard, gather_all
-from fxshard.state.progress import showing
 from fxshard.state.rounds import STRAIGHT_BYTES, Chunk, Item, Kind, Round, rounds_of
 from fxshard.state.transport import Wire, part
 from tests.numerics.harness import world_mesh
@@ -102,8 +101,8 @@ def test_gathers_what_the_ranks_have(kib: int, straight: bool) -> None:
     items = [item_of(tensor, 2, straight) for tensor in tensors]
     even = [item._replace(straight=straight and item.nbytes == 2 * item.share) for item in items]
     arrived: list[int] = []
-    fulls = gather.to_one(wire, items, rows, rounds_of(items, 2, kib * 1024), 1, CPU, arrived.append)
-    everywhere = gather.to_all(wire, even, rows, rounds_of(even, 2, kib * 1024), CPU, arrived.append)
+    fulls = transport.gather(wire, items, rows, rounds_of(items, 2, kib * 1024), 1, CPU, arrived.append)
+    everywhere = transport.gather(wire, even, rows, rounds_of(even, 2, kib * 1024), None, CPU, arrived.append)
     assert (len(fulls) > 0) == (dist.get_rank() == 1)
     assert sum(arrived) == (1 + dist.get_rank()) * sum(item.nbytes for item in items)
     for found in (fulls, everywhere) if fulls else (everywhere,):
@@ -123,10 +122,10 @@ def test_scatters_what_one_rank_has(kib: int, straight: bool) -> None:
     expected = [rows_of(tensor) for tensor in tensors]
     rows = [torch.zeros_like(each) for each in expected]
     given = tensors if dist.get_rank() == 1 else None
-    scatter.from_one(wire, items, rows, rounds_of(items, 2, kib * 1024), 1, given)
+    transport.scatter(wire, items, rows, rounds_of(items, 2, kib * 1024), 1, given)
     assert_same(rows, expected)
     whole = [torch.zeros_like(tensor) for tensor in tensors]
-    scatter.broadcast(wire, whole, 1, given, kib * 1024)
+    transport.broadcast(wire, whole, 1, given, kib * 1024)
     assert_same(whole, tensors)
 
 
@@ -248,10 +247,7 @@ def test_takes_two_buckets_beside_the_result_and_one_elsewhere(straight: bool, t
     kinds = {each.kind for each in rounds}
     assert kinds == ({Kind.PACKED, Kind.SPLIT} | ({Kind.STRAIGHT} if straight else set()))
     with PeakMemory() as memory:
-        if to_all:
-            fulls = gather.to_all(wire, items, rows, rounds, CPU, lambda _: None)
-        else:
-            fulls = gather.to_one(wire, items, rows, rounds, 0, CPU, lambda _: None)
+        fulls = transport.gather(wire, items, rows, rounds, None if to_all else 0, CPU, lambda _: None)
     result = sum(item.nbytes for item in items) if fulls else 0
     extra = memory.peak - result
     assert 0 < extra <= (2 if fulls else 1) * bucket_bytes
@@ -281,10 +277,7 @@ def test_rows_that_are_not_contiguous_are_copied_piece_by_piece(to_all: bool) ->
     bucket_bytes = 300_000
     rounds = rounds_of(items, 2, bucket_bytes)
     with PeakMemory() as memory:
-        if to_all:
-            fulls = gather.to_all(wire, items, rows, rounds, CPU, lambda _: None)
-        else:
-            fulls = gather.to_one(wire, items, rows, rounds, 0, CPU, lambda _: None)
+        fulls = transport.gather(wire, items, rows, rounds, None if to_all else 0, CPU, lambda _: None)
     for full, tensor in zip(fulls, tensors, strict=False):
         assert full.view(tensor.dtype).view(tensor.shape).equal(tensor)
     extra = memory.peak - (sum(item.nbytes for item in items) if fulls else 0)
@@ -303,9 +296,9 @@ def test_state_that_is_not_on_the_device_of_its_mesh_stays_where_it_is() -> None
         return [torch.zeros(item.nbytes, dtype=torch.uint8) for item in items]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gather, "to_one", record)
+        patch.setattr(transport, "gather", record)
         patch.setattr(DeviceMesh, "device_type", "meta")
-        gather_all(held, recipient=0, cpu_offload=False, bucket_mib=1, progress=lambda sizes: showing("", sizes))
+        gather_all(held, recipient=0, cpu_offload=False, bucket_mib=1, title="")
     assert devices == [("cpu", 2), ("meta", 1)]
 
 

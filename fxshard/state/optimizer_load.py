@@ -1,4 +1,4 @@
-"""Load the state of a plain, unsharded optimizer: cut anew for the present ranks and units, to the bit."""
+"""The load of the full state of an optimizer: cut anew for the present ranks and units, to the bit."""
 
 from __future__ import annotations
 
@@ -14,26 +14,62 @@ from torch.optim import LBFGS, Adafactor, Optimizer
 
 from fxshard.errors import ConfigError
 from fxshard.runtime.parameters import shard_rows
-from fxshard.state import compare, full_state
-from fxshard.state.full_state import Announced, FullState
-from fxshard.state.local_shards import LocalShard, is_sharded
-from fxshard.state.optimizer_state import (
-    GROUPS,
-    PARAMS,
-    STATE,
-    ParameterNames,
-    is_step,
-    names_of,
-    parameter_states,
-    simple,
-    state_fact,
-    unknown_keys,
-)
-from fxshard.state.pytree import LeafMark, Path, put_back, take_out
-from fxshard.state.scatter import deliver
-from fxshard.state.state_ranks import module_in, require_bucket, state_ranks_of
+from fxshard.state import full
+from fxshard.state.full import Announced, FullState
+from fxshard.state.local_shards import LocalShard, deliver, require_bucket
+from fxshard.state.names import GROUPS, PARAMS, STATE, ParameterNames, module_in, names_of
+from fxshard.state.optimizer_state import is_step, parameter_states, simple, state_fact, unknown_keys
+from fxshard.state.pytree import KeyPath, LeafMark, put_back, take_out
+from fxshard.state.ranks import Caught, Ranks, is_sharded
 
-CALL = "load_full_optim_state_dict"
+_CALL = "load_full_optim_state_dict"
+
+
+@torch.no_grad()
+def load_full_optim_state_dict(
+    model: nn.Module, optim: Optimizer, state: Mapping[str, Any], *, bucket_mib: float = 64
+) -> None:
+    """Load the state of an unsharded optimizer: every rank takes its rows of it, unchanged to the bit.
+
+    It may come from `full_optim_state_dict` under any number of ranks and any units, or from `state_dict()` of an
+    optimizer that was never sharded. All ranks that share the model must call it. Nothing is written before
+    everything has been checked; the old state lives until the new one is there.
+
+    Args:
+        model: as for `full_optim_state_dict`.
+        optim: with the same param groups; its own state is replaced.
+        state: the full state, by id or FQN, on one rank (the others pass `{}`) or the same on every rank: all that
+            ranks share of it is compared.
+        bucket_mib: as for `full_optim_state_dict`.
+
+    Raises:
+        ConfigError: groups, keys, shapes or dtypes do not fit (what does not is named, on every rank).
+    """
+    ranks = Ranks.of(model)
+    names = ParameterNames({}, [])
+    with Caught() as caught:
+        require_bucket(bucket_mib)
+        names = names_of(module_in(model), optim)
+    given = full.receive(_CALL, caught, state, bucket_mib, ranks, lambda: _packed(state, names))
+    contents = cast(_GivenState, given.contents)
+    places: list[_LoadTarget] = []
+    with Caught() as caught:
+        full.refuse(_misfits(contents, names))
+        places = _targets(contents, given.announced, names, optim)
+        problems = [problem for each in places for problem in each.problems]
+        full.refuse(problems + _other_keys(contents, names, optim) + _placed_otherwise(contents, names))
+        full.refuse(full.out_of_reach(given, [each.held for each in places]))
+    targets = [each.held for each in places]
+    sharing = {each.announced.name: each.parameter for each in places}
+    sharing |= {state_fact(fqn): names.parameters[fqn] for fqn in contents.states if fqn in names.parameters}
+    own = {"optimizer": type(optim).__qualname__}
+    full.require_alike(_CALL, caught, given, targets, sharing, ranks, own)
+    for each in places:
+        each.allocate()
+    deliver(targets, given.tensors, given.source, ranks, bucket_mib)
+    with Caught() as caught:  # load_state_dict and its hooks are the user's
+        _install(optim, names, contents, [each.finished() for each in places])
+    ranks.raise_together(_CALL, caught)
 
 
 @dataclass(frozen=True)
@@ -41,7 +77,7 @@ class _Coming:
     """What is coming for one parameter: its state with places counted through all parameters, and their paths."""
 
     skeleton: Any
-    paths: list[tuple[int, Path]]
+    paths: list[tuple[int, KeyPath]]
 
 
 @dataclass(frozen=True)
@@ -63,47 +99,12 @@ class _GivenState:
     rest: dict[str, Any]
 
 
-@torch.no_grad()
-def load_optimizer(model: nn.Module, optim: Optimizer, state: Mapping[str, Any], *, bucket_mib: float) -> None:
-    """What `fxshard.load_full_optim_state_dict` does."""
-    state_ranks = state_ranks_of(model)
-    names = ParameterNames({}, {}, [])
-    with compare.Caught() as caught:
-        require_bucket(bucket_mib)
-        names = names_of(module_in(model), optim)
-    source = full_state.choose_source(CALL, caught, state, bucket_mib, state_ranks)
-    full = None
-    with compare.Caught() as caught:
-        if source is None or state_ranks.ranks[state_ranks.rank] == source:
-            full = _packed(state, names)
-    full = full_state.share(CALL, caught, full, source, state_ranks)
-    contents = cast(_GivenState, full.contents)
-    places: list[_LoadTarget] = []
-    with compare.Caught() as caught:
-        full_state.refuse(_misfits(contents, names))
-        places = _targets(contents, full.announced, names, optim)
-        problems = [problem for each in places for problem in each.problems]
-        full_state.refuse(problems + _other_keys(contents, names, optim) + _placed_otherwise(contents, names))
-        full_state.refuse(full_state.out_of_reach(full, [each.held for each in places]))
-    targets = [each.held for each in places]
-    sharing = {each.announced.name: each.parameter for each in places}
-    sharing |= {state_fact(fqn): names.parameters[names.ids[fqn]] for fqn in contents.states if fqn in names.ids}
-    own = {"optimizer": type(optim).__qualname__}
-    full_state.require_alike(CALL, caught, full, targets, sharing, state_ranks, own)
-    for each in places:
-        each.allocate()
-    deliver([each.held for each in places], full.tensors, full.source, state_ranks, bucket_mib)
-    with compare.Caught() as caught:  # load_state_dict and its hooks are the user's
-        _install(optim, names, contents, [each.finished() for each in places])
-    compare.raise_together(CALL, caught, state_ranks.group)
-
-
 def _packed(state: Mapping[str, Any], names: ParameterNames) -> FullState:
-    """A state_dict, by id or by FQN, as a full by FQN."""
-    if not isinstance(state, Mapping) or STATE not in state or GROUPS not in state:
+    """A state_dict, by id or by FQN, as a full state by FQN."""
+    if STATE not in state or GROUPS not in state:
         raise ConfigError(
             f"the state must be a dict with the keys {STATE!r} and {GROUPS!r}, as full_optim_state_dict or an "
-            f"optimizer's state_dict() gives it, got {_kind(state)}."
+            f"optimizer's state_dict() gives it, got one with {', '.join(map(repr, state)) or 'none'}."
         )
     by_key = _fqns_by_key(state, names)
     states: dict[str, _Coming] = {}
@@ -142,23 +143,19 @@ def _others(contents: _GivenState) -> dict[str, str]:
     return {**states, **groups, "state of no parameter": simple(contents.others), "other keys": simple(contents.rest)}
 
 
-def _kind(state: object) -> str:
-    return f"one with {', '.join(map(repr, state)) or 'none'}" if isinstance(state, Mapping) else type(state).__name__
-
-
 def _fqns_by_key(state: Mapping[str, Any], names: ParameterNames) -> dict[Any, str]:
     """What stands for a parameter in a state_dict -> its FQN here. Ids stand for positions in the groups."""
     given = [list(group[PARAMS]) for group in state[GROUPS]]
     if _is_by_fqn(state):
         return {key: key for keys in given for key in keys}
-    sizes, own = [len(keys) for keys in given], [len(ids) for ids in names.groups]
+    sizes, own = [len(keys) for keys in given], [len(fqns) for fqns in names.groups]
     if sizes != own:
         raise ConfigError(
             f"the state has param_groups of {sizes} parameters, the optimizer of {own}. Build the optimizer with the "
             'same groups, or save with keys="fqn", which says which parameters are meant.'
         )
     pairs = zip(given, names.groups, strict=True)
-    return {key: names.fqns[i] for keys, ids in pairs for key, i in zip(keys, ids, strict=True)}
+    return {key: fqn for keys, fqns in pairs for key, fqn in zip(keys, fqns, strict=True)}
 
 
 def _is_by_fqn(state: Mapping[str, Any]) -> bool:
@@ -168,14 +165,13 @@ def _is_by_fqn(state: Mapping[str, Any]) -> bool:
 def _misfits(contents: _GivenState, names: ParameterNames) -> Iterator[str]:
     """What does not fit between the groups of the state and those of the optimizer."""
     given = [list(group[PARAMS]) for group in contents.groups]
-    own = [[names.fqns[i] for i in ids] for ids in names.groups]
     everything = {fqn for fqns in given for fqn in fqns}
-    if missing := [fqn for fqn in names.ids if fqn not in everything]:
+    if missing := [fqn for fqn in names.parameters if fqn not in everything]:
         yield f"its param_groups lack {', '.join(missing)}"
-    if extra := [fqn for fqns in given for fqn in fqns if fqn not in names.ids]:
+    if extra := [fqn for fqns in given for fqn in fqns if fqn not in names.parameters]:
         yield f"its param_groups have {', '.join(extra)}, which the optimizer does not have"
-    if not missing and not extra and [set(fqns) for fqns in given] != [set(fqns) for fqns in own]:
-        yield f"its param_groups hold {given}, those of the optimizer {own}"
+    if not missing and not extra and [set(fqns) for fqns in given] != [set(fqns) for fqns in names.groups]:
+        yield f"its param_groups hold {given}, those of the optimizer {names.groups}"
     if contents.unknown_keys:
         yield f"it has state of {', '.join(map(str, contents.unknown_keys))}, which no param_group names"
 
@@ -236,25 +232,25 @@ def _targets(
     found: dict[int, _LoadTarget] = {}
     is_strict = _is_strict(optim)
     states = parameter_states({p: optim.state.get(p, {}) for p in names.parameters.values()})
-    present = dict(zip(names.fqns.values(), states, strict=True))
+    present = dict(zip(names.parameters, states, strict=True))
     counters = _counters(contents, announced, names)
     for fqn, coming in contents.states.items():
         pairs = zip(present[fqn].leaves, present[fqn].held, strict=True)
         existing = {leaf.path: (leaf.tensor, held) for leaf, held in pairs}
         for number, path in coming.paths:
             tensor, now = existing.get(path, (None, None))
-            parameter = names.parameters[names.ids[fqn]]
+            parameter = names.parameters[fqn]
             found[number] = _target(announced[number], path in counters, parameter, tensor, now, is_strict)
     return [found[number] for number in range(len(announced))]
 
 
-def _counters(contents: _GivenState, announced: Sequence[Announced], names: ParameterNames) -> set[Path]:
+def _counters(contents: _GivenState, announced: Sequence[Announced], names: ParameterNames) -> set[KeyPath]:
     """Paths to plain tensors of one element, by what they have for all parameters: of one it may have the shape.
 
     They lead to one element for each, though one of these has more, or have the name that torch has for its own.
     """
     sizes = [
-        (path, math.prod(announced[number].shape), names.parameters[names.ids[fqn]].numel())
+        (path, math.prod(announced[number].shape), names.parameters[fqn].numel())
         for fqn, coming in contents.states.items()
         for number, path in coming.paths
     ]
@@ -299,12 +295,11 @@ def _wrong(each: Announced, parameter: Tensor, now: LocalShard | None, is_strict
 def _other_keys(contents: _GivenState, names: ParameterNames, optim: Optimizer) -> list[str]:
     """Parameters for which another set of values is coming than the optimizer keeps, or than for others like them."""
     found = []
-    for ids in names.groups:
-        fqns = [names.fqns[i] for i in ids]
+    for fqns in names.groups:
         states = {fqn: contents.states[fqn].skeleton for fqn in fqns if fqn in contents.states}
         of_group = {key for each in states.values() if isinstance(each, dict) for key in each}
         for fqn, given in states.items():
-            now = optim.state.get(names.parameters[names.ids[fqn]]) or (of_group if _is_strict(optim) else given)
+            now = optim.state.get(names.parameters[fqn]) or (of_group if _is_strict(optim) else given)
             if isinstance(given, dict) and set(now) != set(given):
                 found.append(f"state of {fqn} has {sorted(map(str, given))}, expected {sorted(map(str, now))}")
     return found
@@ -314,7 +309,7 @@ def _placed_otherwise(contents: _GivenState, names: ParameterNames) -> list[str]
     """Parameters of other libraries' placements, for whose state there is no way in."""
     found = []
     for fqn in contents.states:
-        parameter = names.parameters[names.ids[fqn]]
+        parameter = names.parameters[fqn]
         if isinstance(parameter, DTensor) and tuple(parameter.placements) not in ((Shard(0),), (Replicate(),)):
             placements = ", ".join(map(str, parameter.placements))
             found.append(
@@ -326,14 +321,18 @@ def _placed_otherwise(contents: _GivenState, names: ParameterNames) -> list[str]
 
 def _install(optim: Optimizer, names: ParameterNames, contents: _GivenState, tensors: Sequence[Tensor]) -> None:
     """Hand everything to the optimizer's own `load_state_dict`, and take back the casts that it makes."""
-    states = {names.ids[fqn]: put_back(each.skeleton, tensors) for fqn, each in contents.states.items()}
-    before = {i: optim.state.get(names.parameters[i], {}) for i in states}
-    groups = [{**group, PARAMS: list(ids)} for group, ids in zip(contents.groups, names.groups, strict=True)]
-    optim.load_state_dict({**contents.rest, STATE: {**states, **contents.others}, GROUPS: groups})
-    for i, state in states.items():
-        parameter = names.parameters[i]
+    states = {fqn: put_back(each.skeleton, tensors) for fqn, each in contents.states.items()}
+    before = {fqn: optim.state.get(names.parameters[fqn], {}) for fqn in states}
+    ids = names.ids
+    by_id = {ids[fqn]: state for fqn, state in states.items()}
+    groups = [
+        {**group, PARAMS: [ids[fqn] for fqn in fqns]} for group, fqns in zip(contents.groups, names.groups, strict=True)
+    ]
+    optim.load_state_dict({**contents.rest, STATE: {**by_id, **contents.others}, GROUPS: groups})
+    for fqn, state in states.items():
+        parameter = names.parameters[fqn]
         if parameter in optim.state:
-            optim.state[parameter] = _uncast(_with_texts(optim.state[parameter], state), state, before[i])
+            optim.state[parameter] = _uncast(_with_texts(optim.state[parameter], state), state, before[fqn])
 
 
 def _with_texts(loaded: Any, given: Any) -> Any:
