@@ -30,10 +30,10 @@ from fxshard.tools.cli_common import (
     at_least,
     device_for,
     num_ranks,
-    open_console,
     output_folder,
     positive,
 )
+from fxshard.tools.launch.console import open_console
 
 if TYPE_CHECKING:
     from rich.console import Console
