@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from fxshard.tools.demo.launch import RankError, RankProcesses
+from fxshard.tools.launch.ranks import RankError, RankProcesses
 from tests.tools.bench.gpu.result import Run
 from tests.tools.bench.gpu.settings import Case, Link
 from tests.tools.bench.gpu.talk import Answer, Carried, Command, Job
@@ -64,7 +64,6 @@ class Member:
         self.step_s = 0.0
         self.carried = Carried()
         self._job, self._end = job, end
-        job.out.mkdir(parents=True, exist_ok=True)
         self._ranks = RankProcesses(job, rank_main, num_threads=num_threads)
         self._is_over = False
 
