@@ -18,6 +18,7 @@ from contextlib import ExitStack
 
 from fxshard.inspect.target import function_of
 from fxshard.tools.bench import machine
+from fxshard.tools.bench.comparison import rotated
 from fxshard.tools.bench.config import REFERENCE, BenchConfig, BenchJob
 from fxshard.tools.bench.result import Report, SystemResult
 from fxshard.tools.bench.show import BenchConsole
@@ -124,7 +125,7 @@ def _run_process(config: BenchConfig, report: Report, process: int, show: BenchC
             running[result.name] = result, session
         for number in range(-1, config.rounds):  # round -1 warms up
             show.round(number, process)
-            for name in _rotated(list(running), number + process):
+            for name in rotated(list(running), number + process):
                 result, session = running[name]
                 try:
                     seconds = session.step()
@@ -136,11 +137,6 @@ def _run_process(config: BenchConfig, report: Report, process: int, show: BenchC
                     result.step_s[process].append(seconds)
         for _, session in running.values():
             session.end()
-
-
-def _rotated(names: list[str], by: int) -> list[str]:
-    start = by % len(names) if names else 0
-    return names[start:] + names[:start]
 
 
 def _fail(result: SystemResult, session: Session, error: RankError, show: BenchConsole) -> None:

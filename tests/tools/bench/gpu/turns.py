@@ -14,7 +14,6 @@ does not fit is left out and named. What is there is written after each setting.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -119,10 +118,3 @@ class Member:
     def _fail(self, error: str) -> None:
         self.run.error = error
         self.stop()
-
-
-def rotated(members: Sequence[Member], by: int) -> list[Member]:
-    """Those that are alive, so that nobody is always first."""
-    alive = [member for member in members if member.is_alive]
-    start = by % len(alive) if alive else 0
-    return alive[start:] + alive[:start]
