@@ -5,6 +5,10 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 
 @contextlib.contextmanager
@@ -22,15 +26,31 @@ def showing(title: str, sizes: Iterable[int]) -> Iterator[Callable[[int], None]]
     if not total:
         yield lambda _: None
         return
+    with bytes_bar(with_speed=True) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda arrived: bar.advance(task, arrived)
+
+
+def bytes_bar(*, with_speed: bool = False) -> Progress:
+    """Make a bar that counts bytes on stderr, and is gone at the end; nothing shows where that is no terminal.
+
+    Args:
+        with_speed: Whether it also says how many bytes come in a second.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    amounts = DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), *amounts, console=Console(stderr=True), transient=True
-    ) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda arrived: bar.advance(task, arrived)
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        *([TransferSpeedColumn()] if with_speed else []),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
 
 
 def _is_watched() -> bool:

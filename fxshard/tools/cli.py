@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from fxshard.errors import ConfigError, FxshardError
 from fxshard.options import launched
 from fxshard.tools.cli_bench import BENCH_TEXT, add_bench
-from fxshard.tools.cli_common import EXIT_ERROR, at_least, device_for, num_ranks, open_console, output_folder
+from fxshard.tools.cli_common import EXIT_ERROR, at_least, device_for, num_ranks, output_folder
 from fxshard.tools.cli_state import add_state
 from fxshard.tools.demo.config import LOWERINGS, MAX_DIFFERENCE, MODELS, DemoConfig
+from fxshard.tools.launch.console import open_console, print_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -170,7 +171,7 @@ def _print_tables(explanation: Explanation, console: Console) -> None:
     if console.width >= _TABLE_WIDTH:
         console.print(explanation, highlight=False, soft_wrap=True)
         return
-    console.print(repr(explanation), highlight=False, markup=False, soft_wrap=True)
+    print_line(console, repr(explanation))
     if (schedules := tables.table_of_schedules(explanation)) is not None:
         console.print("", schedules, sep="\n", soft_wrap=True)
 

@@ -30,16 +30,16 @@ from fxshard.tools.cli_common import (
     at_least,
     device_for,
     num_ranks,
-    open_console,
     output_folder,
     positive,
 )
+from fxshard.tools.launch.console import open_console
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fxshard.tools.bench.peers import Peers
     from fxshard.tools.bench.result import Report
+    from fxshard.tools.launch.torchrun import Peers
 
 BENCH_TEXT = f"""\
 Train a model under several systems, step by step in turn, and print a table of step times, collectives and losses.
@@ -108,7 +108,7 @@ def _add_link(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from fxshard.tools.bench.peers import PeerError, Peers, joined
+    from fxshard.tools.launch.torchrun import PeerError, Peers, joined
 
     launch = launched()
     if launch is None:

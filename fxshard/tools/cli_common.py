@@ -1,4 +1,4 @@
-"""What the commands share: values of flags, devices, folders and the terminal."""
+"""What the commands share: values of flags, devices and folders."""
 
 from __future__ import annotations
 
@@ -7,12 +7,8 @@ import math
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from fxshard.errors import ConfigError, MissingExtraError
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from fxshard.errors import ConfigError
 
 EXIT_PROBLEM = 1  # it ran to the end, but not well
 EXIT_ERROR = 2  # as argparse
@@ -88,16 +84,3 @@ def output_folder(wanted: Path | None, command: str) -> Path:
     except OSError as error:
         raise ConfigError(f"--out {wanted} cannot be used as a folder: {error.strerror}.") from error
     return wanted.resolve()
-
-
-def open_console(*, quiet: bool = False) -> Console:
-    """The terminal that tables go to; `quiet` shows nothing.
-
-    Raises:
-        MissingExtraError: rich is not installed.
-    """
-    try:
-        from rich.console import Console
-    except ImportError as error:
-        raise MissingExtraError("rich", "dev") from error
-    return Console(quiet=quiet)

@@ -41,14 +41,10 @@ def add_state(parser: argparse.ArgumentParser) -> None:
 
 
 def _merge(args: argparse.Namespace) -> int:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
     from fxshard.state.merge import merge
+    from fxshard.state.progress import bytes_bar
 
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with bytes_bar() as progress:
         task = progress.add_task(f"writing {args.out.name}", total=None)
         merged = merge(
             args.checkpoint,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from fxshard.tools.bench.comparison import loss_difference, median_ratio, options_in_json
 from fxshard.tools.bench.config import REFERENCE, Entry
 from fxshard.tools.bench.systems import LOCAL, WHOLE
 from fxshard.tools.bench.traffic import Traffic
@@ -77,13 +77,9 @@ class SystemResult:
         self.memory_peak_bytes = max((rank.memory_peak_bytes for rank in ready if rank.memory_peak_bytes), default=None)
 
     def ratio(self, base: SystemResult) -> float | None:
-        """Median over the rounds of this system's step over the base's in the same round, so that drift cancels."""
-        pairs = [
-            (mine, theirs)
-            for ours, others in zip(self.step_s, base.step_s, strict=False)
-            for mine, theirs in zip(ours, others, strict=False)
-        ]
-        return statistics.median(mine / theirs for mine, theirs in pairs) if pairs else None
+        """Median over the rounds of this system's step over the base's in the same round."""
+        processes = zip(self.step_s, base.step_s, strict=False)
+        return median_ratio(pair for ours, others in processes for pair in zip(ours, others, strict=False))
 
 
 @dataclass(kw_only=True)
@@ -131,7 +127,7 @@ class Report:
         if expected is None or not result.losses or not expected.losses:
             return None
         compared = 1 if result.is_local else len(expected.losses)
-        return _difference(result.losses[:compared], expected.losses[:compared])
+        return loss_difference(result.losses[:compared], expected.losses[:compared])
 
     def problems(self) -> list[str]:
         """What failed, and whose losses differ; empty when all is well."""
@@ -151,7 +147,7 @@ class Report:
             return []
         first, *others = sorted(sharded, key=lambda result: result.name != PEERS[0])
         tolerance = max(_SHARDED_TOLERANCE, self.eps)
-        differences = {result.name: _difference(result.losses, first.losses) for result in others}
+        differences = {result.name: loss_difference(result.losses, first.losses) for result in others}
         return [
             f"the losses of {name} and {first.name} differ by {difference:.1e} (relative); at most {tolerance:g} is "
             "rounding"
@@ -176,7 +172,7 @@ class Report:
         return {
             "name": result.name,
             "system": result.entry.system,
-            "options": {name: _plain(value) for name, value in result.entry.options.items()},
+            "options": options_in_json(result.entry.options),
             "status": "ok" if result.error is None else "failed",
             "error": result.error,
             "log": result.log,
@@ -199,13 +195,3 @@ class Report:
             "unsharded_peak_bytes": result.unsharded_peak_bytes,
             "memory_peak_bytes": result.memory_peak_bytes,
         }
-
-
-def _difference(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """The largest relative difference; infinite if one is not a number."""
-    differences = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(losses, expected, strict=True)]
-    return max((math.inf if math.isnan(difference) else difference for difference in differences), default=0.0)
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, bool | int | float | str | None) else repr(value)

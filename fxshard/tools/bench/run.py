@@ -7,44 +7,34 @@ lives in processes of its own, which sleep while it is not their turn: in one pr
 garbage would slow down the others, the first to compile would warm up the compiler for all, and one that dies would
 take the rest along. The price is memory: all systems hold their model at once.
 
-Under torchrun every process runs this loop, and has one rank of each system; see [Note: peers] in `peers.py`.
+Under torchrun every process runs this loop, and has one rank of each system; see [Note: peers] in
+`tools/launch/torchrun.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from contextlib import ExitStack
-from types import TracebackType
-from typing import Self
 
 from fxshard.inspect.target import function_of
 from fxshard.tools.bench import machine
+from fxshard.tools.bench.comparison import rotated
 from fxshard.tools.bench.config import REFERENCE, BenchConfig, BenchJob
-from fxshard.tools.bench.peers import Peers
 from fxshard.tools.bench.result import Report, SystemResult
 from fxshard.tools.bench.show import BenchConsole
 from fxshard.tools.bench.task import RETURN
 from fxshard.tools.bench.worker import END, TURN, Ready, Timed, rank_main
-from fxshard.tools.demo.launch import RankError, RankProcesses
+from fxshard.tools.launch.ranks import RankError, RankProcesses
+from fxshard.tools.launch.torchrun import Peers
 
 
 class Session:
-    """The ranks of one system, from this process; a context manager that leaves none behind."""
+    """The ranks of one system, as all peers see them; whoever makes it stops it."""
 
     def __init__(self, job: BenchJob, peers: Peers) -> None:
-        job.out.mkdir(parents=True, exist_ok=True)
+        self.job = job
         self._peers = peers
         self._ranks = RankProcesses(job, rank_main, num_threads=job.config.num_threads, place=peers.next_place())
-
-    def __enter__(self) -> Self:
-        """Nothing has started yet."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """End all ranks that this process has started."""
-        self._ranks.stop()
 
     def start(self) -> list[Ready]:
         """Start all ranks and wait until they are ready.
@@ -67,6 +57,10 @@ class Session:
     def end(self) -> None:
         """Let the ranks end by themselves."""
         self._ranks.send(END)
+
+    def stop(self) -> None:
+        """End all ranks that this process has started."""
+        self._ranks.stop()
 
     def _from_all(self) -> list[Ready | Timed]:
         """One event of each rank: none tells anything twice before it is told to go on."""
@@ -102,9 +96,12 @@ def run_bench(config: BenchConfig, show: BenchConsole, peers: Peers | None = Non
 
 def _run_reference(config: BenchConfig, report: Report, show: BenchConsole, peers: Peers) -> None:
     show.starting(REFERENCE, 0, 0)
-    with Session(BenchJob(config=config, entry=report.reference.entry), peers) as session:
+    session = Session(BenchJob(config=config, entry=report.reference.entry), peers)
+    try:
         ready = session.start()
         session.end()
+    finally:
+        session.stop()
     report.num_params, report.num_units, report.eps = ready[0].num_params, ready[0].num_units, ready[0].eps
     report.reference.prepared(ready)
 
@@ -112,45 +109,39 @@ def _run_reference(config: BenchConfig, report: Report, show: BenchConsole, peer
 def _run_process(config: BenchConfig, report: Report, process: int, show: BenchConsole, peers: Peers) -> None:
     """Start every system that has not failed yet, and time its steps in rounds; see [Note: interleaving]."""
     with ExitStack() as stack:
-        running: dict[str, tuple[SystemResult, Session, BenchJob]] = {}
+        running: dict[str, tuple[SystemResult, Session]] = {}
         for index, result in enumerate(report.systems):
             if result.error is not None:
                 continue
             show.starting(result.name, index, process)
-            job = BenchJob(config=config, entry=result.entry, process=process)
-            session = stack.enter_context(Session(job, peers))
+            session = Session(BenchJob(config=config, entry=result.entry, process=process), peers)
+            stack.callback(session.stop)
             try:
                 result.prepared(session.start())
             except RankError as error:
-                _fail(result, session, job, error, show)
+                _fail(result, session, error, show)
                 continue
             show.ready(result)
-            running[result.name] = result, session, job
+            running[result.name] = result, session
         for number in range(-1, config.rounds):  # round -1 warms up
             show.round(number, process)
-            for name in _rotated(list(running), number + process):
-                result, session, job = running[name]
+            for name in rotated(list(running), number + process):
+                result, session = running[name]
                 try:
                     seconds = session.step()
                 except RankError as error:
-                    _fail(result, session, job, error, show)
+                    _fail(result, session, error, show)
                     del running[name]
                     continue
                 if number >= 0:
                     result.step_s[process].append(seconds)
-        for _, session, _ in running.values():
+        for _, session in running.values():
             session.end()
 
 
-def _rotated(names: list[str], by: int) -> list[str]:
-    start = by % len(names) if names else 0
-    return names[start:] + names[:start]
-
-
-def _fail(result: SystemResult, session: Session, job: BenchJob, error: RankError, show: BenchConsole) -> None:
-    session.__exit__(None, None, None)
-    lines = str(error).splitlines()
-    result.error, result.log = lines[0], str(job.out)
+def _fail(result: SystemResult, session: Session, error: RankError, show: BenchConsole) -> None:
+    session.stop()
+    result.error, result.log = str(error).splitlines()[0], str(session.job.out)
     show.failed(result)
 
 

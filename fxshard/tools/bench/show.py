@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from fxshard.tools.bench.config import REFERENCE, BenchConfig
 from fxshard.tools.bench.result import FLOORS, Report, SystemResult
+from fxshard.tools.launch.console import LiveConsole, print_line, print_verdict
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,7 +19,7 @@ _TABLE_WIDTH = 160  # characters that the table takes at most
 _PLAIN_ROUNDS = 5  # of which a log file hears
 
 
-class BenchConsole:
+class BenchConsole(LiveConsole):
     """Live progress; a context manager.
 
     Args:
@@ -28,35 +28,13 @@ class BenchConsole:
     """
 
     def __init__(self, console: Console, config: BenchConfig) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
-        self._console = console
+        columns = TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn()
+        # A thread that draws would take time from the ranks.
+        super().__init__(console, *columns, transient=True, auto_refresh=False)
         self._config = config
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            auto_refresh=False,  # a thread that draws would take time from the ranks
-            disable=not console.is_terminal,
-        )
         self._task = self._progress.add_task("")
-
-    def __enter__(self) -> Self:
-        """Begin to move."""
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Stop moving."""
-        self._progress.stop()
-
-    def say(self, line: str) -> None:
-        """Print one line as it is."""
-        self._console.print(line, soft_wrap=True, highlight=False, markup=False)
 
     def begin(self, report: Report) -> None:
         """Say what is about to run."""
@@ -72,7 +50,7 @@ class BenchConsole:
         what = "the losses of training without any library" if name == REFERENCE else f"{name}: first steps"
         place = "" if name == REFERENCE else f" ({index + 1}/{len(self._config.entries)})"
         self._describe(f"{self._process(process)}{what}{place}", total=0)
-        if not self._console.is_terminal:
+        if not self.has_bars:
             self.say(f"{self._process(process)}{what}{place}")
 
     def ready(self, result: SystemResult) -> None:
@@ -81,9 +59,7 @@ class BenchConsole:
 
     def failed(self, result: SystemResult) -> None:
         """A system has failed."""
-        self._console.print(
-            f"  {result.name} failed: {result.error}", style="red", soft_wrap=True, highlight=False, markup=False
-        )
+        self.say(f"  {result.name} failed: {result.error}", style="red")
 
     def round(self, number: int, process: int) -> None:
         """A round starts; -1 is the one that warms up."""
@@ -91,7 +67,7 @@ class BenchConsole:
         text = "warming up" if number < 0 else f"round {number + 1}/{rounds}"
         self._describe(f"{self._process(process)}{text}", total=rounds, completed=max(number, 0))
         every = max(1, rounds // _PLAIN_ROUNDS)
-        if not self._console.is_terminal and number >= 0 and ((number + 1) % every == 0 or number + 1 == rounds):
+        if not self.has_bars and number >= 0 and ((number + 1) % every == 0 or number + 1 == rounds):
             self.say(f"{self._process(process)}{text}")
 
     def _process(self, number: int) -> str:
@@ -122,12 +98,9 @@ def show_report(console: Console, report: Report, config: BenchConfig) -> None:
     if not console.is_terminal:
         console.width = _TABLE_WIDTH
     console.print(_table(report, config))
-    console.print(_legend(report), highlight=False, markup=False, soft_wrap=True)
-    problems = report.problems()
-    for problem in problems:
-        console.print(f"PROBLEM: {problem}", style="bold red", soft_wrap=True, highlight=False, markup=False)
-    if not problems:
-        console.print("OK: all systems ran, and their losses agree.", style="bold green")
+    print_line(console, _legend(report))
+    success = "all systems ran, and their losses agree."
+    print_verdict(console, report.problems(), label="PROBLEM", success=success)
 
 
 def _table(report: Report, config: BenchConfig) -> Table:

@@ -20,7 +20,7 @@ from fxshard.tools.bench import systems, traffic
 from fxshard.tools.bench.config import BenchConfig, BenchJob
 from fxshard.tools.bench.task import make_task
 from fxshard.tools.bench.traffic import Traffic
-from fxshard.tools.demo.worker import RankPlace, join, reporting
+from fxshard.tools.launch.rank_process import RankPlace, join, reporting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +60,8 @@ TURN, END = "turn", "end"  # what the parent says
 
 def rank_main(place: RankPlace, job: BenchJob, parent: Connection) -> None:
     """Prepare a system on one rank, tell the parent, and take a timed step whenever it says so."""
-    with reporting(place.rank, job.out, parent):
+    with reporting(place, job.out, parent):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(job.cache)
-        torch.set_num_threads(place.num_threads)
         with _group(place, job.config) as (mesh, link):
             _Rank(place.rank, job, mesh, link).serve(parent)
 

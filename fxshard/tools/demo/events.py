@@ -64,17 +64,4 @@ class Graph:
     collectives: dict[str, int]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Failed:
-    """A rank raised, and is about to exit.
-
-    Attributes:
-        rank: Which.
-        error: The exception in one line; its traceback is in the rank's log.
-    """
-
-    rank: int
-    error: str
-
-
-Event = Started | Step | Graph | Failed
+Event = Started | Step | Graph

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Generator
 from contextlib import closing
 from typing import TYPE_CHECKING
 
 from fxshard.tools.demo.config import DemoConfig
-from fxshard.tools.demo.launch import events_of_ranks
+from fxshard.tools.demo.events import Event
 from fxshard.tools.demo.llama import check_installed
 from fxshard.tools.demo.outcome import Outcome
 from fxshard.tools.demo.show import DemoConsole, show_end
 from fxshard.tools.demo.text import read_corpus
+from fxshard.tools.demo.worker import rank_main
+from fxshard.tools.launch.ranks import RankProcesses
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,3 +43,19 @@ def run_demo(config: DemoConfig, console: Console) -> int:
             show.on(event)
     show_end(console, outcome, time.perf_counter() - started)
     return 1 if outcome.problems() else 0
+
+
+def events_of_ranks(config: DemoConfig) -> Generator[Event]:
+    """Start `config.ranks` processes and yield what they tell, until all have ended well.
+
+    However the iteration ends (a rank dies, Ctrl-C, the iterator is closed), no process is left.
+
+    Raises:
+        RankError: A rank died or raised, or nothing was heard for `config.stall_s` seconds.
+    """
+    ranks = RankProcesses(config, rank_main, num_threads=max(1, (os.cpu_count() or 1) // config.ranks))
+    try:
+        ranks.start()
+        yield from ranks.events()
+    finally:
+        ranks.stop()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from fxshard.tools.demo.config import DemoConfig
 from fxshard.tools.demo.events import Event, Run, Started, Step
 from fxshard.tools.demo.outcome import Outcome
+from fxshard.tools.launch.console import LiveConsole, print_line, print_verdict
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _NUM_LINES = 8  # of the loss table, and of the plain progress per run
 
 
-class DemoConsole:
+class DemoConsole(LiveConsole):
     """Live progress while the ranks run; a context manager.
 
     Args:
@@ -26,22 +26,20 @@ class DemoConsole:
     """
 
     def __init__(self, console: Console, outcome: Outcome) -> None:
-        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-        self._console = console
-        self._outcome = outcome
-        self._tasks: dict[Run, TaskID] = {}
-        self._lines = _spread(outcome.config.steps, _NUM_LINES)
-        self._progress = Progress(
+        super().__init__(
+            console,
             SpinnerColumn(),
             TextColumn("{task.description}"),
             BarColumn(bar_width=16),
             TextColumn("{task.completed:.0f}/{task.total:.0f}"),
             TextColumn("{task.fields[text]}"),
             TimeElapsedColumn(),
-            console=console,
-            disable=not console.is_terminal,
         )
+        self._outcome = outcome
+        self._tasks: dict[Run, TaskID] = {}
+        self._lines = _spread(outcome.config.steps, _NUM_LINES)
 
     def __enter__(self) -> Self:
         """Say what is about to run."""
@@ -50,18 +48,7 @@ class DemoConsole:
             f"fxshard demo: {config.model} on {_ranks(config)} ({config.device}), "
             f"{config.steps} steps, {config.tokens_per_step} tokens per step, lowered to {config.lower}"
         )
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Stop moving."""
-        self._progress.stop()
-
-    def say(self, line: str) -> None:
-        """Print one line as it is."""
-        self._console.print(line, soft_wrap=True, highlight=False, markup=False)
+        return super().__enter__()
 
     def on(self, event: Event) -> None:
         """Show what changed with `event`, which the outcome has taken in already."""
@@ -75,7 +62,7 @@ class DemoConsole:
         config, outcome = self._outcome.config, self._outcome
         text = "compiling" if run is Run.SHARDED else "starting"
         self._tasks[run] = self._progress.add_task(run.value, total=config.steps, text=text)
-        if not self._console.is_terminal:
+        if not self.has_bars:
             self.say(f"{run.value}: {text} a model of {outcome.num_params / 1e6:.1f}M parameters")
 
     def _step(self, event: Step) -> None:
@@ -89,7 +76,7 @@ class DemoConsole:
         if event.run is Run.SHARDED:
             text += f" of {_mib(self._outcome.full_bytes)}"
         self._progress.update(self._tasks[event.run], completed=len(losses), text=text)
-        if not self._console.is_terminal and event.step in self._lines:
+        if not self.has_bars and event.step in self._lines:
             self.say(f"{event.run.value}: step {event.step + 1}/{self._outcome.config.steps}  {text}")
 
 
@@ -98,12 +85,8 @@ def show_end(console: Console, outcome: Outcome, seconds: float) -> None:
     console.print()
     console.print(_loss_table(outcome))
     for name, value in _facts(outcome, seconds):
-        console.print(f"{name:<22}{value}", soft_wrap=True, highlight=False, markup=False)
-    problems = outcome.problems()
-    for problem in problems:
-        console.print(f"FAILED: {problem}", style="bold red", soft_wrap=True, highlight=False, markup=False)
-    if not problems:
-        console.print(f"OK: {_success(outcome)}", style="bold green", soft_wrap=True, highlight=False, markup=False)
+        print_line(console, f"{name:<22}{value}")
+    print_verdict(console, outcome.problems(), label="FAILED", success=_success(outcome))
 
 
 def _loss_table(outcome: Outcome) -> Table:

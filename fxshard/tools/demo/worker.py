@@ -2,55 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
 import os
-import sys
-import threading
-import traceback
-from collections.abc import Iterator
-from dataclasses import dataclass
-from datetime import timedelta
-from multiprocessing import connection
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fxshard.runtime import gloo
 from fxshard.tools.demo.config import DemoConfig
-from fxshard.tools.demo.events import Failed
 from fxshard.tools.demo.train import Tell, train_sharded, train_unsharded
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankPlace:
-    """What a rank is told of itself, and where it meets the others.
-
-    Attributes:
-        rank: over all machines.
-        local_rank: on its machine; the number of its GPU.
-        num_threads: cores that it may use while all ranks run.
-        host: of a TCPStore that another process serves.
-        port: of the same.
-        prefix: of what this group of ranks writes there.
-        one_machine: whether all ranks are on this one, so that gloo can stay inside it.
-    """
-
-    rank: int
-    local_rank: int
-    num_threads: int
-    port: int
-    host: str = "127.0.0.1"
-    prefix: str = "fxshard"
-    one_machine: bool = True
-
-
-def log_path(folder: Path, rank: int) -> Path:
-    """Where the standard output and error of `rank` go."""
-    return folder / f"rank{rank}.log"
+from fxshard.tools.launch.rank_process import RankPlace, join, reporting
 
 
 def rank_main(place: RankPlace, config: DemoConfig, events: Connection) -> None:
@@ -61,70 +22,14 @@ def rank_main(place: RankPlace, config: DemoConfig, events: Connection) -> None:
         config: What to train.
         events: Write end of a pipe to the parent.
     """
-    with reporting(place.rank, config.out, events):
+    with reporting(place, config.out, events):
         _train(place, config, events.send)
 
 
-@contextlib.contextmanager
-def reporting(rank: int, folder: Path, events: Connection) -> Iterator[None]:
-    """Send output to the log of `rank`; what is raised ends the process with status 1 and is told to the parent.
-
-    The process ends when its parent does, wherever it is: ranks that wait for each other would not notice.
-    """
-    _redirect_output(log_path(folder, rank))
-    threading.Thread(target=_end_with_parent, name="fxshard-parent", daemon=True).start()
-    try:
-        yield
-    except BrokenPipeError:  # the parent is gone, and with it whoever wanted to know
-        sys.exit(1)
-    except Exception as error:  # a process boundary: whatever it is, the parent reports it
-        traceback.print_exc()
-        events.send(Failed(rank=rank, error=_one_line(error)))
-        sys.exit(1)
-
-
-def join(place: RankPlace, ranks: int, *, device: str, stall_s: float) -> None:
-    """Make the default process group of `ranks` ranks: NCCL, one GPU per rank, on "cuda", else gloo.
-
-    See [Note: gloo] for which.
-    """
-    gpu = torch.device("cuda", place.local_rank) if device == "cuda" else None
-    if gpu is not None:
-        torch.cuda.set_device(gpu)  # before anything else: a rank that does not choose takes memory of GPU 0
-    dist.init_process_group(
-        gloo.BACKEND if gpu is None else "nccl",
-        store=dist.PrefixStore(place.prefix, dist.TCPStore(place.host, place.port, is_master=False)),
-        rank=place.rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=stall_s),
-        device_id=gpu,
-    )
-
-
 def _train(place: RankPlace, config: DemoConfig, tell: Tell) -> None:
-    torch.set_num_threads(place.num_threads)
     join(place, config.ranks, device=config.device, stall_s=config.stall_s)
     train_sharded(config, place.rank, init_device_mesh(config.device, (config.ranks,)), tell)
     dist.destroy_process_group()
     if place.rank == 0 and config.compare:
         torch.set_num_threads(min(place.num_threads * config.ranks, os.cpu_count() or 1))  # the other ranks are done
         train_unsharded(config, tell)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        connection.wait([parent.sentinel])
-        os._exit(1)  # nobody is left to tell
-
-
-def _redirect_output(path: Path) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.close(file)
-
-
-def _one_line(error: Exception) -> str:
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -12,13 +12,14 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from fxshard.tools.bench import machine
+from fxshard.tools.bench.comparison import options_in_json
 from tests.tools.bench.gpu import page, settings, stages
 from tests.tools.bench.gpu.result import Report
 from tests.tools.bench.gpu.turns import Budget
@@ -119,14 +120,10 @@ def _options(args: argparse.Namespace, plan: stages.Plan, argv: Sequence[str] | 
         "checkpointing": args.checkpointing,
         "CUDA_SCALE_LAUNCH_QUEUES": os.environ.get("CUDA_SCALE_LAUNCH_QUEUES"),
         "systems": {
-            case.name: {"system": case.entry.system, "options": _in_json(case.entry.options)} for case in plan.cases
+            case.name: {"system": case.entry.system, "options": options_in_json(case.entry.options)}
+            for case in plan.cases
         },
     }
-
-
-def _in_json(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as JSON has them, callables in words."""
-    return {name: repr(value) if callable(value) else value for name, value in options.items()}
 
 
 def _write(path: Path, text: str) -> None:

@@ -18,7 +18,7 @@ from fxshard.tools.bench.config import BenchConfig, Entry
 from fxshard.tools.bench.result import Report, SystemResult
 from fxshard.tools.bench.show import describe_group, show_report
 from fxshard.tools.bench.worker import Ready
-from fxshard.tools.demo.worker import RankPlace, join
+from fxshard.tools.launch.rank_process import RankPlace, join
 
 
 def config(**kwargs: Any) -> BenchConfig:

@@ -14,8 +14,8 @@ import pytest
 from fxshard.errors import ConfigError
 from fxshard.options import LauncherEnvironment, gloo_interfaces, launched
 from fxshard.tools import cli, cli_bench
-from fxshard.tools.bench.peers import TICK_S, Peers
-from fxshard.tools.demo.launch import RankError
+from fxshard.tools.launch.ranks import RankError
+from fxshard.tools.launch.torchrun import TICK_S, Peers
 
 Listen = Callable[[float], list[Any]]
 
@@ -83,7 +83,7 @@ def test_a_rank_that_was_killed_is_to_blame_before_those_that_miss_it() -> None:
 def test_the_first_failure_is_to_blame_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     clock: dict[str, float] = {}
     now = SimpleNamespace(time=lambda: clock[threading.current_thread().name])
-    monkeypatch.setattr("fxshard.tools.bench.peers.time", now)
+    monkeypatch.setattr("fxshard.tools.launch.torchrun.time", now)
 
     def at(seconds: float, body: Callable[[Peers], Any]) -> Callable[[Peers], Any]:
         def timed(peers: Peers) -> Any:

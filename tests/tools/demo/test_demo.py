@@ -17,7 +17,8 @@ import pytest
 
 from fxshard.tools.demo.config import DemoConfig
 from fxshard.tools.demo.events import Event, Step
-from fxshard.tools.demo.launch import RankError, events_of_ranks
+from fxshard.tools.demo.run import events_of_ranks
+from fxshard.tools.launch.ranks import RankError
 
 ROOT = Path(__file__).parents[3]
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
+from fxshard.tools.bench.comparison import loss_difference, median_ratio
 from tests.tools.bench.gpu.settings import COMPUTE, INSTANT, Link
 from tests.tools.bench.gpu.talk import Carried, Timed
 
@@ -118,8 +119,8 @@ class Report:
         """Median over the rounds of one system's median step over the other's in the same round."""
         if key is None or base is None or key not in self.steps or base not in self.steps:
             return None
-        pairs = zip(self.steps[key].rounds, self.steps[base].rounds, strict=False)
-        return statistics.median(statistics.median(mine) / statistics.median(theirs) for mine, theirs in pairs)
+        rounds = zip(self.steps[key].rounds, self.steps[base].rounds, strict=False)
+        return median_ratio((statistics.median(mine), statistics.median(theirs)) for mine, theirs in rounds)
 
     def tokens_per_s(self, key: Key) -> float | None:
         """Of one rank."""
@@ -146,8 +147,7 @@ class Report:
         for checkpointing in (False, True):
             sharded = [r for r in self.runs if r.checkpointing == checkpointing and r.system != COMPUTE and r.losses]
             for run in sharded[1:]:
-                pairs = zip(run.losses, sharded[0].losses, strict=True)
-                off = max(abs(a - b) / abs(b) if math.isfinite(a) else math.inf for a, b in pairs)
+                off = loss_difference(run.losses, sharded[0].losses)
                 if not off <= _LOSSES_AGREE:
                     found.append(f"the losses of {_called(run)} and {sharded[0].system} differ by {off:.1e} (relative)")
         return found

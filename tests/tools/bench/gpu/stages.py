@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from fxshard.tools.bench.comparison import rotated
 from fxshard.tools.bench.config import FXSHARD
 from tests.tools.bench.gpu.result import Key, Report, Run, Steps
 from tests.tools.bench.gpu.settings import INSTANT, MAIN, Case, Link, Model, links
@@ -27,7 +28,7 @@ from tests.tools.bench.gpu.talk import (
     Turn,
     WarmUp,
 )
-from tests.tools.bench.gpu.turns import Budget, Member, rotated
+from tests.tools.bench.gpu.turns import Budget, Member
 
 _STEPS, _WARM_UP, _HOST_STEPS, _CONSOLIDATIONS = 3, 2, 5, 2
 _LATE_S: Final = 12.0  # after the end, in which an answer is still waited for
@@ -207,7 +208,7 @@ class Stage:
         if not members or not self.fits(what, rounds * sum(each.values())):
             return
         for number in range(rounds):
-            for member in rotated(members, number):
+            for member in rotated([member for member in members if member.is_alive], number):
                 self._turn(member, command, each[member])
         self.save()
         self.say(what)

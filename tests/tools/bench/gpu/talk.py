@@ -13,7 +13,7 @@ from tests.tools.bench.gpu.settings import Link, Model
 
 @dataclass(kw_only=True)
 class Job:
-    """What one process does; as `fxshard.tools.demo.launch` wants it.
+    """What one process does; as `fxshard.tools.launch.ranks` wants it.
 
     Attributes:
         entry: the system.

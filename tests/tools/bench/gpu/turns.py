@@ -14,11 +14,10 @@ does not fit is left out and named. What is there is written after each setting.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from fxshard.tools.demo.launch import RankError, RankProcesses
+from fxshard.tools.launch.ranks import RankError, RankProcesses
 from tests.tools.bench.gpu.result import Run
 from tests.tools.bench.gpu.settings import Case, Link
 from tests.tools.bench.gpu.talk import Answer, Carried, Command, Job
@@ -64,7 +63,6 @@ class Member:
         self.step_s = 0.0
         self.carried = Carried()
         self._job, self._end = job, end
-        job.out.mkdir(parents=True, exist_ok=True)
         self._ranks = RankProcesses(job, rank_main, num_threads=num_threads)
         self._is_over = False
 
@@ -120,10 +118,3 @@ class Member:
     def _fail(self, error: str) -> None:
         self.run.error = error
         self.stop()
-
-
-def rotated(members: Sequence[Member], by: int) -> list[Member]:
-    """Those that are alive, so that nobody is always first."""
-    alive = [member for member in members if member.is_alive]
-    start = by % len(alive) if alive else 0
-    return alive[start:] + alive[:start]

@@ -25,7 +25,7 @@ from fxshard.compile.auto_shard import units_of
 from fxshard.testing import EmulatedLink
 from fxshard.testing.link_engine import Speed
 from fxshard.tools.bench.config import FXSHARD
-from fxshard.tools.demo.worker import RankPlace, reporting
+from fxshard.tools.launch.rank_process import RankPlace, reporting
 from tests.tools.bench import state
 from tests.tools.bench.gpu import build, trace
 from tests.tools.bench.gpu.gate import Gate
@@ -53,9 +53,8 @@ _CHECK_STEPS = 3
 
 def rank_main(place: RankPlace, job: Job, parent: Connection) -> None:
     """Hold the system of `job` and do what the parent says, until there is nothing more or the parent is gone."""
-    with reporting(place.rank, job.out, parent):
+    with reporting(place, job.out, parent):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(job.folder / "cache")
-        torch.set_num_threads(place.num_threads)
         gate = Gate(job.folder / "gate")
         with build.open_link(job.world_size, job.device) as link, _for(job, gate), contextlib.suppress(EOFError):
             worker = Worker(job, link, gate)

@@ -1,4 +1,4 @@
-"""Start the ranks, pass on what they tell, and leave none behind."""
+"""Processes of ranks, from outside: start them, pass on what they tell, and leave none behind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -19,9 +19,7 @@ from torch import multiprocessing
 from torch.distributed import TCPStore
 
 from fxshard.errors import FxshardError
-from fxshard.tools.demo.config import DemoConfig
-from fxshard.tools.demo.events import Event, Failed
-from fxshard.tools.demo.worker import RankPlace, log_path, rank_main
+from fxshard.tools.launch.rank_process import Failed, RankPlace, log_path
 
 _GRACE_S: Final = 2.0  # for a process to end by itself
 
@@ -48,7 +46,7 @@ class Job(Protocol):
 
     @property
     def out(self) -> Path:
-        """Folder of the ranks' logs."""
+        """Folder of the ranks' logs; made if it is not there."""
 
     @property
     def stall_s(self) -> float:
@@ -57,22 +55,6 @@ class Job(Protocol):
 
 # What a rank runs: its place, the job, and a pipe to the parent.
 Main = Callable[[RankPlace, Any, Connection], None]
-
-
-def events_of_ranks(config: DemoConfig) -> Generator[Event]:
-    """Start `config.ranks` processes and yield what they tell, until all have ended well.
-
-    However the iteration ends (a rank dies, Ctrl-C, the iterator is closed), no process is left.
-
-    Raises:
-        RankError: A rank died or raised, or nothing was heard for `config.stall_s` seconds.
-    """
-    ranks = RankProcesses(config, rank_main, num_threads=max(1, (os.cpu_count() or 1) // config.ranks))
-    try:
-        ranks.start()
-        yield from ranks.events()
-    finally:
-        ranks.stop()
 
 
 class RankProcesses:
@@ -87,6 +69,7 @@ class RankProcesses:
     """
 
     def __init__(self, job: Job, main: Main, *, num_threads: int, place: RankPlace | None = None) -> None:
+        job.out.mkdir(parents=True, exist_ok=True)
         self._job = job
         self._main = main
         self._num_threads = num_threads

@@ -1,13 +1,13 @@
-"""The processes that run one benchmark together, under torchrun: each has one rank of every system, and all agree.
+"""The processes that torchrun starts for one benchmark: each has one rank of every system, and all agree.
 
 [Note: peers]
 Under torchrun every process runs the same loop over the same systems, as a single process does over all ranks (see
-[Note: interleaving] in `run.py`). Each starts one rank of a system, listens to it alone, and must decide as all others
-do: that the system is ready, has taken its step, or has failed. So they meet in ticks. Each listens to its rank until
-it has told something, but half a second at most; then all exchange what they have. Who has heard waits for the others;
-who has not listens on in the next tick. All have the same answers and come to the same end: everybody has heard, or
-somebody's rank has failed, and all stop theirs. A rank that waits for a dead one in a collective is so ended by its own
-parent, where NCCL would let it wait.
+[Note: interleaving] in `tools/bench/run.py`). Each starts one rank of a system, listens to it alone, and must decide as
+all others do: that the system is ready, has taken its step, or has failed. So they meet in ticks. Each listens to its
+rank until it has told something, but half a second at most; then all exchange what they have. Who has heard waits for
+the others; who has not listens on in the next tick. All have the same answers and come to the same end: everybody has
+heard, or somebody's rank has failed, and all stop theirs. A rank that waits for a dead one in a collective is so ended
+by its own parent, where NCCL would let it wait.
 
 Ticks go through a process group of the parents alone (`fxshard_gloo`). When a parent dies, its connections break, and
 the others end; a rank ends with its parent, and a parent with its launcher. A rank never meets another through its
@@ -31,8 +31,8 @@ import torch.distributed as dist
 from fxshard.errors import ConfigError, FxshardError
 from fxshard.options import LauncherEnvironment
 from fxshard.runtime import gloo
-from fxshard.tools.demo.launch import RankError, environment_of_ranks
-from fxshard.tools.demo.worker import RankPlace
+from fxshard.tools.launch.rank_process import RankPlace
+from fxshard.tools.launch.ranks import RankError, environment_of_ranks
 
 T = TypeVar("T")
 
@@ -138,7 +138,7 @@ class Peers:
             num_threads=1,
             host=self.launched.host,
             port=self.launched.port,
-            prefix=f"fxshard/tools/bench/{self.launched.attempt}/{self._num_places}",
+            prefix=f"fxshard/bench/{self.launched.attempt}/{self._num_places}",
             one_machine=self.launched.is_one_machine,
         )
 
