@@ -91,7 +91,7 @@ def _wait_at_once(group: LaunchGroup) -> bool:
 def _cast_aside(group: LaunchGroup, found: Dataflow) -> bool:
     """Tag the casts of shards, and what sends them."""
     tagged: set[fx.Node] = set()
-    for node in group.carried:
+    for node in group.nodes:
         if (node.target in ops.CASTS and node in found.values) or not tagged.isdisjoint(node.all_input_nodes):
             tags.tag(node, tags.STREAM, tags.COPY_IN)
             tagged.add(node)
@@ -104,7 +104,7 @@ def _copy_aside(group: LaunchGroup, ctx: PassContext) -> bool:
     if copies and ctx.unsharded_budget_bytes is not None:
         ctx.decline(group.launches[0], "memory budget: copied out where the parameters are read")
         return False
-    place = group.carried[-1]
+    place = group.nodes[-1]
     made = []
     for copy, wait in copies.items():
         place = _copy_out(copy, wait, place)

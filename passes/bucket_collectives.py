@@ -90,7 +90,7 @@ class BucketCollectives(GraphPass):
             early = sum(sizes[i] for i in (*bucket[1:], newcomer))
             first, last = (_first_read(pieces[i]) for i in (bucket[0], newcomer))
             same_dtype = dtypes[bucket[0]] == dtypes[newcomer]  # a launch has one
-            return same_dtype and _can_share(names, ctx) and room.for_gathering_early(first, last, early)
+            return same_dtype and _can_share(names, ctx) and room.fits(first, last, early)
 
         merged = bucket_sizes.merge(sizes, limits, may_join)
         return [([pieces[i] for i in bucket], _why(sum(sizes[i] for i in bucket), limits)) for bucket in merged]

@@ -12,7 +12,7 @@ from fxshard.errors import UnsupportedGraph
 from fxshard.ir import buckets, collectives, ops, text
 from fxshard.ir.buckets import CollectiveBuilder, ReduceBucket, Reduced, UnitGather
 from fxshard.ir.collectives import SlotIndex
-from fxshard.ir.memory_budget import require_room
+from fxshard.ir.memory_budget import require_fit
 from fxshard.ir.verify import baseline
 from fxshard.passes._base import GraphPass, PassContext, Property
 
@@ -55,7 +55,7 @@ class InsertCollectives(GraphPass):
         writer.close()
         _refuse_leftovers(gm, ctx)
         if ctx.unsharded_budget_bytes is not None:
-            require_room(gm.graph, ctx.unsharded_budget_bytes)
+            require_fit(gm.graph, ctx.unsharded_budget_bytes)
         return bool(gathers or writes)
 
 

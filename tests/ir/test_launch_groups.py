@@ -41,20 +41,20 @@ def names(nodes: list[fx.Node]) -> str:
     return " ".join(node.name for node in nodes)
 
 
-def test_finds_a_flight_for_each_unit() -> None:
+def test_finds_a_group_for_each_unit() -> None:
     found = launch_groups.groups_of(graph_of(model_of("four_layers"), "forward"), collectives.GATHERS)
     assert [group.name for group in found] == ["layers.0", "layers.1", "layers.2", "layers.3"]
-    assert [names(group.carried) for group in found] == [f"unshard_layers_{i}" for i in range(4)]
+    assert [names(group.nodes) for group in found] == [f"unshard_layers_{i}" for i in range(4)]
     assert [names(group.waits) for group in found] == [f"wait_layers_{i}" for i in range(4)]
 
 
-def test_finds_the_launches_of_two_dtypes_in_one_flight() -> None:
+def test_finds_the_launches_of_two_dtypes_in_one_group() -> None:
     found = launch_groups.groups_of(graph_of(model_of("two_dtypes"), "forward"), collectives.GATHERS)
     assert [names(group.launches) for group in found] == [f"unshard_layers_{i} unshard_layers_{i}_1" for i in range(3)]
     assert [len(group.waits) for group in found] == [2, 2, 2]
 
 
-def test_finds_two_flights_where_two_units_are_launched_side_by_side() -> None:
+def test_finds_two_groups_where_two_units_are_launched_side_by_side() -> None:
     graph = graph_of(model_of("four_layers"), "forward", HoistPrefetch(depth=1))
     found = launch_groups.groups_of(graph, collectives.GATHERS)
     assert [group.name for group in found] == ["layers.0", "layers.1", "layers.2", "layers.3"]
@@ -84,27 +84,27 @@ def test_names_the_root() -> None:
 def test_carries_casts_and_slices_and_what_picks_results() -> None:
     graph = graph_of(mixed_layers(), "forward", CoalesceCollectives())
     first, *_ = launch_groups.groups_of(graph, collectives.GATHERS)
-    assert [node.target for node in first.carried[:3]] == [
+    assert [node.target for node in first.nodes[:3]] == [
         torch.ops.aten._to_copy.default,
         torch.ops.aten.slice.Tensor,
         torch.ops.aten.slice.Tensor,
     ]
-    assert first.carried[3] is first.launches[0]
-    assert first.carried[4:] == sorted(first.launches[0].users)
+    assert first.nodes[3] is first.launches[0]
+    assert first.nodes[4:] == sorted(first.launches[0].users)
 
 
 def test_leaves_what_others_read_where_it_is() -> None:
     graph = graph_of(mixed_layers(), "forward")
     first, *_ = launch_groups.groups_of(graph, collectives.GATHERS)
     cast = first.launches[0].all_input_nodes[0]
-    assert cast in first.carried
+    assert cast in first.nodes
     with graph.inserting_after(cast):
         graph.call_function(torch.ops.aten.neg.default, (cast,))
     first, *_ = launch_groups.groups_of(graph, collectives.GATHERS)
-    assert cast not in first.carried
+    assert cast not in first.nodes
 
 
-def test_finds_no_flight_of_the_users_own_collectives() -> None:
+def test_finds_no_group_of_the_users_own_collectives() -> None:
     graph = graph_of(graphs.two_layers(), "forward")
     launch, _ = collectives.unshard_launches(graph)
     launch.meta[tags.KEY] = {}
@@ -121,13 +121,13 @@ def test_carries_nothing_that_only_compute_needs(model: str, before: str, kind: 
     waits = sorted(wait for group in found for wait in group.waits)
     assert waits == list(graph.find_nodes(op="call_function", target=collectives.WAIT))
     for group in found:
-        assert group.carried == sorted(group.carried)
-        for node in group.carried:
+        assert group.nodes == sorted(group.nodes)
+        for node in group.nodes:
             assert not {tags.GRAD, tags.PARAM} & tags.tags_of(node).keys()
             assert (
                 node in group.launches
                 or set(node.all_input_nodes) & set(group.launches)
-                or all(user in group.carried for user in node.users)
+                or all(user in group.nodes for user in node.users)
             )
 
 
