@@ -112,9 +112,7 @@ class _Prefetch:
 def _earliest_of_each(prefetches: Iterable[_Prefetch]) -> dict[LaunchGroup, _Prefetch]:
     """Of each group the prefetch that launches it first; in the order of the launches."""
     found: dict[LaunchGroup, _Prefetch] = {}
-    for prefetch in sorted(
-        prefetches, key=lambda prefetch: prefetch.place
-    ):  # nodes compare by their place in the graph
+    for prefetch in sorted(prefetches, key=lambda prefetch: prefetch.place):  # nodes compare by their place
         found.setdefault(prefetch.group, prefetch)
     return found
 
