@@ -78,16 +78,16 @@ class BucketCollectives(GraphPass):
         pieces = [piece for gather in gathers for piece in _split_gather(gather, limits, ctx)]
         pieces.sort(key=lambda piece: piece.first_read)
 
+        def nbytes(piece: UnitGather) -> int:
+            return sum(map(ctx.plan.units[piece.unit].unsharded_bytes_of, piece.slots))
+
         def may_join(bucket: Sequence[UnitGather], piece: UnitGather) -> bool:
-            gathered_early = sum(_gathered_bytes(early, ctx) for early in (*bucket[1:], piece))
+            gathered_early = sum(map(nbytes, (*bucket[1:], piece)))
             return (
                 _dtypes(bucket[0], ctx) == _dtypes(piece, ctx)  # a launch has one
                 and _can_share_launch([part.unit for part in (*bucket, piece)], ctx)
                 and budget.fits(bucket[0].first_read, piece.first_read, gathered_early)
             )
-
-        def nbytes(piece: UnitGather) -> int:
-            return _gathered_bytes(piece, ctx)
 
         merged = bucket_sizes.merge(pieces, nbytes, limits, may_join)
         return [(tuple(bucket), _why(sum(map(nbytes, bucket)), limits)) for bucket in merged]
@@ -100,12 +100,12 @@ class BucketCollectives(GraphPass):
         pieces = [piece for reduction in reductions for piece in _split_reduction(reduction, limits, ctx)]
         pieces.sort(key=lambda piece: piece.last_term)
 
+        def nbytes(piece: ReduceBucket) -> int:
+            return sum(_reduced_bytes(gradient, piece.dtype, ctx) for gradient in piece.gradients)
+
         def may_join(bucket: Sequence[ReduceBucket], piece: ReduceBucket) -> bool:
             units = [unit for part in (*bucket, piece) for unit in part.calls]
             return bucket[0].dtype is piece.dtype and _can_share_launch(units, ctx)
-
-        def nbytes(piece: ReduceBucket) -> int:
-            return sum(_reduced_bytes(gradient, piece.dtype, ctx) for gradient in piece.gradients)
 
         merged = bucket_sizes.merge(pieces, nbytes, limits, may_join)
         return [(_join(bucket), _why(sum(map(nbytes, bucket)), limits)) for bucket in merged]
@@ -155,11 +155,6 @@ def _can_share_launch(units: Sequence[str], ctx: PassContext) -> bool:
 def _dtypes(gather: UnitGather, ctx: PassContext) -> set[torch.dtype]:
     """Dtypes of the gathered parameters."""
     return {ctx.plan.units[gather.unit].unsharded_dtype_of(slot) for slot in gather.slots}
-
-
-def _gathered_bytes(gather: UnitGather, ctx: PassContext) -> int:
-    """Of the gathered parameters, padding included."""
-    return sum(map(ctx.plan.units[gather.unit].unsharded_bytes_of, gather.slots))
 
 
 def _reduced_bytes(gradient: Gradient, dtype: torch.dtype, ctx: PassContext) -> int:
