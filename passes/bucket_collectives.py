@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch.fx import GraphModule
 
 from fxshard.cost import bucket_sizes
 from fxshard.cost.bucket_sizes import Limits
 from fxshard.errors import ConfigError
-from fxshard.ir.buckets import CollectiveBuilder, GatherBucket, Gradient, ReduceBucket, UnitGather, buckets_of, unit_of
+from fxshard.ir.buckets import CollectiveBuilder, GatherBucket, ReduceBucket, UnitGather, buckets_of, unit_of
 from fxshard.ir.memory_budget import MemoryBudget
 from fxshard.passes._base import GraphPass, PassContext, Property
 
@@ -78,19 +78,16 @@ class BucketCollectives(GraphPass):
         pieces = [piece for gather in gathers for piece in _split_gather(gather, limits, ctx)]
         pieces.sort(key=lambda piece: piece.first_read)
 
-        def nbytes(piece: UnitGather) -> int:
-            return sum(map(ctx.plan.units[piece.unit].unsharded_bytes_of, piece.slots))
-
         def may_join(bucket: Sequence[UnitGather], piece: UnitGather) -> bool:
-            gathered_early = sum(map(nbytes, (*bucket[1:], piece)))
+            gathered_early = sum(early.nbytes(ctx.plan) for early in (*bucket[1:], piece))
             return (
-                _dtypes(bucket[0], ctx) == _dtypes(piece, ctx)  # a launch has one
+                bucket[0].dtypes(ctx.plan) == piece.dtypes(ctx.plan)  # a launch has one
                 and _can_share_launch([part.unit for part in (*bucket, piece)], ctx)
                 and budget.fits(bucket[0].first_read, piece.first_read, gathered_early)
             )
 
-        merged = bucket_sizes.merge(pieces, nbytes, limits, may_join)
-        return [(tuple(bucket), _why(sum(map(nbytes, bucket)), limits)) for bucket in merged]
+        merged = bucket_sizes.merge(pieces, lambda piece: piece.nbytes(ctx.plan), limits, may_join)
+        return [(tuple(bucket), _why(sum(piece.nbytes(ctx.plan) for piece in bucket), limits)) for bucket in merged]
 
     def _bucket_reductions(
         self, reductions: Sequence[ReduceBucket], ctx: PassContext
@@ -100,15 +97,12 @@ class BucketCollectives(GraphPass):
         pieces = [piece for reduction in reductions for piece in _split_reduction(reduction, limits, ctx)]
         pieces.sort(key=lambda piece: piece.last_term)
 
-        def nbytes(piece: ReduceBucket) -> int:
-            return sum(_reduced_bytes(gradient, piece.dtype, ctx) for gradient in piece.gradients)
-
         def may_join(bucket: Sequence[ReduceBucket], piece: ReduceBucket) -> bool:
             units = [unit for part in (*bucket, piece) for unit in part.calls]
             return bucket[0].dtype is piece.dtype and _can_share_launch(units, ctx)
 
-        merged = bucket_sizes.merge(pieces, nbytes, limits, may_join)
-        return [(_join(bucket), _why(sum(map(nbytes, bucket)), limits)) for bucket in merged]
+        merged = map(_join, bucket_sizes.merge(pieces, lambda piece: piece.nbytes(ctx.plan), limits, may_join))
+        return [(bucket, _why(bucket.nbytes(ctx.plan), limits)) for bucket in merged]
 
     def _limits(self, units: Iterable[str], ctx: PassContext) -> Limits:
         """How full a bucket of these units is to be."""
@@ -129,10 +123,7 @@ def _split_gather(gather: UnitGather, limits: Limits, ctx: PassContext) -> Itera
 
 def _split_reduction(reduction: ReduceBucket, limits: Limits, ctx: PassContext) -> Iterator[ReduceBucket]:
     """`reduction` in pieces of one unit each that are not too large."""
-
-    def nbytes(gradient: Gradient) -> int:
-        return _reduced_bytes(gradient, reduction.dtype, ctx)
-
+    nbytes = functools.partial(reduction.unsharded_bytes_of, plan=ctx.plan)
     for unit, gradients in itertools.groupby(sorted(reduction.gradients), key=unit_of):
         for tensor in bucket_sizes.split(list(gradients), nbytes, limits.most):
             terms = {gradient: reduction.terms[gradient] for gradient in tensor}
@@ -150,17 +141,6 @@ def _can_share_launch(units: Sequence[str], ctx: PassContext) -> bool:
     """Whether one launch can serve these units: all different, and of one process group."""
     groups = {(ctx.plan.units[unit].group, ctx.plan.units[unit].reduce_group) for unit in units}
     return len(set(units)) == len(units) and len(groups) == 1
-
-
-def _dtypes(gather: UnitGather, ctx: PassContext) -> set[torch.dtype]:
-    """Dtypes of the gathered parameters."""
-    return {ctx.plan.units[gather.unit].unsharded_dtype_of(slot) for slot in gather.slots}
-
-
-def _reduced_bytes(gradient: Gradient, dtype: torch.dtype, ctx: PassContext) -> int:
-    """Of an unsharded gradient in the reduction's dtype, padding included."""
-    unit, slot = ctx.plan.units[gradient[0]], gradient[1]
-    return unit.slot(slot).numel * unit.world_size * dtype.itemsize
 
 
 def _why(nbytes: int, limits: Limits) -> str:

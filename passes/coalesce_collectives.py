@@ -74,7 +74,7 @@ class CoalesceCollectives(GraphPass):
         cut = one_tensor = _one_tensor(copies)
         if not self.same_sums:
             several = _cut_anywhere(copies, ctx.hardware.reduce_tensor_overhead)
-            shard_bytes = sum(_shard_bytes(reduction, gradient, ctx) for gradient in copies)
+            shard_bytes = sum(reduction.shard_bytes_of(gradient, ctx.plan) for gradient in copies)
             put_together = copy_seconds(shard_bytes, ctx.hardware)  # the shard's gradient, of what was reduced
             cut = several if several.seconds + put_together < one_tensor.seconds else one_tensor
         return replace(reduction, tensors=cut.tensors), _why(", ".join(reduction.calls), cut, one_tensor)
@@ -108,14 +108,8 @@ def _copy_in_seconds(reduction: ReduceBucket, gradient: Gradient, ctx: PassConte
         and sum_dtype(reduction.terms[gradient]) is reduction.dtype
         and collectives.division(unit.world_size, reduction.dtype).before == 1
     )
-    nbytes = _shard_bytes(reduction, gradient, ctx) * unit.world_size
+    nbytes = reduction.unsharded_bytes_of(gradient, ctx.plan)
     return copy_seconds(nbytes, ctx.hardware) if is_sent_as_it_is else 0.0
-
-
-def _shard_bytes(reduction: ReduceBucket, gradient: Gradient, ctx: PassContext) -> int:
-    """Of a reduced gradient on one rank."""
-    unit, slot = gradient
-    return ctx.plan.units[unit].slot(slot).numel * reduction.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)

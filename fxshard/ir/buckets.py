@@ -52,6 +52,14 @@ class UnitGather:
         """The first of the nodes that stand for its parameters."""
         return min(self.reads.values())  # nodes compare by their place in the graph
 
+    def nbytes(self, plan: FramePlan) -> int:
+        """Of the gathered parameters, padding included."""
+        return sum(map(plan.units[self.unit].unsharded_bytes_of, self.slots))
+
+    def dtypes(self, plan: FramePlan) -> set[torch.dtype]:
+        """Dtypes of the gathered parameters."""
+        return set(map(plan.units[self.unit].unsharded_dtype_of, self.slots))
+
     def sending(self, segments: Iterable[Segment]) -> UnitGather:
         """The same of these segments alone, without those that nothing reads."""
         read = tuple(segment for segment in segments if any(slot in self.reads for slot in segment))
@@ -96,6 +104,19 @@ class ReduceBucket:
     def last_term(self) -> fx.Node:
         """The node after which all of its gradients are there."""
         return max(itertools.chain.from_iterable(self.terms.values()))  # nodes compare by their place in the graph
+
+    def nbytes(self, plan: FramePlan) -> int:
+        """Of the unsharded gradients in the reduction's dtype, padding included."""
+        return sum(self.unsharded_bytes_of(gradient, plan) for gradient in self.gradients)
+
+    def unsharded_bytes_of(self, gradient: Gradient, plan: FramePlan) -> int:
+        """Bytes of one unsharded gradient, padding included."""
+        return self.shard_bytes_of(gradient, plan) * plan.units[unit_of(gradient)].world_size
+
+    def shard_bytes_of(self, gradient: Gradient, plan: FramePlan) -> int:
+        """Bytes of one reduced gradient on one rank."""
+        unit, slot = gradient
+        return plan.units[unit].slot(slot).numel * self.dtype.itemsize
 
 
 Reduced = dict[str, dict[Segment, fx.Node]]
