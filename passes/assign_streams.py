@@ -18,8 +18,8 @@ from fxshard.passes._base import GraphPass, PassContext, Property
 MODES = ("auto", "nccl", "side", "off")
 
 _aten = torch.ops.aten
-_PUTS_TOGETHER = ops.VIEWS | ops.COPIES | {_aten.cat.default, _aten._chunk_cat.default, _aten.constant_pad_nd.default}
-"""What gradients on their way to a reduction go through besides casts."""
+_COPY_IN = ops.VIEWS | ops.COPIES | {_aten.cat.default, _aten._chunk_cat.default, _aten.constant_pad_nd.default}
+"""What gradients go through besides casts on their way into the buffer of a reduction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +41,8 @@ class AssignStreams(GraphPass):
     stream begins with what the main one was given before, and meets it at a wait. Gradients are put together on the
     main stream, and then cast at once.
 
-    Numerics: unchanged in the interpreter. What moves aside is not fused with its neighbours any more, so compiled code
-        may round sums otherwise.
+    Numerics: unchanged in the interpreter. What runs on a side stream is not fused with its neighbours any more, so
+        compiled code may round sums otherwise.
     Memory: in mode "side" copies out of a buffer exist beside it from its launch on, not only while they are read;
         where a budget is set they stay where they were.
     No-op: modes "auto" and "nccl"; no launches. Mode "side": nothing is cast or copied.
@@ -67,10 +67,10 @@ class AssignStreams(GraphPass):
             return any([_wait_at_once(group) for group in (*gathers, *reductions)])
         if self.mode != "side":
             return False
-        found = dataflow.dataflow_of(gm.graph, ctx.plan)
-        changed = [_cast_aside(group, found) for group in gathers]
-        changed += [_copy_aside(group, ctx) for group in gathers]
-        changed += [_send_aside(group) for group in reductions]
+        flow = dataflow.dataflow_of(gm.graph, ctx.plan)
+        changed = [_tag_casts_before_gather(group, flow) for group in gathers]
+        changed += [_copy_out_beside_compute(group, ctx) for group in gathers]
+        changed += [_cast_right_before_reduction(group) for group in reductions]
         return any(changed)
 
 
@@ -78,7 +78,7 @@ def _wait_at_once(group: LaunchGroup) -> bool:
     """Move each wait right behind its launch."""
     moved = False
     for launch in group.launches:
-        results = list(launch.users) if launch.target in collectives.COALESCED else [launch]
+        results = _results_of(launch)
         place = max(results)  # nodes compare by their place in the graph
         for wait in sorted(wait for result in results for wait in result.users):
             if place.next is not wait:
@@ -88,39 +88,47 @@ def _wait_at_once(group: LaunchGroup) -> bool:
     return moved
 
 
-def _cast_aside(group: LaunchGroup, found: Dataflow) -> bool:
-    """Tag the casts of shards, and what sends them."""
+def _results_of(launch: fx.Node) -> list[fx.Node]:
+    """The tensors that a launch gives, each to be waited for."""
+    return list(launch.users) if launch.target in collectives.COALESCED else [launch]
+
+
+# ---- gathers
+
+
+def _tag_casts_before_gather(group: LaunchGroup, flow: Dataflow) -> bool:
+    """Run the casts of shards on the copy-in stream, and what sends them."""
     tagged: set[fx.Node] = set()
-    for node in group.carried:
-        if (node.target in ops.CASTS and node in found.values) or not tagged.isdisjoint(node.all_input_nodes):
+    for node in group.nodes:
+        is_cast_of_shard = node.target in ops.CASTS and node in flow.values
+        if is_cast_of_shard or not tagged.isdisjoint(node.all_input_nodes):
             tags.tag(node, tags.STREAM, tags.COPY_IN)
             tagged.add(node)
     return bool(tagged)
 
 
-def _copy_aside(group: LaunchGroup, ctx: PassContext) -> bool:
-    """Let copies out of a gathered buffer begin when it is there, not when they are read."""
-    copies = {copy: wait for wait in group.waits for copy in _copies_of(wait)}
-    if copies and ctx.unsharded_budget_bytes is not None:
+def _copy_out_beside_compute(group: LaunchGroup, ctx: PassContext) -> bool:
+    """Copy parameters out of a gathered buffer as soon as it is there, not when they are read."""
+    wait_of = {copy: wait for wait in group.waits for copy in _copies_out(wait)}
+    if wait_of and ctx.unsharded_budget_bytes is not None:
         ctx.decline(group.launches[0], "memory budget: copied out where the parameters are read")
         return False
-    place = group.carried[-1]
-    made = []
-    for copy, wait in copies.items():
-        place = _copy_out(copy, wait, place)
-        made.append((place, wait.name))
+    place, names = group.nodes[-1], {}
+    for copy, wait in wait_of.items():
+        place = _launch_copy_out(copy, wait, place)
+        names[place] = wait.name
     for wait in group.waits:
         _erase_unread(wait)
     taken = {node.name for node in place.graph.nodes}
-    for copy, name in made:
-        (wait,) = copy.users
-        graph_edit.rename(copy, name.replace("wait_", "copied_", 1), taken)
+    for copy_out, name in names.items():
+        (wait,) = copy_out.users
+        graph_edit.rename(copy_out, name.replace("wait_", "copied_", 1), taken)
         graph_edit.rename(wait, name, taken)
-    return bool(copies)
+    return bool(wait_of)
 
 
-def _copies_of(wait: fx.Node) -> list[fx.Node]:
-    """The copies of a gathered buffer, if it is read by nothing but copies of it."""
+def _copies_out(wait: fx.Node) -> list[fx.Node]:
+    """The copies out of a gathered buffer, if it is read by nothing but copies of it."""
     copies, pending = [], list(wait.users)
     while pending:
         node = pending.pop(0)
@@ -133,38 +141,42 @@ def _copies_of(wait: fx.Node) -> list[fx.Node]:
     return copies
 
 
-def _copy_out(copy: fx.Node, wait: fx.Node, place: fx.Node) -> fx.Node:
+def _launch_copy_out(copy: fx.Node, wait: fx.Node, place: fx.Node) -> fx.Node:
     """Put a copy on its stream behind `place`, and the wait for it where it was; returns the former."""
     (buffer,), (source,) = wait.all_input_nodes, copy.all_input_nodes
     (part,), graph = tensors_in(source), copy.graph
     arguments = (buffer, list(part.shape), list(part.stride()), part.storage_offset(), tags.COPY_OUT)
     with graph.inserting_after(place):
-        made = graph.call_function(ops.COPY_OUT, arguments)
-    made.meta = dict(copy.meta)
-    made.meta[tags.KEY] = dict(tags.tags_of(wait))
-    tags.tag(made, tags.STREAM, tags.COPY_OUT)
+        copy_out = graph.call_function(ops.COPY_OUT, arguments)
+    copy_out.meta = dict(copy.meta)
+    copy_out.meta[tags.KEY] = dict(tags.tags_of(wait))
+    tags.tag(copy_out, tags.STREAM, tags.COPY_OUT)
     with graph.inserting_before(copy):
-        joined = graph.call_function(collectives.WAIT, (made,))
-    joined.meta = dict(copy.meta)
-    joined.meta[tags.KEY] = tags.tags_of(copy) | tags.tags_of(wait)
-    copy.replace_all_uses_with(joined)
+        parameter = graph.call_function(collectives.WAIT, (copy_out,))
+    parameter.meta = dict(copy.meta)
+    parameter.meta[tags.KEY] = tags.tags_of(copy) | tags.tags_of(wait)
+    copy.replace_all_uses_with(parameter)
     graph.erase_node(copy)
-    return made
+    return copy_out
 
 
 def _erase_unread(node: fx.Node) -> None:
+    """Erase a wait and its views, as far as nothing reads them."""
     for user in list(node.users):
         _erase_unread(user)
     if not node.users and node.target in ops.VIEWS | {collectives.WAIT}:
         node.graph.erase_node(node)
 
 
-def _send_aside(group: LaunchGroup) -> bool:
-    """Cast what a reduction sends once and last, on a stream of its own, where gradients were cast one by one."""
+# ---- reductions
+
+
+def _cast_right_before_reduction(group: LaunchGroup) -> bool:
+    """Cast what a reduction sends once and last, on the reduce stream, where gradients were cast one by one."""
     changed = False
     for launch in group.launches:
         sent = dict.fromkeys(node for node in collectives.launch_inputs(launch) if node is not None)
-        casts = [_cast_last(node, made_of, launch) for node in sent if (made_of := _since_casts(node))]
+        casts = [_cast_last(node, copy_in, launch) for node in sent if (copy_in := _copy_in_from_casts(node))]
         results = launch.users if launch.target in collectives.COALESCED else ()
         for node in (*casts, launch, *results) if casts else ():
             tags.tag(node, tags.STREAM, tags.REDUCE)
@@ -172,14 +184,14 @@ def _send_aside(group: LaunchGroup) -> bool:
     return changed
 
 
-def _since_casts(sent: fx.Node) -> list[fx.Node]:
-    """The casts that a tensor is put together from and what is done to them, in order; nothing if it is of more."""
+def _copy_in_from_casts(sent: fx.Node) -> list[fx.Node]:
+    """The casts that a sent buffer is made of and all copy-in behind them, in order; nothing if it is of more."""
     found: set[fx.Node] = set()
     pending = [sent]
     while pending:
         node = pending.pop()
         is_gradient = tags.GRAD in tags.tags_of(node)  # compute's, not ours to move
-        if is_gradient or len(node.users) != 1 or node.target not in ops.CASTS | _PUTS_TOGETHER:
+        if is_gradient or len(node.users) != 1 or node.target not in ops.CASTS | _COPY_IN:
             return []
         found.add(node)
         pending += node.all_input_nodes if node.target not in ops.CASTS else ()
@@ -187,23 +199,22 @@ def _since_casts(sent: fx.Node) -> list[fx.Node]:
     return sorted(found) if len(sources) == 1 else []  # nodes compare by their place in the graph
 
 
-def _cast_last(sent: fx.Node, made_of: list[fx.Node], launch: fx.Node) -> fx.Node:
-    """Put together what was cast, and cast that."""
-    graph, cast = launch.graph, next(node for node in made_of if node.target in ops.CASTS)
-    without: dict[fx.Node, fx.Node] = {}
-    for node in made_of:
+def _cast_last(sent: fx.Node, copy_in: list[fx.Node], launch: fx.Node) -> fx.Node:
+    """Copy in what was cast, and cast the buffer; returns its cast."""
+    graph, cast = launch.graph, next(node for node in copy_in if node.target in ops.CASTS)
+    uncast: dict[fx.Node, fx.Node] = {}
+    for node in copy_in:
         if node.target in ops.CASTS:
-            without[node] = node.all_input_nodes[0]
+            uncast[node] = node.all_input_nodes[0]
             continue
         with graph.inserting_before(node):
-            without[node] = graph.node_copy(node, lambda source: without[source])
-        without[node].meta = node.meta | {
-            "val": node.meta["val"].to(without[node.all_input_nodes[0]].meta["val"].dtype)
-        }
+            uncast[node] = graph.node_copy(node, lambda source: uncast[source])
+        dtype = uncast[node.all_input_nodes[0]].meta["val"].dtype
+        uncast[node].meta = node.meta | {"val": node.meta["val"].to(dtype)}
     with graph.inserting_before(launch):
-        made = graph.call_function(cast.target, (without[sent], *cast.args[1:]), dict(cast.kwargs))  # type: ignore[arg-type]
-    made.meta = sent.meta | {"val": sent.meta["val"].clone()}
-    launch.replace_input_with(sent, made)
-    for node in reversed(made_of):
+        cast_last = graph.call_function(cast.target, (uncast[sent], *cast.args[1:]), dict(cast.kwargs))  # type: ignore[arg-type]
+    cast_last.meta = sent.meta | {"val": sent.meta["val"].clone()}
+    launch.replace_input_with(sent, cast_last)
+    for node in reversed(copy_in):
         graph.erase_node(node)
-    return made
+    return cast_last

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-from torch import fx
 from torch.fx import GraphModule
 
 from fxshard.cost import bucket_sizes
 from fxshard.cost.bucket_sizes import Limits
 from fxshard.errors import ConfigError
-from fxshard.ir.bucket_reader import launched_in, rewrite
-from fxshard.ir.buckets import CollectiveBuilder, Gradient, ReduceBucket, UnitGather
-from fxshard.ir.collectives import SlotIndex
+from fxshard.ir.buckets import CollectiveBuilder, GatherBucket, ReduceBucket, UnitGather, buckets_of, unit_of
 from fxshard.ir.memory_budget import MemoryBudget
-from fxshard.ir.plan import UnitPlan
 from fxshard.passes._base import GraphPass, PassContext, Property
 
 MIB = 1 << 20
@@ -62,120 +58,91 @@ class BucketCollectives(GraphPass):
         """Edit `gm.graph` in place; return whether anything changed."""
         if self.size == "unit":
             return False
-        found = launched_in(gm.graph, ctx.plan)
-        for launch in found.unread:
+        launched = buckets_of(gm.graph, ctx.plan)
+        for launch in launched.unread:
             ctx.decline(launch, "it moves something that is not a unit's parameters or gradients")
-        room = MemoryBudget(gm.graph, ctx.unsharded_budget_bytes)
-        writer = CollectiveBuilder(gm.graph, ctx.plan, ctx.decompositions, ctx.traced)
-        gathers = self._gathers([part for parts in found.gathers.values() for part in parts], ctx, room)
-        reductions = self._reductions(list(found.reductions.values()), ctx)
-        notes = rewrite(writer, found, gathers, reductions)
-        for launch, why in notes:
+        budget = MemoryBudget(gm.graph, ctx.unsharded_budget_bytes)
+        gathers = self._bucket_gathers([part for bucket in launched.gathers.values() for part in bucket], ctx, budget)
+        reductions = self._bucket_reductions(list(launched.reductions.values()), ctx)
+        builder = CollectiveBuilder(gm.graph, ctx.plan, ctx.decompositions, ctx.traced)
+        made = builder.rewrite(launched, gathers, reductions)
+        for launch, why in made:
             ctx.note(launch, why)
-        return bool(notes)
+        return bool(made)
 
-    def _gathers(
-        self, parts: Sequence[UnitGather], ctx: PassContext, room: MemoryBudget
-    ) -> list[tuple[list[UnitGather], str]]:
-        """The all_gathers, in the order in which they will stand, and why."""
-        units = ctx.plan.units
-        limits = self._limits([part.unit for part in parts], ctx)
-        pieces = [piece for part in parts for piece in _split_gather(part, units[part.unit], limits)]
-        pieces.sort(key=_first_read)
-        sizes = [sum(_gather_bytes(units[piece.unit], slot) for slot in _slots(piece)) for piece in pieces]
-        dtypes = [{_gathered_dtype(units[piece.unit], slot) for slot in _slots(piece)} for piece in pieces]
+    def _bucket_gathers(
+        self, gathers: Sequence[UnitGather], ctx: PassContext, budget: MemoryBudget
+    ) -> list[tuple[GatherBucket, str]]:
+        """Split the large ones, then merge neighbours among them in the order in which they are read."""
+        limits = self._limits([gather.unit for gather in gathers], ctx)
+        pieces = [piece for gather in gathers for piece in _split_gather(gather, limits, ctx)]
+        pieces.sort(key=lambda piece: piece.first_read)
 
-        def may_join(bucket: list[int], newcomer: int) -> bool:
-            names = [pieces[i].unit for i in (*bucket, newcomer)]
-            early = sum(sizes[i] for i in (*bucket[1:], newcomer))
-            first, last = (_first_read(pieces[i]) for i in (bucket[0], newcomer))
-            same_dtype = dtypes[bucket[0]] == dtypes[newcomer]  # a launch has one
-            return same_dtype and _can_share(names, ctx) and room.for_gathering_early(first, last, early)
+        def may_join(bucket: Sequence[UnitGather], piece: UnitGather) -> bool:
+            gathered_early = sum(early.nbytes(ctx.plan) for early in (*bucket[1:], piece))
+            return (
+                bucket[0].dtypes(ctx.plan) == piece.dtypes(ctx.plan)  # a launch has one
+                and _can_share_launch([part.unit for part in (*bucket, piece)], ctx)
+                and budget.fits(bucket[0].first_read, piece.first_read, gathered_early)
+            )
 
-        merged = bucket_sizes.merge(sizes, limits, may_join)
-        return [([pieces[i] for i in bucket], _why(sum(sizes[i] for i in bucket), limits)) for bucket in merged]
+        merged = bucket_sizes.merge(pieces, lambda piece: piece.nbytes(ctx.plan), limits, may_join)
+        return [(tuple(bucket), _why(sum(piece.nbytes(ctx.plan) for piece in bucket), limits)) for bucket in merged]
 
-    def _reductions(self, reductions: Sequence[ReduceBucket], ctx: PassContext) -> list[tuple[ReduceBucket, str]]:
-        """The reduce_scatters, in the order in which they will stand, and why."""
-        units = ctx.plan.units
+    def _bucket_reductions(
+        self, reductions: Sequence[ReduceBucket], ctx: PassContext
+    ) -> list[tuple[ReduceBucket, str]]:
+        """Split the large ones, then merge neighbours among them in the order in which their gradients are there."""
         limits = self._limits([unit for reduction in reductions for unit in reduction.calls], ctx)
-        pieces = [piece for reduction in reductions for piece in _split_reduce(reduction, units, limits)]
-        pieces.sort(key=lambda piece: max(itertools.chain.from_iterable(piece.terms.values())))
-        sizes = [sum(_reduce_bytes(units, piece.dtype, gradient) for gradient in piece.terms) for piece in pieces]
+        pieces = [piece for reduction in reductions for piece in _split_reduction(reduction, limits, ctx)]
+        pieces.sort(key=lambda piece: piece.last_term)
 
-        def may_join(bucket: list[int], newcomer: int) -> bool:
-            names = [unit for i in (*bucket, newcomer) for unit in pieces[i].calls]
-            return pieces[bucket[0]].dtype is pieces[newcomer].dtype and _can_share(names, ctx)
+        def may_join(bucket: Sequence[ReduceBucket], piece: ReduceBucket) -> bool:
+            units = [unit for part in (*bucket, piece) for unit in part.calls]
+            return bucket[0].dtype is piece.dtype and _can_share_launch(units, ctx)
 
-        merged = bucket_sizes.merge(sizes, limits, may_join)
-        return [(_join([pieces[i] for i in bucket]), _why(sum(sizes[i] for i in bucket), limits)) for bucket in merged]
+        merged = map(_join, bucket_sizes.merge(pieces, lambda piece: piece.nbytes(ctx.plan), limits, may_join))
+        return [(bucket, _why(bucket.nbytes(ctx.plan), limits)) for bucket in merged]
 
     def _limits(self, units: Iterable[str], ctx: PassContext) -> Limits:
+        """How full a bucket of these units is to be."""
         world_size = max((ctx.plan.units[unit].world_size for unit in units), default=2)
         if isinstance(self.size, str):
             return bucket_sizes.auto_limits(ctx.hardware, world_size)
         return Limits(enough=self.size * MIB, most=self.size * MIB)
 
 
-def _slots(part: UnitGather) -> list[SlotIndex]:
-    return sorted(itertools.chain.from_iterable(part.segments))
+def _split_gather(gather: UnitGather, limits: Limits, ctx: PassContext) -> Iterator[UnitGather]:
+    """`gather` in pieces that are not too large; without those that nothing reads."""
+    for slots in bucket_sizes.split(gather.slots, ctx.plan.units[gather.unit].unsharded_bytes_of, limits.most):
+        by_shard = itertools.groupby(slots, key=lambda slot: slot[0])
+        piece = gather.sending(tuple(slots_of_shard) for _, slots_of_shard in by_shard)
+        if piece.reads:
+            yield piece
 
 
-def _first_read(part: UnitGather) -> fx.Node:
-    return min(part.reads.values())
-
-
-def _gather_bytes(unit: UnitPlan, slot: SlotIndex) -> int:
-    """Of a gathered parameter, padding included."""
-    numel = unit.shards[slot[0]].slots[slot[1]].numel
-    return numel * unit.world_size * _gathered_dtype(unit, slot).itemsize
-
-
-def _gathered_dtype(unit: UnitPlan, slot: SlotIndex) -> torch.dtype:
-    return unit.unsharded_dtype(unit.shards[slot[0]])
-
-
-def _reduce_bytes(units: Mapping[str, UnitPlan], dtype: torch.dtype, gradient: Gradient) -> int:
-    """Of an unsharded gradient in the reduction's dtype, padding included."""
-    unit, (shard, slot) = units[gradient[0]], gradient[1]
-    return unit.shards[shard].slots[slot].numel * unit.world_size * dtype.itemsize
-
-
-def _split_gather(part: UnitGather, unit: UnitPlan, limits: Limits) -> Iterator[UnitGather]:
-    """`part` in pieces that are not too large; without those that nothing reads."""
-    slots = _slots(part)
-    for stretch in bucket_sizes.split([_gather_bytes(unit, slot) for slot in slots], limits.most):
-        reads = {slots[i]: part.reads[slots[i]] for i in stretch if slots[i] in part.reads}
-        groups = itertools.groupby((slots[i] for i in stretch), key=lambda slot: slot[0])
-        segments = tuple(tuple(group) for _, group in groups)
-        segments = tuple(segment for segment in segments if any(slot in part.reads for slot in segment))
-        flats = {segment[0][0]: part.flats[segment[0][0]] for segment in segments}
-        if reads:
-            yield replace(part, segments=segments, flats=flats, reads=reads)
-
-
-def _split_reduce(reduction: ReduceBucket, units: Mapping[str, UnitPlan], limits: Limits) -> Iterator[ReduceBucket]:
+def _split_reduction(reduction: ReduceBucket, limits: Limits, ctx: PassContext) -> Iterator[ReduceBucket]:
     """`reduction` in pieces of one unit each that are not too large."""
-    for unit, group in itertools.groupby(sorted(reduction.gradients), key=lambda gradient: gradient[0]):
-        gradients = list(group)
-        sizes = [_reduce_bytes(units, reduction.dtype, gradient) for gradient in gradients]
-        for stretch in bucket_sizes.split(sizes, limits.most):
-            terms = {gradients[i]: reduction.terms[gradients[i]] for i in stretch}
-            yield replace(reduction, tensors=(tuple(terms),), terms=terms, calls={unit: reduction.calls[unit]})
+    nbytes = functools.partial(reduction.unsharded_bytes_of, plan=ctx.plan)
+    for unit, gradients in itertools.groupby(sorted(reduction.gradients), key=unit_of):
+        for tensor in bucket_sizes.split(list(gradients), nbytes, limits.most):
+            terms = {gradient: reduction.terms[gradient] for gradient in tensor}
+            yield replace(reduction, tensors=(tuple(tensor),), terms=terms, calls={unit: reduction.calls[unit]})
 
 
 def _join(pieces: Sequence[ReduceBucket]) -> ReduceBucket:
-    """One launch with all gradients in one tensor, in registration order."""
+    """One launch with the gradients of all `pieces` in one tensor."""
     terms = {gradient: nodes for piece in pieces for gradient, nodes in piece.terms.items()}
     calls = {unit: call for piece in pieces for unit, call in piece.calls.items()}
     return replace(pieces[0], tensors=(tuple(terms),), terms=terms, calls=calls)
 
 
-def _can_share(units: Sequence[str], ctx: PassContext) -> bool:
+def _can_share_launch(units: Sequence[str], ctx: PassContext) -> bool:
     """Whether one launch can serve these units: all different, and of one process group."""
     groups = {(ctx.plan.units[unit].group, ctx.plan.units[unit].reduce_group) for unit in units}
     return len(set(units)) == len(units) and len(groups) == 1
 
 
 def _why(nbytes: int, limits: Limits) -> str:
+    """The size of a bucket in words."""
     return f"{nbytes / MIB:.2f} MiB, where {limits.enough / MIB:.2f} are enough and {limits.most / MIB:.2f} the most"

@@ -1,19 +1,29 @@
-"""Send as tensors of their own the parameters and gradients that are dear to copy."""
+"""Send as tensors of their own the parameters and gradients that are expensive to copy."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 from torch.fx import GraphModule
 
-from fxshard.cost import bucket_sizes
-from fxshard.cost.bucket_sizes import Cut
+from fxshard.cost.bucket_sizes import copy_seconds
 from fxshard.ir import collectives
-from fxshard.ir.bucket_reader import launched_in, rewrite
-from fxshard.ir.buckets import CollectiveBuilder, Gradient, ReduceBucket, UnitGather, sum_dtype
+from fxshard.ir.buckets import (
+    CollectiveBuilder,
+    GatherBucket,
+    Gradient,
+    ReduceBucket,
+    UnitGather,
+    buckets_of,
+    sum_dtype,
+)
+from fxshard.ir.collectives import SlotIndex
 from fxshard.passes._base import GraphPass, PassContext, Property
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +34,10 @@ class CoalesceCollectives(GraphPass):
     After    %u = all_gather_coalesced([slice of %shard, slice of %shard])   weight = wait(%u[0])   bias = wait(%u[1])
 
     A parameter that is a tensor of its own needs no copy out of the gathered buffer, and its gradient no copy into the
-    reduction's buffer; each further tensor costs the launch some time. `cost/bucket_sizes.py` weighs the two for
-    `hardware`. What is sent of a shard is a view of it, so nothing is ever copied before an all_gather; what nobody
-    reads is not sent. A gradient with uneven rows is padded by itself and does not make the others be copied.
+    reduction's buffer; each further tensor costs the launch some time. A *cut* says which of them share a tensor; the
+    cheapest for `hardware` is taken. What is sent of a shard is a view of it, so nothing is ever copied before an
+    all_gather; what nobody reads is not sent. A gradient with uneven rows is padded by itself and does not make the
+    others be copied.
 
     Attributes:
         same_sums: reduce all gradients of a launch in one buffer, as FSDP2 does. A ring adds the ranks' values in an
@@ -46,80 +57,133 @@ class CoalesceCollectives(GraphPass):
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
         """Edit `gm.graph` in place; return whether anything changed."""
-        found = launched_in(gm.graph, ctx.plan)
-        for launch in found.unread:
+        launched = buckets_of(gm.graph, ctx.plan)
+        for launch in launched.unread:
             ctx.decline(launch, "it moves something that is not a unit's parameters or gradients")
-        gathers = [_cut_bucket(parts, ctx) for parts in found.gathers.values()]
-        reductions = [self._cut_reduction(reduction, ctx) for reduction in found.reductions.values()]
-        notes = rewrite(
-            CollectiveBuilder(gm.graph, ctx.plan, ctx.decompositions, ctx.traced), found, gathers, reductions
-        )
-        for launch, why in notes:
+        gathers = [_coalesce_gathers(bucket, ctx) for bucket in launched.gathers.values()]
+        reductions = [self._coalesce_reduction(bucket, ctx) for bucket in launched.reductions.values()]
+        builder = CollectiveBuilder(gm.graph, ctx.plan, ctx.decompositions, ctx.traced)
+        made = builder.rewrite(launched, gathers, reductions)
+        for launch, why in made:
             ctx.note(launch, why)
-        return bool(notes)
+        return bool(made)
 
-    def _cut_reduction(self, reduction: ReduceBucket, ctx: PassContext) -> tuple[ReduceBucket, str]:
-        """The gradients that are dear to copy in alone, the others together."""
-        gradients = reduction.gradients
-        copies = [_saved_by_sending_alone(reduction, gradient, ctx) for gradient in gradients]
-        uncut = cut = bucket_sizes.uncut(copies)
+    def _coalesce_reduction(self, reduction: ReduceBucket, ctx: PassContext) -> tuple[ReduceBucket, str]:
+        """The gradients that are expensive to copy in alone, the others together."""
+        copies = {gradient: _copy_in_seconds(reduction, gradient, ctx) for gradient in reduction.gradients}
+        cut = one_tensor = _one_tensor(copies)
         if not self.same_sums:
-            free = bucket_sizes.cut_freely(copies, ctx.hardware.reduce_tensor_overhead)
-            put_together = sum(_shard_bytes(reduction, gradient, ctx) for gradient in gradients)
-            is_better = free.seconds + bucket_sizes.copy_seconds(put_together, ctx.hardware) < uncut.seconds
-            cut = free if is_better else uncut
-        tensors = tuple(tuple(gradients[i] for i in group) for group in cut.groups)
-        return replace(reduction, tensors=tensors), _why(", ".join(reduction.calls), cut, uncut)
+            several = _cut_anywhere(copies, ctx.hardware.reduce_tensor_overhead)
+            shard_bytes = sum(reduction.shard_bytes_of(gradient, ctx.plan) for gradient in copies)
+            put_together = copy_seconds(shard_bytes, ctx.hardware)  # the shard's gradient, of what was reduced
+            cut = several if several.seconds + put_together < one_tensor.seconds else one_tensor
+        return replace(reduction, tensors=cut.tensors), _why(", ".join(reduction.calls), cut, one_tensor)
 
 
-def _cut_bucket(parts: Sequence[UnitGather], ctx: PassContext) -> tuple[list[UnitGather], str]:
-    cut = [_cut_gather(part, ctx) for part in parts]
-    return [part for part, _ in cut], "; ".join(why for _, why in cut)
+def _coalesce_gathers(bucket: GatherBucket, ctx: PassContext) -> tuple[GatherBucket, str]:
+    """Choose for each unit of a launch."""
+    coalesced = [_coalesce_gather(gather, ctx) for gather in bucket]
+    return tuple(gather for gather, _ in coalesced), "; ".join(why for _, why in coalesced)
 
 
-def _cut_gather(part: UnitGather, ctx: PassContext) -> tuple[UnitGather, str]:
-    """The parameters that are dear to copy out alone, neighbours among the others together; what is read of them."""
-    unit, segments = ctx.plan.units[part.unit], []
+def _coalesce_gather(gather: UnitGather, ctx: PassContext) -> tuple[UnitGather, str]:
+    """The parameters that are expensive to copy out alone, neighbours among the others together."""
+    unit = ctx.plan.units[gather.unit]
     cuts, uncuts = [], []
-    slots = sorted(itertools.chain.from_iterable(part.segments))
-    for index, group in itertools.groupby(slots, key=lambda slot: slot[0]):
-        stretch, shard = list(group), unit.shards[index]
-        itemsize = unit.unsharded_dtype(shard).itemsize * unit.world_size
-        copies = [bucket_sizes.copy_seconds(shard.slots[i].numel * itemsize, ctx.hardware) for _, i in stretch]
-        cuts.append(bucket_sizes.cut_in_row(copies, ctx.hardware.gather_tensor_overhead))
-        uncuts.append(bucket_sizes.uncut(copies))
-        segments += [tuple(stretch[i] for i in members) for members in cuts[-1].groups]
-    read = tuple(segment for segment in segments if any(slot in part.reads for slot in segment))
-    flats = {segment[0][0]: part.flats[segment[0][0]] for segment in read}
-    why = _why(part.unit, bucket_sizes.together(cuts), bucket_sizes.together(uncuts))
-    return replace(part, segments=read, flats=flats), why
+    for _, slots in itertools.groupby(gather.slots, key=lambda slot: slot[0]):  # a tensor is of one shard
+        copies = {slot: copy_seconds(unit.unsharded_bytes_of(slot), ctx.hardware) for slot in slots}
+        cuts.append(_cut_between_neighbours(copies, ctx.hardware.gather_tensor_overhead))
+        uncuts.append(_one_tensor(copies))
+    cut: _Cut[SlotIndex] = _together(cuts)
+    return gather.sending(cut.tensors), _why(gather.unit, cut, _together(uncuts))
 
 
-def _saved_by_sending_alone(reduction: ReduceBucket, gradient: Gradient, ctx: PassContext) -> float:
-    """Seconds of copying a gradient in; none where it is cast, divided, padded or expanded anyway."""
-    unit, (shard, slot) = ctx.plan.units[gradient[0]], gradient[1]
-    shape = unit.shards[shard].slots[slot].shape
-    as_it_is = (
+def _copy_in_seconds(reduction: ReduceBucket, gradient: Gradient, ctx: PassContext) -> float:
+    """What sending a gradient alone saves; nothing where it is cast, divided, padded or expanded anyway."""
+    unit = ctx.plan.units[gradient[0]]
+    shape = unit.slot(gradient[1]).shape
+    is_sent_as_it_is = (
         bool(shape)
         and shape[0] % unit.world_size == 0
         and sum_dtype(reduction.terms[gradient]) is reduction.dtype
         and collectives.division(unit.world_size, reduction.dtype).before == 1
     )
-    nbytes = _shard_bytes(reduction, gradient, ctx) * unit.world_size
-    return bucket_sizes.copy_seconds(nbytes, ctx.hardware) if as_it_is else 0.0
+    nbytes = reduction.unsharded_bytes_of(gradient, ctx.plan)
+    return copy_seconds(nbytes, ctx.hardware) if is_sent_as_it_is else 0.0
 
 
-def _shard_bytes(reduction: ReduceBucket, gradient: Gradient, ctx: PassContext) -> int:
-    """Of a reduced gradient on one rank."""
-    unit, (shard, slot) = gradient
-    return ctx.plan.units[unit].shards[shard].slots[slot].numel * reduction.dtype.itemsize
+@dataclass(frozen=True, kw_only=True)
+class _Cut(Generic[_T]):
+    """Which parameters or gradients share a tensor of a launch, and what that costs.
+
+    Attributes:
+        tensors: each thing once, in the given order within a tensor.
+        copy_seconds: for copying things in or out of tensors that they share.
+        tensor_seconds: that the tensors after the first cost.
+    """
+
+    tensors: tuple[tuple[_T, ...], ...]
+    copy_seconds: float
+    tensor_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """What the cut costs."""
+        return self.copy_seconds + self.tensor_seconds
 
 
-def _why(unit: str, cut: Cut, uncut: Cut) -> str:
-    """The cut in words."""
-    if len(cut.groups) == 1:
-        return f"{unit or 'root'}: one tensor, {uncut.copies * 1e6:.0f} us of copies"
-    saved, more = (uncut.copies - cut.copies) * 1e6, cut.tensors * 1e6
-    return (
-        f"{unit or 'root'}: {len(cut.groups)} tensors, {saved:.0f} us of copies less for {more:.0f} us more on the link"
+def _one_tensor(copies: Mapping[_T, float]) -> _Cut[_T]:
+    """Everything in one tensor; one thing alone needs no copy."""
+    return _cut([tuple(copies)], copies, 0.0)
+
+
+def _cut_anywhere(copies: Mapping[_T, float], tensor_seconds: float) -> _Cut[_T]:
+    """The cheapest cut: what is expensive to copy alone, the rest together."""
+    rest = tuple(thing for thing, seconds in copies.items() if seconds <= tensor_seconds)
+    alone = [(thing,) for thing, seconds in copies.items() if seconds > tensor_seconds]
+    return _cut([rest, *alone] if rest else alone, copies, tensor_seconds)
+
+
+def _cut_between_neighbours(copies: Mapping[_T, float], tensor_seconds: float) -> _Cut[_T]:
+    """The cheapest cut into tensors of neighbours; linear in their number."""
+    # Up to each thing: the least cost with the last tensor closed there, and with one that may go on.
+    closed, running, running_start = [-tensor_seconds], float("inf"), 0
+    starts: list[int] = []  # of the last tensor, in the cheapest way that is closed at each thing
+    for i, seconds in enumerate(copies.values()):
+        begin = closed[i] + tensor_seconds
+        running, running_start = min((running + seconds, running_start), (begin + seconds, i))
+        closed.append(min(begin, running))
+        starts.append(i if begin <= running else running_start)
+    things, tensors = list(copies), list[tuple[_T, ...]]()
+    end = len(things)
+    while end:
+        tensors.append(tuple(things[starts[end - 1] : end]))
+        end = starts[end - 1]
+    return _cut(tensors[::-1], copies, tensor_seconds)
+
+
+def _cut(tensors: Sequence[tuple[_T, ...]], copies: Mapping[_T, float], tensor_seconds: float) -> _Cut[_T]:
+    shared = itertools.chain.from_iterable(tensor for tensor in tensors if len(tensor) > 1)
+    return _Cut(
+        tensors=tuple(tensors),
+        copy_seconds=sum(copies[thing] for thing in shared),
+        tensor_seconds=tensor_seconds * (len(tensors) - 1),
     )
+
+
+def _together(cuts: Sequence[_Cut[_T]]) -> _Cut[_T]:
+    """Several cuts as one: what one launch with all of their tensors costs."""
+    return _Cut(
+        tensors=tuple(itertools.chain.from_iterable(cut.tensors for cut in cuts)),
+        copy_seconds=sum(cut.copy_seconds for cut in cuts),
+        tensor_seconds=sum(cut.tensor_seconds for cut in cuts),
+    )
+
+
+def _why(unit: str, cut: _Cut[_T], one_tensor: _Cut[_T]) -> str:
+    """The cut in words."""
+    if len(cut.tensors) == 1:
+        return f"{unit or 'root'}: one tensor, {one_tensor.copy_seconds * 1e6:.0f} us of copies"
+    saved, more = (one_tensor.copy_seconds - cut.copy_seconds) * 1e6, cut.tensor_seconds * 1e6
+    changes = f"{saved:.0f} us of copies less for {more:.0f} us more on the link"
+    return f"{unit or 'root'}: {len(cut.tensors)} tensors, {changes}"

@@ -12,7 +12,7 @@ from fxshard.errors import UnsupportedGraph
 from fxshard.ir import buckets, collectives, ops, text
 from fxshard.ir.buckets import CollectiveBuilder, ReduceBucket, Reduced, UnitGather
 from fxshard.ir.collectives import SlotIndex
-from fxshard.ir.memory_budget import require_room
+from fxshard.ir.memory_budget import require_fit
 from fxshard.ir.verify import baseline
 from fxshard.passes._base import GraphPass, PassContext, Property
 
@@ -41,21 +41,21 @@ class InsertCollectives(GraphPass):
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
         """Edit `gm.graph` in place; return whether anything changed."""
-        writer = CollectiveBuilder(gm.graph, ctx.plan, ctx.decompositions, ctx.traced)
+        builder = CollectiveBuilder(gm.graph, ctx.plan, ctx.decompositions, ctx.traced)
         gathers, writes = _gathers(gm.graph, ctx), _writes(gm.graph)
         for gather in gathers:
-            writer.gather([gather])
+            builder.gather((gather,))
         for unit, written in writes.items():
             reduced: Reduced = {unit: {}}
             for reduction in _reductions(unit, written, ctx):
-                reduced[unit] |= writer.reduce(reduction)[1][unit]
-            writer.give_back(unit, written.outputs, reduced[unit])
+                reduced[unit] |= builder.reduce(reduction)[1][unit]
+            builder.return_gradients(unit, written.outputs, reduced[unit])
         if writes:
             gm.graph.eliminate_dead_code()  # the markers themselves, which nothing reads any more
-        writer.close()
+        builder.close()
         _refuse_leftovers(gm, ctx)
         if ctx.unsharded_budget_bytes is not None:
-            require_room(gm.graph, ctx.unsharded_budget_bytes)
+            require_fit(gm.graph, ctx.unsharded_budget_bytes)
         return bool(gathers or writes)
 
 

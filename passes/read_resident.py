@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 from torch.fx import GraphModule
@@ -13,6 +14,9 @@ from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.variant import PLAIN, Variant, in_order
 from fxshard.ir.verify import baseline
 from fxshard.passes._base import GraphPass, PassContext, Property
+
+_Parameter = tuple[str, SlotIndex]
+"""(unit, parameter of it)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,32 +49,37 @@ class ReadResident(GraphPass):
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
         """Edit `gm.graph` in place; return whether anything changed."""
-        markers: dict[tuple[str, SlotIndex], list[fx.Node]] = {}
-        for node in gm.graph.nodes:
-            if ops.is_unshard(node):
-                unit, shard, slot = baseline.parameter_key_of(node)
-                markers.setdefault((unit, (shard, slot)), []).append(node)
+        markers = _unshard_markers(gm.graph)
         read: dict[str, list[SlotIndex]] = {}
-        for unit, index in markers:
-            read.setdefault(unit, []).append(index)
-        wanted = in_order(self.which.resident, read)
-        added = {place: _add_input(gm.graph, place, ctx) for place in wanted}
+        for unit, slot in markers:
+            read.setdefault(unit, []).append(slot)
+        inputs = {parameter: _add_input(gm.graph, parameter, ctx) for parameter in in_order(self.which.resident, read)}
         taken = {node.name for node in gm.graph.nodes}
-        for place, source in added.items():
-            _replace(markers[place], source, taken)
-        if added:
+        for parameter, source in inputs.items():
+            _wait_for_input(source, markers[parameter], taken)
+        if inputs:
             num_results = ctx.num_results if ctx.kind == "forward" else None
-            _copy_results(gm.graph, frozenset(added.values()), num_results)
-        return bool(added)
+            _copy_results_that_share_memory(gm.graph, frozenset(inputs.values()), num_results)
+        return bool(inputs)
 
 
-def _add_input(graph: fx.Graph, place: tuple[str, SlotIndex], ctx: PassContext) -> fx.Node:
-    key, (i, _) = place
-    unit = ctx.plan.units[key]
-    return graph_edit.add_parameter(graph, ctx.plan, place, tags.RESIDENT, unit.unsharded_dtype(unit.shards[i]))
+def _unshard_markers(graph: fx.Graph) -> dict[_Parameter, list[fx.Node]]:
+    """Parameter -> the markers that unshard it, in program order."""
+    markers: dict[_Parameter, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if ops.is_unshard(node):
+            unit, shard, slot = baseline.parameter_key_of(node)
+            markers.setdefault((unit, (shard, slot)), []).append(node)
+    return markers
 
 
-def _replace(markers: list[fx.Node], source: fx.Node, taken: set[str]) -> None:
+def _add_input(graph: fx.Graph, parameter: _Parameter, ctx: PassContext) -> fx.Node:
+    """A new last input: the parameter, unsharded, to be waited for."""
+    dtype = ctx.plan.units[parameter[0]].unsharded_dtype_of(parameter[1])
+    return graph_edit.add_parameter(graph, ctx.plan, parameter, tags.RESIDENT, dtype)
+
+
+def _wait_for_input(source: fx.Node, markers: list[fx.Node], taken: set[str]) -> None:
     """Wait for an input where the first of `markers` stands, in place of all of them."""
     graph = source.graph
     with graph.inserting_before(markers[0]):
@@ -82,27 +91,25 @@ def _replace(markers: list[fx.Node], source: fx.Node, taken: set[str]) -> None:
         graph.erase_node(marker)
 
 
-def _may_be_one(result: fx.Node, residents: frozenset[fx.Node], live: liveness.Liveness) -> bool:
+def _copy_results_that_share_memory(graph: fx.Graph, inputs: frozenset[fx.Node], num_results: int | None) -> None:
+    """Copy each result that lies in the memory of one of `inputs`; what is saved for backward may."""
+    live, results = liveness.liveness(graph), baseline.results_of(graph)
+    mode = torch_private.fake_mode_of(graph)
+    assert mode is not None, "a graph with parameters has tensors"
+    copies: dict[Any, fx.Node] = {}
+    for result in dict.fromkeys(node for node in results[:num_results] if isinstance(node, fx.Node)):
+        if _may_share_memory(result, inputs, live):
+            with graph.inserting_before(graph.output_node()):
+                copies[result] = graph.call_function(ops.COPY, (result,))
+            with mode:
+                copies[result].meta["val"] = ops.COPY(result.meta["val"])
+    results[:num_results] = [copies.get(result, result) for result in results[:num_results]]
+    graph.output_node().args = (results,)
+
+
+def _may_share_memory(result: fx.Node, inputs: frozenset[fx.Node], live: liveness.Liveness) -> bool:
     """Whether a result lies in the memory of an input, or would if casts and copies between were left out."""
     makers = [live.storages[index].maker for index in live.storages_of[result]]
     while makers[:1] and makers[0].target in ops.COPIES | ops.CASTS:
         makers = [live.storages[index].maker for index in live.storages_of[makers[0].all_input_nodes[0]]]
-    return any(maker in residents for maker in makers)
-
-
-def _copy_results(graph: fx.Graph, residents: frozenset[fx.Node], num_results: int | None) -> None:
-    """Copy each result that lies in the memory of one of `residents`; what is saved for backward may."""
-    live = liveness.liveness(graph)
-    (output,) = graph.find_nodes(op="output")
-    results = baseline.results_of(graph)
-    for result in dict.fromkeys(node for node in results[:num_results] if isinstance(node, fx.Node)):
-        if not _may_be_one(result, residents, live):
-            continue
-        with graph.inserting_before(output):
-            copy = graph.call_function(ops.COPY, (result,))
-        mode = torch_private.fake_mode_of(graph)
-        assert mode is not None, "a graph with parameters has tensors"
-        with mode:
-            copy.meta["val"] = ops.COPY(result.meta["val"])
-        results[:num_results] = [copy if node is result else node for node in results[:num_results]]
-    output.args = (results,)
+    return any(maker in inputs for maker in makers)

@@ -63,4 +63,4 @@ class SinkWaits(GraphPass):
             return graph.output_node(), "waited for at the end"
         later = found[i + self.max_buffers]
         why = f"waited for before {later.name} is reduced: {self.max_buffers} may be in flight"
-        return next(node for node in later.carried if node > found[i].carried[-1]), why
+        return next(node for node in later.nodes if node > found[i].nodes[-1]), why

@@ -92,7 +92,7 @@ def least_seconds(graph: fx.Graph, plan: FramePlan, hardware: HardwareSpec) -> f
         hardware: what it runs on.
     """
     track = Track(graph, plan, hardware)
-    goes_up = {node for group in launch_groups.groups_of(graph, GATHERS) for node in group.carried}
+    goes_up = {node for group in launch_groups.groups_of(graph, GATHERS) for node in group.nodes}
     goes_down = _with_readers(wait for group in launch_groups.groups_of(graph, REDUCTIONS) for wait in group.waits)
     waited: set[fx.Node] = set().union(*track.waits.values())
     to_come = waited - goes_up - goes_down

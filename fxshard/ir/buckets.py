@@ -1,4 +1,4 @@
-"""Write launches into a graph: who gathers what, who reduces what, and where they stand.
+"""What each launch of a graph moves: read back from it, and written into it.
 
 [Note: buckets]
 A *bucket* is what one launch moves: segments of one unit, or of several. An all_gather stands before the first node
@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, fx
 
 from fxshard.ir import collectives, dataflow, tags
 from fxshard.ir.collectives import Segment, SlotIndex
+from fxshard.ir.dataflow import Flat, Piece, Window
 from fxshard.ir.graph_edit import Decompositions, Splicer, Traced, rename
-from fxshard.ir.plan import FramePlan, UnitPlan
+from fxshard.ir.plan import FramePlan, UnitPlan, qualified
+from fxshard.ir.verify import baseline, slot_layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,38 @@ class UnitGather:
     segments: tuple[Segment, ...]
     reads: Mapping[SlotIndex, fx.Node]
 
+    @property
+    def slots(self) -> list[SlotIndex]:
+        """The parameters that are sent, in registration order within each shard."""
+        return sorted(itertools.chain.from_iterable(self.segments))
+
+    @property
+    def first_read(self) -> fx.Node:
+        """The first of the nodes that stand for its parameters."""
+        return min(self.reads.values())  # nodes compare by their place in the graph
+
+    def nbytes(self, plan: FramePlan) -> int:
+        """Of the gathered parameters, padding included."""
+        return sum(map(plan.units[self.unit].unsharded_bytes_of, self.slots))
+
+    def dtypes(self, plan: FramePlan) -> set[torch.dtype]:
+        """Dtypes of the gathered parameters."""
+        return set(map(plan.units[self.unit].unsharded_dtype_of, self.slots))
+
+    def sending(self, segments: Iterable[Segment]) -> UnitGather:
+        """The same of these segments alone, without those that nothing reads."""
+        read = tuple(segment for segment in segments if any(slot in self.reads for slot in segment))
+        slots = set(itertools.chain.from_iterable(read))
+        return replace(
+            self,
+            segments=read,
+            flats={segment[0][0]: self.flats[segment[0][0]] for segment in read},
+            reads={slot: node for slot, node in self.reads.items() if slot in slots},
+        )
+
+
+GatherBucket = tuple[UnitGather, ...]
+"""What one launch gathers: of one unit, or of several that share a process group."""
 
 Gradient = tuple[str, SlotIndex]
 """(unit, parameter of it) whose gradient is meant."""
@@ -47,7 +81,7 @@ Gradient = tuple[str, SlotIndex]
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceBucket:
-    """What one launch reduces, of one unit or of several that share a group.
+    """What one launch reduces, of one unit or of several that share a process group.
 
     Attributes:
         tensors: the gradients that are sent together as one tensor, for each tensor.
@@ -66,13 +100,64 @@ class ReduceBucket:
         """All of them, in the order in which they are sent."""
         return list(itertools.chain.from_iterable(self.tensors))
 
+    @property
+    def last_term(self) -> fx.Node:
+        """The node after which all of its gradients are there."""
+        return max(itertools.chain.from_iterable(self.terms.values()))  # nodes compare by their place in the graph
+
+    def nbytes(self, plan: FramePlan) -> int:
+        """Of the unsharded gradients in the reduction's dtype, padding included."""
+        return sum(self.unsharded_bytes_of(gradient, plan) for gradient in self.gradients)
+
+    def unsharded_bytes_of(self, gradient: Gradient, plan: FramePlan) -> int:
+        """Bytes of one unsharded gradient, padding included."""
+        return self.shard_bytes_of(gradient, plan) * plan.units[unit_of(gradient)].world_size
+
+    def shard_bytes_of(self, gradient: Gradient, plan: FramePlan) -> int:
+        """Bytes of one reduced gradient on one rank."""
+        unit, slot = gradient
+        return plan.units[unit].slot(slot).numel * self.dtype.itemsize
+
 
 Reduced = dict[str, dict[Segment, fx.Node]]
 """Unit -> gradients of it -> what they were reduced to, one after the other."""
 
 
+@dataclass(kw_only=True)
+class LaunchedBuckets:
+    """What the launches of a graph move.
+
+    Attributes:
+        gathers: launch -> what it gathers.
+        reductions: launch -> what it reduces.
+        outputs: unit -> shard index -> position of its gradient among the graph's results.
+        unread: launches with something else in them; if one of these reduces, no reduction is given.
+    """
+
+    gathers: dict[fx.Node, GatherBucket] = field(default_factory=dict)
+    reductions: dict[fx.Node, ReduceBucket] = field(default_factory=dict)
+    outputs: dict[str, dict[int, int]] = field(default_factory=dict)
+    unread: list[fx.Node] = field(default_factory=list)
+
+
+def buckets_of(graph: fx.Graph, plan: FramePlan) -> LaunchedBuckets:
+    """Read back what the launches of `graph` move."""
+    return _BucketReader(graph, plan).run()
+
+
+def unit_of(gradient: Gradient) -> str:
+    """The unit of a gradient."""
+    return gradient[0]
+
+
+def sum_dtype(terms: Sequence[fx.Node]) -> torch.dtype:
+    """Dtype of the sum of some gradients."""
+    dtypes: list[torch.dtype] = [term.meta["val"].dtype for term in terms]
+    return functools.reduce(torch.promote_types, dtypes)
+
+
 class CollectiveBuilder:
-    """Launches for one graph, written one bucket at a time; `close` comes last."""
+    """Launches for one graph: all that a pass wants changed with `rewrite`, or bucket by bucket, and `close` last."""
 
     def __init__(self, graph: fx.Graph, plan: FramePlan, decompositions: Decompositions, traced: Traced) -> None:
         """`decompositions` are applied to what is written, so that it is of the graph's dialect; see `Splicer`."""
@@ -81,7 +166,37 @@ class CollectiveBuilder:
         self._names: list[tuple[fx.Node, str]] = []
         self._replaced: dict[fx.Node, fx.Node] = {}
 
-    def gather(self, bucket: Sequence[UnitGather]) -> fx.Node | None:
+    def rewrite(
+        self,
+        launched: LaunchedBuckets,
+        gathers: Sequence[tuple[GatherBucket, str]],
+        reductions: Sequence[tuple[ReduceBucket, str]],
+    ) -> list[tuple[fx.Node, str]]:
+        """Replace launches by others that move the same.
+
+        Args:
+            launched: what the graph launches now.
+            gathers: what it should gather, and why; a bucket that the graph has already is kept.
+            reductions: the same; written anew all together, if at all.
+
+        Returns:
+            Each new launch, and why it is as it is.
+        """
+        made = [(self.gather(bucket), why) for bucket, why in gathers if bucket not in launched.gathers.values()]
+        if [bucket for bucket, _ in reductions] != list(launched.reductions.values()):
+            reduced: Reduced = {}
+            for bucket, why in reductions:
+                launch, results = self.reduce(bucket)
+                made.append((launch, why))
+                for unit, nodes in results.items():
+                    reduced.setdefault(unit, {}).update(nodes)
+            for unit, outputs in launched.outputs.items():
+                self.return_gradients(unit, outputs, reduced[unit])
+        if made:
+            self.close()
+        return [(launch, why) for launch, why in made if launch is not None]
+
+    def gather(self, bucket: GatherBucket) -> fx.Node | None:
         """Write one launch for `bucket`, whose units share a group, and replace what its `reads` name.
 
         Returns:
@@ -98,79 +213,77 @@ class CollectiveBuilder:
                 inputs += collectives.gather_inputs(shards, unit, part.segments)
             return collectives.launch_gather(inputs, units[0].world_size, units[0].group)
 
-        first = min(node for part in bucket for node in part.reads.values())
-        key = (
-            "gather",
-            *((_layout(unit), part.segments, tuple(part.flats)) for unit, part in zip(units, bucket, strict=True)),
-        )
-        launched, created = self._splicer.insert(first, launch, flats, key)
+        first_read = min(part.first_read for part in bucket)
+        parts = [(_layout(unit), part.segments, tuple(part.flats)) for unit, part in zip(units, bucket, strict=True)]
+        launched, created = self._splicer.insert(first_read, launch, flats, ("gather", *parts))
         calls = {part.unit: part.call for part in bucket}
         self._tag(created, f"unshard_{self._name(list(calls), bucket[0].call)}", calls)
         rest = iter(launched)
         for part, unit in zip(bucket, units, strict=True):
-            self._finish_gather(part, unit, [next(rest) for _ in part.segments])
+            self._wait_for_unshard(part, unit, [next(rest) for _ in part.segments])
         return _launch_among(created)
 
-    def _finish_gather(self, part: UnitGather, unit: UnitPlan, launched: list[fx.Node]) -> None:
+    def _wait_for_unshard(self, part: UnitGather, unit: UnitPlan, launched: list[fx.Node]) -> None:
+        """Put the parameters of a launched gather in the place of what its `reads` name."""
         reads = list(part.reads)
 
-        def finish(*tensors: Tensor) -> Sequence[Tensor]:
+        def wait(*tensors: Tensor) -> Sequence[Tensor]:
             return collectives.parameters_in(tensors, unit, part.segments, reads)
 
         key = ("parameters", _layout(unit), part.segments, tuple(reads))
-        values, created = self._splicer.insert(min(part.reads.values()), finish, launched, key)
+        values, created = self._splicer.insert(part.first_read, wait, launched, key)
         self._tag(created, f"wait_{self._name([part.unit], part.call)}", {part.unit: part.call})
         for (shard, slot), value in zip(reads, values, strict=True):
             tags.tag(value, tags.PARAM, self.plan.parameter_name(part.unit, shard, slot))
             if value in created:
                 suffix = "" if part.call == "0" else f"_call{part.call}"
-                self._names.append((value, unit.shards[shard].slots[slot].fqn.replace(".", "_") + suffix))
+                self._names.append((value, unit.slot((shard, slot)).fqn.replace(".", "_") + suffix))
             old = part.reads[shard, slot]
             self._replaced[old] = value
             old.replace_all_uses_with(value)
             self.graph.erase_node(old)
 
-    def reduce(self, reduce: ReduceBucket) -> tuple[fx.Node | None, Reduced]:
-        """Write one launch.
+    def reduce(self, bucket: ReduceBucket) -> tuple[fx.Node | None, Reduced]:
+        """Write one launch for `bucket`, behind its last gradient.
 
         Returns:
             The launch, `None` for one rank, and what it reduced.
         """
-        unit = self.plan.units[next(iter(reduce.calls))]
-        counts = [[len(reduce.terms[gradient]) for gradient in tensor] for tensor in reduce.tensors]
-        given = [node for gradient in reduce.gradients for node in reduce.terms[gradient]]
+        unit = self.plan.units[next(iter(bucket.calls))]
+        counts = [[len(bucket.terms[gradient]) for gradient in tensor] for tensor in bucket.tensors]
+        given = [node for gradient in bucket.gradients for node in bucket.terms[gradient]]
         terms = [self._replaced.get(node, node) for node in given]  # a parameter may be another one's gradient
-        stretches = [[list(group) for _, group in itertools.groupby(t, key=_unit_of)] for t in reduce.tensors]
-        numels = [[sum(map(self._numel, stretch)) for stretch in found] for found in stretches]
+        spans = [[list(group) for _, group in itertools.groupby(t, key=unit_of)] for t in bucket.tensors]
+        numels = [[sum(map(self._numel, span)) for span in found] for found in spans]
 
         def launch(*tensors: Tensor) -> Sequence[Tensor]:
             values = iter(tensors)
             sums = [[_sum([next(values) for _ in range(n)]) for n in ns] for ns in counts]
-            inputs = collectives.reduce_inputs(sums, unit.world_size, reduce.dtype)
-            return collectives.launch_reduce(inputs, reduce.dtype, unit.world_size, unit.reducing_group)
+            inputs = collectives.reduce_inputs(sums, unit.world_size, bucket.dtype)
+            return collectives.launch_reduce(inputs, bucket.dtype, unit.world_size, unit.reducing_group)
 
-        def finish(*tensors: Tensor) -> Sequence[Tensor]:
-            reduced = collectives.reduced_in(tensors, reduce.dtype, unit.world_size)
+        def wait(*tensors: Tensor) -> Sequence[Tensor]:
+            reduced = collectives.reduced_in(tensors, bucket.dtype, unit.world_size)
             parts = [torch.split(t, n) if len(n) > 1 else [t] for t, n in zip(reduced, numels, strict=True)]
             return list(itertools.chain.from_iterable(parts))
 
-        anchor, name = _after(terms), self._name(list(reduce.calls))
-        key = (unit.world_size, unit.reducing_group, reduce.dtype, str(counts), str(numels))
+        anchor, name = _after(terms), self._name(list(bucket.calls))
+        key = (unit.world_size, unit.reducing_group, bucket.dtype, str(counts), str(numels))
         launched, created = self._splicer.insert(anchor, launch, terms, ("reduce", *key))
-        self._tag(created, f"reduce_{name}", reduce.calls)
-        results, finished = self._splicer.insert(anchor, finish, launched, ("reduced", *key))
-        self._tag(finished, f"reduced_{name}", reduce.calls)
+        self._tag(created, f"reduce_{name}", bucket.calls)
+        results, waits = self._splicer.insert(anchor, wait, launched, ("reduced", *key))
+        self._tag(waits, f"reduced_{name}", bucket.calls)
         found: Reduced = {}
-        for stretch, node in zip(itertools.chain.from_iterable(stretches), results, strict=True):
-            found.setdefault(stretch[0][0], {})[tuple(slot for _, slot in stretch)] = node
+        for span, node in zip(itertools.chain.from_iterable(spans), results, strict=True):
+            found.setdefault(span[0][0], {})[tuple(slot for _, slot in span)] = node
         return _launch_among(created), found
 
     def _numel(self, gradient: Gradient) -> int:
         """Elements of a reduced gradient on one rank."""
-        key, (shard, slot) = gradient
-        return self.plan.units[key].shards[shard].slots[slot].numel
+        unit, slot = gradient
+        return self.plan.units[unit].slot(slot).numel
 
-    def give_back(self, unit: str, outputs: Mapping[int, int], reduced: Mapping[Segment, fx.Node]) -> None:
+    def return_gradients(self, unit: str, outputs: Mapping[int, int], reduced: Mapping[Segment, fx.Node]) -> None:
         """Make the reduced gradients of a unit results of the graph.
 
         Args:
@@ -225,10 +338,6 @@ def _layout(unit: UnitPlan) -> Hashable:
     return slots, unit.world_size, unit.group, unit.reduce_group, unit.param_dtype, unit.reduce_dtype
 
 
-def _unit_of(gradient: Gradient) -> str:
-    return gradient[0]
-
-
 def _launch_among(nodes: Sequence[fx.Node]) -> fx.Node | None:
     return next((node for node in nodes if node.target in collectives.LAUNCHES), None)
 
@@ -241,11 +350,119 @@ def _after(nodes: Sequence[fx.Node]) -> fx.Node:
     return place
 
 
-def sum_dtype(terms: Sequence[fx.Node]) -> torch.dtype:
-    """Dtype of the sum of some gradients."""
-    dtypes: list[torch.dtype] = [term.meta["val"].dtype for term in terms]
-    return functools.reduce(torch.promote_types, dtypes)
-
-
 def _sum(terms: Sequence[Tensor]) -> Tensor:
     return functools.reduce(torch.add, terms)
+
+
+class _BucketReader:
+    """Reads one graph back."""
+
+    def __init__(self, graph: fx.Graph, plan: FramePlan) -> None:
+        self.graph, self.plan, self.flow = graph, plan, dataflow.dataflow_of(graph, plan)
+        self.places = {
+            qualified(key, slot.fqn): (key, (i, j))
+            for key, unit in plan.units.items()
+            for i, shard in enumerate(unit.shards)
+            for j, slot in enumerate(shard.slots)
+        }
+        self.found = LaunchedBuckets()
+        self.gradients: dict[int, Gradient] = {}  # id of a row -> the parameter whose gradient it is
+
+    def run(self) -> LaunchedBuckets:
+        flats = dict(_flats(self.graph))
+        reads = self._reads()
+        for launch in collectives.unshard_launches(self.graph):
+            if bucket := self._gather(launch, reads.get(launch, {}), flats):
+                self.found.gathers[launch] = bucket
+            else:
+                self.found.unread.append(launch)
+        for position, result in enumerate(baseline.results_of(self.graph)):
+            if isinstance(result, fx.Node) and result.op != "placeholder":
+                self._read_gradient(position, result)
+        reductions = {launch: self._reduction(launch) for launch in collectives.reduce_launches(self.graph)}
+        known = {launch: reduction for launch, reduction in reductions.items() if reduction is not None}
+        self.found.unread += [launch for launch in reductions if launch not in known]
+        if len(known) == len(reductions):  # else a shard's gradient could be known in part
+            self.found.reductions = known
+        return self.found
+
+    def _reads(self) -> dict[fx.Node, dict[tuple[str, SlotIndex], fx.Node]]:
+        """Launch -> parameter -> its node."""
+        found: dict[fx.Node, dict[tuple[str, SlotIndex], fx.Node]] = {}
+        for node, value in self.flow.parameters.items():
+            place = self.places.get(tags.tags_of(node)[tags.PARAM])
+            if isinstance(value, Window) and value.launch is not None and place is not None:
+                found.setdefault(value.launch, {})[place] = node
+        return found
+
+    def _gather(
+        self,
+        launch: fx.Node,
+        reads: dict[tuple[str, SlotIndex], fx.Node],
+        flats: dict[tuple[str, int], fx.Node],
+    ) -> GatherBucket | None:
+        """What a launch gathers; `None` if a part of it is no unit's parameters."""
+        calls, segments = tags.units_of(launch), dict[str, list[Segment]]()
+        for flat in self.flow.sent_by(launch):
+            if not isinstance(flat, Flat) or flat.unit not in calls:
+                return None
+            segments.setdefault(flat.unit, []).append(self._segment(flat))
+        parts = []
+        for unit, cut in segments.items():
+            wanted = {slot: node for (key, slot), node in reads.items() if key == unit}
+            shards = {i: flats[unit, i] for i in {segment[0][0] for segment in cut if segment}}
+            if not wanted or not all(cut):
+                return None
+            parts.append(UnitGather(unit=unit, call=calls[unit], flats=shards, segments=tuple(cut), reads=wanted))
+        return tuple(parts)
+
+    def _segment(self, flat: Flat) -> Segment:
+        slots = enumerate(self.plan.units[flat.unit].shards[flat.shard].slots)
+        end = flat.start + flat.numel
+        inside = [i for i, slot in slots if flat.start <= slot.offset and slot.offset + slot.numel <= end]
+        return tuple((flat.shard, i) for i in inside)
+
+    def _read_gradient(self, position: int, result: fx.Node) -> None:
+        """Where each gradient in one result comes from."""
+        value = self.flow.values.get(result)
+        segments = (None if isinstance(value, tuple) else slot_layout.segments_of(value)) or []
+        pieces = [piece for _, _, piece in segments if isinstance(piece, Piece)]
+        owner = self._owner(segments) if pieces and all(piece.launch for piece in pieces) else None
+        if owner is None:
+            return
+        unit, shard = owner
+        self.found.outputs.setdefault(unit, {})[shard] = position
+        for i, slot in enumerate(self.plan.units[unit].shards[shard].slots):
+            row = slot_layout.row_at(segments, slot)
+            if row is not None:
+                self.gradients[id(row)] = (unit, (shard, i))
+
+    def _reduction(self, launch: fx.Node) -> ReduceBucket | None:
+        """What a launch reduces; `None` if a part of it is no unit's gradient."""
+        sent = [tensor for tensor in slot_layout.sent_by(launch, self.flow) if tensor is not None]
+        owners = [[self.gradients.get(id(row)) for row in tensor.rows] for tensor in sent]
+        tensors = tuple(tuple(owner for owner in tensor if owner is not None) for tensor in owners)
+        if len(sent) < len(collectives.launch_inputs(launch)) or any(None in tensor for tensor in owners):
+            return None
+        rows = itertools.chain.from_iterable(tensor.rows for tensor in sent)
+        terms = {g: row.terms for g, row in zip(itertools.chain.from_iterable(tensors), rows, strict=True)}
+        calls = {unit: tags.units_of(launch).get(unit, "0") for unit, _ in terms}
+        return ReduceBucket(tensors=tensors, terms=terms, calls=calls, dtype=sent[0].dtype)
+
+    def _owner(self, segments: list[slot_layout.GradientSpan]) -> tuple[str, int] | None:
+        """The unit and shard whose gradient this is: every slot has its own gradient in it, or none."""
+        first = next(piece for _, _, piece in segments if isinstance(piece, Piece)).concat.rows[0]
+        for fqn in tags.grads_of(first.terms[0]):
+            unit, (shard, _) = self.places.get(fqn, ("", (-1, 0)))
+            slots = self.plan.units[unit].shards[shard].slots if shard >= 0 else ()
+            rows = [(qualified(unit, slot.fqn), slot_layout.row_at(segments, slot)) for slot in slots]
+            if rows and all(row is None or name in tags.grads_of(row.terms[0]) for name, row in rows):
+                return unit, shard
+        return None
+
+
+def _flats(graph: fx.Graph) -> Iterator[tuple[tuple[str, int], fx.Node]]:
+    for node in graph.find_nodes(op="placeholder"):
+        unit, _, shard = tags.tags_of(node).get(tags.SHARD, "").rpartition("#")
+        if shard:
+            yield (unit, int(shard)), node

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from fxshard.ir import collectives, tags
+from fxshard.ir import collectives, liveness, tags
+from fxshard.ir.memory_budget import MemoryBudget
 
 
 @dataclass(eq=False, kw_only=True)
@@ -23,12 +24,12 @@ class LaunchGroup:
 
     Attributes:
         launches: in program order.
-        carried: what goes with them, themselves among it, in program order: moved together, it stays well-formed.
+        nodes: the launches and what goes with them, in program order: moved together, the graph stays well-formed.
         waits: in program order.
     """
 
     launches: list[fx.Node] = field(default_factory=list)
-    carried: list[fx.Node] = field(default_factory=list)
+    nodes: list[fx.Node] = field(default_factory=list)
     waits: list[fx.Node] = field(default_factory=list)
 
     @property
@@ -40,6 +41,17 @@ class LaunchGroup:
     def name(self) -> str:
         """The units in words."""
         return ", ".join(unit or "root" for unit in self.units)
+
+    @property
+    def inputs(self) -> set[fx.Node]:
+        """What its nodes read of others."""
+        return {source for node in self.nodes for source in node.all_input_nodes} - set(self.nodes)
+
+    @property
+    def launched_bytes(self) -> int:
+        """Bytes of the buffers that its launches fill."""
+        tensors = [tensor for launch in self.launches for tensor in liveness.tensors_in(launch)]
+        return sum(liveness.hint_of(tensor.untyped_storage().nbytes()) for tensor in tensors)
 
 
 def groups_of(graph: fx.Graph, targets: Collection[object]) -> list[LaunchGroup]:
@@ -57,11 +69,11 @@ def groups_of(graph: fx.Graph, targets: Collection[object]) -> list[LaunchGroup]
                 found.append(LaunchGroup())
             results = list(node.users) if node.target in collectives.COALESCED else [node]
             found[-1].launches.append(node)
-            found[-1].carried += dict.fromkeys([node, *results])
+            found[-1].nodes += dict.fromkeys([node, *results])
             found[-1].waits += [wait for result in results for wait in result.users]
     for group in found:
-        group.carried += _prepared_for(group.launches)
-        group.carried.sort()  # nodes compare by their place in the graph
+        group.nodes += _prepared_for(group.launches)
+        group.nodes.sort()  # nodes compare by their place in the graph
         group.waits.sort()
     return found
 
@@ -97,3 +109,40 @@ def move(places: Mapping[fx.Node, fx.Node]) -> None:
     """Put each node right before the one that it is mapped to; in the order of `places` where that is the same one."""
     for node, place in places.items():
         place.prepend(node)
+
+
+class Hoist:
+    """Launch groups on their way up a graph: how far each can go. Nothing moves before `move`."""
+
+    def __init__(self, groups: Sequence[LaunchGroup], budget: MemoryBudget) -> None:
+        """`budget` is reserved from where a group is launched to where it is launched now."""
+        self.budget = budget
+        self.moving = frozenset(node for group in groups for node in group.nodes)
+        self.places: dict[fx.Node, fx.Node] = {}
+
+    def following(self, node: fx.Node) -> fx.Node:
+        """The first node behind `node` that stays where it is."""
+        return following(node, self.moving)
+
+    def earliest(self, group: LaunchGroup, wanted: fx.Node) -> tuple[fx.Node, list[str]]:
+        """The first node from `wanted` on before which a group can be launched, and in words why no earlier one."""
+        place, limits = wanted, []
+        if (latest := max(group.inputs)) >= place:  # nodes compare by their place in the graph
+            place = self.following(latest)
+            limits.append(f"it reads %{latest.name}")
+        if place < group.nodes[0]:
+            free = self.budget.earliest(place, group.nodes[0], group.launched_bytes)
+            if free != place:
+                place = self.following(free.prev)
+                limits.append(self.budget.full_before(free, group.launched_bytes))
+        return place, limits
+
+    def launch(self, group: LaunchGroup, place: fx.Node) -> None:
+        """Launch a group right before `place`, if that is earlier than now."""
+        if place < group.nodes[0]:
+            self.budget.reserve(place, group.nodes[0], group.launched_bytes)
+            self.places |= dict.fromkeys(group.nodes, place)
+
+    def move(self) -> None:
+        """Move the groups to where they are launched; of one place in the order in which they came to it."""
+        move(self.places)

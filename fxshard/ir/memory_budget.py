@@ -14,7 +14,7 @@ from fxshard.ir.liveness import unsharded_bytes
 GIB = 1 << 30
 
 
-def require_room(graph: fx.Graph, budget: int) -> None:
+def require_fit(graph: fx.Graph, budget: int) -> None:
     """Raise if the gathers of `graph` do not fit into `budget` bytes where they are; nothing can launch them later.
 
     Raises:
@@ -38,7 +38,7 @@ class MemoryBudget:
         self.graph, self.budget = graph, budget
         self.nodes: list[fx.Node] = list(graph.nodes)
 
-    def for_gathering_early(self, first: fx.Node, last: fx.Node, nbytes: int) -> bool:
+    def fits(self, first: fx.Node, last: fx.Node, nbytes: int) -> bool:
         """Whether `nbytes` more fit between two nodes; what is there already of it is counted again."""
         if self.budget is None:
             return True
@@ -59,7 +59,7 @@ class MemoryBudget:
         needed = self.used[self.places[node] - 1] + nbytes
         return f"memory budget: {needed / GIB:.3g} of {(self.budget or 0) / GIB:.3g} GiB"
 
-    def take(self, first: fx.Node, last: fx.Node, nbytes: int) -> None:
+    def reserve(self, first: fx.Node, last: fx.Node, nbytes: int) -> None:
         """Count `nbytes` more from `first` up to where `last` begins."""
         if self.budget is not None:
             for place in range(self.places[first], self.places[last]):

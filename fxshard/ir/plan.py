@@ -117,6 +117,19 @@ class UnitPlan:
         """Dtype of the shard's parameters while they are gathered."""
         return self.param_dtype if self.param_dtype and shard.dtype.is_floating_point else shard.dtype
 
+    def slot(self, index: tuple[int, int]) -> Slot:
+        """The slot of a parameter: (shard, slot)."""
+        shard, i = index
+        return self.shards[shard].slots[i]
+
+    def unsharded_dtype_of(self, index: tuple[int, int]) -> torch.dtype:
+        """Dtype of a gathered parameter."""
+        return self.unsharded_dtype(self.shards[index[0]])
+
+    def unsharded_bytes_of(self, index: tuple[int, int]) -> int:
+        """Bytes of a gathered parameter, padding included."""
+        return self.slot(index).numel * self.world_size * self.unsharded_dtype_of(index).itemsize
+
     @property
     def regathers(self) -> bool:
         """Whether backward reads the shards again; for one rank always, for a parameter is a view of its shard."""

@@ -9,6 +9,8 @@ import torch
 from torch import fx
 
 from fxshard.ir import collectives, launch_groups, tags
+from fxshard.ir.launch_groups import Hoist
+from fxshard.ir.memory_budget import MemoryBudget
 from fxshard.passes._base import GraphKind, GraphPass
 from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
@@ -41,20 +43,20 @@ def names(nodes: list[fx.Node]) -> str:
     return " ".join(node.name for node in nodes)
 
 
-def test_finds_a_flight_for_each_unit() -> None:
+def test_finds_a_group_for_each_unit() -> None:
     found = launch_groups.groups_of(graph_of(model_of("four_layers"), "forward"), collectives.GATHERS)
     assert [group.name for group in found] == ["layers.0", "layers.1", "layers.2", "layers.3"]
-    assert [names(group.carried) for group in found] == [f"unshard_layers_{i}" for i in range(4)]
+    assert [names(group.nodes) for group in found] == [f"unshard_layers_{i}" for i in range(4)]
     assert [names(group.waits) for group in found] == [f"wait_layers_{i}" for i in range(4)]
 
 
-def test_finds_the_launches_of_two_dtypes_in_one_flight() -> None:
+def test_finds_the_launches_of_two_dtypes_in_one_group() -> None:
     found = launch_groups.groups_of(graph_of(model_of("two_dtypes"), "forward"), collectives.GATHERS)
     assert [names(group.launches) for group in found] == [f"unshard_layers_{i} unshard_layers_{i}_1" for i in range(3)]
     assert [len(group.waits) for group in found] == [2, 2, 2]
 
 
-def test_finds_two_flights_where_two_units_are_launched_side_by_side() -> None:
+def test_finds_two_groups_where_two_units_are_launched_side_by_side() -> None:
     graph = graph_of(model_of("four_layers"), "forward", HoistPrefetch(depth=1))
     found = launch_groups.groups_of(graph, collectives.GATHERS)
     assert [group.name for group in found] == ["layers.0", "layers.1", "layers.2", "layers.3"]
@@ -81,30 +83,30 @@ def test_names_the_root() -> None:
     assert first.name == "root"
 
 
-def test_carries_casts_and_slices_and_what_picks_results() -> None:
+def test_moves_casts_and_slices_and_what_picks_results_along() -> None:
     graph = graph_of(mixed_layers(), "forward", CoalesceCollectives())
     first, *_ = launch_groups.groups_of(graph, collectives.GATHERS)
-    assert [node.target for node in first.carried[:3]] == [
+    assert [node.target for node in first.nodes[:3]] == [
         torch.ops.aten._to_copy.default,
         torch.ops.aten.slice.Tensor,
         torch.ops.aten.slice.Tensor,
     ]
-    assert first.carried[3] is first.launches[0]
-    assert first.carried[4:] == sorted(first.launches[0].users)
+    assert first.nodes[3] is first.launches[0]
+    assert first.nodes[4:] == sorted(first.launches[0].users)
 
 
 def test_leaves_what_others_read_where_it_is() -> None:
     graph = graph_of(mixed_layers(), "forward")
     first, *_ = launch_groups.groups_of(graph, collectives.GATHERS)
     cast = first.launches[0].all_input_nodes[0]
-    assert cast in first.carried
+    assert cast in first.nodes
     with graph.inserting_after(cast):
         graph.call_function(torch.ops.aten.neg.default, (cast,))
     first, *_ = launch_groups.groups_of(graph, collectives.GATHERS)
-    assert cast not in first.carried
+    assert cast not in first.nodes
 
 
-def test_finds_no_flight_of_the_users_own_collectives() -> None:
+def test_finds_no_group_of_the_users_own_collectives() -> None:
     graph = graph_of(graphs.two_layers(), "forward")
     launch, _ = collectives.unshard_launches(graph)
     launch.meta[tags.KEY] = {}
@@ -112,8 +114,8 @@ def test_finds_no_flight_of_the_users_own_collectives() -> None:
 
 
 @pairwise(model=MODELS, before=BEFORE, kind=SPLIT)
-def test_carries_nothing_that_only_compute_needs(model: str, before: str, kind: GraphKind) -> None:
-    """Each launch and wait is in one group; a group carries what leads to its launches and picks from them."""
+def test_moves_nothing_along_that_compute_needs(model: str, before: str, kind: GraphKind) -> None:
+    """Each launch and wait is in one group; a group has what leads to its launches and picks from them."""
     graph = graph_of(model_of(model), kind, *BEFORE[before])
     found = [group for targets in TARGETS for group in launch_groups.groups_of(graph, targets)]
     launches = [launch for group in found for launch in group.launches]
@@ -121,13 +123,13 @@ def test_carries_nothing_that_only_compute_needs(model: str, before: str, kind: 
     waits = sorted(wait for group in found for wait in group.waits)
     assert waits == list(graph.find_nodes(op="call_function", target=collectives.WAIT))
     for group in found:
-        assert group.carried == sorted(group.carried)
-        for node in group.carried:
+        assert group.nodes == sorted(group.nodes)
+        for node in group.nodes:
             assert not {tags.GRAD, tags.PARAM} & tags.tags_of(node).keys()
             assert (
                 node in group.launches
                 or set(node.all_input_nodes) & set(group.launches)
-                or all(user in group.carried for user in node.users)
+                or all(user in group.nodes for user in node.users)
             )
 
 
@@ -162,3 +164,42 @@ def test_moves_nodes_in_the_order_given() -> None:
     order = [node.name for node in graph.nodes if node.op == "call_function"]
     assert order[:3] == ["unshard_layers_1", "wait_layers_1", "unshard_layers_0"]
     graph.lint()
+
+
+def hoist_of(graph: fx.Graph, budget: int | None = None) -> tuple[Hoist, list[launch_groups.LaunchGroup], fx.Node]:
+    """A hoist of all gathers, these, and the earliest place in the graph."""
+    groups = launch_groups.groups_of(graph, collectives.GATHERS)
+    hoist = Hoist(groups, MemoryBudget(graph, budget))
+    return hoist, groups, hoist.following(launch_groups.last_input(graph))
+
+
+def test_hoists_groups_to_one_place_in_the_order_in_which_they_are_launched() -> None:
+    graph = graph_of(model_of("four_layers"), "forward")
+    hoist, groups, start = hoist_of(graph)
+    for group in (groups[2], groups[1]):
+        assert hoist.earliest(group, start) == (start, [])
+        hoist.launch(group, start)
+    hoist.move()
+    assert names(collectives.unshard_launches(graph)).startswith("unshard_layers_0 unshard_layers_2 unshard_layers_1")
+    assert start.name == "wait_layers_0"
+    assert start.prev is groups[1].launches[0]
+
+
+def test_hoists_no_group_down() -> None:
+    graph = graph_of(model_of("four_layers"), "forward")
+    before = list(graph.nodes)
+    hoist, groups, _ = hoist_of(graph)
+    hoist.launch(groups[0], groups[1].waits[0])
+    hoist.move()
+    assert list(graph.nodes) == before
+
+
+def test_hoists_no_further_than_the_budget_and_says_so() -> None:
+    hoist, groups, start = hoist_of(graph_of(model_of("four_layers"), "forward"), budget=200)
+    place, (why,) = hoist.earliest(groups[1], start)
+    assert start < place < groups[1].launches[0]
+    assert why.startswith("memory budget: ")
+    used, position = hoist.budget.used, hoist.budget.places[place]
+    before = used[position]
+    hoist.launch(groups[1], place)
+    assert used[position] == before + groups[1].launched_bytes <= 200

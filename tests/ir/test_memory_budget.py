@@ -1,4 +1,4 @@
-"""Memory budget: what a budget of unsharded bytes leaves at each node, and what is counted as taken."""
+"""Memory budget: what a budget of unsharded bytes leaves at each node, and what is reserved."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ def named(graph: fx.Graph, name: str) -> fx.Node:
 
 
 def test_knows_what_is_used_at_each_node(graph: fx.Graph) -> None:
-    room = MemoryBudget(graph, 0)
-    assert room.used == [nbytes for _, nbytes in liveness.unsharded_bytes(graph)]
-    assert max(room.used) == 2 * UNIT
-    assert room.used[room.places[named(graph, "mm")]] == UNIT
+    memory = MemoryBudget(graph, 0)
+    assert memory.used == [nbytes for _, nbytes in liveness.unsharded_bytes(graph)]
+    assert max(memory.used) == 2 * UNIT
+    assert memory.used[memory.places[named(graph, "mm")]] == UNIT
 
 
-def test_has_room_for_anything_without_a_budget(graph: fx.Graph) -> None:
-    room = MemoryBudget(graph, None)
+def test_fits_anything_without_a_budget(graph: fx.Graph) -> None:
+    memory = MemoryBudget(graph, None)
     first, last = named(graph, "unshard_layers_0"), named(graph, "unshard_layers_3")
-    assert room.for_gathering_early(first, last, 1 << 60)
-    assert room.earliest(first, last, 1 << 60) is first
-    room.take(first, last, 1 << 60)
-    assert room.for_gathering_early(first, last, 1 << 60)
+    assert memory.fits(first, last, 1 << 60)
+    assert memory.earliest(first, last, 1 << 60) is first
+    memory.reserve(first, last, 1 << 60)
+    assert memory.fits(first, last, 1 << 60)
 
 
 @pytest.mark.parametrize(("budget", "fits"), [(3 * UNIT, True), (3 * UNIT - 1, False)])
-def test_compares_the_fullest_node_of_a_stretch_with_the_budget(graph: fx.Graph, budget: int, fits: bool) -> None:
-    room = MemoryBudget(graph, budget)
+def test_compares_the_fullest_node_of_a_span_with_the_budget(graph: fx.Graph, budget: int, fits: bool) -> None:
+    memory = MemoryBudget(graph, budget)
     first, last = named(graph, "unshard_layers_0"), named(graph, "unshard_layers_1")
-    assert room.for_gathering_early(first, last, UNIT) == fits
+    assert memory.fits(first, last, UNIT) == fits
 
 
 @pytest.mark.parametrize(
@@ -58,31 +58,31 @@ def test_compares_the_fullest_node_of_a_stretch_with_the_budget(graph: fx.Graph,
         (UNIT + 15, "unshard_layers_1"),  # not at all: its vector has 16 bytes
     ],
 )
-def test_goes_up_as_far_as_there_is_room(graph: fx.Graph, budget: int, expected: str) -> None:
-    room = MemoryBudget(graph, budget)
+def test_goes_up_as_far_as_the_budget_allows(graph: fx.Graph, budget: int, expected: str) -> None:
+    memory = MemoryBudget(graph, budget)
     wanted, now = named(graph, "unshard_layers_0"), named(graph, "unshard_layers_1")
-    assert room.earliest(wanted, now, UNIT).name == expected
+    assert memory.earliest(wanted, now, UNIT).name == expected
 
 
 def test_says_what_was_too_much(graph: fx.Graph) -> None:
-    room = MemoryBudget(graph, 2 * UNIT)
-    free = room.earliest(named(graph, "unshard_layers_0"), named(graph, "unshard_layers_1"), UNIT)
-    assert room.full_before(free, UNIT) == f"memory budget: {3 * UNIT / GIB:.3g} of {2 * UNIT / GIB:.3g} GiB"
+    memory = MemoryBudget(graph, 2 * UNIT)
+    free = memory.earliest(named(graph, "unshard_layers_0"), named(graph, "unshard_layers_1"), UNIT)
+    assert memory.full_before(free, UNIT) == f"memory budget: {3 * UNIT / GIB:.3g} of {2 * UNIT / GIB:.3g} GiB"
 
 
-def test_counts_what_was_taken_before(graph: fx.Graph) -> None:
-    room = MemoryBudget(graph, 3 * UNIT)
+def test_counts_what_was_reserved_before(graph: fx.Graph) -> None:
+    memory = MemoryBudget(graph, 3 * UNIT)
     first, second, third = (named(graph, f"unshard_layers_{i}") for i in range(3))
-    assert room.earliest(first, second, UNIT) is first
-    room.take(first, second, UNIT)
-    assert room.earliest(first, second, UNIT).name == "layers_0_bias"
-    assert not room.for_gathering_early(first, second, UNIT)
-    assert room.for_gathering_early(second, third, UNIT)  # behind it nothing was taken
+    assert memory.earliest(first, second, UNIT) is first
+    memory.reserve(first, second, UNIT)
+    assert memory.earliest(first, second, UNIT).name == "layers_0_bias"
+    assert not memory.fits(first, second, UNIT)
+    assert memory.fits(second, third, UNIT)  # behind it nothing was reserved
 
 
 def test_counts_in_the_graph_as_it_was(graph: fx.Graph) -> None:
-    room = MemoryBudget(graph, 3 * UNIT)
-    before = list(room.used)
+    memory = MemoryBudget(graph, 3 * UNIT)
+    before = list(memory.used)
     named(graph, "unshard_layers_0").prepend(named(graph, "unshard_layers_1"))
-    assert room.used == before
-    assert [node.name for node in room.nodes] != [node.name for node in graph.nodes]
+    assert memory.used == before
+    assert [node.name for node in memory.nodes] != [node.name for node in graph.nodes]

@@ -1,0 +1,56 @@
+"""How many units ahead each all_gather is launched: as many as it takes to hide it, and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from fxshard.cost.timeline import Track
+from fxshard.ir.launch_groups import Hoist, LaunchGroup
+from fxshard.ir.memory_budget import MemoryBudget
+
+_NOTHING = 1e-6
+"""Seconds of exposed communication that are not worth a further unit."""
+
+
+def depths_that_hide(
+    groups: Sequence[LaunchGroup], needed_at: Sequence[fx.Node], track: Track, budget: MemoryBudget
+) -> list[int]:
+    """For each launch group the smallest depth that hides it, or as much of it as any depth and the budget do.
+
+    One after the other, by list scheduling: a group is launched one unit earlier as long as compute waits for it, and
+    as the link does something else right before it than the group before. Later groups count as one ahead until it is
+    their turn.
+
+    Args:
+        groups: all gathers of a graph, in program order.
+        needed_at: for each group the node before which it, at depth 0, or a later one is launched.
+        track: the graph on the clock.
+        budget: what is free in the graph; reserved as the depths are found.
+    """
+    hoist = Hoist(groups, budget)
+    depths = [min(k, 1) for k in range(len(groups))]
+
+    def place_of(k: int) -> fx.Node:
+        return hoist.earliest(groups[k], needed_at[k - depths[k]])[0]
+
+    moved = {launch: place_of(k) for k, group in enumerate(groups) for launch in group.launches}
+    for k, group in enumerate(groups):
+        exposed: dict[int, float] = {}  # depth -> seconds
+        while True:
+            place = place_of(k)
+            moved |= dict.fromkeys(group.launches, place)
+            transfers = track.run(moved)
+            exposed[depths[k]] = sum(transfers[launch].exposed for launch in group.launches)
+            is_hidden = exposed[depths[k]] < _NOTHING
+            follows = k > 0 and transfers[group.launches[0]].behind in groups[k - 1].launches
+            is_limited = depths[k] == k or place != needed_at[k - depths[k]]
+            if is_hidden or follows or is_limited:
+                break
+            depths[k] += 1
+        depths[k] = min(exposed, key=lambda depth: (round(exposed[depth], 6), depth))
+        place = place_of(k)
+        moved |= dict.fromkeys(group.launches, place)
+        hoist.launch(group, place)
+    return depths
