@@ -9,7 +9,7 @@ from torch import fx
 
 from fxshard.ir import collectives, ops, tags
 from tests.mutation import collective_mutators
-from tests.mutation.edits import Edit, alike, edit, nodes_of, set_argument, swap_arguments
+from tests.mutation.edits import Edit, edit, insert, list_of, nodes_of, set_argument
 
 ON_STREAM = (ops.ALL_GATHER_ON_STREAM, ops.REDUCE_SCATTER_ON_STREAM)
 
@@ -43,11 +43,15 @@ def cast_to_another_dtype(graph: fx.Graph) -> Iterator[Edit]:
         yield launch, edit(set_argument, launch, 1, torch.float16)
 
 
-def swap_what_two_ops_send(graph: fx.Graph) -> Iterator[Edit]:
-    for target in ON_STREAM:
-        for one, other in alike(nodes_of(graph, target)):
-            if one.args[0] != other.args[0]:
-                yield one, edit(swap_arguments, one, other)
+def send_something_else(graph: fx.Graph) -> Iterator[Edit]:
+    """The op sends what something was made of its first input."""
+    for launch in nodes_of(graph, *ON_STREAM):
+        yield launch, edit(_negate, launch)
+
+
+def _negate(launch: fx.Node) -> None:
+    first, *others = list_of(launch)
+    set_argument(launch, 0, [insert(launch, torch.ops.aten.neg.default, first), *others])
 
 
 def run_twice(graph: fx.Graph) -> Iterator[Edit]:
@@ -67,7 +71,7 @@ MUTATORS = (
     take_more,
     take_another_flat,
     cast_to_another_dtype,
-    swap_what_two_ops_send,
+    send_something_else,
     run_twice,
     collective_mutators.drop_a_wait,
     collective_mutators.read_a_launch,
