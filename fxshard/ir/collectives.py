@@ -347,7 +347,7 @@ def shard_grads(reduced: Mapping[Segment, Tensor], plan: UnitPlan) -> dict[int, 
 
 
 def _runs(segment: Segment) -> list[list[SlotIndex]]:
-    """A segment in stretches of slots that follow each other in one shard."""
+    """A segment in runs of slots that follow each other in one shard."""
     runs = [[segment[0]]]
     for slot in segment[1:]:
         last = runs[-1][-1]

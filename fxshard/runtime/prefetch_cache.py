@@ -32,12 +32,12 @@ _c10d = torch.ops._c10d_functional
 
 
 class AllGatherRequest(NamedTuple):
-    """One all_gather of stretches of a flat.
+    """One all_gather of parts of a flat.
 
     Attributes:
         flat: this rank's shard, `[shard_numel]`.
         dtype: in which it is sent.
-        stretches: (first element, number of elements) of each tensor that is sent.
+        spans: (first element, number of elements) of each tensor that is sent.
         world_size: ranks.
         group: name of their process group.
         stream: on which it is cast and launched; empty for the current one.
@@ -45,7 +45,7 @@ class AllGatherRequest(NamedTuple):
 
     flat: Tensor
     dtype: torch.dtype
-    stretches: tuple[tuple[int, int], ...]
+    spans: tuple[tuple[int, int], ...]
     world_size: int
     group: str
     stream: str = ""
@@ -53,15 +53,19 @@ class AllGatherRequest(NamedTuple):
     @property
     def key(self) -> Key:
         """What tells it from others."""
-        return self.flat.data_ptr(), self.dtype, self.stretches
+        return self.flat.data_ptr(), self.dtype, self.spans
 
     def launch(self, unit: str) -> list[Tensor]:
         """Start it; each result is `[world_size * numel]`, to be waited for. `unit` is its name in profiles."""
         flat = self.flat.detach()
         joiner = streams.copy_out_stream(self.stream, flat.device)
-        with torch_private.unseen_by_policies(), profiler_ranges.of_unit(unit), streams.aside(self.stream, flat.device):
-            (sent,) = streams.cast_aside([flat], self.dtype, joiner)
-            parts = [sent[start : start + numel] for start, numel in self.stretches]
+        with (
+            torch_private.unseen_by_policies(),
+            profiler_ranges.of_unit(unit),
+            streams.on_side_stream(self.stream, flat.device),
+        ):
+            (sent,) = streams.cast_to_send([flat], self.dtype, joiner)
+            parts = [sent[start : start + numel] for start, numel in self.spans]
             if len(parts) == 1:
                 return [_c10d.all_gather_into_tensor(parts[0], self.world_size, self.group)]
             return list(_c10d.all_gather_into_tensor_coalesced(parts, self.world_size, self.group))

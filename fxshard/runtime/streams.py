@@ -1,7 +1,7 @@
 """The side streams of a device, and the ops that run on them.
 
 [Note: side streams]
-An op that runs aside *forks*: its stream first waits for what the current one has been given so far, so it may read all
+An op on a side stream *forks*: its stream first waits for what the current one has been given so far, so it may read all
 that came before. What it makes is *joined* by `wait_tensor`, as a collective's result is: the current stream waits, the
 host never does. Three rules keep memory safe, without a check at run time:
 
@@ -42,7 +42,7 @@ def stream_of(name: str, main: torch.cuda.Stream) -> torch.cuda.Stream:
 
 
 @contextmanager
-def aside(name: str, device: torch.device) -> Iterator[torch.cuda.Stream | None]:
+def on_side_stream(name: str, device: torch.device) -> Iterator[torch.cuda.Stream | None]:
     """Run on the stream of that name, after what the current one has been given so far.
 
     Args:
@@ -66,16 +66,16 @@ def _all_gather_on_stream(
     inputs: Sequence[Tensor], dtype: torch.dtype, group_size: int, group_name: str, stream: str
 ) -> list[Tensor]:
     joiner = copy_out_stream(stream, inputs[0].device)
-    with aside(stream, inputs[0].device):
-        return collectives.launch_gather(cast_aside(inputs, dtype, joiner), group_size, group_name)
+    with on_side_stream(stream, inputs[0].device):
+        return collectives.launch_gather(cast_to_send(inputs, dtype, joiner), group_size, group_name)
 
 
 def copy_out_stream(name: str, device: torch.device) -> torch.cuda.Stream | None:
-    """The stream that may wait for what is cast aside now; `None` where nothing is, see `aside`."""
+    """The stream that may wait for what is cast on a side stream now; `None` where nothing is."""
     return stream_of(tags.COPY_OUT, torch.cuda.current_stream(device)) if name and device.type == "cuda" else None
 
 
-def cast_aside(parts: Sequence[Tensor], dtype: torch.dtype, joiner: torch.cuda.Stream | None) -> list[Tensor]:
+def cast_to_send(parts: Sequence[Tensor], dtype: torch.dtype, joiner: torch.cuda.Stream | None) -> list[Tensor]:
     """What a gather sends: `parts` in `dtype`.
 
     Args:
@@ -93,7 +93,7 @@ def cast_aside(parts: Sequence[Tensor], dtype: torch.dtype, joiner: torch.cuda.S
 def _reduce_scatter_on_stream(
     inputs: Sequence[Tensor], dtype: torch.dtype, reduce_op: str, group_size: int, group_name: str, stream: str
 ) -> list[Tensor]:
-    with aside(stream, inputs[0].device) as side:
+    with on_side_stream(stream, inputs[0].device) as side:
         if side is not None:
             for tensor in inputs:
                 tensor.record_stream(side)
@@ -105,7 +105,7 @@ def _copy_out(gathered: Tensor, size: Sequence[int], stride: Sequence[int], star
         _c10d.wait_tensor(gathered)  # the second copy of a buffer finds nothing to wait for, on the same stream
         return gathered.as_strided(size, stride, start).clone(memory_format=torch.contiguous_format)
 
-    with aside(stream, gathered.device) as side:
+    with on_side_stream(stream, gathered.device) as side:
         if side is None:
             copy = gathered.new_empty(size)
             torch_private.register_work(copy, _Late(lambda: copy.copy_(copied())))

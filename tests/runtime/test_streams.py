@@ -84,5 +84,5 @@ def test_fake_results_have_the_shapes_of_real_ones(op: object, operator: tuple[s
 
 def test_nothing_changes_without_a_name_or_without_streams() -> None:
     for name in ("", "copy_in"):
-        with streams.aside(name, torch.device("cpu")) as side:
+        with streams.on_side_stream(name, torch.device("cpu")) as side:
             assert side is None
