@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx import GraphModule
 
-from fxshard.ir import graph_edit, ops, tags
+from fxshard.ir import graph_edit, ops
 from fxshard.ir.graph_edit import Splicer
 from fxshard.ir.variant import PLAIN, Variant, accumulator_dtype, in_order
 from fxshard.ir.verify import baseline
@@ -86,7 +86,7 @@ def _add_input(graph: fx.Graph, place: Place, ctx: PassContext) -> fx.Node:
     key, (i, _) = place
     unit = ctx.plan.units[key]
     dtype = accumulator_dtype(unit, unit.shards[i])
-    return graph_edit.add_parameter(graph, ctx.plan, place, tags.ACCUMULATOR, dtype)
+    return graph_edit.add_parameter(graph, ctx.plan, place, "acc", dtype)
 
 
 def _accumulate(splicer: Splicer, accumulator: fx.Node, grads: Sequence[object]) -> None:

@@ -102,7 +102,7 @@ def _tag_casts_before_gather(group: LaunchGroup, flow: Dataflow) -> bool:
     for node in group.nodes:
         is_cast_of_shard = node.target in ops.CASTS and node in flow.values
         if is_cast_of_shard or not tagged.isdisjoint(node.all_input_nodes):
-            tags.tag(node, tags.STREAM, tags.COPY_IN)
+            tags.tag(node, stream=tags.COPY_IN)
             tagged.add(node)
     return bool(tagged)
 
@@ -134,7 +134,7 @@ def _copies_out(wait: fx.Node) -> list[fx.Node]:
         node = pending.pop(0)
         if node.target in ops.COPIES:
             copies.append(node)
-        elif node.target in ops.VIEWS and tags.PARAM not in tags.tags_of(node):
+        elif node.target in ops.VIEWS and not tags.meta_of(node).param:
             pending += node.users
         else:
             return []
@@ -149,12 +149,12 @@ def _launch_copy_out(copy: fx.Node, wait: fx.Node, place: fx.Node) -> fx.Node:
     with graph.inserting_after(place):
         copy_out = graph.call_function(ops.COPY_OUT, arguments)
     copy_out.meta = dict(copy.meta)
-    copy_out.meta[tags.KEY] = dict(tags.tags_of(wait))
-    tags.tag(copy_out, tags.STREAM, tags.COPY_OUT)
+    copy_out.meta[tags.KEY] = tags.meta_of(wait)
+    tags.tag(copy_out, stream=tags.COPY_OUT)
     with graph.inserting_before(copy):
         parameter = graph.call_function(collectives.WAIT, (copy_out,))
     parameter.meta = dict(copy.meta)
-    parameter.meta[tags.KEY] = tags.tags_of(copy) | tags.tags_of(wait)
+    parameter.meta[tags.KEY] = tags.meta_of(copy) | tags.meta_of(wait)
     copy.replace_all_uses_with(parameter)
     graph.erase_node(copy)
     return copy_out
@@ -179,7 +179,7 @@ def _cast_right_before_reduction(group: LaunchGroup) -> bool:
         casts = [_cast_last(node, copy_in, launch) for node in sent if (copy_in := _copy_in_from_casts(node))]
         results = launch.users if launch.target in collectives.COALESCED else ()
         for node in (*casts, launch, *results) if casts else ():
-            tags.tag(node, tags.STREAM, tags.REDUCE)
+            tags.tag(node, stream=tags.REDUCE)
         changed = changed or bool(casts)
     return changed
 
@@ -190,7 +190,7 @@ def _copy_in_from_casts(sent: fx.Node) -> list[fx.Node]:
     pending = [sent]
     while pending:
         node = pending.pop()
-        is_gradient = tags.GRAD in tags.tags_of(node)  # compute's, not ours to move
+        is_gradient = tags.meta_of(node).grads  # compute's, not ours to move
         if is_gradient or len(node.users) != 1 or node.target not in ops.CASTS | _COPY_IN:
             return []
         found.add(node)

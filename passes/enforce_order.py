@@ -8,7 +8,7 @@ import torch
 from torch.fx import GraphModule
 
 from fxshard import torch_private
-from fxshard.ir import pins
+from fxshard.ir import tags
 from fxshard.passes._base import GraphPass, PassContext, Property
 
 _WITHOUT_RESULT = (torch.ops.fxshard.addmm_acc.default,)
@@ -38,6 +38,6 @@ class EnforceOrder(GraphPass):
         nodes = {node.name: node for node in gm.graph.nodes}
         taken = (torch_private.CONTROL_DEPS, *(() if torch_private.PINS_ALL else _WITHOUT_RESULT))
         takes = [node for node in gm.graph.nodes if node.target not in taken]
-        before = {node: [nodes[name] for name in pins.names_before(node) if name in nodes] for node in takes}
+        before = {node: [nodes[name] for name in tags.meta_of(node).after if name in nodes] for node in takes}
         torch_private.run_after(gm.graph, before)
         return any(before.values())

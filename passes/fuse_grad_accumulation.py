@@ -35,7 +35,7 @@ class FuseGradAccumulation(GraphPass):
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
         """Edit `gm.graph` in place; return whether anything changed."""
-        accumulators = [n for n in gm.graph.find_nodes(op="placeholder") if tags.ACCUMULATOR in tags.tags_of(n)]
+        accumulators = [n for n in gm.graph.find_nodes(op="placeholder") if tags.meta_of(n).acc]
         fused = [_fuse(accumulator) for accumulator in accumulators]
         if any(fused):
             gm.graph.eliminate_dead_code()

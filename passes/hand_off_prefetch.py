@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 
 from fxshard.ir import collectives, dataflow, graph_edit, launch_groups, ops, pins, tags
 from fxshard.ir.dataflow import Dataflow, Flat
+from fxshard.ir.tags import ShardKey
 from fxshard.passes._base import GraphPass, PassContext, Property
 
 
@@ -54,7 +55,7 @@ class HandOffPrefetch(GraphPass):
         if len(groups) > 1 and guess and self.hands_over:
             roles[groups[-1]] = "last"
         flow = dataflow.dataflow_of(gm.graph, ctx.plan)
-        shards = {tags.tags_of(node).get(tags.SHARD): node for node in gm.graph.find_nodes(op="placeholder")}
+        shards = tags.shards_of(gm.graph)
         changed = False
         for group, role in roles.items():
             for launch in group.launches:
@@ -62,20 +63,20 @@ class HandOffPrefetch(GraphPass):
                 if arguments is None:
                     ctx.decline(launch, "it sends more than parts of one flat; it is launched in this graph")
                     continue
-                stream = tags.tags_of(launch).get(tags.STREAM, "")
+                stream = tags.meta_of(launch).stream
                 made = graph_edit.replace_launch(launch, ops.PREFETCHED_ALL_GATHER, (*arguments, role, guess, stream))
                 _keep_next_launch_behind(made)
                 changed = True
         return changed
 
 
-def _arguments(launch: fx.Node, flow: Dataflow, shards: Mapping[str | None, fx.Node]) -> tuple[object, ...] | None:
+def _arguments(launch: fx.Node, flow: Dataflow, shards: Mapping[ShardKey, fx.Node]) -> tuple[object, ...] | None:
     """The flat, the dtype and the spans that a launch sends, and its ranks; nothing if it sends anything else."""
     sent = flow.sent_by(launch)
     flats = [value for value in sent if isinstance(value, Flat)]
     if len(flats) < len(sent) or len({(flat.unit, flat.shard, flat.dtype) for flat in flats}) != 1:
         return None
-    shard = shards.get(f"{flats[0].unit}#{flats[0].shard}")
+    shard = shards.get(ShardKey(flats[0].unit, flats[0].shard))
     starts, numels = [flat.start for flat in flats], [flat.numel for flat in flats]
     ranks = collectives.world_size_of(launch), collectives.group_of(launch)
     return None if shard is None else (shard, flats[0].dtype, starts, numels, *ranks)

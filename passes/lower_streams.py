@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 
 from fxshard.ir import collectives, dataflow, graph_edit, ops, tags
 from fxshard.ir.dataflow import Flat
+from fxshard.ir.tags import ShardKey
 from fxshard.passes._base import GraphPass, PassContext, Property
 
 
@@ -35,13 +36,13 @@ class LowerStreams(GraphPass):
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
         """Edit `gm.graph` in place; return whether anything changed."""
         launches = [node for node in gm.graph.nodes if node.target in collectives.LAUNCHES]
-        tagged = [node for node in launches if tags.STREAM in tags.tags_of(node) and node.target not in _LOWERED]
+        tagged = [node for node in launches if tags.meta_of(node).stream and node.target not in _LOWERED]
         if not tagged:
             return False
         flow = dataflow.dataflow_of(gm.graph, ctx.plan)
-        shards = {tags.tags_of(node).get(tags.SHARD): node for node in gm.graph.find_nodes(op="placeholder")}
+        shards = tags.shards_of(gm.graph)
         for launch in tagged:
-            ranks = collectives.world_size_of(launch), collectives.group_of(launch), tags.tags_of(launch)[tags.STREAM]
+            ranks = collectives.world_size_of(launch), collectives.group_of(launch), tags.meta_of(launch).stream
             if launch.target in collectives.REDUCTIONS:
                 inputs, dtype = _before_casts(launch)
                 operator = collectives.arguments_of(launch)["reduce_op"]
@@ -52,7 +53,7 @@ class LowerStreams(GraphPass):
                 ctx.decline(launch, "what it sends was rewritten; it stays on the main stream")
                 continue
             with gm.graph.inserting_before(launch):
-                parts = [_part_of(shards[f"{flat.unit}#{flat.shard}"], flat) for flat in flats]
+                parts = [_part_of(shards[ShardKey(flat.unit, flat.shard)], flat) for flat in flats]
             graph_edit.replace_launch(launch, ops.ALL_GATHER_ON_STREAM, (parts, flats[0].dtype, *ranks))
         return True
 
@@ -73,5 +74,5 @@ def _part_of(shard: fx.Node, flat: Flat) -> fx.Node:
 def _before_casts(launch: fx.Node) -> tuple[list[fx.Node], torch.dtype]:
     """What a reduction sends, before the casts that run on its stream, and the dtype that they give it."""
     sent = [node for node in collectives.launch_inputs(launch) if node is not None]
-    is_cast = {node: node.target in ops.CASTS and tags.STREAM in tags.tags_of(node) for node in sent}
+    is_cast = {node: node.target in ops.CASTS and tags.meta_of(node).stream for node in sent}
     return [node.all_input_nodes[0] if is_cast[node] else node for node in sent], sent[0].meta["val"].dtype

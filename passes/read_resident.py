@@ -9,7 +9,7 @@ from torch import fx
 from torch.fx import GraphModule
 
 from fxshard import torch_private
-from fxshard.ir import collectives, graph_edit, liveness, ops, tags
+from fxshard.ir import collectives, graph_edit, liveness, ops
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.variant import PLAIN, Variant, in_order
 from fxshard.ir.verify import baseline
@@ -76,7 +76,7 @@ def _unshard_markers(graph: fx.Graph) -> dict[_Parameter, list[fx.Node]]:
 def _add_input(graph: fx.Graph, parameter: _Parameter, ctx: PassContext) -> fx.Node:
     """A new last input: the parameter, unsharded, to be waited for."""
     dtype = ctx.plan.units[parameter[0]].unsharded_dtype_of(parameter[1])
-    return graph_edit.add_parameter(graph, ctx.plan, parameter, tags.RESIDENT, dtype)
+    return graph_edit.add_parameter(graph, ctx.plan, parameter, "resident", dtype)
 
 
 def _wait_for_input(source: fx.Node, markers: list[fx.Node], taken: set[str]) -> None:
@@ -85,7 +85,7 @@ def _wait_for_input(source: fx.Node, markers: list[fx.Node], taken: set[str]) ->
     with graph.inserting_before(markers[0]):
         parameter = graph.call_function(collectives.WAIT, (source,))
     parameter.meta["val"] = source.meta["val"]
-    graph_edit.rename(parameter, source.name.removeprefix(f"{tags.RESIDENT}_"), taken)
+    graph_edit.rename(parameter, source.name.removeprefix("resident_"), taken)
     for marker in markers:
         marker.replace_all_uses_with(parameter)
         graph.erase_node(marker)

@@ -35,8 +35,8 @@ class TagParameterViews(GraphPass):
         for node in live.nodes:
             makers = (live.storages[index].maker for index in live.storages_of[node])
             for marker in filter(ops.is_unshard, makers):
-                parameter = tags.tags_of(marker)[tags.PARAM]
-                if node is not marker and node.op == "call_function" and tags.tags_of(node).get(tags.KEPT) != parameter:
-                    tags.tag(node, tags.KEPT, parameter)
+                parameter = tags.meta_of(marker).param
+                if node is not marker and node.op == "call_function" and tags.meta_of(node).kept != parameter:
+                    tags.tag(node, kept=parameter)
                     changed = True
         return changed

@@ -26,9 +26,8 @@ from torch import Tensor, fx
 
 from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.ir import tags
+from fxshard.ir.tags import NodeMeta
 from fxshard.options import Options
-
-_STATIC = {tags.SHARD, tags.ACCUMULATOR}
 
 
 def require_device(options: Options, device: torch.device) -> None:
@@ -54,7 +53,12 @@ def static_inputs(options: Options, graph: fx.Graph, given: Sequence[int]) -> li
     if not options.cudagraphs:
         return list(given)
     inputs = enumerate(graph.find_nodes(op="placeholder"))
-    return sorted({*given, *(i for i, node in inputs if _STATIC & tags.tags_of(node).keys())})
+    return sorted({*given, *(i for i, node in inputs if _is_static(tags.meta_of(node)))})
+
+
+def _is_static(meta: NodeMeta) -> bool:
+    """Whether an input stays where it is from run to run."""
+    return bool(meta.shard or meta.acc)
 
 
 def left_out(options: Options, inputs: Sequence[Any], given: Mapping[str, Any]) -> None:

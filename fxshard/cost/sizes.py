@@ -121,17 +121,16 @@ class _Measurement:
     def _known(self, node: fx.Node) -> Iterator[tuple[int, Quantity]]:
         """Storages of `node` that the plan describes, and their elements."""
         made = self.live.storages_of[node]
-        tagged = tags.tags_of(node)
-        if tags.SHARD in tagged:
-            unit, _, shard_index = tagged[tags.SHARD].rpartition("#")
-            if unit in self.units:
-                yield made[0], shard_numel(self.units[unit].shards[int(shard_index)])
+        meta = tags.meta_of(node)
+        if meta.shard is not None:
+            if meta.shard.unit in self.units:
+                yield made[0], shard_numel(self.units[meta.shard.unit].shards[meta.shard.number])
         elif ops.is_reduce_grad(node):
             key = ops.key_of(node)
             if key.unit in self.units:
                 yield made[0], shard_numel(self.units[key.unit].shards[key.shard])
-        elif tagged.get(tags.PARAM) in self.slots and not ops.is_unshard(node):
-            yield made[0], WORLD_SIZE * slot_numel(self.slots[tagged[tags.PARAM]])
+        elif meta.param in self.slots and not ops.is_unshard(node):
+            yield made[0], WORLD_SIZE * slot_numel(self.slots[meta.param])
         elif _is_elementwise(node):
             sources = self.live.storages_of[node.all_input_nodes[0]]
             yield from ((made[0], self.elements[i]) for i in sources if i in self.elements and made)
@@ -172,9 +171,9 @@ class _Measurement:
             if node.target is torch.ops.aten.slice.Tensor:
                 first = node.args[2] if len(node.args) > 2 else 0
                 start += first if isinstance(first, int) else 0
-            unit, _, shard = tags.tags_of(node).get(tags.SHARD, "").rpartition("#")
-            if shard and unit in self.units:
-                slots, end = self.units[unit].shards[int(shard)].slots, start + numel
+            shard = tags.meta_of(node).shard
+            if shard is not None and shard.unit in self.units:
+                slots, end = self.units[shard.unit].shards[shard.number].slots, start + numel
                 found = [slot for slot in slots if start <= slot.offset and slot.offset + slot.numel <= end]
                 fits = sum(slot.numel for slot in found) * self.point.world_size == numel_of(result)
                 return found if fits else ()
@@ -214,7 +213,7 @@ def _grads_into(source: fx.Node, limit: int = 4096) -> Sequence[str]:
     waiting, seen = [source], {source}
     while waiting and len(seen) < limit:
         node = waiting.pop()
-        grads = tags.grads_of(node)
+        grads = tags.meta_of(node).grads
         found |= dict.fromkeys(grads)
         sources = [] if grads else [source for source in node.all_input_nodes if source not in seen]
         seen.update(sources)

@@ -189,7 +189,7 @@ def simulate(
             for group, end in filter(None, map(filled.get, live.storages_of[node])):
                 group.exposed += max(0.0, end.time - clock.time)
                 clock = _latest(clock, end)
-        elif node in compute and (stream := tags.tags_of(node).get(tags.STREAM)):
+        elif node in compute and (stream := tags.meta_of(node).stream):
             source = next(filter(None, map(filled.get, read)), None)
             start = _latest(clock, queues.get(stream), source.end if source else None, *map(cast.get, read))
             queues[stream] = end = _after(start, compute[node], point, communicates=True)

@@ -271,7 +271,7 @@ def _difference(after: fx.Graph, expected: AllRanksRun, actual: AllRanksRun, *, 
     Launches and waits are compared only if `launches`: other passes may move other tensors under the same names.
     """
     for node in after.nodes:
-        is_ours = tags.UNIT in tags.tags_of(node)
+        is_ours = bool(tags.meta_of(node).calls)
         if node.name in expected.values and node.name in actual.values and (launches or not is_ours):
             gap = _gap(expected.values[node.name], actual.values[node.name])
             if gap is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -21,6 +21,7 @@ from fxshard.ir.collectives import Segment, SlotIndex
 from fxshard.ir.dataflow import Flat, Piece, Window
 from fxshard.ir.graph_edit import Decompositions, Splicer, Traced, rename
 from fxshard.ir.plan import FramePlan, UnitPlan, qualified
+from fxshard.ir.tags import ShardKey
 from fxshard.ir.verify import baseline, slot_layout
 
 
@@ -234,7 +235,7 @@ class CollectiveBuilder:
         values, created = self._splicer.insert(part.first_read, wait, launched, key)
         self._tag(created, f"wait_{self._name([part.unit], part.call)}", {part.unit: part.call})
         for (shard, slot), value in zip(reads, values, strict=True):
-            tags.tag(value, tags.PARAM, self.plan.parameter_name(part.unit, shard, slot))
+            tags.tag(value, param=self.plan.parameter_name(part.unit, shard, slot))
             if value in created:
                 suffix = "" if part.call == "0" else f"_call{part.call}"
                 self._names.append((value, unit.slot((shard, slot)).fqn.replace(".", "_") + suffix))
@@ -310,7 +311,7 @@ class CollectiveBuilder:
         found = dataflow.dataflow_of(self.graph, self.plan)
         for node in reversed(self.graph.nodes):
             known = node in found.values or node in found.parameters
-            if known and not node.users and node.op == "call_function" and not tags.grads_of(node):
+            if known and not node.users and node.op == "call_function" and not tags.meta_of(node).grads:
                 self.graph.erase_node(node)
         taken = {node.name for node in self.graph.nodes} - {node.name for node, _ in self._names}
         for node, name in self._names:
@@ -369,7 +370,7 @@ class _BucketReader:
         self.gradients: dict[int, Gradient] = {}  # id of a row -> the parameter whose gradient it is
 
     def run(self) -> LaunchedBuckets:
-        flats = dict(_flats(self.graph))
+        flats = tags.shards_of(self.graph)
         reads = self._reads()
         for launch in collectives.unshard_launches(self.graph):
             if bucket := self._gather(launch, reads.get(launch, {}), flats):
@@ -390,7 +391,7 @@ class _BucketReader:
         """Launch -> parameter -> its node."""
         found: dict[fx.Node, dict[tuple[str, SlotIndex], fx.Node]] = {}
         for node, value in self.flow.parameters.items():
-            place = self.places.get(tags.tags_of(node)[tags.PARAM])
+            place = self.places.get(tags.meta_of(node).param)
             if isinstance(value, Window) and value.launch is not None and place is not None:
                 found.setdefault(value.launch, {})[place] = node
         return found
@@ -399,7 +400,7 @@ class _BucketReader:
         self,
         launch: fx.Node,
         reads: dict[tuple[str, SlotIndex], fx.Node],
-        flats: dict[tuple[str, int], fx.Node],
+        flats: Mapping[ShardKey, fx.Node],
     ) -> GatherBucket | None:
         """What a launch gathers; `None` if a part of it is no unit's parameters."""
         calls, segments = tags.units_of(launch), dict[str, list[Segment]]()
@@ -410,7 +411,7 @@ class _BucketReader:
         parts = []
         for unit, cut in segments.items():
             wanted = {slot: node for (key, slot), node in reads.items() if key == unit}
-            shards = {i: flats[unit, i] for i in {segment[0][0] for segment in cut if segment}}
+            shards = {i: flats[ShardKey(unit, i)] for i in {segment[0][0] for segment in cut if segment}}
             if not wanted or not all(cut):
                 return None
             parts.append(UnitGather(unit=unit, call=calls[unit], flats=shards, segments=tuple(cut), reads=wanted))
@@ -452,17 +453,10 @@ class _BucketReader:
     def _owner(self, segments: list[slot_layout.GradientSpan]) -> tuple[str, int] | None:
         """The unit and shard whose gradient this is: every slot has its own gradient in it, or none."""
         first = next(piece for _, _, piece in segments if isinstance(piece, Piece)).concat.rows[0]
-        for fqn in tags.grads_of(first.terms[0]):
+        for fqn in tags.meta_of(first.terms[0]).grads:
             unit, (shard, _) = self.places.get(fqn, ("", (-1, 0)))
             slots = self.plan.units[unit].shards[shard].slots if shard >= 0 else ()
             rows = [(qualified(unit, slot.fqn), slot_layout.row_at(segments, slot)) for slot in slots]
-            if rows and all(row is None or name in tags.grads_of(row.terms[0]) for name, row in rows):
+            if rows and all(row is None or name in tags.meta_of(row.terms[0]).grads for name, row in rows):
                 return unit, shard
         return None
-
-
-def _flats(graph: fx.Graph) -> Iterator[tuple[tuple[str, int], fx.Node]]:
-    for node in graph.find_nodes(op="placeholder"):
-        unit, _, shard = tags.tags_of(node).get(tags.SHARD, "").rpartition("#")
-        if shard:
-            yield (unit, int(shard)), node

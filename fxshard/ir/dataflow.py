@@ -27,6 +27,7 @@ from torch import Tensor, fx
 from fxshard.ir import collectives, ops, tags
 from fxshard.ir.plan import FramePlan
 from fxshard.ir.strided import View, moved, whole
+from fxshard.ir.tags import NodeMeta
 
 aten = torch.ops.aten
 
@@ -145,25 +146,22 @@ def dataflow_of(graph: fx.Graph, plan: FramePlan) -> Dataflow:
     """Walk `graph` once; see [Note: flow]."""
     flow = Dataflow()
     for node in graph.nodes:
-        marks = tags.tags_of(node)
-        value = _describe(node, marks, flow, plan)
-        if tags.PARAM in marks:
+        meta = tags.meta_of(node)
+        value = _describe(node, meta, flow, plan)
+        if meta.param:
             flow.parameters[node] = value
             value = value if isinstance(value, Flat) else None
-        if tags.GRAD in marks:
+        if meta.grads:
             value = _leaf(node)
         if value is not None:
             flow.values[node] = value
     return flow
 
 
-def _describe(
-    node: fx.Node, marks: dict[str, str], flow: Dataflow, plan: FramePlan
-) -> Value | tuple[Value, ...] | None:
-    if node.op == "placeholder" and tags.SHARD in marks:
-        unit, _, shard = marks[tags.SHARD].rpartition("#")
-        found = plan.units[unit].shards[int(shard)]
-        return Flat(unit, int(shard), found.dtype, 0, found.numel)
+def _describe(node: fx.Node, meta: NodeMeta, flow: Dataflow, plan: FramePlan) -> Value | tuple[Value, ...] | None:
+    if node.op == "placeholder" and meta.shard is not None:
+        found = plan.units[meta.shard.unit].shards[meta.shard.number]
+        return Flat(*meta.shard, found.dtype, 0, found.numel)
     known = [n for n in node.all_input_nodes if n in flow.values]
     rule = _RULES.get(node.target) if node.op == "call_function" else None
     value = rule(node, flow, plan) if rule is not None and (known or node.target in _ZEROS) else None
@@ -289,16 +287,21 @@ def _multiply(node: fx.Node, flow: Dataflow, plan: FramePlan) -> Value | None:
 
 
 def _concat(node: fx.Node, flow: Dataflow, plan: FramePlan) -> Value | None:
-    """`_chunk_cat(rows, 0, world_size)`, its decomposition `cat(rows, 1)`, or `cat` of reduced pieces."""
+    """`_chunk_cat(rows, 0, world_size)`, its decomposition `cat(rows, 1)`, or `cat` of reduced pieces.
+
+    Rows are copies: one node may be the gradient of two parameters, and each has a row of its own.
+    """
     (members, *rest) = node.args
     listed = members if isinstance(members, list | tuple) else ()
     parts = [flow.values.get(m) if isinstance(m, fx.Node) else None for m in listed]
     if node.target is aten._chunk_cat.default:
-        rows = tuple(part for part in parts if isinstance(part, GradientRow) and part.divisor == 1)
+        rows = tuple(replace(part) for part in parts if isinstance(part, GradientRow) and part.divisor == 1)
         fits = len(rows) == len(parts) and len(rest) == 2 and rest[0] == 0 and isinstance(rest[1], int)
         return Concat(rows, rest[1], rows[0].dtype) if rows and fits else None  # type: ignore[arg-type]
     rows = tuple(
-        part for part in parts if isinstance(part, GradientRow) and len(part.view.shape) == 2 and part.divisor == 1
+        replace(part)
+        for part in parts
+        if isinstance(part, GradientRow) and len(part.view.shape) == 2 and part.divisor == 1
     )
     if rows and len(rows) == len(parts) and list(rest) in ([1], [-1]):
         return Concat(rows, rows[0].view.shape[0], rows[0].dtype)

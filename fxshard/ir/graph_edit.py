@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
@@ -25,7 +25,7 @@ from fxshard.ir.plan import FramePlan
 
 
 def add_parameter(
-    graph: fx.Graph, plan: FramePlan, place: tuple[str, SlotIndex], tag: str, dtype: torch.dtype
+    graph: fx.Graph, plan: FramePlan, place: tuple[str, SlotIndex], tag: Literal["acc", "resident"], dtype: torch.dtype
 ) -> fx.Node:
     """A new last input of the unsharded shape of a parameter.
 
@@ -46,7 +46,7 @@ def add_parameter(
     with mode:
         device = next(n.meta["val"].device for n in before if isinstance(n.meta.get("val"), Tensor))
         node.meta["val"] = torch.empty(plan.units[key].shards[i].slots[j].shape, dtype=dtype, device=device)
-    tags.tag(node, tag, name)
+    tags.tag(node, **{tag: name})
     return node
 
 
@@ -150,8 +150,8 @@ def replace_launch(launch: fx.Node, target: torch._ops.OpOverload, arguments: tu
             made.meta["val"] = [value]
             result = graph.call_function(operator.getitem, (made, 0))
             result.meta = {"val": value}
-            if tags.STREAM in tags.tags_of(launch):
-                tags.tag(result, tags.STREAM, tags.tags_of(launch)[tags.STREAM])
+            if stream := tags.meta_of(launch).stream:
+                tags.tag(result, stream=stream)
         launch.replace_all_uses_with(result)
     unread = launch.all_input_nodes
     graph.erase_node(launch)

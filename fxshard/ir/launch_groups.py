@@ -85,7 +85,8 @@ def _prepared_for(launches: Sequence[fx.Node]) -> set[fx.Node]:
     while pending:
         node = pending.pop()  # the last one: its readers are known by now
         alone = all(user in launches or user in found for user in node.users)
-        if node.op == "call_function" and alone and not {tags.GRAD, tags.PARAM} & tags.tags_of(node).keys():
+        meta = tags.meta_of(node)
+        if node.op == "call_function" and alone and not (meta.grads or meta.param):
             found.add(node)
             pending = sorted({*pending, *node.all_input_nodes})
     return found

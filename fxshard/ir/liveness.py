@@ -38,9 +38,6 @@ _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _COPIES = (torch.ops.aten.clone, torch.ops.aten.split_with_sizes_copy)
 """What copying parameters out of the gathered buffer is made of, besides views."""
 
-_UNITS = {tags.SHARD, tags.ACCUMULATOR, tags.RESIDENT}
-"""Tags of inputs that are a unit's own."""
-
 _CALLERS = ("primals_", "tangents_")
 """Names of backward's inputs that forward did not save: AOTAutograd's for parameters, inputs and incoming gradients."""
 
@@ -172,10 +169,11 @@ def unsharded_storages(live: Liveness) -> frozenset[int]:
     found: set[int] = set()
     on_the_way: set[fx.Node] = set()  # from a launch to the parameters copied out of it
     for node in live.nodes:
-        if {tags.PARAM, tags.KEPT} & tags.tags_of(node).keys() or ops.is_unshard(node):
+        meta = tags.meta_of(node)
+        if meta.param or meta.kept or ops.is_unshard(node):
             # One rank's parameter is a view of its shard, which is there anyway.
             shards = (live.storages[i].maker for i in live.storages_of[node])
-            if not any(tags.SHARD in tags.tags_of(maker) for maker in shards):
+            if not any(tags.meta_of(maker).shard for maker in shards):
                 found.update(live.storages_of[node])
         elif is_unshard_launch(node) or (_passes_on(node, live) and node.all_input_nodes[0] in on_the_way):
             on_the_way.add(node)
@@ -346,4 +344,4 @@ class _Sweep:
 
 def _is_saved(placeholder: fx.Node) -> bool:
     """Whether an input of backward is an activation that forward saved."""
-    return not placeholder.name.startswith(_CALLERS) and not _UNITS & tags.tags_of(placeholder).keys()
+    return not placeholder.name.startswith(_CALLERS) and not tags.meta_of(placeholder).is_of_unit

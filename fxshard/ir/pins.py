@@ -25,15 +25,10 @@ def pin(node: fx.Node, before: fx.Node) -> bool:
     tensor = _tensor_of(before)
     if tensor is None or {before, tensor} & set(node.all_input_nodes):
         return False
-    known = names_before(node)
+    known = tags.meta_of(node).after
     if tensor.name not in known:
-        tags.tag(node, tags.AFTER, ",".join((*known, tensor.name)))
+        tags.tag(node, after=(*known, tensor.name))
     return tensor.name not in known
-
-
-def names_before(node: fx.Node) -> list[str]:
-    """Names of the nodes that `node` is pinned behind."""
-    return [name for name in tags.tags_of(node).get(tags.AFTER, "").split(",") if name]
 
 
 def _tensor_of(node: fx.Node) -> fx.Node | None:
@@ -61,6 +56,5 @@ def inlined(graph: fx.Graph) -> fx.Graph:
         copy = copies[node] = copied.node_copy(inner, known.__getitem__)
         copy.name, copy.meta = node.name, dict(node.meta)
         if node in wrapped:
-            marks = {key: value for key, value in tags.tags_of(node).items() if key != tags.AFTER}
-            copy.meta[tags.KEY] = marks | {tags.ENFORCED: ",".join(before.name for before in node.args[0])}
+            tags.tag(copy, after=(), control_deps=tuple(before.name for before in node.args[0]))
     return copied

@@ -2,9 +2,9 @@
 
 [Note: tags]
 Passes rewrite how a parameter is gathered and how a gradient is reduced; what stays is which node *is* the unsharded
-parameter and which node *is* a gradient. Those nodes carry a tag with the parameter's FQN, so that the verifier, the
-printer and the cost model never have to guess from the shape of a graph. A pass that replaces a tagged node tags the
-new one.
+parameter and which node *is* a gradient. Those nodes carry a `NodeMeta` with the parameter's FQN, so that the verifier,
+the printer and the cost model never have to guess from the shape of a graph. A pass that replaces a tagged node tags
+the new one. The printer writes tags behind a node, each under the name that is given here:
 
     shard=blocks.0#0        a graph input that is the flat of that unit's shard 0
     input=tokens            a graph input, as the user's code calls it
@@ -22,6 +22,8 @@ new one.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -31,56 +33,119 @@ from fxshard.ir.plan import FramePlan
 
 KEY = "fxshard"
 
-SHARD, INPUT, PARAM, GRAD, UNIT = "shard", "input", "param", "grad", "unit"
-AFTER, ENFORCED = "after", "control_deps"
-ACCUMULATOR, RESIDENT, KEPT, STREAM = "acc", "resident", "kept", "stream"
-
 COPY_IN, COPY_OUT, REDUCE = "copy_in", "copy_out", "reduce"
 """Side streams: before a gather, after it, and before a reduction."""
 
-_AND = " & "  # a unit of several modules has commas in its name
+
+class ShardKey(NamedTuple):
+    """A shard: key of its unit, and which of the unit's it is."""
+
+    unit: str
+    number: int
+
+    def __str__(self) -> str:
+        """As it prints."""
+        return f"{self.unit}#{self.number}"
 
 
-def tags_of(node: fx.Node) -> dict[str, str]:
-    """The node's tags; not to be edited."""
-    found: dict[str, str] = node.meta.get(KEY, {})
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeMeta:
+    """What a node is; see [Note: tags]. Empty where it is nothing of the kind.
+
+    Attributes:
+        shard: the flat that an input is.
+        input: what the user's code calls an input.
+        param: FQN of the unsharded parameter.
+        kept: FQN of the parameter that an input of backward is a view of.
+        grads: FQNs of the parameters whose gradient it is: one sum may be the gradient of several.
+        acc: FQN of the parameter whose gradients are added up in an input.
+        resident: FQN of the parameter that an input is.
+        after: names of the nodes that it is pinned behind.
+        control_deps: names of the nodes that Inductor runs before it.
+        stream: the side stream that it runs on.
+        calls: the units that a launch or wait serves, and which call of each.
+    """
+
+    shard: ShardKey | None = None
+    input: str = ""
+    param: str = ""
+    kept: str = ""
+    grads: tuple[str, ...] = ()
+    acc: str = ""
+    resident: str = ""
+    after: tuple[str, ...] = ()
+    control_deps: tuple[str, ...] = ()
+    stream: str = ""
+    calls: tuple[tuple[str, str], ...] = ()
+
+    def __or__(self, other: NodeMeta) -> NodeMeta:
+        """What both say; where both say something, what the other one says."""
+        return replace(self, **{each.name: value for each in fields(other) if (value := getattr(other, each.name))})
+
+    @property
+    def is_of_unit(self) -> bool:
+        """Whether an input is memory of a unit."""
+        return bool(self.shard or self.acc or self.resident)
+
+    def printed(self) -> dict[str, str]:
+        """Name of a tag -> its text, sorted."""
+        texts = {
+            "acc": self.acc,
+            "after": ",".join(self.after),
+            "control_deps": ",".join(self.control_deps),
+            "grad": ",".join(self.grads),
+            "input": self.input,
+            "kept": self.kept,
+            "param": self.param,
+            "resident": self.resident,
+            "shard": str(self.shard or ""),
+            "stream": self.stream,
+            "unit": " & ".join(f"{unit}@{call}" for unit, call in self.calls),
+        }
+        return {name: text for name, text in texts.items() if text}
+
+
+_NOTHING = NodeMeta()
+
+
+def meta_of(node: fx.Node) -> NodeMeta:
+    """What the node is."""
+    found: NodeMeta = node.meta.get(KEY, _NOTHING)
     return found
 
 
-def tag(node: fx.Node, key: str, value: str) -> None:
-    """Set one tag; other nodes that share the meta dictionary are not affected."""
-    node.meta[KEY] = tags_of(node) | {key: value}
+def tag(node: fx.Node, **changes: Any) -> None:
+    """Set fields of what a node is; other nodes that share the meta dictionary's value are not affected."""
+    node.meta[KEY] = replace(meta_of(node), **changes)
 
 
 def tag_grad(node: fx.Node, fqn: str) -> None:
-    """Add a parameter whose gradient the node is: one sum may be the gradient of several."""
-    known = grads_of(node)
+    """Add a parameter whose gradient the node is."""
+    known = meta_of(node).grads
     if fqn not in known:
-        tag(node, GRAD, ",".join((*known, fqn)))
-
-
-def grads_of(node: fx.Node) -> tuple[str, ...]:
-    """The parameters whose gradient the node is."""
-    text = tags_of(node).get(GRAD)
-    return tuple(text.split(",")) if text else ()
+        tag(node, grads=(*known, fqn))
 
 
 def units_of(node: fx.Node) -> dict[str, str]:
     """The units that a launch or wait serves -> which call of each."""
-    text = tags_of(node).get(UNIT)
-    parts = [part.rpartition("@") for part in text.split(_AND)] if text is not None else []
-    return {unit: call for unit, _, call in parts}
+    return dict(meta_of(node).calls)
 
 
 def tag_units(node: fx.Node, calls: Mapping[str, str]) -> None:
     """Say which units a launch or wait serves, and which call of each."""
-    tag(node, UNIT, _AND.join(f"{unit}@{call}" for unit, call in calls.items()))
+    tag(node, calls=tuple(calls.items()))
 
 
-def resident_behind(node: fx.Node) -> str | None:
+def shards_of(graph: fx.Graph) -> dict[ShardKey, fx.Node]:
+    """The flats among the inputs of a graph."""
+    inputs = graph.find_nodes(op="placeholder")
+    return {shard: node for node in inputs if (shard := meta_of(node).shard) is not None}
+
+
+def resident_behind(node: fx.Node) -> str:
     """The parameter that `node` has waited for, if its launch is outside of the graph."""
     source = node.args[0] if collectives.is_wait(node) else None
-    return tags_of(source).get(RESIDENT) if isinstance(source, fx.Node) else None
+    return meta_of(source).resident if isinstance(source, fx.Node) else ""
 
 
 def tag_markers(graph: fx.Graph, plan: FramePlan) -> None:
@@ -96,15 +161,15 @@ def tag_markers(graph: fx.Graph, plan: FramePlan) -> None:
         if node.op == "placeholder":
             index = torch_private.input_index(node)
             if index is not None and index < len(plan.input_names) and plan.input_names[index]:
-                tag(node, INPUT, plan.input_names[index])
+                tag(node, input=plan.input_names[index])
         elif ops.is_unshard(node):
             key = ops.key_of(node)
             flat = node.args[0]
             assert isinstance(flat, fx.Node)
-            tag(flat, SHARD, f"{key.unit}#{key.shard}")
-            tag(node, PARAM, plan.parameter_name(key.unit, key.shard, ops.slot_of(node)))
-        elif (resident := resident_behind(node)) is not None:
-            tag(node, PARAM, resident)
+            tag(flat, shard=ShardKey(key.unit, key.shard))
+            tag(node, param=plan.parameter_name(key.unit, key.shard, ops.slot_of(node)))
+        elif resident := resident_behind(node):
+            tag(node, param=resident)
         elif ops.is_reduce_grad(node):
             key, grad = ops.key_of(node), node.args[0]
             assert isinstance(grad, fx.Node)

@@ -109,18 +109,17 @@ def _wanted_name(node: fx.Node) -> str | None:
         return None
     if flat := _flat_of(node):
         unit, shard = flat
-        return f"shard_{_word(unit) or 'root'}" + ("" if shard == "0" else f"_{_word(shard)}")
-    return _word(str(tags.tags_of(node).get(tags.INPUT, ""))) or None
+        return f"shard_{_word(unit) or 'root'}" + (f"_{shard}" if shard else "")
+    return _word(tags.meta_of(node).input) or None
 
 
-def _flat_of(placeholder: fx.Node) -> tuple[str, str] | None:
+def _flat_of(placeholder: fx.Node) -> tuple[str, int] | None:
     """Unit and index of the shard that an input is: from its tag, or from a marker that reads it."""
-    shard = tags.tags_of(placeholder).get(tags.SHARD)
-    if shard is None:
-        marker = next((user for user in placeholder.users if ops.is_unshard(user)), None)
-        shard = str(marker.args[1]).rpartition("@")[0] if marker is not None else ""
-    unit, hash_, index = str(shard).rpartition("#")
-    return (unit, index) if hash_ else None
+    if shard := tags.meta_of(placeholder).shard:
+        return shard
+    marker = next((user for user in placeholder.users if ops.is_unshard(user)), None)
+    unit, hash_, index = str(marker.args[1]).rpartition("@")[0].rpartition("#") if marker is not None else ("", "", "")
+    return (unit, int(index)) if hash_ and index.isdigit() else None
 
 
 def _word(text: str) -> str:
@@ -169,14 +168,14 @@ def _call(node: fx.Node, names: Names) -> str:
 
 
 def _comments(node: fx.Node, names: Names) -> str:
-    marks = dict(tags.tags_of(node))
+    marks = tags.meta_of(node).printed()
     first = []
     if node.op == "placeholder" and (flat := _flat_of(node)):
         unit, shard = flat
-        first.append(f"flat{'' if shard == '0' else ' ' + shard} of {unit or 'root'}")
-        marks.pop(tags.SHARD, None)
-    if marks.get(tags.INPUT) == names.get(node):
-        marks.pop(tags.INPUT, None)
+        first.append(f"flat{f' {shard}' if shard else ''} of {unit or 'root'}")
+        marks.pop("shard", None)
+    if marks.get("input") == names.get(node):
+        marks.pop("input", None)
     policy = node.meta.get("recompute")
     if isinstance(policy, CheckpointPolicy):
         marks["recompute"] = policy.name

@@ -1,11 +1,11 @@
 """The side streams of a device, and the ops that run on them.
 
 [Note: side streams]
-An op on a side stream *forks*: its stream first waits for what the current one has been given so far, so it may read all
-that came before. What it makes is *joined* by `wait_tensor`, as a collective's result is: the current stream waits, the
-host never does. Three rules keep memory safe, without a check at run time:
+An op on a side stream *forks*: its stream first waits for what the current one has been given so far, so it may read
+all that came before. What it makes is *joined* by `wait_tensor`, as a collective's result is: the current stream waits,
+the host never does. Three rules keep memory safe, without a check at run time:
 
-- What an op reads is kept until the join, by Inductor (`ir/launches.py` lowers these ops as collectives) or by the
+- What an op reads is kept until the join, by Inductor (`compile/inductor.py` lowers these ops as collectives) or by the
   work that the join waits for.
 - What is allocated on a side stream is freed into that stream's pool, and handed out again to an op that has forked
   after the last reader was launched. So each stream that forks has side streams of its own.

@@ -28,7 +28,7 @@ def test_flats_and_accumulators_stay_where_they_are() -> None:
     gm, ctx = traced.at("backward", after=DedupUnshard)
     graphs.run_pass(AccumulateGradients(which=Variant(accumulates=frozenset({""}))), gm, ctx)
     names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
-    accumulators = [i for i, node in enumerate(gm.graph.find_nodes(op="placeholder")) if "acc" in tags.tags_of(node)]
+    accumulators = [i for i, node in enumerate(gm.graph.find_nodes(op="placeholder")) if tags.meta_of(node).acc]
     assert len(accumulators) == 2
     assert cudagraphs.static_inputs(ON, gm.graph, [0]) == sorted({0, *accumulators}), names
     assert cudagraphs.static_inputs(OFF, gm.graph, [0]) == [0]
@@ -37,7 +37,7 @@ def test_flats_and_accumulators_stay_where_they_are() -> None:
 def test_flats_of_a_forward_stay_where_they_are() -> None:
     traced = graphs.two_layers()
     gm, _ = traced.at("forward")
-    flats = [i for i, node in enumerate(gm.graph.find_nodes(op="placeholder")) if "shard" in tags.tags_of(node)]
+    flats = [i for i, node in enumerate(gm.graph.find_nodes(op="placeholder")) if tags.meta_of(node).shard]
     assert cudagraphs.static_inputs(ON, gm.graph, ()) == flats
     assert len(flats) == 2
 

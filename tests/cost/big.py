@@ -27,7 +27,7 @@ class Builder:
         self.mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         self.dynamic = dynamic
 
-    def input(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, **tagged: str) -> fx.Node:
+    def input(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, **tagged: Any) -> fx.Node:
         """A graph input; the first dim of a matrix is symbolic if the graph is dynamic."""
         node = self.graph.placeholder(name)
         sizes = [DimDynamic.STATIC] * len(shape)
@@ -35,22 +35,20 @@ class Builder:
             sizes[0] = DimDynamic.DYNAMIC
         context: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext(dynamic_sizes=sizes)
         node.meta["val"] = self.mode.from_tensor(torch.empty(shape, dtype=dtype), symbolic_context=context)
-        for key, value in tagged.items():
-            tags.tag(node, key, value)
+        tags.tag(node, **tagged)
         return node
 
-    def call(self, target: Callable[..., Any], *args: Any, name: str | None = None, **tagged: str) -> fx.Node:
+    def call(self, target: Callable[..., Any], *args: Any, name: str | None = None, **tagged: Any) -> fx.Node:
         """A call, run on fake tensors."""
         node = self.graph.create_node("call_function", target, args, name=name)
         with self.mode:
             node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
-        for key, value in tagged.items():
-            tags.tag(node, key, value)
+        tags.tag(node, **tagged)
         return node
 
     def gather(self, flat: fx.Node, unit: str) -> fx.Node:
         """A launch."""
-        return self.call(_c10d.all_gather_into_tensor.default, flat, WORLD_SIZE, GROUP, unit=f"{unit}@0")
+        return self.call(_c10d.all_gather_into_tensor.default, flat, WORLD_SIZE, GROUP, calls=((unit, "0"),))
 
     def wait(self, launch: fx.Node) -> fx.Node:
         """Its wait."""
@@ -77,7 +75,7 @@ def graph(layers: int, *, dynamic: bool = False, pointwise: int = 90) -> tuple[f
     build = Builder(dynamic=dynamic)
     x = build.input("x", (ROWS, WIDTH))
     flats = [
-        build.input(f"flat_{i}", (unit.shards[0].numel,), shard=f"{key}#0")
+        build.input(f"flat_{i}", (unit.shards[0].numel,), shard=tags.ShardKey(key, 0))
         for i, (key, unit) in enumerate(units.items())
     ]
     saved = []

@@ -109,7 +109,7 @@ def test_leaves_what_others_read_where_it_is() -> None:
 def test_finds_no_group_of_the_users_own_collectives() -> None:
     graph = graph_of(graphs.two_layers(), "forward")
     launch, _ = collectives.unshard_launches(graph)
-    launch.meta[tags.KEY] = {}
+    launch.meta[tags.KEY] = tags.NodeMeta()
     assert [group.name for group in launch_groups.groups_of(graph, collectives.GATHERS)] == ["layers.1"]
 
 
@@ -125,7 +125,8 @@ def test_moves_nothing_along_that_compute_needs(model: str, before: str, kind: G
     for group in found:
         assert group.nodes == sorted(group.nodes)
         for node in group.nodes:
-            assert not {tags.GRAD, tags.PARAM} & tags.tags_of(node).keys()
+            assert tags.meta_of(node).grads == ()
+            assert tags.meta_of(node).param == ""
             assert (
                 node in group.launches
                 or set(node.all_input_nodes) & set(group.launches)

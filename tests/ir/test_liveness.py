@@ -217,7 +217,7 @@ def test_markers_count_as_the_parameters_they_stand_for() -> None:
 
 def test_the_parameters_of_one_rank_are_its_shards_and_not_counted() -> None:
     gm, _ = graphs.trace(graphs.Layer(), world_size=1).at("forward", after=InsertCollectives)
-    assert any(tags.PARAM in tags.tags_of(node) for node in gm.graph.nodes)
+    assert any(tags.meta_of(node).param for node in gm.graph.nodes)
     assert {used for _, used in unsharded_bytes(gm.graph)} == {0}
 
 

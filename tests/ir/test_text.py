@@ -17,7 +17,9 @@ from torch import fx, nn
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fxshard.ir import tags
 from fxshard.ir.history import snapshot
+from fxshard.ir.tags import NodeMeta, ShardKey
 from fxshard.ir.text import graph_text, name_of, node_text, window
 from tests import graphs
 
@@ -133,9 +135,9 @@ def test_shows_ten_lines_on_either_side() -> None:
 
 def test_names_inputs_as_the_user_does() -> None:
     graph, (flat, tokens, seen, tangent) = graph_of_inputs("primals_1", "primals_2", "primals_3", "tangents_1")
-    flat.meta["fxshard"] = {"shard": "layers.0#0"}
-    tokens.meta["fxshard"] = {"input": "tokens"}
-    seen.meta["fxshard"] = {"input": "batch['seen']"}
+    tags.tag(flat, shard=ShardKey("layers.0", 0))
+    tags.tag(tokens, input="tokens")
+    tags.tag(seen, input="batch['seen']")
     graph.output((graph.call_function(torch.add, (flat, tokens)), seen, tangent))
     assert_expected_inline(
         graph_text(graph),
@@ -151,7 +153,8 @@ return %add, %batch_seen, %tangents_1""",
 
 def test_numbers_the_flats_of_a_unit_that_has_several() -> None:
     _, (first, second) = graph_of_inputs("primals_1", "primals_2")
-    first.meta["fxshard"], second.meta["fxshard"] = {"shard": "#0"}, {"shard": "#1"}
+    tags.tag(first, shard=ShardKey("", 0))
+    tags.tag(second, shard=ShardKey("", 1))
     assert [node_text(first), node_text(second)] == [
         "%shard_root = input  # flat of root",
         "%shard_root_1 = input  # flat 1 of root",
@@ -168,8 +171,8 @@ def test_knows_a_flat_by_the_marker_that_reads_it() -> None:
 def test_never_prints_two_nodes_under_one_name() -> None:
     graph, (x, y, z) = graph_of_inputs("primals_1", "primals_2", "primals_3")
     for node in (x, y):
-        node.meta["fxshard"] = {"input": "add"}
-    z.meta["fxshard"] = {"input": "add.1"}
+        tags.tag(node, input="add")
+    tags.tag(z, input="add.1")
     graph.call_function(torch.add, (x, y))
     assert_expected_inline(
         graph_text(graph),
@@ -186,9 +189,9 @@ def test_never_prints_two_nodes_under_one_name() -> None:
 
 def test_sorts_what_is_known_of_a_node() -> None:
     _, (x,) = graph_of_inputs("x")
-    x.meta["fxshard"] = {"unit": "blocks.0@0", "bucket": 1}
+    tags.tag(x, calls=(("blocks.0", "0"),), stream="copy_in")
     x.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    assert node_text(x) == "%x = input  # bucket=1  # recompute=MUST_SAVE  # unit=blocks.0@0"
+    assert node_text(x) == "%x = input  # recompute=MUST_SAVE  # stream=copy_in  # unit=blocks.0@0"
 
 
 def test_leaves_out_stack_traces_and_values() -> None:
@@ -264,7 +267,7 @@ def test_names_modules_relative_to_the_model(path: str) -> None:
 @pytest.mark.slow
 def test_prints_a_large_graph_in_no_time() -> None:
     graph, (node,) = graph_of_inputs("primals_1")
-    node.meta["fxshard"] = {"shard": "#0"}
+    tags.tag(node, shard=ShardKey("", 0))
     for _ in range(30_000):
         node = graph.call_function(aten.add.Tensor, (node, node))
         node.meta |= in_module("L['self'].layers.0") | {"val": torch.empty(2, 4)}
@@ -277,7 +280,14 @@ def test_prints_a_large_graph_in_no_time() -> None:
 
 NAMES = st.text(alphabet="ab_1.#'[ ", min_size=1, max_size=6)
 WORDS = NAMES | st.just("two\nlines")
-TAGS = st.dictionaries(st.sampled_from(["input", "shard", "param", "grad", "unit"]), WORDS | st.just("a.b#0"))
+TAGS = st.builds(
+    NodeMeta,
+    input=WORDS | st.just(""),
+    shard=st.none() | st.builds(ShardKey, NAMES, st.integers(0, 2)),
+    param=WORDS | st.just(""),
+    grads=st.lists(WORDS, max_size=2).map(tuple),
+    calls=st.lists(st.tuples(WORDS, NAMES), max_size=2).map(tuple),
+)
 PATHS = st.sampled_from(["L['self']", "L['self'].a", "L['self'].a.b", "a"])
 METAS = st.fixed_dictionaries(
     {},

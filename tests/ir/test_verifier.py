@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fxshard
+from fxshard.cost.hardware import BUILTIN
+from fxshard.passes._base import GraphPass
+from fxshard.passes.bucket_collectives import BucketCollectives
+from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from tests import graphs
 from tests.steps import assert_same_step, reference_step, step
 
@@ -43,6 +49,15 @@ def test_lets_gradients_that_are_one_node_pass(model: type[nn.Module], world_siz
     torch.manual_seed(0)
     traced = graphs.trace(model(), world_size=world_size, reshard_after_forward=True)
     assert_same_step(step(traced), reference_step(traced))
+
+
+@pytest.mark.parametrize("step_", [CoalesceCollectives(), BucketCollectives(size=1e-5)])
+def test_sends_a_gradient_of_two_parameters_for_each(step_: GraphPass) -> None:
+    """Whatever launches are made of: one node is two gradients, and each is reduced into its own slot."""
+    torch.manual_seed(0)
+    traced = graphs.trace(OneGradientForTwo(), reshard_after_forward=True)
+    expensive = dataclasses.replace(BUILTIN["cpu"], gather_tensor_overhead=1e-9, reduce_tensor_overhead=1e-9)
+    assert_same_step(step(traced, step_, hardware=expensive), reference_step(traced))
 
 
 def test_tells_two_models_with_the_same_names_apart(mesh: DeviceMesh) -> None:

@@ -30,7 +30,7 @@ def take_more(graph: fx.Graph) -> Iterator[Edit]:
 
 def take_another_flat(graph: fx.Graph) -> Iterator[Edit]:
     """A part of another unit's flat."""
-    flats = [node for node in graph.nodes if tags.SHARD in tags.tags_of(node)]
+    flats = [node for node in graph.nodes if tags.meta_of(node).shard]
     for launch in nodes_of(graph, ops.PREFETCHED_ALL_GATHER):
         for flat in flats:
             if flat is not launch.args[0]:

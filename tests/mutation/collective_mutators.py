@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 
@@ -247,8 +248,8 @@ def _zeros_instead(wait: fx.Node) -> None:
 def run_a_launch_elsewhere(graph: fx.Graph) -> Iterator[Edit]:
     """A launch of what a side stream casts runs on the main stream, or on another one."""
     for launch in launch_nodes(graph):
-        if tags.STREAM in tags.tags_of(launch):
-            yield launch, edit(tags.tag, launch, tags.STREAM, "elsewhere")
+        if tags.meta_of(launch).stream:
+            yield launch, edit(functools.partial(tags.tag, launch, stream="elsewhere"))
 
 
 def write_what_is_sent(graph: fx.Graph) -> Iterator[Edit]:

@@ -45,7 +45,7 @@ def waits(graph: fx.Graph) -> list[fx.Node]:
 
 def parameters(graph: fx.Graph) -> list[fx.Node]:
     """The nodes that are an unsharded parameter."""
-    return [node for node in graph.nodes if tags.PARAM in tags.tags_of(node) and node.op == "call_function"]
+    return [node for node in graph.nodes if tags.meta_of(node).param and node.op == "call_function"]
 
 
 def slices(graph: fx.Graph) -> list[fx.Node]:
@@ -87,7 +87,7 @@ def is_gradient(value: Any) -> bool:
     if not isinstance(value, fx.Node):
         return False
     is_sum = value.target == aten.add.Tensor and all(is_gradient(a) for a in value.args)
-    return tags.GRAD in tags.tags_of(value) or is_sum
+    return bool(tags.meta_of(value).grads) or is_sum
 
 
 def markers(graph: fx.Graph) -> list[fx.Node]:

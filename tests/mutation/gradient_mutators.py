@@ -259,9 +259,9 @@ def _node_of(result: Any, graph: fx.Graph) -> fx.Node:
 
 def swap_the_tags_of_two_gradients(graph: fx.Graph) -> Iterator[Edit]:
     """A pass takes one gradient for another."""
-    found = [node for node in graph.nodes if tags.GRAD in tags.tags_of(node)]
+    found = [node for node in graph.nodes if tags.meta_of(node).grads]
     for one, other in itertools.combinations(found, 2):
-        if tags.grads_of(one) != tags.grads_of(other):
+        if tags.meta_of(one).grads != tags.meta_of(other).grads:
             yield one, edit(_swap_tags, one, other)
 
 

@@ -100,20 +100,20 @@ def _wrap(node: fx.Node, target: object, tagged: bool, *args: object) -> None:
     for reader in readers:
         reader.replace_input_with(node, wrapped)
     if tagged:
-        wrapped.meta[tags.KEY] = tags.tags_of(node)
+        wrapped.meta[tags.KEY] = tags.meta_of(node)
         del node.meta[tags.KEY]
 
 
 def swap_two_parameters(graph: fx.Graph) -> Iterator[Edit]:
     """Compute reads each of two parameters in the place of the other."""
     for one, other in alike(parameters(graph)):
-        if tags.tags_of(one)[tags.PARAM] != tags.tags_of(other)[tags.PARAM]:
+        if tags.meta_of(one).param != tags.meta_of(other).param:
             yield one, edit(swap_readers, one, other)
 
 
 def swap_two_parameters_and_their_tags(graph: fx.Graph) -> Iterator[Edit]:
     for one, other in alike(parameters(graph)):
-        if tags.tags_of(one)[tags.PARAM] != tags.tags_of(other)[tags.PARAM]:
+        if tags.meta_of(one).param != tags.meta_of(other).param:
             yield one, edit(_swap_all, one, other)
 
 
@@ -125,7 +125,7 @@ def _swap_all(one: fx.Node, other: fx.Node) -> None:
 def read_one_of_two_parameters(graph: fx.Graph) -> Iterator[Edit]:
     """One reader reads another parameter of the same shape."""
     for one, other in alike(parameters(graph)):
-        if tags.tags_of(one)[tags.PARAM] != tags.tags_of(other)[tags.PARAM]:
+        if tags.meta_of(one).param != tags.meta_of(other).param:
             for reader in compute_readers(other):
                 yield reader, edit(read_instead, reader, other, one)
 
@@ -133,7 +133,7 @@ def read_one_of_two_parameters(graph: fx.Graph) -> Iterator[Edit]:
 def read_the_parameter_of_another_call(graph: fx.Graph) -> Iterator[Edit]:
     """What was gathered for one call is read in another: after it should have been resharded."""
     for one, other in alike(parameters(graph)):
-        if tags.tags_of(one)[tags.PARAM] == tags.tags_of(other)[tags.PARAM]:
+        if tags.meta_of(one).param == tags.meta_of(other).param:
             for reader in compute_readers(other):
                 yield reader, edit(read_instead, reader, other, one)
 
@@ -171,9 +171,9 @@ def leave_a_marker(graph: fx.Graph) -> Iterator[Edit]:
 
 
 def _mark(node: fx.Node) -> None:
-    flat = next(n for n in node.graph.nodes if tags.SHARD in tags.tags_of(n))
+    flat = next(n for n in node.graph.nodes if tags.meta_of(n).shard)
     shape, dtype = list(node.meta["val"].shape), node.meta["val"].dtype
-    key = tags.tags_of(flat)[tags.SHARD] + "@0"
+    key = f"{tags.meta_of(flat).shard}@0"
     marker = insert_like(node, ops.UNSHARD, flat, key, 0, shape, dtype)
     node.replace_all_uses_with(marker)
 

@@ -240,7 +240,7 @@ class FailsToFinish(GraphPass):
     """Refuses the last microbatch's backward on rank 1."""
 
     def apply(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
-        waits = any(tags.ACCUMULATOR in tags.tags_of(node) for node in gm.graph.find_nodes(op="placeholder"))
+        waits = any(tags.meta_of(node).acc for node in gm.graph.find_nodes(op="placeholder"))
         if dist.get_rank() == 1 and waits and collectives.reduce_launches(gm.graph):
             raise UnsupportedGraph("not on this rank")
         return False

@@ -39,7 +39,7 @@ def assigned(model: str, kind: GraphKind, mode: str, before: str = "scheduled") 
 
 def on(graph: fx.Graph, stream: str) -> list[fx.Node]:
     """What runs on a side stream."""
-    return [node for node in graph.nodes if tags.tags_of(node).get(tags.STREAM) == stream]
+    return [node for node in graph.nodes if tags.meta_of(node).stream == stream]
 
 
 @pytest.mark.parametrize("kind", SPLIT)
@@ -106,7 +106,7 @@ def test_copies_begin_behind_the_launch_and_are_waited_for_where_they_were() -> 
         for copy in copies:
             (wait,) = copy.users
             assert wait.target is collectives.WAIT
-            assert tags.STREAM not in tags.tags_of(wait)
+            assert not tags.meta_of(wait).stream
 
 
 def test_a_cast_and_what_sends_it_share_a_stream() -> None:
@@ -167,12 +167,12 @@ def _read_without_waiting(graph: fx.Graph) -> None:
 
 def _read_a_cast_on_the_main_stream(graph: fx.Graph) -> None:
     launch = collectives.unshard_launches(graph)[0]
-    tags.tag(launch, tags.STREAM, "reduce")
+    tags.tag(launch, stream="reduce")
 
 
 def _compute_with_two_tensors(graph: fx.Graph) -> None:
     product = graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)[-1]
-    tags.tag(product, tags.STREAM, "copy_out")
+    tags.tag(product, stream="copy_out")
 
 
 def _write_what_is_sent(graph: fx.Graph) -> None:

@@ -153,7 +153,7 @@ def test_leaves_a_launch_of_something_else_alone_and_says_so() -> None:
     gm, ctx = graphs.two_layers().at("forward", after=InsertCollectives)
     launch, *_ = collectives.unshard_launches(gm.graph)
     with gm.graph.inserting_before(launch):
-        x = next(node for node in gm.graph.find_nodes(op="placeholder") if tags.SHARD not in tags.tags_of(node))
+        x = next(node for node in gm.graph.find_nodes(op="placeholder") if tags.meta_of(node).shard is None)
         other = gm.graph.call_function(collectives.ALL_GATHER, (x, 2, "0"))
         other.meta["val"] = torch.empty(4, 4, device="meta")
         waited = gm.graph.call_function(collectives.WAIT, (other,))

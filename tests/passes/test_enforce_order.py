@@ -8,7 +8,7 @@ from torch import fx
 
 from fxshard import torch_private
 from fxshard.errors import InvariantError
-from fxshard.ir import ops, pins, tags
+from fxshard.ir import ops, tags
 from fxshard.ir.text import graph_text
 from fxshard.passes._base import GraphKind, PassContext
 from fxshard.passes.enforce_order import EnforceOrder
@@ -37,7 +37,7 @@ def test_pins_become_dependencies(kind: GraphKind) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_what_is_inside_is_the_graph_as_it_was(model: str, kind: GraphKind) -> None:
     gm, ctx = after_passes(model_of(model), kind, *SCHEDULE, PinOrder())
-    before, pinned = text(gm), {n.name for n in gm.graph.nodes if pins.names_before(n)}
+    before, pinned = text(gm), {n.name for n in gm.graph.nodes if tags.meta_of(n).after}
     run_pass(EnforceOrder(), gm, ctx)
     assert {node.name for node in wrapped(gm.graph)} == pinned
     assert text(gm) == before.replace("# after=", "# control_deps=")
@@ -72,7 +72,7 @@ def test_a_node_without_a_result_is_left_where_torch_cannot_pin_it(monkeypatch: 
     product = next(node for node in gm.graph.nodes if node.name == "mm")
     with gm.graph.inserting_after(product):
         added = gm.graph.call_function(ops.ADDMM_ACC, (product, product, product))
-    tags.tag(added, tags.AFTER, "unshard_layers_1")
+    tags.tag(added, after=("unshard_layers_1",))
     monkeypatch.setattr(torch_private, "PINS_ALL", False)
     assert not EnforceOrder().apply(gm, ctx)
 

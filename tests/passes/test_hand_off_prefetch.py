@@ -95,7 +95,7 @@ def test_the_next_launch_is_pinned_behind() -> None:
     gm, _ = handed_off("four_layers", "forward", *SCHEDULE, PinOrder())
     first, second, *_ = collectives.unshard_launches(gm.graph)
     (result,) = first.users
-    assert result.name in second.meta["fxshard"]["after"].split(",")
+    assert result.name in tags.meta_of(second).after
 
 
 @pytest.mark.parametrize("kind", SPLIT)
@@ -126,11 +126,11 @@ def _as_much_of_another_part(launch: fx.Node) -> None:
 
 
 def _an_input_of_the_users(launch: fx.Node) -> None:
-    launch.update_arg(0, next(n for n in launch.graph.nodes if tags.INPUT in tags.tags_of(n)))
+    launch.update_arg(0, next(n for n in launch.graph.nodes if tags.meta_of(n).input))
 
 
 def _another_unit(launch: fx.Node) -> None:
-    shards = [node for node in launch.graph.nodes if tags.SHARD in tags.tags_of(node)]
+    shards = [node for node in launch.graph.nodes if tags.meta_of(node).shard]
     launch.update_arg(0, next(shard for shard in shards if shard is not launch.args[0]))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fxshard.errors import InvariantError
-from fxshard.ir import collectives, launches, ops
+from fxshard.ir import collectives, launches, ops, tags
 from fxshard.passes._base import GraphKind, GraphPass, PassContext
 from fxshard.passes.assign_streams import AssignStreams
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
@@ -105,7 +105,7 @@ def _another_operator(launch: fx.Node) -> None:
 
 
 def _another_gradient(launch: fx.Node) -> None:
-    gradients = [n for n in launch.graph.nodes if "grad" in n.meta.get("fxshard", {})]
+    gradients = [n for n in launch.graph.nodes if tags.meta_of(n).grads]
     launch.update_arg(0, [gradients[0]])
 
 

@@ -61,8 +61,8 @@ def pins(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Each pinned node, and the one which it must come after."""
     by_name = {node.name: node for node in graph.nodes}
     for node in graph.nodes:
-        if tags.AFTER in tags.tags_of(node):
-            yield node, by_name[tags.tags_of(node)[tags.AFTER]]
+        for name in tags.meta_of(node).after:
+            yield node, by_name[name]
 
 
 def is_collective(node: fx.Node) -> bool:
@@ -146,11 +146,11 @@ def test_says_nothing_of_a_collective_that_reads_the_kernel() -> None:
     (product, *_) = [node for node in gm.graph.nodes if launches.is_kernel(node)]
     launch, *_ = collectives.reduce_launches(gm.graph)
     run_pass(PinOrder(), gm, ctx)
-    assert tags.tags_of(launch)[tags.AFTER] == product.name
+    assert tags.meta_of(launch).after == (product.name,)
     launch.replace_input_with(launch.all_input_nodes[0], product)
-    launch.meta["fxshard"] = {key: value for key, value in tags.tags_of(launch).items() if key != tags.AFTER}
+    tags.tag(launch, after=())
     PinOrder().apply(gm, ctx)
-    assert tags.AFTER not in tags.tags_of(launch)
+    assert not tags.meta_of(launch).after
 
 
 def test_pins_to_a_tensor_of_a_kernel_that_gives_several() -> None:

@@ -48,8 +48,8 @@ def test_gathers_the_units_that_are_not_resident() -> None:
 def test_reads_one_input_in_all_calls_of_a_unit() -> None:
     traced = graphs.called_twice()
     gm, _ = resident(traced, "forward", Variant(resident=frozenset(traced.plan.units)))
-    inputs = [node for node in gm.graph.find_nodes(op="placeholder") if tags.RESIDENT in tags.tags_of(node)]
-    names = [tags.tags_of(node)[tags.RESIDENT] for node in inputs]
+    inputs = [node for node in gm.graph.find_nodes(op="placeholder") if tags.meta_of(node).resident]
+    names = [tags.meta_of(node).resident for node in inputs]
     assert len(names) == len(set(names)) > 0
 
 

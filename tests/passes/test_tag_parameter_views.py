@@ -17,7 +17,7 @@ def test_views_of_parameters_say_whose_they_are() -> None:
 
 def test_what_forward_saves_is_known_in_backward() -> None:
     gm, _ = graphs.two_layers(reshard_after_forward=False).at("backward")
-    kept = {tags.tags_of(node).get(tags.KEPT) for node in gm.graph.find_nodes(op="placeholder")}
+    kept = {tags.meta_of(node).kept for node in gm.graph.find_nodes(op="placeholder")}
     assert "layers.1.weight" in kept
 
 

@@ -78,7 +78,7 @@ class Subject:
 
     def is_ours(self, launch: fx.Node) -> bool:
         """Whether a launch is tagged with a unit or sends something that belongs to one."""
-        if tags.UNIT in tags.tags_of(launch):
+        if tags.meta_of(launch).calls:
             return True
         return Property.LOWERED not in self.properties and any(n in self.flow.values for n in launch.all_input_nodes)
 
@@ -102,7 +102,7 @@ class Subject:
         """FQN -> the nodes tagged as its gradients."""
         found: dict[str, set[fx.Node]] = {}
         for node in self.graph.nodes:
-            for fqn in tags.grads_of(node):
+            for fqn in tags.meta_of(node).grads:
                 found.setdefault(fqn, set()).add(node)
         return found
 
@@ -122,7 +122,7 @@ class Subject:
         launch = value.launch if isinstance(value, dataflow.Window) else None
         unit = value.flat.unit if isinstance(value, dataflow.Window) else value.unit
         call = tags.units_of(launch).get(unit, "") if launch is not None else ""
-        return (_parameter(unit, tags.tags_of(node)[tags.PARAM]), call or None), (f"%{node.name}", None)
+        return (_parameter(unit, tags.meta_of(node).param), call or None), (f"%{node.name}", None)
 
     @functools.cached_property
     def results(self) -> list[fx.node.Argument]:
@@ -160,7 +160,7 @@ def baseline_of(
 ) -> Baseline:
     """The baseline of a graph whose markers are tagged and which no pass of the stage has touched yet."""
     results = results_of(graph)
-    launched = [n for n in graph.nodes if n.target in collectives.LAUNCHES and tags.UNIT in tags.tags_of(n)]
+    launched = [n for n in graph.nodes if n.target in collectives.LAUNCHES and tags.meta_of(n).calls]
     flow = dataflow.dataflow_of(graph, plan) if launched else Dataflow()
     summands = {i: ops.reduce_markers(result) for i, result in enumerate(results)}
     gradients = {i: (ops.key_of(m[0]).unit, ops.key_of(m[0]).shard) for i, m in summands.items() if m}

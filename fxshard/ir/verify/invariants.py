@@ -37,8 +37,7 @@ def markers_match_the_plan(subject: Subject) -> Iterator[Violation]:
                 yield node, f"the shard of {slot.fqn} has {shard.numel} elements of {shard.dtype}"
             continue
         key, flat = ops.key_of(node), node.args[0]
-        marks = tags.tags_of(flat) if isinstance(flat, fx.Node) else {}
-        if marks.get(tags.SHARD) != f"{key.unit}#{key.shard}":
+        if not isinstance(flat, fx.Node) or tags.meta_of(flat).shard != (key.unit, key.shard):
             yield node, f"it reads {_name(flat)}, which is not the flat of shard {key.shard} of unit {key.unit!r}"
         shape, dtype = node.args[3:5]
         if (tuple(shape), dtype) != (slot.shape, unit.unsharded_dtype(shard)):
@@ -116,12 +115,12 @@ def _not_waited_for(result: fx.Node) -> Iterator[str]:
 def side_streams_meet_the_main_one_at_waits(subject: Subject) -> Iterator[Violation]:
     """What a side stream makes is read there, or by what waits for it; no compute there reads more than one tensor."""
     for node in subject.graph.nodes:
-        here = tags.tags_of(node).get(tags.STREAM)
-        if here is not None and not collectives.is_launch(node) and len(node.all_input_nodes) > 1:
+        here = tags.meta_of(node).stream
+        if here and not collectives.is_launch(node) and len(node.all_input_nodes) > 1:
             yield node, "until the wait Inductor keeps the first tensor that it reads, and frees the others"
         for source in node.all_input_nodes:
-            there = tags.tags_of(source).get(tags.STREAM)
-            if there not in (None, here) and node.target not in (collectives.WAIT, ops.COPY_OUT):
+            there = tags.meta_of(source).stream
+            if there not in ("", here) and node.target not in (collectives.WAIT, ops.COPY_OUT):
                 where = f"stream {here}" if here else "the main stream"
                 yield node, f"it runs on {where} and reads {_name(source)} of stream {there} without a wait"
 
@@ -143,7 +142,7 @@ def collectives_keep_their_order(subject: Subject) -> Iterator[Violation]:
 
 def launches_send_what_they_sent(subject: Subject) -> Iterator[Violation]:
     """A launch sends the parts of flats and the gradients that it sent when the launches became final."""
-    launches = [launch for launch in subject.launches if tags.UNIT in tags.tags_of(launch)]
+    launches = [launch for launch in subject.launches if tags.meta_of(launch).calls]
     names = {f"%{node.name}" for node in subject.graph.nodes}
     for launch, expected in zip(launches, subject.baseline.payloads, strict=False):
         found = baseline.payload_of(launch, subject.flow)
@@ -172,7 +171,7 @@ def buffers_in_flight_are_waited_for(subject: Subject) -> Iterator[Violation]:
                 if node.target is ops.COPY_OUT and value.copied is None:
                     continue  # it waits itself
                 yield node, f"it reads {_name(source)}, which no wait has completed"
-        if is_wait and tags.UNIT in tags.tags_of(node):
+        if is_wait and tags.meta_of(node).calls:
             if not any(isinstance(value, dataflow.InFlight) for value in values.values()):
                 yield node, "it waits for something that no launch returned"
 
@@ -208,7 +207,7 @@ def parameters_are_their_slots(subject: Subject) -> Iterator[Violation]:
     """An unsharded parameter is exactly its slot of what was gathered: every rank's rows, without the padding."""
     units = subject.baseline.plan.units
     for node, value in subject.flow.parameters.items():
-        fqn = tags.tags_of(node)[tags.PARAM]
+        fqn = tags.meta_of(node).param
         if _is_saved(node):
             continue  # forward made it, and forward's own graph is verified
         found = subject.slots.get(fqn, [])
@@ -278,7 +277,7 @@ def gradients_are_reduced_once(subject: Subject) -> Iterator[Violation]:
     counts = Counter(id(row) for _, row in sent)
     for launch, row in sent:
         if counts[id(row)] > placed[id(row)] and not subject.baseline.had_launches:
-            names = ", ".join(tags.grads_of(row.terms[0]))
+            names = ", ".join(tags.meta_of(row.terms[0]).grads)
             slots = f"{placed[id(row)]} slots"
             yield launch, f"the gradient of {names} is sent {counts[id(row)]} times, and lies in {slots}"
 
@@ -387,7 +386,7 @@ def _rows(subject: Subject, launch: fx.Node) -> tuple[dataflow.GradientRow, ...]
 
 
 def _wrong_terms(subject: Subject, fqn: str, row: dataflow.GradientRow, promised: int) -> Iterator[str]:
-    foreign = [_name(term) for term in row.terms if fqn not in tags.grads_of(term)]
+    foreign = [_name(term) for term in row.terms if fqn not in tags.meta_of(term).grads]
     if foreign:
         yield f"in the slot of {fqn} is {', '.join(foreign)}, which is not its gradient"
     elif len(row.terms) != promised:
@@ -398,11 +397,11 @@ def _wrong_terms(subject: Subject, fqn: str, row: dataflow.GradientRow, promised
 
 def _is_saved(node: fx.Node) -> bool:
     """Whether a parameter is one that forward saved for backward."""
-    return node.op == "placeholder" and tags.SHARD not in tags.tags_of(node)
+    return node.op == "placeholder" and tags.meta_of(node).shard is None
 
 
 def _reshards(subject: Subject, parameter: fx.Node) -> bool:
-    found = subject.slots.get(tags.tags_of(parameter)[tags.PARAM], [])
+    found = subject.slots.get(tags.meta_of(parameter).param, [])
     units = [subject.baseline.plan.units[key] for key, _, _ in found]
     return bool(units) and all(unit.world_size > 1 and unit.regathers for unit in units)
 
@@ -410,7 +409,7 @@ def _reshards(subject: Subject, parameter: fx.Node) -> bool:
 def _parameter_behind(value: fx.node.Argument) -> fx.Node | None:
     """The parameter that a saved value only casts, views or copies."""
     while isinstance(value, fx.Node):
-        if tags.PARAM in tags.tags_of(value):
+        if tags.meta_of(value).param:
             return value
         if value.target not in ops.MOVEMENT and value.target is not operator.getitem:
             return None
