@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fxshard.passes.pipeline import DEFAULT
+from fxshard.passes.pipeline import DEFAULT, default
 
 pytestmark = pytest.mark.commands
 
@@ -58,7 +58,9 @@ def artefacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def test_tlparse_shows_the_graph_after_every_pass(artefacts: dict[str, str]) -> None:
+    codegen = default(lower="eager").codegen
     stages = {"joint": DEFAULT.joint, "forward": DEFAULT.split, "backward": DEFAULT.split}
+    stages |= {"forward_codegen": codegen, "backward_codegen": codegen}
     expected = {
         f"fxshard_{stage}_{place:02}_{name}"
         for stage, passes in stages.items()
