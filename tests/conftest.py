@@ -38,6 +38,8 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what `--draw` does not draw, of those that `-m` and `-k` have left."""
     one_in = config.getoption("--draw")
+    if one_in < 1:
+        raise pytest.UsageError(f"--draw must be at least 1, got {one_in}: it runs one test in so many.")
     left_out = [item for item in items if one_in > 1 and not is_drawn(item.nodeid, one_in=one_in)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
