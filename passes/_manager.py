@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from fxshard import torch_private
 from fxshard.errors import InvariantError
 from fxshard.ir import pins, tags
-from fxshard.ir.history import CAPTURED, PassResult
+from fxshard.ir.history import CAPTURED, PassResult, snapshot
 from fxshard.ir.verify import baseline, verifier
 from fxshard.passes._base import GraphPass, PassContext, Property
 
@@ -19,7 +19,13 @@ _log = logging.getLogger(__name__)
 
 
 def run(
-    gm: GraphModule, passes: Sequence[GraphPass], ctx: PassContext, *, given: Iterable[Property], stage: str = ""
+    gm: GraphModule,
+    passes: Sequence[GraphPass],
+    ctx: PassContext,
+    *,
+    given: Iterable[Property],
+    stage: str = "",
+    follows: PassResult | None = None,
 ) -> bool:
     """Apply `passes` in order.
 
@@ -29,6 +35,7 @@ def run(
         ctx: handed to every pass.
         given: properties that hold before the first pass.
         stage: what the history calls it; by default the kind of the graph.
+        follows: what the history kept of the same graph last, if nothing has touched it since.
 
     Returns:
         Whether any pass changed the graph.
@@ -41,7 +48,8 @@ def run(
     check_properties(passes, given)
     properties = set(given)
     agreed = _agree(gm, ctx, properties)
-    stage = ctx.history.begin(stage or ctx.kind, gm.graph, "as the stage received it")
+    kept = snapshot(gm.graph) if follows is None else follows.graph
+    stage = ctx.history.begin(stage or ctx.kind, kept, "as the stage received it")
     _publish(ctx.history.stages[stage][CAPTURED], "00/00")
     before = len(ctx.history.stages[stage])
     for i, step in enumerate(passes):

@@ -85,13 +85,16 @@ class Stages:
 
     def last(self, gm: fx.GraphModule, kind: GraphKind) -> None:
         """Run the last and the codegen stage of one graph, in place; the latter on a copy where no code is made."""
+        # The interpreter has no passes of its own between the split stage and this one.
+        kept = self.history.last() if self.options.lower == "eager" else None
         if self.pipeline.last:
             stage = f"{self._named(kind)}_last"
-            _manager.run(gm, self.pipeline.last, self._context(kind), given=LAST_GIVEN, stage=stage)
+            _manager.run(gm, self.pipeline.last, self._context(kind), given=LAST_GIVEN, stage=stage, follows=kept)
+            kept = self.history.last()
         if not self.generate_code:
             gm = fx.GraphModule(gm, snapshot(gm.graph))
         given, stage = codegen_given(self.options), f"{self._named(kind)}_codegen"
-        _manager.run(gm, self.pipeline.codegen, self._context(kind), given=given, stage=stage)
+        _manager.run(gm, self.pipeline.codegen, self._context(kind), given=given, stage=stage, follows=kept)
 
     @functools.cached_property
     def digest(self) -> str | None:

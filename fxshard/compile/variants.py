@@ -56,7 +56,7 @@ def lower(
         generate_code: whether Inductor gets as far as code; without, the graphs are interpreted node by node, and
             backward is compiled at once even where AOTAutograd would wait for its first run.
     """
-    frame.history.begin("dynamo", gm.graph, "as Dynamo captured it")
+    frame.history.begin("dynamo", snapshot(gm.graph), "as Dynamo captured it")
     stages = Stages(frame, pipeline, options, generate_code=generate_code)
     frame.compiled = Compilation(stages).run(gm, inputs)
 
@@ -181,7 +181,7 @@ class Compilation:
             hardware=self._frame.hardware,
             unsharded_budget_bytes=self._frame.unsharded_budget_bytes,
         )
-        frame.history.begin("dynamo", gm.graph, "as Dynamo captured it")
+        frame.history.begin("dynamo", graph, "as Dynamo captured it")
         with self._context.restored():
             stages = Stages(
                 frame,

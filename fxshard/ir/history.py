@@ -68,15 +68,13 @@ class PassHistory:
     stages: dict[str, dict[str, PassResult]] = field(default_factory=dict)
 
     def begin(self, stage: str, graph: fx.Graph, description: str) -> str:
-        """Open a stage with the graph as it is.
+        """Open a stage with a graph that nobody edits any more.
 
         Returns:
             The stage's name, with a number where a graph of this kind was compiled before.
         """
         name = _unused(stage, self.stages)
-        first = PassResult(
-            name=CAPTURED, stage=name, description=description, graph=snapshot(graph), changed=True, seconds=0
-        )
+        first = PassResult(name=CAPTURED, stage=name, description=description, graph=graph, changed=True, seconds=0)
         self.stages[name] = {CAPTURED: first}
         return name
 
@@ -107,9 +105,10 @@ class PassHistory:
             notes=tuple(notes),
         )
 
-    def last(self, stage: str) -> PassResult:
-        """The newest record of a stage."""
-        return next(reversed(self.stages[stage].values()))
+    def last(self, stage: str | None = None) -> PassResult:
+        """The newest result of a stage; by default of the newest stage."""
+        records = next(reversed(self.stages.values())) if stage is None else self.stages[stage]
+        return next(reversed(records.values()))
 
     def __iter__(self) -> Iterator[PassResult]:
         """All records, stage by stage."""
