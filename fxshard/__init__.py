@@ -77,7 +77,7 @@ if not TYPE_CHECKING:  # a misspelt name is an error for type checkers
     _RENAMED = {"Decline": "Remark", "Fact": "Property", "Record": "PassResult"}
 
     def __getattr__(name: str) -> Any:
-        """Names that they had before, with a warning."""
+        """Give names of before, with a warning."""
         if name not in _RENAMED:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         warnings.warn(f"fxshard.{name} is now fxshard.{_RENAMED[name]}.", DeprecationWarning, stacklevel=2)

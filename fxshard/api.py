@@ -64,16 +64,16 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> Any:
-    """Shard the parameters of `module` over the data-parallel ranks, in place; torch's FSDP2 `fully_shard`, compiled.
+    """Shard the parameters of `module` over the data-parallel ranks, in place, as torch's FSDP2 does.
 
-    Call it bottom-up. Each call makes one unit of the parameters that no earlier call has taken: they are gathered
-    together and their gradients are reduced together. Parameters become `DTensor(Shard(0))`; optimizers, `state_dict`,
-    `torch.distributed.checkpoint` and `clip_grad_norm_` work on them. Then `torch.compile(module, backend="fxshard")`.
+    Call it bottom-up, then `torch.compile(module, backend="fxshard")`. Each call makes one unit of the parameters that
+    no earlier call has taken: they are gathered together and their gradients are reduced together. Parameters become
+    `DTensor(Shard(0))`; optimizers, `state_dict`, `torch.distributed.checkpoint` and `clip_grad_norm_` work on them.
 
     Args:
         module: the module, or a list of modules that make one unit together.
-        mesh: 1-D device mesh of the ranks that share the parameters; default: all ranks (a process group is
-            initialised if there is none).
+        mesh: 1-D device mesh of the ranks that share the parameters; default: all ranks, with a new process group if
+            there is none.
         reshard_after_forward: True frees the gathered parameters after forward and gathers them again in backward;
             False keeps them; None is False for the outermost module and True for the others. Compiled code only: a
             model that runs eagerly keeps what autograd saved until its backward.
@@ -115,7 +115,7 @@ class CompiledGraph:
 
     Attributes:
         kind: "forward", "backward" or "inference".
-        text: the graph, one node per line (`ir/text.py`).
+        text: one node per line (`ir/text.py`).
         collectives: "all_gather" and "reduce_scatter" -> how many the graph launches; absent where none.
     """
 
@@ -125,12 +125,9 @@ class CompiledGraph:
 
 
 def compiled_graphs(module: nn.Module) -> list[CompiledGraph]:
-    """The graphs that were compiled for a sharded module, after all passes, in the order in which they were compiled.
+    """Return the graphs of a sharded module after all passes, in the order in which they were compiled.
 
-    `fxshard.explanation_of` has them after every pass.
-
-    Args:
-        module: sharded by `fully_shard` or by the one-line path; compiled or plain.
+    `module` may be compiled or plain. `fxshard.explanation_of` has the graphs after every pass.
     """
     return [_compiled_graph(kind, graph) for frame in frames_of(module) for kind, graph in _final_graphs(frame)]
 
@@ -164,7 +161,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     block ends, also by an exception, every unit is as it was; see `ShardedModule.set_requires_gradient_sync`.
 
     Args:
-        module: sharded by `fully_shard`, or to be sharded by the first call of a compiled model inside the block.
+        module: sharded by `fully_shard`, or by the first call of a compiled model inside the block.
 
     Raises:
         ConfigError: it is no module.
@@ -179,7 +176,7 @@ def release_accumulators(module: nn.Module) -> None:
     """Free the memory in which gradients of microbatches are added up; the next `no_sync` allocates it again.
 
     Raises:
-        ConfigError: gradients wait in it to be reduced.
+        ConfigError: `module` is no module, or gradients in it wait to be reduced.
     """
     if not isinstance(module, nn.Module):
         raise ConfigError(f"release_accumulators expects the model, got {type(module).__name__}.")

@@ -22,7 +22,6 @@ class InvariantError(FxshardError, AssertionError):
     """A graph or the runtime broke one of fxshard's own rules: a bug in fxshard, or in a third-party pass."""
 
     def __init__(self, message: str) -> None:
-        """Append where to report it."""
         super().__init__(f"{message}\nThis is a bug in fxshard or in a pass that was added to it: please report it.")
 
 
@@ -38,5 +37,4 @@ class MissingExtraError(FxshardError, ImportError):
     """An optional dependency is needed; the message is the pip line that installs it."""
 
     def __init__(self, package: str, extra: str) -> None:
-        """Name the package that is missing and the extra that brings it."""
         super().__init__(f"{package} is not installed. Type: python -m pip install 'fxshard[{extra}]'")

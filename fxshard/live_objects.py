@@ -1,8 +1,8 @@
 """Objects that are alive, also those that `gc.freeze()` has hidden.
 
-Training programs freeze what they have set up, so that the garbage collector does not look through it in every step.
-`gc.get_objects()` and `gc.get_referrers()` then overlook it: an optimizer that is not found would train nothing. There
-is no looking at frozen objects, and to freeze again would keep for ever whatever is alive by now, so they stay thawed.
+Training programs freeze what they have set up, to spare the garbage collector. `gc.get_objects()` and
+`gc.get_referrers()` then overlook it, and an optimizer that is not found would train nothing. Frozen objects cannot be
+listed, and freezing again would keep for ever whatever is alive by now, so they stay thawed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 def instances_of(kind: type[T], *, thaw: bool = True) -> list[T]:
-    """All objects whose class is `kind` or derived from it, whatever their `__class__` pretends.
-
-    Args:
-        kind: of object.
-        thaw: whether frozen ones count, which thaws them.
-    """
+    """Return all objects of class `kind` or a subclass, whatever `__class__` pretends; with `thaw` also frozen ones."""
     if thaw:
         _thaw()
     classes = _derived_from(kind)  # to look a class up is faster than `issubclass`
@@ -32,7 +27,7 @@ def instances_of(kind: type[T], *, thaw: bool = True) -> list[T]:
 
 
 def referrers_of(*targets: object) -> list[Any]:
-    """All containers that hold one of `targets`."""
+    """Return all containers that hold one of `targets`."""
     _thaw()
     return [found for found in gc.get_referrers(*targets) if found is not targets]
 

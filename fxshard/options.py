@@ -48,22 +48,21 @@ class Options:
         reduce_dtype: dtype of gradient reduction, for the one-line path only.
         bucket: what one launch moves: "unit", "auto" (merge what is too small for the link, split what is too large),
             or MiB of the whole buffer that a launch is filled up to.
-        prefetch: how many units ahead an all_gather is launched; 0 or "off": none; "auto": for each unit as many as it
-            takes to hide it, by the cost model; and without a memory budget the last unit of forward stays for
-            backward, unless `reshard_after_forward` says otherwise. What a module was told by
-            `set_modules_to_forward_prefetch` or `set_modules_to_backward_prefetch` wins.
+        prefetch: how many units ahead an all_gather is launched; 0 or "off": none; "auto": for each unit as many as the
+            cost model needs to hide it, and without a memory budget the last unit of forward stays for backward, unless
+            `reshard_after_forward` says otherwise. The modules' own prefetch lists win.
+        reduce_scatter_max_input_buffers: reductions whose inputs may be alive at once.
         memory_budget_gib: what unsharded parameters may take at any time in a graph; gathers are merged and launched
             ahead only within it, and for another graph only where a list says so.
         resident_gib: what parameters of the whole model may take that stay unsharded from one microbatch to the next
             while gradients are not reduced (`no_sync`); those go first that save the most communication per byte.
-        reduce_scatter_max_input_buffers: reductions whose inputs may be alive at once.
-        separate_reduce_scatter_group: reductions get a process group of their own, so that they can be on the link
-            beside gathers; for the one-line path only. After `fully_shard`: `set_separate_reduce_scatter_group`.
+        separate_reduce_scatter_group: reductions get a process group of their own, to be on the link beside gathers;
+            for the one-line path only, see `ShardedModule.set_separate_reduce_scatter_group`.
         streams: "nccl" leaves collectives to the streams of their process group; "side" also puts casts and copies of
             parameters and gradients on streams of their own; "off" overlaps nothing, for debugging; "auto" is "nccl".
         lower: "inductor", or "eager" to run the transformed graphs node by node (no decompositions, bitwise FSDP2).
-        cudagraphs: record each compiled graph as a CUDA graph and replay it; what is launched in one graph and waited
-            for in another (prefetch over a graph break, `unshard`) is then launched in the other.
+        cudagraphs: record each compiled graph as a CUDA graph and replay it; prefetch over a graph break and `unshard`
+            then launch nothing for another graph.
         verify: check every invariant of `ir/verify/verifier.py` after every pass; "debug" also re-runs the graphs on
             fake tensors.
         passes: a function from the default `Pipeline` to the one to run; passes of your own get the same checks.
@@ -93,7 +92,6 @@ class Options:
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Reject values no one could have meant."""
         if self.lower not in ("inductor", "eager"):
             raise ConfigError(f'lower must be "inductor" or "eager", got {self.lower!r}.')
         if self.verify not in (True, False, "debug"):
@@ -161,12 +159,8 @@ class Options:
 def parse(options: Mapping[str, Any] | None, mode: str | None = None) -> Options:
     """Turn the dict of `torch.compile` into `Options`.
 
-    Args:
-        options: the user's dict, or `None`.
-        mode: `torch.compile(mode=...)`; only `None` and "default" mean something here.
-
     Raises:
-        ConfigError: for an unknown key (naming the nearest known one) or a value out of range.
+        ConfigError: for a `mode` but "default", an unknown key (naming the nearest known one) or a value out of range.
         NotImplementedError: for an option of a later release, naming it.
     """
     if mode not in (None, "default"):
@@ -189,38 +183,28 @@ def _unknown(name: object, known: list[str]) -> str:
 
 
 def launched_world_size() -> int:
-    """The number of ranks that a launcher such as torchrun announced in the environment, 1 if none did."""
+    """Return the number of ranks that a launcher such as torchrun announced in the environment, 1 if none did."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherEnvironment:
-    """What torchrun, or another launcher that sets its variables, told this process.
+    """What torchrun, or another launcher that sets its variables, told this process."""
 
-    Attributes:
-        rank: of `world_size`, over all machines.
-        world_size: processes that were started.
-        local_rank: among those of this machine, and so the number of its GPU.
-        is_one_machine: whether all of them are known to be on this machine.
-        host: of the TCPStore where they meet.
-        port: of the same.
-        attempt: how often all of them were started before.
-    """
-
-    rank: int
+    rank: int  # over all machines
     world_size: int
-    local_rank: int
-    is_one_machine: bool
-    host: str
+    local_rank: int  # on this machine, and so the number of its GPU
+    is_one_machine: bool  # as far as is known
+    host: str  # of the TCPStore where they meet
     port: int
-    attempt: int = 0
+    attempt: int = 0  # how often all of them were started before
 
 
 def launched() -> LauncherEnvironment | None:
-    """What the launcher told this process, `None` if there was none.
+    """Return what the launcher told this process, `None` if there was none.
 
     Raises:
-        ConfigError: something that torchrun tells is missing, or is not a number.
+        ConfigError: a variable of torchrun's is missing, or is not a number.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
@@ -249,5 +233,5 @@ def _number(name: str, default: str = "") -> int:
 
 
 def gloo_interfaces() -> list[str]:
-    """Names of the network interfaces that gloo is told to use, none if it may choose."""
+    """Return the names of the network interfaces that gloo is told to use, none if it may choose."""
     return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]

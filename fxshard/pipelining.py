@@ -1,7 +1,6 @@
 """Stages of torch's pipeline schedules whose parameters fxshard has sharded: `torch.distributed.pipelining`.
 
-torch's own `PipelineStage` knows DDP and FSDP2 by their classes, and lets any other module reduce its gradients in
-every microbatch.
+torch's own `PipelineStage` knows DDP and FSDP2 by their classes; others reduce their gradients in every microbatch.
 """
 
 from __future__ import annotations
@@ -22,17 +21,15 @@ class ShardedStage(PipelineStage):
                              input_args=x, output_args=y, group=mesh["pp"].get_group())
         Schedule1F1B(stage, num_microbatches, loss_fn=loss_fn).step(inputs)
 
-    Microbatches are added up unsharded; the last backward reduces their sum in the middle of its own compute, and what
-    it did not touch is reduced when the schedule asks for it. Arguments are those of `PipelineStage`. Give it
-    `input_args` and `output_args`, requiring gradients as the real ones will: without them torch runs the module once
-    on the meta device, where nothing is gathered.
+    Microbatches are added up unsharded. The last backward reduces their sum during its own compute, and what it did not
+    touch is reduced when the schedule asks for it. Give it `input_args` and `output_args`, requiring gradients as the
+    real ones will: without them torch runs the module once on the meta device, where nothing is gathered.
 
     Raises:
         ConfigError: the module, or the module inside the compiled one, is not sharded.
     """
 
     def __init__(self, submodule: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """Arguments are those of `PipelineStage`."""
         module = plain_module(submodule) if isinstance(submodule, nn.Module) else submodule
         if not isinstance(module, ShardedModule):
             raise ConfigError(

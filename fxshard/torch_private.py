@@ -112,12 +112,12 @@ Result = TypeVar("Result")
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether `tensor` has no data behind it."""
+    """Return whether `tensor` has no data behind it."""
     return isinstance(tensor, FakeTensor)
 
 
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
-    """The fake mode that `graph` was traced in, `None` for a graph without tensors."""
+    """Return the fake mode that `graph` was traced in, `None` for a graph without tensors."""
     for node in graph.nodes:
         value = node.meta.get("val")
         for leaf in value if isinstance(value, list | tuple) else (value,):
@@ -127,13 +127,13 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
 
 
 def mode_of(tensors: Sequence[Tensor]) -> FakeTensorMode | None:
-    """The fake mode of some tensors, or of the compilation that runs."""
+    """Return the fake mode of some tensors, or of the compilation that runs."""
     return detect_fake_mode(tensors)
 
 
 @contextmanager
 def beside_a_trace(tensor: Tensor) -> Iterator[None]:
-    """Run ops on fake tensors in the mode of one; the trace that made it does not wait for sizes that they make up."""
+    """Run ops on fake tensors in the mode of one; the trace that made it ignores the sizes that they make up."""
     mode = cast(FakeTensor, tensor).fake_mode
     with mode, mode.shape_env.ignore_fresh_unbacked_symbols() if mode.shape_env is not None else nullcontext():
         yield
@@ -152,7 +152,7 @@ def run_after(graph: fx.Graph, before: Mapping[fx.Node, Sequence[fx.Node]]) -> N
 
 
 def inside(node: fx.Node) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
-    """The node in a `control_deps`, and which node of the graph stands for each of its inputs."""
+    """Return the node in a `control_deps`, and which node of the graph stands for each of its inputs."""
     _, subgraph, *inputs = node.args
     owner = node.graph.owning_module
     assert isinstance(subgraph, fx.Node)
@@ -164,18 +164,16 @@ def inside(node: fx.Node) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
 
 
 def input_index(placeholder: fx.Node) -> int | None:
-    """Which input of the captured graph a placeholder of AOTAutograd's graph is, `None` for what AOTAutograd added."""
+    """Return which input of the captured graph a placeholder of AOTAutograd's is, `None` for what AOTAutograd added."""
     index = getattr(placeholder.meta.get("desc"), "idx", None)
     return index if isinstance(index, int) else None
 
 
 def disagreements(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, str]]:
-    """Nodes whose recorded value has another dtype or shape than running them on fake tensors gives.
+    """Find nodes whose recorded value has another dtype or shape than running them on fake tensors gives.
 
-    Subgraphs, and nodes whose inputs have no recorded value, are not run.
-
-    Returns:
-        The node, what is recorded, what running it gives (or why it cannot run).
+    Yields the node, what is recorded, and what running it gives (or why it cannot run). Subgraphs, and nodes whose
+    inputs have no recorded value, are not run.
     """
     mode = fake_mode_of(graph)
     if mode is None:
@@ -206,36 +204,36 @@ def _looks(value: Any) -> str:
 def run_this_frame_eagerly(function: Function) -> Function:
     """Decorate a function that Dynamo may inline but must never compile for itself.
 
-    While a compiled function runs, Dynamo offers itself every Python frame; a frame whose code is skipped runs as it
-    is, the frames that it calls are still offered, and a trace that reaches the function inlines it as usual.
+    While a compiled function runs, Dynamo is offered every Python frame. A frame whose code is skipped runs as it is,
+    the frames that it calls are still offered, and a trace that reaches the function inlines it as usual.
     """
     skip_code(function.__code__)
     return function
 
 
 def is_never_compiled(code: CodeType) -> bool:
-    """Whether Dynamo never compiles this code for itself: torch's own, Python's."""
+    """Return whether Dynamo never compiles this code for itself: torch's own, Python's."""
     return bool(trace_rules.check(code))
 
 
 def was_given_to_dynamo(code: CodeType) -> bool:
-    """Whether Dynamo has looked at this code of the user's."""
+    """Return whether Dynamo has looked at this code of the user's."""
     return code in input_codes
 
 
 def was_made_by_dynamo(code: CodeType) -> bool:
-    """Whether Dynamo has made this code: what remains of a frame, or goes on after a graph break."""
+    """Return whether Dynamo has made this code: what remains of a frame, or goes on after a graph break."""
     return code in output_codes
 
 
 def backward_id() -> int | None:
-    """Identity of the backward pass that this thread is running, `None` outside of one."""
+    """Return the identity of the backward that this thread is running, `None` outside of one."""
     task = torch._C._current_graph_task_id()
     return None if task == -1 else task
 
 
 def compiled_nodes(result: Tensor) -> Iterator[Any]:
-    """The backwards of AOTAutograd's graphs that a tensor with a `grad_fn` comes from, the nearest on each way back."""
+    """Return the backwards of AOTAutograd's graphs behind a tensor with a `grad_fn`, the nearest on each way back."""
     waiting, seen = [result.grad_fn], set()
     while waiting:
         node = waiting.pop()
@@ -249,22 +247,22 @@ def compiled_nodes(result: Tensor) -> Iterator[Any]:
 
 
 def wants_gradient(leaf: Tensor) -> bool:
-    """Whether the running backward is to give a leaf its gradient: not in `autograd.grad` of something else."""
+    """Return whether the running backward is to give a leaf its gradient: not in `autograd.grad` of something else."""
     return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
 
 
 def backward_keeps_graph() -> bool:
-    """Whether the running backward was called with `retain_graph=True`."""
+    """Return whether the running backward was called with `retain_graph=True`."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def is_computed_again() -> bool:
-    """Whether backward may compute again what autograd saves now: hooks for saved tensors do so in checkpointing."""
+    """Return whether backward may compute again what autograd saves now: checkpointing's hooks do so."""
     return _top_saved_tensors_default_hooks(True) is not None
 
 
 def policy_is_on() -> bool:
-    """Whether a policy of selective activation checkpointing sees the ops that this thread runs."""
+    """Return whether a policy of selective activation checkpointing sees the ops that this thread runs."""
     return any(isinstance(mode, _POLICIES) for mode in _get_current_dispatch_mode_stack())
 
 
@@ -272,7 +270,7 @@ def policy_is_on() -> bool:
 def unseen_by_policies() -> Iterator[None]:
     """Hide ops from policies of selective activation checkpointing; other dispatch modes see them.
 
-    What a policy saves is found again by the op's number: recomputation must show it the same ops as forward.
+    A policy finds what it saved by the op's number, so recomputation must show it the same ops as forward.
     """
     if not policy_is_on():
         yield
@@ -304,7 +302,7 @@ def as_in_forward(choose: Callable[[], Result]) -> Result:
 
 
 def profiler_runs() -> bool:
-    """Whether a torch profiler records now, on whatever thread."""
+    """Return whether a torch profiler records now, on whatever thread."""
     return profiler._is_profiler_enabled
 
 
@@ -327,7 +325,7 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
 def named_groups(sizes: Mapping[str, int]) -> Iterator[None]:
     """Let torch find groups of ranks that do not exist by name: Inductor looks up the size of each group in a graph.
 
-    Nothing can be sent over them; a name that stands for a real group is left alone.
+    Nothing can be sent over them. A name that stands for a real group is left alone.
     """
     make: Any = dist.ProcessGroup  # its stubs want a store, which only a group that talks needs
     groups = {name: make(0, size) for name, size in sizes.items() if not _is_group(name)}  # torch holds them weakly
@@ -341,13 +339,13 @@ def named_groups(sizes: Mapping[str, int]) -> Iterator[None]:
 
 
 def process_group_of(name: str) -> dist.ProcessGroup:
-    """The process group that graphs call `name`."""
+    """Return the process group that graphs call `name`."""
     group: dist.ProcessGroup = _resolve_process_group(cast(Any, name))
     return group
 
 
 def when_backward_ends(call: Callable[[], None]) -> None:
-    """Let the backward that runs now call something when it is done."""
+    """Call something when the backward that runs now is done."""
     engine: Any = Variable._execution_engine
     engine.queue_callback(call)
 
@@ -361,7 +359,7 @@ def _is_group(name: str) -> bool:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Identity of a tensor's storage: equal for views of one another, also for fake tensors."""
+    """Return the identity of a tensor's storage: equal for views of one another, also for fake tensors."""
     return cast(int, cast(Any, tensor.untyped_storage())._cdata)
 
 
@@ -370,14 +368,13 @@ def untouched_dynamo() -> Iterator[None]:
     """Have Dynamo forget, at the end, everything that it compiled inside.
 
     [Note: Dynamo's caches]
-    Dynamo keeps what it compiles with code objects, which all instances of a class share: compiling a copy of a model
+    Dynamo keeps what it compiles with code objects, which all instances of a class share. Compiling a copy of a model
     adds entries that the model's own calls would search and count against the recompile limit, and no entry can be
-    removed by itself. So functions that Dynamo knows already run with a copy of their code in the meantime, and code
-    that it came to know is reset afterwards, flags included. Sizes that it noted for automatic dynamic shapes (by file
-    and line, not by code object), backends and counters are put back, and what it put among the globals of the model's
-    modules (compiled graphs, functions that resume after a graph break) is removed.
-    Limit: a function that is defined anew in every call shares the code of its earlier definitions; if Dynamo knows
-    that, entries are added to it.
+    removed by itself. So functions that Dynamo knows already run with a copy of their code meanwhile, and code that it
+    came to know is reset afterwards, flags included. Sizes noted for automatic dynamic shapes (by file and line, not by
+    code object), backends and counters are put back, and what Dynamo put among the globals of the model's modules
+    (compiled graphs, functions that resume after a graph break) is removed. Limit: a function that is defined anew in
+    every call shares the code of its earlier definitions; if Dynamo knows that, entries are added to it.
     """
     known = {id(code): code for code in [*_alive(input_codes), *_alive(output_codes)]}
     borrowed = [(function, function.__code__) for function in _functions_of(known)]
@@ -408,6 +405,6 @@ def _alive(codes: Tracker) -> list[CodeType]:
 
 
 def _functions_of(codes: dict[int, CodeType]) -> list[FunctionType]:
-    """All functions that run one of `codes`."""
+    """Return all functions that run one of `codes`."""
     owners = referrers_of(*codes.values()) if codes else []
     return [owner for owner in owners if type(owner) is FunctionType and id(owner.__code__) in codes]

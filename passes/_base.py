@@ -1,7 +1,7 @@
 """What a pass is: a frozen dataclass whose fields are its options and whose `apply` edits a graph in place.
 
 The graph is well-formed before and after `apply`; it need not be in between. A pass never lints, verifies, recompiles,
-logs or dumps: `_manager.run` does, for every pass alike.
+logs or dumps: `_manager.run` does, for every pass in the same way.
 """
 
 from __future__ import annotations
@@ -26,33 +26,19 @@ from fxshard.ir.properties import Property as Property
 
 @dataclass(frozen=True, kw_only=True)
 class PassContext:
-    """What a pass may know besides the graph.
-
-    Attributes:
-        plan: the units of the frame.
-        kind: which graph of the frame this is.
-        decompositions: table for code that a pass traces into the graph; empty keeps aten ops whole.
-        traced: such code that was traced already, for any graph of the frame.
-        num_results: how many outputs of a forward graph are results; the rest is saved for backward. `None`: unknown.
-        hardware: what passes that weigh costs count on.
-        unsharded_budget_bytes: what unsharded parameters may take at any time, `None` for no limit.
-        verify: whether the manager verifies the graph after every pass; "debug" also re-runs it on fake tensors.
-        history: where the manager keeps the graphs.
-        declined: what the running pass left alone; see `decline`.
-        notes: why the running pass did what it did; see `note`.
-    """
+    """What a pass may know besides the graph."""
 
     plan: FramePlan
     kind: GraphKind
-    decompositions: Mapping[Any, Any] = field(default_factory=dict)
-    traced: Traced = field(default_factory=dict)
-    num_results: int | None = None
-    hardware: HardwareSpec = BUILTIN["h100"]
-    unsharded_budget_bytes: int | None = None
-    verify: bool | str = True
-    history: PassHistory = field(default_factory=PassHistory)
-    declined: list[Remark] = field(default_factory=list)
-    notes: list[Remark] = field(default_factory=list)
+    decompositions: Mapping[Any, Any] = field(default_factory=dict)  # for code that a pass traces into the graph
+    traced: Traced = field(default_factory=dict)  # such code that was traced already, for any graph of the frame
+    num_results: int | None = None  # of a forward graph; its other outputs are saved for backward
+    hardware: HardwareSpec = BUILTIN["h100"]  # what passes that weigh costs count on
+    unsharded_budget_bytes: int | None = None  # at any time; `None` for no limit
+    verify: bool | str = True  # after every pass; "debug" also re-runs the graph on fake tensors
+    history: PassHistory = field(default_factory=PassHistory)  # where the manager keeps the graphs
+    declined: list[Remark] = field(default_factory=list)  # what the running pass left alone
+    notes: list[Remark] = field(default_factory=list)  # why it did what it did
 
     def decline(self, node: fx.Node, why: str) -> None:
         """Say that the running pass leaves `node` alone, and why; shown by `fxshard.explain`."""
@@ -71,7 +57,7 @@ class GraphPass(ABC):
         requires: properties that must hold before.
         ensures: properties that hold after.
         version: raised whenever the pass changes its result; part of every compile cache key.
-        changes_signature: whether the pass adds inputs or takes results away; what it leaves is what later passes keep.
+        changes_signature: whether the pass adds inputs or takes results away; later passes keep what it leaves.
         reorders_only: whether the pass changes nothing but when things happen; `bisect_numerics` holds it to the bit.
     """
 

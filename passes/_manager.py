@@ -27,18 +27,10 @@ def run(
     stage: str = "",
     follows: PassResult | None = None,
 ) -> bool:
-    """Apply `passes` in order.
+    """Apply `passes` to `gm`, in place and in order; return whether any of them changed the graph.
 
-    Args:
-        gm: edited in place.
-        passes: a stage of the pipeline.
-        ctx: handed to every pass.
-        given: properties that hold before the first pass.
-        stage: what the history calls it; by default the kind of the graph.
-        follows: what the history kept of the same graph last, if nothing has touched it since.
-
-    Returns:
-        Whether any pass changed the graph.
+    `given` are the properties that hold before the first pass. The history calls the stage `stage`, by default the kind
+    of the graph; `follows` is what the history kept of the same graph last, if nothing has touched it since.
 
     Raises:
         InvariantError: a pass requires what nothing before it ensures (checked before the first pass runs), or left a
@@ -62,7 +54,7 @@ def run(
 
 
 def _agree(gm: GraphModule, ctx: PassContext, properties: Iterable[Property]) -> baseline.Baseline:
-    """What the graph must keep from now on."""
+    """Return what the graph must keep from now on."""
     if Property.MARKED in properties:
         tags.tag_markers(gm.graph, ctx.plan)
     return baseline.baseline_of(
@@ -75,7 +67,7 @@ def _agree(gm: GraphModule, ctx: PassContext, properties: Iterable[Property]) ->
 
 
 def check_properties(passes: Sequence[GraphPass], given: Iterable[Property]) -> frozenset[Property]:
-    """The properties that hold after `passes`.
+    """Return the properties that hold after `passes`.
 
     Raises:
         InvariantError: a pass requires a property that is neither given nor ensured by a pass before it.
@@ -130,7 +122,7 @@ def _run_one(
 
 
 def _publish(record: PassResult, place: str) -> None:
-    """Give a record to those who listen: the debug log, and torch's structured trace."""
+    """Give a pass result to those who listen: the debug log, and torch's structured trace."""
     for reason in record.reasons():
         _log.info("[%s %s] %s: %s", record.stage, place, record.name, reason)
     if _log.isEnabledFor(logging.DEBUG):

@@ -30,17 +30,13 @@ class AccumulateGradients(GraphPass):
     After    %acc = input   %sum = add(%acc, %dw)   copy_(%acc, %sum)            return None
     or       %acc = input   %s = reduce_grad(%acc, ...)   %t = add(%r, %s)       return %t
 
-    What is reduced in the end is what FSDP2 would reduce: gradients of one microbatch are added up first, as autograd
-    does, then added to those of earlier microbatches and rounded to the reduce dtype. Of a unit that is called several
-    times FSDP2 reduces the two separately; so does then the backend, which runs the plain backward afterwards
-    (`fxshard/compile/fsdp2_order.py`).
-
-    Attributes:
-        which: the units to accumulate, and those to finish.
+    `which` says which units accumulate and which finish. What is reduced in the end is what FSDP2 would reduce:
+    gradients of one microbatch are added up first, as autograd does, then added to those of earlier microbatches and
+    rounded to the reduce dtype. Of a unit that is called several times FSDP2 reduces the two separately; then the
+    backend does so too, and runs the plain backward afterwards (`compile/fsdp2_order.py`).
 
     Numerics: equal to FSDP2's `set_requires_gradient_sync(False)`, operation for operation.
-    Memory: nothing of its own; accumulators take one unsharded gradient in reduce dtype.
-    No-op: the plain variant.
+    Memory: nothing of its own; accumulators take one unsharded gradient in reduce dtype. No-op: the plain variant.
     Limits: run by the backend for backwards of a step with several microbatches, not by a pipeline.
     Source: fairscale (the gradient concat in the last microbatch alone); FSDP2 `_fsdp_param.py`
         (`accumulate_unsharded_grad_if_needed`).
@@ -72,7 +68,7 @@ class AccumulateGradients(GraphPass):
 
 
 def _terms(graph: fx.Graph) -> dict[Place, list[fx.Node]]:
-    """Parameter -> the markers whose sum is its gradient, in the order in which autograd added them."""
+    """Map parameter -> the markers whose sum is its gradient, in the order in which autograd added them."""
     terms: dict[Place, list[fx.Node]] = {}
     for result in baseline.results_of(graph):
         for marker in ops.reduce_markers(result):
@@ -82,7 +78,7 @@ def _terms(graph: fx.Graph) -> dict[Place, list[fx.Node]]:
 
 
 def _add_input(graph: fx.Graph, place: Place, ctx: PassContext) -> fx.Node:
-    """A new last input: the accumulator of a parameter, of its unsharded shape."""
+    """Add a last input: the accumulator of a parameter, of its unsharded shape."""
     key, (i, _) = place
     unit = ctx.plan.units[key]
     dtype = accumulator_dtype(unit, unit.shards[i])

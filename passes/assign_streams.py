@@ -31,21 +31,20 @@ class AssignStreams(GraphPass):
              %c = copy_out(%u)  # stream=copy_out   compute  %p = wait(%c)
 
     Attributes:
-        mode: "nccl": collectives on the streams of their process group, which is the group's doing, and everything
-            else on the main stream. "side": also the cast of a shard before its gather, the copies out of a gathered
-            buffer, and the cast of gradients before their reduction, each on a stream of its own. "off": each launch is
-            waited for at once, so that nothing overlaps; for debugging. "auto": "nccl", until "side" has been measured
-            to be faster.
+        mode: "nccl": collectives run on the streams of their process group, everything else on the main stream. "side":
+            also the cast of a shard before its gather, the copies out of a gathered buffer, and the cast of gradients
+            before their reduction, each on a stream of its own. "off": each launch is waited for at once, so that
+            nothing overlaps; for debugging. "auto": "nccl", until "side" has been measured to be faster.
 
-    A tag says where a node runs; `LowerStreams` turns tagged nodes into ops, right before there is code. A side
-    stream begins with what the main one was given before, and meets it at a wait. Gradients are put together on the
-    main stream, and then cast at once.
+    A tag says where a node runs; `LowerStreams` turns tagged nodes into ops, right before there is code. A side stream
+    begins with what the main one was given before, and meets it at a wait. Gradients are put together on the main
+    stream, and then cast at once.
 
     Numerics: unchanged in the interpreter. What runs on a side stream is not fused with its neighbours any more, so
         compiled code may round sums otherwise.
-    Memory: in mode "side" copies out of a buffer exist beside it from its launch on, not only while they are read;
-        where a budget is set they stay where they were.
-    No-op: modes "auto" and "nccl"; no launches. Mode "side": nothing is cast or copied.
+    Memory: "side" keeps copies out of a buffer beside it from its launch on, not only while they are read; where a
+        budget is set they stay where they were.
+    No-op: "auto" and "nccl"; no launches. "side": nothing is cast or copied.
     Source: FSDP2 `_fsdp_param_group.py` (`all_gather_copy_in_stream`), `_fsdp_collectives.py` (`foreach_all_gather`).
     """
 
@@ -55,7 +54,6 @@ class AssignStreams(GraphPass):
     mode: str = "auto"
 
     def __post_init__(self) -> None:
-        """Reject what is no mode."""
         if self.mode not in MODES:
             raise ConfigError(f"streams must be one of {', '.join(map(repr, MODES))}, got {self.mode!r}.")
 
@@ -89,7 +87,7 @@ def _wait_at_once(group: LaunchGroup) -> bool:
 
 
 def _results_of(launch: fx.Node) -> list[fx.Node]:
-    """The tensors that a launch gives, each to be waited for."""
+    """Return the tensors that a launch gives, each to be waited for."""
     return list(launch.users) if launch.target in collectives.COALESCED else [launch]
 
 
@@ -128,7 +126,7 @@ def _copy_out_beside_compute(group: LaunchGroup, ctx: PassContext) -> bool:
 
 
 def _copies_out(wait: fx.Node) -> list[fx.Node]:
-    """The copies out of a gathered buffer, if it is read by nothing but copies of it."""
+    """Return the copies out of a gathered buffer, if it is read by nothing but copies of it."""
     copies, pending = [], list(wait.users)
     while pending:
         node = pending.pop(0)
@@ -142,7 +140,7 @@ def _copies_out(wait: fx.Node) -> list[fx.Node]:
 
 
 def _launch_copy_out(copy: fx.Node, wait: fx.Node, place: fx.Node) -> fx.Node:
-    """Put a copy on its stream behind `place`, and the wait for it where it was; returns the former."""
+    """Put a copy on its stream behind `place`, and the wait for it where it was; return the former."""
     (buffer,), (source,) = wait.all_input_nodes, copy.all_input_nodes
     (part,), graph = tensors_in(source), copy.graph
     arguments = (buffer, list(part.shape), list(part.stride()), part.storage_offset(), tags.COPY_OUT)
@@ -185,7 +183,7 @@ def _cast_right_before_reduction(group: LaunchGroup) -> bool:
 
 
 def _copy_in_from_casts(sent: fx.Node) -> list[fx.Node]:
-    """The casts that a sent buffer is made of and all copy-in behind them, in order; nothing if it is of more."""
+    """Return the casts that a sent buffer is made of and all copy-in behind them; nothing if it is of more."""
     found: set[fx.Node] = set()
     pending = [sent]
     while pending:
@@ -200,7 +198,7 @@ def _copy_in_from_casts(sent: fx.Node) -> list[fx.Node]:
 
 
 def _cast_last(sent: fx.Node, copy_in: list[fx.Node], launch: fx.Node) -> fx.Node:
-    """Copy in what was cast, and cast the buffer; returns its cast."""
+    """Copy in what was cast, and cast the buffer; return its cast."""
     graph, cast = launch.graph, next(node for node in copy_in if node.target in ops.CASTS)
     uncast: dict[fx.Node, fx.Node] = {}
     for node in copy_in:

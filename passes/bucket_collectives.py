@@ -31,15 +31,15 @@ class BucketCollectives(GraphPass):
         size: "unit", one launch per unit and direction; "auto", buckets that use the link well, as
             `cost/bucket_sizes.py` finds for `hardware`; or MiB (of the whole buffer) that a bucket is filled up to.
 
-    Buckets are filled in the order in which forward and backward meet the units, within a bucket in registration
-    order; what a split launch brings is gathered where it is first read, or reduced after its last gradient.
+    Buckets are filled in the order in which forward and backward meet the units, within a bucket in registration order.
+    What a split launch brings is gathered where it is first read, or reduced after its last gradient.
 
-    Numerics: unchanged; where several ranks' gradients are added in a ring, its order depends on their place in the
-    buffer, so sums over three ranks or more may be rounded differently.
+    Numerics: unchanged; but a ring adds several ranks' gradients in an order that depends on their place in the buffer,
+        so sums over three ranks or more may be rounded differently.
     Memory: a merged unit is gathered earlier than it is read, never beyond the budget; a split one later.
     No-op: size="unit", one rank, or where no launch is too small or too large.
-    Limits: merges neighbours of one process group and dtype only; a parameter is never split; a launch
-    with anything else in it is left alone.
+    Limits: merges neighbours of one process group and dtype only; a parameter is never split; a launch with anything
+        else in it is left alone.
     Source: Li et al., "PyTorch Distributed" (VLDB 2020), which buckets gradients so.
     """
 
@@ -48,7 +48,6 @@ class BucketCollectives(GraphPass):
     size: str | float = "unit"
 
     def __post_init__(self) -> None:
-        """Reject sizes that no bucket can have."""
         if self.size in ("unit", "auto"):
             return
         if isinstance(self.size, bool | str) or not isinstance(self.size, int | float) or not 0 < self.size < math.inf:
@@ -105,7 +104,7 @@ class BucketCollectives(GraphPass):
         return [(bucket, _why(bucket.nbytes(ctx.plan), limits)) for bucket in merged]
 
     def _limits(self, units: Iterable[str], ctx: PassContext) -> Limits:
-        """How full a bucket of these units is to be."""
+        """Return how full a bucket of these units is to be."""
         world_size = max((ctx.plan.units[unit].world_size for unit in units), default=2)
         if isinstance(self.size, str):
             return bucket_sizes.auto_limits(ctx.hardware, world_size)
@@ -113,7 +112,7 @@ class BucketCollectives(GraphPass):
 
 
 def _split_gather(gather: UnitGather, limits: Limits, ctx: PassContext) -> Iterator[UnitGather]:
-    """`gather` in pieces that are not too large; without those that nothing reads."""
+    """Cut `gather` into pieces that are not too large, without those that nothing reads."""
     for slots in bucket_sizes.split(gather.slots, ctx.plan.units[gather.unit].unsharded_bytes_of, limits.most):
         by_shard = itertools.groupby(slots, key=lambda slot: slot[0])
         piece = gather.sending(tuple(slots_of_shard) for _, slots_of_shard in by_shard)
@@ -122,7 +121,7 @@ def _split_gather(gather: UnitGather, limits: Limits, ctx: PassContext) -> Itera
 
 
 def _split_reduction(reduction: ReduceBucket, limits: Limits, ctx: PassContext) -> Iterator[ReduceBucket]:
-    """`reduction` in pieces of one unit each that are not too large."""
+    """Cut `reduction` into pieces of one unit each that are not too large."""
     nbytes = functools.partial(reduction.unsharded_bytes_of, plan=ctx.plan)
     for unit, gradients in itertools.groupby(sorted(reduction.gradients), key=unit_of):
         for tensor in bucket_sizes.split(list(gradients), nbytes, limits.most):
@@ -131,18 +130,17 @@ def _split_reduction(reduction: ReduceBucket, limits: Limits, ctx: PassContext) 
 
 
 def _join(pieces: Sequence[ReduceBucket]) -> ReduceBucket:
-    """One launch with the gradients of all `pieces` in one tensor."""
+    """Return one launch with the gradients of all `pieces` in one tensor."""
     terms = {gradient: nodes for piece in pieces for gradient, nodes in piece.terms.items()}
     calls = {unit: call for piece in pieces for unit, call in piece.calls.items()}
     return replace(pieces[0], tensors=(tuple(terms),), terms=terms, calls=calls)
 
 
 def _can_share_launch(units: Sequence[str], ctx: PassContext) -> bool:
-    """Whether one launch can serve these units: all different, and of one process group."""
+    """Return whether one launch can serve these units: all different, and of one process group."""
     groups = {(ctx.plan.units[unit].group, ctx.plan.units[unit].reduce_group) for unit in units}
     return len(set(units)) == len(units) and len(groups) == 1
 
 
 def _why(nbytes: int, limits: Limits) -> str:
-    """The size of a bucket in words."""
     return f"{nbytes / MIB:.2f} MiB, where {limits.enough / MIB:.2f} are enough and {limits.most / MIB:.2f} the most"

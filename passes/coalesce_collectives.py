@@ -35,9 +35,9 @@ class CoalesceCollectives(GraphPass):
 
     A parameter that is a tensor of its own needs no copy out of the gathered buffer, and its gradient no copy into the
     reduction's buffer; each further tensor costs the launch some time. A *cut* says which of them share a tensor; the
-    cheapest for `hardware` is taken. What is sent of a shard is a view of it, so nothing is ever copied before an
-    all_gather; what nobody reads is not sent. A gradient with uneven rows is padded by itself and does not make the
-    others be copied.
+    cheapest for `hardware` is taken. What is sent of a shard is a view of it, so nothing is copied before an
+    all_gather; what nobody reads is not sent. A gradient with uneven rows is padded by itself, so the others need no
+    copy for it.
 
     Attributes:
         same_sums: reduce all gradients of a launch in one buffer, as FSDP2 does. A ring adds the ranks' values in an
@@ -47,7 +47,7 @@ class CoalesceCollectives(GraphPass):
     Memory: less; a parameter that is not copied out needs no buffer to be copied out of.
     No-op: one rank, or where one tensor per launch is the cheapest.
     Limits: gathered parameters that share a tensor are neighbours in registration order; a launch with anything else in
-    it is left alone.
+        it is left alone.
     Source: the copies are those of FSDP2's `foreach_all_gather` and `foreach_reduce` (`_fsdp_collectives.py`).
     """
 
@@ -69,7 +69,7 @@ class CoalesceCollectives(GraphPass):
         return bool(made)
 
     def _coalesce_reduction(self, reduction: ReduceBucket, ctx: PassContext) -> tuple[ReduceBucket, str]:
-        """The gradients that are expensive to copy in alone, the others together."""
+        """Send the gradients that are expensive to copy in alone, the others together."""
         copies = {gradient: _copy_in_seconds(reduction, gradient, ctx) for gradient in reduction.gradients}
         cut = one_tensor = _one_tensor(copies)
         if not self.same_sums:
@@ -81,13 +81,12 @@ class CoalesceCollectives(GraphPass):
 
 
 def _coalesce_gathers(bucket: GatherBucket, ctx: PassContext) -> tuple[GatherBucket, str]:
-    """Choose for each unit of a launch."""
     coalesced = [_coalesce_gather(gather, ctx) for gather in bucket]
     return tuple(gather for gather, _ in coalesced), "; ".join(why for _, why in coalesced)
 
 
 def _coalesce_gather(gather: UnitGather, ctx: PassContext) -> tuple[UnitGather, str]:
-    """The parameters that are expensive to copy out alone, neighbours among the others together."""
+    """Gather the parameters that are expensive to copy out alone, neighbours among the others together."""
     unit = ctx.plan.units[gather.unit]
     cuts, uncuts = [], []
     for _, slots in itertools.groupby(gather.slots, key=lambda slot: slot[0]):  # a tensor is of one shard
@@ -99,7 +98,7 @@ def _coalesce_gather(gather: UnitGather, ctx: PassContext) -> tuple[UnitGather, 
 
 
 def _copy_in_seconds(reduction: ReduceBucket, gradient: Gradient, ctx: PassContext) -> float:
-    """What sending a gradient alone saves; nothing where it is cast, divided, padded or expanded anyway."""
+    """Return what sending a gradient alone saves; nothing if it is cast, divided, padded or expanded anyway."""
     unit = ctx.plan.units[gradient[0]]
     shape = unit.slot(gradient[1]).shape
     is_sent_as_it_is = (
@@ -114,38 +113,31 @@ def _copy_in_seconds(reduction: ReduceBucket, gradient: Gradient, ctx: PassConte
 
 @dataclass(frozen=True, kw_only=True)
 class _Cut(Generic[_T]):
-    """Which parameters or gradients share a tensor of a launch, and what that costs.
+    """Which parameters or gradients share a tensor of a launch, and what that costs."""
 
-    Attributes:
-        tensors: each thing once, in the given order within a tensor.
-        copy_seconds: for copying things in or out of tensors that they share.
-        tensor_seconds: that the tensors after the first cost.
-    """
-
-    tensors: tuple[tuple[_T, ...], ...]
-    copy_seconds: float
-    tensor_seconds: float
+    tensors: tuple[tuple[_T, ...], ...]  # each thing once, in the given order within a tensor
+    copy_seconds: float  # for copying things in or out of tensors that they share
+    tensor_seconds: float  # that the tensors after the first cost
 
     @property
     def seconds(self) -> float:
-        """What the cut costs."""
         return self.copy_seconds + self.tensor_seconds
 
 
 def _one_tensor(copies: Mapping[_T, float]) -> _Cut[_T]:
-    """Everything in one tensor; one thing alone needs no copy."""
+    """Put everything into one tensor; one thing alone needs no copy."""
     return _cut([tuple(copies)], copies, 0.0)
 
 
 def _cut_anywhere(copies: Mapping[_T, float], tensor_seconds: float) -> _Cut[_T]:
-    """The cheapest cut: what is expensive to copy alone, the rest together."""
+    """Find the cheapest cut: what is expensive to copy alone, the rest together."""
     rest = tuple(thing for thing, seconds in copies.items() if seconds <= tensor_seconds)
     alone = [(thing,) for thing, seconds in copies.items() if seconds > tensor_seconds]
     return _cut([rest, *alone] if rest else alone, copies, tensor_seconds)
 
 
 def _cut_between_neighbours(copies: Mapping[_T, float], tensor_seconds: float) -> _Cut[_T]:
-    """The cheapest cut into tensors of neighbours; linear in their number."""
+    """Find the cheapest cut into tensors of neighbours, in time linear in their number."""
     # Up to each thing: the least cost with the last tensor closed there, and with one that may go on.
     closed, running, running_start = [-tensor_seconds], float("inf"), 0
     starts: list[int] = []  # of the last tensor, in the cheapest way that is closed at each thing
@@ -172,7 +164,7 @@ def _cut(tensors: Sequence[tuple[_T, ...]], copies: Mapping[_T, float], tensor_s
 
 
 def _together(cuts: Sequence[_Cut[_T]]) -> _Cut[_T]:
-    """Several cuts as one: what one launch with all of their tensors costs."""
+    """Join several cuts: what one launch with all of their tensors costs."""
     return _Cut(
         tensors=tuple(itertools.chain.from_iterable(cut.tensors for cut in cuts)),
         copy_seconds=sum(cut.copy_seconds for cut in cuts),
@@ -181,7 +173,6 @@ def _together(cuts: Sequence[_Cut[_T]]) -> _Cut[_T]:
 
 
 def _why(unit: str, cut: _Cut[_T], one_tensor: _Cut[_T]) -> str:
-    """The cut in words."""
     if len(cut.tensors) == 1:
         return f"{unit or 'root'}: one tensor, {one_tensor.copy_seconds * 1e6:.0f} us of copies"
     saved, more = (one_tensor.copy_seconds - cut.copy_seconds) * 1e6, cut.tensor_seconds * 1e6

@@ -20,11 +20,9 @@ class CopyBiases(GraphPass):
     Before   %bias = view of %gathered  %y = convolution(%x, %weight, %bias)
     After    %bias = view of %gathered  %b = fxshard.copy(%bias)  %y = convolution(%x, %weight, %b)
 
-    Attributes:
-        needed: whether this torch's Inductor needs it; that of 2.11 does.
+    `needed` says whether this torch's Inductor needs it; that of 2.11 does.
 
-    Numerics: unchanged.
-    Memory: one copy of each such bias, while its convolution runs.
+    Numerics: unchanged. Memory: one copy of each such bias, while its convolution runs.
     No-op: newer torches; other devices; no convolution with a bias.
     Source: torch/_inductor/kernel/conv.py, which copies the bias itself in newer torches.
     """

@@ -18,8 +18,8 @@ class DedupUnshard(GraphPass):
     Before   %a = unshard(%shard, 'blocks.0', 3)  mm(%a)  %b = unshard(%shard, 'blocks.0', 3)  mm(%b)
     After    %a = unshard(%shard, 'blocks.0', 3)  mm(%a)  mm(%a)
 
-    A unit that is called twice (weights shared between layers) is gathered twice, as FSDP2 does: merging the two would
-    keep it gathered in between. `MarkerKey.call` tells the calls apart.
+    A unit that is called twice (weights shared between layers) is gathered twice, as in FSDP2: merged, it would stay
+    gathered in between. `MarkerKey.call` tells the calls apart.
 
     Numerics: unchanged; the gradients of the reads are still added one by one, in the order of backward.
     Memory: a parameter read at both ends of its unit's call lives for the whole call.

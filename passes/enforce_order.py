@@ -21,11 +21,9 @@ class EnforceOrder(GraphPass):
     Before   %m = mm(%x, %w)  # after=a1
     After    %m = control_deps((%a1,), subgraph of mm, %x, %w), printed as %m = mm(%x, %w)  # control_deps=a1
 
-    Records of the graph show the node inside ([Note: pins]), and the rules are checked on it; nothing but the
-    dependencies is added.
+    The history shows the node inside ([Note: pins]), and the rules are checked on it; only dependencies are added.
 
-    Numerics: unchanged.
-    Memory: unchanged.
+    Numerics: unchanged. Memory: unchanged.
     No-op: nothing is pinned; with torch 2.11 ops without a result, which then stand where Inductor puts them.
     Source: torch/_inductor/fx_passes/control_dependencies.py.
     """

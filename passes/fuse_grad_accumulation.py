@@ -21,8 +21,8 @@ class FuseGradAccumulation(GraphPass):
     Before   %dw = mm(%g, %x)   %sum = add(%acc, %dw)   copy_(%acc, %sum)
     After    addmm_acc(%acc, %g, %x)
 
-    A product whose transpose is the gradient has its operands swapped and transposed. One that something else reads as
-    well, or that is one of several gradients of a parameter, is left as it is, and so is one that is cast.
+    A product whose transpose is the gradient has its operands swapped and transposed. A product is left as it is if
+    something else reads it, if it is one of several gradients of a parameter, or if it is cast.
 
     Numerics: the sum is rounded once, not twice; left out for `lower="eager"`, which equals FSDP2 to the bit.
     Memory: less by one gradient at a time.
@@ -43,7 +43,6 @@ class FuseGradAccumulation(GraphPass):
 
 
 def _fuse(accumulator: fx.Node) -> bool:
-    """Fuse the product behind one accumulator, if it is one."""
     writes = [user for user in accumulator.users if user.target is aten.copy_.default]
     if len(writes) != 1:
         return False  # it is read, not written: the last microbatch
@@ -68,7 +67,7 @@ def _fuse(accumulator: fx.Node) -> bool:
 
 
 def _product(gradient: object) -> tuple[fx.Node | None, bool]:
-    """The matrix product that a gradient is and nothing else reads, and whether the gradient is its transpose."""
+    """Return the matrix product that a gradient is and nothing else reads, and whether it is its transpose."""
     is_transposed = False
     while isinstance(gradient, fx.Node) and len(gradient.users) == 1:
         if gradient.target is aten.mm.default:
@@ -85,7 +84,7 @@ def _is_transpose(node: fx.Node) -> bool:
 
 
 def _transposed(matrix: fx.Node) -> fx.Node:
-    """The transpose of a matrix, which may be a transpose itself."""
+    """Return the transpose of a matrix, which may be a transpose itself."""
     if _is_transpose(matrix):
         source = matrix.args[0]
         assert isinstance(source, fx.Node)

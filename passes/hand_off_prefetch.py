@@ -22,17 +22,16 @@ class HandOffPrefetch(GraphPass):
     After    %u0 = fxshard.prefetched_all_gather(%shard_0, ..., 'first')  compute
              %u1 = fxshard.prefetched_all_gather(%shard_1, ..., 'last')   compute
 
-    The op in the place of the first launch group takes what is in flight already, or launches; behind the last one it
-    also launches what the next graph will take. Which graph that is, the prefetch cache has seen before:
-    `runtime/prefetch_cache.py`, [Note: prefetch cache].
+    The op in the place of the first launch group takes what is in flight already, or launches it. Behind the last one
+    it also launches what the next graph will take, as the prefetch cache has seen before: `runtime/prefetch_cache.py`,
+    [Note: prefetch cache].
 
     Attributes:
         guess: whether to launch what came next the last time, where no list of the user says what to launch; never
             under a memory budget, which counts the launches of one graph.
         hands_over: whether to launch anything for the next graph.
 
-    Numerics: unchanged.
-    Memory: one launch group more is in flight between two graphs.
+    Numerics: unchanged. Memory: one launch group more is in flight between two graphs.
     No-op: no all_gather; the graph reaches over its ends already.
     Source: FSDP2 `_fsdp_param_group.py` (`_prefetch_unshard`, `_backward_prefetch`).
     """
@@ -71,7 +70,7 @@ class HandOffPrefetch(GraphPass):
 
 
 def _arguments(launch: fx.Node, flow: Dataflow, shards: Mapping[ShardKey, fx.Node]) -> tuple[object, ...] | None:
-    """The flat, the dtype and the spans that a launch sends, and its ranks; nothing if it sends anything else."""
+    """Return the flat, dtype and spans that a launch sends, and its ranks; nothing if it sends anything else."""
     sent = flow.sent_by(launch)
     flats = [value for value in sent if isinstance(value, Flat)]
     if len(flats) < len(sent) or len({(flat.unit, flat.shard, flat.dtype) for flat in flats}) != 1:

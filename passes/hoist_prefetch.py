@@ -35,8 +35,7 @@ class HoistPrefetch(GraphPass):
     A unit with a list (`set_modules_to_forward_prefetch`, `set_modules_to_backward_prefetch`) launches what is in it,
     in this order, right after its own wait, and nothing else; one whose list is `None` launches nothing ahead.
 
-    Numerics: unchanged.
-    Memory: `depth` gathered units more; never beyond the budget.
+    Numerics: unchanged. Memory: `depth` gathered units more; never beyond the budget.
     No-op: depth=0 and no lists, or a single gather at the start.
     Limits: within one graph.
     Source: FSDP2 `_fully_shard.py` (`set_modules_to_forward_prefetch`), `_fsdp_param_group.py` (`_prefetch_unshard`).
@@ -48,7 +47,6 @@ class HoistPrefetch(GraphPass):
     depth: int | Literal["auto"] = 1
 
     def __post_init__(self) -> None:
-        """Reject what is no depth."""
         if self.depth == "auto":
             return
         if isinstance(self.depth, bool) or not isinstance(self.depth, int) or self.depth < 0:
@@ -74,7 +72,7 @@ class HoistPrefetch(GraphPass):
     def _prefetches(
         self, groups: Sequence[LaunchGroup], hoist: Hoist, graph: fx.Graph, ctx: PassContext
     ) -> Iterator[_Prefetch]:
-        """What each group launches ahead: what its list names, or as many groups as the depth says."""
+        """Return what each group launches ahead: what its list names, or as many groups as the depth says."""
         needed_at = _needed_at(groups, hoist, graph, ctx)
         depths = self._depths(groups, needed_at, graph, ctx)
         for i, group in enumerate(groups):
@@ -91,7 +89,7 @@ class HoistPrefetch(GraphPass):
     def _depths(
         self, groups: Sequence[LaunchGroup], needed_at: Sequence[fx.Node], graph: fx.Graph, ctx: PassContext
     ) -> list[int]:
-        """How many groups ahead each group is launched."""
+        """Return how many groups ahead each group is launched."""
         if isinstance(self.depth, int):
             return [self.depth] * len(groups)
         track = Track(graph, ctx.plan, ctx.hardware)
@@ -110,7 +108,7 @@ class _Prefetch:
 
 
 def _earliest_of_each(prefetches: Iterable[_Prefetch]) -> dict[LaunchGroup, _Prefetch]:
-    """Of each group the prefetch that launches it first; in the order of the launches."""
+    """Return of each group the prefetch that launches it first, in the order of the launches."""
     found: dict[LaunchGroup, _Prefetch] = {}
     for prefetch in sorted(prefetches, key=lambda prefetch: prefetch.place):  # nodes compare by their place
         found.setdefault(prefetch.group, prefetch)
@@ -118,7 +116,7 @@ def _earliest_of_each(prefetches: Iterable[_Prefetch]) -> dict[LaunchGroup, _Pre
 
 
 def _needed_at(groups: Sequence[LaunchGroup], hoist: Hoist, graph: fx.Graph, ctx: PassContext) -> list[fx.Node]:
-    """For each group the node before which its turn comes: its wait, or where the group before can be resharded."""
+    """Return for each group the node that needs it: its wait, or where the group before can be resharded."""
     places = [hoist.following(launch_groups.last_input(graph))]
     for group, last_read in zip(groups[1:], _last_reads(groups, graph, ctx), strict=False):
         wait = group.waits[0]
@@ -127,7 +125,7 @@ def _needed_at(groups: Sequence[LaunchGroup], hoist: Hoist, graph: fx.Graph, ctx
 
 
 def _last_reads(groups: Sequence[LaunchGroup], graph: fx.Graph, ctx: PassContext) -> list[fx.Node | None]:
-    """For each group the last node that reads its parameters; none if that is the end of the graph."""
+    """Return for each group the last node that reads its parameters; none if that is the end of the graph."""
     live = liveness.liveness(graph, donated=ctx.kind == "backward")
     group_of_launch = {launch: i for i, group in enumerate(groups) for launch in group.launches}
     last_use = [0] * len(groups)
@@ -139,7 +137,7 @@ def _last_reads(groups: Sequence[LaunchGroup], graph: fx.Graph, ctx: PassContext
 
 
 def _prefetch_list(group: LaunchGroup, ctx: PassContext) -> tuple[str, ...] | None:
-    """What the user listed for the units of a group, put together; `()` if for none of them, then the depth counts."""
+    """Join what the user listed for the units of a group; `()` if for none of them, then the depth counts."""
     backward = ctx.kind == "backward"
     plans = [ctx.plan.units[unit] for unit in group.units]
     lists = [plan.backward_prefetch if backward else plan.forward_prefetch for plan in plans]
@@ -149,7 +147,7 @@ def _prefetch_list(group: LaunchGroup, ctx: PassContext) -> tuple[str, ...] | No
 
 
 def _by_depth(i: int, groups: Sequence[LaunchGroup], place: fx.Node, depths: Sequence[int]) -> Iterator[_Prefetch]:
-    """What is launched before group `i` is needed: the groups that are at most their depth behind it."""
+    """Return what is launched before group `i` is needed: the groups that are at most their depth behind it."""
     if i == 0:
         yield _Prefetch(groups[0], place, "first of the graph")
     for k in range(i + 1, min(i + max(depths) + 1, len(groups))):
@@ -158,7 +156,7 @@ def _by_depth(i: int, groups: Sequence[LaunchGroup], place: fx.Node, depths: Seq
 
 
 def _by_list(listed: Iterable[str], groups: Sequence[LaunchGroup], place: fx.Node, name: str) -> Iterator[_Prefetch]:
-    """What the list of `name` launches: of each unit in it the first gather among `groups`."""
+    """Return what the list of `name` launches: of each unit in it the first gather among `groups`."""
     for unit in listed:
         group = next((group for group in groups if unit in group.units), None)
         if group is not None:
@@ -166,7 +164,7 @@ def _by_list(listed: Iterable[str], groups: Sequence[LaunchGroup], place: fx.Nod
 
 
 def _starts_of_kept_units(groups: Sequence[LaunchGroup], graph: fx.Graph, ctx: PassContext) -> dict[str, fx.Node]:
-    """Unit with a list that backward need not gather -> the first node of its backward."""
+    """Map unit with a list that backward need not gather -> the first node of its backward."""
     gathered = {unit for group in groups for unit in group.units}
     kept = [unit for unit, plan in ctx.plan.units.items() if plan.backward_prefetch and unit not in gathered]
     starts: dict[str, fx.Node] = {}

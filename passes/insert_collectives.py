@@ -26,8 +26,8 @@ class InsertCollectives(GraphPass):
     After    %unshard_blocks_0 = all_gather(%shard)  %wait_blocks_0 = wait(...)  slices of it -> addmm
              cat of %dw, %db  %reduce_blocks_0 = reduce_scatter(...)  %wait = wait(...)  return %wait
 
-    The launch reads the shard itself (or its one cast), so nothing is copied in. Gradients that several reads of one
-    parameter produced are added before the reduction, in the order in which autograd would add them.
+    The launch reads the shard itself (or its one cast), so nothing is copied in. Gradients of several reads of one
+    parameter are added before the reduction, in the order in which autograd would add them.
 
     Numerics: equal to FSDP2's, operation for operation: same buffer order, reduce dtype and division rule.
     Memory: the gathered buffer lives until its last parameter is copied out of it, the parameters until their last use.
@@ -60,7 +60,7 @@ class InsertCollectives(GraphPass):
 
 
 def _gathers(graph: fx.Graph, ctx: PassContext) -> list[UnitGather]:
-    """What each call of each unit reads, in program order."""
+    """Return what each call of each unit reads, in program order."""
     calls: dict[tuple[str, str], list[fx.Node]] = {}
     for node in graph.nodes:
         if ops.is_unshard(node):
@@ -79,21 +79,15 @@ def _gather(unit: str, call: str, markers: Sequence[fx.Node], ctx: PassContext) 
 
 @dataclass
 class _Written:
-    """The gradients of one unit in a backward graph.
+    """The gradients of one unit in a backward graph."""
 
-    Attributes:
-        call: of one of its markers.
-        grads: for each parameter the unsharded gradients to add up, in order.
-        outputs: shard index -> position among the graph's outputs.
-    """
-
-    call: str
-    grads: dict[SlotIndex, list[fx.Node]] = field(default_factory=dict)
-    outputs: dict[int, int] = field(default_factory=dict)
+    call: str  # of one of its markers
+    grads: dict[SlotIndex, list[fx.Node]] = field(default_factory=dict)  # the unsharded gradients to add up, in order
+    outputs: dict[int, int] = field(default_factory=dict)  # shard index -> index among the graph's outputs
 
 
 def _writes(graph: fx.Graph) -> dict[str, _Written]:
-    """The gradients of each unit, found from the graph's outputs."""
+    """Find the gradients of each unit from the graph's outputs."""
     units: dict[str, _Written] = {}
     for position, result in enumerate(baseline.results_of(graph)):
         for marker in ops.reduce_markers(result):
@@ -106,7 +100,7 @@ def _writes(graph: fx.Graph) -> dict[str, _Written]:
 
 
 def _reductions(unit: str, written: _Written, ctx: PassContext) -> list[ReduceBucket]:
-    """One launch per reduce dtype."""
+    """Make one launch per reduce dtype."""
     grads = dict(sorted(written.grads.items()))
     dtypes = {slot: buckets.sum_dtype(nodes) for slot, nodes in grads.items()}
     groups = collectives.reduce_dtypes(dtypes, ctx.plan.units[unit])

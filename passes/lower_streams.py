@@ -24,9 +24,7 @@ class LowerStreams(GraphPass):
     Until here a tagged cast is a cast and a tagged launch a launch, so every pass, rule and estimate reads them as any
     other. What the ops do is in `runtime/streams.py`, [Note: side streams].
 
-    Numerics: unchanged.
-    Memory: unchanged.
-    No-op: no launch is tagged with a stream, as in all modes of `AssignStreams` but "side".
+    Numerics: unchanged. Memory: unchanged. No-op: no launch is tagged with a stream, as in all modes but "side".
     Source: FSDP2 `_fsdp_param_group.py` (`all_gather_copy_in_stream`).
     """
 
@@ -62,7 +60,7 @@ _LOWERED = (ops.PREFETCHED_ALL_GATHER, ops.ALL_GATHER_ON_STREAM, ops.REDUCE_SCAT
 
 
 def _part_of(shard: fx.Node, flat: Flat) -> fx.Node:
-    """The elements of a shard that a launch sends, not cast yet."""
+    """Return the elements of a shard that a launch sends, not cast yet."""
     whole: Tensor = shard.meta["val"]
     if (flat.start, flat.numel) == (0, whole.numel()):
         return shard
@@ -72,7 +70,7 @@ def _part_of(shard: fx.Node, flat: Flat) -> fx.Node:
 
 
 def _before_casts(launch: fx.Node) -> tuple[list[fx.Node], torch.dtype]:
-    """What a reduction sends, before the casts that run on its stream, and the dtype that they give it."""
+    """Return what a reduction sends, before the casts that run on its stream, and the dtype that they give it."""
     sent = [node for node in collectives.launch_inputs(launch) if node is not None]
     is_cast = {node: node.target in ops.CASTS and tags.meta_of(node).stream for node in sent}
     return [node.all_input_nodes[0] if is_cast[node] else node for node in sent], sent[0].meta["val"].dtype

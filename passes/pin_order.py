@@ -18,16 +18,13 @@ class PinOrder(GraphPass):
     Before   %a1 = all_gather  %m = mm  %w0 = wait  %n = mm                  (in this order, until something fuses)
     After    %a1 = all_gather  %m = mm  # after=a1  %w0 = wait  # after=m  %n = mm
 
-    Inductor keeps the order of a graph, but a kernel that is fused of an early and a late node runs at the place of the
-    early one, and all that the late one reads before it: a wait could come ahead of the compute that was to hide it.
-    Pins go to kernels that fuse with nothing (matrix products, attention, convolutions), to the ones next to a
-    collective only: a launch or wait comes after the last of them before it, the first of them behind a launch comes
-    after that launch. Among themselves collectives keep their order anyway. `EnforceOrder` turns pins into
-    dependencies.
+    Inductor keeps the order of a graph, but a kernel fused of an early and a late node runs at the place of the early
+    one, and all that the late one reads runs before it: a wait could come ahead of the compute that was to hide it.
+    Pins go to kernels that fuse with nothing (matrix products, attention, convolutions) next to a collective: a launch
+    or wait comes after the last of them before it, and the first of them behind a launch comes after that launch. Among
+    themselves collectives keep their order anyway. `EnforceOrder` turns pins into dependencies.
 
-    Numerics: unchanged.
-    Memory: unchanged.
-    No-op: a graph without collectives, or without such kernels.
+    Numerics: unchanged. Memory: unchanged. No-op: a graph without collectives, or without such kernels.
     Source: torch's `control_dependencies.py`, which Inductor's own overlap scheduling uses.
     """
 

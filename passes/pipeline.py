@@ -39,9 +39,8 @@ class Pipeline:
         joint: on the joint forward-backward graph, before it is split.
         split: on the forward, the backward and the inference graph, each for itself.
         last: on the same graphs, after Inductor's own passes.
-        codegen: on the same graphs, right before they become code: what other passes have tagged becomes ops that do
-            it. Where the code comes out of a cache, this stage and the last one ran when it went in, and run again only
-            for who looks at the graphs.
+        codegen: on the same graphs, right before they become code: tags become ops. If the code comes from a cache,
+            this stage and the last one ran when it went in, and run again only for who looks at the graphs.
     """
 
     joint: tuple[GraphPass, ...]
@@ -50,7 +49,6 @@ class Pipeline:
     codegen: tuple[GraphPass, ...] = ()
 
     def __post_init__(self) -> None:
-        """Reject what is not a tuple of passes."""
         for stage in fields(self):
             passes = getattr(self, stage.name)
             wrong = [p for p in passes if not isinstance(p, GraphPass)] if isinstance(passes, tuple) else [passes]
@@ -70,15 +68,10 @@ def default(
     lower: str = "inductor",
     cudagraphs: bool = False,
 ) -> Pipeline:
-    """The passes without a change by the user.
+    """Return the passes without a change by the user; arguments are options of passes, or of the backend.
 
-    Args:
-        bucket: `BucketCollectives.size`.
-        prefetch: `HoistPrefetch.depth`, or "off".
-        reduce_scatter_max_input_buffers: `SinkWaits.max_buffers`.
-        streams: `AssignStreams.mode`.
-        lower: "inductor", or "eager": then sums are FSDP2's to the bit, and the order needs no pins.
-        cudagraphs: whether code is recorded and replayed: then no launch may depend on what happened before.
+    With `lower="eager"` sums are FSDP2's to the bit, and the order needs no pins. With `cudagraphs` code is recorded
+    and replayed, so no launch may depend on what happened before.
 
     Raises:
         ConfigError: a value that its pass does not take.
@@ -109,7 +102,7 @@ def default(
 
 
 def of_variant(passes: tuple[GraphPass, ...], which: Variant, lower: str) -> tuple[GraphPass, ...]:
-    """The split stage of a variant: what makes it one comes right before collectives are inserted."""
+    """Return the split stage of a variant: what makes it one comes right before collectives are inserted."""
     at = next(i for i, step in enumerate(passes) if Property.COLLECTIVES in step.ensures)
     fused = (FuseGradAccumulation(),) if lower == "inductor" else ()
     return (*passes[:at], AccumulateGradients(which=which), *fused, ReadResident(which=which), *passes[at:])
@@ -125,12 +118,12 @@ _NEEDED = {"joint": Property.RESHARD_TAGGED, "split": Property.COLLECTIVES}
 
 
 def codegen_given(options: Options) -> tuple[Property, ...]:
-    """The properties that hold before the codegen stage; the interpreter has no passes of Inductor's before it."""
+    """Return the properties before the codegen stage; the interpreter has no passes of Inductor's before it."""
     return LAST_GIVEN if options.lower == "inductor" else CODEGEN_GIVEN
 
 
 def chosen(options: Options) -> Pipeline:
-    """The default pipeline, as the options want it; what the interpreter runs is to equal FSDP2 bit for bit.
+    """Return the pipeline that the options want; what the interpreter runs is to equal FSDP2 bit for bit.
 
     Raises:
         ConfigError: `passes` returned no pipeline, or one that does not shard: a property is missing, and which.

@@ -26,14 +26,11 @@ class ReadResident(GraphPass):
     Before   %w = unshard(%shard, 'blocks.0', 0)   addmm(%b, %x, %w)
     After    %resident_w = input   %w = wait(%resident_w)   addmm(%b, %x, %w)
 
-    The launch is outside of the graph: in the first microbatch that wants the parameters, before the graph begins. Its
-    wait stays where the parameter is first read, so compute that does not need it goes ahead; in later microbatches
-    there is nothing to wait for. All calls of the unit read the same input. A result of the graph that is a parameter,
-    or a view of one, is copied: the user may write to what the model returns. So is one that was cast to and fro, for
-    Inductor leaves such casts out.
-
-    Attributes:
-        which: the units whose parameters come in.
+    `which` says which units are resident. The launch is outside of the graph: in the first microbatch that wants the
+    parameters, before the graph begins. Its wait stays where the parameter is first read, so compute that does not need
+    it goes ahead; in later microbatches there is nothing to wait for. All calls of the unit read the same input. A
+    result of the graph that is a parameter, or a view of one, is copied: the user may write to what the model returns.
+    So is one that was cast and cast back, for Inductor leaves such casts out.
 
     Numerics: unchanged; the parameters are those that the graph would have gathered.
     Memory: the parameters live throughout, and in between: the caller holds them.
@@ -64,7 +61,7 @@ class ReadResident(GraphPass):
 
 
 def _unshard_markers(graph: fx.Graph) -> dict[_Parameter, list[fx.Node]]:
-    """Parameter -> the markers that unshard it, in program order."""
+    """Map parameter -> the markers that unshard it, in program order."""
     markers: dict[_Parameter, list[fx.Node]] = {}
     for node in graph.nodes:
         if ops.is_unshard(node):
@@ -74,7 +71,7 @@ def _unshard_markers(graph: fx.Graph) -> dict[_Parameter, list[fx.Node]]:
 
 
 def _add_input(graph: fx.Graph, parameter: _Parameter, ctx: PassContext) -> fx.Node:
-    """A new last input: the parameter, unsharded, to be waited for."""
+    """Add a last input: the parameter, unsharded, to be waited for."""
     dtype = ctx.plan.units[parameter[0]].unsharded_dtype_of(parameter[1])
     return graph_edit.add_parameter(graph, ctx.plan, parameter, "resident", dtype)
 
@@ -108,7 +105,7 @@ def _copy_results_that_share_memory(graph: fx.Graph, inputs: frozenset[fx.Node],
 
 
 def _may_share_memory(result: fx.Node, inputs: frozenset[fx.Node], live: liveness.Liveness) -> bool:
-    """Whether a result lies in the memory of an input, or would if casts and copies between were left out."""
+    """Return whether a result lies in the memory of an input, or would if casts and copies between were left out."""
     makers = [live.storages[index].maker for index in live.storages_of[result]]
     while makers[:1] and makers[0].target in ops.COPIES | ops.CASTS:
         makers = [live.storages[index].maker for index in live.storages_of[makers[0].all_input_nodes[0]]]

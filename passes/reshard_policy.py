@@ -21,16 +21,16 @@ class ReshardPolicy(GraphPass):
     After    %w = unshard(%shard, 'blocks.0', 0)  # MUST_RECOMPUTE      %t = permute(%w)  # MUST_RECOMPUTE
 
     `MUST_RECOMPUTE` (reshard_after_forward=True) makes backward gather again from the shard; `MUST_SAVE` keeps the
-    parameter. The whole chain of casts, views and copies after a resharded marker is tagged as well: under autocast the
+    parameter. The whole chain of casts, views and copies after a resharded marker is tagged: under autocast the
     partitioner would otherwise save a cast of every gathered weight, and nothing would be resharded. What is tagged
-    leaves its region of activation checkpointing (`ac_graph_id`): a weight that two regions read is one node here,
-    and the partitioner would take its transpose for the tensor between the two regions, which it saves.
+    leaves its region of activation checkpointing (`ac_graph_id`): a weight that two regions read is one node here, and
+    the partitioner would take its transpose for the tensor between the regions, which it saves.
 
     Numerics: unchanged. Memory: resharded units are not alive between forward and backward.
     No-op: a graph without markers, or one without backward.
     Limits: what compute makes of a parameter (a norm, a product) is an activation and may be saved.
-    Source: `node.meta["recompute"]` is read by torch's min-cut partitioner (torch/_functorch/partitioners.py);
-    DeepSpeed's DeepCompile tags the same way (deepspeed/compile/partitioner.py).
+    Source: torch's min-cut partitioner (torch/_functorch/partitioners.py) reads `node.meta["recompute"]`; DeepSpeed's
+        DeepCompile tags the same way (deepspeed/compile/partitioner.py).
     """
 
     requires = frozenset({Property.DEDUPED})
@@ -50,7 +50,7 @@ class ReshardPolicy(GraphPass):
 
 
 def _reshapes_of(marker: fx.Node) -> Iterator[fx.Node]:
-    """`marker` and every node that only casts, views or copies it."""
+    """Return `marker` and every node that only casts, views or copies it."""
     queue = [marker]
     while queue:
         node = queue.pop()

@@ -20,14 +20,11 @@ class SinkWaits(GraphPass):
     Before   %r1 = reduce_scatter(%dw1)  %g1 = wait(%r1)  ...  %r0 = reduce_scatter(%dw0)  %g0 = wait(%r0)  return
     After    %r1 = reduce_scatter(%dw1)  ...  %r0 = reduce_scatter(%dw0)  %g1 = wait(%r1)  %g0 = wait(%r0)  return
 
-    Attributes:
-        max_buffers: reductions whose inputs may be alive at once; the oldest is waited for before what the next one
-            sends is put together. FSDP2 has one.
+    `max_buffers` is how many reductions may have their inputs alive at once; the oldest is waited for before what the
+    next one sends is put together. FSDP2 has one. What is made of a reduced gradient (casts, divisions, its place in
+    the shard's gradient) goes with the wait.
 
-    What is made of a reduced gradient (casts, divisions, its place in the shard's gradient) goes with the wait.
-
-    Numerics: unchanged.
-    Memory: the inputs of `max_buffers` reductions at once, each as large as a unit's unsharded gradients.
+    Numerics: unchanged. Memory: the inputs of `max_buffers` reductions, each as large as a unit's unsharded gradients.
     No-op: a graph without reductions, or where nothing stands between a wait and the end.
     Source: FSDP2 `_fsdp_param_group.py` (`reduce_scatter_state`), which lets one reduction run beside the compute.
     """
@@ -38,7 +35,6 @@ class SinkWaits(GraphPass):
     max_buffers: int = 2
 
     def __post_init__(self) -> None:
-        """Reject what is no number of buffers."""
         if isinstance(self.max_buffers, bool) or not isinstance(self.max_buffers, int) or self.max_buffers < 1:
             raise ConfigError(f"reduce_scatter_max_input_buffers must be a positive int, got {self.max_buffers!r}.")
 

@@ -18,12 +18,10 @@ class TagParameterViews(GraphPass):
     Before   %w = unshard(...)  %t = t(%w)
     After    %w = unshard(...)  %t = t(%w)  # kept=layers.0.weight
 
-    What forward saves for backward is an input there, of which the graph no longer says what it was made of. The tag
-    goes with it, so that unsharded parameters are counted in backward, too (memory budgets, peaks).
+    What forward saves for backward is an input there, and the graph no longer says what it was made of. The tag goes
+    with it, so that unsharded parameters are counted in backward, too (memory budgets, peaks).
 
-    Numerics: unchanged.
-    Memory: unchanged.
-    No-op: no view of a parameter.
+    Numerics: unchanged. Memory: unchanged. No-op: no view of a parameter.
     """
 
     requires = frozenset({Property.MARKED})

@@ -2,9 +2,9 @@
 
 [Note: the one-line path]
 `torch.compile(model, backend="fxshard")` on an unsharded model with several ranks must shard it: replicas that train
-without synchronisation would be silently wrong. The backend is the first of our code to run, in the middle of the
-first call, with the captured graph of the unsharded model in hand. It finds the root module, makes the ranks agree on
-the values, shards, gives live optimizers the new parameters, and has Dynamo trace again. ADR 0003 says why so.
+without synchronisation would be silently wrong. The backend is the first of our code to run, in the middle of the first
+call, with the captured graph of the unsharded model. It finds the root module, makes the ranks agree on the values,
+shards, gives live optimizers the new parameters, and has Dynamo trace again. ADR 0003 says why so.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def require_no_replicas(unsharded: dict[str, nn.Parameter], flats: dict[int, Hom
 def shard_root(gm: fx.GraphModule, unsharded: dict[str, nn.Parameter], options: Options) -> None:
     """Shard the model whose parameters entered `gm`, and start the capture again; see [Note: the one-line path].
 
-    Returns only where there is one rank.
+    Returns only for one rank.
 
     Raises:
         ConfigError: no process group though a launcher started several ranks, meta parameters, or no root module.
@@ -143,10 +143,7 @@ def _require_all_unsharded(roots: list[nn.Module]) -> None:
 
 
 def _require_no_averages(root: nn.Module, group: dist.ProcessGroup) -> None:
-    """Raise if an `AveragedModel` of `root` holds whole parameters: its updates would mix them with shards.
-
-    It may be on one rank alone; then all ranks raise.
-    """
+    """Raise on all ranks if an `AveragedModel` holds whole parameters of `root`: it would mix them with shards."""
     names = _averaged(root)
     if names:
         gc.collect()  # it may be dead
@@ -162,21 +159,19 @@ def _require_no_averages(root: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def _averaged(root: nn.Module) -> list[str]:
-    """Names of parameters of which `AveragedModel`s hold whole copies with the values that they have now.
-
-    Other values may be those of another model of the class: such a holder is let be.
-    """
+    """Return the names of parameters of which an `AveragedModel` holds whole copies with their present values."""
     found: dict[str, None] = {}
     for averaged in instances_of(AveragedModel):
         copied = plain_module(averaged.module)
         for path, part in root.named_modules():
+            # A copy with other values may be of another model of the class.
             if _is_copy(copied, part):
                 found |= dict.fromkeys(name for name, _ in part.named_parameters(path))
     return list(found)
 
 
 def _is_copy(copied: nn.Module, module: nn.Module) -> bool:
-    """Whether `copied` has the parameters of `module`, none of them sharded."""
+    """Return whether `copied` has the parameters of `module`, none of them sharded."""
     ours, theirs = dict(module.named_parameters()), dict(copied.named_parameters())
     return ours.keys() == theirs.keys() and all(_equal(p, theirs[name]) for name, p in ours.items())
 
@@ -189,11 +184,7 @@ def _equal(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def _agree_on_values(root: nn.Module, group: dist.ProcessGroup) -> None:
-    """Give all ranks the first rank's parameters and buffers, if they differ.
-
-    Raises:
-        ConfigError: names, shapes or dtypes differ between the ranks' models; the first difference is named.
-    """
+    """Give all ranks the first rank's parameters and buffers; raise if names, shapes or dtypes differ."""
     named = dict(root.named_parameters()) | dict(root.named_buffers())
     layout = [f"{name}: {tensor.dtype}{list(tensor.shape)}" for name, tensor in named.items()]
     texts = rank_check.gather_texts("one_line_layout", "\n".join(layout), group)
@@ -222,7 +213,7 @@ def _broadcast(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
 
 
 def _write(tensor: Tensor, values: Tensor) -> None:
-    """`tensor.copy_(values)`, also for an expanded tensor: each element of its memory is written once."""
+    """Do `tensor.copy_(values)`, also for an expanded tensor: write each element of its memory once."""
     for dim in range(tensor.dim()):
         if tensor.stride(dim) == 0 and tensor.size(dim) > 1:
             tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
@@ -247,9 +238,9 @@ def _shard(root: nn.Module, mesh: DeviceMesh, options: Options) -> None:
 
 
 def units_of(root: nn.Module) -> list[nn.Module]:
-    """The modules to make units of, inner ones first.
+    """Choose the modules to make units of, inner ones first.
 
-    What stands in ModuleLists and Sequentials, outermost, if it shares no parameter; then the root.
+    Those that stand in ModuleLists and Sequentials, outermost, if they share no parameter; then the root.
     """
     found: list[nn.Module] = []
 
@@ -287,17 +278,14 @@ def _rebind_optimizers(replaced: dict[int, tuple[nn.Parameter, nn.Parameter]]) -
 
 
 def _like(value: Tensor, new: nn.Parameter) -> Tensor:
-    """This rank's rows of an optimizer state tensor that is shaped like the parameter."""
+    """Return this rank's rows of an optimizer state tensor that is shaped like the parameter."""
     mesh = new.device_mesh  # type: ignore[attr-defined]
     rows = shard_rows(value, mesh.get_local_rank(), mesh.size()).clone()
     return as_dtensor(value, rows, mesh).detach()
 
 
 def _require_no_holders(orphans: dict[str, weakref.ref[nn.Parameter]]) -> None:
-    """Raise if a collection or object still holds a replaced parameter: its values are dead, its gradient stays None.
-
-    A bare variable is let be: loops over `model.parameters()` leave one behind.
-    """
+    """Raise if something still holds a replaced parameter: its values are dead, its gradient stays None."""
     if all(reference() is None for reference in orphans.values()):
         return
     gc.collect()
@@ -316,7 +304,7 @@ def _require_no_holders(orphans: dict[str, weakref.ref[nn.Parameter]]) -> None:
 
 
 def _holds(referrer: object) -> bool:
-    """Whether a referrer is more than the variables of a module, a function or a closure."""
+    """Return whether a referrer is more than variables; loops over `model.parameters()` leave one behind."""
     if isinstance(referrer, dict):
         return "__builtins__" not in referrer
     return not isinstance(referrer, types.FrameType | types.CellType | types.GeneratorType)
@@ -324,22 +312,20 @@ def _holds(referrer: object) -> bool:
 
 @functools.cache
 def guard_optimizers() -> RemovableHandle:
-    """From now on refuse an optimizer step that would train an unsynchronised replica.
+    """Refuse, from now on, an optimizer step that would train an unsynchronised replica.
 
-    Installed when fxshard is imported, not when it shards: a model of which Dynamo captures nothing never comes to the
-    backend. The one hook of fxshard that is always there; `guard_optimizers().remove()` takes it away.
+    Installed when fxshard is imported: a model of which Dynamo captures nothing never comes to the backend. It is the
+    one hook that is always there; `guard_optimizers().remove()` takes it away.
     """
     return register_optimizer_step_pre_hook(_ReplicaGuard())
 
 
 class _ReplicaGuard:
-    """Refuses to step parameters that stand, unsharded, in a model that is sharded elsewhere or compiled by fxshard.
-
-    A model that was never given to us is not our business: a reference, a small helper, one under DDP. The search for
-    the model is made once per optimizer.
-    """
+    """Refuses to step unsharded parameters of a model that is sharded elsewhere or compiled by fxshard."""
 
     def __init__(self) -> None:
+        # The search for the model is made once per optimizer. A model that was never given to us may be a reference,
+        # a small helper, or under DDP.
         self._approved: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -361,7 +347,7 @@ class _ReplicaGuard:
 
 
 def _replicas(parameters: Iterable[Tensor]) -> list[str]:
-    """FQNs of those parameters that have a sharded module beside them or fxshard around them, and are not ignored."""
+    """Return the FQNs of those with a sharded module beside them or fxshard around them that are not ignored."""
     wanted = {id(p) for p in parameters}
     found: dict[int, str] = {}
     for model in instances_of(nn.Module, thaw=False):  # of any program that imports fxshard

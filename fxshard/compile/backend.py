@@ -35,16 +35,10 @@ def fxshard(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """Compile one graph that Dynamo captured.
+    """Compile `gm`, a graph that Dynamo captured, and return what Dynamo calls in its place.
 
-    Args:
-        gm: Dynamo's graph; taken over.
-        example_inputs: its real inputs.
-        options: see `fxshard.options.Options`.
-        mode: must be None or "default".
-
-    Returns:
-        What Dynamo calls in place of the graph.
+    `gm` is taken over; `example_inputs` are its real inputs; for `options` see `fxshard.options.Options`; `mode` must
+    be None or "default".
 
     Raises:
         ConfigError, UnsupportedGraph, NotImplementedError: see `docs/errors.md`.
@@ -77,7 +71,7 @@ def _dispatch(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Option
 
 
 def frames_of(module: nn.Module) -> list[Frame]:
-    """The live captured graphs of a sharded module, compiled or plain, in the order in which they were captured."""
+    """Return the live captured graphs of a sharded module, compiled or plain, in the order of their capture."""
     frames: dict[int, Frame] = {}
     for unit in units_under(plain_module(module)):
         for reference in unit.frames:
@@ -89,16 +83,10 @@ def frames_of(module: nn.Module) -> list[Frame]:
 def capture_only(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, frames: list[Frame]
 ) -> Callable[..., Any]:
-    """Do what `fxshard` does with a graph of a sharded model, but stop before code generation; for `explain`.
+    """Do what `fxshard` does with a graph of a sharded model, without code generation; return the graph, interpreted.
 
-    Args:
-        gm: as in `fxshard`.
-        example_inputs: may be fake.
-        options: the user's.
-        frames: gets the new frame; a graph that reads no sharded parameter makes none.
-
-    Returns:
-        The graph, interpreted.
+    For `explain`. `example_inputs` may be fake. `frames` gets the new frame; a graph without sharded parameters makes
+    none.
     """
     try:
         dynamo.refuse_compiled_autograd()

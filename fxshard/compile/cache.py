@@ -35,53 +35,38 @@ from fxshard.runtime.dispatch import Order
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledFacts:
-    """What fxshard must know of a compiled graph to run it; kept with its code.
-
-    Attributes:
-        kind: of the graph.
-        launches: its collectives, in order.
-        trained: as in `Frame`.
-        reads: unit key -> the parameters that the graph gathers.
-        inputs: of the graph: name and type.
-        outputs: of the graph: types.
-        orders: how the inputs must lie in memory, of a backward.
-    """
+    """What fxshard must know of a compiled graph to run it; kept with its code."""
 
     kind: GraphKind
-    launches: tuple[Launch, ...]
-    trained: dict[str, list[SlotIndex]]
-    reads: dict[str, list[SlotIndex]]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    orders: dict[int, Order]
+    launches: tuple[Launch, ...]  # its collectives, in order
+    trained: dict[str, list[SlotIndex]]  # as in `Frame`
+    reads: dict[str, list[SlotIndex]]  # unit key -> the parameters that the graph gathers
+    inputs: tuple[str, ...]  # name and type of each
+    outputs: tuple[str, ...]  # type of each
+    orders: dict[int, Order]  # of a backward: how its inputs must lie in memory
 
     def launching(self, sequence: tuple[Launch, ...]) -> CompiledFacts:
-        """The same, of a graph with these collectives."""
+        """Return the same, of a graph with these collectives."""
         return dataclasses.replace(self, launches=sequence)
 
     @property
     def signature(self) -> list[str]:
-        """What the graph takes and gives, without the names of symbolic sizes.
-
-        Tracing again makes new names, and may give two to one size. A size stands in brackets; u8 before them is none.
-        """
+        """What the graph takes and gives, without the names of symbolic sizes."""
+        # Tracing again makes new names, and may give two to one size. A size stands in brackets; the u8 before them
+        # is none.
         return [re.sub(r"\b(?:s|u|zuf|zf)\d+\b(?![\[:])", "n", text) for text in (*self.inputs, "->", *self.outputs)]
 
 
 class CodeOwner(Protocol):
-    """The compilation that code belongs to, as a compiler or a cache sees it.
+    """The compilation that code belongs to, as a compiler or a cache sees it."""
 
-    Attributes:
-        found: kinds of the graphs that were compiled, or found in a cache.
-    """
-
-    found: set[GraphKind]
+    found: set[GraphKind]  # the graphs that were compiled, or found in a cache
 
     def restore(self, facts: CompiledFacts) -> None:
         """Take over what the passes found out when the code was compiled."""
 
     def prepared(self, code: Callable[..., Any], facts: CompiledFacts) -> Callable[..., Any]:
-        """What is to run in place of the code."""
+        """Return what is to run in place of the code."""
 
 
 class CachedCode(CompiledFxGraph):
@@ -91,7 +76,7 @@ class CachedCode(CompiledFxGraph):
 
     @classmethod
     def of(cls, compiled: CompiledFxGraph, facts: CompiledFacts, owner: CodeOwner) -> CachedCode:
-        """The same object, ready to run."""
+        """Return the same object, ready to run."""
         compiled.__class__ = cls  # a copy would not do: the original's `__del__` ends the code that they share
         code = cast(CachedCode, compiled)
         code.facts = facts
@@ -99,7 +84,7 @@ class CachedCode(CompiledFxGraph):
         return code
 
     def post_compile(self, *args: Any, **kwargs: Any) -> None:
-        """Called when the code was found in the cache, in the process that will run it."""
+        """Prepare code that was found in the cache, in the process that will run it."""
         super().post_compile(*args, **kwargs)
         owner: CodeOwner | None = getattr(inductor_config.custom_partitioner_fn, "owner", None)  # who looks for it
         if owner is None:
@@ -118,16 +103,11 @@ _log = logging.getLogger(__name__)
 
 
 def digest(options: Options, plan: FramePlan, pipeline: Pipeline, hardware: HardwareSpec) -> str | None:
-    """The same in two processes exactly if they may share compiled code of equal graphs.
+    """Hash what decides compiled code besides the graph: equal exactly if two processes may share the code.
 
-    Args:
-        options: the user's.
-        plan: of the frame; holds names and sizes of process groups, but nothing of this rank.
-        pipeline: its passes count by their class, `version`, fields and source.
-        hardware: what the passes weigh costs with; a file may have changed under its name.
-
-    Returns:
-        A hash; `None` where no text can stand for a value, such as a function: then nothing may be cached.
+    Returns `None` if no text can stand for a value, such as a function: then nothing may be cached. `plan` holds names
+    and sizes of process groups, but nothing of this rank. Passes count by class, `version`, fields and source; of
+    `hardware` the content counts, for a file may have changed under its name.
     """
     # `options.passes` is a function; what it returned is the pipeline.
     values = (dataclasses.replace(options, passes=None), plan, pipeline, hardware)
@@ -144,7 +124,7 @@ def digest(options: Options, plan: FramePlan, pipeline: Pipeline, hardware: Hard
 
 
 def _stable(value: Any) -> str:
-    """`repr`, but with all fields of a dataclass, and independent of the order of sets and mappings."""
+    """Return `repr`, but with all fields of a dataclass, and independent of the order of sets and mappings."""
     if isinstance(value, GraphPass):
         cls = type(value)  # no field need be declared as one
         return f"{cls.__module__}.{cls.__qualname__} v{value.version} {_stable(vars(value))}"
@@ -162,14 +142,14 @@ def _stable(value: Any) -> str:
 
 @functools.cache
 def _own_sources() -> str:
-    """A hash of fxshard itself: a new release, or an edit, may compile other code."""
+    """Hash fxshard itself: a new release, or an edit, may compile other code."""
     package, passes = Path(__file__).resolve().parents[1], Path(pipelines.__file__).resolve().parent  # may be a link
     folders = {package, passes}
     return _hash_of({path for folder in folders for path in folder.rglob("*.py")})
 
 
 def _foreign_sources(pipeline: Pipeline) -> Iterator[str]:
-    """Hashes of the files that define the passes which are not fxshard's own."""
+    """Hash the files that define the passes which are not fxshard's own."""
     passes = chain(pipeline.joint, pipeline.split, pipeline.last, pipeline.codegen)
     classes = {c for step in passes for c in type(step).__mro__}
     foreign = {c for c in classes if c.__module__.partition(".")[0] not in ("fxshard", "abc", "builtins")}

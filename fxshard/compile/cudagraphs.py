@@ -3,13 +3,13 @@
 [Note: replays]
 A replay runs kernels on the addresses that they were recorded with, and no Python. So:
 
-- Flats and accumulators stay where they are: they are *static inputs*, read and written in place. All other inputs are
+- Flats and accumulators are *static inputs*: they stay where they are, read and written in place. All other inputs are
   copied to where they were when the graph was recorded.
 - What a graph gives lies in memory of the recording and is overwritten by a later replay. Gradients outlive it (an
-  optimizer reads them, or the next backward adds to them), so a backward's results are copied out; a rank's rows only.
+  optimizer reads them, or the next backward adds to them), so a backward's results are copied out: a rank's rows only.
 - The ranks' agreement and the choice of a variant stay in front of the graph. A graph neither takes over nor hands on
-  launches of other graphs, for that is Python's work (`runtime/prefetch_cache.py`); what is gathered outside of graphs
-  is waited for before one runs.
+  launches of other graphs: that is Python's work (`runtime/prefetch_cache.py`). What is gathered outside of graphs is
+  waited for before one runs.
 - Launches and waits must be recorded together: a graph is recorded whole, or is an error that says why it cannot be.
 - A backward is compiled when it first runs, as is usual: what manages recordings is there once a forward has run. So
   AOTAutograd's cache, which wants it compiled before, is not used.
@@ -31,17 +31,13 @@ from fxshard.options import Options
 
 
 def require_device(options: Options, device: torch.device) -> None:
-    """Raise if CUDA graphs are wanted of a model that is not on CUDA.
-
-    Raises:
-        ConfigError: names the device.
-    """
+    """Raise `ConfigError` if CUDA graphs are wanted of a model that is not on CUDA."""
     if options.cudagraphs and device.type != "cuda":
         raise ConfigError(f"cudagraphs=True needs a model on CUDA; this one is on {device}. Leave the option out.")
 
 
 def patches(options: Options, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Inductor's configuration; `known` is what it has of it."""
+    """Return Inductor's configuration, as far as this torch has it; `known` is what it has."""
     wanted = {"triton.cudagraphs": True, "triton.cudagraph_trees": True, "graph_partition": False}
     if not options.cudagraphs:
         wanted = {"triton.cudagraphs": False}  # whatever the environment says: ours would not be safe in a recording
@@ -49,7 +45,7 @@ def patches(options: Options, known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def static_inputs(options: Options, graph: fx.Graph, given: Sequence[int]) -> list[int]:
-    """Indices of the inputs that stay where they are, with those that Inductor was `given`."""
+    """Return the indices of the inputs that stay where they are, with those that Inductor was `given`."""
     if not options.cudagraphs:
         return list(given)
     inputs = enumerate(graph.find_nodes(op="placeholder"))
@@ -57,17 +53,13 @@ def static_inputs(options: Options, graph: fx.Graph, given: Sequence[int]) -> li
 
 
 def _is_static(meta: NodeMeta) -> bool:
-    """Whether an input stays where it is from run to run."""
     return bool(meta.shard or meta.acc)
 
 
 def left_out(options: Options, inputs: Sequence[Any], given: Mapping[str, Any]) -> None:
-    """Say where the forward runs whose backward is compiled by itself: its recording goes on with that of the forward.
+    """Set the device of the forward whose backward is compiled by itself: its recording continues the forward's.
 
-    Args:
-        options: the user's.
-        inputs: of the forward.
-        given: what Inductor's compiler was called with.
+    `inputs` are the forward's, `given` is what Inductor's compiler was called with.
     """
     devices = (value.device for value in inputs if isinstance(value, Tensor) and value.is_cuda)
     if options.cudagraphs and (device := next(devices, None)) is not None:
@@ -75,16 +67,7 @@ def left_out(options: Options, inputs: Sequence[Any], given: Mapping[str, Any]) 
 
 
 def require_recordable(options: Options, code: Any, kind: str) -> None:
-    """Raise if Inductor will not record a graph.
-
-    Args:
-        options: the user's.
-        code: what Inductor made of the graph.
-        kind: of the graph.
-
-    Raises:
-        UnsupportedGraph: says what Inductor says.
-    """
+    """Raise `UnsupportedGraph`, with Inductor's reason, if Inductor will not record a graph of which it made `code`."""
     info = getattr(code, "cudagraph_info", None)
     reasons = getattr(code, "disabled_cudagraphs_reason", None) or getattr(info, "cudagraph_fail_reasons", None)
     if options.cudagraphs and (reasons or info is None):
@@ -97,13 +80,9 @@ def require_recordable(options: Options, code: Any, kind: str) -> None:
 def guarded(
     options: Options, run: Callable[[list[Any]], Any], kind: str, skips: Mapping[str, int]
 ) -> Callable[[list[Any]], Any]:
-    """`run`, with an error where it ran without being recorded, and for a backward with results of its own.
+    """Wrap `run`: raise if a graph runs without being recorded, and copy the results of a backward.
 
-    Args:
-        options: the user's.
-        run: a compiled graph.
-        kind: of it.
-        skips: what Inductor counts, "cudagraph_skips" among it.
+    `skips` are Inductor's counters, with "cudagraph_skips".
     """
     if not options.cudagraphs:
         return run

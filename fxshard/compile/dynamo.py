@@ -44,13 +44,13 @@ def refuse_compiled_autograd() -> None:
 
 
 def flats_of(example_inputs: Sequence[Any]) -> dict[int, Home]:
-    """Graph input index -> where the flat belongs, for the inputs that are flats."""
+    """Map graph input index -> where the flat belongs, for the inputs that are flats."""
     homes = ((i, home_of(value)) for i, value in enumerate(example_inputs) if isinstance(value, Tensor))
     return {i: home for i, home in homes if home is not None}
 
 
 def unsharded_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[str, nn.Parameter]:
-    """Name in the user's code -> trainable parameter that enters the graph as it is."""
+    """Map name in the user's code -> trainable parameter that enters the graph as it is."""
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     return {
         source_name(node): value
@@ -63,26 +63,21 @@ def unsharded_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> d
 
 
 def source_name(placeholder: fx.Node) -> str:
-    """Where Dynamo found a graph input, as Python source; the node's name where Dynamo does not say."""
+    """Return where Dynamo found a graph input, as Python source; the node's name if Dynamo does not say."""
     source = getattr(placeholder, "_dynamo_source", None)
     return placeholder.name if source is None else readable(_name(source))
 
 
 def readable(name: str) -> str:
-    """`L['self']._modules['blocks']._modules['0']._parameters['weight']` -> `self.blocks.0.weight`."""
+    """Turn `L['self']._modules['blocks']._modules['0']._parameters['weight']` into `self.blocks.0.weight`."""
     expression = name.removeprefix("L").removeprefix("G")
     return re.sub(r"(?:\._modules|\._parameters)?\['([^']+)'\]", r".\1", expression).strip(".")
 
 
 def bind_markers(gm: fx.GraphModule, flats: dict[int, Home]) -> FramePlan:
-    """Write the frame's own key into every marker; see [Note: markers] in `ir/ops.py`.
+    """Write the frame's own key into every marker; return the plan that the keys refer to. See [Note: markers].
 
-    Args:
-        gm: Dynamo's graph, edited in place, subgraphs of higher-order ops included.
-        flats: from `flats_of`.
-
-    Returns:
-        The plan that the keys refer to.
+    `gm` is edited in place, subgraphs of higher-order ops included; `flats` come from `flats_of`.
     """
     keys = _unit_keys([home.unit for home in flats.values()])
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
@@ -115,7 +110,7 @@ def bind_markers(gm: fx.GraphModule, flats: dict[int, Home]) -> FramePlan:
 
 
 def _with_prefetch(unit: Unit, keys: Mapping[int, str]) -> UnitPlan:
-    """The unit's plan with its prefetch lists, as far as this graph has what is in them."""
+    """Return the unit's plan with its prefetch lists, as far as this graph has what is in them."""
 
     def here(listed: tuple[Unit, ...] | None) -> tuple[str, ...] | None:
         found = tuple(keys[id(other)] for other in listed or () if id(other) in keys)
@@ -137,10 +132,8 @@ def _markers(gm: fx.GraphModule) -> Iterator[fx.Node]:
 def refuse_writes(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: FramePlan | None = None) -> None:
     """Raise if a graph writes into a parameter: the write would be lost with the gathered copy.
 
-    Args:
-        gm: Dynamo's graph.
-        example_inputs: its real inputs; an earlier graph may have returned a parameter that is one of them.
-        plan: from `bind_markers`, `None` for a graph without markers.
+    `example_inputs` are the real ones: an earlier graph may have returned a parameter that is one of them. `plan` is
+    `None` for a graph without markers.
     """
     names: dict[fx.Node, str] = {}
     if plan is not None:
@@ -159,7 +152,7 @@ def refuse_writes(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Frame
 def refuse_replaced_parameters() -> None:
     """Raise if the code that Dynamo traces puts something in place of sharded parameters, and perhaps back again.
 
-    The graph reads the shards all the same, so that it would compute with other values than the code says.
+    The graph reads the shards all the same: it would compute with other values than the code says.
     """
     output = InstructionTranslator.current_tx().output
     modified = filter(output.side_effects.is_modified, output.side_effects.id_to_variable.values())
@@ -174,7 +167,7 @@ def refuse_replaced_parameters() -> None:
 
 
 def reads_of(gm: fx.GraphModule) -> dict[str, frozenset[eager.Read]]:
-    """Unit key -> the parameters that a graph with bound markers reads, with the ids of the modules that do."""
+    """Map unit key -> the parameters that a graph with bound markers reads, with the ids of the modules that do."""
     reads: dict[str, set[eager.Read]] = {}
     for marker in _markers(gm):
         unit, shard, slot = baseline.parameter_key_of(marker)
@@ -184,7 +177,7 @@ def reads_of(gm: fx.GraphModule) -> dict[str, frozenset[eager.Read]]:
 
 
 def returned_by(gm: fx.GraphModule) -> dict[int, ParameterKey]:
-    """Index of a result of a graph with bound markers -> the parameter that it is, or whose memory it shares."""
+    """Map index of a result of a graph with bound markers -> the parameter that it is, or whose memory it shares."""
     places = {
         torch_private.storage_id(marker.meta["example_value"]): baseline.parameter_key_of(marker)
         for marker in _markers(gm)
@@ -196,7 +189,7 @@ def returned_by(gm: fx.GraphModule) -> dict[int, ParameterKey]:
 
 
 def read_shares(gm: fx.GraphModule, plan: FramePlan) -> dict[str, float]:
-    """Unit key -> the share of the unit's elements that a graph with bound markers reads."""
+    """Map unit key -> the share of the unit's elements that a graph with bound markers reads."""
     read = {baseline.parameter_key_of(marker) for marker in _markers(gm)}
     total = {key: sum(shard.numel for shard in unit.shards) for key, unit in plan.units.items()}
     used = dict.fromkeys(plan.units, 0)
@@ -206,7 +199,7 @@ def read_shares(gm: fx.GraphModule, plan: FramePlan) -> dict[str, float]:
 
 
 def _unit_keys(units: Sequence[Unit]) -> dict[int, str]:
-    """Unit id -> its FQN, made unique within the graph (two models may use the same names)."""
+    """Map unit id -> its FQN, made unique within the graph (two models may use the same names)."""
     keys: dict[int, str] = {}
     for unit in units:
         if id(unit) not in keys:
@@ -218,17 +211,17 @@ def _unit_keys(units: Sequence[Unit]) -> dict[int, str]:
 
 
 def _call(marker: fx.Node) -> str:
-    """The innermost call of a sharded module that a read belongs to; Dynamo numbers repeated calls of a module."""
+    """Return the innermost call of a sharded module that a read belongs to; Dynamo numbers a module's calls."""
     stack = marker.meta.get("nn_module_stack") or {}
     sharded = [key for key, (_, cls) in stack.items() if isinstance(cls, type) and issubclass(cls, ShardedModule)]
     return sharded[-1] if sharded else ""
 
 
 def roots_of(gm: fx.GraphModule) -> list[nn.Module]:
-    """The outermost modules through which the user's code reached the parameters of a graph, each once.
+    """Return the outermost modules through which the user's code reached the parameters of a graph, each once.
 
-    Every graph input knows the expression that led to it (`L['self']._modules['0']...`); the shortest prefix of it
-    that is a module is the root. A compiled closure has no `self`, so the frame's locals alone would not do.
+    Each graph input knows the expression that led to it (`L['self']._modules['0']...`); its shortest prefix that is a
+    module is the root. A compiled closure has no `self`, so the frame's locals alone would not do.
     """
     roots: dict[int, nn.Module] = {}
     for node in gm.graph.nodes:
@@ -243,7 +236,7 @@ def roots_of(gm: fx.GraphModule) -> list[nn.Module]:
 
 
 def _value_of(source: Any) -> Any:
-    """What the expression that led Dynamo to a value gives in the frame that it traces; `None` where it gives none."""
+    """Evaluate the expression that led Dynamo to a value in the frame that it traces; `None` if that gives nothing."""
     root_frame = InstructionTranslator.current_tx().output.root_tx
     scope = {"L": root_frame.f_locals, "G": root_frame.f_globals}
     try:
@@ -270,7 +263,7 @@ def restart(reason: str) -> NoReturn:
 
 
 def compiled_around(part: nn.Module) -> nn.Module | None:
-    """A live module that was given to `torch.compile` and contains `part` without being it."""
+    """Return a live module that was given to `torch.compile` and contains `part` without being it."""
     for wrapper in instances_of(OptimizedModule):
         if wrapper._orig_mod is not part and any(m is part for m in wrapper._orig_mod.modules()):
             return wrapper._orig_mod
@@ -278,7 +271,7 @@ def compiled_around(part: nn.Module) -> nn.Module | None:
 
 
 def is_compiled_by(module: nn.Module, name: str) -> bool:
-    """Whether `torch.compile(module)` or `module.compile()` was given the backend called `name`."""
+    """Return whether `torch.compile(module)` or `module.compile()` was given the backend called `name`."""
     if type(module) is OptimizedModule:
         candidates = [getattr(module.dynamo_ctx, "callback", None)]
     else:
@@ -288,7 +281,7 @@ def is_compiled_by(module: nn.Module, name: str) -> bool:
 
 
 def _backend_name(callback: Any) -> str | None:
-    """The innermost of Dynamo's wrappers around a backend knows the name that the user gave."""
+    """Return the name that the user gave, which the innermost of Dynamo's wrappers around a backend knows."""
     name = None
     while callback is not None:
         name = getattr(callback, "compiler_name", None)
@@ -304,9 +297,10 @@ def refresh_compiled(root: nn.Module) -> None:
 
 
 def as_raised_by_backend(error: Error) -> Error:
-    """The same error, of a class that Dynamo passes on as it is instead of wrapping it in BackendCompilerFailed.
+    """Return the same error in a class that Dynamo passes on as it is.
 
-    Users catch `ConfigError`; Dynamo wraps whatever a backend raises, except its own exceptions. The result is both.
+    Users catch `ConfigError`, but Dynamo wraps what a backend raises in BackendCompilerFailed, except its own
+    exceptions. The result is both.
     """
     cls = type(error)
     body = {"__module__": cls.__module__, "__init__": lambda self: None, "first_useful_frame": None}

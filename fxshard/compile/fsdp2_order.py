@@ -1,9 +1,9 @@
 """Which gradients of earlier microbatches FSDP2 reduces by themselves, and in which order sums are therefore taken.
 
 [Note: the order of FSDP2]
-FSDP2 hooks the inputs of a unit's calls: once backward has passed a call, whatever gradients the unit has are reduced.
-Of a unit that is called several times, that is first so when autograd has not yet added up the gradients of all calls.
-Then only what earlier microbatches left is there. It is reduced *separately*, before the last microbatch's gradient:
+FSDP2 hooks the inputs of a unit's calls: once backward has passed a call, it reduces whatever gradients the unit has.
+If a unit is called several times, autograd may not have added up the gradients of all calls by then, and only what
+earlier microbatches left is there. It is reduced *separately*, before the last microbatch's gradient:
 
     one call         mean over ranks of (earlier + last)
     several calls    mean over ranks of earlier  +  mean over ranks of last
@@ -32,16 +32,9 @@ def reduced_separately(
 ) -> dict[str, frozenset[SlotIndex]]:
     """Find the parameters of which FSDP2 reduces separately what earlier microbatches left; see the note above.
 
-    Backward runs through the nodes of forward from the last to the first. So it reaches the inputs of a call before a
-    parameter's gradient is whole if that parameter was read before the call began.
-
-    Args:
-        gm: Dynamo's graph, with bound markers.
-        plan: of its frame.
-        flats: input index -> the unit that it belongs to.
-
-    Returns:
-        Unit key -> the parameters, for the units that have any.
+    Backward runs through forward's nodes from last to first. It reaches the inputs of a call before a parameter's
+    gradient is whole if that parameter was read before the call began. `gm` has bound markers; `flats` maps input index
+    -> unit. Returns unit key -> parameters, for units that have any.
     """
     calls = _Calls({key: flats[position].unit.modules for position, (key, _) in plan.shard_inputs.items()})
     first: dict[ParameterKey, int] = {}
@@ -59,21 +52,13 @@ def reduced_separately(
 
 @dataclass
 class _Call:
-    """One call of one of a unit's modules.
+    """One call of one of a unit's modules."""
 
-    Attributes:
-        unit: key of the unit.
-        begun: position of its first node.
-        begins: whether FSDP2 hooks its inputs: of units of several modules only those of the first one of each round.
-        has_gradient: whether one of its inputs gets a gradient.
-        made: ids of the fake tensors that its nodes made.
-    """
-
-    unit: str
-    begun: int
-    begins: bool
-    has_gradient: bool = False
-    made: set[int] = field(default_factory=set)
+    unit: str  # key
+    begun: int  # position of its first node
+    begins: bool  # FSDP2 hooks its inputs: of a unit's modules the first one of each round
+    has_gradient: bool = False  # one of its inputs gets a gradient
+    made: set[int] = field(default_factory=set)  # ids of the fake tensors that its nodes made
 
     def see(self, node: fx.Node) -> None:
         """Take the next of its nodes."""
@@ -86,14 +71,12 @@ class _Calls:
     """The calls of units' modules in a graph, by the keys under which Dynamo notes them at each node."""
 
     def __init__(self, modules: Mapping[str, tuple[nn.Module, ...]]) -> None:
-        """`modules` are those of each unit."""
         self._units = {str(id(module)): key for key, found in modules.items() for module in found}
         self._modules = {key: frozenset(str(id(module)) for module in found) for key, found in modules.items()}
         self._missing: dict[str, frozenset[str]] = {}
         self._calls: dict[str, _Call] = {}
 
     def see(self, position: int, node: fx.Node) -> None:
-        """Take the next node of the graph."""
         if node.op == "placeholder":  # noted where it was first read, but made outside
             return
         for key in node.meta.get("nn_module_stack") or {}:
@@ -110,12 +93,12 @@ class _Calls:
         return _Call(unit, position, begins=not missing)
 
     def hooked(self) -> list[_Call]:
-        """Those after which FSDP2 reduces as soon as backward has passed them, in the order of forward."""
+        """Return those after which FSDP2 reduces as soon as backward has passed them, in the order of forward."""
         return [call for call in self._calls.values() if call.begins and call.has_gradient]
 
 
 def _nodes(gm: fx.GraphModule) -> Iterator[fx.Node]:
-    """The nodes of a graph in program order, those of its subgraphs where they are run."""
+    """Yield the nodes of a graph in program order, those of its subgraphs where they are run."""
     for node in gm.graph.nodes:
         for argument in node.all_input_nodes:
             body = getattr(gm, str(argument.target), None) if argument.op == "get_attr" else None
@@ -125,11 +108,11 @@ def _nodes(gm: fx.GraphModule) -> Iterator[fx.Node]:
 
 
 def _value(node: fx.Node) -> object:
-    """What Dynamo computed at a node; a subgraph's input is the same object as what is passed in."""
+    """Return what Dynamo computed at a node; a subgraph's input is the same object as what is passed in."""
     return node.meta.get("example_value")
 
 
 def _has_gradient(node: fx.Node) -> bool:
-    """Whether a node's value is part of the autograd graph, and no parameter: those are no inputs of a call."""
+    """Return whether a node's value is part of the autograd graph, and no parameter: those are no inputs of a call."""
     value = _value(node)
     return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.requires_grad

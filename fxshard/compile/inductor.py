@@ -45,13 +45,9 @@ def compile_plain(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -
 def compile_with_inductor(
     gm: fx.GraphModule, inputs: Sequence[Any], stages: Stages, owner: CodeOwner
 ) -> Callable[..., Any]:
-    """Take a captured graph through AOTAutograd, Inductor and all stages.
+    """Take a captured graph with bound markers through AOTAutograd, Inductor and all `stages`.
 
-    Args:
-        gm: from Dynamo, with bound markers.
-        inputs: of the graph.
-        stages: the passes.
-        owner: makes code ready to run, and is told what was found in a cache.
+    `owner` makes the code ready to run, and is told what was found in a cache.
     """
     known, options = inductor_config.get_config_copy(), stages.options
     # Inductor's own schedulers would undo the order of collectives; ADR 0008.
@@ -65,7 +61,7 @@ def compile_with_inductor(
 
 
 class _SplitCompiler:
-    """Compiles the forward, the backward or the inference graph, called by Inductor in place of its own function."""
+    """Compiles the forward, backward or inference graph; Inductor calls it in place of its own function."""
 
     def __init__(self, stages: Stages, owner: CodeOwner) -> None:
         self._stages, self._owner = stages, owner
@@ -89,7 +85,6 @@ class _SplitCompiler:
         return boxed(gm, inputs)
 
     def _code(self, gm: fx.GraphModule, inputs: Sequence[Any], facts: CompiledFacts, **kwargs: Any) -> Any:
-        """Inductor's code, ready to run."""
         recorded = self._stages.history.stages
         before, bundled = len(recorded), functorch_config.bundled_autograd_cache
         # For entries of AOTAutograd, which hold the code itself, Inductor passes its own cache over. But that one knows
@@ -109,7 +104,6 @@ class Partitioner(CustomPartitionerFn):
     """`Stages.partition` in the form that Inductor's configuration wants; also how a cache finds who asks it."""
 
     def __init__(self, stages: Stages, owner: CodeOwner) -> None:
-        """Keep what is called."""
         self.stages, self.owner = stages, owner
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
@@ -117,15 +111,15 @@ class Partitioner(CustomPartitionerFn):
         return self.stages.partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> str:
-        """What decides the compiled code besides the graph."""
+        """Return what decides the compiled code besides the graph."""
         return self.stages.digest or "not cached"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Partitioner:
-        """Inductor copies its configuration."""
+        """Return itself: Inductor copies its configuration."""
         return self
 
     def __getstate__(self) -> str:
-        """Show of us the digest alone: Inductor pickles its whole configuration into the cache key."""
+        """Show the digest alone: Inductor pickles its whole configuration into the cache key."""
         return self.uuid()
 
 
@@ -161,7 +155,7 @@ def _until_code(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Non
 
 
 def _compile_split(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-    """`compile_fx_inner`, with the errors of our last stages as they are."""
+    """Call `compile_fx_inner`, and raise errors of our last stages as they are."""
     try:
         return compile_fx_inner(gm, list(inputs), **kwargs)
     except InductorError as error:
@@ -174,14 +168,12 @@ def _compile_split(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> 
 
 
 def _as_collective(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """Lower an op as a collective, whose result is waited for: what it reads is kept until the wait.
-
-    Of an op that takes and gives lists, the wait for a result keeps the input of the same index; of one that gives a
-    tensor, the wait keeps the first input, so it takes no other.
-    """
+    """Lower an op as a collective, whose result is waited for: what it reads is kept until the wait."""
 
     def lower(*args: Any) -> Any:
         made = inductor_ir._CollectiveKernel.create_out_of_place(op, *args)
+        # The wait for a result keeps the input of the same index if the op takes and gives lists, else the first
+        # input: such an op takes no other.
         if isinstance(made, list):
             return [inductor_ir.TensorBox.create(tensor) for tensor in made]
         return inductor_ir.TensorBox.create(made)

@@ -16,13 +16,9 @@ from fxshard.passes._base import GraphKind
 
 
 def interpret(gm: fx.GraphModule, inputs: Sequence[Any], stages: Stages, owner: CodeOwner) -> Callable[..., Any]:
-    """Take a captured graph through AOTAutograd and all stages; what runs are the graphs themselves.
+    """Take a captured graph with bound markers through AOTAutograd and all `stages`; the graphs themselves run.
 
-    Args:
-        gm: from Dynamo, with bound markers.
-        inputs: of the graph.
-        stages: the passes.
-        owner: makes code ready to run.
+    `owner` makes the code ready to run.
     """
 
     def compiler(kind: GraphKind) -> Callable[..., Any]:
@@ -51,7 +47,7 @@ def interpret_plain(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., 
 
 
 def boxed(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """The graph's own function, which frees each input after its last use, as Inductor's code does."""
+    """Return the graph's own function, which frees each input after its last use, as Inductor's code does."""
     gm.graph.set_codegen(_BoxedCodeGen())
     gm.recompile()
     run = functools.partial(gm.forward)

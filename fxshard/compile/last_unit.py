@@ -16,17 +16,11 @@ from fxshard.runtime.unit import Home
 def keep_last_unit_unsharded(gm: fx.GraphModule, plan: FramePlan, flats: Mapping[int, Home]) -> FramePlan:
     """Let the last unit of a model's forward stay unsharded until backward, which would gather it again at once.
 
-    No more is gathered at any time than one unit ahead takes anyway: at the turn backward's first gather would be in
-    flight while forward's last unit is read. One gather per step is saved.
+    This saves one gather per step and takes no more memory than one unit ahead: backward's first gather would be in
+    flight while forward's last unit is read. `gm` has bound markers; `flats` maps input index -> unit.
 
-    Args:
-        gm: Dynamo's graph, with bound markers.
-        plan: of its frame.
-        flats: input index -> the unit that it belongs to.
-
-    Returns:
-        The plan with that unit's `reshard_after_forward` off; as it was where the graph is not the whole of a model, or
-        nothing is trained, or the unit was told what to do.
+    Returns the plan with that unit's `reshard_after_forward` off; unchanged if the graph is not the whole model,
+    nothing is trained, or the unit was told what to do.
     """
     units = {key: flats[position].unit for position, (key, _) in plan.shard_inputs.items()}
     whole = {unit for some in units.values() for unit in some.microbatches.units}

@@ -30,15 +30,9 @@ from fxshard.runtime.frame import Frame
 class Stages:
     """The passes of one frame, a method for each stage, in the order in which a graph goes through them.
 
-    Attributes:
-        frame: what is compiled.
-        history: gets every graph.
-        pipeline: the passes.
-        options: the user's.
-        variant: which form of the graph is compiled.
-        only: the one kind of graph that is compiled for a variant other than the plain one; `None` for all.
-        generate_code: whether the graphs become code; without, the codegen stage runs on copies.
-        traced: code that passes have traced, for any graph of the frame.
+    `only` is the one kind of graph that is compiled for a `variant` other than the plain one, `None` for all. Without
+    `generate_code` the codegen stage runs on copies. `traced` is code that passes have traced for any graph of the
+    frame.
     """
 
     def __init__(
@@ -60,7 +54,7 @@ class Stages:
         self._num_results: int | None = None
 
     def leaves_out(self, kind: GraphKind) -> bool:
-        """Whether a graph of this kind has been compiled already, for the plain variant."""
+        """Return whether a graph of this kind has been compiled already, for the plain variant."""
         return self.only not in (None, kind)
 
     def partition(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -71,11 +65,7 @@ class Stages:
         return min_cut_rematerialization_partition(gm, inputs, **kwargs)
 
     def split(self, gm: fx.GraphModule, kind: GraphKind, inputs: Sequence[Any]) -> CompiledFacts:
-        """Run the split stage of one graph, in place.
-
-        Returns:
-            What must be known of the graph to run it.
-        """
+        """Run the split stage of one graph, in place; return what must be known of the graph to run it."""
         facts = self._facts(gm.graph, kind, inputs)
         passes = self.pipeline.split
         if self.variant != PLAIN:
@@ -102,11 +92,11 @@ class Stages:
         return cache.digest(self.options, self.frame.plan, self.pipeline, hardware.load(self.frame.hardware))
 
     def _named(self, kind: GraphKind) -> str:
-        """What the history calls the stages of a graph."""
+        """Return what the history calls the stages of a graph."""
         return kind if self.variant == PLAIN else f"{kind}_{self.variant.name(self.frame.trained)}"
 
     def _facts(self, graph: fx.Graph, kind: GraphKind, inputs: Sequence[Any]) -> CompiledFacts:
-        """What is to be known of a graph before its markers are replaced; of its launches nothing yet."""
+        """Return what is to be known of a graph before its markers are replaced; of its launches nothing yet."""
         reads: dict[str, list[SlotIndex]] = {}
         for unit, shard, slot in dict.fromkeys(baseline.parameter_key_of(n) for n in graph.nodes if ops.is_unshard(n)):
             reads.setdefault(unit, []).append((shard, slot))

@@ -2,10 +2,10 @@
 
 [Note: caches]
 AOTAutograd looks for a Dynamo graph in its cache before any of our passes runs. So that a hit is worth as much as a
-compilation, what goes in is a `CachedCode`: Inductor's code together with the facts that our passes found out. When
-it comes out, it puts the ranks' agreement before its collectives and tells the frame. A backward is compiled along
-with its forward, because an entry is made of both. The history of a hit has the captured graph only; the rest is made
-when somebody looks (`LazyHistory`). What the key consists of is in `fxshard/compile/cache.py`.
+compilation, what goes in is a `CachedCode`: Inductor's code with the facts that our passes found out. When it comes
+out, it puts the ranks' agreement before its collectives and tells the frame. A backward is compiled along with its
+forward, because an entry is made of both. The history of a hit has only the captured graph until somebody looks
+(`LazyHistory`). What the key consists of is in `compile/cache.py`.
 """
 
 from __future__ import annotations
@@ -45,16 +45,10 @@ def lower(
     *,
     generate_code: bool = True,
 ) -> None:
-    """Compile a captured graph with markers; sets `frame.compiled` and fills `frame.history`.
+    """Compile a captured graph with bound markers; set `frame.compiled` and fill `frame.history`.
 
-    Args:
-        gm: from Dynamo, with bound markers.
-        inputs: of the graph.
-        frame: what to fill.
-        pipeline: the passes.
-        options: the user's.
-        generate_code: whether Inductor gets as far as code; without, the graphs are interpreted node by node, and
-            backward is compiled at once even where AOTAutograd would wait for its first run.
+    Without `generate_code` Inductor stops before code, the graphs are interpreted node by node, and backward is
+    compiled at once even where AOTAutograd would wait for its first run.
     """
     frame.history.begin("dynamo", snapshot(gm.graph), "as Dynamo captured it")
     stages = Stages(frame, pipeline, options, generate_code=generate_code)
@@ -63,23 +57,16 @@ def lower(
 
 @dataclass(frozen=True, kw_only=True)
 class CompileContext:
-    """The surroundings of one compilation, kept for one that comes later.
+    """The surroundings of one compilation, kept for one that comes later."""
 
-    Attributes:
-        inputs: of the graph, fake.
-        mode: their fake mode.
-        grad: whether gradients are recorded.
-        autocast: device type, dtype and whether it is on.
-    """
-
-    inputs: list[Any]
-    mode: Any
-    grad: bool
-    autocast: tuple[str, torch.dtype, bool]
+    inputs: list[Any]  # of the graph, fake
+    mode: Any  # their fake mode
+    grad: bool  # whether gradients are recorded
+    autocast: tuple[str, torch.dtype, bool]  # device type, dtype and whether it is on
 
     @classmethod
     def capture(cls, graph: fx.Graph) -> CompileContext:
-        """Of a compilation of `graph`, which Dynamo captured, that begins now."""
+        """Keep those of a compilation of `graph`, which Dynamo captured, that begins now."""
         inputs = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
         tensors = [value for value in inputs if isinstance(value, Tensor)]
         device = tensors[0].device.type  # a flat is among them
@@ -88,7 +75,7 @@ class CompileContext:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """As it was then, and as there outside of all dispatch modes: a forward's may be on by now."""
+        """Restore them, outside of all dispatch modes, as they were then: a forward's may be on by now."""
         device, dtype, on = self.autocast
         grad, autocast = torch.set_grad_enabled(self.grad), torch.autocast(device, dtype, on)
         with torch_private.without_modes(), torch_private.tracing_in(self.mode), grad, autocast:
@@ -98,12 +85,10 @@ class CompileContext:
 class Compilation:
     """One compilation of a captured graph; what it made, and how its variants are made later.
 
-    Attributes:
-        found: kinds of the graphs that were compiled, or found in a cache.
+    `found` has the kinds of the graphs that were compiled, or found in a cache.
     """
 
     def __init__(self, stages: Stages) -> None:
-        """Begin with the passes; the history of their frame has the captured graph."""
         self.found: set[GraphKind] = set()
         self._stages, self._frame = stages, stages.frame
         self._history = stages.history
@@ -125,7 +110,6 @@ class Compilation:
         return compiled
 
     def _aot_patches(self, inputs: Sequence[Any]) -> dict[str, Any]:
-        """The configuration of AOTAutograd."""
         stages = self._stages
         if not stages.generate_code or stages.only is not None:
             at_once = stages.only in (None, "backward")
@@ -140,7 +124,7 @@ class Compilation:
         return both if functorch_config.enable_autograd_cache else {}
 
     def prepared(self, code: Callable[..., Any], facts: CompiledFacts) -> Callable[..., Any]:
-        """A graph's code with the ranks' agreement before it, and in front of it the choice of its variant."""
+        """Return a graph's code behind the choice of its variant and the ranks' agreement."""
         code = cudagraphs.guarded(self._stages.options, code, facts.kind, counters["inductor"])
         run = rank_check.guard(code, facts.kind, facts.launches)
         self._made[facts.kind] = run, facts
@@ -151,14 +135,13 @@ class Compilation:
         return dispatch(Code(run, facts.orders), facts.reads, self._frame, compile_variant)
 
     def restore(self, facts: CompiledFacts) -> None:
-        """Tell the frame what the passes found out when this code, which was found in a cache, was compiled."""
+        """Tell the frame what the passes found out when this code, found in a cache, was compiled."""
         self.found.add(facts.kind)
         self._frame.trained.update({unit: list(slots) for unit, slots in facts.trained.items()})
         if not isinstance(self._frame.history, LazyHistory):
             self._frame.history = LazyHistory(self._replay)
 
     def _compile_variant(self, kind: GraphKind, which: Variant) -> Code:
-        """The code of another variant of a graph, made as the plain one was."""
         other = self._again(which, kind, generate_code=True)
         made = other._made.get(kind)
         if made is None or made[1].signature != self._made[kind][1].signature:
@@ -169,7 +152,7 @@ class Compilation:
         return Code(made[0], made[1].orders)
 
     def _replay(self) -> dict[str, dict[str, PassResult]]:
-        """Run all passes again, and give what the history then has."""
+        """Run all passes again, and return what the history then has."""
         return self._again(self._stages.variant, self._stages.only, generate_code=False)._history.stages
 
     def _again(self, variant: Variant, only: GraphKind | None, *, generate_code: bool) -> Compilation:

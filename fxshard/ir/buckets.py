@@ -27,21 +27,13 @@ from fxshard.ir.verify import baseline, slot_layout
 
 @dataclass(frozen=True, kw_only=True)
 class UnitGather:
-    """What one launch brings of one call of a unit.
-
-    Attributes:
-        unit: key in the frame's plan.
-        call: which call of the unit's module.
-        flats: shard index -> the graph's input.
-        segments: what is sent, in this order.
-        reads: parameter -> the node that stands for it now; it will be replaced.
-    """
+    """What one launch gathers for one call of a unit's module."""
 
     unit: str
     call: str
-    flats: Mapping[int, fx.Node]
-    segments: tuple[Segment, ...]
-    reads: Mapping[SlotIndex, fx.Node]
+    flats: Mapping[int, fx.Node]  # shard index -> input of the graph
+    segments: tuple[Segment, ...]  # in the order in which they are sent
+    reads: Mapping[SlotIndex, fx.Node]  # parameter -> the node that stands for it now; to be replaced
 
     @property
     def slots(self) -> list[SlotIndex]:
@@ -62,7 +54,7 @@ class UnitGather:
         return set(map(plan.units[self.unit].unsharded_dtype_of, self.slots))
 
     def sending(self, segments: Iterable[Segment]) -> UnitGather:
-        """The same of these segments alone, without those that nothing reads."""
+        """Return the same with these segments alone, without those that nothing reads."""
         read = tuple(segment for segment in segments if any(slot in self.reads for slot in segment))
         slots = set(itertools.chain.from_iterable(read))
         return replace(
@@ -82,19 +74,12 @@ Gradient = tuple[str, SlotIndex]
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceBucket:
-    """What one launch reduces, of one unit or of several that share a process group.
+    """What one launch reduces, for one unit or for several that share a process group."""
 
-    Attributes:
-        tensors: the gradients that are sent together as one tensor, for each tensor.
-        terms: gradient -> the nodes to be added up to it, in this order.
-        calls: unit -> which call of it, for tags only.
-        dtype: of the reduction.
-    """
-
-    tensors: tuple[tuple[Gradient, ...], ...]
-    terms: Mapping[Gradient, Sequence[fx.Node]]
-    calls: Mapping[str, str]
-    dtype: torch.dtype
+    tensors: tuple[tuple[Gradient, ...], ...]  # for each tensor that is sent, the gradients in it
+    terms: Mapping[Gradient, Sequence[fx.Node]]  # gradient -> the nodes to add up, in this order
+    calls: Mapping[str, str]  # unit -> which call of it; for tags only
+    dtype: torch.dtype  # of the reduction
 
     @property
     def gradients(self) -> list[Gradient]:
@@ -111,11 +96,11 @@ class ReduceBucket:
         return sum(self.unsharded_bytes_of(gradient, plan) for gradient in self.gradients)
 
     def unsharded_bytes_of(self, gradient: Gradient, plan: FramePlan) -> int:
-        """Bytes of one unsharded gradient, padding included."""
+        """Return the bytes of one unsharded gradient, padding included."""
         return self.shard_bytes_of(gradient, plan) * plan.units[unit_of(gradient)].world_size
 
     def shard_bytes_of(self, gradient: Gradient, plan: FramePlan) -> int:
-        """Bytes of one reduced gradient on one rank."""
+        """Return the bytes of one reduced gradient on one rank."""
         unit, slot = gradient
         return plan.units[unit].slot(slot).numel * self.dtype.itemsize
 
@@ -126,19 +111,12 @@ Reduced = dict[str, dict[Segment, fx.Node]]
 
 @dataclass(kw_only=True)
 class LaunchedBuckets:
-    """What the launches of a graph move.
-
-    Attributes:
-        gathers: launch -> what it gathers.
-        reductions: launch -> what it reduces.
-        outputs: unit -> shard index -> position of its gradient among the graph's results.
-        unread: launches with something else in them; if one of these reduces, no reduction is given.
-    """
+    """What the launches of a graph move: launch -> bucket."""
 
     gathers: dict[fx.Node, GatherBucket] = field(default_factory=dict)
     reductions: dict[fx.Node, ReduceBucket] = field(default_factory=dict)
-    outputs: dict[str, dict[int, int]] = field(default_factory=dict)
-    unread: list[fx.Node] = field(default_factory=list)
+    outputs: dict[str, dict[int, int]] = field(default_factory=dict)  # unit -> shard -> index of the result
+    unread: list[fx.Node] = field(default_factory=list)  # no bucket; if one reduces, no reduction is given
 
 
 def buckets_of(graph: fx.Graph, plan: FramePlan) -> LaunchedBuckets:
@@ -147,21 +125,21 @@ def buckets_of(graph: fx.Graph, plan: FramePlan) -> LaunchedBuckets:
 
 
 def unit_of(gradient: Gradient) -> str:
-    """The unit of a gradient."""
+    """Return the unit of a gradient."""
     return gradient[0]
 
 
 def sum_dtype(terms: Sequence[fx.Node]) -> torch.dtype:
-    """Dtype of the sum of some gradients."""
+    """Return the dtype of the sum of some gradients."""
     dtypes: list[torch.dtype] = [term.meta["val"].dtype for term in terms]
     return functools.reduce(torch.promote_types, dtypes)
 
 
 class CollectiveBuilder:
-    """Launches for one graph: all that a pass wants changed with `rewrite`, or bucket by bucket, and `close` last."""
+    """Writes launches into one graph: call `rewrite`, or `gather` and `reduce` for each bucket, and `close` last."""
 
     def __init__(self, graph: fx.Graph, plan: FramePlan, decompositions: Decompositions, traced: Traced) -> None:
-        """`decompositions` are applied to what is written, so that it is of the graph's dialect; see `Splicer`."""
+        """Apply `decompositions` to what is written, so that it has ops of the graph's kind; see `Splicer`."""
         self.graph, self.plan = graph, plan
         self._splicer = Splicer(graph, decompositions, traced)
         self._names: list[tuple[fx.Node, str]] = []
@@ -173,15 +151,10 @@ class CollectiveBuilder:
         gathers: Sequence[tuple[GatherBucket, str]],
         reductions: Sequence[tuple[ReduceBucket, str]],
     ) -> list[tuple[fx.Node, str]]:
-        """Replace launches by others that move the same.
+        """Replace the launches by those that `gathers` and `reductions` ask for; each bucket comes with a reason.
 
-        Args:
-            launched: what the graph launches now.
-            gathers: what it should gather, and why; a bucket that the graph has already is kept.
-            reductions: the same; written anew all together, if at all.
-
-        Returns:
-            Each new launch, and why it is as it is.
+        A gather that the graph has already is kept. Reductions are written anew all together, or not at all. Returns
+        each new launch with its reason.
         """
         made = [(self.gather(bucket), why) for bucket, why in gathers if bucket not in launched.gathers.values()]
         if [bucket for bucket, _ in reductions] != list(launched.reductions.values()):
@@ -198,11 +171,7 @@ class CollectiveBuilder:
         return [(launch, why) for launch, why in made if launch is not None]
 
     def gather(self, bucket: GatherBucket) -> fx.Node | None:
-        """Write one launch for `bucket`, whose units share a group, and replace what its `reads` name.
-
-        Returns:
-            The launch; `None` for one rank.
-        """
+        """Launch `bucket`, of one process group, and replace its `reads`; return the launch, `None` for one rank."""
         flats = list(dict.fromkeys(flat for part in bucket for _, flat in sorted(part.flats.items())))
         place = {flat: i for i, flat in enumerate(flats)}
         units = [self.plan.units[part.unit] for part in bucket]
@@ -225,7 +194,7 @@ class CollectiveBuilder:
         return _launch_among(created)
 
     def _wait_for_unshard(self, part: UnitGather, unit: UnitPlan, launched: list[fx.Node]) -> None:
-        """Put the parameters of a launched gather in the place of what its `reads` name."""
+        """Replace the `reads` of a launched gather by its parameters."""
         reads = list(part.reads)
 
         def wait(*tensors: Tensor) -> Sequence[Tensor]:
@@ -245,11 +214,7 @@ class CollectiveBuilder:
             self.graph.erase_node(old)
 
     def reduce(self, bucket: ReduceBucket) -> tuple[fx.Node | None, Reduced]:
-        """Write one launch for `bucket`, behind its last gradient.
-
-        Returns:
-            The launch, `None` for one rank, and what it reduced.
-        """
+        """Launch `bucket` behind its last gradient; return the launch, `None` for one rank, and what it reduced."""
         unit = self.plan.units[next(iter(bucket.calls))]
         counts = [[len(bucket.terms[gradient]) for gradient in tensor] for tensor in bucket.tensors]
         given = [node for gradient in bucket.gradients for node in bucket.terms[gradient]]
@@ -280,18 +245,11 @@ class CollectiveBuilder:
         return _launch_among(created), found
 
     def _numel(self, gradient: Gradient) -> int:
-        """Elements of a reduced gradient on one rank."""
         unit, slot = gradient
         return self.plan.units[unit].slot(slot).numel
 
     def return_gradients(self, unit: str, outputs: Mapping[int, int], reduced: Mapping[Segment, fx.Node]) -> None:
-        """Make the reduced gradients of a unit results of the graph.
-
-        Args:
-            unit: key in the frame's plan.
-            outputs: shard index -> position among the graph's results.
-            reduced: all gradients of the unit.
-        """
+        """Make the `reduced` gradients of a unit results of the graph; `outputs` maps shard -> index of the result."""
         segments, nodes = list(reduced), list(reduced.values())
 
         def assemble(*tensors: Tensor) -> Sequence[Tensor]:
@@ -307,7 +265,7 @@ class CollectiveBuilder:
         self.graph.output_node().args = (tuple(new),)
 
     def close(self) -> None:
-        """Erase what was replaced and give the new nodes their names, those of replaced nodes among them."""
+        """Erase what was replaced and name the new nodes; they may take over names of replaced ones."""
         found = dataflow.dataflow_of(self.graph, self.plan)
         for node in reversed(self.graph.nodes):
             known = node in found.values or node in found.parameters
@@ -324,7 +282,7 @@ class CollectiveBuilder:
                 tags.tag_units(node, calls)
 
     def _name(self, units: Sequence[str], call: str = "0") -> str:
-        """`layers_0`, `layers_0_call1`, or `layers_0_to_layers_3` for a launch that serves several units."""
+        """Return `layers_0`, `layers_0_call1`, or `layers_0_to_layers_3` for a launch that serves several units."""
         names = [self.plan.units[unit].node_name for unit in units]
         if len(names) > 1:
             return f"{names[0]}_to_{names[-1]}"
@@ -332,7 +290,7 @@ class CollectiveBuilder:
 
 
 def _layout(unit: UnitPlan) -> Hashable:
-    """All of a unit that its collectives depend on: everything but names."""
+    """Return all of a unit that its collectives depend on: everything but names."""
     slots = tuple(
         (shard.dtype, tuple((slot.shape, slot.offset, slot.numel) for slot in shard.slots)) for shard in unit.shards
     )
@@ -344,7 +302,7 @@ def _launch_among(nodes: Sequence[fx.Node]) -> fx.Node | None:
 
 
 def _after(nodes: Sequence[fx.Node]) -> fx.Node:
-    """The first node that comes after all of `nodes` and after the graph's inputs."""
+    """Return the first node that comes after all of `nodes` and after the graph's inputs."""
     place = max(nodes).next  # nodes compare by their place in the graph
     while place.op == "placeholder":
         place = place.next
@@ -356,7 +314,7 @@ def _sum(terms: Sequence[Tensor]) -> Tensor:
 
 
 class _BucketReader:
-    """Reads one graph back."""
+    """Reads the buckets of one graph back."""
 
     def __init__(self, graph: fx.Graph, plan: FramePlan) -> None:
         self.graph, self.plan, self.flow = graph, plan, dataflow.dataflow_of(graph, plan)
@@ -388,7 +346,7 @@ class _BucketReader:
         return self.found
 
     def _reads(self) -> dict[fx.Node, dict[tuple[str, SlotIndex], fx.Node]]:
-        """Launch -> parameter -> its node."""
+        """Map launch -> parameter -> its node."""
         found: dict[fx.Node, dict[tuple[str, SlotIndex], fx.Node]] = {}
         for node, value in self.flow.parameters.items():
             place = self.places.get(tags.meta_of(node).param)
@@ -402,7 +360,7 @@ class _BucketReader:
         reads: dict[tuple[str, SlotIndex], fx.Node],
         flats: Mapping[ShardKey, fx.Node],
     ) -> GatherBucket | None:
-        """What a launch gathers; `None` if a part of it is no unit's parameters."""
+        """Return what a launch gathers; `None` if a part of it is not a unit's parameters."""
         calls, segments = tags.units_of(launch), dict[str, list[Segment]]()
         for flat in self.flow.sent_by(launch):
             if not isinstance(flat, Flat) or flat.unit not in calls:
@@ -424,7 +382,7 @@ class _BucketReader:
         return tuple((flat.shard, i) for i in inside)
 
     def _read_gradient(self, position: int, result: fx.Node) -> None:
-        """Where each gradient in one result comes from."""
+        """Find where each gradient in one result comes from."""
         value = self.flow.values.get(result)
         segments = (None if isinstance(value, tuple) else slot_layout.segments_of(value)) or []
         pieces = [piece for _, _, piece in segments if isinstance(piece, Piece)]
@@ -439,7 +397,7 @@ class _BucketReader:
                 self.gradients[id(row)] = (unit, (shard, i))
 
     def _reduction(self, launch: fx.Node) -> ReduceBucket | None:
-        """What a launch reduces; `None` if a part of it is no unit's gradient."""
+        """Return what a launch reduces; `None` if a part of it is not a unit's gradient."""
         sent = [tensor for tensor in slot_layout.sent_by(launch, self.flow) if tensor is not None]
         owners = [[self.gradients.get(id(row)) for row in tensor.rows] for tensor in sent]
         tensors = tuple(tuple(owner for owner in tensor if owner is not None) for tensor in owners)
@@ -451,7 +409,7 @@ class _BucketReader:
         return ReduceBucket(tensors=tensors, terms=terms, calls=calls, dtype=sent[0].dtype)
 
     def _owner(self, segments: list[slot_layout.GradientSpan]) -> tuple[str, int] | None:
-        """The unit and shard whose gradient this is: every slot has its own gradient in it, or none."""
+        """Return the unit and shard whose gradient this is: each slot has its own gradient in it, or none."""
         first = next(piece for _, _, piece in segments if isinstance(piece, Piece)).concat.rows[0]
         for fqn in tags.meta_of(first.terms[0]).grads:
             unit, (shard, _) = self.places.get(fqn, ("", (-1, 0)))

@@ -46,13 +46,13 @@ Segment = tuple[SlotIndex, ...]
 
 
 def is_launch(node: fx.Node) -> bool:
-    """Whether a node starts a collective, ours or another library's."""
+    """Return whether a node starts a collective, ours or another library's."""
     target = node.target
     return target in LAUNCHES or (_is_collective(target) and target._opname != "wait_tensor")
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Whether a node waits for a collective."""
+    """Return whether a node waits for a collective."""
     target = node.target
     return _is_collective(target) and target._opname == "wait_tensor"
 
@@ -62,17 +62,17 @@ def _is_collective(target: object) -> TypeGuard[torch._ops.OpOverload]:
 
 
 def unshard_launches(graph: fx.Graph) -> list[fx.Node]:
-    """The all_gather nodes of `graph`, in program order."""
+    """Return the all_gather nodes of `graph`, in program order."""
     return [n for n in graph.nodes if n.op == "call_function" and n.target in GATHERS]
 
 
 def reduce_launches(graph: fx.Graph) -> list[fx.Node]:
-    """The reduce_scatter nodes of `graph`, in program order."""
+    """Return the reduce_scatter nodes of `graph`, in program order."""
     return [n for n in graph.nodes if n.op == "call_function" and n.target in REDUCTIONS]
 
 
 def arguments_of(launch: fx.Node) -> dict[str, Any]:
-    """The arguments of a launch by the names that its schema has for them."""
+    """Return the arguments of a launch by their names in its schema."""
     return dict(zip(_argument_names(launch.target), launch.args, strict=False)) | launch.kwargs
 
 
@@ -82,7 +82,7 @@ def _argument_names(target: Any) -> tuple[str, ...]:
 
 
 def launch_inputs(launch: fx.Node) -> list[fx.Node | None]:
-    """The tensors that a launch sends, one by one; for parts of a flat the flat, see `sent_part`."""
+    """Return the tensors that a launch sends, one by one; the flat for parts of it, see `sent_part`."""
     sent = launch.args[0]
     if launch.target is ops.PREFETCHED_ALL_GATHER:
         sent = [sent] * len(arguments_of(launch)["numels"])
@@ -91,13 +91,13 @@ def launch_inputs(launch: fx.Node) -> list[fx.Node | None]:
 
 
 def launch_input(launch: fx.Node, index: int) -> fx.Node | None:
-    """The tensor that a launch sends, or the `index`-th of a coalesced one."""
+    """Return the tensor that a launch sends, or the `index`-th of a coalesced one."""
     inputs = launch_inputs(launch)
     return inputs[index] if index < len(inputs) else None
 
 
 def sent_part(launch: fx.Node, index: int) -> tuple[int, int] | None:
-    """First element and number of elements of the `index`-th input that are sent; `None` for all of it."""
+    """Return the first element and the number of elements that are sent of input `index`; `None` for all of it."""
     if launch.target is not ops.PREFETCHED_ALL_GATHER:
         return None
     given = arguments_of(launch)
@@ -105,19 +105,19 @@ def sent_part(launch: fx.Node, index: int) -> tuple[int, int] | None:
 
 
 def sent_dtype(launch: fx.Node) -> torch.dtype | None:
-    """The dtype to which a launch casts what it sends; `None` if it sends its inputs as they are."""
+    """Return the dtype to which a launch casts what it sends; `None` if it sends its inputs as they are."""
     dtype: torch.dtype | None = arguments_of(launch).get("dtype")
     return dtype
 
 
 def world_size_of(launch: fx.Node) -> int:
-    """The number of ranks that a launch names."""
+    """Return the number of ranks that a launch names."""
     size = arguments_of(launch).get("group_size")
     return size if isinstance(size, int) else 0
 
 
 def group_of(launch: fx.Node) -> str:
-    """The process group that a launch names."""
+    """Return the process group that a launch names."""
     return str(arguments_of(launch).get("group_name"))
 
 
@@ -125,21 +125,16 @@ def group_of(launch: fx.Node) -> str:
 
 
 def whole_shards(slots: Iterable[SlotIndex], plan: UnitPlan) -> list[Segment]:
-    """One segment for each shard that one of `slots` lies in."""
+    """Return one segment for each shard in which one of `slots` lies."""
     used = sorted({shard for shard, _ in slots})
     return [tuple((shard, i) for i in range(len(plan.shards[shard].slots))) for shard in used]
 
 
 def unshard(shards: Mapping[int, Tensor], plan: UnitPlan, reads: Sequence[SlotIndex]) -> list[Tensor]:
-    """Gather whole shards of a unit in one launch and give the parameters that are read.
+    """Gather whole shards of a unit in one launch and return the parameters in `reads`.
 
-    Args:
-        shards: this rank's flat tensors, `[shard_numel]` each, by their index; those that `reads` names.
-        plan: the unit.
-        reads: the parameters to return.
-
-    Returns:
-        For each read the unsharded parameter, contiguous, in the unit's unsharded dtype.
+    `shards` maps shard index -> this rank's flat, `[shard_numel]`. Parameters are contiguous, in the unit's unsharded
+    dtype.
     """
     segments = whole_shards(reads, plan)
     launched = launch_gather(gather_inputs(shards, plan, segments), plan.world_size, plan.group)
@@ -147,14 +142,10 @@ def unshard(shards: Mapping[int, Tensor], plan: UnitPlan, reads: Sequence[SlotIn
 
 
 def launch_parameters(shards: Mapping[int, Tensor], plan: UnitPlan) -> dict[SlotIndex, Tensor]:
-    """Start the gather of all parameters of a unit, each a tensor of its own.
+    """Start the gather of all parameters of a unit, each as a tensor of its own; each must be waited for.
 
-    Args:
-        shards: this rank's flat tensors, `[shard_numel]` each, by their index.
-        plan: the unit.
-
-    Returns:
-        The unsharded parameters, contiguous, in the unit's unsharded dtype, each to be waited for.
+    `shards` maps shard index -> this rank's flat, `[shard_numel]`. Parameters are contiguous, in the unit's unsharded
+    dtype.
     """
     slots = {(i, j): slot for i, shard in enumerate(plan.shards) for j, slot in enumerate(shard.slots)}
     segments: list[Segment] = [(index,) for index, slot in slots.items() if slot.numel]
@@ -167,19 +158,17 @@ def launch_parameters(shards: Mapping[int, Tensor], plan: UnitPlan) -> dict[Slot
 
 
 def gather_inputs(shards: Mapping[int, Tensor], plan: UnitPlan, segments: Sequence[Segment]) -> list[Tensor]:
-    """What a rank sends of its shards, `[segment_numel]` each: the shard itself, or its one cast, or a view of it."""
+    """Return what a rank sends, `[segment_numel]` each: the shard itself, its one cast, or a view of it."""
     cast = {i: shards[i].to(plan.unsharded_dtype(plan.shards[i])) for i in sorted({seg[0][0] for seg in segments})}
     return [_columns(cast[segment[0][0]], 0, *_extent(segment, plan)) for segment in segments]
 
 
 def launch_gather(inputs: list[Tensor], world_size: int, group: str) -> list[Tensor]:
-    """Start one all_gather for each dtype of `inputs`; each result is `[world_size * numel]`, to be waited for.
-
-    Not one for all: gloo takes all tensors of a coalesced all_gather for tensors of the first one's dtype.
-    """
+    """Start one all_gather for each dtype of `inputs`; each result is `[world_size * numel]`, to be waited for."""
     if world_size == 1:
         return inputs
     results: dict[int, Tensor] = {}
+    # Not one for all: gloo reads all tensors of a coalesced all_gather in the dtype of the first.
     for dtype in dict.fromkeys(tensor.dtype for tensor in inputs):
         places = [i for i, tensor in enumerate(inputs) if tensor.dtype is dtype]
         if len(places) == 1:
@@ -193,10 +182,10 @@ def launch_gather(inputs: list[Tensor], world_size: int, group: str) -> list[Ten
 def parameters_in(
     launched: Sequence[Tensor], plan: UnitPlan, segments: Sequence[Segment], reads: Sequence[SlotIndex]
 ) -> list[Tensor]:
-    """Wait for the segments of a unit and give the parameters in them.
+    """Wait for the segments of a unit and return the parameters in them.
 
-    A parameter that is a segment of its own is the buffer that was gathered. Of several in one segment each is a block
-    of columns of `[world_size, segment_numel]`, which is copied out.
+    A parameter that is a segment of its own is the gathered buffer. Of several in one segment, each is a block of
+    columns of `[world_size, segment_numel]` and is copied out.
     """
     parameters: dict[SlotIndex, Tensor] = {}
     for buffer, segment in zip(launched, segments, strict=True):
@@ -214,7 +203,7 @@ def parameters_in(
 
 
 def _extent(segment: Segment, plan: UnitPlan) -> tuple[int, int]:
-    """First element of a segment in its shard, and number of elements."""
+    """Return the first element of a segment in its shard, and the number of elements."""
     slots = [plan.shards[shard].slots[i] for shard, i in segment]
     return slots[0].offset, sum(slot.numel for slot in slots)
 
@@ -224,7 +213,7 @@ def _columns(tensor: Tensor, dim: int, start: int, numel: int) -> Tensor:
 
 
 def _trim(block: Tensor, slot: Slot) -> Tensor:
-    """`[world_size, slot_numel]`, or the same in one dim -> the parameter, without the padding rows."""
+    """Drop the padding rows of `[world_size, slot_numel]`, or of the same in one dim."""
     if block.numel() != slot.full_numel:
         block = block.view(-1)[: slot.full_numel]
     return block.view(slot.shape)
@@ -235,24 +224,18 @@ def _trim(block: Tensor, slot: Slot) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """How a sum over ranks becomes a mean: FSDP2's `_get_gradient_divide_factors` for one data-parallel group.
+    """How a sum over ranks becomes a mean; FSDP2's `_get_gradient_divide_factors` for one data-parallel group."""
 
-    Attributes:
-        before: divisor before the reduction, 1 for none.
-        op: "sum" or "avg".
-        after: divisor after the reduction, 1 for none.
-    """
-
-    before: float
-    op: str
-    after: float
+    before: float  # divisor before the reduction, 1 for none
+    op: str  # "sum" or "avg"
+    after: float  # divisor after the reduction, 1 for none
 
 
 def division(world_size: int, dtype: torch.dtype) -> Division:
-    """The division rule for a reduction in `dtype`.
+    """Return the division rule for a reduction in `dtype`.
 
     fp32 and bf16 cannot overflow here and use the group's own average. Other dtypes divide by about sqrt(world_size)
-    before and by the rest after, which keeps fp16 sums in range.
+    before and by the rest after: fp16 sums then stay in range.
     """
     if dtype in (torch.float32, torch.bfloat16):
         return Division(before=1, op="avg" if world_size > 1 else "sum", after=1)
@@ -263,7 +246,7 @@ def division(world_size: int, dtype: torch.dtype) -> Division:
 
 
 def reduce_dtypes(dtypes: Mapping[SlotIndex, torch.dtype], plan: UnitPlan) -> dict[torch.dtype, tuple[SlotIndex, ...]]:
-    """Which gradients are reduced together: those with the same reduce dtype; `dtypes` are the gradients' own."""
+    """Return which gradients are reduced together, by reduce dtype; `dtypes` are the gradients' own."""
     groups: dict[torch.dtype, list[SlotIndex]] = {}
     for slot, dtype in dtypes.items():
         default = plan.shards[slot[0]].dtype if REDUCES_IN_STORAGE_DTYPE else dtype
@@ -272,14 +255,10 @@ def reduce_dtypes(dtypes: Mapping[SlotIndex, torch.dtype], plan: UnitPlan) -> di
 
 
 def reduce_grads(grads: Mapping[SlotIndex, Tensor], plan: UnitPlan) -> dict[int, Tensor]:
-    """Average gradients over the group and give each rank its shard of them, one launch per reduce dtype.
+    """Average gradients over the group, with one launch per reduce dtype, and return this rank's shard of them.
 
-    Args:
-        grads: unsharded gradients, each of its parameter's shape, in registration order.
-        plan: the unit.
-
-    Returns:
-        Shard index -> `[shard_numel]` in the shard's dtype, zeros where no gradient was given.
+    `grads` are unsharded, in their parameters' shapes and registration order. Returns shard index -> `[shard_numel]` in
+    the shard's dtype, zeros where no gradient was given.
     """
     reduced: dict[Segment, Tensor] = {}
     for dtype, segment in reduce_dtypes({slot: grad.dtype for slot, grad in grads.items()}, plan).items():
@@ -290,9 +269,9 @@ def reduce_grads(grads: Mapping[SlotIndex, Tensor], plan: UnitPlan) -> dict[int,
 
 
 def reduce_inputs(grads: Sequence[Sequence[Tensor]], world_size: int, dtype: torch.dtype) -> list[Tensor]:
-    """What a rank sends of its gradients: for each group one tensor, `[world_size * n]`, cast and divided by the rule.
+    """Return what a rank sends of its gradients: per group one tensor, `[world_size * n]`, cast and divided.
 
-    A gradient that is a group of its own is sent as it is, padded if its rows are uneven; several are concatenated.
+    A gradient alone in its group is sent as it is, padded if its rows are uneven; several are concatenated.
     """
     inputs, rule = [], division(world_size, dtype)
     for group in grads:
@@ -314,28 +293,28 @@ def _padded(rows: Tensor, world_size: int) -> Tensor:
 
 
 def launch_reduce(inputs: list[Tensor], dtype: torch.dtype, world_size: int, group: str) -> list[Tensor]:
-    """Start one reduce_scatter of all `inputs`; each result is this rank's `[numel / world_size]`, to be waited for."""
+    """Start one reduce_scatter of all `inputs`; each result is `[numel / world_size]`, to be waited for."""
     if world_size == 1 or not any(tensor.numel() for tensor in inputs):
         return inputs
     return reduce_scatter(inputs, division(world_size, dtype).op, world_size, group)
 
 
 def reduce_scatter(inputs: list[Tensor], op: str, world_size: int, group: str) -> list[Tensor]:
-    """Launch `inputs`, of one dtype, together."""
+    """Launch `inputs`, all of one dtype, together."""
     if len(inputs) == 1:
         return [_c10d.reduce_scatter_tensor(inputs[0], op, world_size, group)]
     return list(_c10d.reduce_scatter_tensor_coalesced(inputs, op, world_size, group))
 
 
 def reduced_in(launched: Sequence[Tensor], dtype: torch.dtype, world_size: int) -> list[Tensor]:
-    """Wait for what `launch_reduce` gave, and finish the mean."""
+    """Wait for the results of `launch_reduce` and finish the mean."""
     after = division(world_size, dtype).after
     done = [_c10d.wait_tensor(t) if world_size > 1 and t.numel() else t for t in launched]
     return [t / after if after != 1 else t for t in done]
 
 
 def shard_grads(reduced: Mapping[Segment, Tensor], plan: UnitPlan) -> dict[int, Tensor]:
-    """Put reduced segments into their shards, in the shards' dtype, zeros where there is no gradient."""
+    """Put reduced segments into their shards, in the shards' dtype, with zeros where there is no gradient."""
     pieces: dict[int, dict[int, tuple[Tensor, int]]] = {}  # shard -> first slot -> piece, number of slots
     for segment, tensor in reduced.items():
         runs = _runs(segment)
@@ -347,7 +326,7 @@ def shard_grads(reduced: Mapping[Segment, Tensor], plan: UnitPlan) -> dict[int, 
 
 
 def _runs(segment: Segment) -> list[list[SlotIndex]]:
-    """A segment in runs of slots that follow each other in one shard."""
+    """Cut a segment into runs of slots that follow each other in one shard."""
     runs = [[segment[0]]]
     for slot in segment[1:]:
         last = runs[-1][-1]

@@ -3,9 +3,8 @@
 [Note: flow]
 The verifier must know that `%layers_0_weight` really is the slot of `layers.0.weight` in what its launch gathered, and
 that the gradient of `layers.0.bias` really ends up in its slot of the reduced shard. `dataflow_of` walks the graph once
-and gives each value that comes from a flat or from a gradient a description; ops are read from their arguments, never
-from `meta["val"]`, which a wrong pass may have left behind. Views are followed by shape, strides and
-offset (`strided.py`).
+and describes each value that comes from a flat or a gradient. It reads ops from their arguments, never from
+`meta["val"]`, which a wrong pass may have left behind. Views are followed by shape, strides and offset (`strided.py`).
 
 Forward   Flat -> (cast) -> InFlight -> wait -> Window -> views, copies -> Window tagged `param`
 Backward  tagged `grad` -> GradientRow -> Concat -> (divide) -> InFlight -> wait -> Piece -> (divide, cast) -> Assembled
@@ -45,34 +44,21 @@ class Flat:
 
 @dataclass(frozen=True)
 class InFlight:
-    """What a launch returned and no wait has completed.
+    """What a launch returned and no wait has completed."""
 
-    Attributes:
-        launch: of the collective.
-        index: picks a result of a coalesced launch.
-        copied: the elements of the result that a side stream copies, once they are there.
-    """
-
-    launch: fx.Node
-    index: int | None = 0
-    copied: View | None = None
+    launch: fx.Node  # of the collective
+    index: int | None = 0  # which result of a coalesced launch
+    copied: View | None = None  # the elements that a side stream copies, once they are there
 
 
 @dataclass(frozen=True)
 class Window:
-    """Elements of a gathered buffer, `[world_size * flat.numel]`.
+    """Elements of a gathered buffer, `[world_size * flat.numel]`."""
 
-    Attributes:
-        flat: what was gathered.
-        view: elements of the buffer, or of the copy of it.
-        copied: the elements of the buffer that were copied, where `view` is of a copy.
-        launch: what gathered the buffer; nothing did for one rank.
-    """
-
-    flat: Flat
-    view: View
-    copied: View | None = None
-    launch: fx.Node | None = None
+    flat: Flat  # what was gathered
+    view: View  # elements of the buffer, or of the copy of it
+    copied: View | None = None  # the elements that were copied, if `view` is of a copy
+    launch: fx.Node | None = None  # of the gather; one rank has none
 
 
 @dataclass(frozen=True)
@@ -128,8 +114,8 @@ class Dataflow:
     """What is known of a graph.
 
     Attributes:
-        values: description of each node that has one; several for an op that returns several.
-        parameters: each node tagged `param` -> what it is made of, `None` if that could not be followed.
+        values: the description of each node that has one; several for an op with several results.
+        parameters: node tagged `param` -> what it is made of, `None` if that could not be followed.
         strays: (reader, what it reads): a flat, a buffer in flight or a gathered buffer, read as no pass of ours does.
     """
 
@@ -138,7 +124,7 @@ class Dataflow:
     strays: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
 
     def sent_by(self, launch: fx.Node) -> list[Value | tuple[Value, ...] | None]:
-        """What a launch sends, tensor by tensor, `None` where that could not be followed."""
+        """Return what a launch sends, tensor by tensor, `None` where that could not be followed."""
         return [_sent(launch, i, self) for i in range(len(collectives.launch_inputs(launch)))]
 
 
@@ -171,7 +157,7 @@ def _describe(node: fx.Node, meta: NodeMeta, flow: Dataflow, plan: FramePlan) ->
 
 
 def _must_be_followed(node: fx.Node, reader: fx.Node, flow: Dataflow) -> bool:
-    """Whether only a known op may read `node`: not gradients and parameters, which compute reads freely."""
+    """Return whether only a known op may read `node`; compute may read gradients and parameters freely."""
     value = flow.values[node]
     if isinstance(value, Flat):
         return node not in flow.parameters and reader.op != "output"  # a flat may be saved: it is there anyway
@@ -191,7 +177,7 @@ def _input(node: fx.Node, flow: Dataflow, at: int = 0) -> Value | tuple[Value, .
 
 
 def _moved(node: fx.Node, view: View) -> View | tuple[View, ...] | None:
-    """What the op of `node` makes of `view`; `None` where it cannot be, or reads other tensors too."""
+    """Return what the op of `node` makes of `view`; `None` if that is unknown or it reads other tensors too."""
     if len(node.all_input_nodes) != 1:
         return None
     return moved(view, node.target, tuple(tuple(arg) if isinstance(arg, list) else arg for arg in node.args[1:]))
@@ -215,14 +201,14 @@ def _view(node: fx.Node, flow: Dataflow, plan: FramePlan) -> Value | tuple[Value
 
 
 def _aswhole(value: Any, node: fx.Node, plan: FramePlan) -> Any:
-    """A flat that one rank holds alone is the gathered buffer itself."""
+    """Take a flat that one rank holds alone for the gathered buffer."""
     if isinstance(value, Flat) and plan.units[value.unit].world_size == 1:
         return Window(value, whole(value.numel))
     return value
 
 
 def _view_of_concat(node: fx.Node, concat: Concat) -> Value | tuple[Value, ...] | None:
-    """Flattened, it is the same; cut in pieces, it is what one rank takes for the reduced buffer."""
+    """Follow a view: flattened, a concat stays the same; cut in pieces, it is the reduced buffer of one rank."""
     numel = sum(row_numel(row, concat.world_size) for row in concat.rows)
     found = _moved(node, whole(numel * concat.world_size))
     if isinstance(found, View):
@@ -252,7 +238,7 @@ def _cast(node: fx.Node, flow: Dataflow, plan: FramePlan) -> Value | None:
 
 
 def _resize(node: fx.Node, flow: Dataflow, plan: FramePlan) -> Value | None:
-    """`expand` and `constant_pad_nd` of a gradient."""
+    """Follow `expand` and `constant_pad_nd` of a gradient."""
     value = _input(node, flow)
     found = _moved(node, value.view) if isinstance(value, GradientRow) else None
     return replace(value, view=found) if isinstance(value, GradientRow) and isinstance(found, View) else None
@@ -287,10 +273,8 @@ def _multiply(node: fx.Node, flow: Dataflow, plan: FramePlan) -> Value | None:
 
 
 def _concat(node: fx.Node, flow: Dataflow, plan: FramePlan) -> Value | None:
-    """`_chunk_cat(rows, 0, world_size)`, its decomposition `cat(rows, 1)`, or `cat` of reduced pieces.
-
-    Rows are copies: one node may be the gradient of two parameters, and each has a row of its own.
-    """
+    """Follow `_chunk_cat(rows, 0, world_size)`, its decomposition `cat(rows, 1)`, or `cat` of reduced pieces."""
+    # Rows are copied: one node may be the gradient of two parameters, and each has a row of its own.
     (members, *rest) = node.args
     listed = members if isinstance(members, list | tuple) else ()
     parts = [flow.values.get(m) if isinstance(m, fx.Node) else None for m in listed]
@@ -369,7 +353,7 @@ def _zeros(node: fx.Node, flow: Dataflow, plan: FramePlan) -> Value | None:
 
 
 def on_one_rank(value: Value | tuple[Value, ...] | None) -> Value | tuple[Value, ...] | None:
-    """What one rank has put together is the reduced buffer already; anything else stays what it is."""
+    """Take what one rank has put together for the reduced buffer; leave anything else."""
     if isinstance(value, GradientRow):
         value = alone(value, 1)
     if not isinstance(value, Concat) or value.world_size != 1:
@@ -378,12 +362,12 @@ def on_one_rank(value: Value | tuple[Value, ...] | None) -> Value | tuple[Value,
 
 
 def alone(row: GradientRow, world_size: int) -> Concat:
-    """What a single gradient is for a reduction: it needs no concat."""
+    """Return what a single gradient is for a reduction: it needs no concat."""
     return Concat((row,), world_size, row.dtype, row.divisor)
 
 
 def row_numel(row: GradientRow, world_size: int) -> int:
-    """Elements of a row on one rank: `ceil(rows / world_size)` rows, as `_chunk_cat` pads them."""
+    """Return the elements of a row on one rank: `ceil(rows / world_size)` rows, as `_chunk_cat` pads them."""
     first = row.view.shape[0] if row.view.shape else 1
     return -(-first // world_size) * math.prod(row.view.shape[1:])
 

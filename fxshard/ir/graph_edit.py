@@ -2,8 +2,8 @@
 
 [Note: replay]
 Tracing takes about a millisecond per op, a model has many equal units, and forward and backward gather the same. So
-what was traced once for a frame is kept under a key that says all that the code depends on besides its inputs; for
-equal inputs its nodes are copied and only run on the new fake tensors.
+what was traced once for a frame is kept under a key of all that the code depends on besides its inputs. For equal
+inputs its nodes are copied and only run on the new fake tensors.
 """
 
 from __future__ import annotations
@@ -27,14 +27,9 @@ from fxshard.ir.plan import FramePlan
 def add_parameter(
     graph: fx.Graph, plan: FramePlan, place: tuple[str, SlotIndex], tag: Literal["acc", "resident"], dtype: torch.dtype
 ) -> fx.Node:
-    """A new last input of the unsharded shape of a parameter.
+    """Add a last input of the unsharded shape of a parameter, in `dtype`.
 
-    Args:
-        graph: of AOTAutograd.
-        plan: of its frame.
-        place: the parameter: its unit's key, and where it lies in the unit.
-        tag: key of the tag that says what the input is, and its name's first word.
-        dtype: of the input.
+    `place` is (unit key, slot) of the parameter. `tag` says what the input is and begins its name.
     """
     key, (i, j) = place
     name = plan.parameter_name(key, i, j)
@@ -60,7 +55,7 @@ class Splicer:
     """Puts code into one graph; see [Note: replay]."""
 
     def __init__(self, graph: fx.Graph, decompositions: Decompositions, traced: Traced) -> None:
-        """`decompositions` are applied while tracing, so that new nodes are of the same dialect as the graph."""
+        """Apply `decompositions` while tracing, so that new nodes have ops of the graph's kind."""
         self.graph, self.decompositions, self._traced = graph, decompositions, traced
 
     @functools.cached_property
@@ -73,16 +68,13 @@ class Splicer:
     def insert(
         self, anchor: fx.Node, function: Callable[..., Sequence[Tensor]], inputs: Sequence[fx.Node], key: Hashable
     ) -> tuple[list[fx.Node], list[fx.Node]]:
-        """Insert the nodes of `function(*inputs)` before `anchor`.
+        """Insert the nodes of `function(*inputs)` before `anchor`; return the nodes of its results, and all new nodes.
 
         Args:
-            anchor: node that all new nodes precede.
-            function: plain torch code over tensors; may call collectives.
-            inputs: nodes that come before `anchor`, each with a fake tensor as `meta["val"]`.
+            anchor: comes after all of `inputs` and all new nodes.
+            function: plain torch code over tensors; may call collectives. A result may be an input.
+            inputs: each with a fake tensor as `meta["val"]`.
             key: equal for functions that do the same with equal inputs.
-
-        Returns:
-            The nodes of the function's results (an input, where the function hands one back), and all new nodes.
         """
         values = [node.meta["val"].detach() for node in inputs]
         known = (key, tuple((tuple(v.shape), v.stride(), v.dtype, v.device) for v in values))
@@ -125,7 +117,7 @@ class Splicer:
 
 
 def rename(node: fx.Node, name: str, taken: set[str]) -> None:
-    """Give `node` a name that says what it is, with a number where it is among `taken`; adds it there."""
+    """Name `node` by what it is, with a number if the name is in `taken`; add it there."""
     candidate, number = name, 0
     while candidate in taken:
         number += 1
@@ -135,11 +127,7 @@ def rename(node: fx.Node, name: str, taken: set[str]) -> None:
 
 
 def replace_launch(launch: fx.Node, target: torch._ops.OpOverload, arguments: tuple[Any, ...]) -> fx.Node:
-    """Put an op that returns a list in the place of a launch, coalesced or not; what it read alone goes.
-
-    Returns:
-        The new node. Where the launch was one tensor, its only result has the launch's name: pins know it by that.
-    """
+    """Replace a launch by an op that returns a list; erase what it alone read; return the new node."""
     graph, value, name = launch.graph, launch.meta["val"], launch.name
     is_list = launch.target in collectives.COALESCED
     with graph.inserting_before(launch):
@@ -155,6 +143,7 @@ def replace_launch(launch: fx.Node, target: torch._ops.OpOverload, arguments: tu
         launch.replace_all_uses_with(result)
     unread = launch.all_input_nodes
     graph.erase_node(launch)
+    # Pins know the launch by its name.
     result.name = name
     while unread:
         node = unread.pop()

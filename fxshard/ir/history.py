@@ -11,20 +11,15 @@ from torch import fx
 from fxshard.ir import text
 
 CAPTURED = "captured"
-"""Name of the record of a graph as its stage received it, before the first pass."""
+"""Name of the pass result of a graph as its stage received it, before the first pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remark:
-    """What a pass says of a node: why it made it as it is, or why it left it alone.
+    """What a pass says of a node: why it made it as it is, or why it left it alone."""
 
-    Attributes:
-        node: name of the node.
-        why: one sentence.
-    """
-
-    node: str
-    why: str
+    node: str  # its name
+    why: str  # one sentence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +27,11 @@ class PassResult:
     """One graph after one pass.
 
     Attributes:
-        name: of the pass, as its module is called; `captured` for the graph before the first pass.
-        stage: `dynamo`, `joint`, `forward`, `backward` or `inference`.
+        name: of the pass's module; `captured` for the graph before the first pass.
+        stage: `dynamo`, `joint`, `forward`, `backward` and so on, see docs/architecture.md.
         description: the pass with its options.
-        graph: a copy; the same object as in the record before if the pass changed nothing.
-        changed: whether the pass changed the graph.
-        seconds: time the pass took, verification included.
+        graph: a copy; the same object as in the pass result before if the pass changed nothing.
+        seconds: time that the pass took, with its verification.
         declined: what the pass left alone.
         notes: why the pass did what it did.
     """
@@ -52,27 +46,23 @@ class PassResult:
     notes: tuple[Remark, ...] = ()
 
     def __str__(self) -> str:
-        """The graph as `ir/text.py` prints it."""
+        """Return the graph as `ir/text.py` prints it."""
         return text.graph_text(self.graph)
 
     def reasons(self) -> list[str]:
-        """What the pass said about nodes that it made or left alone, line by line."""
+        """Return what the pass said about nodes that it made or left alone, line by line."""
         made = [f"%{note.node}: {note.why}" for note in self.notes]
         return [*made, *(f"left %{declined.node} alone: {declined.why}" for declined in self.declined)]
 
 
 @dataclass(eq=False)
 class PassHistory:
-    """The records of one frame: stage -> name -> record, in the order in which they were made."""
+    """The pass results of one frame: stage -> name -> pass result, in the order in which they were made."""
 
     stages: dict[str, dict[str, PassResult]] = field(default_factory=dict)
 
     def begin(self, stage: str, graph: fx.Graph, description: str) -> str:
-        """Open a stage with a graph that nobody edits any more.
-
-        Returns:
-            The stage's name, with a number where a graph of this kind was compiled before.
-        """
+        """Begin a stage with a graph that nobody edits any more; return its name, numbered if it is taken."""
         name = _unused(stage, self.stages)
         first = PassResult(name=CAPTURED, stage=name, description=description, graph=graph, changed=True, seconds=0)
         self.stages[name] = {CAPTURED: first}
@@ -90,7 +80,7 @@ class PassHistory:
         declined: Sequence[Remark],
         notes: Sequence[Remark] = (),
     ) -> None:
-        """Record what a pass made of the stage's graph."""
+        """Keep what a pass made of the stage's graph."""
         records = self.stages[stage]
         name = _unused(name, records)
         kept = snapshot(graph) if changed else self.last(stage).graph
@@ -106,21 +96,20 @@ class PassHistory:
         )
 
     def last(self, stage: str | None = None) -> PassResult:
-        """The newest result of a stage; by default of the newest stage."""
+        """Return the newest pass result of a stage; by default of the newest stage."""
         records = next(reversed(self.stages.values())) if stage is None else self.stages[stage]
         return next(reversed(records.values()))
 
     def __iter__(self) -> Iterator[PassResult]:
-        """All records, stage by stage."""
+        """Iterate over all pass results, stage by stage."""
         for records in self.stages.values():
             yield from records.values()
 
 
 class LazyHistory(PassHistory):
-    """The history of a frame whose code came from a cache: what is in it is made when somebody looks."""
+    """The history of a frame whose code came from a cache; its graphs are made when somebody looks."""
 
     def __init__(self, make: Callable[[], dict[str, dict[str, PassResult]]]) -> None:
-        """`make` gives the stages."""
         self._make = make
 
     @functools.cached_property
@@ -137,7 +126,7 @@ _KEPT_META = frozenset(
 
 
 def snapshot(graph: fx.Graph) -> fx.Graph:
-    """A copy with the same node names; tags and fake values are shared, edits are not."""
+    """Return a copy with the same node names; tags and fake values are shared, edits are not."""
     # The module is kept only for the subgraphs in it: a history that outlives the model must not hold its modules.
     copied = fx.Graph(owning_module=graph.owning_module if graph.find_nodes(op="get_attr") else None)
     copied.output(copied.graph_copy(graph, {}))
@@ -147,7 +136,7 @@ def snapshot(graph: fx.Graph) -> fx.Graph:
 
 
 def with_variant(history: PassHistory, other: PassHistory, kind: str) -> dict[str, dict[str, PassResult]]:
-    """The stages of a history, and another's of one kind of graph under names that are not taken."""
+    """Return the stages of `history`, and those of `other` for one kind of graph under names that are not taken."""
     stages = dict(history.stages)
     for stage, records in other.stages.items():
         if stage.startswith(kind):
@@ -157,7 +146,7 @@ def with_variant(history: PassHistory, other: PassHistory, kind: str) -> dict[st
 
 
 def _unused(name: str, taken: Mapping[str, object]) -> str:
-    """`name`, or the first of `name_2`, `name_3`, ... that is not taken."""
+    """Return `name`, or the first of `name_2`, `name_3`, ... that is not taken."""
     candidate, number = name, 1
     while candidate in taken:
         number += 1

@@ -20,16 +20,10 @@ from fxshard.ir.memory_budget import MemoryBudget
 
 @dataclass(eq=False, kw_only=True)
 class LaunchGroup:
-    """Launches for the same units, one after the other; see [Note: launch groups].
-
-    Attributes:
-        launches: in program order.
-        nodes: the launches and what goes with them, in program order: moved together, the graph stays well-formed.
-        waits: in program order.
-    """
+    """Launches for the same units, one after the other, in program order; see [Note: launch groups]."""
 
     launches: list[fx.Node] = field(default_factory=list)
-    nodes: list[fx.Node] = field(default_factory=list)
+    nodes: list[fx.Node] = field(default_factory=list)  # `launches` and what goes with them; they move together
     waits: list[fx.Node] = field(default_factory=list)
 
     @property
@@ -55,11 +49,9 @@ class LaunchGroup:
 
 
 def groups_of(graph: fx.Graph, targets: Collection[object]) -> list[LaunchGroup]:
-    """The launch groups of launches that passes inserted, in program order.
+    """Return the launch groups of launches that passes inserted, in program order.
 
-    Args:
-        graph: with collectives.
-        targets: what kind of launch: `collectives.GATHERS` or `collectives.REDUCTIONS`.
+    `targets` says which kind: `collectives.GATHERS` or `collectives.REDUCTIONS`.
     """
     found: list[LaunchGroup] = []
     for node in graph.nodes:
@@ -79,7 +71,7 @@ def groups_of(graph: fx.Graph, targets: Collection[object]) -> list[LaunchGroup]
 
 
 def _prepared_for(launches: Sequence[fx.Node]) -> set[fx.Node]:
-    """What is computed for `launches` alone: all that lies between them and shards, parameters or gradients."""
+    """Return what is computed for `launches` alone, between them and shards, parameters or gradients."""
     found: set[fx.Node] = set()
     pending = sorted({source for launch in launches for source in launch.all_input_nodes})
     while pending:
@@ -93,13 +85,13 @@ def _prepared_for(launches: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def last_input(graph: fx.Graph) -> fx.Node:
-    """The last of the graph's inputs."""
+    """Return the last of the graph's inputs."""
     last: fx.Node = max(graph.find_nodes(op="placeholder"))  # nodes compare by their place in the graph
     return last
 
 
 def following(node: fx.Node, moving: Collection[fx.Node]) -> fx.Node:
-    """The first node behind `node` that is no input and is not `moving` itself."""
+    """Return the first node behind `node` that is no input and not in `moving`."""
     place = node.next
     while place.op == "placeholder" or place in moving:
         place = place.next
@@ -107,7 +99,7 @@ def following(node: fx.Node, moving: Collection[fx.Node]) -> fx.Node:
 
 
 def move(places: Mapping[fx.Node, fx.Node]) -> None:
-    """Put each node right before the one that it is mapped to; in the order of `places` where that is the same one."""
+    """Put each node right before the one that it is mapped to; several at one place keep the order of `places`."""
     for node, place in places.items():
         place.prepend(node)
 
@@ -116,17 +108,17 @@ class Hoist:
     """Launch groups on their way up a graph: how far each can go. Nothing moves before `move`."""
 
     def __init__(self, groups: Sequence[LaunchGroup], budget: MemoryBudget) -> None:
-        """`budget` is reserved from where a group is launched to where it is launched now."""
+        """Reserve `budget` from where a group is launched to where it is launched now."""
         self.budget = budget
         self.moving = frozenset(node for group in groups for node in group.nodes)
         self.places: dict[fx.Node, fx.Node] = {}
 
     def following(self, node: fx.Node) -> fx.Node:
-        """The first node behind `node` that stays where it is."""
+        """Return the first node behind `node` that stays where it is."""
         return following(node, self.moving)
 
     def earliest(self, group: LaunchGroup, wanted: fx.Node) -> tuple[fx.Node, list[str]]:
-        """The first node from `wanted` on before which a group can be launched, and in words why no earlier one."""
+        """Return the first node, from `wanted` on, before which a group can be launched, and why none earlier."""
         place, limits = wanted, []
         if (latest := max(group.inputs)) >= place:  # nodes compare by their place in the graph
             place = self.following(latest)
@@ -145,5 +137,5 @@ class Hoist:
             self.places |= dict.fromkeys(group.nodes, place)
 
     def move(self) -> None:
-        """Move the groups to where they are launched; of one place in the order in which they came to it."""
+        """Move the groups to where they are launched; several at one place in the order of the `launch` calls."""
         move(self.places)

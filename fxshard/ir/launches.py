@@ -26,41 +26,33 @@ _NOT_COMPARED = ("group_name", "role", "stream")
 
 
 class Launch(NamedTuple):
-    """One collective of a graph.
+    """One collective of a graph."""
 
-    Attributes:
-        group: name of its process group.
-        text: all that the ranks of the group must agree on: `all_gather f32[20 -> 40] on group '0' for layers.0`.
-        name: of the node.
-        kind: what is launched: `all_gather`.
-        serves: the units that it is for: `layers.0, layers.1`; empty for the user's own collectives.
-    """
-
-    group: str
-    text: str
-    name: str
-    kind: str = ""
-    serves: str = ""
+    group: str  # name of the process group
+    text: str  # all that ranks must agree on: `all_gather f32[20 -> 40] on group '0' for layers.0`
+    name: str  # of the node
+    kind: str = ""  # such as `all_gather`
+    serves: str = ""  # the units: `layers.0, layers.1`; empty for the user's own collectives
 
     def renamed(self, names: Mapping[str, str]) -> Launch:
-        """The same for other units: blocks that are compiled one by one share a graph; `names` are by unit key."""
+        """Return the same for units of other `names`: blocks that are compiled one by one share a graph."""
         units = ", ".join(names.get(unit, unit) for unit in self.serves.split(", "))
         return self._replace(text=self.text.removesuffix(self.serves) + units, serves=units)
 
 
 def sequence(graph: fx.Graph) -> tuple[Launch, ...]:
-    """The collectives that a run of `graph` launches, in order; those of the user's code included."""
+    """Return the collectives that a run of `graph` launches, in order, with those of the user's code."""
     return tuple(_launch(node) for node in graph.nodes if collectives.is_launch(node))
 
 
 def kind_of(launch: fx.Node) -> str:
-    """What is launched, in short: `all_gather`, `reduce_scatter`, `all_reduce`."""
+    """Return what is launched, in short: `all_gather`, `reduce_scatter`, `all_reduce`."""
     name = str(getattr(launch.target, "_opname", ""))
     return next((kind for kind in _KINDS if kind in name), name.rstrip("_"))
 
 
 def is_kernel(node: fx.Node) -> bool:
-    """Whether a node is a kernel of its own, which Inductor fuses with nothing that comes before it."""
+    """Return whether a node is a kernel of its own, which Inductor fuses with nothing that comes before it."""
     packet = getattr(node.target, "overloadpacket", None)
     return packet in flop_registry or packet in _MORE_KERNELS
 
@@ -76,7 +68,7 @@ def _launch(node: fx.Node) -> Launch:
 
 
 def _sizes(launch: fx.Node, given: Mapping[str, Any]) -> str:
-    """`f32[20 -> 40]` per tensor: the elements that go in and come out."""
+    """Return `f32[20 -> 40]` per tensor: the elements that go in and come out."""
     if "all_to_all" in str(launch.target):
         return "[?]"  # how much a rank sends to each other one is its own affair
     results = _flat(launch.meta.get("val"))
@@ -89,7 +81,7 @@ def _sizes(launch: fx.Node, given: Mapping[str, Any]) -> str:
 
 
 def _sent(launch: fx.Node, result: Any) -> str:
-    """How many elements go in for a result of a launch of ours, which may send a part of its input."""
+    """Return how many elements go in for a result of a launch of ours, which may send a part of its input."""
     numel, ranks = _numel(result), collectives.world_size_of(launch)
     if numel == "?" or not ranks:
         return "?"
@@ -105,6 +97,6 @@ def _dtype(value: Any) -> str:
 
 
 def _numel(value: Any) -> str:
-    """The number, or a question mark where it is symbolic: names of symbols differ between ranks."""
+    """Return the number, or a question mark if it is symbolic: names of symbols differ between ranks."""
     numel = value.numel() if isinstance(value, Tensor) else None
     return str(numel) if isinstance(numel, int) else "?"

@@ -4,11 +4,11 @@
 Views have no memory of their own, so what lives and dies is a *storage*. It is born at the node that allocates it and
 dies after the last node that reads any view of it, with three exceptions:
 
-- What a launch reads and what it fills is in use until its last wait: the process group holds all of it until then.
-  So is what a side stream copies, until the copy has been waited for.
+- What a launch reads and fills is in use until its last wait: the process group holds it until then. So is what a side
+  stream copies, until the wait for the copy.
 - The graph's results live to the end.
-- The graph's inputs are the caller's and live throughout, but for the activations that forward saved for backward:
-  those are handed over (`donated`) and freed after their last use. Parameters among them count without padding.
+- The graph's inputs are the caller's and live throughout. Only the activations that forward saved for backward are
+  handed over (`donated`) and freed after their last use. Parameters among them count without padding.
 
 Which storage a value has follows from the ops' schemas, not from the fake tensors alone: a pass that replaces a node
 brings a new fake tensor, while the views of the old one still carry theirs.
@@ -44,19 +44,12 @@ _CALLERS = ("primals_", "tangents_")
 
 @dataclass(slots=True, kw_only=True)
 class Storage:
-    """One allocation.
+    """One allocation."""
 
-    Attributes:
-        maker: the node that allocates it, or the graph input that brings it.
-        tensor: a fake tensor in it.
-        birth: position of the first node that needs it, 0 for an input.
-        last_use: position of the last node that needs it; of an input at least its own.
-    """
-
-    maker: fx.Node
-    tensor: Tensor
-    birth: int
-    last_use: int
+    maker: fx.Node  # the node that allocates it, or the input that brings it
+    tensor: Tensor  # a fake tensor in it
+    birth: int  # index of the first node that needs it, 0 for an input
+    last_use: int  # index of the last node that needs it
 
     @property
     def nbytes(self) -> int | torch.SymInt:
@@ -65,37 +58,24 @@ class Storage:
 
 
 class InUse(NamedTuple):
-    """What a launch, or a copy on a side stream, reads and fills until somebody has waited for one of its results.
+    """What a launch, or a copy on a side stream, reads and fills until somebody has waited for one of its results."""
 
-    Attributes:
-        user: the launch or copy.
-        until: position of the wait.
-        storages: indices.
-    """
-
-    user: fx.Node
-    until: int
-    storages: tuple[int, ...]
+    user: fx.Node  # the launch or copy
+    until: int  # index of the wait
+    storages: tuple[int, ...]  # indices
 
 
 @dataclass(frozen=True, kw_only=True)
 class Liveness:
-    """The storages of a graph; see [Note: liveness].
+    """The storages of a graph; see [Note: liveness]."""
 
-    Attributes:
-        nodes: in program order.
-        storages: in program order of their makers.
-        storages_of: node -> for each tensor in its value the index of its storage.
-        in_use: by what is under way, for each result of a launch or copy.
-    """
-
-    nodes: tuple[fx.Node, ...]
-    storages: tuple[Storage, ...]
-    storages_of: dict[fx.Node, tuple[int, ...]]
-    in_use: tuple[InUse, ...]
+    nodes: tuple[fx.Node, ...]  # in program order
+    storages: tuple[Storage, ...]  # in program order of their makers
+    storages_of: dict[fx.Node, tuple[int, ...]]  # for each tensor in a node's value, the storage's index
+    in_use: tuple[InUse, ...]  # one for each result of a launch or copy
 
     def running_sum(self, sizes: Sequence[float]) -> list[float]:
-        """For each node the sum of `sizes` over the storages that are live while it runs."""
+        """Return for each node the sum of `sizes` over the storages that are live while it runs."""
         changes: list[float] = [0] * (len(self.nodes) + 1)
         for storage, size in zip(self.storages, sizes, strict=True):
             changes[storage.birth] += size
@@ -103,31 +83,30 @@ class Liveness:
         return list(itertools.accumulate(changes[:-1]))
 
     def allocates(self, node: fx.Node) -> bool:
-        """Whether `node` makes memory of its own; a view does not."""
+        """Return whether `node` makes memory of its own; a view does not."""
         return any(self.storages[index].maker is node for index in self.storages_of[node])
 
 
 def liveness(graph: fx.Graph, *, donated: bool = False) -> Liveness:
     """Find the storages of a graph and when they are live, in time linear in its nodes.
 
-    Args:
-        graph: of AOTAutograd, with fake tensors as `meta["val"]`.
-        donated: whether inputs that are saved activations are freed after their last use: true for backward.
+    The graph is one of AOTAutograd's, with fake tensors as `meta["val"]`. With `donated`, as for a backward, inputs
+    that are saved activations are freed after their last use.
     """
     return _Sweep(graph, donated).run()
 
 
 def live_bytes(graph: fx.Graph, *, donated: bool = False) -> dict[fx.Node, int]:
-    """For each node the bytes that are live while it runs; symbolic sizes count as their hints."""
+    """Return for each node the bytes that are live while it runs; symbolic sizes count as their hints."""
     live = liveness(graph, donated=donated)
     sizes = [hint_of(storage.nbytes) for storage in live.storages]
     return {node: int(size) for node, size in zip(live.nodes, live.running_sum(sizes), strict=True)}
 
 
 def unsharded_bytes(graph: fx.Graph) -> list[tuple[fx.Node, int]]:
-    """For each node the bytes of unsharded parameters that are live while it runs.
+    """Return for each node the bytes of unsharded parameters that are live while it runs.
 
-    Counted are gathered buffers, the parameters copied out of them and views of either; not what compute makes of them.
+    Gathered buffers count, parameters copied out of them and views of either; what compute makes of them does not.
     """
     live = liveness(graph, donated=True)  # parameters that forward kept for backward are freed like activations
     counted = unsharded_storages(live)
@@ -136,7 +115,7 @@ def unsharded_bytes(graph: fx.Graph) -> list[tuple[fx.Node, int]]:
 
 
 def written_in_use(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Each op that writes what a launch or a copy on a side stream is using: the latter, and the op."""
+    """Find each op that writes what a launch or a copy on a side stream is using; yield the user and the op."""
     written = {node: found for node in graph.nodes if (found := _written_by(node))}
     if not written:
         return
@@ -153,7 +132,7 @@ def written_in_use(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def _written_by(node: fx.Node) -> list[fx.Node]:
-    """The inputs that an op writes to."""
+    """Return the inputs that an op writes to."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
         return []
@@ -165,7 +144,7 @@ def _written_by(node: fx.Node) -> list[fx.Node]:
 
 
 def unsharded_storages(live: Liveness) -> frozenset[int]:
-    """Indices of the storages that hold unsharded parameters."""
+    """Return the indices of the storages that hold unsharded parameters."""
     found: set[int] = set()
     on_the_way: set[fx.Node] = set()  # from a launch to the parameters copied out of it
     for node in live.nodes:
@@ -182,12 +161,12 @@ def unsharded_storages(live: Liveness) -> frozenset[int]:
 
 
 def is_unshard_launch(node: fx.Node) -> bool:
-    """Whether `node` is an all_gather."""
+    """Return whether `node` is an all_gather."""
     return node.target in collectives.GATHERS
 
 
 def hint_of(size: int | torch.SymInt) -> int:
-    """The value that `size` had when the graph was traced; adds no guard."""
+    """Return the value that `size` had when the graph was traced; this adds no guard."""
     if isinstance(size, int):
         return size
     hint, expression = size.node.hint, size.node.expr
@@ -198,7 +177,7 @@ def hint_of(size: int | torch.SymInt) -> int:
 
 
 def tensors_in(node: fx.Node) -> list[Tensor]:
-    """The tensors that a node's value consists of, in order; a tuple may hold tuples."""
+    """Return the tensors that a node's value consists of, in order; a tuple may hold tuples."""
     return _tensors_of(node.meta.get("val"))
 
 
@@ -209,7 +188,7 @@ def _tensors_of(value: Any) -> list[Tensor]:
 
 
 def _passes_on(node: fx.Node, live: Liveness) -> bool:
-    """Whether `node` is a view, a wait or a plain copy of its first input."""
+    """Return whether `node` is a view, a wait or a plain copy of its first input."""
     if node.op != "call_function" or not node.all_input_nodes:
         return False
     copies = node.target is ops.COPY_OUT or getattr(node.target, "overloadpacket", None) in _COPIES
@@ -218,7 +197,7 @@ def _passes_on(node: fx.Node, live: Liveness) -> bool:
 
 @functools.cache
 def _aliases(target: torch._ops.OpOverload) -> tuple[tuple[int, str] | None, ...]:
-    """For each return of an op the argument (position, name) in whose memory it lies."""
+    """Return for each result of an op the argument (position, name) in whose memory it lies."""
     if target in (_UNSAFE_VIEW, collectives.WAIT):
         return ((0, target._schema.arguments[0].name),)
     found: list[tuple[int, str] | None] = []
@@ -272,7 +251,7 @@ class _Sweep:
         )
 
     def _end(self, filled: int, position: int) -> None:
-        """Somebody waits for what a launch or copy fills."""
+        """Note that somebody waits for what a launch or copy fills."""
         found = self.in_flight.pop(filled, None)
         if found is not None:
             self._use(found.storages, position)
@@ -304,7 +283,7 @@ class _Sweep:
     def _of_op(
         self, node: fx.Node, target: torch._ops.OpOverload, tensors: list[Tensor], position: int
     ) -> tuple[int, ...]:
-        """By the schema: each result lies in an argument, or is new."""
+        """Follow the schema: each result lies in an argument, or is new."""
         sources = [self._source(node, alias) for alias in _aliases(target)]
         if len(sources) != len(tensors):  # a list of tensors is one return
             sources = sources[:1] * len(tensors)
@@ -323,7 +302,7 @@ class _Sweep:
         return next(iter(self.storages_of[argument]), None) if isinstance(argument, fx.Node) else None
 
     def _elements(self, node: fx.Node) -> tuple[int, ...] | None:
-        """The storages of a tuple's element, which may be a tuple."""
+        """Return the storages of a tuple's element, which may be a tuple."""
         parent, index = node.args
         assert isinstance(parent, fx.Node)
         value = parent.meta.get("val")
@@ -343,5 +322,5 @@ class _Sweep:
 
 
 def _is_saved(placeholder: fx.Node) -> bool:
-    """Whether an input of backward is an activation that forward saved."""
+    """Return whether an input of backward is an activation that forward saved."""
     return not placeholder.name.startswith(_CALLERS) and not tags.meta_of(placeholder).is_of_unit

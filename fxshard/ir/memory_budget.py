@@ -1,4 +1,4 @@
-"""How much a budget of unsharded bytes leaves where parameters are gathered earlier."""
+"""How many unsharded bytes a budget leaves where parameters are gathered earlier."""
 
 from __future__ import annotations
 
@@ -15,13 +15,10 @@ GIB = 1 << 30
 
 
 def require_fit(graph: fx.Graph, budget: int) -> None:
-    """Raise if the gathers of `graph` do not fit into `budget` bytes where they are; nothing can launch them later.
-
-    Raises:
-        ConfigError: names what is alive where it is too much, and what it takes.
-    """
+    """Raise `ConfigError` if the gathers of `graph` do not fit into `budget` bytes where they are."""
     node, needed = max(unsharded_bytes(graph), key=lambda found: found[1])
     if needed > budget:
+        # Nothing can launch them later.
         raise ConfigError(
             f"memory_budget_gib: {needed / GIB:.3g} GiB of unsharded parameters are alive at %{node.name} without any "
             f"prefetch, and the budget is {budget / GIB:.3g}. Raise it, make smaller units (fully_shard on inner "
@@ -34,19 +31,19 @@ class MemoryBudget:
     """What is free at each node of a graph, before anything in it is moved."""
 
     def __init__(self, graph: fx.Graph, budget: int | None) -> None:
-        """`budget` in bytes, `None` for no limit."""
+        """Take `budget` in bytes, `None` for no limit."""
         self.graph, self.budget = graph, budget
         self.nodes: list[fx.Node] = list(graph.nodes)
 
     def fits(self, first: fx.Node, last: fx.Node, nbytes: int) -> bool:
-        """Whether `nbytes` more fit between two nodes; what is there already of it is counted again."""
+        """Return whether `nbytes` more fit between two nodes; what is there of it already is counted again."""
         if self.budget is None:
             return True
         alive = itertools.islice(self.used, self.places[first], self.places[last] + 1)
         return max(alive) + nbytes <= self.budget
 
     def earliest(self, wanted: fx.Node, now: fx.Node, nbytes: int) -> fx.Node:
-        """The first node from `wanted` on before which `nbytes` can be allocated, if they are at `now` today."""
+        """Return the first node, from `wanted` on, before which `nbytes` can be allocated that are at `now` today."""
         place = self.places[now]
         if self.budget is not None:
             while place > self.places[wanted] and self.used[place - 1] + nbytes <= self.budget:
@@ -55,7 +52,7 @@ class MemoryBudget:
         return wanted
 
     def full_before(self, node: fx.Node, nbytes: int) -> str:
-        """In words, that `nbytes` more would be too much right before `node`."""
+        """Say in words that `nbytes` more would be too much right before `node`."""
         needed = self.used[self.places[node] - 1] + nbytes
         return f"memory budget: {needed / GIB:.3g} of {(self.budget or 0) / GIB:.3g} GiB"
 

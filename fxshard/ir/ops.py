@@ -2,22 +2,23 @@
 
 [Note: markers]
 `fxshard::unshard(shard, key, slot, shape, dtype)` is the full parameter in slot `slot` of `shard`. Its autograd formula
-is `fxshard::reduce_grad(grad, key, slot, numel, dtype)`: the gradient of the shard that holds the reduced gradient in
-that slot and zeros elsewhere. Tracing through them gives the joint graph of a model with sharded parameters without a
-collective in it; passes replace them, so no pass ever has to guess which collective belongs to which parameter.
+is `fxshard::reduce_grad(grad, key, slot, numel, dtype)`: the gradient of the shard, with the reduced gradient in that
+slot and zeros elsewhere. Tracing through them gives a joint graph without collectives. Passes replace them, so no pass
+has to guess which collective belongs to which parameter.
 
-`key` names the unit. While Dynamo traces, it is the shard's index and `UnitPlan.sharing_key` (units that agree on
-them may share a graph); `compile/dynamo.py` replaces it by "<unit fqn>#<shard>@<call>".
+`key` names the unit. While Dynamo traces, it is the shard's index and `UnitPlan.sharing_key` (units that agree on them
+may share a graph); `compile/dynamo.py` replaces it by "<unit fqn>#<shard>@<call>".
 
-`fxshard::addmm_acc(acc, left, right)` adds a matrix product to `acc`: of `acc.addmm_` Inductor makes a temporary and a
-copy. `fxshard::copy(source)` is a contiguous copy in memory of its own: Inductor takes `clone` for nothing where a wait
-hides that the source is the caller's.
+The other ops:
 
-`fxshard::prefetched_all_gather` stands for an all_gather in code that is about to run: it takes what was launched ahead
-or launches, see [Note: prefetch cache] in `runtime/prefetch_cache.py`.
-`fxshard::all_gather_on_stream` and `fxshard::reduce_scatter_on_stream` are collectives that cast what they send, and
-`fxshard::copy_out` waits for a gathered buffer and copies a part of it, all on a side stream: see [Note: side streams]
-in `runtime/streams.py`. Each result is waited for as a collective's.
+- `fxshard::addmm_acc(acc, left, right)` adds a matrix product to `acc`: of `acc.addmm_` Inductor makes a temporary and
+  a copy.
+- `fxshard::copy(source)` is a contiguous copy in memory of its own: Inductor drops `clone` where a wait hides that the
+  source is the caller's.
+- `fxshard::prefetched_all_gather` takes an all_gather that was launched ahead, or launches it: [Note: prefetch cache].
+- `fxshard::all_gather_on_stream` and `fxshard::reduce_scatter_on_stream` cast and send, `fxshard::copy_out` waits for a
+  gathered buffer and copies a part of it, all on a side stream: [Note: side streams]. Each result is waited for as a
+  collective's.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ MOVEMENT = VIEWS | TRANSPOSES | COPIES | CASTS
 
 
 def cast_dtype(node: fx.Node, default: torch.dtype) -> torch.dtype:
-    """The dtype that a node of `CASTS` casts to."""
+    """Return the dtype that a node of `CASTS` casts to."""
     wanted = node.kwargs.get("dtype", node.args[1] if len(node.args) > 1 else None)
     return wanted if isinstance(wanted, torch.dtype) else default
 
@@ -99,56 +100,50 @@ COPY_OUT = torch.ops.fxshard.copy_out.default
 
 
 class MarkerKey(NamedTuple):
-    """The key of a marker once its graph is captured.
-
-    Attributes:
-        unit: key of the unit in the frame's plan.
-        shard: index of the shard in the unit.
-        call: which call of the unit's module this read belongs to; reads of one call share one gather.
-    """
+    """The key of a marker once its graph is captured; reads of one `call` of the unit's module share one gather."""
 
     unit: str
     shard: int
     call: str
 
     def __str__(self) -> str:
-        """The form that the marker's `key` argument has."""
+        """Return the form that the marker's `key` argument has."""
         return f"{self.unit}#{self.shard}@{self.call}"
 
     @classmethod
     def parse(cls, text: str) -> MarkerKey:
-        """Inverse of `str`."""
+        """Invert `str`."""
         rest, _, call = text.rpartition("@")
         unit, _, shard = rest.rpartition("#")
         return cls(unit, int(shard), call)
 
 
 def key_of(marker: fx.Node) -> MarkerKey:
-    """The parsed key of an `unshard` or `reduce_grad` node."""
+    """Return the parsed key of an `unshard` or `reduce_grad` node."""
     text = marker.args[1]
     assert isinstance(text, str)
     return MarkerKey.parse(text)
 
 
 def slot_of(marker: fx.Node) -> int:
-    """The slot index of an `unshard` or `reduce_grad` node."""
+    """Return the slot index of an `unshard` or `reduce_grad` node."""
     slot = marker.args[2]
     assert isinstance(slot, int)
     return slot
 
 
 def is_unshard(node: fx.Node) -> bool:
-    """Whether `node` is an `unshard` marker."""
+    """Return whether `node` is an `unshard` marker."""
     return node.op == "call_function" and node.target is UNSHARD
 
 
 def is_reduce_grad(node: fx.Node) -> bool:
-    """Whether `node` is a `reduce_grad` marker."""
+    """Return whether `node` is a `reduce_grad` marker."""
     return node.op == "call_function" and node.target is REDUCE_GRAD
 
 
 def reduce_markers(result: fx.node.Argument) -> list[fx.Node]:
-    """The `reduce_grad` markers whose sum `result` is, in the order in which autograd added them; else nothing."""
+    """Return the `reduce_grad` markers whose sum `result` is, in the order of autograd's additions; else nothing."""
     if not isinstance(result, fx.Node):
         return []
     if is_reduce_grad(result):
@@ -174,7 +169,7 @@ def _fake_prefetched_all_gather(
 
 
 def implement_prefetched_all_gather(function: Callable[..., list[Tensor]]) -> None:
-    """Say what `fxshard::prefetched_all_gather` does; the runtime's part, called once."""
+    """Set what `fxshard::prefetched_all_gather` does; called once by the runtime."""
     _LIBRARY.impl("prefetched_all_gather", function, "CompositeExplicitAutograd")
 
 
@@ -195,7 +190,7 @@ def _fake_copy_out(gathered: Tensor, size: list[int], stride: list[int], start: 
 def implement_on_stream(
     *, gather: Callable[..., list[Tensor]], reduce: Callable[..., list[Tensor]], copy: Callable[..., Tensor]
 ) -> None:
-    """Say what the ops on side streams do; the runtime's part, called once."""
+    """Set what the ops on side streams do; called once by the runtime."""
     for name, function in (("all_gather_on_stream", gather), ("reduce_scatter_on_stream", reduce), ("copy_out", copy)):
         _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
 

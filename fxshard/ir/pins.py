@@ -1,8 +1,8 @@
 """Pins: which node must come after which, whatever Inductor fuses.
 
 [Note: pins]
-A node is *pinned* by a tag that names the nodes which it must come after. Graphs stay as they are to read, to verify
-and to estimate; right before Inductor lowers a graph, `passes/enforce_order.py` turns the tags into its `control_deps`,
+A node is *pinned* by a tag that names the nodes which it must come after. Until then graphs stay as they are to read,
+verify and estimate. Right before Inductor lowers one, `passes/enforce_order.py` turns the tags into its `control_deps`,
 a private op of torch around the node. `inlined` undoes it, so that such a graph is read and verified as any other.
 """
 
@@ -17,11 +17,7 @@ from fxshard.ir import tags
 
 
 def pin(node: fx.Node, before: fx.Node) -> bool:
-    """Say that `node` comes after `before`, unless it reads it anyway; see [Note: pins].
-
-    Returns:
-        Whether that is news.
-    """
+    """Say that `node` comes after `before`, unless it reads it anyway; return whether that is new."""
     tensor = _tensor_of(before)
     if tensor is None or {before, tensor} & set(node.all_input_nodes):
         return False
@@ -32,16 +28,16 @@ def pin(node: fx.Node, before: fx.Node) -> bool:
 
 
 def _tensor_of(node: fx.Node) -> fx.Node | None:
-    """The node, or one of its results where it has several: torch 2.11 takes nothing but a tensor."""
+    """Return the node, or one of several results: torch 2.11 takes nothing but a tensor."""
     if isinstance(node.meta.get("val"), Tensor):
         return node
     return next((user for user in node.users if user.target is operator.getitem), None)
 
 
 def inlined(graph: fx.Graph) -> fx.Graph:
-    """A copy with each node in the place of the `control_deps` around it, tagged with what it waits for.
+    """Return a copy with each node in place of the `control_deps` around it, tagged with what it waits for.
 
-    The graph itself, if there is none in it.
+    A graph without any is returned itself.
     """
     wrapped = set(graph.find_nodes(op="call_function", target=torch_private.CONTROL_DEPS))
     if not wrapped:

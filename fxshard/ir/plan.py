@@ -3,13 +3,12 @@
 [Note: layout of a unit]
 A *unit* is the set of parameters that are gathered and reduced together. Parameters of one storage dtype and one
 `requires_grad` share a *shard*: one contiguous 1-D tensor per rank. A parameter of shape `[rows, ...]` is cut into
-`world_size` chunks of `ceil(rows / world_size)` rows, as `torch.chunk` and `DTensor(Shard(0))` cut it; the chunk of
-this rank, zero-padded, is the parameter's *slot* in the shard. Slots follow each other in registration order, so the
-buffer that an all_gather of the shard fills is `[world_size, shard_numel]` and slot `i` is a block of its columns.
-A scalar has no dim to cut: its slot holds the whole value on every rank (replicated), and its gradient is reduced
-into every rank's slot.
+`world_size` chunks of `ceil(rows / world_size)` rows, as `torch.chunk` and `DTensor(Shard(0))` cut it. This rank's
+chunk, zero-padded, is the parameter's *slot* in the shard. Slots follow each other in registration order, so an
+all_gather of the shard fills `[world_size, shard_numel]`, and slot `i` is a block of its columns. A scalar cannot be
+cut: its slot holds the whole value on every rank (replicated), and its gradient is reduced into every rank's slot.
 
-Same layout as FSDP2's all_gather and reduce_scatter buffers, which bitwise parity depends on.
+The layout is that of FSDP2's all_gather and reduce_scatter buffers; bitwise parity depends on it.
 """
 
 from __future__ import annotations
@@ -24,19 +23,12 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """Where one parameter lies in its shard.
+    """Where one parameter lies in its shard."""
 
-    Attributes:
-        fqn: fully qualified name of the parameter, relative to the outermost sharded module.
-        shape: global shape.
-        offset: first element in the shard.
-        numel: elements in the shard, padding included; the same on every rank.
-    """
-
-    fqn: str
-    shape: tuple[int, ...]
-    offset: int
-    numel: int
+    fqn: str  # relative to the outermost sharded module
+    shape: tuple[int, ...]  # global shape
+    offset: int  # first element in the shard
+    numel: int  # elements in the shard, padding included; the same on every rank
 
     @property
     def replicated(self) -> bool:
@@ -49,12 +41,12 @@ class Slot:
         return math.prod(self.shape)
 
     def rows_of(self, rank: int, world_size: int) -> tuple[int, int]:
-        """First and last (exclusive) row that `rank` holds."""
+        """Return the first and last (exclusive) row that `rank` holds."""
         chunk = -(-self.shape[0] // world_size)
         return min(rank * chunk, self.shape[0]), min((rank + 1) * chunk, self.shape[0])
 
     def local_shape(self, rank: int, world_size: int) -> tuple[int, ...]:
-        """Shape of the rows that `rank` holds, without padding."""
+        """Return the shape of the rows that `rank` holds, without padding."""
         if self.replicated:
             return ()
         first, last = self.rows_of(rank, world_size)
@@ -75,38 +67,24 @@ class ShardPlan:
         return sum(slot.numel for slot in self.slots)
 
     def renamed(self, names: Mapping[str, str]) -> ShardPlan:
-        """The same with other FQNs; `names` has the new one of each."""
+        """Return the same with other FQNs; `names` has the new one of each."""
         return replace(self, slots=tuple(replace(slot, fqn=names[slot.fqn]) for slot in self.slots))
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitPlan:
-    """Everything a pass may know about a unit.
+    """Everything a pass may know about a unit. A prefetch list has keys of units; `()` leaves it to the pass."""
 
-    Attributes:
-        fqn: name of the unit's module, unique within one captured graph.
-        shards: the flat tensors, in registration order of their first parameter.
-        world_size: ranks that share the unit.
-        group: name of the process group of the collectives.
-        reduce_group: name of the one for reductions, where they have one of their own; empty: `group`.
-        param_dtype: dtype of the gathered floating-point parameters, `None` for the storage dtype.
-        reduce_dtype: dtype of the gradient reduction, `None` for what FSDP2 of the same torch would take.
-        reshard_after_forward: whether backward gathers the parameters again.
-        forward_prefetch: keys of the units to launch in forward right after this one has been waited for, in order;
-            none listed: as the pass has it by default; `None`: nothing.
-        backward_prefetch: the same in backward.
-    """
-
-    fqn: str
-    shards: tuple[ShardPlan, ...]
+    fqn: str  # name of the unit's module, unique within one captured graph
+    shards: tuple[ShardPlan, ...]  # the flats, in registration order of their first parameter
     world_size: int
-    group: str
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    reshard_after_forward: bool = True
-    forward_prefetch: tuple[str, ...] | None = ()
-    backward_prefetch: tuple[str, ...] | None = ()
-    reduce_group: str = ""
+    group: str  # name of the process group of the collectives
+    param_dtype: torch.dtype | None = None  # of gathered floating-point parameters; `None`: storage dtype
+    reduce_dtype: torch.dtype | None = None  # `None`: what FSDP2 of the same torch would take
+    reshard_after_forward: bool = True  # whether backward gathers the parameters again
+    forward_prefetch: tuple[str, ...] | None = ()  # to launch right after the wait for this one; `None`: nothing
+    backward_prefetch: tuple[str, ...] | None = ()  # the same in backward
+    reduce_group: str = ""  # of reductions, if they have a process group of their own
 
     @property
     def reducing_group(self) -> str:
@@ -114,20 +92,20 @@ class UnitPlan:
         return self.reduce_group or self.group
 
     def unsharded_dtype(self, shard: ShardPlan) -> torch.dtype:
-        """Dtype of the shard's parameters while they are gathered."""
+        """Return the dtype of the shard's parameters while they are gathered."""
         return self.param_dtype if self.param_dtype and shard.dtype.is_floating_point else shard.dtype
 
     def slot(self, index: tuple[int, int]) -> Slot:
-        """The slot of a parameter: (shard, slot)."""
+        """Return the slot of a parameter: (shard, slot)."""
         shard, i = index
         return self.shards[shard].slots[i]
 
     def unsharded_dtype_of(self, index: tuple[int, int]) -> torch.dtype:
-        """Dtype of a gathered parameter."""
+        """Return the dtype of a gathered parameter."""
         return self.unsharded_dtype(self.shards[index[0]])
 
     def unsharded_bytes_of(self, index: tuple[int, int]) -> int:
-        """Bytes of a gathered parameter, padding included."""
+        """Return the bytes of a gathered parameter, padding included."""
         return self.slot(index).numel * self.world_size * self.unsharded_dtype_of(index).itemsize
 
     @property
@@ -147,12 +125,10 @@ class UnitPlan:
 
     @property
     def sharing_key(self) -> str:
-        """What two units must have in common to run through one compiled graph.
-
-        That is their layout too: a graph may read a part of a unit, and the rest decides where that part lies.
-        """
+        """Return what two units must have in common to run through one compiled graph, their layout included."""
         names = (str(d).removeprefix("torch.") for d in (self.param_dtype, self.reduce_dtype))
         groups = "+".join(dict.fromkeys((self.group, self.reducing_group)))
+        # A graph may read a part of a unit; the rest decides where that part lies.
         layout = [(str(s.dtype), s.trainable, [slot.shape for slot in s.slots]) for s in self.shards]
         digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:8]
         policy = "reshard" if self.reshard_after_forward else "keep"
@@ -161,20 +137,14 @@ class UnitPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class FramePlan:
-    """The units that one captured graph reads, by the key that their markers carry.
-
-    Attributes:
-        units: key of a unit in this graph -> its plan.
-        shard_inputs: graph input index -> (unit key, index of the shard in the unit).
-        input_names: of the graph's inputs, as the user's code calls them; empty for flats.
-    """
+    """The units that one captured graph reads, by the key that their markers carry."""
 
     units: dict[str, UnitPlan]
-    shard_inputs: dict[int, tuple[str, int]]
-    input_names: tuple[str, ...] = ()
+    shard_inputs: dict[int, tuple[str, int]]  # graph input index -> (unit key, shard index)
+    input_names: tuple[str, ...] = ()  # as the user's code calls the inputs; empty for flats
 
     def unit_of(self, module: str) -> str:
-        """Key of the unit that a module belongs to, by its FQN: the one whose module is nearest around it."""
+        """Return the key of the unit that a module (an FQN) belongs to: the one whose module is nearest around it."""
         around = [
             (len(fqn), key)
             for key, unit in self.units.items()
@@ -184,24 +154,24 @@ class FramePlan:
         return max(around)[1] if around else ""
 
     def parameter_name(self, unit: str, shard: int, slot: int) -> str:
-        """What tags call a parameter."""
+        """Return what tags call a parameter."""
         return qualified(unit, self.units[unit].shards[shard].slots[slot].fqn)
 
 
 def qualified(unit: str, fqn: str) -> str:
-    """An FQN with the marks of its unit's key, by which `compile/dynamo.py` tells two models of one graph apart."""
+    """Add the marks of its unit's key to an FQN: `compile/dynamo.py` tells two models of one graph apart by them."""
     return fqn + unit[len(unit.rstrip("'")) :]
 
 
 def prefetch_words(fqn: str, sign: str, listed: Sequence[str] | None) -> str:
-    """A prefetch list of unit `fqn` in words that are the same for all blocks which list, say, the next one."""
+    """Put the prefetch list of unit `fqn` in words that are the same for all blocks which list, say, the next one."""
     if listed is None:
         return f" {sign}none"
     return f" {sign}{','.join(relative_name(other, fqn) for other in listed)}" if listed else ""
 
 
 def relative_name(fqn: str, origin: str) -> str:
-    """`fqn` as seen from a sibling: `blocks.4` from `blocks.3` is `blocks.+1`, as `blocks.5` is from `blocks.4`."""
+    """Name `fqn` as a sibling sees it: `blocks.4` from `blocks.3` is `blocks.+1`, as `blocks.5` is from `blocks.4`."""
     parts, own = fqn.split("."), origin.split(".")
     for i, (part, other) in enumerate(zip(parts, own, strict=False)):
         if part != other:
@@ -224,12 +194,7 @@ class ParameterSpec:
 
 
 def lay_out(parameters: Iterable[ParameterSpec], world_size: int) -> tuple[ShardPlan, ...]:
-    """Assign each parameter a slot; see [Note: layout of a unit].
-
-    Args:
-        parameters: in registration order.
-        world_size: ranks that share them.
-    """
+    """Assign each parameter, in registration order, a slot; see [Note: layout of a unit]."""
     groups: dict[tuple[torch.dtype, bool], list[ParameterSpec]] = {}
     for parameter in parameters:
         groups.setdefault((parameter.dtype, parameter.trainable), []).append(parameter)

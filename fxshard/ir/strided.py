@@ -15,7 +15,7 @@ from torch import Tensor
 class View:
     """Elements of a buffer, as `Tensor.as_strided` takes them.
 
-    A value to compare and to remember: a tensor could belong to the fake mode it was made under, and to no other.
+    Not a tensor: one would belong to the fake mode that it was made under, and could not be compared or kept.
     """
 
     shape: tuple[int, ...]
@@ -28,7 +28,7 @@ class View:
         return math.prod(self.shape)
 
     def is_contiguous(self) -> bool:
-        """Whether the elements lie one after another, as `Tensor.is_contiguous` has it."""
+        """Return whether the elements lie one after another, as `Tensor.is_contiguous` has it."""
         apart = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if size != 1 and stride != apart:
@@ -37,24 +37,21 @@ class View:
         return True
 
     def contiguous(self) -> View:
-        """Itself, or the whole of a copy."""
+        """Return itself, or the whole of a copy."""
         return self if self.is_contiguous() else whole(*self.shape)
 
 
 def whole(*shape: int) -> View:
-    """All of a contiguous buffer."""
+    """Return all of a contiguous buffer."""
     stride = tuple(math.prod(max(size, 1) for size in shape[i + 1 :]) for i in range(len(shape)))
     return View(shape, stride)
 
 
 @functools.lru_cache(maxsize=4096)  # a model has many equal layers, and running an op takes longer than looking it up
 def moved(view: View, target: Any, args: tuple[Any, ...]) -> View | tuple[View, ...] | None:
-    """What a view op makes of `view`: the op itself, run on the meta device; `None` where it cannot be.
+    """Return what a view op makes of `view`, `None` if that cannot be; it runs `target` on the meta device.
 
-    Args:
-        view: what the op reads.
-        target: the op.
-        args: its other arguments, lists as tuples.
+    `args` are the op's other arguments, lists as tuples.
     """
     tensor = torch.empty(0, dtype=torch.int8, device="meta").as_strided(view.shape, view.stride, view.start)
     try:

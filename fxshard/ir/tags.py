@@ -3,8 +3,8 @@
 [Note: tags]
 Passes rewrite how a parameter is gathered and how a gradient is reduced; what stays is which node *is* the unsharded
 parameter and which node *is* a gradient. Those nodes carry a `NodeMeta` with the parameter's FQN, so that the verifier,
-the printer and the cost model never have to guess from the shape of a graph. A pass that replaces a tagged node tags
-the new one. The printer writes tags behind a node, each under the name that is given here:
+the printer and the cost model need not guess from the shape of a graph. A pass that replaces a tagged node tags the new
+one. The printer writes tags behind a node under these names:
 
     shard=blocks.0#0        a graph input that is the flat of that unit's shard 0
     input=tokens            a graph input, as the user's code calls it
@@ -50,20 +50,9 @@ class ShardKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeMeta:
-    """What a node is; see [Note: tags]. Empty where it is nothing of the kind.
+    """What a node is, by the names in [Note: tags]; empty where it is nothing of the kind.
 
-    Attributes:
-        shard: the flat that an input is.
-        input: what the user's code calls an input.
-        param: FQN of the unsharded parameter.
-        kept: FQN of the parameter that an input of backward is a view of.
-        grads: FQNs of the parameters whose gradient it is: one sum may be the gradient of several.
-        acc: FQN of the parameter whose gradients are added up in an input.
-        resident: FQN of the parameter that an input is.
-        after: names of the nodes that it is pinned behind.
-        control_deps: names of the nodes that Inductor runs before it.
-        stream: the side stream that it runs on.
-        calls: the units that a launch or wait serves, and which call of each.
+    `grads` are several where one sum is the gradient of several parameters; `calls` print as `unit=`.
     """
 
     shard: ShardKey | None = None
@@ -79,7 +68,7 @@ class NodeMeta:
     calls: tuple[tuple[str, str], ...] = ()
 
     def __or__(self, other: NodeMeta) -> NodeMeta:
-        """What both say; where both say something, what the other one says."""
+        """Join both; where both say something, the other one counts."""
         return replace(self, **{each.name: value for each in fields(other) if (value := getattr(other, each.name))})
 
     @property
@@ -88,7 +77,7 @@ class NodeMeta:
         return bool(self.shard or self.acc or self.resident)
 
     def printed(self) -> dict[str, str]:
-        """Name of a tag -> its text, sorted."""
+        """Return the tags by name as text, sorted."""
         texts = {
             "acc": self.acc,
             "after": ",".join(self.after),
@@ -109,13 +98,13 @@ _NOTHING = NodeMeta()
 
 
 def meta_of(node: fx.Node) -> NodeMeta:
-    """What the node is."""
+    """Return what the node is."""
     found: NodeMeta = node.meta.get(KEY, _NOTHING)
     return found
 
 
 def tag(node: fx.Node, **changes: Any) -> None:
-    """Set fields of what a node is; other nodes that share the meta dictionary's value are not affected."""
+    """Set fields of what a node is; other nodes that share the meta dictionary's value keep theirs."""
     node.meta[KEY] = replace(meta_of(node), **changes)
 
 
@@ -127,7 +116,7 @@ def tag_grad(node: fx.Node, fqn: str) -> None:
 
 
 def units_of(node: fx.Node) -> dict[str, str]:
-    """The units that a launch or wait serves -> which call of each."""
+    """Map the units that a launch or wait serves -> which call of each."""
     return dict(meta_of(node).calls)
 
 
@@ -137,13 +126,13 @@ def tag_units(node: fx.Node, calls: Mapping[str, str]) -> None:
 
 
 def shards_of(graph: fx.Graph) -> dict[ShardKey, fx.Node]:
-    """The flats among the inputs of a graph."""
+    """Return the flats among the inputs of a graph."""
     inputs = graph.find_nodes(op="placeholder")
     return {shard: node for node in inputs if (shard := meta_of(node).shard) is not None}
 
 
 def resident_behind(node: fx.Node) -> str:
-    """The parameter that `node` has waited for, if its launch is outside of the graph."""
+    """Return the parameter that `node` has waited for, if its launch is outside of the graph."""
     source = node.args[0] if collectives.is_wait(node) else None
     return meta_of(source).resident if isinstance(source, fx.Node) else ""
 
@@ -151,8 +140,8 @@ def resident_behind(node: fx.Node) -> str:
 def tag_markers(graph: fx.Graph, plan: FramePlan) -> None:
     """Tag a graph's inputs and what its markers read and write; called before the first pass of a stage.
 
-    Torch's passes between two stages copy metadata onto nodes that they make, so what earlier stages tagged is dropped
-    first; inputs keep their tags.
+    Tags of earlier stages are dropped first, except on inputs: torch's passes in between copy metadata onto their
+    nodes.
     """
     for node in graph.nodes:
         if node.op != "placeholder" and KEY in node.meta:

@@ -1,13 +1,13 @@
 """Graphs as text: the one format of golden tests, errors, logs and dumps.
 
-One node per line: `%name: dtype[shape] = namespace.op(args)  # key=value`; lines that begin with `#` name the module
-whose code the nodes below come from. No object ids, devices, paths or versions, so that the same graph has the same
-text on every rank, machine and torch release. A graph begins in the code of its root module.
+One node per line: `%name: dtype[shape] = namespace.op(args)  # key=value`. Lines that begin with `#` name the module
+whose code the nodes below come from; a graph begins in its root module. No object ids, devices, paths or versions: the
+same graph has the same text on every rank, machine and torch release.
 
 [Note: printed names]
-A node prints under its own name, but for two kinds of inputs, which torch calls `primals_1`, `primals_2`, ...: the flat
-of a unit prints as `%shard_<unit>`, and an input of the user's code as that code calls it. Where another node has the
-name already, a number is appended. `graph_text`, `node_text` and `window` give a node the same name.
+A node prints under its own name, except two kinds of inputs, which torch calls `primals_1`, `primals_2`, ...: the flat
+of a unit prints as `%shard_<unit>`, and an input of the user's code as that code calls it. If another node has the name
+already, a number is appended. `graph_text`, `node_text` and `window` give a node the same name.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ Names = Mapping[fx.Node, str]
 
 
 def graph_text(graph: fx.Graph) -> str:
-    """The whole graph: one line per node, and a comment wherever the module changes that the nodes come from."""
+    """Print the whole graph: one line per node, and a comment wherever the module changes that the nodes come from."""
     return "\n".join(_lines(graph))
 
 
 def window(node: fx.Node, lines: int = 10) -> str:
-    """The nodes around `node`, which an arrow marks; for error messages."""
+    """Print the nodes around `node`, which an arrow marks; for error messages."""
     nodes, names = list(node.graph.nodes), _names(node.graph)
     at = nodes.index(node)
     near = nodes[max(0, at - lines) : at + lines + 1]
@@ -62,29 +62,29 @@ def window(node: fx.Node, lines: int = 10) -> str:
 
 
 def node_text(node: fx.Node) -> str:
-    """One node as one line."""
+    """Print one node as one line."""
     renamed = any(_wanted_name(n) for n in (node, *node.all_input_nodes))
     return _line(node, _names(node.graph) if renamed else {})
 
 
 def name_of(node: fx.Node) -> str:
-    """The name under which a node prints, without the `%`."""
+    """Return the name under which a node prints, without the `%`."""
     return _names(node.graph)[node] if _wanted_name(node) else node.name
 
 
 def module_of(node: fx.Node) -> str | None:
-    """FQN of the module whose code `node` comes from, in forward or backward; `None` where the node does not say."""
+    """Return the FQN of the module whose code `node` comes from, forward or backward; `None` if the node has none."""
     name = _section(node, "").removesuffix(" (backward)")
     return "" if name == "root" else name or None
 
 
 def type_text(node: fx.Node) -> str:
-    """Type of a node's value, such as `f32[2, 4]`; empty where the graph does not say."""
+    """Return the type of a node's value, such as `f32[2, 4]`; empty if the graph does not say."""
     return _type(node.meta.get("val", node.meta.get("example_value")))
 
 
 def dtype_text(dtype: torch.dtype) -> str:
-    """Short name of a dtype: `f32`, `bf16`, `i64`."""
+    """Return the short name of a dtype: `f32`, `bf16`, `i64`."""
     return _DTYPES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
@@ -104,7 +104,7 @@ def _names(graph: fx.Graph) -> Names:
 
 
 def _wanted_name(node: fx.Node) -> str | None:
-    """What an input should be called; see [Note: printed names]."""
+    """Return what an input should be called; see [Note: printed names]."""
     if node.op != "placeholder":
         return None
     if flat := _flat_of(node):
@@ -114,7 +114,7 @@ def _wanted_name(node: fx.Node) -> str | None:
 
 
 def _flat_of(placeholder: fx.Node) -> tuple[str, int] | None:
-    """Unit and index of the shard that an input is: from its tag, or from a marker that reads it."""
+    """Return unit and index of the shard that an input is, from its tag or from a marker that reads it."""
     if shard := tags.meta_of(placeholder).shard:
         return shard
     marker = next((user for user in placeholder.users if ops.is_unshard(user)), None)
@@ -187,7 +187,7 @@ def _comments(node: fx.Node, names: Names) -> str:
 
 
 def _section(node: fx.Node, current: str) -> str:
-    """The module whose code `node` comes from; `current` where the node does not say."""
+    """Return the module whose code `node` comes from; `current` if the node does not say."""
     if node.op not in ("call_function", "call_method", "call_module"):
         return current
     if stack := node.meta.get("nn_module_stack"):
@@ -201,10 +201,8 @@ def _section(node: fx.Node, current: str) -> str:
 
 
 def _innermost(stack: Mapping[str, tuple[str, Any]]) -> str:
-    """FQN of the last module of an `nn_module_stack`, relative to what was compiled.
-
-    Dynamo writes `L['self'].blocks.0`, `L['self']._modules['blocks']._modules['0']`, `L['model'].blocks[0]`.
-    """
+    """Return the FQN of the last module of an `nn_module_stack`, relative to what was compiled."""
+    # Dynamo writes `L['self'].blocks.0`, `L['self']._modules['blocks']._modules['0']`, `L['model'].blocks[0]`.
     path, _ = list(stack.values())[-1]
     path = re.sub(r"^[LG]\['[^']*'\]|\.__closure__\[\d+\]\.cell_contents|\b_modules(?=\[)", "", path)
     names = (name for name in re.split(r"[\[\]'.]+", path) if name not in ("", "_orig_mod"))
@@ -260,7 +258,7 @@ def _list(values: Sequence[Any], names: Names) -> str:
 
 
 def _callable(value: Any) -> str:
-    """Name of an op or function; for what has none, its repr without the address."""
+    """Return the name of an op or function; for what has none, its repr without the address."""
     if isinstance(value, torch._ops.OpOverload):
         overload = "" if value._overloadname == "default" else f".{value._overloadname}"
         return f"{_NAMESPACES.get(value.namespace, value.namespace)}.{value._opname}{overload}"

@@ -9,13 +9,12 @@ graph has several backwards, compiled when they are first needed:
     final        adds what was accumulated to the last gradient, and reduces the sum
 
 All take what the forward saved, and after it the accumulators. Units of one graph that are set differently make further
-ones. Each of them, and the forward as well, has one more with parameters that are *resident*: gathered outside of the
-graph, because they stay from one microbatch to the next, and inputs of it.
+ones. Each of them, and the forward as well, has one more with *resident* parameters: inputs that were gathered outside
+of the graph, because they stay from one microbatch to the next.
 
-An accumulator is the unit's own memory and never a result of a graph: two results of one graph may be the same tensor,
-and adding to it in place would add twice.
-Source: fairscale `FlattenParamsWrapper`, which concatenates gradients in the last microbatch alone; FSDP2
-`set_requires_gradient_sync`.
+An accumulator is the unit's own memory and never a result of a graph: two results may be the same tensor, and adding to
+it in place would add twice. Source: fairscale `FlattenParamsWrapper`, which concatenates gradients in the last
+microbatch alone; FSDP2 `set_requires_gradient_sync`.
 """
 
 from __future__ import annotations
@@ -32,20 +31,14 @@ from fxshard.ir.plan import ShardPlan, UnitPlan
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """Which form of a captured graph is meant; see [Note: variants].
+    """Which form of a captured graph is meant, by unit keys; see [Note: variants]."""
 
-    Attributes:
-        accumulates: keys of the units whose gradients stay in their accumulators.
-        finishes: keys of the units whose accumulators are added to their gradients before these are reduced.
-        resident: keys of the units whose parameters come in gathered.
-    """
-
-    accumulates: frozenset[str] = frozenset()
-    finishes: frozenset[str] = frozenset()
-    resident: frozenset[str] = frozenset()
+    accumulates: frozenset[str] = frozenset()  # gradients stay in their accumulators
+    finishes: frozenset[str] = frozenset()  # accumulators are added to the gradients before these are reduced
+    resident: frozenset[str] = frozenset()  # parameters come in gathered
 
     def name(self, units: Collection[str]) -> str:
-        """As the history calls it; `units` are those with gradients in the graph."""
+        """Return what the history calls it; `units` are those with gradients in the graph."""
         words = ["resident"] if self.resident else []
         if self.accumulates:
             words.insert(0, "accumulate" if self.accumulates == set(units) else "mixed")
@@ -55,7 +48,7 @@ class Variant:
 
     @property
     def units(self) -> frozenset[str]:
-        """Keys of the units whose accumulators it takes."""
+        """The units whose accumulators it takes."""
         return self.accumulates | self.finishes
 
 
@@ -66,16 +59,14 @@ Slots = Mapping[str, Sequence[SlotIndex]]
 
 
 def accumulator_dtype(unit: UnitPlan, shard: ShardPlan) -> torch.dtype:
-    """Dtype in which the gradients of a shard are accumulated: the one in which they will be reduced."""
+    """Return the dtype in which the gradients of a shard are accumulated: the one in which they will be reduced."""
     (dtype,) = collectives.reduce_dtypes({(unit.shards.index(shard), 0): unit.unsharded_dtype(shard)}, unit)
     return dtype
 
 
 def in_order(units: Collection[str], slots: Slots) -> list[tuple[str, SlotIndex]]:
-    """(unit, parameter) of each input that a variant takes for `units`, in the order in which it takes them.
+    """Return (unit, parameter) of each input that a variant takes for `units`, in the order of the inputs.
 
-    Args:
-        units: whose accumulators, or whose resident parameters.
-        slots: of the graph: those with a gradient, or those that it reads.
+    `slots` are those of the graph with a gradient, or for resident parameters those that it reads.
     """
     return [(key, slot) for key in sorted(units) for slot in sorted(slots.get(key, ()))]

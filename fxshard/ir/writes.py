@@ -1,10 +1,10 @@
 """Which parameters a captured graph writes into.
 
 [Note: writes]
-A gathered parameter is a copy: what a forward writes into it never comes to the shard. The graph that Dynamo captured
-says little about it (`w[0] = 0`, `w.data.clamp_()`, `torch._foreach_mul_([w], 2)`, `F.embedding(x, w, max_norm=1)`);
-the ops that these consist of say all of it, in their schemas. So each node that takes a parameter, or a tensor that
-shares its memory, is run once more on fake tensors, and each op that runs is asked what it writes into.
+A gathered parameter is a copy: what a forward writes into it never reaches the shard. Dynamo's graph says little about
+it (`w[0] = 0`, `w.data.clamp_()`, `torch._foreach_mul_([w], 2)`, `F.embedding(x, w, max_norm=1)`), but the ops behind
+these say all in their schemas. So each node that takes a parameter, or a tensor that shares its memory, is run once
+more on fake tensors, and each op that runs is asked what it writes into.
 """
 
 from __future__ import annotations
@@ -20,17 +20,11 @@ from fxshard import torch_private
 
 
 class Write(NamedTuple):
-    """One write into a parameter.
-
-    Attributes:
-        parameter: the node that gives the parameter.
-        node: that writes; the parameter's own where only its version tells that one did.
-        op: what writes: `aten.mul_.Tensor`; empty where it is not known.
-    """
+    """One write into the parameter that the node `parameter` gives."""
 
     parameter: fx.Node
-    node: fx.Node
-    op: str
+    node: fx.Node  # that writes; `parameter` itself where only its version tells
+    op: str  # such as `aten.mul_.Tensor`; empty if it is not known
 
     @property
     def user_line(self) -> str:
@@ -57,12 +51,7 @@ class _WriteRecorder(torch_private.DispatchMode):
 
 
 def writes_of(gm: fx.GraphModule, parameters: Collection[fx.Node]) -> Iterator[Write]:
-    """The first write into each of some parameters; see [Note: writes].
-
-    Args:
-        gm: Dynamo's graph, with subgraphs of higher-order ops.
-        parameters: the nodes that give them, at least one.
-    """
+    """Find the first write into each of `parameters` in Dynamo's graph and its subgraphs; see [Note: writes]."""
     found: dict[fx.Node, Write] = {}
     with torch.no_grad(), torch_private.beside_a_trace(next(iter(parameters)).meta["example_value"]):
         for write in _Search(parameters).writes_in(gm):
@@ -96,7 +85,7 @@ class _Search:
                     yield from self._run(node)
 
     def _enter(self, placeholder: fx.Node) -> None:
-        """A subgraph's input is the fake tensor that the graph around it has."""
+        """Give a subgraph's inputs the fake tensors that the graph around it has."""
         value = placeholder.meta.get("example_value")
         owner = self.lifted.get(torch_private.storage_id(value)) if isinstance(value, Tensor) else None
         if owner is not None and placeholder not in self.values:

@@ -29,10 +29,9 @@ def require_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def default_mesh(device_type: str | None = None) -> DeviceMesh:
-    """All ranks; initialises a process group where there is none.
+    """Return a mesh of all ranks; initialise a process group if there is none.
 
-    Args:
-        device_type: where the parameters are to be; default: the accelerator if there is one.
+    `device_type` is where the parameters are to be; default: the accelerator if there is one.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if not dist.is_initialized():

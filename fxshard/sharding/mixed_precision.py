@@ -17,14 +17,14 @@ def _cast(dtype: torch.dtype, value: Any) -> Any:
 
 
 def cast_inputs(policy: MixedPrecisionPolicy, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments of a call, floating-point tensors in the dtype of the parameters."""
+    """Cast floating-point tensors among the arguments of a call to the dtype of the parameters."""
     if not policy.cast_forward_inputs or policy.param_dtype is None:
         return args, kwargs
     return cast("tuple[Any, Any]", tree_map(functools.partial(_cast, policy.param_dtype), (args, kwargs)))
 
 
 def cast_output(policy: MixedPrecisionPolicy, output: Any) -> Any:
-    """The result of a call, floating-point tensors in the dtype that the policy wants."""
+    """Cast floating-point tensors in the result of a call to the dtype that the policy wants."""
     if policy.output_dtype is None:
         return output
     return tree_map(functools.partial(_cast, policy.output_dtype), output)

@@ -15,7 +15,7 @@ NO_SYNC = "_fxshard_no_sync"
 
 @contextlib.contextmanager
 def without_sync(module: nn.Module) -> Iterator[None]:
-    """No backward that runs inside reduces a unit of `module`, also of those that are made inside."""
+    """Let no backward that runs inside reduce a unit of `module`, also of units that are made inside."""
     before = {id(unit): unit.accumulation.sync for unit in units_under(module)}
     marked = [each for each in module.modules() if not each.__dict__.get(NO_SYNC)]
     for each in marked:

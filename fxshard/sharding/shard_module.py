@@ -24,7 +24,7 @@ from fxshard.sharding.sharded_module import STATE, ModuleState, state_of, swap_c
 
 
 def managed_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules under `roots` outside of nested sharded modules, in `named_modules` order, each once."""
+    """Return the modules under `roots` outside of nested sharded modules, in `named_modules` order, each once."""
     found: dict[int, nn.Module] = {}
 
     def visit(module: nn.Module) -> None:
@@ -102,7 +102,7 @@ def _make_unit(
 
 
 def _owners(modules: Sequence[nn.Module], skip: frozenset[nn.Parameter]) -> list[tuple[nn.Parameter, Places]]:
-    """Every parameter under `modules` that no unit has, with all places that register it, in registration order."""
+    """Find the parameters under `modules` that no unit has, in registration order, and where they are registered."""
     owners: dict[int, tuple[nn.Parameter, Places]] = {}
     for module in managed_modules(modules):
         refs = module.__dict__.get(REFS, {})
@@ -150,7 +150,7 @@ def _require_untied(taken: dict[str, tuple[nn.Parameter, Places]], nested: Seque
 
 
 def _paths(roots: Sequence[nn.Module]) -> dict[int, str]:
-    """Module id -> its name from the roots; several roots are numbered."""
+    """Map module id -> its name from the roots; several roots are numbered."""
     paths: dict[int, str] = {}
     for i, root in enumerate(roots):
         prefix = f"{i}" if len(roots) > 1 else ""

@@ -32,36 +32,30 @@ STATE = "_fxshard_state"
 
 @dataclass(eq=False)
 class ModuleState:
-    """What `fully_shard` leaves on a module.
+    """What `fully_shard` leaves on a module."""
 
-    Attributes:
-        units: the units made by that call (none, if all parameters were taken already).
-        nested: those, and the units of all modules inside.
-        mp_policy: casts of the module's inputs and outputs.
-    """
-
-    units: tuple[Unit, ...]
+    units: tuple[Unit, ...]  # made by that call; none, if all parameters were taken already
     mp_policy: MixedPrecisionPolicy
-    nested: tuple[Unit, ...] = field(default=())
+    nested: tuple[Unit, ...] = field(default=())  # those, and the units of all modules inside
 
 
 def state_of(module: nn.Module) -> ModuleState | None:
-    """The state of a module that was given to `fully_shard`, else `None`."""
+    """Return the state of a module that was given to `fully_shard`, else `None`."""
     return cast("ModuleState | None", module.__dict__.get(STATE))
 
 
 def plain_module(module: nn.Module) -> nn.Module:
-    """The module inside `torch.compile`'s wrapper, or the module itself."""
+    """Return the module inside `torch.compile`'s wrapper, or the module itself."""
     return cast(nn.Module, module.__dict__["_modules"].get("_orig_mod", module))
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether `torch.compile(module)` or `module.compile()` was applied."""
+    """Return whether `torch.compile(module)` or `module.compile()` was applied."""
     return plain_module(module) is not module or module._compiled_call_impl is not None
 
 
 def units_under(module: nn.Module) -> tuple[Unit, ...]:
-    """All units of `module` and the modules inside it, each once, in `named_modules` order."""
+    """Return all units of `module` and the modules inside it, each once, in `named_modules` order."""
     found: dict[int, Unit] = {}
     for child in module.modules():
         state = state_of(child)
@@ -115,7 +109,7 @@ class ShardedModule(ParameterOwner):
             _leave_call(state)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedModule:
-        """Repack after `.to(...)`, `.to_empty(...)` and their kind, where parameters became other tensors."""
+        """Repack after `.to(...)`, `.to_empty(...)` and the like, where parameters became other tensors."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for unit in cast(ModuleState, self.__dict__[STATE]).nested:
             unit.reattach_if_possible()
@@ -131,14 +125,10 @@ class ShardedModule(ParameterOwner):
             unit.publish()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Say whether backwards that run from now on reduce gradients; read when a backward runs.
+        """Say whether backwards that run from now on reduce gradients; with `recurse` in all modules inside as well.
 
         Without, gradients are added up unsharded, in the reduce dtype, and `.grad` stays as it is. The first backward
         with it reduces what was added up. `fxshard.no_sync` does this for as long as a block runs.
-
-        Args:
-            requires_gradient_sync: whether they do.
-            recurse: whether this holds for all modules inside as well.
         """
         if not isinstance(requires_gradient_sync, bool):
             raise ConfigError(f"requires_gradient_sync must be a bool, got {requires_gradient_sync!r}.")
@@ -149,15 +139,11 @@ class ShardedModule(ParameterOwner):
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Say whether graphs that run from now on free the parameters; compiled code only.
 
-        Without, the next forward gathers all of a unit at once, and its parameters stay unsharded, through forwards and
-        backwards, until this is set to True again and a backward runs with gradient sync. Writes to them and steps of
-        torch's optimizers free them as well. What torch does not count as a write does not: one to `.data` or
-        `to_local()`, `torch._foreach_*` on them (as averages of weights use), a checkpoint loaded in place into
-        `state_dict()`. After such a write call `reshard` on every sharded module.
-
-        Args:
-            reshard_after_backward: whether they do.
-            recurse: whether this holds for all modules inside as well.
+        Without, the next forward gathers all of a unit at once, and its parameters stay unsharded until this is set to
+        True again and a backward runs with gradient sync. Writes to them and steps of torch's optimizers free them as
+        well. Some writes are not seen: to `.data` or `to_local()`, by `torch._foreach_*` (as averages of weights use),
+        and a checkpoint loaded in place into `state_dict()`. After such a write call `reshard` on every sharded module.
+        With `recurse` all this holds for the modules inside as well.
         """
         if not isinstance(reshard_after_backward, bool):
             raise ConfigError(f"reshard_after_backward must be a bool, got {reshard_after_backward!r}.")
@@ -168,11 +154,9 @@ class ShardedModule(ParameterOwner):
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Let reductions run on a process group of their own: one communicator carries one collective at a time.
 
-        Making a group is collective: all ranks of the mesh must call this alike. The next forward compiles anew.
-
-        Args:
-            enable: whether they do; else they are launched on the mesh's group, as gathers are.
-            recurse: whether this holds for all modules inside as well.
+        Without `enable` they are launched on the mesh's group, as gathers are. Making a group is collective: all ranks
+        of the mesh must call this in the same way. The next forward compiles anew. With `recurse` this holds for the
+        modules inside as well.
         """
         state = cast(ModuleState, self.__dict__[STATE])
         process_groups.separate(state.nested if recurse else state.units, enable)
@@ -191,7 +175,8 @@ class ShardedModule(ParameterOwner):
     def reduce_waiting_gradients(self) -> None:
         """Reduce now what was added up without gradient sync, here and in the modules inside.
 
-        A backward with gradient sync does the same for what it touches, and better. All ranks must call it alike.
+        A backward with gradient sync does the same, better, for what it touches. All ranks must call this in the same
+        way.
         """
         state = cast(ModuleState, self.__dict__[STATE])
         for unit in state.nested:
@@ -201,11 +186,8 @@ class ShardedModule(ParameterOwner):
         """Launch the gather of this module's parameters now, for the next call of the outermost module.
 
         Compiled code takes it over where it is the first gather of a graph that has run before; in the middle of a
-        graph the passes have placed it. Call it after parameters were changed, and again after each change: what was
-        gathered before a write to `.data` or `to_local()`, or by `torch._foreach_*`, is not seen to be old.
-
-        Args:
-            async_op: whether to return at once.
+        graph the passes have placed it. Call it after parameters were changed, and again after each change: a write to
+        `.data` or `to_local()`, or by `torch._foreach_*`, does not make an earlier gather old.
 
         Returns:
             With `async_op` a handle whose `wait()` waits for it.
@@ -242,11 +224,9 @@ class ShardedModule(ParameterOwner):
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next forward's first gather wait for `event` alone, not for all that the current stream has to do.
 
-        For an optimizer that runs on a stream of its own, or is followed by work that the gather need not wait for;
-        record the event after the step. It holds for one forward. On the CPU, where nothing is queued, nothing happens.
-
-        Args:
-            event: recorded after the parameters were written.
+        For an optimizer on a stream of its own, or one followed by work that the gather need not wait for. Record the
+        event after the parameters were written; it holds for one forward. On the CPU, where nothing is queued, nothing
+        happens.
         """
         if not isinstance(event, torch.Event):
             raise ConfigError(f"set_post_optim_event expects a torch.Event, got {type(event).__name__}.")
@@ -256,13 +236,11 @@ class ShardedModule(ParameterOwner):
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
         """Say which modules' parameters to gather ahead in forward; compiled code only.
 
-        Right after this module's own gather has been waited for, those of `modules` are launched, in this order; what
-        is in flight or gathered already is not launched again. After a change the next forward compiles anew; blocks
-        that are compiled one by one share a graph only if they list alike (the next one, say), so Dynamo may have to be
-        allowed more graphs (`torch._dynamo.config.recompile_limit`).
-
-        Args:
-            modules: sharded by `fully_shard`; an empty list for what the option `prefetch` says, `None` for nothing.
+        Right after the wait for this module's own gather those of `modules` are launched, in this order, unless they
+        are in flight or gathered already. An empty list means what the option `prefetch` says, `None` nothing. After a
+        change the next forward compiles anew. Blocks that are compiled one by one share a graph only if each lists the
+        same as seen from it (the next one, say); else Dynamo may have to be allowed more graphs
+        (`torch._dynamo.config.recompile_limit`).
 
         Raises:
             ConfigError: one of them is not sharded, or this module has no parameters of its own.
@@ -270,7 +248,7 @@ class ShardedModule(ParameterOwner):
         _set_prefetch(self, "forward", modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
-        """The same for backward, where a list stands in place of what `prefetch` says."""
+        """Do the same for backward, where a list stands in place of what `prefetch` says."""
         _set_prefetch(self, "backward", modules)
 
 
@@ -317,7 +295,7 @@ def _open_call(module: ShardedModule, args: Any, kwargs: Any) -> tuple[ModuleSta
 
 
 def _end_forward(state: ModuleState, result: Any) -> Any:
-    """The result of a call that has run through."""
+    """Note that the forward of a call has ended, and cast its result."""
     eager.forward_ended(state.nested)
     return cast_output(state.mp_policy, result)
 
@@ -369,7 +347,7 @@ def _getter(name: str) -> property:
 
 @functools.cache
 def _swapped_class(cls: type[nn.Module], names: frozenset[str], is_unit: bool) -> type[nn.Module]:
-    """The subclass of `cls` with a property for each of `names`; equal requests give the same class."""
+    """Return the subclass of `cls` with a property for each of `names`; equal requests give the same class."""
     mixin = ShardedModule if is_unit else ParameterOwner
     body: dict[str, Any] = {name: _getter(name) for name in sorted(names)}
     if issubclass(cls, nn.RNNBase):

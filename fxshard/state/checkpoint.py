@@ -33,9 +33,10 @@ def save_checkpoint(
 ) -> None:
     """Write the state of `model` and `optim`, sharded, to the folder `path`, in place of the checkpoint there.
 
-    All ranks of the model call it with the same arguments. Each writes the rows it has. The checkpoint that was at
-    `path` stays until the new one is complete and synced to disk: whatever kills the save, `load_checkpoint` finds one
-    of the two. The state is read, never changed; an optimizer without state is saved as that.
+    All ranks of the model call it with the same arguments; each writes the rows it has. What is not sharded (buffers,
+    `ignored_params` and their state) is written as rank 0 has it. The checkpoint that was at `path` stays until the new
+    one is complete and synced to disk: whatever kills the save, `load_checkpoint` finds one of the two. The state is
+    read, never changed; an optimizer without state is saved as that. Each error is raised on every rank.
 
     Args:
         path: a folder in a file system that all ranks share; its parents are made. While a save runs, and after one
@@ -50,9 +51,6 @@ def save_checkpoint(
         ConfigError: an argument of another kind; something that a checkpoint cannot hold; `path` holds other files.
         RankMismatchError: the ranks pass different paths, models, optimizers, groups, states or extras.
         CheckpointError: it could not be written, or a rank was lost; the checkpoint that was there still is.
-
-    Each of them is raised on every rank. What is not sharded (buffers, `ignored_params` and their state) is written as
-    rank 0 has it.
 
     Source: the file format is that of torch.distributed.checkpoint; write, sync, rename is how databases do it.
     """
@@ -77,10 +75,11 @@ def save_checkpoint(
 def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optim: Optimizer | None = None) -> Any:
     """Read the checkpoint at `path` into `model` and `optim`, bitwise; any number of ranks may have written it.
 
-    All ranks of the model call it with the same arguments. Sizes and SHA-256 of all files, and all keys, shapes and
-    dtypes are compared, and everything is read into memory beside model and optimizer (on the CPU, this rank's rows of
-    both), before anything is changed. Parameters, and the state that the optimizer has, are written in place; an
-    optimizer without state gets it.
+    All ranks of the model call it with the same arguments. Before anything is changed, sizes and SHA-256 of all files,
+    and all keys, shapes and dtypes are compared, and everything is read into CPU memory (this rank's rows). Parameters,
+    and the state that the optimizer has, are written in place; an optimizer without state gets it. Each error is raised
+    on every rank and leaves model and optimizer as they were, but for what hooks of the model raise or rename while it
+    is written (docs/checkpoints.md). Load only what you trust: torch's index of a checkpoint is a pickle.
 
     Args:
         path: as for `save_checkpoint`.
@@ -95,10 +94,6 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optim: Optim
         RankMismatchError: the ranks pass different paths, models, optimizers or groups.
         CheckpointError: there is no checkpoint, or a file is missing or damaged, or a key, shape or dtype does not fit;
             the message names files and FQNs.
-
-    Each of them is raised on every rank and leaves model and optimizer as they were, but for what hooks of the model
-    raise or rename while it is written (docs/checkpoints.md). Load only what you trust: torch's index of a checkpoint
-    is a pickle.
 
     Source: resharding is that of torch.distributed.checkpoint.
     """
@@ -122,7 +117,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optim: Optim
 
 
 class _Lost:
-    """Says what it means for a checkpoint that a collective failed, because a rank is gone."""
+    """Says what it means for a checkpoint that a collective failed because a rank is gone."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -154,7 +149,7 @@ class _Saving:
         self.state: dict[str, Any]
 
     def describe(self) -> Comparison:
-        """Collect the state; what all ranks must have alike."""
+        """Collect the state; return what must be the same on all ranks."""
         self.target = checkpoint_dir.resolve(self._path)
         checkpoint_dir.require_apart(self.target)
         _require_kinds(self._model, self._optim)
@@ -174,7 +169,6 @@ class _Saving:
         return {**facts, "extra": [*serializable.lines(self.extra, "extra")]}
 
     def manifest(self, files: dict[str, FileEntry], world_size: int) -> Manifest:
-        """The manifest of what was written."""
         version = str(torch.__version__)
         if self._optim is None:
             return Manifest(files=files, world_size=world_size, torch=version)
@@ -206,7 +200,7 @@ def _write_shards(folder: Path, state: dict[str, Any], ranks: Ranks) -> None:
 
 
 def _hash_files(folder: Path, extra: Any, ranks: Ranks) -> dict[str, FileEntry]:
-    """Name and content of all files; each rank reads those that it wrote."""
+    """Return name and content of all files; each rank reads those that it wrote."""
 
     def own_files() -> dict[str, FileEntry]:
         if ranks.rank == 0 and extra is not None:
@@ -260,7 +254,7 @@ class _Loading:
         self._optim_staging: checkpoint_optimizer.OptimizerStaging | None = None
 
     def describe(self) -> Comparison:
-        """What all ranks must have alike."""
+        """Return what must be the same on all ranks."""
         self.target = checkpoint_dir.resolve(self._path)
         _require_kinds(self._model, self._optim)
         facts = {"the call": ["load_checkpoint"], "path": [str(self.target)]}
@@ -297,11 +291,11 @@ class _Loading:
             self.extra = torch.load(folder / checkpoint_dir.EXTRA, weights_only=True, map_location="cpu")
 
     def extra_states(self) -> ExtraStates:
-        """What the modules are to be given first, for they may refuse it."""
+        """Return what the modules are to be given first, for they may refuse it."""
         return ExtraStates(self._model, self._model_state)
 
     def handover(self) -> Handover:
-        """What the optimizer is to be given first, for the same reason."""
+        """Return what the optimizer is to be given first, for the same reason."""
         return Handover(self._optim, self._optim_staging.whole if self._optim_staging is not None else None)
 
     def commit(self) -> None:

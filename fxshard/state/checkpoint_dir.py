@@ -38,21 +38,16 @@ _OURS = re.compile(
 
 
 def resolve(path: object) -> Path:
-    """The folder that `path` means, links followed.
-
-    Raises:
-        ConfigError: it is no path.
-    """
+    """Return the folder that `path` means, links followed; raise `ConfigError` if it is no path."""
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise ConfigError(f"path must be the path of a folder, got {path!r}.")
     return Path(os.fsdecode(path)).resolve()
 
 
 def find(path: Path) -> Path:
-    """The folder that holds the checkpoint of `path`; see [Note: a checkpoint is never lost].
+    """Return the folder that holds the checkpoint of `path`; see [Note: a checkpoint is never lost].
 
-    Raises:
-        CheckpointError: there is none.
+    Raises `CheckpointError` if there is none.
     """
     if _is_complete(path):
         return path
@@ -71,8 +66,7 @@ def find(path: Path) -> Path:
 def prepare(path: Path) -> None:
     """Make room for a save to `path`: bring back or remove what saves that were ended have left.
 
-    Raises:
-        ConfigError: `path` is a file, or a folder with files that are not a checkpoint's.
+    Raises `ConfigError` if `path` is a file, or a folder with files that are not a checkpoint's.
     """
     missing = [folder for folder in path.parents if not folder.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,11 +85,7 @@ def prepare(path: Path) -> None:
 
 
 def require_apart(path: Path) -> None:
-    """Raise if a save would take the working folder away from under this process.
-
-    Raises:
-        ConfigError: `path` is that folder, or holds it.
-    """
+    """Raise `ConfigError` if `path` is or holds the working folder: a save would take it away from this process."""
     working = Path.cwd()
     if path in (working, *working.parents):
         raise ConfigError(
@@ -105,15 +95,14 @@ def require_apart(path: Path) -> None:
 
 
 def unfinished(path: Path, name: str) -> Path:
-    """Where the save `name` to `path` writes."""
+    """Return where the save `name` to `path` writes."""
     return path.with_name(path.name + _SAVING + name)
 
 
 def commit(folder: Path, path: Path) -> None:
     """Put `folder`, which is complete and synced, in the place of `path`.
 
-    Raises:
-        CheckpointError: it could not be; says which checkpoint is there.
+    Raises `CheckpointError`, which says which checkpoint is there, if that fails.
     """
     former = _former(path)
     try:
@@ -150,7 +139,7 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _is_absent(folder: Path) -> bool:
-    """Whether nothing is there, or an empty folder, over which a rename is one step."""
+    """Return whether nothing is there, or an empty folder, over which a rename is one step."""
     return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
 
 

@@ -21,10 +21,9 @@ ROOT = "model"
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """FQN -> parameter, buffer or extra state; nothing is copied.
+    """Map FQN -> parameter, buffer or extra state; nothing is copied.
 
-    Raises:
-        ConfigError: something is on the meta device, or cannot be stored.
+    Raises `ConfigError` if something is on the meta device, or cannot be stored.
     """
     state = get_model_state_dict(model)
     meta = [fqn for fqn, value in state.items() if isinstance(value, Tensor) and value.is_meta]
@@ -37,7 +36,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
 
 
 def lines(state: Mapping[str, Any]) -> Iterator[str]:
-    """What must be the same on every rank of what `state_of` gives."""
+    """Return what must be the same on every rank of what `state_of` gives."""
     for fqn, value in state.items():
         yield f"{fqn}: {serializable.tensor_line(value) if isinstance(value, Tensor) else type(value).__name__}"
 
@@ -45,8 +44,7 @@ def lines(state: Mapping[str, Any]) -> Iterator[str]:
 class ModelStaging:
     """Room for the model's part of a checkpoint, beside the model.
 
-    Attributes:
-        room: key -> a tensor to read into, or `None` for what is not a tensor.
+    `room` maps key -> a tensor to read into, or `None` for what is not a tensor.
     """
 
     def __init__(self, contents: CheckpointIndex, model: nn.Module) -> None:
@@ -84,7 +82,7 @@ class ModelStaging:
                 yield f"{path[-1]} is {dtype}{there} there ({where}), and {own}{here} here"
 
     def _value(self, path: KeyPath) -> Any:
-        """What is to be loaded into; a module takes an extra state of any kind and shape."""
+        """Return what is to be loaded into; a module takes an extra state of any kind and shape."""
         fqn = str(path[1])
         return self._state.get(fqn) if len(path) == 2 and not is_extra(fqn) else None
 
@@ -98,11 +96,7 @@ class ModelStaging:
         return torch.empty(saved.size, dtype=saved.properties.dtype)  # of an extra state
 
     def check(self, loaded: Mapping[str, Any]) -> None:
-        """Raise if parameters that are one here have several values there.
-
-        Raises:
-            CheckpointError: they have.
-        """
+        """Raise `CheckpointError` if parameters that are one here have several values there."""
         first: dict[int, str] = {}
         for fqn, parameter in named_parameters(self._model, remove_duplicate=False):
             if (other := first.setdefault(id(parameter), fqn)) == fqn:
@@ -115,15 +109,15 @@ class ModelStaging:
                 )
 
     def assembled(self, loaded: Mapping[str, Any]) -> dict[str, Any]:
-        """What was read, by FQN."""
+        """Return what was read, by FQN."""
         leaves = {path: loaded[key] for path, key in self._paths.items()}
         return dict(assemble(leaves).get(ROOT, {}))
 
     def commit(self, state: Mapping[str, Any]) -> None:
         """Write the tensors that were read into the model, in place; extra state is set already.
 
-        Raises:
-            CheckpointError: `load_state_dict` has no place for some that `state_dict` gives; the others are written.
+        Raises `CheckpointError` if `load_state_dict` has no place for some that `state_dict` gives; the others are
+        written.
         """
         tensors = {fqn: value for fqn, value in state.items() if not is_extra(fqn)}
         found = set_model_state_dict(self._model, tensors, options=StateDictOptions(strict=False))

@@ -1,9 +1,10 @@
 """The state of an optimizer by parameter FQN: read for a save, staged and put in place by a load.
 
 torch's get_optimizer_state_dict and set_optimizer_state_dict step an optimizer that has no state yet, and cast state to
-the dtype of its parameter; a save must change nothing, and a load must bring back every bit. The names are torch's, so
-either side reads what the other wrote: `state.<FQN>.<name>`, `param_groups.<i>.<option>`. What an optimizer adds to its
-state_dict() beside these (`loss_scale`) is stored by its key, and handed, with all the rest, to its load_state_dict.
+the dtype of its parameter. But a save must change nothing, and a load must bring back every bit. The names are torch's,
+so either side reads what the other wrote: `state.<FQN>.<name>`, `param_groups.<i>.<option>`. What an optimizer adds to
+its state_dict() beside these (`loss_scale`) is stored by its key, and handed, with all the rest, to its
+load_state_dict.
 """
 
 from __future__ import annotations
@@ -44,11 +45,10 @@ def _fqns(model: nn.Module, optim: Optimizer) -> dict[int, str]:
 
 
 def state_of(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
-    """The optimizer's state and groups with FQNs in place of parameters; nothing is copied or changed.
+    """Return the optimizer's state and groups with FQNs in place of parameters; nothing is copied or changed.
 
-    Raises:
-        ConfigError: it holds parameters of another model, something that cannot be stored, or sharded tensors outside
-            of the state of parameters.
+    Raises `ConfigError` if it holds parameters of another model, something that cannot be stored, or sharded tensors
+    outside of the state of parameters.
     """
     fqns = _fqns(model, optim)
     named = {fqns[id(p)]: dict(each) for p, each in optim.state.items() if each}
@@ -64,18 +64,18 @@ def state_of(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
 
 
 def _rest_of(whole: Mapping[Any, Any]) -> dict[Any, Any]:
-    """What an optimizer adds to the state of its parameters and their groups."""
+    """Return what an optimizer adds to the state of its parameters and their groups."""
     return {key: value for key, value in whole.items() if key not in (STATE, GROUPS)}
 
 
 def groups_of(model: nn.Module, optim: Optimizer) -> list[list[str]]:
-    """The FQNs in each group."""
+    """Return the FQNs in each group."""
     fqns = _fqns(model, optim)
     return [[fqns[id(p)] for p in group[PARAMS]] for group in optim.param_groups]
 
 
 def lines(state: Mapping[str, Any], model: nn.Module, optim: Optimizer) -> Iterator[str]:
-    """What must be the same on every rank of what `state_of` gives, for it to be saved as one."""
+    """Return what must be the same on every rank of what `state_of` gives, for it to be saved as one."""
     yield f"optimizer {type(optim).__name__}"
     yield from serializable.lines(state[GROUPS], GROUPS)
     yield from serializable.lines(_rest_of(state), "state_dict()")
@@ -89,10 +89,10 @@ def lines(state: Mapping[str, Any], model: nn.Module, optim: Optimizer) -> Itera
 
 
 def placements_of(model: nn.Module, optim: Optimizer) -> dict[str, list[int | None]]:
-    """Key -> placements of each tensor in the state that are not those of its parameter.
+    """Map key -> placements of each tensor in the state that are not those of its parameter.
 
-    That is where it is sharded and has another shape; or, with no placements, where it is a counter of one element that
-    is not sharded though its parameter, of one element as well, is.
+    Either it is sharded and has another shape. Or, with no placements, it is a counter of one element that is not
+    sharded though its parameter, of one element as well, is.
     """
     fqns, found = _fqns(model, optim), {}
     for p, state in optim.state.items():
@@ -123,8 +123,7 @@ class OptimizerStaging:
     ) -> None:
         """Compare what the checkpoint holds with the optimizer, and make room on the CPU.
 
-        Raises:
-            CheckpointError: a key, shape or dtype does not fit, named with its file.
+        Raises `CheckpointError` if a key, shape or dtype does not fit, named with its file.
         """
         self._contents, self._optim = contents, optim
         self._placements = placements
@@ -166,7 +165,7 @@ class OptimizerStaging:
             yield f"state_dict() adds {sorted(rest) or 'nothing'} there, and {sorted(own) or 'nothing'} here"
 
     def _existing(self, path: KeyPath) -> Any:
-        """What the optimizer holds at a path below `state` now, `None` if nothing."""
+        """Return what the optimizer holds at a path below `state` now, `None` if nothing."""
         found: Any = self._optim.state.get(self._parameters[str(path[2])], {})
         for step in path[3:]:
             is_inside = isinstance(found, Mapping) and step in found
@@ -202,8 +201,7 @@ class OptimizerStaging:
     def check(self, loaded: Mapping[str, Any]) -> None:
         """Compare the groups, once they are read, and make all tensors that are new.
 
-        Raises:
-            CheckpointError: they hold other parameters.
+        Raises `CheckpointError` if they hold other parameters.
         """
         found = assemble({path: loaded[key] for path, key in self._paths.items()})[ROOT]
         saved = [group[PARAMS] for group in found[GROUPS]]
@@ -219,7 +217,7 @@ class OptimizerStaging:
             self._place(found.get(STATE, {}), found[GROUPS], contested)
 
     def _packed(self, found: Mapping[str, Any]) -> dict[str, Any]:
-        """What was saved, with ids in place of FQNs."""
+        """Return what was saved, with ids in place of FQNs."""
         ids = [group[PARAMS] for group in self._own[GROUPS]]
         by_fqn = dict(zip(itertools.chain(*self._groups), itertools.chain(*ids), strict=True))
         states = {by_fqn[fqn]: dict(state) for fqn, state in found.get(STATE, {}).items()}
@@ -229,7 +227,7 @@ class OptimizerStaging:
     def _place(
         self, states: Mapping[str, Any], groups: list[dict[str, Any]], contested: frozenset[int] = frozenset()
     ) -> None:
-        """Find a place for everything; `contested` are ids of tensors that cannot hold all that would come to them."""
+        """Find a place for everything; `contested` are ids of tensors to which several values are coming."""
         self._copies, self._options, self._contested = [], [], contested
         for group, saved in zip(self._optim.param_groups, groups, strict=True):
             options = {name: value for name, value in saved.items() if name != PARAMS}
@@ -244,7 +242,7 @@ class OptimizerStaging:
                 }
 
     def _placed(self, before: Any, value: Any, device: torch.device | None) -> Any:
-        """`value` in the tensors of `before` where it has such, else on `device`, if that is given."""
+        """Put `value` into the tensors of `before` where it has such, else on `device`, if that is given."""
         if isinstance(value, Tensor):
             if not isinstance(before, Tensor) or shape_and_dtype(before) != shape_and_dtype(value):
                 return value if device is None else value.to(device)
@@ -274,7 +272,7 @@ class OptimizerStaging:
 
 
 def _contested(copies: Sequence[tuple[Tensor, Tensor]]) -> frozenset[int]:
-    """Ids of the tensors to which several values are coming: groups share a default `lr`, and part when they load."""
+    """Find tensors to which several values are coming: groups share a default `lr`, and part when they load."""
     first: dict[int, Tensor] = {}
     return frozenset(
         id(before)

@@ -33,11 +33,7 @@ class CheckpointIndex:
     """
 
     def __init__(self, folder: Path, written_by: str = "another torch") -> None:
-        """Read the index; `written_by` is the version of torch that wrote it.
-
-        Raises:
-            CheckpointError: there is none, or it cannot be read.
-        """
+        """Read the index, which torch of version `written_by` wrote; raise `CheckpointError` if that fails."""
         self.folder = folder
         if not (folder / INDEX).is_file():
             raise CheckpointError(f"{folder} is not a sharded checkpoint: it has no file {INDEX}.")
@@ -57,25 +53,21 @@ class CheckpointIndex:
             self._files.setdefault(index.fqn, []).append(stored.relative_path)
 
     def under(self, *start: str) -> Iterator[tuple[KeyPath, str]]:
-        """Path and key of each value whose path begins with `start`."""
+        """Return path and key of each value whose path begins with `start`."""
         return ((path, key) for path, key in self.keys.items() if path[: len(start)] == start)
 
     def files_of(self, key: str) -> str:
-        """The files that hold a value, to be named in an error."""
+        """Return the files that hold a value, to be named in an error."""
         files = sorted(set(self._files.get(key, [])))
         return f"{self.folder} ({', '.join(files[:4])}{', ...' if len(files) > 4 else ''})"
 
     def keys_in(self, file: str) -> list[str]:
-        """Keys of all values that have a part in `file`, tensors first."""
+        """Return the keys of all values that have a part in `file`, tensors first."""
         found = [key for key in self.keys.values() if file in self._files.get(key, [])]
         return sorted(found, key=lambda key: key not in self.tensors)
 
     def require_whole(self, key: str) -> None:
-        """Raise if rows of a tensor are in no file.
-
-        Raises:
-            CheckpointError: they are; torch would leave them as they were.
-        """
+        """Raise `CheckpointError` if rows of a tensor are in no file; torch would leave them as they were."""
         found = self.tensors[key]
         stored = sum(math.prod(chunk.sizes) for chunk in found.chunks)
         if stored != math.prod(found.size):
@@ -87,8 +79,7 @@ class CheckpointIndex:
     def read(self, values: dict[str, Any]) -> None:
         """Read into the tensors of `values`, and put what is not a tensor in their place; without collectives.
 
-        Raises:
-            CheckpointError: a file is missing or damaged.
+        Raises `CheckpointError` if a file is missing or damaged.
         """
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -128,7 +119,7 @@ class _Planner(DefaultLoadPlanner):
 
 
 def assemble(leaves: dict[KeyPath, Any]) -> dict[str, Any]:
-    """The nested dicts and lists whose leaves stand at these paths."""
+    """Build the nested dicts and lists whose leaves stand at these paths."""
     root: dict[Any, Any] = {}
     for path, value in leaves.items():
         inner = root
@@ -147,7 +138,7 @@ def _with_lists(value: Any) -> Any:
 
 
 def shape_and_dtype(tensor: Tensor | TensorStorageMetadata) -> tuple[list[int], torch.dtype]:
-    """What must be equal for one to be loaded into the other."""
+    """Return what must be equal for one to be loaded into the other."""
     if isinstance(tensor, Tensor):
         return list(tensor.shape), tensor.dtype
     return list(tensor.size), tensor.properties.dtype

@@ -21,16 +21,10 @@ _MOST = 10  # problems that a message lists
 
 @dataclass(frozen=True, kw_only=True)
 class Announced:
-    """A tensor that is coming.
+    """A tensor that is coming."""
 
-    Attributes:
-        name: what messages call it.
-        shape: of the full tensor.
-        dtype: of it.
-    """
-
-    name: str
-    shape: tuple[int, ...]
+    name: str  # what messages call it
+    shape: tuple[int, ...]  # of the full tensor
     dtype: torch.dtype
 
     @classmethod
@@ -41,21 +35,13 @@ class Announced:
 
 @dataclass(frozen=True, kw_only=True)
 class FullState:
-    """A full state.
+    """A full state."""
 
-    Attributes:
-        contents: all of it, with a `LeafMark` for each tensor that is to be cut or is large.
-        announced: those tensors.
-        tensors: themselves, on the ranks that have them.
-        others: what else ranks that all pass a state must pass alike: name -> in words.
-        source: the global rank that has them; `None` if every rank does.
-    """
-
-    contents: Any
-    announced: Sequence[Announced]
-    tensors: Sequence[Tensor] | None
-    others: Mapping[str, str] = field(default_factory=dict)
-    source: int | None = None
+    contents: Any  # all of it; a `LeafMark` for each tensor that is to be cut or is large
+    announced: Sequence[Announced]  # those tensors
+    tensors: Sequence[Tensor] | None  # themselves, on the ranks that have them
+    others: Mapping[str, str] = field(default_factory=dict)  # what else must be the same if all ranks pass a state
+    source: int | None = None  # the global rank that has them; `None` if every rank does
 
 
 def receive(
@@ -66,18 +52,11 @@ def receive(
     ranks: Ranks,
     pack: Callable[[], FullState],
 ) -> FullState:
-    """The full state on every rank; the tensors themselves stay where they are.
+    """Give every rank the full state; the tensors themselves stay where they are.
 
-    Args:
-        call: the public function, for the message.
-        caught: what this rank found wrong.
-        state: what it was given.
-        bucket_mib: likewise.
-        ranks: the ranks.
-        pack: makes a full state of `state`, where that counts.
-
-    Raises:
-        ConfigError: on every rank, if one found something wrong with what it was given.
+    `call` names the public function in messages. `caught` is what this rank found wrong, `state` and `bucket_mib` are
+    what it was given. `pack` makes a full state of `state` where that counts. Raises `ConfigError` on every rank if one
+    of them found something wrong.
     """
     source = _choose_source(call, caught, state, bucket_mib, ranks)
     full = None
@@ -97,11 +76,7 @@ def receive(
 
 
 def _choose_source(call: str, caught: Caught, state: Mapping[str, Any], bucket_mib: float, ranks: Ranks) -> int | None:
-    """The global rank whose state is loaded: the first that was given one; `None` if all were.
-
-    Raises:
-        ConfigError: on every rank, if one found something wrong, none was given a state, or buckets differ.
-    """
+    """Return the global rank whose state is loaded: the first that was given one; `None` if all were."""
     is_given = False
     if caught.error is None:
         with caught:
@@ -130,11 +105,7 @@ def _require_sendable(contents: object) -> None:
 
 
 def refuse(problems: Iterable[str]) -> None:
-    """Raise for all of them, if there are any.
-
-    Raises:
-        ConfigError: what is coming does not fit.
-    """
+    """Raise `ConfigError` with all `problems`, if there are any."""
     if not (found := list(problems)):
         return
     more = f" (and {len(found) - _MOST} more)" if len(found) > _MOST else ""
@@ -152,17 +123,9 @@ def require_alike(
 ) -> None:
     """Make sure, before anything is written, that every rank can take what is coming, and that it is the same.
 
-    Args:
-        call: the public function, for the message.
-        caught: what this rank found wrong.
-        full: what is coming.
-        targets: where it goes.
-        sharing: name -> the parameter or buffer that says which ranks share what is coming; all ranks share the rest.
-        ranks: the ranks.
-        own: what each of them has itself that all must have alike: name -> in words.
-
-    Raises:
-        ConfigError: on every rank, if one cannot.
+    Raises `ConfigError` on every rank if one cannot; `call` names the public function. `full` is coming and goes to
+    `targets`. `sharing` maps name -> the parameter or buffer whose ranks share it; all ranks share the rest. `own` is
+    what else must be the same on all ranks: name -> in words.
     """
     facts: dict[str, str] = {}
     if caught.error is None:
@@ -180,7 +143,7 @@ def require_alike(
 def _valued(
     facts: Mapping[str, str], full: FullState, targets: Sequence[LocalShard], sharing: Mapping[str, Tensor]
 ) -> dict[str, str]:
-    """The facts with the values that this rank was given, where ranks share them."""
+    """Return the facts, with the values that this rank was given where ranks share them."""
     given = zip(facts.items(), targets, full.tensors or (), strict=True)
     return {
         name: f"{text} = {value_text(tensor)}" if isinstance(sharing[name], DTensor) and not target.replica else text
@@ -189,7 +152,7 @@ def _valued(
 
 
 def out_of_reach(full: FullState, targets: Sequence[LocalShard]) -> list[str]:
-    """What is wrong if a tensor is shared by ranks that do not include the one that has it."""
+    """Say what is wrong if a tensor is shared by ranks that do not include the one that has it."""
     unreached = [
         each.name
         for each, target in zip(full.announced, targets, strict=True)

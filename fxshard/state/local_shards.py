@@ -28,23 +28,14 @@ MIB = 1024 * 1024
 
 @dataclass(eq=False, slots=True)
 class LocalShard:
-    """A tensor of the state.
+    """A tensor of the state."""
 
-    Attributes:
-        shape: of the full tensor.
-        dtype: of it.
-        local: this rank's rows; the tensor itself where every rank has all of it, or where it lies otherwise.
-        mesh: the ranks that have rows of it, `None` where it is not cut into rows.
-        other: whether it is a DTensor that lies otherwise; its ranks make it full together.
-        replica: whether it is a DTensor of which every rank has all: reductions may round differently on each.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the full tensor
     dtype: torch.dtype
-    local: Tensor
-    mesh: DeviceMesh | None = None
-    other: bool = False
-    replica: bool = False
+    local: Tensor  # this rank's rows; the tensor itself if whole or sharded in another way
+    mesh: DeviceMesh | None = None  # the ranks that have rows of it, `None` if it is not cut into rows
+    other: bool = False  # a DTensor sharded in another way; its ranks make it full together
+    replica: bool = False  # a DTensor, all of it on every rank: reductions may round differently
 
     @property
     def is_on_device(self) -> bool:
@@ -53,23 +44,23 @@ class LocalShard:
 
     @property
     def text(self) -> str:
-        """What all ranks must have alike."""
+        """What must be the same on all ranks."""
         how = "" if self.mesh is not None else " elsewhere sharded" if self.other else " whole"
         return f"{self.dtype}{list(self.shape)}{how}{'' if self.is_on_device else ' on ' + self.local.device.type}"
 
     @property
     def valued(self) -> str:
-        """The same with the value, where that must be alike too: of a plain tensor that is not cut into rows."""
+        """The same with the value where that must be equal too: of a plain tensor that is not cut into rows."""
         is_plain = self.mesh is None and not self.other and not self.replica
         return f"{self.text} = {value_text(self.local)}" if is_plain else self.text
 
     @property
     def nbytes(self) -> int:
-        """Of the full tensor."""
+        """Bytes of the full tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def item(self, world_size: int, straight: bool) -> Item:
-        """For `rounds_of`; of one that is cut into rows over `world_size` ranks."""
+        """Return it for `rounds_of`, if it is cut into rows over `world_size` ranks."""
         nbytes = self.nbytes
         if not nbytes:
             return Item(0, 0, False)
@@ -78,12 +69,7 @@ class LocalShard:
 
 
 def hold(tensor: Tensor, rows_of: DTensor | None = None) -> LocalShard:
-    """How this rank holds a tensor.
-
-    Args:
-        tensor: a DTensor, or a plain one.
-        rows_of: the parameter of whose rows a plain one is the state.
-    """
+    """Describe how this rank holds a DTensor or a plain tensor; a plain one may be state of the rows of `rows_of`."""
     if not isinstance(tensor, DTensor):
         if rows_of is not None:
             return LocalShard(tuple(rows_of.shape), tensor.dtype, tensor, rows_of.device_mesh)
@@ -96,7 +82,7 @@ def hold(tensor: Tensor, rows_of: DTensor | None = None) -> LocalShard:
 
 
 def value_text(tensor: Tensor) -> str:
-    """The value of a plain tensor, of one with several elements its checksum."""
+    """Return the value of a plain tensor as text, of one with several elements its checksum."""
     return str(tensor.item()) if tensor.numel() == 1 else f"CRC-32 {checksum([tensor]):08x}"
 
 
@@ -108,17 +94,9 @@ def gather_all(
     bucket_mib: float,
     title: str,
 ) -> list[Tensor] | None:
-    """Make every tensor full, on one rank or on all; every rank calls it with tensors that are alike.
+    """Make every tensor full, on global rank `recipient`, or on all if that is `None`; return new tensors there.
 
-    Args:
-        held: what this rank holds.
-        recipient: global rank that wants the result, `None` if all do.
-        cpu_offload: whether the result goes to the CPU.
-        bucket_mib: of a bucket.
-        title: what stands before a bar that shows how much has arrived.
-
-    Returns:
-        The full tensors, new ones, where they are wanted.
+    Every rank calls it with the same tensors. `title` stands before a bar that shows how much has arrived.
     """
     wanted = recipient is None or not dist.is_initialized() or dist.get_rank() == recipient
     results: list[Tensor | None] = [None] * len(held)
@@ -150,14 +128,14 @@ def gather_all(
 
 
 def copied(tensor: Tensor, *, to_cpu: bool) -> Tensor:
-    """A tensor of its own with the same values."""
+    """Return a tensor of its own with the same values."""
     return tensor.detach().cpu() if to_cpu and tensor.device.type != "cpu" else tensor.detach().clone()
 
 
 def _gather_mesh(
     held: Sequence[LocalShard], recipient: int | None, cpu_offload: bool, bucket_mib: float, progress: Progress
 ) -> list[Tensor]:
-    """Gather what one mesh holds on one device; nothing on ranks that do not want it, or have no part in it."""
+    """Gather what one mesh holds on one device; nothing on ranks that do not want it, or are not in it."""
     mesh = cast(DeviceMesh, held[0].mesh)
     group = mesh.get_group()
     ranks = dist.get_process_group_ranks(group)
@@ -176,7 +154,7 @@ def _gather_mesh(
 
 
 def device_of(held: Sequence[LocalShard]) -> torch.device:
-    """Where the collectives of their mesh work."""
+    """Return where the collectives of their mesh work."""
     device_type = cast(DeviceMesh, held[0].mesh).device_type
     for each in held:
         if each.local.device.type == device_type:
@@ -193,12 +171,8 @@ def deliver(
 ) -> None:
     """Fill this rank's rows of every target, and the whole of those that are not cut into rows.
 
-    Args:
-        targets: what to fill; alike on all ranks, contiguous.
-        fulls: the full tensors, where they are.
-        source: global rank that has them; `None` if every rank has.
-        ranks: the ranks.
-        bucket_mib: of a bucket.
+    `targets` are contiguous and the same on all ranks. `fulls` are the full tensors, on the global rank `source`, or on
+    every rank if that is `None`.
     """
     if source is None or ranks.group is None or ranks.size == 1:
         for target, full in zip(targets, fulls or (), strict=True):
@@ -231,10 +205,6 @@ def _cut(target: LocalShard, full: Tensor) -> None:
 
 
 def require_bucket(bucket_mib: object) -> None:
-    """Raise unless it is a size.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Raise `ConfigError` unless it is a size."""
     if not isinstance(bucket_mib, int | float) or not 0 < bucket_mib < math.inf:
         raise ConfigError(f"bucket_mib must be a positive number of MiB, got {bucket_mib!r}.")

@@ -27,12 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
-    """What a file must be.
-
-    Attributes:
-        size: in bytes.
-        sha256: of its content, in hex.
-    """
+    """What a file must be: its size in bytes, and the SHA-256 of its content in hex."""
 
     size: int
     sha256: str
@@ -49,19 +44,14 @@ class FileEntry:
 class Manifest:
     """What a folder must hold to be a checkpoint.
 
-    Attributes:
-        files: name -> what it must be.
-        world_size: ranks that wrote it.
-        torch: the version that wrote it.
-        optimizer: class of the optimizer whose state it holds, `None` where there is none.
-        placements: key of a tensor in the optimizer's state that is not placed as its parameter is -> per
-            mesh axis the dimension that is sharded, `None` for a replica; nothing for a plain tensor.
+    `placements` maps the key of a tensor in the optimizer's state that is not placed as its parameter is -> per mesh
+    axis the dimension that is sharded, `None` for a replica; nothing for a plain tensor.
     """
 
-    files: dict[str, FileEntry]
-    world_size: int
-    torch: str
-    optimizer: str | None = None
+    files: dict[str, FileEntry]  # name -> what it must be
+    world_size: int  # ranks that wrote it
+    torch: str  # the version that wrote it
+    optimizer: str | None = None  # class of the one whose state it holds
     placements: dict[str, list[int | None]] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
@@ -77,11 +67,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Read the manifest in `folder`.
-
-        Raises:
-            CheckpointError: it is damaged, or of a later release.
-        """
+        """Read the manifest in `folder`; raise `CheckpointError` if it is damaged or of a later release."""
         path = folder / NAME
         try:
             body = json.loads(path.read_bytes())
@@ -101,10 +87,9 @@ class Manifest:
 
     @staticmethod
     def mark(folder: Path) -> tuple[int, ...] | None:
-        """What another manifest in `folder` would not have, be it of equal content; `None` if there is none.
+        """Return what no other manifest in `folder` would have, even one of equal content; `None` if there is none.
 
-        Raises:
-            OSError: nobody can tell; this process may not look, for example.
+        Raises `OSError` if nobody can tell, for example if this process may not look.
         """
         try:
             with (folder / NAME).open("rb") as file:  # a network file system looks at the server when a file is opened
@@ -116,13 +101,13 @@ class Manifest:
         return found.st_dev, found.st_ino, found.st_mtime_ns
 
     def problems(self, folder: Path, rank: int = 0, world_size: int = 1) -> Iterator[tuple[str, str]]:
-        """Name and problem of each file in `folder` that is not as it must be; each rank reads its share of them."""
+        """Find each file in `folder` that is not as it must be, and why; each rank reads its share of them."""
         for name in sorted(self.files)[rank::world_size]:
             if (problem := self.problem(folder, name)) is not None:
                 yield name, problem
 
     def problem(self, folder: Path, name: str) -> str | None:
-        """What is wrong with one file, `None` if nothing is."""
+        """Say what is wrong with one file, `None` if nothing is."""
         expected, path = self.files[name], folder / name
         if not path.exists():
             return "is missing"
@@ -150,29 +135,16 @@ def sync_folder(folder: Path) -> None:
 
 
 class Reading:
-    """Reads one checkpoint: not a part of it, and a part of the one that takes its place meanwhile.
-
-    Attributes:
-        folder: where it is.
-        manifest: what it is.
-    """
+    """Reads the checkpoint in `folder` and notices if another one takes its place meanwhile."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the manifest, which was there a moment ago.
-
-        Raises:
-            CheckpointError: it is damaged or gone.
-        """
+        """Read the manifest, which was there a moment ago; raise `CheckpointError` if it is damaged or gone."""
         self.folder = folder
         self._mark = Manifest.mark(folder)
         self.manifest = self.whole(lambda: Manifest.read(folder))
 
     def whole(self, work: Callable[[], T]) -> T:
-        """Do `work`, which reads, and raise if there is another checkpoint now: what was read may be of both.
-
-        Raises:
-            CheckpointError: there is.
-        """
+        """Do `work`, which reads; raise `CheckpointError` if there is another checkpoint now: it may have read both."""
         try:
             found = work()
         except Exception:
@@ -192,8 +164,7 @@ class Reading:
 def verify(folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1) -> None:
     """Compare all files with the manifest; each rank reads its share of them.
 
-    Raises:
-        CheckpointError: files are missing or damaged; names them, and what they hold.
+    Raises `CheckpointError`, which names missing or damaged files and what they hold.
     """
     found = manifest.problems(folder, rank, world_size)
     problems = [f"{name} {problem}{_held_by(folder, manifest, name)}" for name, problem in found]
@@ -204,7 +175,7 @@ def verify(folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1)
 
 
 def _held_by(folder: Path, manifest: Manifest, name: str) -> str:
-    """Which keys a damaged file holds, as far as the index can still be trusted."""
+    """Say which keys a damaged file holds, as far as the index can still be trusted."""
     if name == INDEX or INDEX not in manifest.files or manifest.problem(folder, INDEX) is not None:
         return ""
     try:

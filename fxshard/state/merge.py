@@ -44,17 +44,11 @@ _ALIGNMENT = 8  # bytes; where the data begins
 
 @dataclass(frozen=True, kw_only=True)
 class Merged:
-    """What became of a checkpoint.
+    """What became of a checkpoint."""
 
-    Attributes:
-        tensors: how many were written.
-        size: of the file, in bytes.
-        left_out: key of each tensor or other value that was not -> why.
-    """
-
-    tensors: int
-    size: int
-    left_out: dict[str, str]
+    tensors: int  # how many were written
+    size: int  # of the file, in bytes
+    left_out: dict[str, str]  # key of each value that was not written -> why
 
 
 @dataclass(kw_only=True)
@@ -131,14 +125,14 @@ def _require_free(out: Path, target: Path, overwrite: bool) -> None:
 
 
 def _folder(path: Path) -> Path:
-    """The folder that holds the checkpoint of `path`: torch's own, or nothing that is known, is where it is."""
+    """Return the folder that holds the checkpoint of `path`; torch's own, and what is unknown, is where it is."""
     if path.is_dir() and any(path.iterdir()) and not (path / manifest.NAME).is_file():
         return path
     return checkpoint_dir.find(path)
 
 
 def _open(folder: Path) -> CheckpointIndex:
-    """The checkpoint in `folder`, verified if it can be."""
+    """Open the checkpoint in `folder`, verified if it can be."""
     if not (folder / manifest.NAME).is_file():
         return CheckpointIndex(folder)
     verify(folder, described := Manifest.read(folder))

@@ -25,7 +25,7 @@ _CALL, _LOAD_CALL = "full_state_dict", "load_full_state_dict"
 
 
 def state_of_module(model: nn.Module) -> dict[str, Any]:
-    """The parameters and buffers themselves, by their FQNs.
+    """Return the parameters and buffers themselves, by their FQNs.
 
     The dict is of the class that `state_dict` gives, and carries the versions of the modules as that one does.
     """
@@ -43,7 +43,7 @@ def state_of_module(model: nn.Module) -> dict[str, Any]:
 def full_state_dict(
     model: nn.Module, *, recipient_rank: int | None = 0, cpu_offload: bool = True, bucket_mib: float = 64
 ) -> dict[str, Any]:
-    """The `state_dict` of the unsharded model, gathered from the ranks: its keys, order, full parameters and buffers.
+    """Return the `state_dict` of the unsharded model: its keys, order, full parameters and buffers.
 
     Args:
         model: as for `full_optim_state_dict`; so are the others.
@@ -136,7 +136,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, bucket_m
 
 
 def _packed(state: Mapping[str, Any], model: nn.Module, own: Mapping[str, Any]) -> FullState:
-    """A state_dict as a full state by FQN."""
+    """Return a state_dict as a full state by FQN."""
     if sharded := [name for name, value in state.items() if isinstance(value, DTensor)]:
         raise ConfigError(
             f"the state is sharded (DTensors): {', '.join(sharded[:5])}. Give the full state, or load this one with "
@@ -152,7 +152,6 @@ def _packed(state: Mapping[str, Any], model: nn.Module, own: Mapping[str, Any]) 
 
 
 def _misfits(given: FullState, own: Mapping[str, Any]) -> Iterator[str]:
-    """What does not fit, all of it."""
     if missing := [name for name in own if name not in given.contents]:
         yield f"it lacks {', '.join(missing)}"
     if extra := [name for name in given.contents if name not in own]:
@@ -169,7 +168,7 @@ def _misfits(given: FullState, own: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _require_registered(model: nn.Module, own: Mapping[str, Any]) -> None:
-    """Raise for what stands in the state_dict, but nowhere else: to write into it would change nothing."""
+    """Raise for what stands in the state_dict but nowhere else: writing into it would change nothing."""
     known = {id(each) for each in (*model.parameters(), *model.buffers())}
     tensors = {name: value for name, value in own.items() if isinstance(value, Tensor) and not is_extra(name)}
     if made := [name for name, value in tensors.items() if id(value) not in known]:
@@ -186,7 +185,7 @@ def _require_registered(model: nn.Module, own: Mapping[str, Any]) -> None:
 
 
 def _tied_otherwise(given: Mapping[str, Tensor], own: Mapping[str, Any]) -> Iterator[str]:
-    """Names of one parameter for which several values are given."""
+    """Return names of one parameter for which several values are given."""
     first: dict[int, str] = {}
     for name in (name for name in own if name in given):
         other = first.setdefault(id(own[name]), name)

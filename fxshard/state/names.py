@@ -19,10 +19,10 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 def fqn_of(model: nn.Module, name: str) -> str:
-    """A name in the module tree without the steps into wrappers, as `get_model_state_dict` and its kin have it.
+    """Return a name in the module tree without the steps into wrappers, as `get_model_state_dict` and its kin have it.
 
-    Those of `torch.compile`, of activation checkpointing and of torch's FSDP have names that nothing else has; `module`
-    is one only below `DistributedDataParallel`. A name that lacks a step, as one of another model may, stays as it is.
+    Wrappers of `torch.compile`, activation checkpointing and torch's FSDP have names that nothing else has; `module` is
+    one only below `DistributedDataParallel`. A name that lacks a step, as one of another model may, stays as it is.
     """
     steps = [step for step in name.split(".") if step not in _WRAPPERS]
     if "module" not in steps:
@@ -39,43 +39,30 @@ def fqn_of(model: nn.Module, name: str) -> str:
 
 
 def named_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-    """FQN and parameter; a tied one under its first name, or under all."""
+    """Yield FQN and parameter; a tied one under its first name, or under all."""
     pairs = model.named_parameters(remove_duplicate=remove_duplicate)
     return ((fqn_of(model, name), parameter) for name, parameter in pairs)
 
 
 def module_in(model: object) -> nn.Module:
-    """The model without the wrapper of `torch.compile`.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+    """Return the model without the wrapper of `torch.compile`; raise `ConfigError` if it is something else."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be an nn.Module, got {type(model).__name__}.")
     return plain_module(model)
 
 
 def require_optimizer(optim: object) -> None:
-    """Raise unless it is an optimizer.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Raise `ConfigError` unless it is an optimizer."""
     if not isinstance(optim, Optimizer):
         raise ConfigError(f"optim must be a torch.optim.Optimizer, got {type(optim).__name__}.")
 
 
 @dataclass(frozen=True)
 class ParameterNames:
-    """The parameters of an optimizer by FQN.
+    """The parameters of an optimizer by FQN."""
 
-    Attributes:
-        parameters: FQN -> parameter, in the order of torch's ids, which count through the groups.
-        groups: the FQNs of each param group.
-    """
-
-    parameters: dict[str, nn.Parameter]
-    groups: list[list[str]]
+    parameters: dict[str, nn.Parameter]  # FQN -> parameter, in the order of torch's ids: through the groups
+    groups: list[list[str]]  # the FQNs of each param group
 
     @property
     def ids(self) -> dict[str, int]:
@@ -84,11 +71,7 @@ class ParameterNames:
 
 
 def names_of(model: nn.Module, optim: Optimizer) -> ParameterNames:
-    """Name the parameters of `optim`.
-
-    Raises:
-        ConfigError: it is no optimizer, or one of them is not in `model`.
-    """
+    """Name the parameters of `optim`; raise `ConfigError` if it is no optimizer, or one of them is not in `model`."""
     require_optimizer(optim)
     known = {id(parameter): fqn for fqn, parameter in named_parameters(plain_module(model))}
     names = ParameterNames({}, [[] for _ in optim.param_groups])

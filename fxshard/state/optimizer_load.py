@@ -32,8 +32,8 @@ def load_full_optim_state_dict(
     """Load the state of an unsharded optimizer: every rank takes its rows of it, unchanged to the bit.
 
     It may come from `full_optim_state_dict` under any number of ranks and any units, or from `state_dict()` of an
-    optimizer that was never sharded. All ranks that share the model must call it. Nothing is written before
-    everything has been checked; the old state lives until the new one is there.
+    optimizer that was never sharded. All ranks that share the model must call it. Nothing is written before everything
+    has been checked; the old state lives until the new one is there.
 
     Args:
         model: as for `full_optim_state_dict`.
@@ -82,25 +82,17 @@ class _Coming:
 
 @dataclass(frozen=True)
 class _GivenState:
-    """An optimizer's state by FQN.
+    """An optimizer's state by FQN."""
 
-    Attributes:
-        states: FQN -> what is coming.
-        others: state that belongs to no parameter.
-        unknown_keys: keys of it that would name parameters.
-        groups: hyperparameters, and the FQNs of each group.
-        rest: other top-level keys.
-    """
-
-    states: dict[str, _Coming]
-    others: dict[Any, Any]
-    unknown_keys: list[Any]
-    groups: list[dict[str, Any]]
-    rest: dict[str, Any]
+    states: dict[str, _Coming]  # FQN -> what is coming
+    others: dict[Any, Any]  # state that belongs to no parameter
+    unknown_keys: list[Any]  # of it, those that would name parameters
+    groups: list[dict[str, Any]]  # hyperparameters, and the FQNs of each group
+    rest: dict[str, Any]  # other top-level keys
 
 
 def _packed(state: Mapping[str, Any], names: ParameterNames) -> FullState:
-    """A state_dict, by id or by FQN, as a full state by FQN."""
+    """Return a state_dict, by id or by FQN, as a full state by FQN."""
     if STATE not in state or GROUPS not in state:
         raise ConfigError(
             f"the state must be a dict with the keys {STATE!r} and {GROUPS!r}, as full_optim_state_dict or an "
@@ -137,14 +129,14 @@ def _packed(state: Mapping[str, Any], names: ParameterNames) -> FullState:
 
 
 def _others(contents: _GivenState) -> dict[str, str]:
-    """All but the tensors of parameters in words."""
+    """Describe all but the tensors of parameters in words."""
     states = {state_fact(fqn): simple(coming.skeleton) for fqn, coming in contents.states.items()}
     groups = {f"param_groups[{g}]": simple(group) for g, group in enumerate(contents.groups)}
     return {**states, **groups, "state of no parameter": simple(contents.others), "other keys": simple(contents.rest)}
 
 
 def _fqns_by_key(state: Mapping[str, Any], names: ParameterNames) -> dict[Any, str]:
-    """What stands for a parameter in a state_dict -> its FQN here. Ids stand for positions in the groups."""
+    """Map key of a parameter in a state_dict -> its FQN here; ids stand for positions in the groups."""
     given = [list(group[PARAMS]) for group in state[GROUPS]]
     if _is_by_fqn(state):
         return {key: key for keys in given for key in keys}
@@ -163,7 +155,7 @@ def _is_by_fqn(state: Mapping[str, Any]) -> bool:
 
 
 def _misfits(contents: _GivenState, names: ParameterNames) -> Iterator[str]:
-    """What does not fit between the groups of the state and those of the optimizer."""
+    """Say what does not fit between the groups of the state and those of the optimizer."""
     given = [list(group[PARAMS]) for group in contents.groups]
     everything = {fqn for fqns in given for fqn in fqns}
     if missing := [fqn for fqn in names.parameters if fqn not in everything]:
@@ -178,26 +170,16 @@ def _misfits(contents: _GivenState, names: ParameterNames) -> Iterator[str]:
 
 @dataclass(eq=False)
 class _LoadTarget:
-    """Where a tensor that is coming goes.
+    """Where a tensor that is coming goes."""
 
-    Attributes:
-        announced: what is coming.
-        parameter: whose state it is.
-        existing: the tensor that the optimizer has there now.
-        as_dtensor: whether it becomes a DTensor.
-        held: how this rank will hold it; memory comes with `allocate`.
-        problems: why it cannot.
-    """
-
-    announced: Announced
-    parameter: Tensor
-    existing: Tensor | None
-    as_dtensor: bool
-    held: LocalShard
-    problems: list[str]
+    announced: Announced  # what is coming
+    parameter: Tensor  # whose state it is
+    existing: Tensor | None  # the tensor that the optimizer has there now
+    as_dtensor: bool  # whether it becomes a DTensor
+    held: LocalShard  # how this rank will hold it; memory comes with `allocate`
+    problems: list[str]  # why it cannot
 
     def allocate(self) -> None:
-        """Make the memory."""
         held = self.held
         shape = held.shape if held.mesh is None else tuple(self._local_shape())
         held.local = torch.empty(shape, dtype=held.dtype, device=held.local.device)
@@ -209,7 +191,6 @@ class _LoadTarget:
         return shard_rows(whole, mesh.get_local_rank(), mesh.size()).shape
 
     def finished(self) -> Tensor:
-        """The tensor for the optimizer."""
         held = self.held
         if not self.as_dtensor:
             return held.local
@@ -221,14 +202,14 @@ class _LoadTarget:
 
 
 def _is_strict(optim: Optimizer) -> bool:
-    """Whether an optimizer keeps the same for all parameters of a group, each tensor shaped as its parameter."""
+    """Return whether an optimizer keeps the same for all parameters of a group, each tensor shaped as its parameter."""
     return type(optim).__module__.startswith("torch.optim") and not isinstance(optim, Adafactor | LBFGS)
 
 
 def _targets(
     contents: _GivenState, announced: Sequence[Announced], names: ParameterNames, optim: Optimizer
 ) -> list[_LoadTarget]:
-    """Where everything that is coming goes, in the order in which it comes."""
+    """Return where everything that is coming goes, in the order in which it comes."""
     found: dict[int, _LoadTarget] = {}
     is_strict = _is_strict(optim)
     states = parameter_states({p: optim.state.get(p, {}) for p in names.parameters.values()})
@@ -245,10 +226,8 @@ def _targets(
 
 
 def _counters(contents: _GivenState, announced: Sequence[Announced], names: ParameterNames) -> set[KeyPath]:
-    """Paths to plain tensors of one element, by what they have for all parameters: of one it may have the shape.
-
-    They lead to one element for each, though one of these has more, or have the name that torch has for its own.
-    """
+    """Return the paths that lead to one element for all parameters, though one has more, or have torch's own name."""
+    # Of a parameter of one element a counter may have the shape, so what it has for the others counts.
     sizes = [
         (path, math.prod(announced[number].shape), names.parameters[fqn].numel())
         for fqn, coming in contents.states.items()
@@ -267,7 +246,7 @@ def _target(
     now: LocalShard | None,
     is_strict: bool,
 ) -> _LoadTarget:
-    """As what is there now; where there is nothing, as an optimizer would make it for this parameter."""
+    """Choose what is there now; where there is nothing, what an optimizer would make for this parameter."""
     is_scalar = is_counter or (not each.shape and tuple(parameter.shape) != ())
     if existing is not None and now is not None:
         mesh, as_dtensor, device = now.mesh, isinstance(existing, DTensor), existing.device
@@ -282,7 +261,7 @@ def _target(
 
 
 def _wrong(each: Announced, parameter: Tensor, now: LocalShard | None, is_strict: bool) -> Iterator[str]:
-    """What does not fit of one tensor: to what the optimizer has there, or to the parameter, if it has nothing yet."""
+    """Say what does not fit one tensor: to what the optimizer has there, or to the parameter if it has nothing yet."""
     if now is not None:
         if now.shape != each.shape or now.dtype != each.dtype:
             yield f"{each.name} is {each.dtype}{list(each.shape)}, expected {now.dtype}{list(now.shape)}"
@@ -293,7 +272,7 @@ def _wrong(each: Announced, parameter: Tensor, now: LocalShard | None, is_strict
 
 
 def _other_keys(contents: _GivenState, names: ParameterNames, optim: Optimizer) -> list[str]:
-    """Parameters for which another set of values is coming than the optimizer keeps, or than for others like them."""
+    """Find parameters for which other keys are coming than the optimizer keeps, or than for others like them."""
     found = []
     for fqns in names.groups:
         states = {fqn: contents.states[fqn].skeleton for fqn in fqns if fqn in contents.states}
@@ -306,7 +285,7 @@ def _other_keys(contents: _GivenState, names: ParameterNames, optim: Optimizer) 
 
 
 def _placed_otherwise(contents: _GivenState, names: ParameterNames) -> list[str]:
-    """Parameters of other libraries' placements, for whose state there is no way in."""
+    """Find parameters of other libraries' placements, for whose state there is no way in."""
     found = []
     for fqn in contents.states:
         parameter = names.parameters[fqn]
@@ -336,7 +315,7 @@ def _install(optim: Optimizer, names: ParameterNames, contents: _GivenState, ten
 
 
 def _with_texts(loaded: Any, given: Any) -> Any:
-    """What an optimizer has loaded, with the strings that it was given: torch casts these as it casts lists."""
+    """Return what an optimizer has loaded, with the strings it was given: torch casts these as it casts lists."""
     if isinstance(given, str | bytes):
         return given
     if isinstance(loaded, dict) and isinstance(given, Mapping):
@@ -347,7 +326,7 @@ def _with_texts(loaded: Any, given: Any) -> Any:
 
 
 def _uncast(loaded: Any, given: Any, before: Any) -> Any:
-    """What an optimizer has loaded, with the dtypes that it was given and on the devices where it had its tensors."""
+    """Return what an optimizer has loaded, with the dtypes it was given, on the devices of its tensors before."""
     skeleton, leaves = take_out(loaded)
     wanted = {leaf.path: leaf.tensor for leaf in take_out(given)[1]}
     placed = {leaf.path for leaf in take_out(before)[1]}

@@ -31,14 +31,14 @@ def full_optim_state_dict(
     keys: Literal["id", "fqn"] = "id",
     bucket_mib: float = 64,
 ) -> dict[str, Any]:
-    """The state that the optimizer of the unsharded model would have, gathered from the ranks.
+    """Return the state that the optimizer of the unsharded model would have, gathered from the ranks.
 
-    What `optim.state_dict()` gives, with full tensors, new ones: no sharding shows. All ranks that share the model must
-    call it; if they hold different state, all of them raise. Of modules on a smaller mesh than the model's, such as
-    experts, it has what the mesh of the recipient holds.
+    It is what `optim.state_dict()` gives, with full tensors, new ones: no sharding shows. All ranks that share the
+    model must call it; if they hold different state, all of them raise. Of modules on a smaller mesh than the model's,
+    such as experts, it has what the mesh of the recipient holds.
 
     Args:
-        model: sharded; compiled or plain. Not yet sharded, in the one-line form, will do too.
+        model: sharded, or not yet (the one-line form); compiled or plain.
         optim: of parameters of `model`, any class; with several groups, parameters without state, other keys beside
             `state` and `param_groups`, which stay. Plain tensors in the state of sharded parameters are rows if all of
             one name have the shape of their parameter's local rows; else they are whole, and the same on all ranks.
@@ -98,11 +98,7 @@ def _require_other_names(others: Mapping[Any, Any], keys: str) -> None:
 def _split(
     optim: Optimizer, names: ParameterNames, *, to_cpu: bool
 ) -> tuple[dict[str, Any], dict[str, ParameterState]]:
-    """An optimizer's state_dict as all but the state of parameters, copied, and that state, in the order of ids.
-
-    Raises:
-        ConfigError: there are sharded tensors in it that belong to no parameter.
-    """
+    """Return an optimizer's state_dict without the state of parameters, copied, and that state in the order of ids."""
     everything = optim.state_dict()
     kept, ids = everything[STATE], names.ids
     fqns = [fqn for fqn, i in ids.items() if i in kept]
@@ -116,11 +112,7 @@ def _split(
 
 
 def require_no_shards(leaves: Iterable[Leaf]) -> None:
-    """Raise if there are sharded tensors among those that belong to no parameter.
-
-    Raises:
-        ConfigError: there are.
-    """
+    """Raise `ConfigError` if there are sharded tensors among those that belong to no parameter."""
     if sharded := [leaf.name for leaf in leaves if isinstance(leaf.tensor, DTensor)]:
         raise ConfigError(
             f"the optimizer's state_dict has sharded tensors that belong to no parameter: {', '.join(sharded)}. Keep "
@@ -130,23 +122,16 @@ def require_no_shards(leaves: Iterable[Leaf]) -> None:
 
 @dataclass(eq=False)
 class ParameterState:
-    """What an optimizer keeps for one parameter.
+    """What an optimizer keeps for one parameter."""
 
-    Attributes:
-        skeleton: its state, with places for the tensors.
-        leaves: the tensors.
-        held: how this rank holds each.
-        is_shared: whether other ranks have rows of the parameter.
-    """
-
-    skeleton: Any
+    skeleton: Any  # its state, with places for the tensors
     leaves: list[Leaf]
-    held: list[LocalShard]
-    is_shared: bool
+    held: list[LocalShard]  # how this rank holds each
+    is_shared: bool  # whether other ranks have rows of the parameter
 
     @property
     def text(self) -> str:
-        """What all ranks must have alike: of what ranks share the values as well, if it is not sharded."""
+        """What must be the same on all ranks; with the values, of what they share and is not sharded."""
         texts = [held.valued if self.is_shared else held.text for held in self.held]
         return simple(self.skeleton, texts)
 
@@ -175,16 +160,14 @@ def parameter_states(states: Mapping[Tensor, Any]) -> list[ParameterState]:
 
 
 def is_step(path: KeyPath) -> bool:
-    """Whether keys lead to what torch's optimizers count steps in; every rank has all of it."""
+    """Return whether keys lead to what torch's optimizers count steps in; every rank has all of it."""
     return path[-1:] == ("step",)
 
 
 def simple(value: Any, texts: Sequence[str] = ()) -> str:
-    """Values in words that are equal where the values are; of what is neither plain nor a tensor the kind.
+    """Return words that are equal where values are; of what is neither plain nor a tensor the kind.
 
-    Args:
-        value: anything.
-        texts: what stands for the tensors, if `value` is a skeleton.
+    If `value` is a skeleton, `texts` stand for its tensors.
     """
     if isinstance(value, Tensor):
         return type(value).__name__ if isinstance(value, DTensor) else value_text(value)
@@ -200,19 +183,19 @@ def simple(value: Any, texts: Sequence[str] = ()) -> str:
 
 
 def state_fact(fqn: str) -> str:
-    """The name of the fact about the state of a parameter."""
+    """Return the name of the fact about the state of a parameter."""
     return f"state of {fqn}"
 
 
 def unknown_keys(others: Mapping[Any, Any], kind: type) -> list[Any]:
-    """Of the keys of state that belongs to no parameter those of a kind that names parameters."""
+    """Return those keys of state that belongs to no parameter that are of a kind that names parameters."""
     return [key for key, value in others.items() if isinstance(key, kind) and isinstance(value, Mapping)]
 
 
 def _facts(
     optim: Optimizer, names: ParameterNames, states: Mapping[str, ParameterState], whole: Mapping[str, Any]
 ) -> dict[str, str]:
-    """What ranks compare before they gather: name -> text, in an order that all ranks share."""
+    """Return what ranks compare before they gather: name -> text, in an order that all ranks share."""
     facts = {"optimizer": type(optim).__qualname__}
     for g, group in enumerate(whole[GROUPS]):
         given = {key: value for key, value in group.items() if key != PARAMS}
@@ -226,25 +209,17 @@ def _facts(
 
 @dataclass(frozen=True, kw_only=True)
 class _Description:
-    """A tensor of the state in words, to be sent to ranks that do not have it.
+    """A tensor of the state in words, to be sent to ranks that do not have it."""
 
-    Attributes:
-        path: its keys below the parameter.
-        shape: of the full tensor.
-        dtype: of it.
-        device: type of the device where it is.
-        whole: its value on the CPU, if every rank has all of it; `None` if it is cut into rows.
-    """
-
-    path: KeyPath
-    shape: tuple[int, ...]
+    path: KeyPath  # its keys below the parameter
+    shape: tuple[int, ...]  # of the full tensor
     dtype: torch.dtype
-    device: str
-    whole: Tensor | None = None
+    device: str  # type of the device where it is
+    whole: Tensor | None = None  # its value on the CPU if every rank has all of it, `None` if cut into rows
 
 
 def _described(state: ParameterState) -> tuple[Any, list[_Description]]:
-    """What a rank that lacks the state of a parameter, having no rows of it, must be told."""
+    """Describe the state of parameters to ranks that lack it because they have no rows of them."""
     return state.skeleton, [
         _Description(
             path=leaf.path,
@@ -258,7 +233,7 @@ def _described(state: ParameterState) -> tuple[Any, list[_Description]]:
 
 
 def _without_rows(skeleton: Any, descriptions: Iterable[_Description], parameter: Tensor) -> ParameterState:
-    """The state of a parameter on a rank that has no rows of it, as another rank describes it."""
+    """Return the state of a parameter on a rank that has no rows of it, as another rank describes it."""
     leaves, held = [], []
     for each in descriptions:
         local = each.whole
@@ -273,7 +248,7 @@ def _without_rows(skeleton: Any, descriptions: Iterable[_Description], parameter
 def _completed(
     states: Mapping[str, ParameterState], names: ParameterNames, lacking: Sequence[Sequence[str]], ranks: Ranks
 ) -> dict[str, ParameterState]:
-    """The states, with those that this rank lacks because it has no rows of the parameter, as others describe them."""
+    """Return the states, with those that this rank lacks for want of rows as others describe them."""
     wanted = dict.fromkeys(name for each in lacking for name in each)
     fqns = {state_fact(fqn): fqn for fqn in names.parameters}
     offered = {name: _described(states[fqns[name]]) for name in wanted if fqns.get(name) in states}
@@ -293,15 +268,7 @@ def _assembled(
     names: ParameterNames,
     keys: str,
 ) -> dict[str, Any]:
-    """The state_dict of an unsharded optimizer.
-
-    Args:
-        whole: what this rank's own has beside the state of parameters.
-        states: of the parameters, in the order of `fulls`.
-        fulls: the full tensors of them all.
-        names: of the parameters.
-        keys: "id" or "fqn".
-    """
+    """Return the state_dict of an unsharded optimizer; `fulls` are the full tensors of all `states`, in their order."""
     arriving = iter(fulls)
     by: Mapping[str, Any] = names.ids if keys == "id" else {fqn: fqn for fqn in names.parameters}
     state = {by[fqn]: put_back(each.skeleton, [next(arriving) for _ in each.leaves]) for fqn, each in states.items()}

@@ -13,14 +13,9 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def showing(title: str, sizes: Iterable[int]) -> Iterator[Callable[[int], None]]:
-    """Show a bar on stderr while the block runs, if that is a terminal and there is anything to move.
+    """Show a bar on stderr while the block runs, if that is a terminal and there are bytes to move.
 
-    Args:
-        title: what stands before the bar.
-        sizes: bytes to be moved; none show nothing.
-
-    Yields:
-        What to call with the number of bytes that have arrived.
+    `title` stands before the bar, `sizes` are in bytes. Yields what to call with the number of bytes that have arrived.
     """
     total = sum(sizes) if _is_watched() else 0
     if not total:
@@ -32,11 +27,7 @@ def showing(title: str, sizes: Iterable[int]) -> Iterator[Callable[[int], None]]
 
 
 def bytes_bar(*, with_speed: bool = False) -> Progress:
-    """Make a bar that counts bytes on stderr, and is gone at the end; nothing shows where that is no terminal.
-
-    Args:
-        with_speed: Whether it also says how many bytes come in a second.
-    """
+    """Make a bar that counts bytes on stderr and is gone at the end; nothing shows where that is no terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -54,5 +45,5 @@ def bytes_bar(*, with_speed: bool = False) -> Progress:
 
 
 def _is_watched() -> bool:
-    """Whether stderr is a terminal; a daemon may have none, or has closed it."""
+    """Return whether stderr is a terminal; a daemon may have none, or has closed it."""
     return sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()

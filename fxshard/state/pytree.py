@@ -31,7 +31,7 @@ class Leaf(NamedTuple):
 
 
 def take_out(tree: Any) -> tuple[Any, list[Leaf]]:
-    """`tree` with a `LeafMark` for each tensor, and the tensors; everything else is copied."""
+    """Return `tree` with a `LeafMark` for each tensor, and the tensors; everything else is copied."""
     leaves: list[Leaf] = []
 
     def take(path: KeyPath, value: Any) -> Any:
@@ -44,7 +44,7 @@ def take_out(tree: Any) -> tuple[Any, list[Leaf]]:
 
 
 def put_back(skeleton: Any, tensors: Sequence[Any]) -> Any:
-    """The tree again, with `tensors` in the places."""
+    """Return the tree again, with `tensors` in the places."""
     return _mapped(lambda _, value: tensors[value.number] if type(value) is LeafMark else value, skeleton, ())
 
 
@@ -71,7 +71,7 @@ def _mapped(function: Callable[[KeyPath, Any], Any], tree: Any, path: KeyPath) -
 
 
 def _refilled(tree: dict[Any, Any], values: Mapping[Any, Any]) -> Any:
-    """A dict of another class with other values: what else it holds (a default, an order) stays."""
+    """Return a dict of another class with other values: what else it holds (a default, an order) stays."""
     other = copy.copy(tree)
     other.update(values)
     return other

@@ -1,4 +1,4 @@
-"""The ranks that hold a state together: what they must have alike, and how they raise together what one of them found.
+"""The ranks that hold a state together: what must be the same on all, and how they raise together what one found.
 
 A rank that raised alone would leave the others waiting in the next collective.
 """
@@ -34,25 +34,17 @@ _NOTHING = ""  # the fact of a rank that has no state of a parameter
 
 @dataclass(frozen=True)
 class _Claim:
-    """What a rank says of one part of its state.
+    """What a rank says of one part of its state."""
 
-    Attributes:
-        text: equal texts are alike.
-        ranks: the ranks that must say the same; the others have something else by this name.
-        may_lack: whether this rank has no rows of it anyway, so that it may have nothing.
-    """
-
-    text: str
-    ranks: tuple[int, ...]
-    may_lack: bool
+    text: str  # equal texts mean the same
+    ranks: tuple[int, ...]  # those that must say the same; others have something else by this name
+    may_lack: bool  # whether this rank has no rows of it anyway, and may have nothing
 
 
 class Caught:
     """A context that catches what goes wrong on this rank, so that it can be told to the others first.
 
-    Attributes:
-        error: in words, `None` if nothing went wrong.
-        cause: the exception.
+    `error` is in words, `None` if nothing went wrong; `cause` is the exception.
     """
 
     def __init__(self) -> None:
@@ -60,7 +52,6 @@ class Caught:
         self.cause: BaseException | None = None
 
     def __enter__(self) -> Self:
-        """Nothing has gone wrong yet."""
         return self
 
     def __exit__(
@@ -73,7 +64,7 @@ class Caught:
         return isinstance(error, Exception)
 
     def told(self, call: str, text: str) -> ConfigError:
-        """What is raised on every rank for it."""
+        """Return what is raised on every rank for it."""
         return ConfigError(f"{call}: {text}")
 
 
@@ -96,22 +87,16 @@ class _Failure:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that hold a model's state together, or this process alone where there is no process group.
+    """The ranks that hold a model's state together, or this process alone without a process group."""
 
-    Attributes:
-        group: those of the mesh that contains all others, or all ranks there are; `None` without a process group.
-        device: where its collectives work.
-    """
-
-    group: dist.ProcessGroup | None
-    device: torch.device
+    group: dist.ProcessGroup | None  # of the mesh that contains all others, or of all ranks
+    device: torch.device  # where its collectives work
 
     @classmethod
     def of(cls, model: object) -> Ranks:
-        """The ranks that share the parameters of `model`: all there are for what is no model, or not sharded.
+        """Return the ranks that share the parameters of `model`; all ranks for what is no model, or not sharded.
 
-        Raises:
-            ConfigError: they have no process group, on all of them.
+        Raises `ConfigError` on all of them if they have no process group.
         """
         meshes = list(_meshes(plain_module(model).parameters())) if isinstance(model, nn.Module) else []
         device = torch.empty(0, device=meshes[0].device_type).device if meshes else torch.device("cpu")
@@ -144,11 +129,7 @@ class Ranks:
         return 0 if self.group is None else dist.get_rank(self.group)
 
     def recipient(self, recipient_rank: int | None) -> int | None:
-        """The global rank of the one at this place, `None` for all.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """Return the global rank of the one at this place, `None` for all; raise `ConfigError` if there is none."""
         if recipient_rank is None:
             return None
         if not isinstance(recipient_rank, int) or not 0 <= recipient_rank < self.size:
@@ -159,7 +140,7 @@ class Ranks:
         return self.members[recipient_rank]
 
     def exchange(self, value: T) -> list[T]:
-        """Every rank's value, in the order of the group; pickled, so for small ones."""
+        """Return every rank's value, in the order of the group; pickled, so for small ones."""
         if self.group is None or self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -167,11 +148,7 @@ class Ranks:
         return values
 
     def raise_together(self, call: str, caught: Caught) -> None:
-        """Raise on every rank what one of them found.
-
-        Raises:
-            ConfigError: with the errors of all ranks.
-        """
+        """Raise on every rank what any of them found: a `ConfigError` with the errors of all."""
         errors = self.exchange(caught.error)
         found = {text: [rank for rank, other in enumerate(errors) if other == text] for text in errors if text}
         if not found:
@@ -183,19 +160,11 @@ class Ranks:
     def compare(
         self, call: str, caught: Caught, facts: Mapping[str, str], sharing: Mapping[str, Tensor]
     ) -> list[list[str]]:
-        """Compare what each of them has.
+        """Compare `facts`, name -> text, among the ranks; return for each rank the names that it lacks.
 
-        Args:
-            call: the public function, for the message.
-            caught: what this rank found wrong by itself.
-            facts: what it has, name -> text.
-            sharing: name -> the parameter whose ranks must have the same; all ranks must, where it names none.
-
-        Returns:
-            For each rank the names of which it has nothing while others have; empty if all have the same.
-
-        Raises:
-            ConfigError: on every rank, if one found something wrong, or ranks differ.
+        It lacks what it has nothing of while others have; the list is empty if all ranks have the same. `sharing` maps
+        name -> the parameter whose ranks must have the same; all ranks must have the rest. Raises `ConfigError` on
+        every rank if one `caught` something, or ranks differ; `call` names the public function.
         """
         digest = hashlib.sha256((caught.error or repr(list(facts.items()))).encode(errors="replace")).digest()
         if len(set(self.exchange(digest))) == 1:
@@ -222,11 +191,7 @@ class Ranks:
         }
 
     def together(self, work: Callable[[], T]) -> T:
-        """Do `work`, which has no collectives, on every rank; where it fails on one, raise the same on all.
-
-        Raises:
-            FxshardError: with the text of the first rank that failed.
-        """
+        """Do `work`, which has no collectives, on every rank; if it fails on one, raise its `FxshardError` on all."""
         value, failure, cause = None, None, None
         try:
             value = work()
@@ -241,10 +206,9 @@ class Ranks:
         return cast(T, value)
 
     def agree(self, describe: Callable[[], Comparison]) -> None:
-        """Compare what ranks say of themselves; where `describe` fails on one, raise that on all.
+        """Compare what ranks say of themselves; if `describe` fails on one, raise that on all.
 
-        Raises:
-            RankMismatchError: with the first line that differs, on every rank.
+        Raises `RankMismatchError` on every rank, with the first line that differs.
         """
         mine: dict[str, list[str]] = {}
 
@@ -264,7 +228,7 @@ def _meshes(parameters: Iterable[Tensor]) -> Iterable[DeviceMesh]:
 
 
 def _differing_claims(everyone: Mapping[int, Mapping[str, _Claim]]) -> Iterable[str]:
-    """What ranks that must say the same say otherwise, by name."""
+    """Return what ranks that must say the same say otherwise, by name."""
     names = dict.fromkeys(name for claims in everyone.values() for name in claims)
     for name in names:
         for sharing in dict.fromkeys(claims[name].ranks for claims in everyone.values() if name in claims):
@@ -279,7 +243,7 @@ def _differing_claims(everyone: Mapping[int, Mapping[str, _Claim]]) -> Iterable[
 
 
 def _lacking(rank: int, everyone: Mapping[int, Mapping[str, _Claim]]) -> list[str]:
-    """The names of which a rank has nothing while others have."""
+    """Return the names of which a rank has nothing while others have."""
     return [
         name
         for name, claim in everyone[rank].items()
@@ -288,7 +252,7 @@ def _lacking(rank: int, everyone: Mapping[int, Mapping[str, _Claim]]) -> list[st
 
 
 def _differing_line(title: str, lines_of_ranks: Sequence[Sequence[str]]) -> str:
-    """The first line in which a rank differs from rank 0."""
+    """Return the first line in which a rank differs from rank 0."""
     for rank, lines in enumerate(lines_of_ranks):
         for expected, found in itertools.zip_longest(lines_of_ranks[0], lines, fillvalue="nothing"):
             if expected != found:
@@ -304,28 +268,27 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def ranks_of(parameter: Tensor) -> tuple[int, ...]:
-    """The ranks that share a parameter, none for one that is not shared."""
+    """Return the ranks that share a parameter, none for one that is not shared."""
     if not isinstance(parameter, DTensor):
         return ()
     return tuple(cast("list[int]", parameter.device_mesh.mesh.flatten().tolist()))
 
 
 def is_sharded(tensor: DTensor) -> bool:
-    """Whether each rank of a 1-D mesh has rows of it."""
+    """Return whether each rank of a 1-D mesh has rows of it."""
     placements = tensor.placements
     return len(placements) == 1 and type(placements[0]) is Shard and placements[0].dim == 0
 
 
 def has_no_rows(parameter: Tensor) -> bool:
-    """Whether other ranks have all rows of a parameter."""
+    """Return whether other ranks have all rows of a parameter."""
     return isinstance(parameter, DTensor) and is_sharded(parameter) and not local_of(parameter).numel()
 
 
 def require_one_set(model: nn.Module) -> None:
-    """Raise if parameters are sharded over several sets of ranks.
+    """Raise `ConfigError` if parameters are sharded over several sets of ranks.
 
-    Raises:
-        ConfigError: they are; torch's index of a checkpoint would hold the rows of one of them.
+    torch's index of a checkpoint would hold the rows of one of them.
     """
     found: dict[tuple[int, ...], str] = {}
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Which bytes travel together: a plan that every rank makes alike, without asking the others.
+"""Which bytes travel together: a plan that every rank makes for itself, and all the same.
 
 [Note: how full state travels]
 A sharded tensor of the full state is an `Item`. Of its bytes each rank holds one *share*, in rank order, by
@@ -8,8 +8,8 @@ A sharded tensor of the full state is an `Item`. Of its bytes each rank holds on
     STRAIGHT   one large item, from the rows where they lie into the full tensor, through no bucket at all
     SPLIT      a part of one large item that cannot: sent from where it lies, received in a bucket
 
-A bucket has one region per rank, all of them equally wide, so a rank that sends needs only its region. Two buckets are
-under way at a time: two of `bucket_bytes` on a rank that receives, two regions, which are one at most, elsewhere.
+A bucket has one region per rank, all equally wide, so a rank that sends needs only its region. Two buckets are under
+way at a time: two of `bucket_bytes` on a rank that receives, two regions, which are one at most, elsewhere.
 """
 
 from __future__ import annotations
@@ -31,20 +31,14 @@ class Kind(Enum):
 
 
 class Item(NamedTuple):
-    """A tensor of the full state.
+    """A tensor of the full state."""
 
-    Attributes:
-        nbytes: of the full tensor.
-        share: bytes that one rank holds at most.
-        straight: whether it may travel without a bucket.
-    """
-
-    nbytes: int
-    share: int
-    straight: bool
+    nbytes: int  # of the full tensor
+    share: int  # bytes that one rank holds at most
+    straight: bool  # whether it may travel without a bucket
 
     def held_by(self, rank: int, first: int = 0, last: int | None = None) -> tuple[int, int]:
-        """Begin and end, in the full tensor, of what `rank` holds; of bytes `first` to `last` of its share."""
+        """Return begin and end, in the full tensor, of what `rank` holds of bytes `first` to `last` of its share."""
         start = rank * self.share
         end = start + (self.share if last is None else last)
         return min(start + first, self.nbytes), min(end, start + self.share, self.nbytes)
@@ -59,26 +53,18 @@ class Chunk(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What travels together.
-
-    Attributes:
-        kind: how.
-        chunks: one, unless packed; packed ones are whole shares.
-        width: bytes of a region of the bucket, 0 where there is none.
-    """
+    """What travels together."""
 
     kind: Kind
-    chunks: tuple[Chunk, ...]
-    width: int
+    chunks: tuple[Chunk, ...]  # one, unless packed; packed ones are whole shares
+    width: int  # bytes of a region of the bucket, 0 where there is none
 
 
 def rounds_of(items: Sequence[Item], world_size: int, bucket_bytes: int) -> list[Round]:
-    """Cut and group items into rounds; the same on every rank.
+    """Cut and group items into rounds; the same on every rank, if the order of `items` is.
 
-    Args:
-        items: in an order that all ranks share.
-        world_size: ranks that hold shares.
-        bucket_bytes: what the regions of a bucket may add up to; a region has at least 64 bytes.
+    `world_size` ranks hold shares. `bucket_bytes` is what the regions of a bucket may add up to; one has at least 64
+    bytes.
     """
     return list(_rounds(items, max(64, bucket_bytes // max(world_size, 2))))
 

@@ -24,7 +24,7 @@ _DICT = "fxshard.dict"  # before a dict that is saved as one value
 
 
 def storable(value: Any, where: str) -> Any:
-    """A copy of `value` that holds only what can be loaded without running code from the file.
+    """Return a copy of `value` that holds only what can be loaded without running code from the file.
 
     Args:
         value: numbers, strings, `None`, dtypes, devices, plain tensors, and dicts, lists, tuples and sets of them.
@@ -55,11 +55,7 @@ def storable(value: Any, where: str) -> Any:
 
 
 def named(value: Mapping[Any, Any], where: str) -> dict[str, Any]:
-    """What is saved value by value, each under its name.
-
-    Raises:
-        ConfigError: as `nested`, or keys are not strings.
-    """
+    """Return what is saved value by value, each under its name; raise as `nested`, or if keys are not strings."""
     if others := [key for key in value if not isinstance(key, str)]:
         raise ConfigError(
             f"{where} has keys that are not strings, which a checkpoint cannot hold here, for it names values by them: "
@@ -69,13 +65,10 @@ def named(value: Mapping[Any, Any], where: str) -> dict[str, Any]:
 
 
 def nested(value: Any, where: str) -> Any:
-    """What optimizers and modules keep: tensors, also sharded ones, anywhere in dicts and lists.
+    """Return what optimizers and modules keep: tensors, also sharded ones, anywhere in dicts and lists.
 
     torch saves the values of dicts one by one, by keys that are strings; a dict that has other keys, or none, becomes
-    one value, which `unpacked` turns back.
-
-    Raises:
-        ConfigError: as `storable`.
+    one value, which `unpacked` turns back. Raises `ConfigError` as `storable` does.
     """
     if isinstance(value, Tensor) and _is_dense(value):
         return value.detach().resolve_conj().resolve_neg()
@@ -93,26 +86,26 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def unpacked(value: Any) -> Any:
-    """What was given to `nested`, of a value that was saved as one."""
+    """Return what was given to `nested`, of a value that was saved as one."""
     if isinstance(value, list):
         return [unpacked(each) for each in value]
     return value[1] if isinstance(value, tuple) and value[:1] == (_DICT,) else value
 
 
 def tensor_line(tensor: Tensor) -> str:
-    """What must be the same on every rank of a tensor that is sharded or replicated."""
+    """Return what must be the same on every rank of a tensor that is sharded or replicated."""
     kind = f" {tensor.placements}" if isinstance(tensor, DTensor) else ""
     return f"{tensor.dtype}{list(tensor.shape)}{kind}"
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether this rank's rows of two tensors are the same; not a number equals itself."""
+    """Return whether this rank's rows of two tensors are the same; not a number equals itself."""
     first, second = (each.to_local() if isinstance(each, DTensor) else each for each in (one, other))
     return torch.equal(as_bytes(first), as_bytes(second))
 
 
 def lines(value: Any, where: str) -> Iterator[str]:
-    """One line for each value inside, with the content of plain tensors as a digest."""
+    """Return one line for each value inside, with the content of plain tensors as a digest."""
     if isinstance(value, DTensor):
         yield f"{where}: {tensor_line(value)}"
     elif isinstance(value, Tensor):

@@ -4,10 +4,10 @@ Everything travels as bytes, so a bucket holds any mix of dtypes, and no collect
 
 [Note: rounds under way]
 A round is started before those ahead of it are finished: two with a bucket, each with one of its own, two with rows
-that had to be copied because they are not contiguous, and any number with neither. On an accelerator that is what
-overlaps them: the copy out of one bucket is queued behind its own transfer alone, while the next transfer runs on the
-stream of the process group. Where a bucket is used again, the process group waits for what was queued before, so no
-stream or event of ours is needed.
+that had to be copied because they are not contiguous, and any number with neither. On an accelerator that overlaps
+them: the copy out of one bucket is queued behind its own transfer alone, while the next transfer runs on the stream of
+the process group. Where a bucket is used again, the process group waits for what was queued before, so no stream or
+event of ours is needed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Progress = Callable[[int], None]
 
 
 def part(tensor: Tensor, first: int, last: int) -> Tensor:
-    """Bytes `first` to `last` of a tensor, in order: its own memory if it is contiguous, else a copy of rows around."""
+    """Return bytes `first` to `last` of a tensor: its own memory if contiguous, else a copy of rows around them."""
     if tensor.is_contiguous():
         return as_bytes(tensor)[first:last]
     row = tensor[0].nbytes
@@ -44,31 +44,23 @@ def part(tensor: Tensor, first: int, last: int) -> Tensor:
 
 @dataclass(eq=False)
 class Wire:
-    """The ranks that share tensors, and what this rank may take for it.
-
-    Attributes:
-        group: the ranks.
-        device: where its collectives work.
-        rank: this one's, in the group.
-        world_size: of the group.
-    """
+    """The ranks that share tensors, and what this rank may take for it."""
 
     group: dist.ProcessGroup
-    device: torch.device
-    rank: int = field(init=False)
+    device: torch.device  # where the group's collectives work
+    rank: int = field(init=False)  # in the group
     world_size: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Look up this rank."""
         self.rank = dist.get_rank(self.group)
         self.world_size = dist.get_world_size(self.group)
 
     def send(self, tensor: Tensor, peer: int) -> dist.P2POp:
-        """To be launched: send to `peer` of the group."""
+        """Make a send to `peer` of the group, to be launched."""
         return dist.P2POp(dist.isend, tensor, group=self.group, group_peer=peer)
 
     def receive(self, tensor: Tensor, peer: int) -> dist.P2POp:
-        """To be launched: receive from `peer` of the group."""
+        """Make a receive from `peer` of the group, to be launched."""
         return dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=peer)
 
     def all_gather(self, gathered: Tensor, own: Tensor) -> dist.Work:
@@ -76,7 +68,7 @@ class Wire:
         return cast(dist.Work, _ALL_GATHER(gathered, own, group=self.group, async_op=True))
 
     def here(self, tensor: Tensor) -> Tensor:
-        """The tensor where collectives work."""
+        """Return the tensor where collectives work."""
         return tensor if tensor.device == self.device else tensor.to(self.device)
 
     def cat(self, pieces: Sequence[Tensor], out: Tensor) -> None:
@@ -98,7 +90,7 @@ class Buckets:
         self._turn = 0
 
     def next(self, nbytes: int) -> Tensor:
-        """The first `nbytes` of the bucket whose turn it is."""
+        """Return the first `nbytes` of the bucket whose turn it is."""
         if len(self._buckets) < 2:
             self._buckets.append(torch.empty(self._nbytes, dtype=torch.uint8, device=self._device))
         self._turn += 1
@@ -117,20 +109,11 @@ class UnderWay:
 
 
 def _launched(ops: list[dist.P2POp]) -> list[Any]:
-    """Launch sends and receives together."""
     return list(dist.batch_isend_irecv(ops)) if ops else []
 
 
 class _Collective:
-    """What gathering and scattering share: the rounds, the rows of this rank, and the buckets.
-
-    Attributes:
-        wire: the ranks.
-        items: what is moved.
-        rows: this rank's rows of each.
-        rounds: of the items, by `rounds_of`.
-        root: the rank of the group that gets or has the full tensors; `None` if all get them.
-    """
+    """What gathering and scattering share; `root` is the rank with the full tensors, `None` if all get them."""
 
     def __init__(
         self, wire: Wire, items: Sequence[Item], rows: Sequence[Tensor], rounds: Sequence[Round], root: int | None
@@ -143,11 +126,9 @@ class _Collective:
         self.buckets = Buckets(rounds, wire.world_size if root in (None, wire.rank) else 1, wire.device)
 
     def start(self, each: Round) -> UnderWay:
-        """Launch a round."""
         raise NotImplementedError
 
     def finish(self, under_way: UnderWay) -> None:
-        """Take what came, once it is there."""
         raise NotImplementedError
 
     def run(self) -> None:
@@ -166,24 +147,24 @@ class _Collective:
         self.finish(under_way)
 
     def lengths(self, each: Round, rank: int) -> list[int]:
-        """Bytes that `rank` has of each chunk of a round."""
+        """Return the bytes that `rank` has of each chunk of a round."""
         held = [(self.items[i].nbytes - rank * self.items[i].share, first, last) for i, first, last in each.chunks]
         return [last - first if last <= nbytes else max(0, nbytes - first) for nbytes, first, last in held]
 
     def others(self, each: Round) -> Iterator[tuple[int, int]]:
-        """The other ranks that have bytes of a round, and how many."""
+        """Return the other ranks that have bytes of a round, and how many."""
         for rank in range(self.wire.world_size):
             if rank != self.wire.rank and (nbytes := sum(self.lengths(each, rank))):
                 yield rank, nbytes
 
     def own(self, each: Round) -> list[Tensor]:
-        """What this rank has of the chunks of a round: its own memory, or a copy where that is not contiguous."""
+        """Return what this rank has of the chunks of a round: its own memory, or a copy if that is not contiguous."""
         sizes = self.lengths(each, self.wire.rank)
         return [part(self.rows[i], first, first + n) for (i, first, _), n in zip(each.chunks, sizes, strict=True)]
 
 
 def _is_full(waiting: Iterable[UnderWay], each: Round) -> bool:
-    """Whether a round must be finished before the next is started, for the memory that those under way take."""
+    """Return whether a round must be finished before the next is started, for the memory that those under way take."""
     num_buckets, num_copies = sum(1 for x in waiting if x.round.width), sum(x.is_copy for x in waiting)
     return (each.width > 0 and num_buckets == 2) or num_copies == 2
 
@@ -207,14 +188,13 @@ class _Gather(_Collective):
         self._fulls: list[Tensor | None] = [None] * len(items)
 
     def full(self, i: int) -> Tensor:
-        """The bytes of a full tensor, made when the first of them arrive."""
+        """Return the bytes of a full tensor, made when the first of them arrive."""
         if (found := self._fulls[i]) is None:
             nbytes = self.items[i].nbytes
             found = self._fulls[i] = torch.empty(nbytes, dtype=torch.uint8, device=self.result_device)
         return found
 
     def start(self, each: Round) -> UnderWay:
-        """Launch a round as this rank's part in it is."""
         if self.root is None:
             return self._all_gather(each)
         return self._receive(each) if self.wire.rank == self.root else self._send(each)
@@ -264,7 +244,6 @@ class _Gather(_Collective):
         return UnderWay(each, works, bucket)
 
     def finish(self, under_way: UnderWay) -> None:
-        """Take what came, where it is wanted."""
         if self.root not in (None, self.wire.rank):
             return
         each, bucket = under_way.round, under_way.bucket
@@ -276,11 +255,10 @@ class _Gather(_Collective):
         self.progress(self._nbytes(each))
 
     def _is_copy(self, each: Round) -> bool:
-        """Whether what this rank has of a large item had to be copied."""
         return each.kind is not Kind.PACKED and not self.rows[each.chunks[0].item].is_contiguous()
 
     def _place(self, each: Round, rank: int) -> Tensor:
-        """Where what `rank` has of a large item belongs."""
+        """Return where what `rank` has of a large item belongs."""
         ((i, first, last),) = each.chunks
         start, end = self.items[i].held_by(rank, first, last)
         return self.full(i)[start:end]
@@ -299,7 +277,7 @@ class _Gather(_Collective):
             self._fulls[chunk.item] = torch.cat(pieces)
 
     def _nbytes(self, each: Round) -> int:
-        """What a round moves, in the full tensors."""
+        """Return what a round moves, in bytes of the full tensors."""
         if each.kind is Kind.PACKED:
             return sum(self.items[chunk.item].nbytes for chunk in each.chunks)
         return sum(sum(self.lengths(each, rank)) for rank in range(self.wire.world_size))
@@ -321,7 +299,6 @@ class _Scatter(_Collective):
         self._fulls = fulls
 
     def start(self, each: Round) -> UnderWay:
-        """Launch a round as this rank's part in it is."""
         return self._receive(each) if self._fulls is None else self._send(each, self._fulls)
 
     def _send(self, each: Round, fulls: Sequence[Tensor]) -> UnderWay:
@@ -343,7 +320,7 @@ class _Scatter(_Collective):
         return UnderWay(each, works, kept=kept)
 
     def _pieces(self, each: Round, rank: int, fulls: Sequence[Tensor]) -> list[Tensor]:
-        """What a rank is to get of the chunks of a round."""
+        """Return what a rank is to get of the chunks of a round."""
         spans = [(i, *self.items[i].held_by(rank, first, last)) for i, first, last in each.chunks]
         return [part(fulls[i], start, end) for i, start, end in spans]
 
@@ -376,19 +353,11 @@ def gather(
     result_device: torch.device,
     progress: Progress,
 ) -> list[Tensor]:
-    """Gather on one rank or on all.
+    """Gather on rank `recipient` of the group, or on all; return the bytes of each item there, elsewhere nothing.
 
-    Args:
-        wire: the ranks.
-        items: what to gather.
-        rows: this rank's rows of each.
-        rounds: of the items, by `rounds_of`.
-        recipient: which rank of the group; `None` for all, then straight items must be even.
-        result_device: where the full tensors go; straight items need the wire's.
-        progress: told where the result is wanted.
-
-    Returns:
-        The bytes of each item where they are wanted, elsewhere nothing.
+    `rows` are this rank's rows of each item; `rounds` come from `rounds_of`. If all want the result, straight items
+    must be even; straight items need the wire's device as `result_device`. `progress` is told where the result is
+    wanted.
     """
     collective = _Gather(wire, items, rows, rounds, recipient, result_device, progress)
     collective.run()

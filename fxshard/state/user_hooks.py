@@ -20,22 +20,18 @@ _EXTRA_STATE = "_extra_state"  # last part of the key under which a module saves
 
 
 def is_extra(name: str) -> bool:
-    """Whether a key of a state_dict is that of an extra state."""
+    """Return whether a key of a state_dict is that of an extra state."""
     return name.rpartition(".")[2] == _EXTRA_STATE
 
 
 def is_writable(tensor: Tensor) -> bool:
-    """Whether torch copies into a tensor: not where an element stands for several, nor outside of inference mode."""
+    """Return whether torch copies into a tensor: not if elements share memory, nor outside of inference mode."""
     is_frozen = tensor.is_inference() and not torch.is_inference_mode_enabled()
     return not is_frozen and all(size < 2 or stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def require_writable(tensors: Mapping[str, Any]) -> None:
-    """Raise unless all tensors can be copied into.
-
-    Raises:
-        ConfigError: elements of some share memory, or they were made in inference mode.
-    """
+    """Raise `ConfigError` for tensors whose elements share memory, or that were made in inference mode."""
     if shared := [name for name, each in tensors.items() if isinstance(each, Tensor) and not is_writable(each)]:
         raise ConfigError(
             f"{', '.join(shared)} cannot be loaded into, for elements share memory (expand), or they were made in "
@@ -53,11 +49,7 @@ class ExtraStates:
         self._former: list[tuple[nn.Module, Any]] = []
 
     def set(self) -> None:
-        """Set all of them.
-
-        Raises:
-            ConfigError: a module does not take its own, named.
-        """
+        """Set all of them; raise `ConfigError` if a module does not take its own, named."""
         for name, value in self._wanted.items():
             try:
                 module = self._modules[name]
@@ -70,7 +62,6 @@ class ExtraStates:
                 ) from error
 
     def __enter__(self) -> Self:
-        """Nothing is set yet."""
         return self
 
     def __exit__(
@@ -86,21 +77,17 @@ class Handover:
     """Hands an optimizer that adds to its state_dict all that was saved; takes it back if the block around it raises.
 
     Only the optimizer itself knows what its additions belong to: it sees them with the state and the groups that were
-    saved with them. The tensors and options that it shows stay as they are; to write these is what a load does next.
+    saved with them. The tensors and options that it shows stay as they are; the load writes these next.
     """
 
     def __init__(self, optim: Optimizer | None, whole: Mapping[str, Any] | None) -> None:
-        """`whole` is a state_dict as `optim` gives it, `None` if nothing is added; nothing is handed over yet."""
+        """Take a state_dict as `optim` gives it, `None` if nothing is added; nothing is handed over yet."""
         self._optim, self._whole = optim, whole
         self._former: dict[str, Any] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
 
     def set(self) -> None:
-        """Hand it over.
-
-        Raises:
-            ConfigError: the optimizer does not take it.
-        """
+        """Hand it over; raise `ConfigError` if the optimizer does not take it."""
         if self._whole is None or self._optim is None:
             return
         try:
@@ -120,7 +107,6 @@ class Handover:
         self._former = put_back(skeleton, [former for _, former in self._copies])
 
     def __enter__(self) -> Self:
-        """Nothing is handed over yet."""
         return self
 
     @torch.no_grad()
@@ -154,10 +140,9 @@ def _hand_over(optim: Optimizer, state: dict[str, Any]) -> None:
 
 
 def _holders(optim: Optimizer) -> Iterator[tuple[dict[str, Any], str]]:
-    """The attributes by which an optimizer, and those that it wraps, hold the state and the groups that it shows.
-
-    load_state_dict of a wrapped optimizer puts others there, and the wrapper would show what `step` no longer reads.
-    """
+    """Find the attributes by which an optimizer, and those that it wraps, hold the state and groups that it shows."""
+    # load_state_dict of a wrapped optimizer puts others there, and the wrapper would show what `step` no longer
+    # reads.
     shown = {id(group) for group in optim.param_groups}
     optimizers = [optim]
     for each in optimizers:
@@ -170,6 +155,6 @@ def _holders(optim: Optimizer) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Key of the extra state of each module; a wrapped one comes after its wrapper, and has the same."""
+    """Yield the key of the extra state of each module; a wrapped one comes after its wrapper, and has the same."""
     for name, module in model.named_modules(remove_duplicate=False):
         yield fqn_of(model, f"{name}.{_EXTRA_STATE}" if name else _EXTRA_STATE), module

@@ -31,7 +31,7 @@ class CpuEngine:
         self.notifier = futures.ThreadPoolExecutor(1, "fxshard-link-futures")
 
     def launch(self, op: str, num_bytes: int, num_ranks: int, moves: Sequence[Move], outputs: Sequence[Tensor]) -> Work:
-        """As `Engine` says; an error in a move is raised here if the link is instant, else by `wait`."""
+        """Launch as `Engine` says; an error in a move is raised here if the link is instant, else by `wait`."""
         launched = time.perf_counter()
         if self.speed.is_instant:
             _run(moves)
@@ -42,7 +42,7 @@ class CpuEngine:
         return _TimedWork(self, arrival, outputs, moves)
 
     def set_speed(self, speed: Speed, ctas: int | None) -> None:
-        """Change the speed, when what is under way has arrived; there are no `ctas` here."""
+        """Change the speed, once what is under way has arrived; there are no `ctas` here."""
         self._mover.submit(lambda: None).result()
         _sleep_until(self._free_at)
         self.speed = speed
@@ -57,7 +57,7 @@ class CpuEngine:
         self.notifier.shutdown()
 
     def _carry(self, op: str, num_bytes: int, seconds: float, moves: Sequence[Move], launched: float) -> float:
-        """Move the data; when it arrives."""
+        """Move the data; return when it arrives."""
         began = time.perf_counter()
         _run(moves)
         start = max(launched, self._free_at)

@@ -3,13 +3,13 @@
 [Note: the link on a GPU]
 All transfers go through one stream of the link, which is their order, as for a communicator of NCCL. Launching makes
 that stream wait for the caller's, `wait()` makes the caller's stream wait for the transfer, and neither blocks the
-host. For an operation that is not asynchronous torch calls `wait()` at once, in the stream that launched it, so the
-effect is that of running there. A work holds inputs and outputs until it has been waited for: from then on their memory
-is safe, because whatever takes it next comes later in a stream that waits. All of it can be captured in a CUDA graph,
-once the kernels have been compiled.
+host. If an operation is not asynchronous, torch calls `wait()` at once in the stream that launched it, as if it ran
+there. A work holds inputs and outputs until it has been waited for. From then on their memory is safe: whatever takes
+it next comes later in a stream that waits. All of it can be captured in a CUDA graph, once the kernels have been
+compiled.
 
-What a transfer does to the data and how long it takes is the business of [Note: paced copy]. What that kernel cannot
-copy (strided tensors, products, sums of integers) torch does first, in the same stream and within the same time.
+What a transfer does to the data and how long it takes: [Note: paced copy]. What that kernel cannot copy (strided
+tensors, products, sums of integers) torch does first, in the same stream and within the same time.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class CudaEngine:
         self._resolved.clear()
 
     def paced_us(self) -> float:
-        """How long the last transfer took by the clock of its kernels, once they ran; waits for it."""
+        """Return how long the last transfer took by the clock of its kernels, once they ran; waits for it."""
         self._side.synchronize()
         begin, end = self._clock.tolist()
         return float(end - begin) / 1e3
@@ -95,7 +95,7 @@ class CudaEngine:
         self._host.close()
 
     def launch(self, op: str, num_bytes: int, num_ranks: int, moves: Sequence[Move], outputs: Sequence[Tensor]) -> Work:
-        """As `Engine` says; a move that does not fit its tensors raises here."""
+        """Launch as `Engine` says; a move that does not fit its tensors raises here."""
         if outputs and not any(tensor.is_cuda for tensor in outputs):
             return self._host.launch(op, num_bytes, num_ranks, moves, outputs)
         self._side.wait_stream(torch.cuda.current_stream(self.device))

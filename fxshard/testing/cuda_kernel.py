@@ -1,16 +1,16 @@
 """A copy on few thread blocks that takes as long as it is told; importing this needs triton.
 
 [Note: paced copy]
-Like a kernel of NCCL, it has few thread blocks (CTAs), which hold their SMs until the transfer has ended, it reads and
-writes what such a transfer does, and it has to wait for room beside the kernels that run. Unlike one, it knows when to
+Like a kernel of NCCL, it has few thread blocks (CTAs) that hold their SMs until the transfer has ended, it reads and
+writes what such a transfer does, and it must wait for room beside the kernels that run. Unlike one, it knows when to
 end: the clock is %globaltimer, in nanoseconds whatever the clock of the SMs does. Each CTA has its own slice of the
 data and a due time for each block of it; it sleeps where it is early. The time counts from when a CTA is resident.
 
-Several launches may share the time of one transfer: the first one writes when it began to `clock[0]`, the others read
-it. `clock[1]` is when the last one ended.
+Several launches may share the time of one transfer: the first writes when it began to `clock[0]`, the others read it.
+`clock[1]` is when the last one ended.
 
-It is written for triton because that comes with torch: torch.cuda._compile_kernel is private, wants the headers of a
-CUDA toolkit, and passes whole numbers as 32 bits.
+It uses triton because that comes with torch: torch.cuda._compile_kernel is private, wants the headers of a CUDA
+toolkit, and passes whole numbers as 32 bits.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def paced_copy(
 
 
 def can_carry(move: Move) -> bool:
-    """Whether the kernel can do the move: the tensors are plain memory on a GPU, and there is something to copy."""
+    """Return whether the kernel can do the move: the tensors are plain memory on a GPU, and not empty."""
     output, source, scale = move.output, move.source, move.scale
     if not (output.is_cuda and source.is_cuda and output.is_contiguous() and source.is_contiguous()):
         return False
@@ -118,15 +118,10 @@ def can_carry(move: Move) -> bool:
 
 
 def carry(move: Move, clock: Tensor, *, ctas: int, is_first: bool, from_ns: int, to_ns: int) -> None:
-    """Launch the kernel for a move that it can do, in the current stream.
+    """Launch the kernel for a move that it can do (`can_carry`), in the current stream.
 
-    Args:
-        move: see `can_carry`.
-        clock: [2], int64, on the GPU; the same for all launches of a transfer.
-        ctas: how many thread blocks copy.
-        is_first: whether the transfer begins with it.
-        from_ns: when copying begins, after the beginning of the transfer.
-        to_ns: when the launch ends, after the beginning of the transfer.
+    `clock` is [2], int64, on the GPU, one for all launches of a transfer. `from_ns` and `to_ns` say when copying begins
+    and when the launch ends, after the beginning of the transfer.
     """
     is_scaled = move.scale != 1
     target, source = (tensor.view(-1).view(_unit(move)) for tensor in (move.output, move.source))
@@ -154,7 +149,7 @@ def carry(move: Move, clock: Tensor, *, ctas: int, is_first: bool, from_ns: int,
 
 
 def pause(clock: Tensor, *, ctas: int, is_first: bool, to_ns: int) -> None:
-    """Launch the kernel to copy nothing until then; as `carry`."""
+    """Launch the kernel to copy nothing until then; arguments as for `carry`."""
     nothing = clock.view(torch.int32)
     paced_copy[(ctas,)](
         nothing, nothing, clock, int(is_first), 0, 0, 0, 0, 0, 1.0, to_ns, 0, to_ns,
@@ -163,7 +158,7 @@ def pause(clock: Tensor, *, ctas: int, is_first: bool, to_ns: int) -> None:
 
 
 def _unit(move: Move) -> torch.dtype:
-    """As what the kernel sees the data: by the value if it calculates, else in words as wide as all ends allow."""
+    """View the data as the kernel sees it: by value if it calculates, else in words as wide as all ends allow."""
     if move.scale != 1:
         return move.output.dtype
     ends = (move.output.nbytes // move.writes, move.output.data_ptr(), move.source.data_ptr())

@@ -31,7 +31,7 @@ _ProcessGroup: Any = dist.ProcessGroup  # its stubs ask for every overload of a 
 class EmulatedGroup(_ProcessGroup):  # type: ignore[misc] # see above
     """Rank 0 of identical ranks; see [Note: emulated link].
 
-    Methods have the names by which torch calls them, old and new: 2.11 knows the `_base` and `_tensor_coalesced` ones.
+    Methods have torch's names, old and new: 2.11 knows the `_base` and `_tensor_coalesced` ones.
     """
 
     def __init__(self, rank: int, world_size: int, engine: Engine) -> None:
@@ -178,7 +178,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc] # see above
         return work
 
     def _reduction(self, opts: Any) -> tuple[float | Tensor, int]:
-        """By what reducing equal values of all ranks scales a value, and to which power it raises it."""
+        """Return by what reducing equal values of all ranks scales a value, and to which power it raises it."""
         op = dist.ReduceOp(dist.ReduceOp.SUM) if opts is None else opts.reduceOp
         kind, factor = cast(Any, op.__getstate__())  # the one way to the factor of PREMUL_SUM
         if kind in _AS_THEY_ARE:
@@ -199,7 +199,7 @@ def _pairs(
 
 
 def _spread(values: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]]) -> list[Move]:
-    """Each value into all tensors of its list."""
+    """Move each value into all tensors of its list."""
     return [Move(output, value) for value, pieces in zip(values, outputs, strict=True) for output in pieces]
 
 

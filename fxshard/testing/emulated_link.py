@@ -1,16 +1,16 @@
 """A process group whose other ranks are emulated, over a link that takes as long as the caller says.
 
 [Note: emulated link]
-One process plays rank 0 of `world_size`; its peers are identical to it, so every collective is computed from this
-rank's own tensors: all_gather repeats the shard, reduce_scatter keeps the own chunk (times the world size for SUM).
-A transfer takes `latency + bytes * (W - 1) / W / bandwidth`, where bytes are those of the full, unsharded tensors
-(twice for all_reduce), and transfers go one after the other, as on the stream of a communicator. What the peers send
-is copied in this process all the same: on the CPU by a worker thread, on a GPU by a few thread blocks, see
-[Note: the link on a GPU]. docs/emulated_link.md says what such numbers mean.
+One process plays rank 0 of `world_size`. Its peers are identical to it, so every collective is computed from this
+rank's own tensors: all_gather repeats the shard, reduce_scatter keeps the own chunk (times the world size for SUM). A
+transfer takes `latency + bytes * (W - 1) / W / bandwidth`, where bytes are those of the full, unsharded tensors (twice
+for all_reduce). Transfers go one after the other, as on the stream of a communicator. What the peers send is copied in
+this process all the same: on the CPU by a worker thread, on a GPU by a few thread blocks, see [Note: the link on a
+GPU]. docs/emulated_link.md says what such numbers mean.
 
 On the CPU the link is arithmetic: a transfer begins when it was launched or when the one before it has ended, whichever
-is later, and ends after its duration (or after its copy, if that took longer). Nobody sleeps but who waits for a
-transfer, until it has ended. So threads that wake up late delay themselves, never the link.
+is later, and ends after its duration (or after its copy, if that took longer). Only who waits for a transfer sleeps,
+until it has ended. So threads that wake up late delay themselves, never the link.
 """
 
 from __future__ import annotations
@@ -46,22 +46,17 @@ PROBE = "fxshard/emulated_link/probe"
 
 @dataclass(frozen=True, kw_only=True)
 class EmulatedLink:
-    """What `emulated_link` yields.
+    """What `emulated_link` yields."""
 
-    Attributes:
-        mesh: all ranks, on one axis.
-        engine: what carries the transfers.
-    """
-
-    mesh: DeviceMesh
-    engine: Engine
+    mesh: DeviceMesh  # all ranks, on one axis
+    engine: Engine  # what carries the transfers
 
     @property
     def transfers(self) -> list[LinkTransfer]:
-        """In the order in which the link carried them; a transfer is there once it has been waited for.
+        """The transfers in the order in which the link carried them; one is there once it has been waited for.
 
-        On a GPU it is there once it has been launched, outside of a capture, and looking at them blocks the host until
-        all have arrived.
+        On a GPU it is there once it has been launched outside of a capture; looking blocks the host until all have
+        arrived.
         """
         return self.engine.transfers
 
@@ -72,10 +67,7 @@ class EmulatedLink:
     def set_speed(self, *, gigabytes_per_s: float = math.inf, latency_us: float = 0.0, ctas: int | None = None) -> None:
         """Change the speed of what is launched from now on; what is under way arrives first.
 
-        Args:
-            gigabytes_per_s: as for `emulated_link`.
-            latency_us: as for `emulated_link`.
-            ctas: as for `emulated_link`; `None` leaves them as they are.
+        Arguments are those of `emulated_link`; with `ctas=None` these stay as they are.
 
         Raises:
             ConfigError: an argument means nothing.
@@ -96,8 +88,8 @@ def emulated_link(
 ) -> Iterator[EmulatedLink]:
     """Make a default process group whose other ranks are emulated, and destroy it at the end.
 
-    This process is rank 0; the peers hold and do the same; see [Note: emulated link]. Without arguments but the first
-    the link is instant: collectives copy, and wait for nothing.
+    This process is rank 0; see [Note: emulated link]. With nothing but `world_size` the link is instant: collectives
+    copy, and wait for nothing.
 
     Args:
         world_size: how many ranks there seem to be.
@@ -173,7 +165,7 @@ def _engine_for(device: torch.device, speed: Speed, ctas: int | None) -> Engine:
 
 
 def _make_group(options: Any, engine: Engine | None) -> EmulatedGroup:
-    """Called by torch for the default group, and without an engine for groups of some of its ranks."""
+    """Make the default group when torch calls, and without an engine groups of some of its ranks."""
     if engine is None:
         engine = cast(EmulatedGroup, dist.group.WORLD).engine
     return EmulatedGroup(options.group_rank, options.group_size, engine)
@@ -181,11 +173,9 @@ def _make_group(options: Any, engine: Engine | None) -> EmulatedGroup:
 
 @contextmanager
 def _python_groups_in_out_variants() -> Iterator[None]:
-    """Let the `_out` variants of functional collectives, which Inductor's bucketing uses, reach a group in Python.
-
-    Before 2.15 they call methods that torch lets no Python class override. There is no other way in than to replace
-    the two operators for a while; what replaces them calls any group, so other groups work as before.
-    """
+    """Let the `_out` variants of functional collectives, which Inductor's bucketing uses, reach a group in Python."""
+    # Before 2.15 they call methods that torch lets no Python class override. The only way in is to replace the two
+    # operators for a while; what replaces them calls any group, so other groups work as before.
     library = torch.library.Library("_c10d_functional", "IMPL")
     try:
         for name, replacement in _OUT_VARIANTS.items():
@@ -227,7 +217,7 @@ def _reduce_scatter_tensor_out(
 
 
 def _base(group: Any, *names: str) -> Callable[..., Work]:
-    """The first of these methods that the group has, which may be given by name."""
+    """Return the first of these methods, which may be given by name, that the group has."""
     found = group if isinstance(group, dist.ProcessGroup) else _resolve_process_group(group)
     methods: list[Callable[..., Work]] = [getattr(found, name) for name in names if hasattr(found, name)]
     return methods[0]

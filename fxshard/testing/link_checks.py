@@ -54,19 +54,12 @@ class PaceCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class GemmSlowdown:
-    """What the link takes from a matrix product beside it.
+    """What the link takes from a matrix product beside it."""
 
-    Attributes:
-        ctas: thread blocks that copied.
-        gigabytes_per_s: of the link.
-        alone_us: a product, while nothing else ran.
-        beside_us: a product, while the link gathered.
-    """
-
-    ctas: int
-    gigabytes_per_s: float
-    alone_us: float
-    beside_us: float
+    ctas: int  # thread blocks that copied
+    gigabytes_per_s: float  # of the link
+    alone_us: float  # a product, while nothing else ran
+    beside_us: float  # a product, while the link gathered
 
     @property
     def ratio(self) -> float:
@@ -82,17 +75,10 @@ def check_pace(
     latency_us: float = 30.0,
     repeats: int = 5,
 ) -> list[PaceCheck]:
-    """Gather tensors of each size on an idle GPU and beside matrix products.
+    """Gather tensors of each size on an idle GPU and beside matrix products; return idle and busy for each size.
 
-    Args:
-        link: of device "cuda"; it gets its speed back, and what it has carried is forgotten.
-        sizes: of the gathered tensors, in bytes; rounded up so that they can be cut.
-        gigabytes_per_s: of the link meanwhile.
-        latency_us: of the link meanwhile.
-        repeats: of which the median counts.
-
-    Returns:
-        Two for each size: idle, busy.
+    `link` must be of device "cuda"; it gets its speed back, and what it has carried is forgotten. `sizes` are bytes of
+    the gathered tensors, rounded up so that they can be cut. The median of `repeats` counts.
 
     Raises:
         ConfigError: the link is not on a GPU.
@@ -132,13 +118,8 @@ def gemm_slowdown(
 ) -> GemmSlowdown:
     """Multiply matrices alone and while the link gathers, one all_gather after the other.
 
-    Args:
-        link: of device "cuda"; it gets its speed back, and what it has carried is forgotten.
-        ctas: how many thread blocks copy meanwhile.
-        gigabytes_per_s: of the link meanwhile.
-        latency_us: of the link meanwhile.
-        num_bytes: of each gathered tensor.
-        products: how many are timed.
+    `link` must be of device "cuda"; it gets its speed back, and what it has carried is forgotten. `num_bytes` are those
+    of each gathered tensor, `products` are timed.
 
     Raises:
         ConfigError: the link is not on a GPU, or an argument means nothing.
@@ -182,7 +163,7 @@ def _gather_once(
     product: Callable[[], None],
     count: int,
 ) -> tuple[float, float]:
-    """How long an all_gather was paced and took, beside so many products, in us."""
+    """Return how long an all_gather was paced and took, beside so many products, in us."""
     torch.cuda.synchronize(engine.device)
     link.clear()
     with torch.cuda.stream(beside):
@@ -195,7 +176,7 @@ def _gather_once(
 
 
 def _gathered(link: EmulatedLink, num_bytes: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A tensor of about so many bytes, and a shard of it."""
+    """Make a tensor of about so many bytes, and a shard of it."""
     rows = link.mesh.size()
     shard = torch.zeros(-(-num_bytes // (64 * rows)) * 16, dtype=torch.float32, device=device)
     return torch.empty(rows * shard.numel(), dtype=shard.dtype, device=shard.device), shard
@@ -211,7 +192,7 @@ def _product(device: torch.device) -> Callable[[], None]:
 
 
 def _timed_us(product: Callable[[], None], count: int) -> float:
-    """Of one of so many products, by CUDA events in the current stream."""
+    """Time one of so many products, by CUDA events in the current stream, in us."""
     product()
     begin, end = (Event(enable_timing=True) for _ in range(2))
     begin.record()

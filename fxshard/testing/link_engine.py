@@ -16,35 +16,20 @@ from fxshard.errors import ConfigError
 
 
 class LinkTransfer(NamedTuple):
-    """What the link has carried.
+    """What the link has carried."""
 
-    Attributes:
-        op: the collective, such as "all_gather".
-        bytes: of all tensors, unsharded.
-        start_us: when the link began, after it was made.
-        end_us: when the data had arrived.
-    """
-
-    op: str
-    bytes: int
-    start_us: float
-    end_us: float
+    op: str  # the collective, such as "all_gather"
+    bytes: int  # of all tensors, unsharded
+    start_us: float  # when the link began, after it was made
+    end_us: float  # when the data had arrived
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """How long the link takes.
+    """How long the link takes; `ConfigError` if a number means nothing."""
 
-    Attributes:
-        gigabytes_per_s: bandwidth of each rank's link, in 1e9 bytes.
-        latency_us: of each collective.
-
-    Raises:
-        ConfigError: one of them means nothing.
-    """
-
-    gigabytes_per_s: float = math.inf
-    latency_us: float = 0.0
+    gigabytes_per_s: float = math.inf  # of each rank's link, in 1e9 bytes
+    latency_us: float = 0.0  # of each collective
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
@@ -61,31 +46,21 @@ class Speed:
         return self.gigabytes_per_s == math.inf and self.latency_us == 0.0
 
     def seconds(self, op: str, num_bytes: int, num_ranks: int) -> float:
-        """For a collective over tensors that have so many bytes when they are whole."""
+        """Return the time of a collective over tensors that have so many bytes when they are whole."""
         sent = num_bytes * (2 if op == "all_reduce" else 1) * (num_ranks - 1) / num_ranks
         return self.latency_us * 1e-6 + sent / (self.gigabytes_per_s * 1e9)
 
 
 class Move(NamedTuple):
-    """What a collective does to one pair of tensors of this rank, whose peers hold the same.
+    """What a collective does to one pair of tensors of this rank, whose peers hold the same."""
 
-    Attributes:
-        output: written; any shape that has `writes` times as many elements as one chunk of `source`.
-        source: read; `reads` equal chunks, one after the other.
-        scale: the chunk is multiplied by it.
-        power: the chunk is raised to it instead.
-        reads: how many chunks `source` has, all of which a link would send.
-        own: the chunk that is this rank's, and written.
-        writes: how often it is written, one after the other.
-    """
-
-    output: Tensor
-    source: Tensor
-    scale: float | Tensor = 1
-    power: int = 1
-    reads: int = 1
-    own: int = 0
-    writes: int = 1
+    output: Tensor  # written; of any shape with `writes` times the elements of a chunk of `source`
+    source: Tensor  # read; `reads` equal chunks, one after the other
+    scale: float | Tensor = 1  # the chunk is multiplied by it
+    power: int = 1  # the chunk is raised to it instead
+    reads: int = 1  # how many chunks `source` has, all of which a link would send
+    own: int = 0  # the chunk that is this rank's, and written
+    writes: int = 1  # how often it is written, one after the other
 
     def run(self) -> None:
         """Do it on the device of the tensors, in the current stream."""
@@ -105,15 +80,10 @@ class Move(NamedTuple):
 
 
 class Engine(Protocol):
-    """Carries transfers; one per kind of device.
+    """Carries transfers; one per kind of device."""
 
-    Attributes:
-        speed: of what is launched from now on.
-        devices: the types of device whose tensors it can move.
-    """
-
-    speed: Speed
-    devices: tuple[str, ...]
+    speed: Speed  # of what is launched from now on
+    devices: tuple[str, ...]  # the types of device whose tensors it can move
 
     @property
     def transfers(self) -> list[LinkTransfer]:

@@ -25,36 +25,20 @@ Source = tuple[str, str | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """What must stay true of a graph while passes rewrite it.
-
-    Attributes:
-        plan: the units of the frame.
-        kind: which graph of the frame this is.
-        inputs: name and type of every input.
-        outputs: type of every output, "None" where there is none.
-        promised: how many gradients the markers add up for each parameter; empty in a graph without them.
-        gradients: output position -> the (unit, shard) whose gradient it is.
-        had_launches: whether launches of ours stood in the graph already: then more is reduced than was promised.
-        sequence: the launches of every group, in order.
-        payloads: what each launch of ours sends, tensor by tensor, in words; see `payload_of`.
-        reads: name of a node -> its target and what it reads.
-        slots: name of a `reduce_grad` marker -> the parameter whose gradient it reduces.
-        num_results: how many outputs of a forward graph are results; the rest is saved for backward.
-        unsharded_budget_bytes: what unsharded parameters may take at any time.
-    """
+    """What must stay true of a graph while passes rewrite it."""
 
     plan: FramePlan
     kind: GraphKind
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    promised: dict[ParameterKey, int]
-    gradients: dict[int, tuple[str, int]]
-    had_launches: bool
-    sequence: tuple[str, ...]
-    payloads: tuple[tuple[str, ...], ...]
-    reads: dict[str, tuple[object, tuple[Source, ...]]]
-    slots: dict[str, ParameterKey]
-    num_results: int | None
+    inputs: tuple[str, ...]  # name and type of each
+    outputs: tuple[str, ...]  # type of each, "None" where there is none
+    promised: dict[ParameterKey, int]  # how many gradients the markers add up; empty without markers
+    gradients: dict[int, tuple[str, int]]  # output index -> the (unit, shard) whose gradient it is
+    had_launches: bool  # of ours, at the start: then more is reduced than was promised
+    sequence: tuple[str, ...]  # the launches of every group, in order
+    payloads: tuple[tuple[str, ...], ...]  # what each launch of ours sends, in words; see `payload_of`
+    reads: dict[str, tuple[object, tuple[Source, ...]]]  # node name -> its target and what it reads
+    slots: dict[str, ParameterKey]  # name of a `reduce_grad` marker -> whose gradient it reduces
+    num_results: int | None  # of a forward graph; its other outputs are saved for backward
     unsharded_budget_bytes: int | None
 
 
@@ -77,7 +61,7 @@ class Subject:
         return [n for n in self.graph.nodes if n.target in collectives.LAUNCHES and self.is_ours(n)]
 
     def is_ours(self, launch: fx.Node) -> bool:
-        """Whether a launch is tagged with a unit or sends something that belongs to one."""
+        """Return whether a launch is tagged with a unit or sends something that belongs to one."""
         if tags.meta_of(launch).calls:
             return True
         return Property.LOWERED not in self.properties and any(n in self.flow.values for n in launch.all_input_nodes)
@@ -107,13 +91,13 @@ class Subject:
         return found
 
     def value_of(self, output: int) -> Value | None:
-        """What is known of an output of the graph."""
+        """Return what is known of an output of the graph."""
         result = self.results[output] if output < len(self.results) else None
         value = self.flow.values.get(result) if isinstance(result, fx.Node) else None
         return None if isinstance(value, tuple) else value
 
     def sources_of(self, node: fx.Node) -> tuple[Source, ...]:
-        """The names of what a node is: a node of the graph, and a parameter if it is one."""
+        """Return the names of what a node is: a node of the graph, and a parameter if it is one."""
         if ops.is_unshard(node):
             return _source_of(node, self.baseline.plan), (f"%{node.name}", None)
         value = self.flow.parameters.get(node)
@@ -131,12 +115,12 @@ class Subject:
 
 
 def expected_reductions(results: Sequence[fx.node.Argument]) -> dict[ParameterKey, int]:
-    """How many gradients the markers behind a graph's outputs add up for each parameter; one may be added twice."""
+    """Count the gradients that the markers behind a graph's outputs add up for each parameter; one may count twice."""
     return dict(Counter(parameter_key_of(marker) for result in results for marker in ops.reduce_markers(result)))
 
 
 def trained_by(graph: fx.Graph) -> dict[str, list[SlotIndex]]:
-    """Unit key -> the parameters that a joint graph gives a gradient, in the order of their first markers."""
+    """Map unit key -> the parameters that a joint graph gives a gradient, in the order of their first markers."""
     found: dict[str, dict[SlotIndex, None]] = {}
     for node in filter(ops.is_reduce_grad, graph.nodes):
         key = ops.key_of(node)
@@ -145,7 +129,7 @@ def trained_by(graph: fx.Graph) -> dict[str, list[SlotIndex]]:
 
 
 def results_of(graph: fx.Graph) -> list[fx.node.Argument]:
-    """What a graph returns, one by one."""
+    """Return what a graph returns, one by one."""
     (results,) = graph.output_node().args
     return list(results) if isinstance(results, list | tuple) else [results]
 
@@ -158,7 +142,7 @@ def baseline_of(
     num_results: int | None = None,
     unsharded_budget_bytes: int | None = None,
 ) -> Baseline:
-    """The baseline of a graph whose markers are tagged and which no pass of the stage has touched yet."""
+    """Take the baseline of a graph whose markers are tagged, before any pass of the stage."""
     results = results_of(graph)
     launched = [n for n in graph.nodes if n.target in collectives.LAUNCHES and tags.meta_of(n).calls]
     flow = dataflow.dataflow_of(graph, plan) if launched else Dataflow()
@@ -182,7 +166,7 @@ def baseline_of(
 
 
 def payload_of(launch: fx.Node, flow: Dataflow) -> tuple[str, ...]:
-    """What a launch sends, tensor by tensor: a part of a flat, or the node behind the casts, and in which dtype."""
+    """Say what a launch sends, tensor by tensor: a part of a flat, or the node behind the casts, and in which dtype."""
     return tuple(
         str(value) if isinstance(value, dataflow.Flat) else _behind_casts(source, collectives.sent_dtype(launch))
         for value, source in zip(flow.sent_by(launch), collectives.launch_inputs(launch), strict=True)
@@ -199,13 +183,13 @@ def _behind_casts(node: fx.Node | None, dtype: torch.dtype | None) -> str:
 
 
 def parameter_key_of(marker: fx.Node) -> ParameterKey:
-    """The parameter that a marker reads or reduces."""
+    """Return the parameter that a marker reads or reduces."""
     key = ops.key_of(marker)
     return key.unit, key.shard, ops.slot_of(marker)
 
 
 def find(plan: FramePlan, place: ParameterKey) -> tuple[UnitPlan, ShardPlan, Slot] | None:
-    """What the plan has at a place, `None` for nothing."""
+    """Return what the plan has at a place, `None` for nothing."""
     unit = plan.units.get(place[0])
     shard = unit.shards[place[1]] if unit is not None and 0 <= place[1] < len(unit.shards) else None
     if unit is None or shard is None or not 0 <= place[2] < len(shard.slots):
@@ -214,7 +198,7 @@ def find(plan: FramePlan, place: ParameterKey) -> tuple[UnitPlan, ShardPlan, Slo
 
 
 def arguments_of(node: fx.Node) -> list[fx.Node]:
-    """The nodes that a node reads, in order; each as often as it is read."""
+    """Return the nodes that a node reads, in order; each as often as it is read."""
     found: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), found.append)
     return found
@@ -233,22 +217,22 @@ def _parameter(unit: str, fqn: str) -> str:
 
 
 def parameter_keys_of(plan: FramePlan, unit: str, shard: int) -> Iterator[tuple[Slot, ParameterKey]]:
-    """The parameters of a shard that have elements."""
+    """Return the parameters of a shard that have elements."""
     for i, slot in enumerate(plan.units[unit].shards[shard].slots):
         if slot.numel:
             yield slot, (unit, shard, i)
 
 
 def inputs_of(graph: fx.Graph) -> tuple[str, ...]:
-    """Name and type of every input."""
+    """Return name and type of every input."""
     return tuple(f"{node.name}: {type_of(node)}" for node in graph.find_nodes(op="placeholder"))
 
 
 def type_of(value: fx.node.Argument) -> str:
-    """Type of a node as the printer writes it; other values as they are."""
+    """Return the type of a node as the printer writes it; other values as they are."""
     return (text.type_text(value) or "untyped") if isinstance(value, fx.Node) else str(value)
 
 
 def sequence_of(graph: fx.Graph) -> tuple[str, ...]:
-    """The launches of every group, in order: what all ranks of a group must agree on."""
+    """Return the launches of every group, in order: what all ranks of a group must agree on."""
     return tuple(f"{launch.group}: {launch.text}" for launch in launches.sequence(graph))

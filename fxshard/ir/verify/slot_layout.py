@@ -1,4 +1,4 @@
-"""Whether what the flow found in a graph lies where the plan says."""
+"""Whether what the dataflow found in a graph lies where the plan says."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GradientSpan = tuple[int, int, Piece | Zeros]
 
 
 def is_slot(value: Flat | Window, unit: str, shard: int, slot: Slot, plan: UnitPlan) -> bool:
-    """Whether `value` is the unsharded parameter of `slot`: every rank's columns, row after row, without padding."""
+    """Return whether `value` is the unsharded parameter of `slot`: every rank's columns, row after row, no padding."""
     if isinstance(value, Flat):  # one rank, and the parameter is all there is
         value = Window(value, whole(value.numel))
     if (value.flat.unit, value.flat.shard) != (unit, shard) or value.view.shape != slot.shape:
@@ -35,7 +35,7 @@ def is_slot(value: Flat | Window, unit: str, shard: int, slot: Slot, plan: UnitP
 
 
 def _is_block(copied: View, slot: Slot, flat: Flat, world_size: int) -> bool:
-    """Whether a copy took the slot's columns of what was gathered, `[world_size, flat.numel]`."""
+    """Return whether a copy took the slot's columns of what was gathered, `[world_size, flat.numel]`."""
     rows_apart = world_size == 1 or copied.stride[:1] == (flat.numel,)
     return (
         copied.shape == (world_size, slot.numel)
@@ -46,12 +46,12 @@ def _is_block(copied: View, slot: Slot, flat: Flat, world_size: int) -> bool:
 
 
 def lies_in(slot: Slot, flat: Flat) -> bool:
-    """Whether a slot that has elements is among those of `flat`."""
+    """Return whether a slot that has elements is among those of `flat`."""
     return bool(slot.numel) and flat.start <= slot.offset < flat.start + flat.numel
 
 
 def segments_of(value: dataflow.Value | None) -> list[GradientSpan] | None:
-    """A shard's gradient, piece by piece; `None` if it is something else."""
+    """Return a shard's gradient, piece by piece; `None` if it is something else."""
     found = dataflow.on_one_rank(value)
     parts = found.parts if isinstance(found, dataflow.Assembled) else (found,)
     segments: list[GradientSpan] = []
@@ -66,13 +66,13 @@ def segments_of(value: dataflow.Value | None) -> list[GradientSpan] | None:
 
 
 def row_at(segments: list[GradientSpan], slot: Slot) -> GradientRow | None:
-    """The gradient that lies in `slot`, `None` if no single one does."""
+    """Return the gradient that lies in `slot`, `None` if no single one does."""
     found = _found_at(segments, slot)
     return found[0] if found is not None else None
 
 
 def piece_at(segments: list[GradientSpan], slot: Slot) -> Piece | None:
-    """The reduced buffer that the gradient in `slot` lies in."""
+    """Return the reduced buffer in which the gradient in `slot` lies."""
     found = _found_at(segments, slot)
     return found[1] if found is not None else None
 
@@ -91,20 +91,20 @@ def _found_at(segments: list[GradientSpan], slot: Slot) -> tuple[GradientRow, Pi
 
 
 def is_zero(segments: list[GradientSpan], slot: Slot) -> bool:
-    """Whether `slot` has no gradient."""
+    """Return whether `slot` has no gradient."""
     overlapping = [part for start, n, part in segments if start < slot.offset + slot.numel and slot.offset < start + n]
     return bool(overlapping) and all(isinstance(part, Zeros) for part in overlapping)
 
 
 def sent_by(launch: fx.Node, found: dataflow.Dataflow) -> list[Concat | None]:
-    """What a reduction sends, tensor by tensor."""
+    """Return what a reduction sends, tensor by tensor."""
     size = collectives.world_size_of(launch)
     single = [dataflow.alone(v, size) if isinstance(v, GradientRow) else v for v in found.sent_by(launch)]
     return [value if isinstance(value, Concat) else None for value in single]
 
 
 def wrong_ranks(launch: fx.Node, unit: UnitPlan) -> Iterator[str]:
-    """How a launch addresses other ranks than those that share the unit."""
+    """Say how a launch addresses other ranks than those that share the unit."""
     group = unit.reducing_group if launch.target in collectives.REDUCTIONS else unit.group
     if collectives.group_of(launch) != group:
         yield f"expected group {group!r}, found {collectives.group_of(launch)!r}"
@@ -113,7 +113,7 @@ def wrong_ranks(launch: fx.Node, unit: UnitPlan) -> Iterator[str]:
 
 
 def wrong_reduction(launch: fx.Node, sent: Concat, row: GradientRow, unit: UnitPlan, shard: ShardPlan) -> Iterator[str]:
-    """How a launch reduces a gradient otherwise than planned."""
+    """Say how a launch reduces a gradient otherwise than planned."""
     default = shard.dtype if REDUCES_IN_STORAGE_DTYPE else _dtype_of(row)
     expected = unit.reduce_dtype or default
     rule = collectives.division(unit.world_size, expected)
@@ -127,7 +127,7 @@ def wrong_reduction(launch: fx.Node, sent: Concat, row: GradientRow, unit: UnitP
 
 
 def wrong_result(piece: Piece, unit: UnitPlan, shard: ShardPlan) -> Iterator[str]:
-    """How a reduced gradient is finished otherwise than planned."""
+    """Say how a reduced gradient is finished otherwise than planned."""
     rule = collectives.division(unit.world_size, piece.concat.dtype)
     after = rule.after if piece.launch is not None else rule.before * rule.after
     if piece.launch is None and unit.world_size > 1:
@@ -139,7 +139,7 @@ def wrong_result(piece: Piece, unit: UnitPlan, shard: ShardPlan) -> Iterator[str
 
 
 def _dtype_of(row: GradientRow) -> torch.dtype:
-    """The dtype in which the gradient was computed, before any cast for the reduction."""
+    """Return the dtype in which the gradient was computed, before any cast for the reduction."""
     dtypes = [term.meta["val"].dtype for term in row.terms]
     total: torch.dtype = dtypes[0]
     for dtype in dtypes[1:]:

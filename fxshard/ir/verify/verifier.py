@@ -1,13 +1,12 @@
 """What must hold of every graph, whatever the passes did to it: the invariants as a table, and who broke one.
 
 [Note: verification]
-A *baseline* is taken when a stage receives its graph: the signature, and which gradients the markers promise to reduce
-into which output. After every pass `verify` checks each invariant of `INVARIANTS` that applies to the graph by then:
-which properties hold decides whether parameters are markers or collectives. An invariant is a generator of
-`(node, why)`; the first thing it yields is an error that names the pass, the invariant and the node, with the lines
-around it.
+A *baseline* is taken when a stage receives its graph: the signature, and which gradients the markers will reduce
+into which output. After every pass `verify` checks each invariant of `INVARIANTS` that applies by then: the properties
+say whether parameters are markers or collectives. An invariant is a generator of `(node, why)`. The first thing it
+yields is an error that names the pass, the invariant and the node, with the lines around it.
 
-As JAX's `check_jaxpr` (jax/_src/core.py) and tinygrad's `spec.py`: the rules are data, and they are all in one place.
+As in JAX's `check_jaxpr` (jax/_src/core.py) and tinygrad's `spec.py`, the rules are data, all in one place.
 """
 
 from __future__ import annotations
@@ -26,17 +25,11 @@ from fxshard.ir.verify.invariants import Violation
 
 
 def verify(graph: fx.Graph, agreed: Baseline, properties: Collection[Property], *, broken_by: str, debug: bool) -> None:
-    """Raise for the first invariant that does not hold.
+    """Raise `InvariantError` for the first invariant of `agreed` that does not hold of `graph` after a pass.
 
-    Args:
-        graph: after a pass.
-        agreed: the baseline of the stage.
-        properties: what the passes so far ensure.
-        broken_by: whom the message blames.
-        debug: also check the invariants that are too slow for every compile.
-
-    Raises:
-        InvariantError: names the pass, the invariant and the node, and shows the lines around it.
+    The message names the pass (`broken_by`), the invariant and the node, and shows the lines around it. `properties`
+    are those that the passes so far ensure. With `debug` also the invariants are checked that are too slow for every
+    compile.
     """
     subject = Subject(graph=graph, baseline=agreed, properties=properties)
     for invariant in INVARIANTS:
@@ -51,17 +44,11 @@ def verify(graph: fx.Graph, agreed: Baseline, properties: Collection[Property], 
 
 @dataclass(frozen=True, kw_only=True)
 class Invariant:
-    """One rule.
+    """One rule: the name and docstring of `check` are the rule's."""
 
-    Attributes:
-        check: yields where the rule is broken, and how; its name and docstring are the rule's.
-        applies: whether the rule means anything for a graph.
-        slow: checked at `verify="debug"` only.
-    """
-
-    check: Callable[[Subject], Iterator[Violation]]
-    applies: Callable[[Subject], bool]
-    slow: bool = False
+    check: Callable[[Subject], Iterator[Violation]]  # yields where it is broken, and how
+    applies: Callable[[Subject], bool]  # whether it means anything for a graph
+    slow: bool = False  # checked at `verify="debug"` only
 
     @property
     def name(self) -> str:
