@@ -23,8 +23,8 @@ class HandOffPrefetch(GraphPass):
              %u1 = fxshard.prefetched_all_gather(%shard_1, ..., 'last')   compute
 
     The op in the place of the first launch group takes what is in flight already, or launches; behind the last one it
-    also launches what the next graph will take. Which graph that is, the prefetch cache has seen before:
-    `runtime/prefetch_cache.py`, [Note: prefetch cache].
+    also launches what the next graph will take. Which graph that is, the prefetcher has seen before:
+    `runtime/prefetcher.py`, [Note: prefetch across graphs].
 
     Attributes:
         guess: whether to launch what came next the last time, where no list of the user says what to launch; never

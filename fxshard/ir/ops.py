@@ -14,7 +14,7 @@ copy. `fxshard::copy(source)` is a contiguous copy in memory of its own: Inducto
 hides that the source is the caller's.
 
 `fxshard::prefetched_all_gather` stands for an all_gather in code that is about to run: it takes what was launched ahead
-or launches, see [Note: prefetch cache] in `runtime/prefetch_cache.py`.
+or launches, see [Note: prefetch across graphs] in `runtime/prefetcher.py`.
 `fxshard::all_gather_on_stream` and `fxshard::reduce_scatter_on_stream` are collectives that cast what they send, and
 `fxshard::copy_out` waits for a gathered buffer and copies a part of it, all on a side stream: see [Note: side streams]
 in `runtime/streams.py`. Each result is waited for as a collective's.
