@@ -1,4 +1,4 @@
-"""A unit at run time: its settings, its plan, its flat shards, and what its other parts hold for it."""
+"""A unit at run time: its settings, its plan, its epoch, and the flats that it owns."""
 
 from __future__ import annotations
 
