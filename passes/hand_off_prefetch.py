@@ -22,9 +22,9 @@ class HandOffPrefetch(GraphPass):
     After    %u0 = fxshard.prefetched_all_gather(%shard_0, ..., 'first')  compute
              %u1 = fxshard.prefetched_all_gather(%shard_1, ..., 'last')   compute
 
-    The op in the place of the first launch group takes what is in flight already, or launches it. Behind the last one
-    it also launches what the next graph will take, as the prefetch cache has seen before: `runtime/prefetch_cache.py`,
-    [Note: prefetch cache].
+    The op in the place of the first launch group takes what is in flight already, or launches; behind the last one it
+    also launches what the next graph will take. Which graph that is, the prefetcher has seen before:
+    `runtime/prefetcher.py`, [Note: prefetch across graphs].
 
     Attributes:
         guess: whether to launch what came next the last time, where no list of the user says what to launch; never

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import itertools
 import logging
 import types
 import weakref
@@ -33,9 +32,9 @@ from fxshard.compile import dynamo
 from fxshard.errors import ConfigError
 from fxshard.live_objects import instances_of, referrers_of
 from fxshard.options import Options, launched_world_size
-from fxshard.runtime import process_groups, rank_check
+from fxshard.runtime import process_groups, rank_values
+from fxshard.runtime.flat_shard import Home
 from fxshard.runtime.parameters import as_dtensor, shard_rows
-from fxshard.runtime.unit import Home
 from fxshard.sharding import shard_module
 from fxshard.sharding.mesh import default_mesh, require_mesh
 from fxshard.sharding.sharded_module import plain_module, units_under
@@ -148,7 +147,7 @@ def _require_no_averages(root: nn.Module, group: dist.ProcessGroup) -> None:
     if names:
         gc.collect()  # it may be dead
         names = _averaged(root)
-    texts = rank_check.gather_texts("one_line_averages", ", ".join(names), group)
+    texts = rank_values.gather_texts("one_line_averages", ", ".join(names), group)
     if held := next(filter(None, texts), ""):
         raise ConfigError(
             f"an AveragedModel made before the first call holds copies of parameters: {held}. The call "
@@ -187,17 +186,16 @@ def _agree_on_values(root: nn.Module, group: dist.ProcessGroup) -> None:
     """Give all ranks the first rank's parameters and buffers; raise if names, shapes or dtypes differ."""
     named = dict(root.named_parameters()) | dict(root.named_buffers())
     layout = [f"{name}: {tensor.dtype}{list(tensor.shape)}" for name, tensor in named.items()]
-    texts = rank_check.gather_texts("one_line_layout", "\n".join(layout), group)
+    texts = rank_values.gather_texts("one_line_layout", "\n".join(layout), group)
     for rank, text in zip(dist.get_process_group_ranks(group), texts, strict=True):
-        if text.splitlines() != layout:
-            pairs = itertools.zip_longest(layout, text.splitlines(), fillvalue="nothing")
-            ours, theirs = next(pair for pair in pairs if pair[0] != pair[1])
+        if difference := rank_values.first_difference(layout, text.splitlines()):
+            _, ours, theirs = difference
             raise ConfigError(
                 f"the ranks' models differ: rank {dist.get_rank()} has {ours}, rank {rank} has {theirs}. Build the "
                 "same model on every rank."
             )
     tensors = list(named.values())
-    if len(set(rank_check.gather_texts("one_line", str(rank_check.checksum(tensors)), group))) > 1:
+    if len(set(rank_values.gather_texts("one_line", str(rank_values.checksum(tensors)), group))) > 1:
         _broadcast(tensors, group)
 
 

@@ -21,8 +21,8 @@ from fxshard.ir.memory_budget import GIB
 from fxshard.options import Options, parse
 from fxshard.passes import pipeline
 from fxshard.runtime import rank_check
+from fxshard.runtime.flat_shard import Home
 from fxshard.runtime.frame import Frame
-from fxshard.runtime.unit import Home
 from fxshard.sharding.sharded_module import plain_module, units_under
 
 _log = logging.getLogger(__name__)

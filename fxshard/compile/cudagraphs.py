@@ -8,7 +8,7 @@ A replay runs kernels on the addresses that they were recorded with, and no Pyth
 - What a graph gives lies in memory of the recording and is overwritten by a later replay. Gradients outlive it (an
   optimizer reads them, or the next backward adds to them), so a backward's results are copied out: a rank's rows only.
 - The ranks' agreement and the choice of a variant stay in front of the graph. A graph neither takes over nor hands on
-  launches of other graphs: that is Python's work (`runtime/prefetch_cache.py`). What is gathered outside of graphs is
+  launches of other graphs: that is Python's work (`runtime/prefetcher.py`). What is gathered outside of graphs is
   waited for before one runs.
 - Launches and waits must be recorded together: a graph is recorded whole, or is an error that says why it cannot be.
 - A backward is compiled when it first runs, as is usual: what manages recordings is there once a forward has run. So

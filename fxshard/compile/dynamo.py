@@ -28,7 +28,8 @@ from fxshard.ir.verify import baseline
 from fxshard.ir.verify.baseline import ParameterKey
 from fxshard.live_objects import instances_of
 from fxshard.runtime import eager
-from fxshard.runtime.unit import Home, Unit, home_of
+from fxshard.runtime.flat_shard import Home, home_of
+from fxshard.runtime.unit import Unit
 from fxshard.sharding.sharded_module import ParameterOwner, ShardedModule, plain_module
 
 Error = TypeVar("Error", bound=Exception)

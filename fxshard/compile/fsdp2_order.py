@@ -24,7 +24,7 @@ from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.plan import FramePlan
 from fxshard.ir.verify import baseline
 from fxshard.ir.verify.baseline import ParameterKey
-from fxshard.runtime.unit import Home
+from fxshard.runtime.flat_shard import Home
 
 
 def reduced_separately(

@@ -10,7 +10,7 @@ from torch import fx
 
 from fxshard.ir import ops
 from fxshard.ir.plan import FramePlan
-from fxshard.runtime.unit import Home
+from fxshard.runtime.flat_shard import Home
 
 
 def keep_last_unit_unsharded(gm: fx.GraphModule, plan: FramePlan, flats: Mapping[int, Home]) -> FramePlan:

@@ -31,8 +31,7 @@ from fxshard.ir.variant import Variant
 from fxshard.options import Options
 from fxshard.passes._base import GraphKind
 from fxshard.passes.pipeline import Pipeline
-from fxshard.runtime import rank_check
-from fxshard.runtime.dispatch import BackwardDispatch, Code, ForwardDispatch
+from fxshard.runtime.dispatch import BackwardDispatch, Code, ForwardDispatch, GuardedCode
 from fxshard.runtime.frame import Frame
 
 
@@ -126,7 +125,7 @@ class Compilation:
     def prepared(self, code: Callable[..., Any], facts: CompiledFacts) -> Callable[..., Any]:
         """Return a graph's code behind the choice of its variant and the ranks' agreement."""
         code = cudagraphs.guarded(self._stages.options, code, facts.kind, counters["inductor"])
-        run = rank_check.guard(code, facts.kind, facts.launches)
+        run = GuardedCode(code, facts.kind, facts.launches)
         self._made[facts.kind] = run, facts
         if self._stages.only is not None:
             return run

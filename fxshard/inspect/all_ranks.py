@@ -26,8 +26,8 @@ from fxshard.errors import UnsupportedGraph
 from fxshard.inspect.fake_model import FakeModel
 from fxshard.ir import collectives, ops
 from fxshard.ir.plan import ShardPlan
+from fxshard.runtime.flat_shard import Home, home_of
 from fxshard.runtime.frame import Frame
-from fxshard.runtime.unit import Home, home_of
 from fxshard.sharding.sharded_module import units_under
 
 

@@ -15,7 +15,8 @@ The other ops:
   a copy.
 - `fxshard::copy(source)` is a contiguous copy in memory of its own: Inductor drops `clone` where a wait hides that the
   source is the caller's.
-- `fxshard::prefetched_all_gather` takes an all_gather that was launched ahead, or launches it: [Note: prefetch cache].
+- `fxshard::prefetched_all_gather` takes an all_gather that was launched ahead, or launches it: [Note: prefetch across
+  graphs].
 - `fxshard::all_gather_on_stream` and `fxshard::reduce_scatter_on_stream` cast and send, `fxshard::copy_out` waits for a
   gathered buffer and copies a part of it, all on a side stream: [Note: side streams]. Each result is waited for as a
   collective's.

@@ -40,36 +40,38 @@ class Accumulation:
         waiting: the parameters with gradients that were not reduced.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, unit: Unit) -> None:
+        """Nothing waits, and backwards reduce."""
+        self._unit = unit
         self.sync = True
         self.waiting: set[SlotIndex] = set()
         self._buffers: dict[int, Tensor] = {}  # by shard: all its parameters, one after the other
         self._epoch = 0
 
-    def sums(self, unit: Unit, slots: Iterable[SlotIndex]) -> list[Tensor]:
+    def sums(self, slots: Iterable[SlotIndex]) -> list[Tensor]:
         """The accumulators of some parameters, each of its unsharded shape: zeros where nothing waits.
 
         Raises:
             UnsupportedGraph: the parameters have changed since the first gradient that waits.
         """
         slots = list(slots)
-        if self.waiting and self._epoch != unit.epoch():
+        if self.waiting and self._epoch != self._unit.epoch():
             raise UnsupportedGraph(
-                f"parameters of unit {unit.fqn or 'root'!r} were changed while gradients of earlier microbatches "
+                f"parameters of unit {self._unit.fqn or 'root'!r} were changed while gradients of earlier microbatches "
                 "waited to be reduced. Let the last backward before the optimizer step run outside of no_sync() (or "
                 "with set_requires_gradient_sync(True)), or drop what waits with reset_iter_state()."
             )
-        self._epoch = unit.epoch()
-        views = {i: self._views(unit, i) for i in sorted({shard for shard, _ in slots})}
+        self._epoch = self._unit.epoch()
+        views = {i: self._views(i) for i in sorted({shard for shard, _ in slots})}
         sums = {index: views[index[0]][index[1]] for index in slots}
         if stale := [total for index, total in sums.items() if index not in self.waiting]:
             with torch.no_grad():
                 torch._foreach_zero_(stale)
         return list(sums.values())
 
-    def _views(self, unit: Unit, i: int) -> Sequence[Tensor]:
-        shard = unit.shards[i].plan
-        dtype, device = accumulator_dtype(unit.plan, shard), unit.shards[i].flat.device
+    def _views(self, i: int) -> Sequence[Tensor]:
+        shard, device = self._unit.shards[i].plan, self._unit.shards[i].flat.device
+        dtype = accumulator_dtype(self._unit.plan, shard)
         step = ALIGNMENT // dtype.itemsize
         numels = [-(-slot.full_numel // step) * step for slot in shard.slots]
         found = self._buffers.get(i)
@@ -79,25 +81,25 @@ class Accumulation:
             parts = zip(found.split(numels), shard.slots, strict=True)
             return [part[: slot.full_numel].view(slot.shape) for part, slot in parts]
 
-    def add(self, unit: Unit, grads: Mapping[SlotIndex, Tensor]) -> None:
+    def add(self, grads: Mapping[SlotIndex, Tensor]) -> None:
         """Add gradients, each of its parameter's shape, outside of compiled code."""
         with torch.no_grad():
-            for total, grad in zip(self.sums(unit, grads), grads.values(), strict=True):
+            for total, grad in zip(self.sums(grads), grads.values(), strict=True):
                 total.add_(grad)
         self.waiting.update(grads)
-        unit.microbatches.hold()
+        self._unit.microbatches.hold()
 
-    def finish(self, unit: Unit, grads: Mapping[SlotIndex, Tensor]) -> dict[SlotIndex, Tensor]:
+    def finish(self, grads: Mapping[SlotIndex, Tensor]) -> dict[SlotIndex, Tensor]:
         """What is to be reduced, by parameter: `grads`, with what waits added to them."""
         if not self.waiting:
             return dict(grads)
-        self.add(unit, grads)
-        return self.take(unit, sorted(self.waiting))
+        self.add(grads)
+        return self.take(sorted(self.waiting))
 
-    def take(self, unit: Unit, slots: Sequence[SlotIndex]) -> dict[SlotIndex, Tensor]:
+    def take(self, slots: Sequence[SlotIndex]) -> dict[SlotIndex, Tensor]:
         """What waits of some parameters, which is to be reduced now."""
-        found = self.sums(unit, slots)
-        if unit.world_size == 1:  # nothing is sent: the sums themselves would become gradients
+        found = self.sums(slots)
+        if self._unit.world_size == 1:  # nothing is sent: the sums themselves would become gradients
             found = [total.clone() for total in found]
         self.waiting.difference_update(slots)
         return dict(zip(slots, found, strict=True))
@@ -150,7 +152,7 @@ def sums_for(which: Variant, units: Units, trained: Slots) -> list[Tensor]:
     slots: dict[str, list[SlotIndex]] = {}
     for key, slot in in_order(which.units, trained):
         slots.setdefault(key, []).append(slot)
-    return [total for key, mine in slots.items() for total in units[key].accumulation.sums(units[key], mine)]
+    return [total for key, mine in slots.items() for total in units[key].accumulation.sums(mine)]
 
 
 def note_run(which: Variant, units: Units, trained: Slots) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +20,13 @@ from torch import Tensor
 
 from fxshard import torch_private
 from fxshard.errors import FxshardError, InvariantError, UnsupportedGraph
+from fxshard.ir.launches import Launch
 from fxshard.ir.liveness import hint_of
 from fxshard.ir.variant import PLAIN, Slots, Variant
-from fxshard.runtime import accumulation, rank_check, unsharded_cache
+from fxshard.runtime import accumulation, profiler_ranges, rank_check, unsharded_cache
 from fxshard.runtime.accumulation import Units
 from fxshard.runtime.frame import Frame
+from fxshard.runtime.rank_check import Agreement
 
 Order = tuple[int, ...]
 """The dims of a tensor, those with the largest strides first."""
@@ -50,11 +53,32 @@ def restride(inputs: list[Any], orders: dict[int, Order]) -> None:
             inputs[i] = torch.empty_permuted(value.shape, order, dtype=value.dtype, device=value.device).copy_(value)
 
 
+class GuardedCode:
+    """A graph's code, preceded by the ranks' agreement on what it launches; profiles name its launches.
+
+    It takes the inputs in one list, which it empties, and after them the names of the units of this run where they are
+    not those of the launches: key in the graph -> name.
+    """
+
+    def __init__(self, run: Callable[[list[Any]], Any], kind: str, launches: Sequence[Launch]) -> None:
+        """`run` makes these launches, in this order; `kind`: as in `rank_check.CollectiveSequence`."""
+        self._run, self._launches, self._agreement = run, launches, Agreement(kind)
+        self._boxed_call = True  # AOTAutograd asks for it, and looks for it in the instance
+
+    def __call__(self, inputs: list[Any], names: Mapping[str, str] = MappingProxyType({})) -> Any:
+        """Run it."""
+        if not self._launches:
+            return self._run(inputs)
+        launches = [launch.renamed(names) for launch in self._launches] if names else self._launches
+        with self._agreement.before(launches), profiler_ranges.of_graph(launches):
+            return self._run(inputs)
+
+
 class Code(NamedTuple):
     """A compiled graph.
 
     Attributes:
-        run: takes the inputs in one list, which it empties, and the names of the units (`rank_check.guard`).
+        run: a `GuardedCode`.
         orders: how the inputs must lie in memory; see [Note: layouts] in `runtime/dispatch.py`.
     """
 
@@ -120,8 +144,8 @@ class ForwardDispatch(Dispatch):
         self._compiled(which)
         self._next = which, self._resident(which, units), self._frame.names_of(units)
         for unit in units.values():
-            if self._frame.replays and unit.prefetch_cache is not None:
-                unit.prefetch_cache.settle(unit.shards[0].flat.device)
+            if self._frame.replays:
+                unit.prefetcher.settle(unit.shards[0].flat.device)
 
     def __call__(self, inputs: list[Any]) -> Any:
         """Run the variant that was chosen."""
@@ -153,7 +177,7 @@ class BackwardDispatch(Dispatch):
         inputs.extend(accumulation.sums_for(which, units, trained))
         inputs.extend(self._resident(which, units))
         for unit in units.values():
-            unit.microbatches.drop_resident(unit)  # if they end: then the graph frees each after its last use
+            unsharded_cache.release_resident(unit)  # if they end: then the graph frees each after its last use
         if call.forward != PLAIN or which != PLAIN:
             restride(inputs, code.orders)
         results = code.run(inputs, self._frame.names_of(units))

@@ -16,11 +16,11 @@ who looks at it, writes to it or hangs a hook on it means the parameter, not a c
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +30,11 @@ from fxshard.errors import InvariantError, UnsupportedGraph
 from fxshard.ir import collectives
 from fxshard.ir.collectives import SlotIndex
 from fxshard.runtime import profiler_ranges
+from fxshard.runtime.flat_shard import home_of
 from fxshard.runtime.parameters import ParameterRef
-from fxshard.runtime.unit import Unit, home_of
+
+if TYPE_CHECKING:
+    from fxshard.runtime.unit import Unit
 
 Parameters = dict[SlotIndex, Tensor]
 
@@ -104,18 +107,20 @@ _scopes = _Scopes()
 class AfterForward:
     """A unit that does not reshard after forward, between its forward and its backward: see [Note: after a forward]."""
 
-    def __init__(self) -> None:
+    def __init__(self, unit: Unit) -> None:
         """Sharded."""
+        self._unit = unit
         self._epoch: int | None = None
         self._read: set[Read] = set()
         self._scope = _Scope(())
 
-    def unshard(self, unit: Unit, read: Iterable[Read]) -> None:
+    def unshard(self, read: Iterable[Read]) -> None:
         """A forward has ended, which has read these parameters itself."""
-        if self._epoch != unit.epoch():
+        epoch = self._unit.epoch()
+        if self._epoch != epoch:
             self._read.clear()
         self.reshard()
-        self._epoch = unit.epoch()
+        self._epoch = epoch
         self._read.update(read)
 
     def reshard(self) -> None:
@@ -124,22 +129,22 @@ class AfterForward:
         Raises:
             UnsupportedGraph: somebody has written into them.
         """
-        self._epoch, scope, self._scope = None, self._scope, _Scope(())
-        scope.require_unchanged()
+        if self._epoch is not None:
+            self._epoch, scope, self._scope = None, self._scope, _Scope(())
+            scope.require_unchanged()
 
-    def parameter(self, unit: Unit, slot: SlotIndex, module: nn.Module) -> Tensor | None:
+    def parameter(self, slot: SlotIndex, module: nn.Module) -> Tensor | None:
         """The unsharded parameter, `None` if it is the DTensor that is meant."""
-        if self._epoch != unit.epoch():
+        if self._epoch is not None and self._epoch != self._unit.epoch():
             self.reshard()
-            return None
-        if self._was_read(unit, slot, module):
+        if self._epoch is None or self._was_read(slot, module):
             return None
         with torch.inference_mode(False), torch.enable_grad():
-            return self._scope.parameters_of(unit, after_forward=True)[slot]
+            return self._scope.parameters_of(self._unit, after_forward=True)[slot]
 
-    def _was_read(self, unit: Unit, slot: SlotIndex, module: nn.Module) -> bool:
+    def _was_read(self, slot: SlotIndex, module: nn.Module) -> bool:
         """Whether forward has read a parameter: one that is tied, through this module."""
-        if len(unit.shards[slot[0]].members[slot[1]].owners) > 1:
+        if len(self._unit.shards[slot[0]].members[slot[1]].owners) > 1:
             return (slot, id(module)) in self._read
         return any(slot == read for read, _ in self._read)
 
@@ -157,8 +162,7 @@ def forward_ended(units: Iterable[Unit], reads: Mapping[Unit, Iterable[Read]] = 
         noted = _scopes.stack[0].reads if _scopes.stack else reads
         for unit in units:
             if not unit.plan.reshard_after_forward:
-                unit.after_forward = unit.after_forward or AfterForward()
-                unit.after_forward.unshard(unit, noted.get(unit, ()))
+                unit.after_forward.unshard(noted.get(unit, ()))
 
 
 def note_reads(unit: Unit, reads: Iterable[Read]) -> None:
@@ -221,9 +225,7 @@ def read(ref: ParameterRef, module: nn.Module) -> Tensor:
 def read_after_forward(ref: ParameterRef, module: nn.Module) -> Tensor | None:
     """The unsharded parameter of a unit that is between forward and backward, `None` if it is sharded."""
     home = home_of(ref.flat)
-    if home is None or home.unit.after_forward is None:
-        return None
-    return home.unit.after_forward.parameter(home.unit, (home.shard, ref.slot), module)
+    return home.unit.after_forward.parameter((home.shard, ref.slot), module) if home is not None else None
 
 
 def _scope_for(unit: Unit) -> _Scope:
@@ -248,19 +250,12 @@ def unshard(unit: Unit, *, after_forward: bool = False) -> Parameters:
         unit: to gather.
         after_forward: whether it is for who reads them after forward.
     """
-    gather = functools.partial(_unshard, after_forward=after_forward)
-    if any(torch_private.is_fake(shard.flat) for shard in unit.shards):
-        return gather([unit])  # there are no ranks
-    when = "after forward" if after_forward else "outside of graphs"
-    guarded = unit.outside_graphs("read", "all_gather", f"all parameters, read {when},", gather)
-    return cast(Parameters, guarded([unit]))
-
-
-def _unshard(units: list[Unit], after_forward: bool) -> Parameters:
-    (unit,) = units
     index = [(i, j) for i, shard in enumerate(unit.shards) for j in range(len(shard.members))]
     flats = [shard.flat for shard in unit.shards]
-    values = _UnshardUnit.apply(unit, index, after_forward, *flats)  # type: ignore[no-untyped-call]
+    when = "after forward" if after_forward else "outside of graphs"
+    agreed = unit.agreed("read", "all_gather", f"all parameters, read {when},")
+    with agreed if not any(map(torch_private.is_fake, flats)) else nullcontext():  # then there are no ranks
+        values = _UnshardUnit.apply(unit, index, after_forward, *flats)  # type: ignore[no-untyped-call]
     return dict(zip(index, values, strict=True))
 
 
@@ -273,7 +268,7 @@ class _UnshardUnit(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.unit, ctx.index, ctx.after_forward, ctx.version = unit, index, after_forward, unit.version()
         ctx.set_materialize_grads(False)
-        with torch_private.unseen_by_policies(), profiler_ranges.of_unit(unit.fqn):
+        with profiler_ranges.of_unit(unit.fqn):
             values = collectives.unshard(dict(enumerate(flats)), unit.plan, index)
         frozen = [v for v, (i, _) in zip(values, index, strict=True) if not unit.shards[i].plan.trainable]
         ctx.mark_non_differentiable(*frozen)
@@ -287,11 +282,11 @@ class _UnshardUnit(torch.autograd.Function):
         _scopes.recompute = None
         unit.microbatches.backward_runs(of_forward=not ctx.after_forward)
         if written and not unit.accumulation.sync:
-            unit.accumulation.add(unit, written)
+            unit.accumulation.add(written)
             written = {}
         if not written:
             return (None, None, None, *(None for _ in unit.shards))
-        written = unit.accumulation.finish(unit, written)
+        written = unit.accumulation.finish(written)
         for i, j in written:
             unit.shards[i].sink.expect((j,))
         with profiler_ranges.of_unit(unit.fqn):

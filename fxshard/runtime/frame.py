@@ -18,7 +18,8 @@ from fxshard.ir.variant import PLAIN, Variant
 from fxshard.ir.verify.baseline import ParameterKey
 from fxshard.runtime import eager
 from fxshard.runtime.accumulation import Units
-from fxshard.runtime.unit import Unit, home_of
+from fxshard.runtime.flat_shard import home_of
+from fxshard.runtime.unit import Unit
 
 
 @dataclass(eq=False)

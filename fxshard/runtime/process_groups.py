@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fxshard.errors import ConfigError
-from fxshard.runtime import rank_check
+from fxshard.runtime import rank_values
 from fxshard.runtime.unit import Unit
 
 TOPIC = "set_separate_reduce_scatter_group"
@@ -60,7 +60,7 @@ def _twin_of(unit: Unit) -> dist.ProcessGroup:
             "reduce on the mesh's group."
         )
     name = unit.fqn or "root"
-    said = rank_check.gather_texts(TOPIC, name, group, remedy="All ranks of the mesh must call it alike.")
+    said = rank_values.gather_texts(TOPIC, name, group, remedy="All ranks of the mesh must call it alike.")
     if others := sorted(set(said) - {name}):
         raise ConfigError(
             f"set_separate_reduce_scatter_group: this rank makes a group for unit {name}, another one for {others[0]}. "

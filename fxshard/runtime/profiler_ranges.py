@@ -18,7 +18,7 @@ wait for what recomputation launches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import repeat
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch.profiler import record_function
 from fxshard import torch_private
 from fxshard.ir import ops
 from fxshard.ir.launches import Launch
-from fxshard.runtime.unit import home_of
+from fxshard.runtime.flat_shard import home_of
 
 _VERBS = {"all_gather": "unshard", "reduce_scatter": "reduce"}
 _ON_STREAM = {ops.ALL_GATHER_ON_STREAM: "all_gather", ops.REDUCE_SCATTER_ON_STREAM: "reduce_scatter"}
@@ -42,9 +42,12 @@ def of_graph(launches: Iterable[Launch]) -> AbstractContextManager[object]:
     return _Ranges({kind: iter([launch.serves for launch in launches if launch.kind == kind]) for kind in _VERBS})
 
 
-def of_unit(fqn: str) -> AbstractContextManager[object]:
-    """Around launches and waits for one unit."""
-    return _Ranges({kind: repeat(fqn or "root") for kind in _VERBS}) if torch_private.profiler_runs() else nullcontext()
+@contextmanager
+def of_unit(fqn: str) -> Iterator[None]:
+    """Around launches and waits for one unit, which no policy sees."""
+    names = {kind: repeat(fqn or "root") for kind in _VERBS}
+    with torch_private.unseen_by_policies(), _Ranges(names) if torch_private.profiler_runs() else nullcontext():
+        yield
 
 
 class _Ranges(torch_private.DispatchMode):

@@ -16,7 +16,7 @@ Everybody writes before it waits here or in a collective, so this wait ends wher
 - A graph break on one rank only is a difference: a graph is compared before it is known which ones follow.
 - A failed compilation takes a number too, with its message, so that the others need not wait for it.
 - A rank that turns off a known path raises alone, while the others stand in a collective already. When that fails (the
-  rank has ended, or the group's timeout has passed), what is in the store explains it: `RankGroup.require_agreement`.
+  rank has ended, or the group's timeout has passed), what is in the store explains it: `RankGroup.compare`.
 - The store forgets nothing, so the numbers share `RING` keys per rank. No rank is that many runs ahead of another:
   they wait for each other's data, and an accelerator's queue of launches is shorter.
 - A new default group may come with an old store: a `RankGroup` begins at 1 in a namespace of its own.
@@ -26,70 +26,21 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import logging
 import time
 import weakref
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, cast
 
 import torch.distributed as dist
-from torch import Tensor
 
 from fxshard import torch_private
-from fxshard.errors import ConfigError, FxshardError, RankMismatchError
+from fxshard.errors import FxshardError, RankMismatchError
 from fxshard.ir.launches import Launch
-from fxshard.runtime import profiler_ranges
-from fxshard.runtime.raw import as_bytes
-
-
-def checksum(tensors: Iterable[Tensor]) -> int:
-    """CRC32 over the bytes of all tensors, in order."""
-    crc = 0
-    for tensor in tensors:
-        crc = zlib.crc32(as_bytes(tensor.cpu()).numpy(), crc)  # type: ignore[arg-type] # a numpy array is a buffer
-    return crc
-
-
-def gather_texts(
-    topic: str,
-    text: str,
-    group: dist.ProcessGroup,
-    timeout: timedelta = timedelta(minutes=5),
-    remedy: str = "All ranks must make the first call of the compiled model.",
-) -> list[str]:
-    """Every rank's text, in group order, through the store of the default process group.
-
-    Where no other process can reach the store, the other ranks are emulated and say the same.
-
-    Args:
-        topic: what is compared; the n-th exchange of a rank on a topic meets the n-th of the others.
-        text: this rank's.
-        group: the ranks that compare.
-        timeout: how long to wait for the other ranks.
-        remedy: what the error says to do.
-
-    Raises:
-        ConfigError: some ranks never came; they are named.
-    """
-    store, rank, ranks = torch_private.default_store(), dist.get_rank(), dist.get_process_group_ranks(group)
-    if is_in_process(store):
-        return [text] * len(ranks)
-    place = f"fxshard/{topic}/{group.group_name}"
-    ordinal = store.add(f"{place}/ordinal/{rank}", 1)
-    keys = {r: f"{place}/{ordinal}/{r}" for r in ranks}
-    store.set(keys[rank], text)
-    try:
-        store.wait(list(keys.values()), timeout)
-    except RuntimeError as error:
-        absent = [str(r) for r, key in keys.items() if not store.check([key])]
-        raise ConfigError(f"{topic}: rank {rank} waited {timeout} for rank {', '.join(absent)}. {remedy}") from error
-    return [store.get(key).decode() for key in keys.values()]
-
+from fxshard.runtime.rank_values import first_difference, is_in_process
 
 RING = 512
 """Runs per rank that the store keeps."""
@@ -166,72 +117,75 @@ class RunEntry(NamedTuple):
 class RankGroup:
     """The ranks of one or more process groups, and how far this one has come among them; see [Note: agreement]."""
 
-    def __init__(self, ranks: Sequence[int], store: dist.Store) -> None:
+    def __init__(self, ranks: Sequence[int]) -> None:
         """Begin at run 1, together with the same call on the other ranks."""
         self.rank = dist.get_rank()
         self.others = [rank for rank in ranks if rank != self.rank]
         place = f"fxshard/runs/{_hash(repr(tuple(ranks)))}"
-        self._place = f"{place}/{store.add(f'{place}/lives/{self.rank}', 1)}"
+        self._place = f"{place}/{self._store.add(f'{place}/lives/{self.rank}', 1)}"
         self._run = 0
         self._now = CollectiveSequence("", "", "", "")
         self._written: set[str] = set()
         self._agreed: set[tuple[str, str]] = set()
         self._turn = ("", "")
 
-    def begin(self, store: dist.Store, program: CollectiveSequence) -> bool:
-        """Write the next run into the store of the default process group; whether it never followed the one before."""
-        self._turn = (self._now.digest, program.digest)
-        self._run, self._now = self._run + 1, program
-        if program.key not in self._written:
-            store.set(f"{self._place}/text/{program.key}", program.text)
-            self._written.add(program.key)
-        store.set(self._slot(self.rank), f"{self._run} {program.kind} {program.digest} {program.key}")
+    @property
+    def _store(self) -> dist.Store:
+        """Of the default process group, asked for anew: whoever holds the last reference to it keeps a server alive."""
+        return torch_private.default_store()
+
+    def begin(self, sequence: CollectiveSequence) -> bool:
+        """Write the next run into the store; whether it never followed the one before."""
+        store = self._store
+        self._turn = (self._now.digest, sequence.digest)
+        self._run, self._now = self._run + 1, sequence
+        if sequence.key not in self._written:
+            store.set(f"{self._place}/text/{sequence.key}", sequence.text)
+            self._written.add(sequence.key)
+        store.set(self._slot(self.rank), f"{self._run} {sequence.kind} {sequence.digest} {sequence.key}")
         return self._turn not in self._agreed
 
-    def meet(self, store: dist.Store, timeouts: Timeouts = Timeouts()) -> None:
+    def wait_and_compare(self, timeouts: Timeouts = Timeouts()) -> None:
         """Wait until all ranks have come to this run, and compare.
 
         Raises:
             RankMismatchError: a rank runs something else, never comes, or the store is gone.
         """
         try:
-            late = self._wait(store, timeouts)
-            if not late:
-                self.require_agreement(store)
+            self._wait(timeouts)
+            self.compare()
+        except FxshardError:
+            raise
         except RuntimeError as error:
-            if isinstance(error, FxshardError):
-                raise
             raise RankMismatchError(
                 f"the store of the process group failed while rank {self.rank} waited for the others before "
                 f"{self._where()}: {error}. Another rank has probably ended; look at its output."
             ) from error
-        if late:
-            raise RankMismatchError(
-                f"rank {', '.join(map(str, late))} never came to {self._where()}, for which rank {self.rank} waited "
-                f"{timeouts.limit_for(store):.0f} s. Every rank must make the same calls of the compiled model."
-            )
         self._agreed.add(self._turn)
 
-    def require_agreement(self, store: dist.Store) -> None:
+    def compare(self) -> None:
         """Compare this run with the ranks that have come as far.
 
         Raises:
             RankMismatchError: one of them runs something else.
         """
         for rank in self.others:
-            for theirs in self._come(store, [rank]).values():
+            for theirs in self._arrived([rank]).values():
                 if (theirs.run, theirs.digest) != (self._run, self._now.digest):
-                    self._refuse(store, rank, theirs)
+                    raise RankMismatchError(self._difference(rank, theirs))
 
-    def _wait(self, store: dist.Store, timeouts: Timeouts) -> list[int]:
-        """The ranks that have not come when the time is up."""
-        late, began, warn = self.others, time.monotonic(), timeouts.warn
-        while late := sorted(set(late) - self._come(store, late).keys()):
+    def _wait(self, timeouts: Timeouts) -> None:
+        late, began, warn, limit = self.others, time.monotonic(), timeouts.warn, timeouts.limit_for(self._store)
+        while late := sorted(set(late) - self._arrived(late).keys()):
             waited = time.monotonic() - began
-            if waited > timeouts.limit_for(store):
-                return [rank for rank in late if not self._come(store, [rank])]
-            if waited > warn:
-                absent = ", ".join(str(rank) for rank in late if not self._come(store, [rank]))
+            if waited > min(warn, limit):
+                # Nothing is said of a rank before all have filled the slot once: ask for each by itself.
+                absent = ", ".join(str(rank) for rank in late if not self._arrived([rank]))
+                if absent and waited > limit:
+                    raise RankMismatchError(
+                        f"rank {absent} never came to {self._where()}, for which rank {self.rank} waited {limit:.0f} "
+                        "s. Every rank must make the same calls of the compiled model."
+                    )
                 _log.warning(
                     "fxshard: rank %d has waited %.0f s for rank %s (still compiling?) before %s.",
                     self.rank,
@@ -241,14 +195,13 @@ class RankGroup:
                 )
                 warn *= 2
             time.sleep(min(1.0, max(0.001, waited / 10)))
-        return []
 
-    def _come(self, store: dist.Store, ranks: Sequence[int]) -> dict[int, RunEntry]:
+    def _arrived(self, ranks: Sequence[int]) -> dict[int, RunEntry]:
         """What those of `ranks` wrote who have come to this run; nothing before all have filled the slot once."""
         keys = [self._slot(rank) for rank in ranks]
-        if not store.check(keys):
+        if not self._store.check(keys):
             return {}
-        entries = zip(ranks, map(RunEntry.parse, store.multi_get(keys)), strict=True)
+        entries = zip(ranks, map(RunEntry.parse, self._store.multi_get(keys)), strict=True)
         return {rank: entry for rank, entry in entries if entry.run >= self._run}
 
     def _slot(self, rank: int) -> str:
@@ -257,22 +210,21 @@ class RankGroup:
     def _where(self) -> str:
         return f"run {self._run} of a compiled graph ({self._now.kind})"
 
-    def _refuse(self, store: dist.Store, rank: int, theirs: RunEntry) -> NoReturn:
-        text = store.get(f"{self._place}/text/{theirs.key}").decode()
+    def _difference(self, rank: int, theirs: RunEntry) -> str:
+        """In words."""
+        text = self._store.get(f"{self._place}/text/{theirs.key}").decode()
         if theirs.kind == FAILED:
-            raise RankMismatchError(
-                f"rank {rank} could not compile what is {self._where()} on rank {self.rank}: {text}"
-            )
+            return f"rank {rank} could not compile what is {self._where()} on rank {self.rank}: {text}"
         if theirs.run != self._run:
-            raise RankMismatchError(
+            return (
                 f"rank {rank} is at run {theirs.run} of its compiled graphs, but rank {self.rank} has only come to "
                 f"{self._where()}. Every rank must make the same calls of the compiled model."
             )
-        pairs = itertools.zip_longest(self._now.text.splitlines(), text.splitlines(), fillvalue="nothing more")
-        at, (ours, other) = next((i, pair) for i, pair in enumerate(pairs, 1) if _agreed(pair[0]) != _agreed(pair[1]))
+        found = first_difference(self._now.text.splitlines(), text.splitlines(), "nothing more", _agreed)
+        at, ours, other = cast("tuple[int, str, str]", found)  # for the digests differ
         sides = sorted([(self.rank, self._now.kind, ours), (rank, theirs.kind, other)])
         lines = "\n".join(f"    rank {r} ({kind}): {launch}" for r, kind, launch in sides)
-        raise RankMismatchError(
+        return (
             f"the ranks launch different collectives. In run {self._run} of a compiled graph, collective {at} is the "
             f"first that differs:\n{lines}\nBuild, shard and compile the same model with the same options on every "
             "rank, and make the same calls of it in the same order."
@@ -305,96 +257,76 @@ def _rank_group_of(group_name: str) -> RankGroup | None:
     rank_groups = _rank_groups().setdefault(world, {})
     ranks = tuple(dist.get_process_group_ranks(group))
     if ranks not in rank_groups:
-        rank_groups[ranks] = RankGroup(ranks, torch_private.default_store())
+        rank_groups[ranks] = RankGroup(ranks)
     return rank_groups[ranks]
-
-
-def is_in_process(store: dist.Store) -> bool:
-    """Whether no other process can reach the store: the other ranks are emulated."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return isinstance(store, dist.HashStore)
 
 
 def report_failure(group_names: Iterable[str], message: str) -> None:
     """Tell the ranks of these groups that this rank could not compile a graph of theirs."""
-    for rank_group in {
-        id(rank_group): rank_group for name in sorted(group_names) if (rank_group := _rank_group_of(name)) is not None
-    }.values():
-        rank_group.begin(torch_private.default_store(), CollectiveSequence.failure(message))
+    found = [_rank_group_of(name) for name in sorted(group_names)]
+    for rank_group in dict.fromkeys(group for group in found if group is not None):
+        rank_group.begin(CollectiveSequence.failure(message))
 
 
-def guard(run: Callable[..., Any], kind: str, launches: Sequence[Launch]) -> Callable[..., Any]:
-    """`run`, preceded by the ranks' agreement on what it launches.
+class Agreement:
+    """The ranks' agreement on what a graph launches, or one collective outside of graphs, before each run of it."""
 
-    Args:
-        run: a compiled graph that takes its inputs in one list, which it empties.
-        kind: as in `CollectiveSequence`.
-        launches: its collectives, in order.
-
-    Returns:
-        What takes the inputs, and after them the names of the units of this run where they are not those of
-        `launches`: key in the graph -> name.
-    """
-    return _Guarded(run, kind, launches)
-
-
-class _Guarded:
-    """A compiled graph with its collectives, which are found out once per default process group and set of units."""
-
-    def __init__(self, run: Callable[..., Any], kind: str, launches: Sequence[Launch]) -> None:
-        self._run, self._kind, self._launches = run, kind, launches
-        self._boxed_call = True  # AOTAutograd asks for it, and looks for it in the instance
+    def __init__(self, kind: str) -> None:
+        """`kind`: as in `CollectiveSequence`."""
+        self._kind = kind
         self._world: Callable[[], dist.ProcessGroup | None] = lambda: None
-        self._parts: dict[tuple[str, ...], list[tuple[RankGroup, CollectiveSequence]]] = {}
+        # By the units of a run; found once per default process group.
+        self._sequences: dict[tuple[str, ...], dict[RankGroup, CollectiveSequence]] = {}
         self._ran = False
 
-    def __call__(self, inputs: list[Any], names: Mapping[str, str] = MappingProxyType({})) -> Any:
-        if not self._launches:
-            return self._run(inputs)
-        launches = [launch.renamed(names) for launch in self._launches] if names else self._launches
-        parts = self._agree(launches)
+    @contextmanager
+    def before(self, launches: Sequence[Launch]) -> Iterator[None]:
+        """Around one run that makes these launches.
+
+        Raises:
+            RankMismatchError: another rank launches something else.
+        """
+        sequences = self._agree(launches)
         try:
-            with profiler_ranges.of_graph(launches):
-                return self._run(inputs)
+            yield
         except RuntimeError as error:
             if not isinstance(error, FxshardError):
-                _explain(parts, error)
+                _explain(sequences, error)
             raise
 
-    def _agree(self, launches: Sequence[Launch]) -> list[tuple[RankGroup, CollectiveSequence]]:
+    def _agree(self, launches: Sequence[Launch]) -> Iterable[RankGroup]:
+        """The rank groups of a run, which have agreed on it."""
         world = dist.group.WORLD
         if world is None:
-            return []
+            return ()
         if world is not self._world():
-            self._parts.clear()
+            self._sequences.clear()
             self._world, self._ran = weakref.ref(world), False
         units = tuple(launch.serves for launch in launches)
-        if units not in self._parts:
-            self._parts[units] = self._programs(launches)
-        if parts := self._parts[units]:
-            store = torch_private.default_store()
-            begun = [(rank_group, rank_group.begin(store, program)) for rank_group, program in parts]
-            for rank_group, is_news in begun:
-                if is_news or not self._ran:
-                    rank_group.meet(store)
-            self._ran = True
-        return parts
+        if units not in self._sequences:
+            self._sequences[units] = self._by_rank_group(launches)
+        sequences = self._sequences[units]
+        begun = [(rank_group, rank_group.begin(sequence)) for rank_group, sequence in sequences.items()]
+        for rank_group, is_news in begun:
+            if is_news or not self._ran:
+                rank_group.wait_and_compare()
+        self._ran = self._ran or bool(begun)
+        return sequences
 
-    def _programs(self, launches: Sequence[Launch]) -> list[tuple[RankGroup, CollectiveSequence]]:
-        parts: dict[RankGroup, list[Launch]] = {}
+    def _by_rank_group(self, launches: Iterable[Launch]) -> dict[RankGroup, CollectiveSequence]:
+        found: dict[RankGroup, list[Launch]] = {}
         for launch in launches:
             rank_group = _rank_group_of(launch.group)
             if rank_group is not None:
-                parts.setdefault(rank_group, []).append(launch)
-        return [(rank_group, CollectiveSequence.of(self._kind, mine)) for rank_group, mine in parts.items()]
+                found.setdefault(rank_group, []).append(launch)
+        return {rank_group: CollectiveSequence.of(self._kind, mine) for rank_group, mine in found.items()}
 
 
-def _explain(parts: Iterable[tuple[RankGroup, CollectiveSequence]], error: RuntimeError) -> None:
+def _explain(rank_groups: Iterable[RankGroup], error: RuntimeError) -> None:
     """A collective has failed: raise what the store knows about it, if anything."""
-    for rank_group, _ in parts:
+    for rank_group in rank_groups:
         try:
-            rank_group.require_agreement(torch_private.default_store())
+            rank_group.compare()
         except RankMismatchError as mismatch:
             raise mismatch from error
         except (RuntimeError, ValueError) as lost:  # the store is gone as well, or the group

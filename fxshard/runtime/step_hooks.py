@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +30,10 @@ from fxshard.runtime import profiler_ranges, unsharded_cache
 from fxshard.runtime.accumulation import Waiting
 
 if TYPE_CHECKING:
-    from fxshard.runtime.unit import FlatShard, Unit
+    from fxshard.runtime.flat_shard import FlatShard
+    from fxshard.runtime.unit import Unit
 
     Reduced = tuple[FlatShard, Tensor, list[int]]
-    Reduction = Callable[[list[Unit]], list[Reduced]]
 
 
 @dataclass(eq=False)
@@ -65,8 +65,7 @@ class Microbatches:
         if of_forward and running != self._resharded_in:
             self._resharded_in = running
             for unit in self.units:
-                if unit.after_forward is not None:
-                    unit.after_forward.reshard()
+                unit.after_forward.reshard()
         if running == self._begun:
             return
         self._begun = running
@@ -77,7 +76,7 @@ class Microbatches:
         if self.last:
             self.reduce(unit for unit in self.units if unit.accumulation.sync)
         for unit in self.units:
-            self.drop_resident(unit)
+            unsharded_cache.release_resident(unit)
         self.rest()
 
     def reduce(self, units: Iterable[Unit]) -> None:
@@ -85,28 +84,17 @@ class Microbatches:
         for unit in units:
             if waiting := tuple(sorted(unit.accumulation.waiting)):
                 with torch.no_grad():
-                    for shard, grad, slots in self._reduction_of(unit, waiting)([unit]):
+                    for shard, grad, slots in _reduce(unit, waiting):
                         shard.sink.expect(slots)
                         shard.flat.grad = grad
                         shard.sink.take(shard.flat)
         self.rest()
 
-    def reduce_separately(self, unit: Unit, slots: Waiting) -> None:
-        """Reduce what waits of some parameters, right before a backward that gives them a gradient."""
-        for shard, grad, _ in self._reduction_of(unit, slots)([unit]):
-            shard.sink.keep(grad)
-
-    def _reduction_of(self, unit: Unit, slots: Waiting) -> Reduction:
-        """What reduces gradients of a unit that wait now, in agreement with the other ranks."""
-        names = ", ".join(unit.plan.shards[i].slots[j].fqn for i, j in slots)
-        reduction = functools.partial(_reduce, slots=slots)
-        return unit.outside_graphs("flush", "reduce_scatter", f"waiting gradients of {names}", reduction)
-
     @staticmethod
-    def drop_resident(unit: Unit) -> None:
-        """Free what is resident of a unit whose gradients are reduced now, unless the user wants it kept."""
-        if unit.accumulation.sync and not unit.resident.wanted:
-            unit.resident.drop()
+    def reduce_separately(unit: Unit, slots: Waiting) -> None:
+        """Reduce what waits of some parameters, right before a backward that gives them a gradient."""
+        for shard, grad, _ in _reduce(unit, slots):
+            shard.sink.keep(grad)
 
     def resident_in(self, budget_bytes: int) -> frozenset[Unit]:
         """The units whose parameters are kept while gradients accumulate, of a budget for the whole model."""
@@ -121,7 +109,7 @@ class Microbatches:
     @property
     def holds(self) -> bool:
         """Whether anything of the model waits or is resident."""
-        return any(unit.accumulation.waiting or unit.resident.holds for unit in self.units)
+        return any(unit.accumulation.waiting or unsharded_cache.is_resident(unit) for unit in self.units)
 
     @staticmethod
     def hold() -> None:
@@ -148,13 +136,13 @@ class Microbatches:
                     "set_requires_gradient_sync(True)), call reduce_waiting_gradients(), or drop what waits with "
                     "reset_iter_state()."
                 )
-            unit.resident.drop()
+            unsharded_cache.drop_resident(unit)
 
     def step_ends(self, written: Collection[int]) -> None:
         """An optimizer has written parameters: forwards are void now, and what a closure gathered is old."""
         for unit in self._units_of(written):
             unit.generation += 1
-            unit.resident.drop()
+            unsharded_cache.drop_resident(unit)
 
     def _units_of(self, written: Collection[int]) -> list[Unit]:
         return [unit for unit in self.units if any(id(p) in written for m in unit.members for p in m.registered())]
@@ -208,9 +196,13 @@ def _written_by(optimizer: torch.optim.Optimizer) -> frozenset[int]:
     return frozenset(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _reduce(units: list[Unit], slots: Waiting) -> list[Reduced]:
-    """Reduce what waits of some parameters of one unit."""
-    (unit,) = units
-    with torch.no_grad(), profiler_ranges.of_unit(unit.fqn):
-        reduced = collectives.reduce_grads(unit.accumulation.take(unit, slots), unit.plan)
+def _reduce(unit: Unit, slots: Waiting) -> list[Reduced]:
+    """Reduce what waits of some parameters of a unit, in agreement with the other ranks."""
+    names = ", ".join(unit.plan.shards[i].slots[j].fqn for i, j in slots)
+    with (
+        unit.agreed("flush", "reduce_scatter", f"waiting gradients of {names}"),
+        profiler_ranges.of_unit(unit.fqn),
+        torch.no_grad(),
+    ):
+        reduced = collectives.reduce_grads(unit.accumulation.take(slots), unit.plan)
     return [(unit.shards[i], grad, [slot for index, slot in slots if index == i]) for i, grad in reduced.items()]

@@ -23,8 +23,8 @@ from torch import nn
 from fxshard import torch_private
 from fxshard.errors import UnsupportedGraph
 from fxshard.runtime import eager
+from fxshard.runtime.flat_shard import home_of
 from fxshard.runtime.parameters import REFS
-from fxshard.runtime.unit import home_of
 
 SEEN: Final = "_fxshard_uncompiled"
 """Key in the `__dict__` of a module of which a read was looked at; one read tells of all."""

@@ -1,4 +1,13 @@
-"""Parameters that stay unsharded from one microbatch to the next.
+"""Parameters that are gathered outside of the graph that reads them, until it takes them or they are dropped.
+
+[Note: unsharded cache]
+A model has one cache for what `prefetcher.py` launches ahead of the graph that reads it, and for what stays from one
+microbatch to the next. Whoever takes gathered parameters waits for them. So must whoever drops them: a collective that
+nobody waits for keeps its buffers for as long as the process runs. They are of the epoch (`Unit.epoch`) in which they
+were launched; who finds them of an old one decides what that means.
+
+What is read outside of graphs (`eager.py`) is not here: it belongs to one call and one mode of autograd, not to a unit,
+and is waited for at once.
 
 [Note: resident]
 A unit's parameters are *resident* while microbatches accumulate: the first graph that reads them has them launched as
@@ -6,15 +15,17 @@ one all_gather and waits where it needs them (`passes/read_resident.py`), later 
 user's word (`set_reshard_after_backward(False)`), or the option `resident_gib`, for as long as their gradients are not
 reduced. The backward that reduces a unit's gradients takes the copies over and frees them.
 
-A copy is of an epoch (`Unit.epoch`), which a write to a parameter changes. Writes of fused and foreach optimizers
-raise no version, so copies are dropped before an optimizer of torch steps, and after, for a closure may gather again.
-What torch does not count and no optimizer does (`.data`, `torch._foreach_*`) is for the user to say, with `reshard`.
+A write to a parameter makes copies old. Writes of fused and foreach optimizers raise no version, so copies are dropped
+before an optimizer of torch steps, and after, for a closure may gather again. What torch does not count and no
+optimizer does (`.data`, `torch._foreach_*`) is for the user to say, with `reshard`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,56 +40,60 @@ from fxshard.runtime.accumulation import Units
 if TYPE_CHECKING:
     from fxshard.runtime.unit import Unit
 
+Why = Literal["next", "listed", "asked", "resident"]
+"""Its graph came next the last time, a unit has listed it, the user has asked for it, or it stays."""
 
-class UnshardedCache:
-    """The parameters of one unit while they are resident; see [Note: resident].
+
+@dataclass(slots=True, eq=False)
+class Gathered:
+    """What one gather of a unit's parameters gives, to be waited for.
 
     Attributes:
-        wanted: whether the user wants them kept after backward.
+        unit: whose they are.
+        tensors: by parameter, or by their place in a request.
+        why: it is kept.
+        epoch: of the unit, when it was launched.
     """
 
-    def __init__(self) -> None:
-        self.wanted = False
-        self._copies: dict[SlotIndex, Tensor] = {}
-        self._epoch = 0
+    unit: Unit
+    tensors: Mapping[Any, Tensor]
+    why: Why
+    epoch: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Note the epoch."""
+        self.epoch = self.unit.epoch()
 
     @property
-    def holds(self) -> bool:
-        """Whether there are copies, of whichever values."""
-        return bool(self._copies)
-
-    def is_there(self, unit: Unit) -> bool:
-        """Whether the copies are there and of the present values; old ones are dropped."""
-        if self._copies and self._epoch != unit.epoch():
-            self.drop()
-        return bool(self._copies)
-
-    def parameters(self, unit: Unit, slots: Iterable[SlotIndex]) -> list[Tensor]:
-        """Some parameters, each of its shape in the unit's unsharded dtype, to be waited for; launches if need be."""
-        if not self.is_there(unit):
-            self._epoch = unit.epoch()
-            self._copies = unit.outside_graphs("resident", "all_gather", "all parameters", _launch)([unit])
-            unit.microbatches.hold()
-        return [self._copies[slot] for slot in slots]
-
-    def drop(self) -> None:
-        """Free the copies."""
-        if self._copies:
-            with torch_private.unseen_by_policies():
-                for copy in self._copies.values():
-                    collectives.WAIT(copy)  # what nobody waits for keeps its buffer for as long as the process runs
-            self._copies = {}
+    def is_current(self) -> bool:
+        """Whether the parameters have had no other values since."""
+        return self.epoch == self.unit.epoch()
 
 
-def _launch(units: list[Unit]) -> dict[SlotIndex, Tensor]:
-    (unit,) = units
-    with (
-        torch.no_grad(),
-        torch.inference_mode(False),
-        torch_private.unseen_by_policies(),
-        profiler_ranges.of_unit(unit.fqn),
-    ):
-        return collectives.launch_parameters({i: shard.flat for i, shard in enumerate(unit.shards)}, unit.plan)
+def wait_for(launched: Iterable[Tensor]) -> None:
+    """Wait for what was launched outside of graphs."""
+    with torch_private.unseen_by_policies():
+        for tensor in launched:
+            collectives.WAIT(tensor)
+
+
+class UnshardedCache(dict[Hashable, Gathered]):
+    """Gathered parameters of one model; see [Note: unsharded cache]. Whoever takes some pops them."""
+
+    def __del__(self) -> None:
+        """Wait for what is left of a model that is gone; at the end of the process there may be nobody to wait for."""
+        if not sys.is_finalizing():
+            self.drop_if()
+
+    def drop(self, *keys: Hashable) -> None:
+        """Free what is there, if anything."""
+        for key in keys:
+            if key in self:
+                wait_for(self.pop(key).tensors.values())
+
+    def drop_if(self, which: Callable[[Gathered], bool] = lambda _: True) -> None:
+        """Free all that is so."""
+        self.drop(*[key for key, gathered in self.items() if which(gathered)])
 
 
 def chosen_for(units: Units, reads: Slots, budget_bytes: int, *, trains: bool) -> frozenset[str]:
@@ -91,23 +106,62 @@ def chosen_for(units: Units, reads: Slots, budget_bytes: int, *, trains: bool) -
         trains: whether the graph is a forward or a backward; one without gradients takes what is there, and no more.
     """
     found = {key: units[key] for key in reads}
-    return frozenset(
-        key for key, unit in found.items() if unit.resident.is_there(unit) or (trains and _wants(unit, budget_bytes))
-    )
+    return frozenset(key for key, unit in found.items() if _resident(unit) or (trains and _wants(unit, budget_bytes)))
 
 
 def _wants(unit: Unit, budget_bytes: int) -> bool:
     if unit.world_size == 1:
         return False  # a parameter is a view of its shard
-    return unit.resident.wanted or (not unit.accumulation.sync and unit in unit.microbatches.resident_in(budget_bytes))
+    is_kept = not unit.reshard_after_backward
+    return is_kept or (not unit.accumulation.sync and unit in unit.microbatches.resident_in(budget_bytes))
 
 
 def parameters_for(chosen: frozenset[str], units: Units, reads: Slots) -> list[Tensor]:
-    """The parameters that a variant takes, in its order."""
+    """The parameters that a variant takes, in its order, each to be waited for; launches what is not there."""
     slots: dict[str, list[SlotIndex]] = {}
     for key, slot in in_order(chosen, reads):
         slots.setdefault(key, []).append(slot)
-    return [value for key, mine in slots.items() for value in units[key].resident.parameters(units[key], mine)]
+    gathered = {key: _resident(units[key]) or _launch_resident(units[key]) for key in slots}
+    return [gathered[key].tensors[slot] for key, mine in slots.items() for slot in mine]
+
+
+def _resident(unit: Unit) -> Gathered | None:
+    """What is resident of a unit; copies of old values are dropped."""
+    found = unit.unsharded.get(unit)
+    if found is None or found.is_current:
+        return found
+    drop_resident(unit)
+    return None
+
+
+def _launch_resident(unit: Unit) -> Gathered:
+    shards = {i: shard.flat for i, shard in enumerate(unit.shards)}
+    with (
+        unit.agreed("resident", "all_gather", "all parameters"),
+        profiler_ranges.of_unit(unit.fqn),
+        torch.no_grad(),
+        torch.inference_mode(False),
+    ):
+        tensors = collectives.launch_parameters(shards, unit.plan)
+    unit.microbatches.hold()
+    found = unit.unsharded[unit] = Gathered(unit, tensors, "resident")
+    return found
+
+
+def is_resident(unit: Unit) -> bool:
+    """Whether there are copies, of whichever values."""
+    return unit in unit.unsharded
+
+
+def drop_resident(unit: Unit) -> None:
+    """Free the copies."""
+    unit.unsharded.drop(unit)
+
+
+def release_resident(unit: Unit) -> None:
+    """Free the copies of a unit whose gradients are reduced now, unless the user wants them kept."""
+    if unit.accumulation.sync and unit.reshard_after_backward:
+        drop_resident(unit)
 
 
 def within(units: Sequence[Unit], budget_bytes: int) -> frozenset[Unit]:

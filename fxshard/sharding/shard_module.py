@@ -15,10 +15,12 @@ from torch.nn.parameter import UninitializedParameter
 
 from fxshard.errors import ConfigError
 from fxshard.runtime import gloo
+from fxshard.runtime.flat_shard import Member, home_of
 from fxshard.runtime.parameters import REFS, adopt_attributes, as_dtensor, shard_rows
-from fxshard.runtime.prefetch_cache import PrefetchCache
+from fxshard.runtime.prefetcher import Prefetcher
 from fxshard.runtime.step_hooks import Microbatches
-from fxshard.runtime.unit import Member, Unit, home_of
+from fxshard.runtime.unit import Unit
+from fxshard.runtime.unsharded_cache import UnshardedCache
 from fxshard.sharding.no_sync import NO_SYNC
 from fxshard.sharding.sharded_module import STATE, ModuleState, state_of, swap_class, units_under
 
@@ -84,17 +86,15 @@ def _make_unit(
 ) -> Unit:
     """Cut the parameters to this rank's rows and register the DTensors in their place."""
     rank, world_size = mesh.get_local_rank(), mesh.size()
-    members, rows = [], []
+    members = []
     with torch.no_grad(), torch.inference_mode(False):
         for fqn, (param, places) in taken.items():
             full = _on_mesh_device(param, mesh)
-            rows.append(shard_rows(full, rank, world_size))
-            dtensor = as_dtensor(full, rows[-1], mesh)
+            dtensor = as_dtensor(full, shard_rows(full, rank, world_size), mesh)
             adopt_attributes(dtensor, param.__dict__)
             members.append(Member(fqn, places, dtensor, weakref.ref(param)))
     gloo.warn_of_two_threads(mesh)
     unit = Unit(modules, members, mesh, mp_policy, reshard_after_forward)
-    unit.pack(rows)
     for member in members:
         for module, name in member.owners:
             module._parameters[name] = member.parameter
@@ -216,9 +216,10 @@ def _name_units(modules: Sequence[nn.Module], state: ModuleState) -> None:
         unit.is_root = unit in state.units
         fqns = [_join(paths.get(id(owner), ""), name) for owner, name in (m.owners[0] for m in unit.members)]
         unit.rename(",".join(filter(None, (paths.get(id(m), "") for m in unit.modules))), fqns)
-    prefetch_cache, microbatches = PrefetchCache(), Microbatches(tuple(nested.values()))
+    unsharded, microbatches = UnshardedCache(), Microbatches(tuple(nested.values()))
+    prefetcher = Prefetcher(unsharded)
     for unit in nested.values():
-        unit.prefetch_cache, unit.microbatches = prefetch_cache, microbatches
+        unit.unsharded, unit.prefetcher, unit.microbatches = unsharded, prefetcher, microbatches
         if unit.forward_prefetch or unit.backward_prefetch:
             unit.publish()  # the lists name other units, which have new names only now
         if any(module.__dict__.get(NO_SYNC) for module in unit.modules):

@@ -21,9 +21,10 @@ from torch.distributed.tensor import DTensor
 from fxshard import torch_private
 from fxshard.errors import ConfigError
 from fxshard.runtime import eager, process_groups, uncompiled
+from fxshard.runtime.flat_shard import Home, home_of
 from fxshard.runtime.parameters import REFS, TRACED, ParameterRef, flat_key, marker_arguments, without_offset
-from fxshard.runtime.prefetch_cache import PrefetchCache, UnshardHandle
-from fxshard.runtime.unit import Unit, require_shard
+from fxshard.runtime.prefetcher import UnshardHandle
+from fxshard.runtime.unit import Unit
 from fxshard.sharding.mixed_precision import cast_inputs, cast_output
 
 STATE = "_fxshard_state"
@@ -37,6 +38,10 @@ class ModuleState:
     units: tuple[Unit, ...]  # made by that call; none, if all parameters were taken already
     mp_policy: MixedPrecisionPolicy
     nested: tuple[Unit, ...] = field(default=())  # those, and the units of all modules inside
+
+    def chosen(self, recurse: bool) -> tuple[Unit, ...]:
+        """The units that a setting is for."""
+        return self.nested if recurse else self.units
 
 
 def state_of(module: nn.Module) -> ModuleState | None:
@@ -111,16 +116,14 @@ class ShardedModule(ParameterOwner):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedModule:
         """Repack after `.to(...)`, `.to_empty(...)` and the like, where parameters became other tensors."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for unit in cast(ModuleState, self.__dict__[STATE]).nested:
+        for unit in _state(self).nested:
             unit.reattach_if_possible()
         return self
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change `reshard_after_forward` of this module's unit, and of all inside it unless `recurse` is False."""
-        if not isinstance(reshard_after_forward, bool):
-            raise ConfigError(f"reshard_after_forward must be a bool, got {reshard_after_forward!r}.")
-        state = cast(ModuleState, self.__dict__[STATE])
-        for unit in state.nested if recurse else state.units:
+        _require_bool("reshard_after_forward", reshard_after_forward)
+        for unit in _state(self).chosen(recurse):
             unit.reshard_after_forward = reshard_after_forward
             unit.publish()
 
@@ -130,10 +133,8 @@ class ShardedModule(ParameterOwner):
         Without, gradients are added up unsharded, in the reduce dtype, and `.grad` stays as it is. The first backward
         with it reduces what was added up. `fxshard.no_sync` does this for as long as a block runs.
         """
-        if not isinstance(requires_gradient_sync, bool):
-            raise ConfigError(f"requires_gradient_sync must be a bool, got {requires_gradient_sync!r}.")
-        state = cast(ModuleState, self.__dict__[STATE])
-        for unit in state.nested if recurse else state.units:
+        _require_bool("requires_gradient_sync", requires_gradient_sync)
+        for unit in _state(self).chosen(recurse):
             unit.accumulation.sync = requires_gradient_sync
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
@@ -145,11 +146,9 @@ class ShardedModule(ParameterOwner):
         and a checkpoint loaded in place into `state_dict()`. After such a write call `reshard` on every sharded module.
         With `recurse` all this holds for the modules inside as well.
         """
-        if not isinstance(reshard_after_backward, bool):
-            raise ConfigError(f"reshard_after_backward must be a bool, got {reshard_after_backward!r}.")
-        state = cast(ModuleState, self.__dict__[STATE])
-        for unit in state.nested if recurse else state.units:
-            unit.resident.wanted = not reshard_after_backward
+        _require_bool("reshard_after_backward", reshard_after_backward)
+        for unit in _state(self).chosen(recurse):
+            unit.reshard_after_backward = reshard_after_backward
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Let reductions run on a process group of their own: one communicator carries one collective at a time.
@@ -158,8 +157,7 @@ class ShardedModule(ParameterOwner):
         of the mesh must call this in the same way. The next forward compiles anew. With `recurse` this holds for the
         modules inside as well.
         """
-        state = cast(ModuleState, self.__dict__[STATE])
-        process_groups.separate(state.nested if recurse else state.units, enable)
+        process_groups.separate(_state(self).chosen(recurse), enable)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether a backward that ends from now on is the last one of its step.
@@ -167,9 +165,8 @@ class ShardedModule(ParameterOwner):
         At the end of the last one what waits in units that it did not touch is reduced. Say False where one step has
         several backwards with gradient sync, as in a pipeline, to leave that to the last of them.
         """
-        if not isinstance(is_last_backward, bool):
-            raise ConfigError(f"is_last_backward must be a bool, got {is_last_backward!r}.")
-        for unit in cast(ModuleState, self.__dict__[STATE]).nested:
+        _require_bool("is_last_backward", is_last_backward)
+        for unit in _state(self).nested:
             unit.microbatches.last = is_last_backward
 
     def reduce_waiting_gradients(self) -> None:
@@ -178,8 +175,7 @@ class ShardedModule(ParameterOwner):
         A backward with gradient sync does the same, better, for what it touches. All ranks must call this in the same
         way.
         """
-        state = cast(ModuleState, self.__dict__[STATE])
-        for unit in state.nested:
+        for unit in _state(self).nested:
             unit.microbatches.reduce([unit])
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -192,10 +188,8 @@ class ShardedModule(ParameterOwner):
         Returns:
             With `async_op` a handle whose `wait()` waits for it.
         """
-        units = cast(ModuleState, self.__dict__[STATE]).units
-        handle = UnshardHandle.of(
-            [unit.prefetch_cache.unshard(unit) for unit in units if unit.prefetch_cache is not None]
-        )
+        units = _state(self).units
+        handle = UnshardHandle([tensor for unit in units for tensor in unit.prefetcher.unshard(unit)])
         if async_op:
             return handle
         handle.wait()
@@ -203,23 +197,16 @@ class ShardedModule(ParameterOwner):
 
     def reshard(self) -> None:
         """Free what was gathered of this module's parameters for a graph that has not begun; a graph frees its own."""
-        for unit in cast(ModuleState, self.__dict__[STATE]).units:
-            unit.resident.drop()
-            if unit.after_forward is not None:
-                unit.after_forward.reshard()
-            if unit.prefetch_cache is not None:
-                unit.prefetch_cache.reshard(unit)
+        for unit in _state(self).units:
+            unit.reshard()
 
     def reset_iter_state(self) -> None:
         """Forget what a step that was interrupted by an exception left behind: gathers, and gradients that wait."""
-        for unit in cast(ModuleState, self.__dict__[STATE]).nested:
+        for unit in _state(self).nested:
             unit.accumulation.waiting.clear()
-            unit.resident.drop()
-            if unit.after_forward is not None:
-                unit.after_forward.reshard()
+            unit.reshard()
             unit.microbatches.rest()
-            if unit.prefetch_cache is not None:
-                unit.prefetch_cache.forget()
+            unit.prefetcher.forget()
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next forward's first gather wait for `event` alone, not for all that the current stream has to do.
@@ -230,8 +217,8 @@ class ShardedModule(ParameterOwner):
         """
         if not isinstance(event, torch.Event):
             raise ConfigError(f"set_post_optim_event expects a torch.Event, got {type(event).__name__}.")
-        for prefetch_cache in {unit.prefetch_cache for unit in cast(ModuleState, self.__dict__[STATE]).nested} - {None}:
-            cast(PrefetchCache, prefetch_cache).after = event
+        for unit in _state(self).nested:
+            unit.prefetcher.after = event
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
         """Say which modules' parameters to gather ahead in forward; compiled code only.
@@ -252,9 +239,18 @@ class ShardedModule(ParameterOwner):
         _set_prefetch(self, "backward", modules)
 
 
+def _state(module: nn.Module) -> ModuleState:
+    return cast(ModuleState, module.__dict__[STATE])
+
+
+def _require_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be a bool, got {value!r}.")
+
+
 def _set_prefetch(module: ShardedModule, direction: str, modules: Sequence[nn.Module] | None) -> None:
     setter = f"set_modules_to_{direction}_prefetch"
-    state = cast(ModuleState, module.__dict__[STATE])
+    state = _state(module)
     if not isinstance(modules, list | tuple | nn.ModuleList | None):
         raise ConfigError(f"{setter} expects a list of modules or None, got {type(modules).__name__}.")
     listed = [plain_module(each) if isinstance(each, nn.Module) else each for each in modules or ()]
@@ -266,7 +262,7 @@ def _set_prefetch(module: ShardedModule, direction: str, modules: Sequence[nn.Mo
             f"{setter}: {type(module).__name__} has no parameters of its own to wait for: its submodules have them "
             "all. Call it on one of these."
         )
-    units = tuple(unit for each in listed for unit in cast(ModuleState, state_of(each)).units)
+    units = tuple(unit for each in listed for unit in _state(each).units)
     wanted = units or (None if modules is None or listed else ())
     for unit in state.units:
         setattr(unit, f"{direction}_prefetch", wanted)
@@ -277,15 +273,15 @@ def _require_replaceable(module: nn.Module, name: str, value: object) -> None:
     ref = module.__dict__.get(REFS, {}).get(name)
     if ref is None or value is None:
         return
-    unit = ref.flat._fxshard_home.unit
+    unit = cast(Home, home_of(ref.flat)).unit
     for member in unit.members:
         if any(owner is module and own == name for owner, own in member.owners):
-            require_shard(value, member, unit.mesh)
+            member.require_shard(value, unit.mesh)
 
 
 def _open_call(module: ShardedModule, args: Any, kwargs: Any) -> tuple[ModuleState, Any, Any]:
     """Open the scope of a call; the outermost one first makes sure that every parameter is a view of its flat."""
-    state = cast(ModuleState, module.__dict__[STATE])
+    state = _state(module)
     if not eager.inside_call():
         for unit in state.nested:
             unit.check()
@@ -305,8 +301,8 @@ def _close_call(state: ModuleState) -> None:
     try:
         eager.leave_call()
     finally:
-        if not eager.inside_call() and state.nested and (prefetch_cache := state.nested[0].prefetch_cache) is not None:
-            prefetch_cache.end()
+        if not eager.inside_call() and state.nested:
+            state.nested[0].prefetcher.end()
 
 
 def _read(module: nn.Module, ref: ParameterRef, name: str) -> Any:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fxshard.errors import ConfigError
 from fxshard.runtime.parameters import local_of
-from fxshard.runtime.rank_check import checksum
+from fxshard.runtime.rank_values import checksum
 from fxshard.runtime.raw import as_bytes
 from fxshard.state import transport
 from fxshard.state.progress import showing

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fxshard.errors import CheckpointError, ConfigError, FxshardError, RankMismatchError
 from fxshard.runtime.parameters import local_of
+from fxshard.runtime.rank_values import first_difference
 from fxshard.sharding.sharded_module import plain_module
 
 T = TypeVar("T")
@@ -254,12 +255,12 @@ def _lacking(rank: int, everyone: Mapping[int, Mapping[str, _Claim]]) -> list[st
 def _differing_line(title: str, lines_of_ranks: Sequence[Sequence[str]]) -> str:
     """Return the first line in which a rank differs from rank 0."""
     for rank, lines in enumerate(lines_of_ranks):
-        for expected, found in itertools.zip_longest(lines_of_ranks[0], lines, fillvalue="nothing"):
-            if expected != found:
-                return (
-                    f"the ranks disagree about {title}: rank 0 has {expected}, rank {rank} has {found}. Call it on "
-                    "every rank with the same arguments."
-                )
+        if difference := first_difference(lines_of_ranks[0], lines):
+            _, expected, found = difference
+            return (
+                f"the ranks disagree about {title}: rank 0 has {expected}, rank {rank} has {found}. Call it on every "
+                "rank with the same arguments."
+            )
     raise AssertionError("equal lines, unequal digests")
 
 

@@ -112,18 +112,20 @@ def _launched(ops: list[dist.P2POp]) -> list[Any]:
     return list(dist.batch_isend_irecv(ops)) if ops else []
 
 
+@dataclass(eq=False)
 class _Collective:
     """What gathering and scattering share; `root` is the rank with the full tensors, `None` if all get them."""
 
-    def __init__(
-        self, wire: Wire, items: Sequence[Item], rows: Sequence[Tensor], rounds: Sequence[Round], root: int | None
-    ) -> None:
-        self.wire = wire
-        self.items = items
-        self.rows = rows
-        self.rounds = rounds
-        self.root = root
-        self.buckets = Buckets(rounds, wire.world_size if root in (None, wire.rank) else 1, wire.device)
+    wire: Wire
+    items: Sequence[Item]
+    rows: Sequence[Tensor]
+    rounds: Sequence[Round]
+    root: int | None
+
+    def __post_init__(self) -> None:
+        """Have buckets at hand."""
+        num_regions = self.wire.world_size if self.root in (None, self.wire.rank) else 1
+        self.buckets = Buckets(self.rounds, num_regions, self.wire.device)
 
     def start(self, each: Round) -> UnderWay:
         raise NotImplementedError
@@ -169,30 +171,19 @@ def _is_full(waiting: Iterable[UnderWay], each: Round) -> bool:
     return (each.width > 0 and num_buckets == 2) or num_copies == 2
 
 
+@dataclass(eq=False)
 class _Gather(_Collective):
     """Sends and receives, so that only a rank that wants the result receives it; all_gathers, if all want it."""
 
-    def __init__(
-        self,
-        wire: Wire,
-        items: Sequence[Item],
-        rows: Sequence[Tensor],
-        rounds: Sequence[Round],
-        recipient: int | None,
-        result_device: torch.device,
-        progress: Progress,
-    ) -> None:
-        super().__init__(wire, items, rows, rounds, recipient)
-        self.result_device = result_device
-        self.progress = progress
-        self._fulls: list[Tensor | None] = [None] * len(items)
+    result_device: torch.device
+    progress: Progress
+    _fulls: dict[int, Tensor] = field(default_factory=dict, init=False)
 
     def full(self, i: int) -> Tensor:
         """Return the bytes of a full tensor, made when the first of them arrive."""
-        if (found := self._fulls[i]) is None:
-            nbytes = self.items[i].nbytes
-            found = self._fulls[i] = torch.empty(nbytes, dtype=torch.uint8, device=self.result_device)
-        return found
+        if i not in self._fulls:
+            self._fulls[i] = torch.empty(self.items[i].nbytes, dtype=torch.uint8, device=self.result_device)
+        return self._fulls[i]
 
     def start(self, each: Round) -> UnderWay:
         if self.root is None:
@@ -283,23 +274,15 @@ class _Gather(_Collective):
         return sum(sum(self.lengths(each, rank)) for rank in range(self.wire.world_size))
 
 
+@dataclass(eq=False)
 class _Scatter(_Collective):
     """Sends and receives: from the full tensors of the source into the rows of the others."""
 
-    def __init__(
-        self,
-        wire: Wire,
-        items: Sequence[Item],
-        rows: Sequence[Tensor],
-        rounds: Sequence[Round],
-        source: int,
-        fulls: Sequence[Tensor] | None,
-    ) -> None:
-        super().__init__(wire, items, rows, rounds, source)
-        self._fulls = fulls
+    fulls: Sequence[Tensor] | None
 
     def start(self, each: Round) -> UnderWay:
-        return self._receive(each) if self._fulls is None else self._send(each, self._fulls)
+        """Launch a round as this rank's part in it is."""
+        return self._receive(each) if self.fulls is None else self._send(each, self.fulls)
 
     def _send(self, each: Round, fulls: Sequence[Tensor]) -> UnderWay:
         """Send everybody's rows, and take this rank's own."""

@@ -303,7 +303,7 @@ def holds(run: Run) -> bool:
 
 
 def holds_any(model: nn.Module) -> bool:
-    return any(unit.resident.holds for unit in units_under(model))
+    return any(unsharded_cache.is_resident(unit) for unit in units_under(model))
 
 
 @pytest.mark.slow

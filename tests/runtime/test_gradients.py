@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fxshard import fully_shard
 from fxshard.errors import InvariantError
-from fxshard.runtime.unit import FlatShard
+from fxshard.runtime.flat_shard import FlatShard
 from fxshard.sharding.sharded_module import units_under
 
 WEIGHT, BIAS = 0, 1

@@ -13,7 +13,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from fxshard.errors import RankMismatchError
 from fxshard.ir.launches import Launch
-from fxshard.runtime import rank_check
+from fxshard.runtime import rank_check, rank_values
+from fxshard.runtime.dispatch import GuardedCode
 from fxshard.runtime.rank_check import RING, CollectiveSequence, RankGroup, Timeouts
 from tests.ranks import fresh_ranks, join_group, two_ranks
 
@@ -22,7 +23,7 @@ HASTY = Timeouts(warn=0.2, limit=1.0)
 
 def both() -> RankGroup:
     """Start a rank group of the two ranks; each test has a store namespace of its own by that."""
-    return RankGroup([0, 1], _get_default_store())
+    return RankGroup([0, 1])
 
 
 def launches(text: str) -> list[Launch]:
@@ -31,11 +32,11 @@ def launches(text: str) -> list[Launch]:
 
 
 def begin(rank_group: RankGroup, text: str, kind: str = "forward") -> bool:
-    return rank_group.begin(_get_default_store(), CollectiveSequence.of(kind, launches(text)))
+    return rank_group.begin(CollectiveSequence.of(kind, launches(text)))
 
 
 def meet(rank_group: RankGroup, timeouts: Timeouts = HASTY) -> None:
-    rank_group.meet(_get_default_store(), timeouts)
+    rank_group.wait_and_compare(timeouts)
 
 
 def of_rank(*texts: str) -> str:
@@ -188,7 +189,7 @@ def test_waits_an_hour_or_ten_times_the_timeout_of_the_group() -> None:
 def test_a_rank_that_cannot_compile_tells_the_others() -> None:
     rank_group = both()
     if dist.get_rank() == 0:
-        rank_group.begin(_get_default_store(), CollectiveSequence.failure("no such option"))
+        rank_group.begin(CollectiveSequence.failure("no such option"))
     else:
         begin(rank_group, "a")
         with refused("rank 0 could not compile what is run 1 of a compiled graph (forward) on rank 1: no such option"):
@@ -223,7 +224,7 @@ def test_a_lost_store_ends_the_wait() -> None:
 @fresh_ranks
 def test_a_new_process_group_begins_at_its_first_run() -> None:
     runs: list[int] = []
-    run = rank_check.guard(lambda inputs: runs.append(len(inputs)), "forward", launches("a"))
+    run = GuardedCode(lambda inputs: runs.append(len(inputs)), "forward", launches("a"))
     for generation in range(2):
         rank = dist.get_rank()
         for _ in range(3 + rank if generation == 0 else 2):  # the first group ends out of step
@@ -235,7 +236,7 @@ def test_a_new_process_group_begins_at_its_first_run() -> None:
 
 
 def test_one_process_alone_never_waits(fake_group: None) -> None:
-    run = rank_check.guard(lambda inputs: "ran", "forward", launches("a"))
+    run = GuardedCode(lambda inputs: "ran", "forward", launches("a"))
     assert run([]) == "ran"
     rank_check.report_failure(["0"], "nobody hears it")
 
@@ -243,12 +244,12 @@ def test_one_process_alone_never_waits(fake_group: None) -> None:
 def test_emulated_ranks_are_never_waited_for() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        assert rank_check.is_in_process(_get_default_store())
+        assert rank_values.is_in_process(_get_default_store())
     finally:
         dist.destroy_process_group()
 
 
 def test_a_graph_without_collectives_runs_unguarded() -> None:
     inputs: list[object] = [1]
-    rank_check.guard(list.clear, "forward", [])(inputs, {"a": "b"})
+    GuardedCode(list.clear, "forward", [])(inputs, {"a": "b"})
     assert inputs == []

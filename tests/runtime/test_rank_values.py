@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fxshard.errors import ConfigError
-from fxshard.runtime.rank_check import checksum, gather_texts
+from fxshard.runtime.rank_values import checksum, gather_texts
 from tests.ranks import two_ranks
 
 

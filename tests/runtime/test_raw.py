@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxshard.runtime.rank_check import checksum
+from fxshard.runtime.rank_values import checksum
 from fxshard.runtime.raw import as_bytes
 from fxshard.state.serializable import same_bits
 

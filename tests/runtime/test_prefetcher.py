@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from fxshard import fully_shard
 from fxshard.compile.backend import frames_of
 from fxshard.errors import ConfigError, UnsupportedGraph
-from fxshard.runtime.prefetch_cache import PrefetchCache
+from fxshard.runtime.prefetcher import Prefetcher
+from fxshard.runtime.unsharded_cache import Gathered
 from fxshard.sharding.sharded_module import ShardedModule, units_under
 from fxshard.testing import EmulatedLink
 from tests.pairwise import slow
@@ -122,7 +123,7 @@ def test_gathers_nothing_ahead_in_the_first_step_or_without_prefetch(link: Emula
     ]
     assert issued(warm(block_by_block(link, prefetch=0))) == alone
     model = warm(block_by_block(link))
-    cache_of(model).forget()
+    prefetcher_of(model).forget()
     assert issued(model) == alone
 
 
@@ -208,12 +209,11 @@ def test_unshard_launches_ahead_of_the_call(link: EmulatedLink) -> None:
 def test_an_event_after_the_optimizer_holds_for_one_forward_and_changes_nothing_on_the_cpu(link: EmulatedLink) -> None:
     model, reference = warm(block_by_block(link)), warm(block_by_block(link))
     root = cast(ShardedModule, model)
-    prefetch_caches = {unit.prefetch_cache for unit in units_under(model)}
     event = torch.Event()
     root.set_post_optim_event(event)
-    assert {cast(PrefetchCache, prefetch_cache).after for prefetch_cache in prefetch_caches} == {event}
+    assert prefetcher_of(model).after is event
     assert issued(model) == issued(reference)
-    assert {cast(PrefetchCache, prefetch_cache).after for prefetch_cache in prefetch_caches} == {None}
+    assert prefetcher_of(model).after is None
 
 
 def test_a_model_on_the_cpu_has_no_gpu_wait_where_there_is_one(
@@ -227,7 +227,7 @@ def test_a_model_on_the_cpu_has_no_gpu_wait_where_there_is_one(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *device: asked.append(device))
     step(model)
-    assert (asked, cache_of(model).after) == ([], None)
+    assert (asked, prefetcher_of(model).after) == ([], None)
 
 
 def test_refuses_an_event_that_is_none(link: EmulatedLink) -> None:
@@ -295,7 +295,7 @@ def test_forgets_what_an_interrupted_step_left(link: EmulatedLink) -> None:
     handle.remove()
     assert_nothing_in_flight(model)
     cast(ShardedModule, list(model.blocks)[2]).unshard(async_op=True)
-    assert cache_of(model)._in_flight
+    assert in_flight(model)
     cast(ShardedModule, model).reset_iter_state()
     assert_nothing_in_flight(model)
     assert torch.equal(step(model), reference)
@@ -378,13 +378,17 @@ def test_equal_blocks_share_a_graph_and_still_gather_their_own(link: EmulatedLin
     assert all(map(torch.equal, results[:3], results[3:]))
 
 
-def cache_of(model: nn.Module) -> PrefetchCache:
-    """The one prefetch cache of all units."""
-    (prefetch_cache,) = {unit.prefetch_cache for unit in units_under(model)}
-    assert prefetch_cache is not None
-    return prefetch_cache
+def prefetcher_of(model: nn.Module) -> Prefetcher:
+    """The one of all units."""
+    (prefetcher,) = {unit.prefetcher for unit in units_under(model)}
+    return prefetcher
+
+
+def in_flight(model: nn.Module) -> list[Gathered]:
+    """What was gathered and not taken."""
+    return list(units_under(model)[0].unsharded.values())
 
 
 def assert_nothing_in_flight(model: nn.Module) -> None:
     """No gather was left behind."""
-    assert not cache_of(model)._in_flight
+    assert not in_flight(model)

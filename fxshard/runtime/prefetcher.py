@@ -1,32 +1,33 @@
 """Gather for the next graph while this one computes.
 
-[Note: prefetch cache]
+[Note: prefetch across graphs]
 A model that breaks into several graphs, or is compiled block by block, would gather at the start of each graph with
 nothing to hide it. So the first launch of a graph is `fxshard::prefetched_all_gather`, which takes what is in flight
-already, and the last one also launches what the next graph will take. Which graph that is, the prefetch cache has seen
+already, and the last one also launches what the next graph will take. Which graph that is, the prefetcher has seen
 before: it remembers what was taken after what, separately for forward and backward. What was launched and is not taken
-(the model went another way this time) is waited for and dropped. All ranks see the same requests, so they launch the
-same.
+(the model went another way this time) is dropped. All ranks see the same requests, so they launch the same.
 
-A prefetch cache never reaches over the end of the outermost module's call or of a backward: an optimizer may step
-there. A call that activation checkpointing repeats is part of its backward.
+Nothing reaches over the end of the outermost module's call or of a backward: an optimizer may step there. A call that
+activation checkpointing repeats is part of its backward.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from fxshard import torch_private
 from fxshard.errors import UnsupportedGraph
 from fxshard.ir import ops
-from fxshard.runtime import eager, profiler_ranges, streams
-from fxshard.runtime.unit import Unit, home_of
+from fxshard.runtime import eager, profiler_ranges, streams, unsharded_cache
+from fxshard.runtime.flat_shard import home_of
+from fxshard.runtime.unsharded_cache import Gathered, UnshardedCache, Why
+
+if TYPE_CHECKING:
+    from fxshard.runtime.unit import Unit
 
 _c10d = torch.ops._c10d_functional
 
@@ -35,6 +36,7 @@ class AllGatherRequest(NamedTuple):
     """One all_gather of parts of a flat.
 
     Attributes:
+        unit: for which, `None` for a flat that belongs to none.
         flat: this rank's shard, `[shard_numel]`.
         dtype: in which it is sent.
         spans: (first element, number of elements) of each tensor that is sent.
@@ -43,6 +45,7 @@ class AllGatherRequest(NamedTuple):
         stream: on which it is cast and launched; empty for the current one.
     """
 
+    unit: Unit | None
     flat: Tensor
     dtype: torch.dtype
     spans: tuple[tuple[int, int], ...]
@@ -55,15 +58,12 @@ class AllGatherRequest(NamedTuple):
         """What tells it from others."""
         return self.flat.data_ptr(), self.dtype, self.spans
 
-    def launch(self, unit: str) -> list[Tensor]:
-        """Start it; each result is `[world_size * numel]`, to be waited for. `unit` is its name in profiles."""
+    def launch(self) -> list[Tensor]:
+        """Start it; each result is `[world_size * numel]`, to be waited for."""
         flat = self.flat.detach()
         joiner = streams.copy_out_stream(self.stream, flat.device)
-        with (
-            torch_private.unseen_by_policies(),
-            profiler_ranges.of_unit(unit),
-            streams.on_side_stream(self.stream, flat.device),
-        ):
+        name = self.unit.fqn if self.unit is not None else ""
+        with profiler_ranges.of_unit(name), streams.on_side_stream(self.stream, flat.device):
             (sent,) = streams.cast_to_send([flat], self.dtype, joiner)
             parts = [sent[start : start + numel] for start, numel in self.spans]
             if len(parts) == 1:
@@ -74,57 +74,30 @@ class AllGatherRequest(NamedTuple):
 Key = tuple[int, torch.dtype, tuple[tuple[int, int], ...]]
 
 
-@dataclass(slots=True, eq=False)
-class _PrefetchedGather:
-    """What was launched for a later graph.
-
-    Attributes:
-        launched: the buffers.
-        epoch: of the unit, when they were launched.
-        why: it came "next" the last time, a unit has "listed" it, or the user has "asked" for it.
-    """
-
-    launched: list[Tensor]
-    epoch: int
-    why: Literal["next", "listed", "asked"]
-
-    def can_be_saved(self) -> bool:
-        """Whether autograd could save it now, if it needs to."""
-        return torch.is_inference_mode_enabled() or not self.launched[0].is_inference()
-
-
 @dataclass
 class UnshardHandle:
     """Gathers that `unshard(async_op=True)` has launched."""
 
-    _launched: tuple[Tensor, ...]
-
-    @classmethod
-    def of(cls, handles: Iterable[UnshardHandle]) -> UnshardHandle:
-        """One for several."""
-        return cls(tuple(tensor for handle in handles for tensor in handle._launched))
+    _launched: Sequence[Tensor]
 
     def wait(self) -> None:
         """Have what runs after this on the current stream (on the CPU: the caller) wait until all are done."""
-        with torch_private.unseen_by_policies():
-            for tensor in self._launched:
-                _c10d.wait_tensor(tensor)
+        unsharded_cache.wait_for(self._launched)
         self._launched = ()
 
 
-class PrefetchCache:
-    """The requests of one model; see [Note: prefetch cache].
+class Prefetcher:
+    """What to gather next for one model; see [Note: prefetch across graphs].
 
     Attributes:
         after: what the next forward's first launch waits for in place of the current stream.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cache: UnshardedCache) -> None:
+        """Begin with nothing known; `cache` takes what is launched ahead."""
         self.after: torch.Event | None = None
+        self._cache = cache
         self._scope: eager.Running | None = None
-        self._in_flight: dict[Key, _PrefetchedGather] = {}
-        # A collective that nobody waits for keeps its buffers for as long as the process runs.
-        weakref.finalize(self, _drop, self._in_flight).atexit = False
         self._taken: list[Key] = []  # in this scope
         # By direction, backward or not.
         self._following: dict[tuple[bool, int, Key], AllGatherRequest] = {}  # also by how many were taken so far
@@ -132,12 +105,28 @@ class PrefetchCache:
         self._units: set[Unit] = set()  # whose requests of this scope are in `_of_unit`
 
     def take_or_launch(self, request: AllGatherRequest, unit: Unit) -> list[Tensor]:
-        """What `request` gathers: taken over, or launched now."""
+        """What a request of a unit gathers: taken over, or launched now."""
         scope = eager.running()
         if scope is None:
-            return request.launch(unit.fqn)
+            return request.launch()
         if scope != self._scope:
             self._begin(scope)
+        self._remember(request, unit, scope)
+        found = self._cache.get(request.key)
+        if found is None or not _can_be_saved(found):
+            self._cache.drop(request.key)
+            self._cache.drop_if(lambda other: other.why == "next")  # the model took another way than before
+            return self._launch_first(request) if not scope.is_backward else request.launch()
+        if not found.is_current:  # to gather again would be right, but the other ranks need not do so
+            self._cache.drop(request.key)
+            raise UnsupportedGraph(
+                f"parameters of unit {unit.fqn or 'root'!r} were changed after their gather was launched: inside a "
+                "forward, or after unshard(). Change parameters outside of forward and before unshard(), or compile "
+                'with options={"prefetch": "off"}.'
+            )
+        return list(self._cache.pop(request.key).tensors.values())
+
+    def _remember(self, request: AllGatherRequest, unit: Unit, scope: eager.Running) -> None:
         if self._taken:
             self._following[scope.is_backward, len(self._taken), self._taken[-1]] = request
         if unit not in self._units:
@@ -145,30 +134,17 @@ class PrefetchCache:
             self._of_unit[scope.is_backward, unit] = {}
         self._of_unit[scope.is_backward, unit][request.key] = request
         self._taken.append(request.key)
-        found = self._in_flight.get(request.key)
-        if found is None or not found.can_be_saved():
-            self.drop(lambda other: other is found or other.why == "next")  # the model took another way than before
-            return self._launch_first(request, unit) if not scope.is_backward else request.launch(unit.fqn)
-        if found.epoch != unit.epoch():  # to gather again would be right, but the other ranks need not do so
-            self.drop(lambda other: other is found)
-            raise UnsupportedGraph(
-                f"parameters of unit {unit.fqn or 'root'!r} were changed after their gather was launched: inside a "
-                "forward, or after unshard(). Change parameters outside of forward and before unshard(), or compile "
-                'with options={"prefetch": "off"}.'
-            )
-        del self._in_flight[request.key]
-        return found.launched
 
-    def _launch_first(self, request: AllGatherRequest, unit: Unit) -> list[Tensor]:
+    def _launch_first(self, request: AllGatherRequest) -> list[Tensor]:
         """Launch, after the event that the user set, if any; FSDP2 `_fsdp_state.py` (`post_optim_event`)."""
         after, self.after = self.after, None
         if after is None or not request.flat.is_cuda:
-            return request.launch(unit.fqn)
+            return request.launch()
         device = request.flat.device
         ahead = streams.stream_of("ahead", torch.cuda.current_stream(device))
         ahead.wait_event(after)
         with torch.cuda.stream(ahead):  # no other stream beside it: that one would have waited for less than is read
-            launched = request._replace(stream="").launch(unit.fqn)
+            launched = request._replace(stream="").launch()
         for buffer in launched:
             buffer.record_stream(torch.cuda.current_stream(device))  # it was allocated for the other one
         return launched
@@ -180,9 +156,10 @@ class PrefetchCache:
             torch.cuda.current_stream(device).wait_event(after)
 
     def _begin(self, scope: eager.Running) -> None:
-        self.drop(lambda group: group.why != "asked")
-        for group in self._in_flight.values():
-            group.why = "listed"  # for this call, but for no other
+        self._drop_guesses()
+        for gathered in self._cache.values():
+            if gathered.why == "asked":
+                gathered.why = "listed"  # for this call, but for no other
         self._scope = scope
         self._taken.clear()
         self._units.clear()
@@ -190,21 +167,17 @@ class PrefetchCache:
     def end(self) -> None:
         """The outermost call ends: drop what it did not take, unless backward repeats the call and goes on."""
         if eager.running() is None:
-            self.drop(lambda group: group.why != "asked")
+            self._drop_guesses()
 
-    def unshard(self, unit: Unit) -> UnshardHandle:
+    def _drop_guesses(self) -> None:
+        self._cache.drop_if(lambda gathered: gathered.why in ("next", "listed"))
+
+    def unshard(self, unit: Unit) -> list[Tensor]:
         """Launch what the unit's forward takes, for the next call of the outermost module."""
         requests = self._of_unit.get((False, unit), {})
-        self.drop(lambda group: any(group is self._in_flight.get(key) for key in requests))  # may be of old weights
-        for request in requests.values():
-            self._launch(request, "asked")
-        return UnshardHandle(tuple(tensor for key in requests for tensor in self._in_flight[key].launched))
-
-    def reshard(self, unit: Unit) -> None:
-        """Drop what is in flight for the unit, or was gathered and not taken yet."""
-        own = {shard.flat.data_ptr() for shard in unit.shards}
-        dropped = {group for key, group in self._in_flight.items() if key[0] in own}
-        self.drop(lambda group: group in dropped)
+        self._cache.drop(*requests)  # may be of old weights
+        launched = [self._launch(request, "asked") for request in requests.values()]
+        return [tensor for gathered in launched for tensor in gathered.tensors.values()]
 
     def prefetch_next(self, unit: Unit, *, guess: bool) -> None:
         """Launch what comes next: what the unit lists, or if it lists nothing, what was taken next the last time."""
@@ -220,18 +193,16 @@ class PrefetchCache:
         if guess and listed == () and following is not None:
             self._launch(following, "next")
 
-    def _launch(self, request: AllGatherRequest, why: Literal["next", "listed", "asked"]) -> None:
-        home = home_of(request.flat)
-        if home is not None and request.key not in self._in_flight:
-            self._in_flight[request.key] = _PrefetchedGather(request.launch(home.unit.fqn), home.unit.epoch(), why)
-
-    def drop(self, which: Callable[[_PrefetchedGather], bool] = lambda _: True) -> None:
-        """Wait for what nobody will take, and free it."""
-        _drop(self._in_flight, which)
+    def _launch(self, request: AllGatherRequest, why: Why) -> Gathered:
+        found = self._cache.get(request.key)
+        if found is None:
+            launched = dict(enumerate(request.launch()))
+            found = self._cache[request.key] = Gathered(cast("Unit", request.unit), launched, why)
+        return found
 
     def forget(self) -> None:
         """Drop what is in flight, and what was remembered."""
-        self.drop()
+        self._cache.drop_if(lambda gathered: gathered.why != "resident")
         self._scope = None
         self._taken.clear()
         self._units.clear()
@@ -239,13 +210,9 @@ class PrefetchCache:
         self._of_unit.clear()
 
 
-def _drop(in_flight: dict[Key, _PrefetchedGather], which: Callable[[_PrefetchedGather], bool] = lambda _: True) -> None:
-    for key, group in list(in_flight.items()):
-        if which(group):
-            with torch_private.unseen_by_policies():
-                for tensor in group.launched:
-                    _c10d.wait_tensor(tensor)
-            del in_flight[key]
+def _can_be_saved(gathered: Gathered) -> bool:
+    """Whether autograd could save it now, if it needs to."""
+    return torch.is_inference_mode_enabled() or not next(iter(gathered.tensors.values())).is_inference()
 
 
 def _prefetched_all_gather(
@@ -259,15 +226,15 @@ def _prefetched_all_gather(
     guess: bool,
     stream: str,
 ) -> list[Tensor]:
-    request = AllGatherRequest(flat, dtype, tuple(zip(starts, numels, strict=True)), group_size, group_name, stream)
     home = home_of(flat)
-    prefetch_cache = home.unit.prefetch_cache if home is not None else None
-    if home is None or prefetch_cache is None:
-        return request.launch("")
+    unit, spans = home.unit if home is not None else None, tuple(zip(starts, numels, strict=True))
+    request = AllGatherRequest(unit, flat, dtype, spans, group_size, group_name, stream)
+    if unit is None:
+        return request.launch()
     takes = role in ("first", "only")
-    launched = prefetch_cache.take_or_launch(request, home.unit) if takes else request.launch(home.unit.fqn)
+    launched = unit.prefetcher.take_or_launch(request, unit) if takes else request.launch()
     if role in ("last", "only"):
-        prefetch_cache.prefetch_next(home.unit, guess=guess)
+        unit.prefetcher.prefetch_next(unit, guess=guess)
     return launched
 
 

@@ -1,0 +1,203 @@
+"""One flat of a unit: its memory, and the DTensor parameters that are views of it.
+
+[Note: the alias]
+Per shard a unit owns one contiguous leaf tensor, the *flat*. A parameter that the user sees is a `DTensor(Shard(0))`
+whose local tensor is a view of the flat, so an optimizer step through the DTensor is at once visible to the next
+gather, without a copy. Users may break the alias: `load_state_dict(assign=True)`, `module.weight = ...`, `.to(dtype)`,
+`requires_grad_()`. `Unit.check` compares per parameter what the alias rests on, and re-attaches or repacks where it
+does not hold; it runs at every call, so it compares column by column, in loops that run in C. The DTensor always holds
+the truth: its values are copied into the flat, never back.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
+from operator import attrgetter, eq, is_
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fxshard.errors import ConfigError
+from fxshard.ir.plan import ParameterSpec, ShardPlan
+from fxshard.runtime.gradients import GradientSink
+from fxshard.runtime.parameters import adopt_attributes, local_of
+
+if TYPE_CHECKING:
+    from fxshard.runtime.unit import Unit
+
+_PARAMETER, _VIEW, _POINTER = attrgetter("parameter"), attrgetter("view"), attrgetter("pointer")
+_WRAPPER_STORAGE, _LOCAL = attrgetter("wrapper_storage"), attrgetter("_local_tensor")
+_TRAINABLE, _REGISTERED = attrgetter("requires_grad"), attrgetter("_parameters")
+
+
+class Home(NamedTuple):
+    """Where a flat belongs."""
+
+    unit: Unit
+    shard: int
+
+
+def home_of(flat: Tensor) -> Home | None:
+    """The unit and shard index of a flat, `None` for any other tensor."""
+    return getattr(flat, "_fxshard_home", None)
+
+
+@dataclass(eq=False)
+class Member:
+    """One parameter of a unit.
+
+    Attributes:
+        fqn: name from the outermost sharded module.
+        owners: every module that registers the parameter, with the name there (several when tied).
+        parameter: the DTensor parameter that is registered.
+        original: the parameter that it replaced; the same reference for parameters that were tied.
+        view: its local tensor, a view of the flat.
+        pointer: address of `view`.
+        wrapper_storage: the storage object that torch made for the DTensor itself; `p.data = ...` replaces it.
+    """
+
+    fqn: str
+    owners: list[tuple[nn.Module, str]]
+    parameter: nn.Parameter
+    original: weakref.ref[nn.Parameter]
+    view: Tensor = field(init=False)
+    pointer: int = field(init=False)
+    wrapper_storage: torch.UntypedStorage = field(init=False)
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's rows, wherever they lie now."""
+        return local_of(self.parameter)
+
+    @property
+    def spec(self) -> ParameterSpec:
+        """What the layout needs to know."""
+        p = self.parameter
+        return ParameterSpec(fqn=self.fqn, shape=tuple(p.shape), dtype=p.dtype, trainable=p.requires_grad)
+
+    def attach(self, view: Tensor) -> None:
+        """Make `view` the parameter's local tensor; the parameter stays the object that optimizers hold.
+
+        A DTensor takes its storage offset from the local tensor it is built with, and Dynamo wants the two to agree
+        when it traces an optimizer step. So the parameter is built anew and swapped in, where torch can swap: it
+        cannot where something holds a weak reference, and hooks would be left behind.
+        """
+        old = self.parameter
+        has_hooks = bool(old._backward_hooks or getattr(old, "_post_accumulate_grad_hooks", None))
+        if old.storage_offset() == view.storage_offset() or has_hooks or weakref.getweakrefs(old):
+            cast(DTensor, old)._local_tensor = view
+        else:
+            grad, old.grad = old.grad, None
+            attributes = dict(old.__dict__)
+            rebuilt = DTensor(view, cast(DTensor, old)._spec, requires_grad=False)
+            torch.utils.swap_tensors(old, nn.Parameter(rebuilt, requires_grad=old.requires_grad))
+            old.grad = grad
+            adopt_attributes(old, attributes)
+        self.view = self.local
+        self.pointer = self.view.data_ptr()
+        self.wrapper_storage = self.parameter.untyped_storage()
+
+    def registered(self) -> Iterator[nn.Parameter | None]:
+        """The parameters that stand in its places now: others than ours where somebody has put them back since."""
+        return (module._parameters.get(name) for module, name in self.owners)
+
+    def adopt(self, mesh: DeviceMesh) -> bool:
+        """Accept the parameter object that stands in its places now; whether it is another one.
+
+        Raises:
+            ConfigError: it is no shard of the same kind, there are several or none, or the values are lost.
+        """
+        found = {id(p): p for p in self.registered() if p is not None}
+        new = [p for p in found.values() if p is not self.parameter] or list(found.values())
+        if not new:
+            raise ConfigError(
+                f"{self.fqn} is sharded, but is gone from its module. Apply parametrizations and weight_norm, and "
+                "delete parameters, before fully_shard."
+            )
+        if len(new) != 1:
+            raise ConfigError(
+                f"{self.fqn} is sharded, but {len(new)} different parameters now stand in its place (expected 1, the "
+                "same one in every module that shares it). Assign the same parameter to all of them, or none."
+            )
+        self.require_shard(new[0], mesh)
+        if local_of(new[0]) is self.view and new[0].untyped_storage() is not self.wrapper_storage:
+            raise ConfigError(
+                f"{self.fqn}.data was assigned: torch replaces only the wrapper of a DTensor, so the new values are "
+                "lost. Write into it instead: with torch.no_grad(): parameter.copy_(values)."
+            )
+        replaced, self.parameter = new[0] is not self.parameter, new[0]
+        for module, name in self.owners:
+            module._parameters[name] = new[0]
+        return replaced
+
+    def require_shard(self, new: object, mesh: DeviceMesh) -> None:
+        """Raise unless `new` can stand in place of the parameter.
+
+        Raises:
+            ConfigError: it is a plain tensor, a DTensor of another shape, mesh or placement, or one that was computed.
+        """
+        old = self.parameter
+        if isinstance(new, Tensor) and new.grad_fn is not None:
+            raise ConfigError(
+                f"{self.fqn} is sharded: in its place stands a tensor that was computed ({type(new.grad_fn).__name__}; "
+                "torch.func.functional_call?), and no gradient would flow through it. Change the parameter itself, "
+                "under torch.no_grad(), and back after backward (noise on weights); or use a model that is not sharded "
+                "where gradients through an update are wanted (MAML)."
+            )
+        placement = Replicate() if not tuple(old.shape) else Shard(0)
+        fits = isinstance(new, DTensor) and tuple(new.shape) == tuple(old.shape)
+        if fits and isinstance(new, DTensor) and new.device_mesh == mesh and tuple(new.placements) == (placement,):
+            return
+        found = f"{type(new).__name__}{list(getattr(new, 'shape', []))}"
+        raise ConfigError(
+            f"{self.fqn} is sharded: it can only be replaced by a DTensor of shape {list(old.shape)} with placements "
+            f"({placement},) on its mesh, got {found}. To change its values use parameter.copy_(dtensor) under "
+            "torch.no_grad(), or load_state_dict; to replace it, do so before fully_shard."
+        )
+
+
+class FlatShard:
+    """One flat, with the parameters that are views of it and the sink for its gradient; see [Note: the alias]."""
+
+    def __init__(self, plan: ShardPlan, members: Sequence[Member], mesh: DeviceMesh, home: Home) -> None:
+        """Make the flat, and views of it of the members, which are in the order of the plan's slots."""
+        self.plan, self.members, self._mesh = plan, list(members), mesh
+        places = [(module, name, member) for member in members for module, name in member.owners]
+        self._owners, self._names, self._owned = zip(*places, strict=True)  # these never change
+        # A Parameter, because Dynamo never makes a Parameter's length symbolic.
+        flat = torch.zeros(plan.numel, dtype=plan.dtype, device=members[0].local.device)
+        self.flat = nn.Parameter(flat, requires_grad=plan.trainable)
+        self.flat._fxshard_home = home  # type: ignore[attr-defined]
+        self.sink = GradientSink([member.parameter for member in members], plan)
+        if plan.trainable:
+            self.flat.register_post_accumulate_grad_hook(self.sink.hand_over)
+        self.attach()
+
+    def attach(self) -> None:
+        """Copy the members' rows into the flat, and make the members views of it."""
+        rank, world_size = self._mesh.get_local_rank(), self._mesh.size()
+        for slot, member in zip(self.plan.slots, self.members, strict=True):
+            shape = slot.local_shape(rank, world_size)
+            view = self.flat.detach()[slot.offset : slot.offset + math.prod(shape)].view(shape)
+            view.copy_(member.local)
+            member.attach(view)
+        self.sink.parameters = [member.parameter for member in self.members]
+
+    def is_attached(self) -> bool:
+        """Whether nothing that the alias rests on has changed."""
+        parameters, views = list(map(_PARAMETER, self.members)), list(map(_VIEW, self.members))
+        registered = map(dict.get, map(_REGISTERED, self._owners), self._names)
+        return (
+            all(map(is_, map(_LOCAL, parameters), views))
+            and all(map(eq, map(Tensor.data_ptr, views), map(_POINTER, self.members)))
+            and all(map(is_, map(_TRAINABLE, parameters), repeat(self.plan.trainable)))
+            and all(map(is_, map(Tensor.untyped_storage, parameters), map(_WRAPPER_STORAGE, self.members)))
+            and all(map(is_, registered, map(_PARAMETER, self._owned)))
+        )
