@@ -72,12 +72,7 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """When one schedule does what.
-
-    Attributes:
-        transfers: launch or copy -> when it was under way; in the order in which the schedule comes to them.
-        last_stop: where compute stood for the last time.
-    """
+    """When one schedule does what: its launches and copies as it comes to them, and where compute stood last."""
 
     transfers: dict[fx.Node, Transfer]
     last_stop: Stop | None
@@ -85,11 +80,9 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class CriticalPath:
-    """What a schedule takes; see [Note: expressions along a branch].
+    """What a schedule takes: seconds until the last node has run, and how many of them compute stood at waits.
 
-    Attributes:
-        total: seconds until the last node has run.
-        exposed: seconds that compute stood at waits.
+    See [Note: expressions along a branch].
     """
 
     total: Quantity
@@ -100,12 +93,7 @@ class Timeline:
     """A graph on the clock, to be asked again and again."""
 
     def __init__(self, sizes: Sizes, hardware: HardwareSpec) -> None:
-        """Cost every node of a graph once.
-
-        Args:
-            sizes: of the graph.
-            hardware: what it runs on.
-        """
+        """Cost every node of a graph once."""
         live, value, model = sizes.live, sizes.point.value, ComputeModel(sizes.live, hardware, sizes.point)
         self.compute = {node: cost for node in live.nodes if (cost := model.cost(node)) is not FREE}
         self.launches: dict[fx.Node, LaunchCost] = launches_of(sizes, hardware)
@@ -126,9 +114,8 @@ class Timeline:
     def run(self, moved: Mapping[fx.Node, fx.Node] | None = None) -> Timing:
         """Run a schedule on the clock.
 
-        Args:
-            moved: launch or wait -> the node right before which it stands instead; those that go to one place keep the
-                order of this mapping, ahead of what stands there.
+        `moved` says for launches and waits right before which node they stand instead; those that go to one place keep
+        their order in it, ahead of what stands there.
         """
         transfers: dict[fx.Node, Transfer] = {}
         last_on: dict[str, Transfer] = {}  # queue -> what it was given last

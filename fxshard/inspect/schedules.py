@@ -59,12 +59,7 @@ class Schedule:
 
 
 def schedules(frame: FrameExplanation, stage: str) -> tuple[Schedule, ...]:
-    """The schedule that runs, then `OTHERS` if `hoist_prefetch` had something to hoist, within the same budget.
-
-    Args:
-        frame: whose graphs.
-        stage: "forward", "backward" or "inference", with its number if it has one.
-    """
+    """The schedule that runs, then `OTHERS` if `hoist_prefetch` had something to hoist, within the same budget."""
     found = [_schedule("compiled", frame.stats_of(frame.running(stage)))]
     before = _before_hoisting(frame, stage)
     if before is None:
@@ -84,13 +79,7 @@ def lower_bound(frame: FrameExplanation, stage: str) -> float:
 
 
 def least_seconds(graph: fx.Graph, plan: FramePlan, hardware: HardwareSpec) -> float:
-    """`lower_bound` of one graph, which may have any schedule.
-
-    Args:
-        graph: with collectives; what nobody waits for counts as no time.
-        plan: of its frame.
-        hardware: what it runs on.
-    """
+    """`lower_bound` of one graph, which may have any schedule; what nobody waits for counts as no time."""
     timeline = Timeline(sizes_of(graph, plan), hardware)
     launches = timeline.launches.keys()
     waits = {node: launches & sources for node, sources in timeline.needs.items() if collectives.is_wait(node)}

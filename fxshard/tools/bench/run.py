@@ -46,7 +46,7 @@ class Session:
         return [event for event in self._from_all() if isinstance(event, Ready)]
 
     def step(self) -> Timed:
-        """Let all ranks take a step; what the slowest tells.
+        """Let all ranks take a step; return what the slowest tells.
 
         Raises:
             RankError: one of them failed.

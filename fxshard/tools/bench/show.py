@@ -21,12 +21,7 @@ _PLAIN_ROUNDS = 5  # of which a log file hears
 
 
 class BenchConsole(LiveConsole):
-    """Live progress; a context manager.
-
-    Args:
-        console: where to.
-        config: of the run.
-    """
+    """Live progress; a context manager."""
 
     def __init__(self, console: Console, config: BenchConfig) -> None:
         from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
