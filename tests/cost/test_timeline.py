@@ -190,6 +190,14 @@ def test_a_launch_counts_where_it_is_moved_to() -> None:
     assert (found.total, found.exposed) == (expected.total, expected.exposed)
 
 
+def test_a_tensor_that_is_reduced_twice_is_waited_for_twice() -> None:
+    plan = Schedule()
+    for _ in range(2):
+        plan.wait(plan.call(c10d.all_reduce_.default, plan.flat, "sum", "0"))
+        plan.product()
+    assert times(plan.run()) == [(0, 1, 1), (1 + PRODUCT, 2 + PRODUCT, 1)]
+
+
 def test_a_launch_waits_for_a_cast_on_a_side_stream_while_compute_goes_on() -> None:
     plan = Schedule()
     cast = plan.call(aten.mm.default, plan.x, plan.weight, stream="copy_in")

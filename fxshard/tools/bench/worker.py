@@ -77,11 +77,10 @@ class SystemRank:
     """
 
     def __init__(self, task: Task, device: str, link: EmulatedLink | None, make: Callable[[Task], Trainer]) -> None:
-        parameters = list(task.model.parameters())
         self.task, self.link, self.on_gpu = task, link, device == "cuda"
-        self.num_params = sum(p.numel() for p in parameters)
+        self.num_params = sum(p.numel() for p in task.model.parameters())
         self.num_units = len(units_of(task.model))
-        self.dtype = parameters[0].dtype
+        self.dtype = next(task.model.parameters()).dtype
         self.trainer = make(task)
 
     def ready(self, ready_s: float, losses: Iterable[float], **known: Any) -> Ready:
