@@ -129,15 +129,7 @@ class SystemResult:
 
 @dataclass(kw_only=True)
 class Results:
-    """What came of all systems, whoever let them take turns.
-
-    Attributes:
-        options: of the run, as the user gave them.
-        machine: what it ran on.
-        systems: in the order of the user.
-        num_params: of the whole model.
-        num_units: that the systems shard it into.
-    """
+    """What came of all systems, whoever let them take turns; `options` and the order are the user's."""
 
     options: dict[str, Any]
     machine: dict[str, Any]

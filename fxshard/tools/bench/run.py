@@ -37,20 +37,12 @@ class Session:
         self._ranks = RankProcesses(job, rank_main, num_threads=job.config.num_threads, place=peers.next_place())
 
     def start(self) -> list[Ready]:
-        """Start all ranks and wait until they are ready.
-
-        Raises:
-            RankError: one of them failed.
-        """
+        """Start all ranks and wait until they are ready; `RankError` if one of them failed."""
         self._ranks.start()
         return [event for event in self._from_all() if isinstance(event, Ready)]
 
     def step(self) -> Timed:
-        """Let all ranks take a step; return what the slowest tells.
-
-        Raises:
-            RankError: one of them failed.
-        """
+        """Let all ranks take a step; return what the slowest tells. `RankError` if one of them failed."""
         self._ranks.send(TURN)
         return max((event for event in self._from_all() if isinstance(event, Timed)), key=lambda timed: timed.seconds)
 

@@ -53,13 +53,7 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """A rank has had its turn.
-
-    Attributes:
-        seconds: of each step.
-        peak_bytes: the most that was allocated on the device in a step, where that was asked.
-        traffic: of one step, all collectives together, likewise.
-    """
+    """A rank has had its turn: seconds of each step, and the rest as in `Steps`."""
 
     seconds: list[float]
     peak_bytes: int | None = None
