@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class FxshardError(Exception):
     """Base of all errors raised by fxshard.
@@ -38,3 +41,8 @@ class MissingExtraError(FxshardError, ImportError):
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(f"{package} is not installed. Type: python -m pip install 'fxshard[{extra}]'")
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """Of the known names the one that was probably meant; nothing if none is known."""
+    return next(iter(difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.0)), "")

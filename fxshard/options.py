@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxshard.errors import ConfigError
+from fxshard.errors import ConfigError, nearest
 
 # Options of the design that have no effect yet, with the only value that is accepted today.
 _NOT_YET: dict[str, Any] = {
@@ -178,8 +177,7 @@ def parse(options: Mapping[str, Any] | None, mode: str | None = None) -> Options
 
 
 def _unknown(name: object, known: list[str]) -> str:
-    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)
-    return f"unknown option {name!r}. Did you mean {near[0]!r}? Known options: {', '.join(sorted(known))}."
+    return f"unknown option {name!r}. Did you mean {nearest(name, known)!r}? Known options: {', '.join(sorted(known))}."
 
 
 def launched_world_size() -> int:

@@ -11,7 +11,8 @@ from torch import fx
 from torch.fx import GraphModule
 
 from fxshard.cost import prefetch_depth
-from fxshard.cost.timeline import Track
+from fxshard.cost.sizes import sizes_of
+from fxshard.cost.timeline import Timeline
 from fxshard.errors import ConfigError
 from fxshard.ir import collectives, dataflow, launch_groups, liveness, text
 from fxshard.ir.dataflow import Window
@@ -92,10 +93,9 @@ class HoistPrefetch(GraphPass):
         """Return how many groups ahead each group is launched."""
         if isinstance(self.depth, int):
             return [self.depth] * len(groups)
-        track = Track(graph, ctx.plan, ctx.hardware)
-        return prefetch_depth.depths_that_hide(
-            groups, needed_at, track, MemoryBudget(graph, ctx.unsharded_budget_bytes)
-        )
+        timeline = Timeline(sizes_of(graph, ctx.plan), ctx.hardware)
+        budget = MemoryBudget(graph, ctx.unsharded_budget_bytes)
+        return prefetch_depth.depths_that_hide(groups, needed_at, timeline, budget)
 
 
 @dataclass(frozen=True)

@@ -67,14 +67,7 @@ def split(things: Sequence[_T], nbytes: Callable[[_T], int], most: float) -> lis
 def merge(
     things: Sequence[_T], nbytes: Callable[[_T], int], limits: Limits, may_join: Callable[[Sequence[_T], _T], bool]
 ) -> list[list[_T]]:
-    """Fill buckets in order.
-
-    Args:
-        things: what is put into them.
-        nbytes: of a thing.
-        limits: how full.
-        may_join: whether a thing may join a bucket of others.
-    """
+    """Fill buckets in order, as full as `limits` say, with things of which each `may_join` those that are there."""
     buckets: list[list[_T]] = []
     size = 0
     for thing in things:

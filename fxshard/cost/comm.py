@@ -62,7 +62,7 @@ def launches_of(sizes: Sizes, hardware: HardwareSpec) -> dict[fx.Node, LaunchCos
 
 
 def transfer_seconds(op: str, nbytes: Quantity, ranks: Quantity, hardware: HardwareSpec) -> Quantity:
-    """Time of one collective: `latency + factor * (ranks - 1) / ranks * nbytes / bandwidth`.
+    """Time of one collective: `latency + factor * (ranks - 1) / ranks * nbytes / bandwidth`, of the whole buffer.
 
     The alpha-beta (Hockney) model in the form of nccl-tests' bus bandwidth: each rank sends and receives
     `(ranks - 1) / ranks` of the buffer, in an all_reduce twice. The latency is one number: that it grows with the
@@ -70,12 +70,6 @@ def transfer_seconds(op: str, nbytes: Quantity, ranks: Quantity, hardware: Hardw
 
     Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md; Thakur et al., "Optimization of
     Collective Communication Operations in MPICH" (2005).
-
-    Args:
-        op: short name.
-        nbytes: of the whole buffer.
-        ranks: size of the group.
-        hardware: whose link it is.
     """
     factor = 2 if op == "all_reduce" else 1
     return hardware.link_latency + factor * (ranks - 1) * nbytes / ranks / hardware.link_bandwidth

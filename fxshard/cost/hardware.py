@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fxshard.errors import ConfigError
+from fxshard.errors import ConfigError, nearest
 from fxshard.ir.text import dtype_text
 
 _DTYPES = sorted({dtype_text(value) for value in vars(torch).values() if isinstance(value, torch.dtype)})
@@ -71,8 +70,7 @@ class HardwareSpec:
 
 def _near(name: str, known: Iterable[str]) -> str:
     """`name`, and the known one that it was probably meant to be."""
-    near = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.0)
-    return f"{name!r} (did you mean {near[0]!r}?)"
+    return f"{name!r} (did you mean {nearest(name.lower(), known)!r}?)"
 
 
 def _positive(value: Any, *, or_zero: bool) -> bool:

@@ -30,12 +30,7 @@ class Peak:
 
 
 def live_bytes(sizes: Sizes, only: Collection[int] | None = None) -> dict[fx.Node, int]:
-    """For each node the bytes that are live while it runs, at the traced world size and shapes.
-
-    Args:
-        sizes: of the graph.
-        only: indices of the storages to count, all by default.
-    """
+    """For each node the bytes that are live while it runs, where it was traced: of all storages, or `only` of these."""
     values = [int(sizes.point.value(size)) for size in _counted(sizes, only)]
     return {node: int(total) for node, total in zip(sizes.live.nodes, sizes.live.running_sum(values), strict=True)}
 

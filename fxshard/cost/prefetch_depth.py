@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from fxshard.cost.timeline import Track
+from fxshard.cost.timeline import Timeline
 from fxshard.ir.launch_groups import Hoist, LaunchGroup
 from fxshard.ir.memory_budget import MemoryBudget
 
@@ -15,7 +15,7 @@ _NOTHING = 1e-6
 
 
 def depths_that_hide(
-    groups: Sequence[LaunchGroup], needed_at: Sequence[fx.Node], track: Track, budget: MemoryBudget
+    groups: Sequence[LaunchGroup], needed_at: Sequence[fx.Node], timeline: Timeline, budget: MemoryBudget
 ) -> list[int]:
     """For each launch group the smallest depth that hides it, or as much of it as any depth and the budget do.
 
@@ -26,7 +26,7 @@ def depths_that_hide(
     Args:
         groups: all gathers of a graph, in program order.
         needed_at: for each group the node before which it, at depth 0, or a later one is launched.
-        track: the graph on the clock.
+        timeline: the graph on the clock.
         budget: what is free in the graph; reserved as the depths are found.
     """
     hoist = Hoist(groups, budget)
@@ -41,7 +41,7 @@ def depths_that_hide(
         while True:
             place = place_of(k)
             moved |= dict.fromkeys(group.launches, place)
-            transfers = track.run(moved)
+            transfers = timeline.run(moved).transfers
             exposed[depths[k]] = sum(transfers[launch].exposed for launch in group.launches)
             is_hidden = exposed[depths[k]] < _NOTHING
             follows = k > 0 and transfers[group.launches[0]].behind in groups[k - 1].launches

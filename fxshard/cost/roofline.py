@@ -73,13 +73,7 @@ class ComputeModel:
     """Costs the nodes of one graph; equal ops on equal shapes are costed once."""
 
     def __init__(self, live: Liveness, hardware: HardwareSpec, point: Point) -> None:
-        """Bind the graph.
-
-        Args:
-            live: its storages, which tell views from copies.
-            hardware: what it runs on.
-            point: where the two sides of the roofline are compared.
-        """
+        """Bind the graph; the two sides of the roofline are compared at `point`."""
         self._live, self._hardware, self._point = live, hardware, point
         self._shapes: dict[fx.Node, tuple[_Shape, ...]] = {}
         self._costs: dict[Hashable, NodeCost] = {}

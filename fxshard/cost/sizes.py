@@ -46,13 +46,7 @@ class Sizes:
 
 
 def sizes_of(graph: fx.Graph, plan: FramePlan, *, donated: bool = False) -> Sizes:
-    """Measure a graph.
-
-    Args:
-        graph: of AOTAutograd, before or after any pass.
-        plan: of its frame.
-        donated: as in `liveness`.
-    """
+    """Measure a graph of AOTAutograd, before or after any pass; `donated` as in `liveness`."""
     world_size = max((unit.world_size for unit in plan.units.values()), default=1)
     point = Point(world_size=world_size, hints=hints_of(graph))
     units = {key: unit for key, unit in plan.units.items() if unit.world_size == world_size}

@@ -11,13 +11,11 @@ from typing import Any
 import sympy
 from torch import fx
 
-from fxshard.cost.comm import LaunchCost, launches_of
 from fxshard.cost.hardware import HardwareSpec
 from fxshard.cost.memory import peak
-from fxshard.cost.roofline import FREE, ComputeModel
-from fxshard.cost.sizes import Sizes, sizes_of
+from fxshard.cost.sizes import sizes_of
 from fxshard.cost.symbols import Quantity, Sum, evaluate
-from fxshard.cost.timeline import Timeline, simulate
+from fxshard.cost.timeline import Timeline
 from fxshard.errors import ConfigError
 from fxshard.ir.liveness import unsharded_storages
 from fxshard.ir.plan import FramePlan
@@ -135,17 +133,17 @@ def graph_stats(graph: fx.Graph, plan: FramePlan, hardware: HardwareSpec, *, don
         donated: whether saved activations are freed after their last use: true for backward.
     """
     sizes = sizes_of(graph, plan, donated=donated)
-    costs = _Costs(sizes, hardware)
-    launches, timeline = costs.launches.values(), costs.timeline
+    timeline = Timeline(sizes, hardware)
+    compute, launches = timeline.compute.values(), timeline.launches.values()
     return GraphStats(
         num_nodes=len(sizes.live.nodes),
         collectives=dict(collections.Counter(launch.op for launch in launches)),
         gathered_bytes=Sum(launch.nbytes for launch in launches if launch.op == "all_gather").total,
         reduced_bytes=Sum(launch.nbytes for launch in launches if launch.op == "reduce_scatter").total,
-        flops=costs.flops,
-        compute_seconds=Sum(costs.compute.values()).total,
+        flops=Sum(cost.flops for cost in compute).total,
+        compute_seconds=Sum(cost.seconds for cost in compute).total,
         comm_seconds=Sum(launch.seconds for launch in launches).total,
-        exposed_seconds=timeline.exposed,
+        exposed_seconds=timeline.critical_path(timeline.run()).exposed,
         peak_bytes=peak(sizes).nbytes,
         unsharded_peak_bytes=peak(sizes, only=unsharded_storages(sizes.live)).nbytes,
         world_size=sizes.point.world_size,
@@ -155,35 +153,21 @@ def graph_stats(graph: fx.Graph, plan: FramePlan, hardware: HardwareSpec, *, don
 
 def collectives_of(graph: fx.Graph, plan: FramePlan, hardware: HardwareSpec) -> list[CollectiveCost]:
     """The launches of a graph with their costs, in program order."""
+    timeline = Timeline(sizes_of(graph, plan), hardware)
+    transfers = timeline.run().transfers
     return [
         CollectiveCost(
-            node=transfer.launch.node.name,
-            unit=transfer.launch.unit,
-            op=transfer.launch.op,
-            dtype=transfer.launch.dtype,
-            nbytes=transfer.launch.nbytes,
-            seconds=transfer.launch.seconds,
-            start=transfer.start,
-            exposed_seconds=transfer.exposed,
+            node=launch.node.name,
+            unit=launch.unit,
+            op=launch.op,
+            dtype=launch.dtype,
+            nbytes=launch.nbytes,
+            seconds=launch.seconds,
+            start=transfers[node].start,
+            exposed_seconds=transfers[node].exposed,
         )
-        for transfer in _Costs(sizes_of(graph, plan), hardware).timeline.transfers
+        for node, launch in timeline.launches.items()
     ]
-
-
-class _Costs:
-    """Every cost of one graph."""
-
-    def __init__(self, sizes: Sizes, hardware: HardwareSpec) -> None:
-        model, flops = ComputeModel(sizes.live, hardware, sizes.point), Sum()
-        self.compute: dict[fx.Node, Quantity] = {}
-        for node in sizes.live.nodes:
-            cost = model.cost(node)
-            if cost is not FREE:
-                self.compute[node] = cost.seconds
-                flops.add(cost.flops)
-        self.flops: Quantity = flops.total
-        self.launches: dict[fx.Node, LaunchCost] = launches_of(sizes, hardware)
-        self.timeline: Timeline = simulate(sizes.live, self.compute, self.launches, sizes.point)
 
 
 def _number(quantity: Quantity, world_size: int, values: Mapping[str, int]) -> int | float:

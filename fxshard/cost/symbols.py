@@ -67,12 +67,7 @@ def evaluate(quantity: Quantity, world_size: int, hints: Mapping[sympy.Symbol, i
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """Where quantities are compared: the world size and the shapes that a graph was traced with.
-
-    Attributes:
-        world_size: ranks.
-        hints: values of the graph's symbols.
-    """
+    """Where quantities are compared: the world size, and the values of symbols, that a graph was traced with."""
 
     world_size: int
     hints: Mapping[sympy.Symbol, int]

@@ -1,20 +1,20 @@
 """When everything in a graph happens: compute in program order, collectives in one in-order queue per group.
 
 Copies and casts on a side stream have a queue for each stream, which begins with what the main one has done by then.
+A schedule is tried hundreds of times, so what does not depend on it is found once: the costs, the compute before each
+node, and what each launch, copy and wait needs. A run then looks at launches, copies and waits alone.
 
 [Note: expressions along a branch]
 Where two times meet (a wait, a busy queue), the later one counts. Which one is later is decided by numbers, at the
 world size and shapes that the graph was traced with; the result is the sum of the costs along the path that was later,
 and so an expression again. It is exact as long as other shapes would decide alike.
-
-A schedule is tried hundreds of times, so a graph is reduced to its *track*: the compute before each node, added up, and
-what is launched and waited for where. Times are seconds at the world size and shapes that the graph was traced with.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+import operator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,211 +23,182 @@ from torch import fx
 from fxshard.cost.comm import LaunchCost, launches_of
 from fxshard.cost.hardware import HardwareSpec
 from fxshard.cost.roofline import FREE, ComputeModel
-from fxshard.cost.sizes import sizes_of
-from fxshard.cost.symbols import Point, Quantity, Sum
+from fxshard.cost.sizes import Sizes
+from fxshard.cost.symbols import Quantity, Sum
 from fxshard.ir import collectives, tags
 from fxshard.ir.liveness import Liveness
-from fxshard.ir.plan import FramePlan
+
+_END = operator.attrgetter("end")
 
 
-@dataclass(frozen=True, kw_only=True)
-class QueueSlot:
-    """One launch on its queue.
+class Stop(NamedTuple):
+    """Compute stands before the node at `place` until `cause` is done."""
 
-    Attributes:
-        start: when the queue takes it up; seconds since the graph began.
-        behind: the launch that the queue did right before, `None` if it stood idle.
-        exposed: how long compute stood at its waits.
-    """
-
-    start: float
-    behind: fx.Node | None
-    exposed: float
+    place: int
+    cause: Transfer
 
 
-class Track:
-    """A graph on the clock, to be asked again and again."""
-
-    def __init__(self, graph: fx.Graph, plan: FramePlan, hardware: HardwareSpec) -> None:
-        """Cost every node of `graph` once."""
-        sizes = sizes_of(graph, plan)
-        model = ComputeModel(sizes.live, hardware, sizes.point)
-        costs = [model.cost(node) for node in sizes.live.nodes]
-        seconds = [0.0 if cost is FREE else float(sizes.point.value(cost.seconds)) for cost in costs]
-        self.before = dict(zip(sizes.live.nodes, itertools.accumulate(seconds, initial=0.0), strict=False))
-        """Node -> seconds of compute before it."""
-        self.launches: dict[fx.Node, LaunchCost] = launches_of(sizes, hardware)
-        self.seconds = {node: float(sizes.point.value(launch.seconds)) for node, launch in self.launches.items()}
-        self.places = {node: i for i, node in enumerate(sizes.live.nodes)}
-        owner = {index: node for node in self.launches for index in sizes.live.storages_of[node]}
-        """Storage -> the launch that fills it."""
-        self.waits: dict[fx.Node, set[fx.Node]] = {
-            node: {owner[index] for index in sizes.live.storages_of[node] if index in owner}
-            for node in sizes.live.nodes
-            if collectives.is_wait(node)
-        }
-
-    def run(self, moved: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, QueueSlot]:
-        """The transfers in the order of their launches.
-
-        Args:
-            moved: launch or wait -> the node right before which it stands instead; those that go to one place keep the
-                order of this mapping, ahead of what stands there.
-        """
-        order_of = {node: i for i, node in enumerate(moved)}
-        events = sorted(
-            (self.places[moved.get(node, node)], order_of.get(node, len(moved)), self.places[node], node)
-            for node in itertools.chain(self.launches, self.waits)
-        )
-        late = 0.0  # how much later than by compute alone
-        free: dict[str, tuple[float, fx.Node]] = {}
-        ends: dict[fx.Node, float] = {}
-        found: dict[fx.Node, QueueSlot] = {}
-        for *_, node in events:
-            now = self.before[moved.get(node, node)] + late
-            if node in self.launches:
-                group = self.launches[node].group
-                until, last = free.get(group, (0.0, None))
-                start = max(now, until)
-                ends[node] = start + self.seconds[node]
-                free[group] = ends[node], node
-                found[node] = QueueSlot(start=start, behind=last if until >= now else None, exposed=0.0)
-                continue
-            for launch in self.waits[node]:
-                exposed = max(0.0, ends[launch] - (self.before[moved.get(node, node)] + late))
-                late += exposed
-                found[launch] = QueueSlot(
-                    start=found[launch].start, behind=found[launch].behind, exposed=found[launch].exposed + exposed
-                )
-        return found
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, slots=True, kw_only=True)
 class Transfer:
-    """One launch on its queue; seconds since the graph began, at the traced world size and shapes.
+    """A launch on its queue, or a copy on its side stream; seconds since the graph began, where it was traced.
 
     Attributes:
-        launch: the collective.
+        node: the launch or copy.
         start: when the queue takes it up.
         end: when it is done.
-        exposed: how long compute stood at its wait.
+        exposed: how long compute stood at waits for the launch; at those for its copies too.
+        behind: what the queue did right before, `None` if it stood idle.
+        after: whose end was the start; `None` if it could start as soon as compute had come to it.
+        place: index of the node that compute had come to.
+        stop: where compute had last stood by then.
     """
 
-    launch: LaunchCost
+    node: fx.Node
     start: float
     end: float
-    exposed: float
+    exposed: float = 0.0
+    behind: fx.Node | None
+    after: Transfer | None
+    place: int
+    stop: Stop | None
+
+    def chain(self) -> Iterator[Transfer]:
+        """This one, and what it had to be after, back to what compute came to."""
+        transfer: Transfer | None = self
+        while transfer is not None:
+            yield transfer
+            transfer = transfer.after
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timeline:
-    """What a simulation found.
+class Timing:
+    """When one schedule does what: its launches and copies as it comes to them, and where compute stood last."""
 
-    Attributes:
-        total: seconds until the last node has run.
-        exposed: seconds that compute stood at waits.
-        transfers: the launches, in program order.
+    transfers: dict[fx.Node, Transfer]
+    last_stop: Stop | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticalPath:
+    """What a schedule takes: seconds until the last node has run, and how many of them compute stood at waits.
+
+    See [Note: expressions along a branch].
     """
 
     total: Quantity
     exposed: Quantity
-    transfers: tuple[Transfer, ...]
 
 
-@dataclass(eq=False, slots=True)
-class _Moment:
-    """A time and how it came about: `step` seconds after `before`."""
+class Timeline:
+    """A graph on the clock, to be asked again and again."""
 
-    time: float
-    before: _Moment | None
-    step: Quantity
-    communicates: bool = False
+    def __init__(self, sizes: Sizes, hardware: HardwareSpec) -> None:
+        """Cost every node of a graph once."""
+        live, value, model = sizes.live, sizes.point.value, ComputeModel(sizes.live, hardware, sizes.point)
+        self.compute = {node: cost for node in live.nodes if (cost := model.cost(node)) is not FREE}
+        self.launches: dict[fx.Node, LaunchCost] = launches_of(sizes, hardware)
+        self._quantities: dict[fx.Node, Quantity] = {
+            node: cost.seconds for costs in (self.compute, self.launches) for node, cost in costs.items()
+        }
+        self.seconds = {node: float(value(seconds)) for node, seconds in self._quantities.items()}
+        """Launch, copy or node of compute -> what it takes."""
+        self.queues = {node: launch.group for node, launch in self.launches.items()}
+        self.queues |= {node: stream for node in self.compute if (stream := tags.meta_of(node).stream)}
+        """Launch or copy -> its process group or side stream."""
+        self.needs, self._launch_of = _needs(live, self.launches, self.queues)
+        """Launch, copy or wait -> the launches and copies that must be done before."""
+        self._places = {node: place for place, node in enumerate(live.nodes)}
+        on_main = (0.0 if node in self.queues else self.seconds.get(node, 0.0) for node in live.nodes)
+        self._before = list(itertools.accumulate(on_main, initial=0.0))
+
+    def run(self, moved: Mapping[fx.Node, fx.Node] | None = None) -> Timing:
+        """Run a schedule on the clock.
+
+        `moved` says for launches and waits right before which node they stand instead; those that go to one place keep
+        their order in it, ahead of what stands there.
+        """
+        transfers: dict[fx.Node, Transfer] = {}
+        last_on: dict[str, Transfer] = {}  # queue -> what it was given last
+        stop: Stop | None = None
+        late = 0.0  # how much later than by compute alone
+        for place, node in self._events(moved or {}):
+            now = self._before[place] + late
+            needed = [transfers[source] for source in self.needs[node]]
+            if node in self.queues:
+                queue = self.queues[node]
+                last = last_on.get(queue)
+                after = max((t for t in (last, *needed) if t and t.end > now), key=_END, default=None)
+                start = after.end if after else now
+                transfers[node] = last_on[queue] = Transfer(
+                    node=node,
+                    start=start,
+                    end=start + self.seconds[node],
+                    behind=last.node if last and last.end >= now else None,
+                    after=after,
+                    place=place,
+                    stop=stop,
+                )
+                continue
+            for transfer in needed:
+                exposed = transfer.end - (self._before[place] + late)
+                if exposed > 0.0:
+                    late, stop = late + exposed, Stop(place, transfer)
+                    transfers[self._launch_of.get(transfer.node, transfer.node)].exposed += exposed
+        return Timing(transfers=transfers, last_stop=stop)
+
+    def critical_path(self, timing: Timing) -> CriticalPath:
+        """Exposed time is what the path spends on queues, less the compute that it does not pass through."""
+        total, exposed = Sum(), Sum()
+        on_main = self.compute.keys() - self.queues.keys()
+        beside = {i: self._quantities[node] for node, i in self._places.items() if node in on_main}
+        place, stop = len(self._places), timing.last_stop
+        while True:
+            for i in reversed(range(stop.place if stop else 0, place)):
+                total.add(beside.pop(i, 0))
+            if stop is None:
+                break
+            for transfer in stop.cause.chain():
+                total.add(self._quantities[transfer.node])
+                exposed.add(self._quantities[transfer.node])
+            place, stop = transfer.place, transfer.stop
+        for seconds in beside.values():
+            exposed.add(seconds, -1)
+        return CriticalPath(total=total.total, exposed=exposed.total)
+
+    def _events(self, moved: Mapping[fx.Node, fx.Node]) -> Iterable[tuple[int, fx.Node]]:
+        """Launches, copies and waits in the order of a schedule, each with the place where it stands."""
+        order_of = {node: i for i, node in enumerate(moved)}
+        standing = (
+            (self._places[moved.get(node, node)], order_of.get(node, len(moved)), self._places[node], node)
+            for node in self.needs
+        )
+        return [(place, node) for place, *_, node in sorted(standing)]
 
 
-@dataclass(eq=False, slots=True)
-class _QueuedLaunch:
-    launch: LaunchCost
-    start: _Moment
-    end: _Moment
-    exposed: float = 0.0
-
-
-class _Filled(NamedTuple):
-    """When a storage will have been filled, and by what: a launch, or a copy of what a launch brought."""
-
-    group: _QueuedLaunch
-    end: _Moment
-
-
-def simulate(
-    live: Liveness, compute: Mapping[fx.Node, Quantity], launches: Mapping[fx.Node, LaunchCost], point: Point
-) -> Timeline:
-    """Run a graph on the clock; linear in its nodes.
-
-    Args:
-        live: of the graph; says which launch a wait is for.
-        compute: node -> seconds; nodes that take none may be absent.
-        launches: from `comm.launches_of`.
-        point: where times are compared.
-    """
-    clock = _Moment(0.0, None, 0.0)
-    computed: list[_Moment] = []
-    queues: dict[str, _Moment] = {}  # by group, or by side stream
-    groups: dict[fx.Node, _QueuedLaunch] = {}
-    filled: dict[int, _Filled] = {}
-    cast: dict[int, _Moment] = {}  # storage -> when a side stream will have made it
+def _needs(
+    live: Liveness, launches: Collection[fx.Node], queues: Collection[fx.Node]
+) -> tuple[dict[fx.Node, list[fx.Node]], dict[fx.Node, fx.Node]]:
+    """`Timeline.needs`, and for each copy of what a launch brought that launch."""
+    needs: dict[fx.Node, list[fx.Node]] = {}
+    launch_of: dict[fx.Node, fx.Node] = {}
+    filled: dict[int, fx.Node] = {}  # storage -> the launch, or the copy of what a launch brought, that fills it
+    cast: dict[int, fx.Node] = {}  # storage -> what makes it on a side stream, of what is there
     for node in live.nodes:
-        read = [index for source in node.all_input_nodes for index in live.storages_of[source]]
+        made, read = live.storages_of[node], [i for source in node.all_input_nodes for i in live.storages_of[source]]
         if node in launches:
-            launch = launches[node]
-            start = _latest(clock, queues.get(launch.group), *map(cast.get, read))
-            end = _after(start, launch.seconds, point, communicates=True)
-            queues[launch.group] = end
-            groups[node] = _QueuedLaunch(launch, start, end)
-            filled |= dict.fromkeys(live.storages_of[node], _Filled(groups[node], end))
-        elif node.target is collectives.WAIT:
-            for group, end in filter(None, map(filled.get, live.storages_of[node])):
-                group.exposed += max(0.0, end.time - clock.time)
-                clock = _latest(clock, end)
-        elif node in compute and (stream := tags.meta_of(node).stream):
-            source = next(filter(None, map(filled.get, read)), None)
-            start = _latest(clock, queues.get(stream), source.end if source else None, *map(cast.get, read))
-            queues[stream] = end = _after(start, compute[node], point, communicates=True)
-            made = live.storages_of[node]
-            if source is None:
-                cast |= dict.fromkeys(made, end)
-            else:
-                filled |= dict.fromkeys(made, _Filled(source.group, end))
-        elif node in compute:
-            clock = _after(clock, compute[node], point)
-            computed.append(clock)
-    transfers = tuple(
-        Transfer(launch=f.launch, start=f.start.time, end=f.end.time, exposed=f.exposed) for f in groups.values()
-    )
-    return _timeline(clock, computed, transfers)
+            needs[node] = _found(cast, read)
+            filled |= dict.fromkeys(made, node)
+        elif collectives.is_wait(node):
+            needs[node] = _found(filled, made)
+        elif node in queues:
+            sources = _found(filled, read)[:1]
+            needs[node] = sources + _found(cast, read)
+            for source in sources:
+                launch_of[node] = launch_of.get(source, source)
+            (filled if sources else cast).update(dict.fromkeys(made, node))
+    return needs, launch_of
 
 
-def _timeline(end: _Moment, computed: list[_Moment], transfers: tuple[Transfer, ...]) -> Timeline:
-    """Exposed time is what the critical path spends on the link, less the compute that it does not pass through."""
-    total, exposed = Sum(), Sum()
-    on_path: set[_Moment] = set()
-    moment: _Moment | None = end
-    while moment is not None:
-        on_path.add(moment)
-        total.add(moment.step)
-        if moment.communicates:
-            exposed.add(moment.step)
-        moment = moment.before
-    for step in computed:
-        if step not in on_path:
-            exposed.add(step.step, -1)
-    return Timeline(total=total.total, exposed=exposed.total, transfers=transfers)
-
-
-def _latest(first: _Moment, *others: _Moment | None) -> _Moment:
-    """The latest; the first of those that are equally late."""
-    return max((first, *filter(None, others)), key=lambda moment: moment.time)
-
-
-def _after(before: _Moment, step: Quantity, point: Point, *, communicates: bool = False) -> _Moment:
-    return _Moment(before.time + point.value(step), before, step, communicates)
+def _found(made_by: Mapping[int, fx.Node], storages: Iterable[int]) -> list[fx.Node]:
+    """What makes these storages, each once."""
+    return list(dict.fromkeys(made_by[i] for i in storages if i in made_by))

@@ -146,12 +146,7 @@ PerRank = tuple[Any, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class AllRanksRun:
-    """What a graph computed.
-
-    Attributes:
-        values: node name -> its value right after the node ran, inputs left out; only where the run was to keep them.
-        results: the graph's results, in order.
-    """
+    """What a graph computed: each node's value right after it ran, where the run was to keep them, and the results."""
 
     values: dict[str, PerRank] = field(repr=False)
     results: list[PerRank] = field(repr=False)

@@ -22,7 +22,7 @@ from fxshard.compile import backend
 from fxshard.compile.inductor import require_known_flags
 from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.inspect.all_ranks import AllRanksRun, Captured, InputValues, PerRank, constant, originals_of, run
-from fxshard.inspect.explain import type_name
+from fxshard.inspect.explain import nothing_captured, type_name
 from fxshard.inspect.fake_model import FakeModel, fake_model_of
 from fxshard.ir import tags
 from fxshard.ir.history import CAPTURED, PassResult
@@ -115,10 +115,7 @@ def bisect_numerics(
     fake_model = fake_model_of(model, world_size=world_size, options=parsed)
     captures = _capture(fake_model, args, kwargs, dataclasses.replace(parsed, passes=lambda _: chosen))
     if not captures:
-        raise ConfigError(
-            f"no graph with sharded parameters was captured from {type_name(model)}: its forward reads no parameter "
-            "that is sharded, or no graph of it could be captured (TORCH_LOGS=graph_breaks says why)."
-        )
+        raise nothing_captured(type_name(model))
     originals = originals_of(model, (args, kwargs), fake_model)
     for number, captured in enumerate(captures):
         values = InputValues(

@@ -77,10 +77,7 @@ def explain(
             "on tensors that have none. Take the read out of forward, or explain the part of the model before it."
         ) from error
     if not frames:
-        raise ConfigError(
-            f"no graph with sharded parameters was captured from {name}: its forward reads no parameter that is "
-            "sharded, or no graph of it could be captured (TORCH_LOGS=graph_breaks says why)."
-        )
+        raise nothing_captured(name)
     return explanation(name, fake_model.world_size, fake_model.replica.device, frames)
 
 
@@ -127,6 +124,14 @@ def explanation(name: str, world_size: int, device: torch.device, frames: Sequen
         for frame in frames
     )
     return Explanation(model=name, world_size=world_size, frames=kept, hardware=spec, device=device.type)
+
+
+def nothing_captured(name: str) -> ConfigError:
+    """What to raise where no frame of a model has parameters that are sharded."""
+    return ConfigError(
+        f"no graph with sharded parameters was captured from {name}: its forward reads no parameter that is "
+        "sharded, or no graph of it could be captured (TORCH_LOGS=graph_breaks says why)."
+    )
 
 
 def _place(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from fxshard.cost.hardware import HardwareSpec
 from fxshard.cost.stats import CollectiveCost, GraphStats, collectives_of, graph_stats
-from fxshard.errors import ConfigError
+from fxshard.errors import ConfigError, nearest
 from fxshard.inspect import schedules as scheduling
 from fxshard.inspect.captured import kernels, remark
 from fxshard.inspect.schedules import Schedule
@@ -331,6 +331,6 @@ def _stages(places: Iterable[tuple[int, str]]) -> str:
 def _unknown(kind: str, name: object, known: Iterable[str], where: str = "") -> str:
     """The message for a name that does not exist: the nearest that does, and all of them."""
     names = list(dict.fromkeys(known))
-    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.0)
-    guess = f" Did you mean {near[0]!r}?" if near else ""
+    near = nearest(name, names)
+    guess = f" Did you mean {near!r}?" if near else ""
     return f"there is no {kind} {name!r}{where}.{guess} There are: {', '.join(names) or 'none'}."

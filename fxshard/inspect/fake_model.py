@@ -56,13 +56,7 @@ class StandInMesh(DeviceMesh):
 
 @dataclass(frozen=True, kw_only=True)
 class FakeModel:
-    """See [Note: fake models].
-
-    Attributes:
-        model: the sharded copy; its tensors are fake.
-        world_size: ranks that the outermost unit is sharded over.
-        replica: how tensors became fake.
-    """
+    """A sharded copy of a model, of fake tensors, and how they became so; see [Note: fake models]."""
 
     model: nn.Module
     world_size: int
@@ -80,11 +74,7 @@ class FakeModel:
         return copied
 
     def compile(self, backend: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compile the model with `backend` and call it once, on fake copies of the arguments.
-
-        Raises:
-            fake.NO_VALUE: the model reads values of a tensor.
-        """
+        """Compile the model with `backend` and call it once, on fake copies of the arguments; may raise `NO_VALUE`."""
         fake_args, fake_kwargs = self.inputs(args, kwargs)
         plans = [unit.plan for unit in units_under(self.model)]
         groups = {name: plan.world_size for plan in plans for name in (plan.group, plan.reducing_group)}
@@ -102,7 +92,7 @@ def fake_model_of(
     """Copy a model, sharded or not, without its data; the model and a live process group are left alone.
 
     Args:
-        model: sharded by `fully_shard` or the one-line path, or unsharded; compiled or not; may be on meta.
+        model: as for `explain`.
         world_size: ranks of an unsharded model; default: of the mesh, the process group or the launcher.
         mesh: instead of `world_size`; `options.mesh` by default.
         options: how an unsharded model is sharded.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.resources
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,20 +25,12 @@ from fxshard.ir.history import PassResult
 TEMPLATE = "page.html.jinja"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Launches:
-    """Launches of one kind for one unit in one graph.
+    """Launches of one kind for one unit in one graph, added up.
 
     Attributes:
-        frame: number of the frame.
-        stage: of the graph.
-        unit: key of the unit, "root" for the root's.
-        op: short name.
-        dtype: what is sent.
-        count: how many.
-        nbytes: of their whole buffers.
-        seconds: estimated time of the transfers.
-        exposed: the part of it that compute waits for.
+        exposed: seconds that compute waits for them.
         why: what the passes said of them, newest last.
     """
 
@@ -47,11 +39,11 @@ class Launches:
     unit: str
     op: str
     dtype: str
-    count: int
-    nbytes: float
-    seconds: float
-    exposed: float
-    why: tuple[str, ...]
+    count: int = 0
+    nbytes: float = 0
+    seconds: float = 0
+    exposed: float = 0
+    why: tuple[str, ...] = ()
 
 
 def save(explanation: Explanation, path: Path) -> None:
@@ -64,11 +56,7 @@ def save(explanation: Explanation, path: Path) -> None:
 
 
 def page(explanation: Explanation) -> str:
-    """The whole page.
-
-    Raises:
-        MissingExtraError: jinja2 is not installed.
-    """
+    """The whole page."""
     try:
         from jinja2 import Environment, StrictUndefined
     except ImportError as error:
@@ -134,31 +122,22 @@ def launches_by_unit(explanation: Explanation) -> Iterator[Launches]:
             yield from _launches_of(number, frame, stage)
 
 
-def _launches_of(number: int, frame: FrameExplanation, stage: str) -> Iterator[Launches]:
+def _launches_of(number: int, frame: FrameExplanation, stage: str) -> Iterable[Launches]:
     record, why = frame.running(stage), frame.why(stage)
     at = frame.stats_of(record)
-    sums: dict[tuple[str, str, str], list[float]] = {}
-    reasons: dict[tuple[str, str, str], list[str]] = {}
+    found: dict[tuple[str, str, str], Launches] = {}
     for cost in frame.collectives(record.stage):
         unit = "not of a unit" if cost.unit is None else cost.unit or "root"
-        key = (unit, cost.op, cost.dtype)
-        reasons.setdefault(key, []).extend(why[cost.node])
-        added = sums.setdefault(key, [0, 0, 0, 0])
-        for i, quantity in enumerate((1, cost.nbytes, cost.seconds, cost.exposed_seconds)):
-            added[i] += _number(quantity, at)
-    for (unit, op, dtype), (count, nbytes, seconds, exposed) in sums.items():
-        yield Launches(
-            frame=number,
-            stage=record.stage,
-            unit=unit,
-            op=op,
-            dtype=dtype,
-            count=int(count),
-            nbytes=nbytes,
-            seconds=seconds,
-            exposed=exposed,
-            why=tuple(dict.fromkeys(reasons[unit, op, dtype])),
+        row = found.setdefault(
+            (unit, cost.op, cost.dtype),
+            Launches(frame=number, stage=record.stage, unit=unit, op=cost.op, dtype=cost.dtype),
         )
+        row.count += 1
+        row.nbytes += _number(cost.nbytes, at)
+        row.seconds += _number(cost.seconds, at)
+        row.exposed += cost.exposed_seconds
+        row.why = tuple(dict.fromkeys((*row.why, *why[cost.node])))
+    return found.values()
 
 
 def _number(quantity: Quantity, at: GraphStats) -> float:

@@ -56,11 +56,7 @@ class Replica:
             yield
 
     def copy(self, value: T, name: str) -> T:
-        """Copy `value`.
-
-        Args:
-            value: anything; its modules may be sharded.
-            name: of `value`, for messages.
+        """Copy `value`, which messages call `name`; its modules may be sharded.
 
         Raises:
             UnsupportedGraph: an attribute cannot be copied.

@@ -10,7 +10,6 @@ between the two points comes between. The bound is the longest such way through 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -18,9 +17,10 @@ from typing import TYPE_CHECKING, Literal
 from torch import fx, nn
 
 from fxshard.cost.hardware import HardwareSpec
+from fxshard.cost.sizes import sizes_of
 from fxshard.cost.stats import GraphStats, graph_stats
-from fxshard.cost.timeline import Track
-from fxshard.ir import launch_groups
+from fxshard.cost.timeline import Timeline
+from fxshard.ir import collectives, launch_groups
 from fxshard.ir.collectives import GATHERS, REDUCTIONS
 from fxshard.ir.history import snapshot
 from fxshard.ir.plan import FramePlan
@@ -59,12 +59,7 @@ class Schedule:
 
 
 def schedules(frame: FrameExplanation, stage: str) -> tuple[Schedule, ...]:
-    """The schedule that runs, then `OTHERS` if `hoist_prefetch` had something to hoist, within the same budget.
-
-    Args:
-        frame: whose graphs.
-        stage: "forward", "backward" or "inference", with its number if it has one.
-    """
+    """The schedule that runs, then `OTHERS` if `hoist_prefetch` had something to hoist, within the same budget."""
     found = [_schedule("compiled", frame.stats_of(frame.running(stage)))]
     before = _before_hoisting(frame, stage)
     if before is None:
@@ -84,38 +79,35 @@ def lower_bound(frame: FrameExplanation, stage: str) -> float:
 
 
 def least_seconds(graph: fx.Graph, plan: FramePlan, hardware: HardwareSpec) -> float:
-    """`lower_bound` of one graph, which may have any schedule.
-
-    Args:
-        graph: with collectives; what nobody waits for counts as no time.
-        plan: of its frame.
-        hardware: what it runs on.
-    """
-    track = Track(graph, plan, hardware)
+    """`lower_bound` of one graph, which may have any schedule; what nobody waits for counts as no time."""
+    timeline = Timeline(sizes_of(graph, plan), hardware)
+    launches = timeline.launches.keys()
+    waits = {node: launches & sources for node, sources in timeline.needs.items() if collectives.is_wait(node)}
     goes_up = {node for group in launch_groups.groups_of(graph, GATHERS) for node in group.nodes}
     goes_down = _with_readers(wait for group in launch_groups.groups_of(graph, REDUCTIONS) for wait in group.waits)
-    waited: set[fx.Node] = set().union(*track.waits.values())
+    waited: set[fx.Node] = set().union(*waits.values())
     to_come = waited - goes_up - goes_down
     needed: set[fx.Node] = set()
     compute = late = longest = 0.0  # seconds of the compute that stays, and how much later than by it alone it is
-    for node, following in itertools.pairwise(track.before):
-        if node in track.waits and node not in goes_down:
-            needed |= track.waits[node]
-            late = max(late, _on_link(track, needed) - compute)
+    for node in graph.nodes:
+        if node in waits and node not in goes_down:
+            needed |= waits[node]
+            late = max(late, _on_link(timeline, needed) - compute)
         elif node in to_come:
-            longest = max(longest, late + compute + _on_link(track, to_come))
+            longest = max(longest, late + compute + _on_link(timeline, to_come))
             to_come.remove(node)
-        if node not in goes_up | goes_down:
-            compute += track.before[following] - track.before[node]
-    return max(longest, late + compute, track.before[graph.output_node()], _on_link(track, waited))
+        if node in timeline.compute and node not in goes_up | goes_down:
+            compute += timeline.seconds[node]
+    everything = sum(timeline.seconds[node] for node in timeline.compute)
+    return max(longest, late + compute, everything, _on_link(timeline, waited))
 
 
-def _on_link(track: Track, launches: Collection[fx.Node]) -> float:
+def _on_link(timeline: Timeline, launches: Collection[fx.Node]) -> float:
     """Seconds that the launches take, those of one process group one after the other."""
     busy: dict[str, float] = {}
     for launch in sorted(launches):  # nodes compare by their place in the graph
-        group = track.launches[launch].group
-        busy[group] = busy.get(group, 0.0) + track.seconds[launch]
+        group = timeline.queues[launch]
+        busy[group] = busy.get(group, 0.0) + timeline.seconds[launch]
     return max(busy.values(), default=0.0)
 
 

@@ -27,14 +27,7 @@ _NOTEBOOK_WIDTH = 160  # characters; a notebook scrolls what is wider than its c
 
 @dataclass(frozen=True, kw_only=True)
 class GraphRow:
-    """What the tables say of one graph.
-
-    Attributes:
-        frame: number of its frame.
-        record: the graph.
-        place: of the record among those of its stage, counted from 0.
-        cells: one text for each of `COLUMNS`; empty where the graph has none of it.
-    """
+    """What the tables say of one graph, the `place`-th of its stage; a cell is empty where the graph has none of it."""
 
     frame: int
     record: PassResult
@@ -44,14 +37,9 @@ class GraphRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleRow:
-    """What the tables say of one schedule of a graph that launches collectives.
+    """What the tables say of one schedule of a graph that launches collectives, the `place`-th of its stage.
 
-    Attributes:
-        frame: number of its frame.
-        stage: of the graph.
-        place: among the rows of the stage, counted from 0.
-        is_bound: whether it is the last row of its stage: the time that no schedule can beat.
-        cells: one text for each of `SCHEDULE_COLUMNS`.
+    The last row of a stage is the time that no schedule can beat.
     """
 
     frame: int

@@ -20,14 +20,9 @@ _RETURN = "return (model, args) or (model, args, kwargs), args being a tuple of 
 
 
 def build(target: str) -> Target:
-    """Call the function that `module:function` names; the current directory is importable.
+    """Call the function that `module:function` names, and return the model, positional and named inputs of its forward.
 
-    Args:
-        target: the function takes no parameters and returns a model, `(model, args)` or `(model, args, kwargs)`;
-            `args` that is no tuple or list is one argument.
-
-    Returns:
-        The model, positional and named inputs of its forward.
+    It returns a model, `(model, args)` or `(model, args, kwargs)`; `args` that is no tuple or list is one argument.
 
     Raises:
         ConfigError: there is no such function, or it returned something else.
@@ -47,14 +42,10 @@ def build(target: str) -> Target:
 
 
 def function_of(target: str, returns: str) -> Callable[[], Any]:
-    """The function that `module:function` names; the current directory is importable.
-
-    Args:
-        target: the function takes no parameters.
-        returns: what it must return, as a message says it.
+    """The function without parameters that `module:function` names; the current directory is importable.
 
     Raises:
-        ConfigError: there is no such function.
+        ConfigError: there is no such function; the message says what it `returns`.
     """
     module_name, _, path = target.partition(":")
     if not module_name or not path:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -10,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from fxshard.cost.comm import launches_of, transfer_seconds
+from fxshard.cost.comm import transfer_seconds
 from fxshard.cost.hardware import HardwareSpec
-from fxshard.cost.roofline import FREE, ComputeModel
 from fxshard.cost.sizes import sizes_of
-from fxshard.cost.symbols import WORLD_SIZE, Point, hints_of
-from fxshard.cost.timeline import Timeline, simulate
+from fxshard.cost.symbols import WORLD_SIZE, Point, Quantity, hints_of
+from fxshard.cost.timeline import Timeline, Transfer
 from fxshard.ir.plan import FramePlan
 from tests.cost.big import WORLD_SIZE as RANKS
 from tests.cost.big import Builder
@@ -39,6 +40,15 @@ HARDWARE = HardwareSpec(
 NO_PLAN = FramePlan(units={}, shard_inputs={})
 
 
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What came of a schedule."""
+
+    total: Quantity
+    exposed: Quantity
+    transfers: list[Transfer]
+
+
 class Schedule(Builder):
     """Three matrices to multiply and a flat to gather."""
 
@@ -54,15 +64,15 @@ class Schedule(Builder):
         self.x = self.call(aten.mm.default, self.x, self.weight)
         return self.x
 
-    def run(self) -> Timeline:
-        sizes = sizes_of(self.finish(self.x), NO_PLAN)
-        model = ComputeModel(sizes.live, HARDWARE, sizes.point)
-        costs = {node: cost.seconds for node in sizes.live.nodes if (cost := model.cost(node)) is not FREE}
-        return simulate(sizes.live, costs, launches_of(sizes, HARDWARE), sizes.point)
+    def run(self, moved: Mapping[fx.Node, fx.Node] | None = None) -> Result:
+        timeline = Timeline(sizes_of(self.finish(self.x), NO_PLAN), HARDWARE)
+        timing = timeline.run(moved)
+        path = timeline.critical_path(timing)
+        return Result(total=path.total, exposed=path.exposed, transfers=list(timing.transfers.values()))
 
 
-def times(timeline: Timeline) -> list[tuple[float, float, float]]:
-    return [(t.start, t.end, t.exposed) for t in timeline.transfers]
+def times(result: Result) -> list[tuple[float, float, float]]:
+    return [(t.start, t.end, t.exposed) for t in result.transfers]
 
 
 def test_without_prefetch_every_transfer_is_exposed() -> None:
@@ -164,8 +174,50 @@ def test_the_total_is_compute_and_exposed_time_whatever_the_schedule(steps: list
     assert exposed == pytest.approx(sum(transfer.exposed for transfer in result.transfers))
     assert all(t.end - t.start == TRANSFER and 0 <= t.exposed <= t.end for t in result.transfers)
     for group in "01":
-        mine = [t for t in result.transfers if t.launch.group == group]
+        mine = [t for t in result.transfers if t.node.args[2] == group]
         assert all(a.end <= b.start for a, b in itertools.pairwise(mine))
+
+
+def test_a_launch_counts_where_it_is_moved_to() -> None:
+    moved, there = Schedule(), Schedule()
+    place = moved.product()
+    launch = moved.launch()
+    there.launch()
+    there.wait(there.product().prev)
+    moved.wait(launch)
+    found, expected = moved.run({launch: place}), there.run()
+    assert times(found) == times(expected) == [(0, TRANSFER, TRANSFER - PRODUCT)]
+    assert (found.total, found.exposed) == (expected.total, expected.exposed)
+
+
+def test_a_tensor_that_is_reduced_twice_is_waited_for_twice() -> None:
+    plan = Schedule()
+    for _ in range(2):
+        plan.wait(plan.call(c10d.all_reduce_.default, plan.flat, "sum", "0"))
+        plan.product()
+    assert times(plan.run()) == [(0, 1, 1), (1 + PRODUCT, 2 + PRODUCT, 1)]
+
+
+def test_a_launch_waits_for_a_cast_on_a_side_stream_while_compute_goes_on() -> None:
+    plan = Schedule()
+    cast = plan.call(aten.mm.default, plan.x, plan.weight, stream="copy_in")
+    launch = plan.call(c10d.all_gather_into_tensor.default, cast, RANKS, "0")
+    plan.product()
+    plan.wait(launch)
+    result = plan.run()
+    assert times(result) == [(0, PRODUCT, 0), (PRODUCT, PRODUCT + 10, 10)]
+    assert (result.total, result.exposed) == (PRODUCT + 10, 10)
+
+
+def test_a_copy_on_a_side_stream_begins_behind_its_launch_and_is_waited_for_in_its_place() -> None:
+    plan = Schedule()
+    buffer = plan.call(aten.view.default, plan.launch(), [64, 64])
+    copy = plan.call(aten.mm.default, plan.x, buffer, stream="copy_out")
+    plan.product()
+    plan.wait(copy)
+    result = plan.run()
+    assert times(result) == [(0, TRANSFER, TRANSFER), (TRANSFER, TRANSFER + PRODUCT, 0)]
+    assert (result.total, result.exposed) == (TRANSFER + PRODUCT, TRANSFER)
 
 
 def test_an_all_reduce_moves_its_buffer_twice() -> None:

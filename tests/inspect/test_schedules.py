@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard import ConfigError, MixedPrecisionPolicy, explain, explanation_of
 from fxshard.cost.hardware import BUILTIN, HardwareSpec
-from fxshard.cost.timeline import Track
+from fxshard.cost.sizes import sizes_of
+from fxshard.cost.timeline import Timeline
 from fxshard.inspect.explanation import FrameExplanation
 from fxshard.inspect.schedules import OTHERS, Schedule, least_seconds
 from fxshard.ir import launch_groups
@@ -132,9 +133,11 @@ def every_schedule(graph: fx.Graph) -> Iterator[dict[fx.Node, fx.Node]]:
 def test_no_schedule_at_all_beats_the_bound(model: str, latency: float, stage: str) -> None:
     traced, hardware = model_of(model), dataclasses.replace(IDEAL, link_latency=latency)
     graph = traced.history.stages[stage]["coalesce_collectives"].graph
-    track = Track(graph, traced.plan, hardware)
-    compute = track.before[graph.output_node()]
-    found = [compute + sum(t.exposed for t in track.run(moved).values()) for moved in every_schedule(graph)]
+    timeline = Timeline(sizes_of(graph, traced.plan), hardware)
+    compute = sum(timeline.seconds[node] for node in timeline.compute)
+    found = [
+        compute + sum(t.exposed for t in timeline.run(moved).transfers.values()) for moved in every_schedule(graph)
+    ]
     assert len(set(found)) > (latency > 1)
     assert min(found) >= least_seconds(graph, traced.plan, hardware) - 1e-9
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,11 +14,13 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fxshard import options
-from fxshard.errors import ConfigError
+from fxshard.errors import ConfigError, nearest
 
 GROUPS: Final = ("gloo", "emulated", "nccl")
 FXSHARD: Final = "fxshard"  # the one system that takes options
 REFERENCE: Final = "reference"  # runs by itself, before the others
+COMPUTE: Final = "compute"  # no parameter is sharded, nothing is sent; of the benchmark on one GPU alone
+ONE_GPU: Final = "one GPU, emulated link, identical peers"
 DTYPES: Final[Mapping[str, torch.dtype]] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DEFAULT_CTAS: Final = 16
 
@@ -50,7 +51,7 @@ class Entry:
         name: as the user wrote it, such as "fxshard:bucket=auto".
         system: key of `SYSTEMS`.
         options: for the compiler; the command line takes them for fxshard alone.
-        mp_policy: dtypes of gathered parameters and of reductions, for the systems that shard parameters.
+        mp_policy: for the systems that shard parameters.
     """
 
     name: str
@@ -64,22 +65,12 @@ class BenchConfig:
     """The options of `fxshard bench`; `fxshard bench --help` says what each does.
 
     Attributes:
-        target: `module:function`.
-        entries: what to compare.
-        group: One of `GROUPS`.
+        out: Folder for logs and compiled code; it exists.
         ranks: Processes that train together, over all machines; 1 for the emulated link.
         world_size: Ranks that share the parameters.
-        gigabytes_per_s: Bandwidth of the emulated link.
-        latency_us: Its latency.
         link_device: "cpu" or "cuda": where the model is on an emulated link.
-        ctas: Thread blocks of the kernel that stands for the link, on "cuda".
         machines: That the ranks are on.
-        dtype: What parameters and floating-point inputs are cast to: a key of `DTYPES`; `None` leaves them.
-        microbatches: Forwards and backwards per step; gradients are reduced in the last one, where the system can.
-        rounds: Timed steps of each system in each of its processes.
-        processes: How often to start everything anew.
-        out: Folder for logs and compiled code; it exists.
-        num_threads: Threads of each rank.
+        num_threads: Of each rank.
         stall_s: Seconds without news from any rank after which a system counts as failed.
         check_steps: First steps, whose losses are compared.
         lr: Learning rate of AdamW.
@@ -113,13 +104,7 @@ class BenchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchJob:
-    """What the ranks of one system do.
-
-    Attributes:
-        config: of the whole run.
-        entry: the system.
-        process: how many times it was started before in this run.
-    """
+    """What the ranks of a system do that was started `process` times before in this run."""
 
     config: BenchConfig
     entry: Entry
@@ -176,9 +161,9 @@ def parse_entries(texts: Sequence[str], defaults: Sequence[str] = ()) -> tuple[E
 def _entry(text: str, shared: Mapping[str, Any]) -> Entry:
     system, *given = text.split(":")
     if system not in SYSTEMS:
-        near = difflib.get_close_matches(system, SYSTEMS, n=1, cutoff=0.0)
+        near = nearest(system, SYSTEMS)
         raise ConfigError(
-            f"--systems: unknown system {system!r}. Did you mean {near[0]!r}? Systems: {', '.join(SYSTEMS)}."
+            f"--systems: unknown system {system!r}. Did you mean {near!r}? Systems: {', '.join(SYSTEMS)}."
         )
     if system != FXSHARD:
         if given:

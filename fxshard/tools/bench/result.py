@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -11,7 +11,7 @@ from fxshard.tools.bench.comparison import loss_difference, median_ratio, option
 from fxshard.tools.bench.config import REFERENCE, Entry
 from fxshard.tools.bench.systems import LOCAL, WHOLE
 from fxshard.tools.bench.traffic import Traffic
-from fxshard.tools.bench.worker import Ready
+from fxshard.tools.bench.worker import Ready, Timed
 
 FORMAT: Final = 1  # of the JSON; raised when a field changes its meaning
 FLOORS: Final = ("local_compiled", "local")  # what a step costs without communication: the first that ran
@@ -22,27 +22,67 @@ _SHARDED_TOLERANCE: Final = 1e-5  # relative, among those that communicate
 
 
 @dataclass(kw_only=True)
+class Steps:
+    """Timed steps of one system in one place, in rounds in which all systems take theirs.
+
+    Attributes:
+        rounds: seconds of each step.
+        peak_bytes: the most that was allocated on the device in a step, where that was asked.
+        traffic: of one step, all collectives together, likewise.
+    """
+
+    rounds: list[list[float]] = field(default_factory=list)
+    peak_bytes: int | None = None
+    traffic: Traffic = field(default_factory=Traffic)
+
+    @property
+    def all(self) -> list[float]:
+        """Seconds of each step of all rounds."""
+        return [seconds for steps in self.rounds for seconds in steps]
+
+    @property
+    def seconds(self) -> float:
+        """Median step."""
+        return statistics.median(self.all)
+
+    def add(self, timed: Timed) -> None:
+        """Take in a round."""
+        self.rounds.append(timed.seconds)
+        self.peak_bytes = max(filter(None, (self.peak_bytes, timed.peak_bytes)), default=None)
+        self.traffic = timed.traffic
+
+    def beside(self, base: Steps) -> Iterator[tuple[float, float]]:
+        """The median step here and there of each round that both had."""
+        for mine, theirs in zip(self.rounds, base.rounds, strict=False):
+            yield statistics.median(mine), statistics.median(theirs)
+
+
+@dataclass(kw_only=True)
 class SystemResult:
     """What came of one system.
 
     Attributes:
         entry: the system.
+        checkpointing: whether activations are computed again in backward, by the benchmark.
         error: first line of what ended it early.
         log: file that has the rest of it.
-        step_s: for each process its timed steps, the slowest rank's seconds.
-        first_step_s: for each process its first step; the first starts with empty caches, the others do not.
+        processes: for each process its timed steps, one in a round, the slowest rank's.
+        ready_s: for each process what `Ready` says; the first starts with empty caches, the others do not.
         losses: of the first steps, mean over the ranks.
+        host_s: seconds that Python takes for a step, each measured.
         traffic: collectives of one step.
         unsharded_peak_bytes: of gathered parameters at once; `None` where unknown.
         memory_peak_bytes: of all tensors on the GPU of the rank that has most; `None` on a CPU.
     """
 
     entry: Entry
+    checkpointing: bool = False
     error: str | None = None
     log: str | None = None
-    step_s: list[list[float]] = field(default_factory=list)
-    first_step_s: list[float] = field(default_factory=list)
+    processes: list[Steps] = field(default_factory=list)
+    ready_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    host_s: list[float] = field(default_factory=list)
     traffic: dict[str, Traffic] = field(default_factory=dict)
     unsharded_peak_bytes: int | None = None
     memory_peak_bytes: int | None = None
@@ -51,6 +91,11 @@ class SystemResult:
     def name(self) -> str:
         """As the user wrote it."""
         return self.entry.name
+
+    @property
+    def title(self) -> str:
+        """Its name, and how it ran if there are two ways."""
+        return f"{self.name}{' with checkpointing' if self.checkpointing else ''}"
 
     @property
     def is_local(self) -> bool:
@@ -65,12 +110,12 @@ class SystemResult:
     @property
     def steps(self) -> list[float]:
         """Seconds of the timed steps of all processes."""
-        return [seconds for process in self.step_s for seconds in process]
+        return [seconds for process in self.processes for seconds in process.all]
 
     def prepared(self, ready: Sequence[Ready]) -> None:
         """Take in what all ranks told when they were ready, which starts a process of the system."""
-        self.step_s.append([])
-        self.first_step_s.append(max(rank.first_step_s for rank in ready))
+        self.processes.append(Steps())
+        self.ready_s.append(max(rank.ready_s for rank in ready))
         self.losses = [statistics.fmean(losses) for losses in zip(*(rank.losses for rank in ready), strict=True)]
         self.traffic = ready[0].traffic
         self.unsharded_peak_bytes = ready[0].unsharded_peak_bytes
@@ -78,29 +123,43 @@ class SystemResult:
 
     def ratio(self, base: SystemResult) -> float | None:
         """Median over the rounds of this system's step over the base's in the same round."""
-        processes = zip(self.step_s, base.step_s, strict=False)
-        return median_ratio(pair for ours, others in processes for pair in zip(ours, others, strict=False))
+        processes = zip(self.processes, base.processes, strict=False)
+        return median_ratio(pair for mine, theirs in processes for pair in mine.beside(theirs))
 
 
 @dataclass(kw_only=True)
-class Report:
-    """The result of a run.
+class Results:
+    """What came of all systems, whoever let them take turns; `options` and the order are the user's."""
+
+    options: dict[str, Any]
+    machine: dict[str, Any]
+    systems: list[SystemResult] = field(default_factory=list)
+    num_params: int = 0
+    num_units: int = 0
+
+    def failures(self) -> list[str]:
+        """What failed."""
+        return [f"{result.title} failed: {result.error}" for result in self.systems if result.error is not None]
+
+    def disagreements(self, first: SystemResult, others: Iterable[SystemResult], tolerance: float) -> list[str]:
+        """Whose losses differ from those of the first by more than is rounding."""
+        differences = {result.title: loss_difference(result.losses, first.losses) for result in others}
+        return [
+            f"the losses of {title} and {first.name} differ by {difference:.1e} (relative)"
+            for title, difference in differences.items()
+            if not difference <= tolerance
+        ]
+
+
+@dataclass(kw_only=True)
+class Report(Results):
+    """The result of `fxshard bench`.
 
     Attributes:
-        options: of the run, as the user gave them.
-        machine: what it ran on.
-        systems: in the order of the user.
-        num_params: of the whole model.
-        num_units: that the systems shard it into.
         eps: of the parameters' dtype.
         reference: losses of the first steps without any library; it has no times.
     """
 
-    options: dict[str, Any]
-    machine: dict[str, Any]
-    systems: list[SystemResult]
-    num_params: int = 0
-    num_units: int = 0
     eps: float = 0.0
     reference: SystemResult = field(default_factory=lambda: SystemResult(entry=Entry(name=REFERENCE, system=REFERENCE)))
 
@@ -131,7 +190,7 @@ class Report:
 
     def problems(self) -> list[str]:
         """What failed, and whose losses differ; empty when all is well."""
-        found = [f"{result.name} failed: {result.error}" for result in self.systems if result.error is not None]
+        found = self.failures()
         for result in self.systems:
             difference, tolerance = self.difference(result), max(_REFERENCE_TOLERANCE, self.eps)
             if difference is not None and not difference <= tolerance:
@@ -139,21 +198,11 @@ class Report:
                     f"{result.name} trains something else: its losses differ by {difference:.1e} (relative) from "
                     f"what they must be; at most {tolerance:g} is rounding"
                 )
-        return [*found, *self._disagreements()]
-
-    def _disagreements(self) -> list[str]:
         sharded = [result for result in self.systems if result.losses and result.is_sharded]
-        if not sharded:
-            return []
-        first, *others = sorted(sharded, key=lambda result: result.name != PEERS[0])
+        first, *others = sorted(sharded, key=lambda result: result.name != PEERS[0]) or [self.reference]
         tolerance = max(_SHARDED_TOLERANCE, self.eps)
-        differences = {result.name: loss_difference(result.losses, first.losses) for result in others}
-        return [
-            f"the losses of {name} and {first.name} differ by {difference:.1e} (relative); at most {tolerance:g} is "
-            "rounding"
-            for name, difference in differences.items()
-            if not difference <= tolerance
-        ]
+        at_most = f"; at most {tolerance:g} is rounding"
+        return [*found, *(line + at_most for line in self.disagreements(first, others, tolerance))]
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as JSON has it; seconds are in milliseconds where the name says so."""
@@ -180,12 +229,12 @@ class Report:
                 "median": 1e3 * statistics.median(steps),
                 "min": 1e3 * min(steps),
                 "max": 1e3 * max(steps),
-                "by_process": [[1e3 * seconds for seconds in process] for process in result.step_s],
+                "by_process": [[1e3 * seconds for seconds in process.all] for process in result.processes],
             }
             if steps
             else None,
             "ratio_to": {name: result.ratio(base) for name, base in self.bases.items()} if steps else {},
-            "first_step_s": result.first_step_s,
+            "first_step_s": result.ready_s,
             "losses": result.losses,
             "loss_difference": self.difference(result),
             "collectives": {

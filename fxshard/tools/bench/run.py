@@ -37,22 +37,14 @@ class Session:
         self._ranks = RankProcesses(job, rank_main, num_threads=job.config.num_threads, place=peers.next_place())
 
     def start(self) -> list[Ready]:
-        """Start all ranks and wait until they are ready.
-
-        Raises:
-            RankError: one of them failed.
-        """
+        """Start all ranks and wait until they are ready; `RankError` if one of them failed."""
         self._ranks.start()
         return [event for event in self._from_all() if isinstance(event, Ready)]
 
-    def step(self) -> float:
-        """Let all ranks take a step; seconds of the slowest.
-
-        Raises:
-            RankError: one of them failed.
-        """
+    def step(self) -> Timed:
+        """Let all ranks take a step; return what the slowest tells. `RankError` if one of them failed."""
         self._ranks.send(TURN)
-        return max(event.seconds for event in self._from_all() if isinstance(event, Timed))
+        return max((event for event in self._from_all() if isinstance(event, Timed)), key=lambda timed: timed.seconds)
 
     def end(self) -> None:
         """Let the ranks end by themselves."""
@@ -128,13 +120,13 @@ def _run_process(config: BenchConfig, report: Report, process: int, show: BenchC
             for name in rotated(list(running), number + process):
                 result, session = running[name]
                 try:
-                    seconds = session.step()
+                    timed = session.step()
                 except RankError as error:
                     _fail(result, session, error, show)
                     del running[name]
                     continue
                 if number >= 0:
-                    result.step_s[process].append(seconds)
+                    result.processes[process].add(timed)
         for _, session in running.values():
             session.end()
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING
 
-from fxshard.tools.bench.config import REFERENCE, BenchConfig
+from fxshard.tools.bench.config import ONE_GPU, REFERENCE, BenchConfig
 from fxshard.tools.bench.result import FLOORS, Report, SystemResult
+from fxshard.tools.bench.traffic import Traffic
 from fxshard.tools.launch.console import LiveConsole, print_line, print_verdict
 
 if TYPE_CHECKING:
@@ -20,12 +21,7 @@ _PLAIN_ROUNDS = 5  # of which a log file hears
 
 
 class BenchConsole(LiveConsole):
-    """Live progress; a context manager.
-
-    Args:
-        console: where to.
-        config: of the run.
-    """
+    """Live progress; a context manager."""
 
     def __init__(self, console: Console, config: BenchConfig) -> None:
         from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
@@ -55,7 +51,7 @@ class BenchConsole(LiveConsole):
 
     def ready(self, result: SystemResult) -> None:
         """A system has compiled."""
-        self.say(f"  {result.name}: first step {result.first_step_s[-1]:.1f} s, loss {result.losses[0]:.4f}")
+        self.say(f"  {result.name}: first step {result.ready_s[-1]:.1f} s, loss {result.losses[0]:.4f}")
 
     def failed(self, result: SystemResult) -> None:
         """A system has failed."""
@@ -85,7 +81,7 @@ def describe_group(config: BenchConfig) -> str:
     kind = f"rank 0 of {config.world_size} on an emulated link"
     speed = f"{config.gigabytes_per_s:g} GB/s, latency {config.latency_us:g} us"
     if config.device == "cuda":
-        return f"one GPU, emulated link, identical peers: {kind} ({speed}, {config.ctas} CTAs)"
+        return f"{ONE_GPU}: {kind} ({speed}, {config.ctas} CTAs)"
     return f"{kind} ({speed})"
 
 
@@ -126,18 +122,16 @@ def _cells(result: SystemResult, report: Report) -> list[str]:
     steps = [1e3 * seconds for seconds in result.steps]
     off = report.difference(result)
     ratios = [result.ratio(base) for base in report.bases.values()]
-    cold, *warm = result.first_step_s
+    cold, *warm = result.ready_s
     launches = [f"{traffic.launches} {_SHORT[name]}" for name, traffic in result.traffic.items()]
-    sent = [traffic.nbytes for traffic in result.traffic.values() if traffic.nbytes is not None]
-    all_known = len(sent) == len(result.traffic)
+    sent = sum(result.traffic.values(), Traffic()).nbytes if result.traffic else None
     peak, memory = result.unsharded_peak_bytes, [result.memory_peak_bytes] if _has_memory(report) else []
     return [
         f"{statistics.median(steps):.1f} ({min(steps):.1f}-{max(steps):.1f})" + " then failed" * bool(result.error),
         *(_NONE if ratio is None else f"{ratio:.2f}" for ratio in ratios),
         f"{cold:.1f}" + (f" ({statistics.median(warm):.1f})" if warm else ""),
         " ".join(launches) or _NONE,
-        _megabytes(sum(sent)) if sent and all_known else _NONE,
-        *(_NONE if nbytes is None else _megabytes(nbytes) for nbytes in (peak, *memory)),
+        *(_NONE if nbytes is None else _megabytes(nbytes) for nbytes in (sent, peak, *memory)),
         _NONE if off is None else f"{off:.0e}",
     ]
 
@@ -168,6 +162,6 @@ def _legend(report: Report) -> str:
         "loss off by: relative, from training without any library on the same batches"
         + ("; of sharded systems, whose emulated peers are copies, from the first of them." if emulated else "."),
     ]
-    if any(len(result.first_step_s) > 1 for result in report.systems):
+    if any(len(result.ready_s) > 1 for result in report.systems):
         lines.append("first step s: with empty caches (later processes, with what the first one compiled).")
     return "\n".join(lines)

@@ -7,7 +7,7 @@ the rest.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Final, cast
@@ -24,7 +24,7 @@ from fxshard.compile.auto_shard import units_of
 from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.passes.pipeline import Pipeline
 from fxshard.passes.sink_waits import SinkWaits
-from fxshard.tools.bench.config import FXSHARD, REFERENCE, Entry
+from fxshard.tools.bench.config import COMPUTE, FXSHARD, REFERENCE, Entry
 from fxshard.tools.bench.simplefsdp import parametrize
 from fxshard.tools.bench.task import Task
 
@@ -72,15 +72,19 @@ class Trainer:
 def make_trainer(entry: Entry, task: Task, mesh: DeviceMesh, lr: float, *, microbatches: int = 1) -> Trainer:
     """Apply a system to the model of a task."""
     forward = _MAKE[entry.system](task.model, mesh, entry)
-    optimizer = torch.optim.AdamW(task.model.parameters(), lr=lr, fused=True)
-    average = average_gradients if entry.system == REFERENCE else None
+    parameters: Iterable[nn.Parameter] = task.model.parameters()
+    after_backward = average_gradients if entry.system == REFERENCE else None
+    if entry.system == COMPUTE:
+        shard = _empty_shard(task.model, mesh)
+        parameters, after_backward = [shard], functools.partial(_take_gradients, shard, torch.zeros_like(shard))
+    optimizer = torch.optim.AdamW(parameters, lr=lr, fused=True)
     return Trainer(
         task=task,
         forward=forward,
         optimizer=optimizer,
         microbatches=microbatches,
         begin=functools.partial(_begin, forward, task.model, entry),
-        after_backward=average,
+        after_backward=after_backward,
     )
 
 
@@ -103,6 +107,20 @@ def average_gradients(model: nn.Module) -> None:
             parameter.grad /= dist.get_world_size()
 
 
+def _empty_shard(model: nn.Module, mesh: DeviceMesh) -> nn.Parameter:
+    """As many numbers as a rank would hold of a sharded model."""
+    parameters = list(model.parameters())
+    numel = sum(parameter.numel() for parameter in parameters) // mesh.size()
+    return nn.Parameter(torch.zeros(numel, device=parameters[0].device))
+
+
+def _take_gradients(shard: nn.Parameter, grad: Tensor, model: nn.Module) -> None:
+    """Free the gradients of the model, and give `shard` one."""
+    shard.grad = grad
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
 def unsharded_peak_bytes(entry: Entry, model: nn.Module) -> int | None:
     """The most of gathered parameters that is live at once; known of fxshard alone, from its graphs."""
     if entry.system != FXSHARD:
@@ -121,6 +139,10 @@ def _eager(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward:
 
 def _compiled(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward:
     return torch.compile(model)
+
+
+def _compute(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward:
+    return torch.compile(model.to(entry.mp_policy.param_dtype))
 
 
 def _ddp(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward:
@@ -201,6 +223,7 @@ def _without_order(pipeline: Pipeline) -> Pipeline:
 
 _MAKE: Final[dict[str, Callable[[nn.Module, DeviceMesh, Entry], Forward]]] = {
     REFERENCE: _eager,
+    COMPUTE: _compute,
     "local": _eager,
     "local_compiled": _compiled,
     "ddp": _ddp,

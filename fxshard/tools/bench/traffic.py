@@ -13,6 +13,8 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from fxshard.testing.link_engine import LinkTransfer, Speed
+
 # Collective -> the ops of process groups that are it. The first or second input is the unsharded tensor.
 _OPS: Final = {
     "all_gather": (
@@ -52,10 +54,23 @@ class Traffic:
     Attributes:
         launches: how many.
         nbytes: of the unsharded tensors; `None` where the profiler hides some of them (lists of more than 30).
+        seconds: that an emulated link was busy with it.
+        expected_s: that it should have been.
     """
 
-    launches: int
-    nbytes: int | None
+    launches: int = 0
+    nbytes: int | None = 0
+    seconds: float = 0.0
+    expected_s: float = 0.0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        """Both together."""
+        return Traffic(
+            launches=self.launches + other.launches,
+            nbytes=None if self.nbytes is None or other.nbytes is None else self.nbytes + other.nbytes,
+            seconds=self.seconds + other.seconds,
+            expected_s=self.expected_s + other.expected_s,
+        )
 
 
 def measure(step: Callable[[], object], itemsize: int) -> dict[str, Traffic]:
@@ -87,22 +102,33 @@ def count(events: Iterable[dict[str, Any]], itemsize: int) -> dict[str, Traffic]
             facts = event.get("args", {})
             tensors = zip(facts.get("Input Dims", []), facts.get("Input type", []), strict=True)
             sizes = [_nbytes(shape, dtype, itemsize) for shape, dtype in tensors]
-            found.append((name, None if None in sizes else max((size for size in sizes if size), default=0)))
-    return add_up(found)
+            nbytes = None if None in sizes else max((size for size in sizes if size), default=0)
+            found.append((name, Traffic(launches=1, nbytes=nbytes)))
+    return _by_name(found)
 
 
-def add_up(launches: Iterable[tuple[str, int | None]]) -> dict[str, Traffic]:
-    """Add up launches, given as name of the collective and unsharded bytes; rare collectives are left out."""
-    sizes: dict[str, list[int | None]] = {}
-    for name, nbytes in launches:
+def of_link(transfers: Iterable[LinkTransfer], speed: Speed, world_size: int) -> dict[str, Traffic]:
+    """Add up what an emulated link carried, by name of the collective; rare ones are left out."""
+    return _by_name(
+        (
+            op,
+            Traffic(
+                launches=1,
+                nbytes=nbytes,
+                seconds=1e-6 * (end_us - start_us),
+                expected_s=speed.seconds(op, nbytes, world_size),
+            ),
+        )
+        for op, nbytes, start_us, end_us in transfers
+    )
+
+
+def _by_name(launches: Iterable[tuple[str, Traffic]]) -> dict[str, Traffic]:
+    found: dict[str, Traffic] = {}
+    for name, launch in launches:
         if name in _OPS:
-            sizes.setdefault(name, []).append(nbytes)
-    return {name: Traffic(launches=len(sizes[name]), nbytes=_sum(sizes[name])) for name in sorted(sizes)}
-
-
-def _sum(sizes: list[int | None]) -> int | None:
-    known = [size for size in sizes if size is not None]
-    return sum(known) if len(known) == len(sizes) else None
+            found[name] = found.get(name, Traffic()) + launch
+    return dict(sorted(found.items()))
 
 
 def _nbytes(shape: Any, dtype: str, itemsize: int) -> int | None:

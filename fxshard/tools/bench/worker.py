@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -16,22 +17,24 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fxshard.compile.auto_shard import units_of
 from fxshard.testing.emulated_link import EmulatedLink, emulated_link
+from fxshard.testing.link_engine import Speed
 from fxshard.tools.bench import systems, traffic
 from fxshard.tools.bench.config import BenchConfig, BenchJob
-from fxshard.tools.bench.task import make_task
+from fxshard.tools.bench.systems import Trainer
+from fxshard.tools.bench.task import Task, make_task
 from fxshard.tools.bench.traffic import Traffic
 from fxshard.tools.launch.rank_process import RankPlace, join, reporting
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """A rank has compiled and warmed up, and waits for its turn.
+    """A rank has compiled and taken its first steps, and waits for its turn.
 
     Attributes:
         num_params: of the whole model.
         num_units: that the systems shard it into.
         eps: distance of 1 to the next number of the dtype that the parameters have.
-        first_step_s: seconds of the first step, compilation included.
+        ready_s: seconds that compilation took: of the first step; on one GPU of all first steps and of waiting for it.
         losses: of the first steps, on this rank's batch.
         traffic: of one step.
         unsharded_peak_bytes: of gathered parameters, where the system knows it.
@@ -41,18 +44,66 @@ class Ready:
     num_params: int
     num_units: int
     eps: float
-    first_step_s: float
+    ready_s: float
     losses: tuple[float, ...]
-    traffic: dict[str, Traffic]
-    unsharded_peak_bytes: int | None
+    traffic: dict[str, Traffic] = field(default_factory=dict)
+    unsharded_peak_bytes: int | None = None
     memory_peak_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """A rank has taken a timed step."""
+    """A rank has had its turn: seconds of each step, and the rest as in `Steps`."""
 
-    seconds: float
+    seconds: list[float]
+    peak_bytes: int | None = None
+    traffic: Traffic = field(default_factory=Traffic)
+
+
+class SystemRank:
+    """A system on one rank, ready to take steps.
+
+    Args:
+        task: what is trained.
+        device: "cuda" or "cpu".
+        link: that connects the ranks, if it is an emulated one.
+        make: applies the system to the model.
+    """
+
+    def __init__(self, task: Task, device: str, link: EmulatedLink | None, make: Callable[[Task], Trainer]) -> None:
+        self.task, self.link, self.on_gpu = task, link, device == "cuda"
+        self.num_params = sum(p.numel() for p in task.model.parameters())
+        self.num_units = len(units_of(task.model))
+        self.dtype = next(task.model.parameters()).dtype
+        self.trainer = make(task)
+
+    def ready(self, ready_s: float, losses: Iterable[float], **known: Any) -> Ready:
+        """What to tell the parent."""
+        return Ready(
+            num_params=self.num_params,
+            num_units=self.num_units,
+            eps=torch.finfo(self.dtype).eps,
+            ready_s=ready_s,
+            losses=tuple(losses),
+            **known,
+        )
+
+    def traffic(self, speed: Speed) -> dict[str, Traffic]:
+        """Take a step and count its collectives; `speed` is what an emulated link was told."""
+        if self.link is None:
+            return traffic.measure(self.trainer.step, self.dtype.itemsize)
+        self.synchronize()
+        self.link.clear()
+        self.trainer.step()
+        self.synchronize()
+        found = traffic.of_link(self.link.transfers, speed, self.link.mesh.size())
+        self.link.clear()
+        return found
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
 
 
 TURN, END = "turn", "end"  # what the parent says
@@ -63,7 +114,7 @@ def rank_main(place: RankPlace, job: BenchJob, parent: Connection) -> None:
     with reporting(place, job.out, parent):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(job.cache)
         with _group(place, job.config) as (mesh, link):
-            _Rank(place.rank, job, mesh, link).serve(parent)
+            _SteppingRank(place.rank, job, mesh, link).serve(parent)
 
 
 @contextlib.contextmanager
@@ -85,65 +136,46 @@ def _link(config: BenchConfig) -> contextlib.AbstractContextManager[EmulatedLink
     return emulated_link(config.world_size, **on_link)
 
 
-class _Rank:
+class _SteppingRank(SystemRank):
+    """Takes a step whenever its turn has come."""
+
     def __init__(self, rank: int, job: BenchJob, mesh: DeviceMesh, link: EmulatedLink | None) -> None:
-        self._job = job
-        self._link = link
-        self._task = make_task(job.config, rank)
-        parameters = list(self._task.model.parameters())
-        self._num_params = sum(p.numel() for p in parameters)
-        self._dtype = parameters[0].dtype
-        self._num_units = len(units_of(self._task.model))
-        self._trainer = systems.make_trainer(
-            job.entry, self._task, mesh, job.config.lr, microbatches=job.config.microbatches
+        config = job.config
+        make = functools.partial(
+            systems.make_trainer, job.entry, mesh=mesh, lr=config.lr, microbatches=config.microbatches
         )
+        super().__init__(make_task(config, rank), config.device, link, make)
+        self._job = job
 
     def serve(self, parent: Connection) -> None:
         parent.send(self._prepare())
         with contextlib.suppress(EOFError):  # the parent is gone
             while parent.recv() == TURN:
-                parent.send(Timed(seconds=self._step()[0]))
+                parent.send(Timed(seconds=[self._step()[0]]))
 
     def _prepare(self) -> Ready:
+        config = self._job.config
         first_step_s, loss = self._step()
-        if self._is_cuda:
+        if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()  # the first step allocates what compilation tries out
-        losses = [loss, *(self._step()[1] for _ in range(self._job.config.check_steps - 1))]
-        return Ready(
-            num_params=self._num_params,
-            num_units=self._num_units,
-            eps=torch.finfo(self._dtype).eps,
-            first_step_s=first_step_s,
-            losses=tuple(losses),
-            memory_peak_bytes=torch.cuda.max_memory_allocated() if self._is_cuda else None,
-            traffic=self._traffic(),
-            unsharded_peak_bytes=systems.unsharded_peak_bytes(self._job.entry, self._task.model),
+        losses = [loss, *(self._step()[1] for _ in range(config.check_steps - 1))]
+        return self.ready(
+            first_step_s,
+            losses,
+            memory_peak_bytes=torch.cuda.max_memory_allocated() if self.on_gpu else None,
+            traffic=self.traffic(Speed(gigabytes_per_s=config.gigabytes_per_s, latency_us=config.latency_us)),
+            unsharded_peak_bytes=systems.unsharded_peak_bytes(self._job.entry, self.task.model),
         )
 
     def _step(self) -> tuple[float, float]:
         """Take a step that all ranks begin together; its seconds and its loss."""
         if self._job.config.ranks > 1:
             dist.barrier()
-        self._synchronize()
+        self.synchronize()
         started = time.perf_counter()
-        loss = self._trainer.step()
-        self._synchronize()
+        loss = self.trainer.step()
+        self.synchronize()
         seconds = time.perf_counter() - started
-        if self._link is not None:
-            self._link.clear()
+        if self.link is not None:
+            self.link.clear()
         return seconds, loss.item()
-
-    def _traffic(self) -> dict[str, Traffic]:
-        if self._link is None:
-            return traffic.measure(self._trainer.step, self._dtype.itemsize)
-        self._trainer.step()
-        self._synchronize()
-        return traffic.add_up((transfer.op, transfer.bytes) for transfer in self._link.transfers)
-
-    @property
-    def _is_cuda(self) -> bool:
-        return self._job.config.device == "cuda"
-
-    def _synchronize(self) -> None:
-        if self._is_cuda:
-            torch.cuda.synchronize()

@@ -18,16 +18,8 @@ class DemoConfig:
     """The options of `fxshard demo`; `fxshard demo --help` says what each does.
 
     Attributes:
-        ranks: Processes that share the model.
         device: "cpu" (gloo) or "cuda" (NCCL, one GPU per rank).
         out: Folder that receives the graphs; it exists.
-        steps: Optimizer steps, 2 or more.
-        model: One of `MODELS`.
-        batch_size: Sequences per rank and step.
-        seq_len: Tokens (bytes) per sequence.
-        lower: One of `LOWERINGS`.
-        seed: Seed of the initial weights and of the batches.
-        compare: Train the same model unsharded afterwards, and compare the losses.
         stall_s: Seconds without news from any rank after which the demo gives up.
     """
 

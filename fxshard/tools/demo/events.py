@@ -18,9 +18,7 @@ class Started:
     """A training is about to take its first step, which compiles.
 
     Attributes:
-        run: Which training.
-        num_params: Parameters of the whole model.
-        full_bytes: Bytes of parameters, gradients and AdamW moments that one rank holds when nothing is sharded.
+        full_bytes: Of parameters, gradients and AdamW moments that one rank holds when nothing is sharded.
     """
 
     run: Run
@@ -33,10 +31,8 @@ class Step:
     """One rank has taken an optimizer step.
 
     Attributes:
-        run: Which training.
-        rank: Who took it.
-        step: Which step, from 0.
-        loss: Mean loss over this rank's rows of the batch.
+        step: Which one, from 0.
+        loss: Mean over this rank's rows of the batch.
         seconds: How long it took, the compile of the first step included.
         state_bytes: Storage of parameters, gradients and AdamW state on this rank.
     """
@@ -51,13 +47,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """A compiled graph was written.
-
-    Attributes:
-        kind: "forward", "backward" or "inference".
-        path: The text of the graph after all passes.
-        collectives: Launches in this graph by name of the operation.
-    """
+    """A compiled graph was written to `path`, as it is after all passes; its launches are counted by name."""
 
     kind: str
     path: str

@@ -15,15 +15,7 @@ _RECENT_STEPS = 5
 
 @dataclass
 class Outcome:
-    """Losses, times, bytes and graphs; grows with every event.
-
-    Attributes:
-        config: What the demo was told to do.
-        graphs: The graphs written so far.
-        num_params: Parameters of the whole model; 0 before the first event.
-        full_bytes: Bytes of parameters, gradients and AdamW moments of the whole model.
-        state_bytes: The most that any rank of the sharded run stores of them.
-    """
+    """Losses, times, bytes and graphs; grows with every event. `state_bytes` is the most that a sharded rank stores."""
 
     config: DemoConfig
     graphs: list[Graph] = field(default_factory=list)

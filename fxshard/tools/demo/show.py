@@ -18,12 +18,7 @@ _NUM_LINES = 8  # of the loss table, and of the plain progress per run
 
 
 class DemoConsole(LiveConsole):
-    """Live progress while the ranks run; a context manager.
-
-    Args:
-        console: Where to; on anything but a terminal nothing moves and every line is whole.
-        outcome: What to show.
-    """
+    """Live progress while the ranks run, or whole lines where there is no terminal; a context manager."""
 
     def __init__(self, console: Console, outcome: Outcome) -> None:
         from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn

@@ -17,17 +17,10 @@ _ENOUGH_BYTES: Final = 4 << 20
 
 
 def read_corpus(min_bytes: int, folder: Path | None = None) -> Tensor:
-    """Return the sources in `folder`, one after the other, as bytes.
-
-    Args:
-        min_bytes: How much text there must be.
-        folder: Where the `.py` files are; by default the standard library's own folder.
-
-    Returns:
-        The text, uint8 `[num_bytes]`; the same on every rank of one machine.
+    """Return the sources in `folder`, one after the other, as uint8 `[num_bytes]`; by default the standard library's.
 
     Raises:
-        ConfigError: The folder holds less text than that.
+        ConfigError: The folder holds less than `min_bytes` of text.
     """
     folder = folder or Path(sysconfig.get_path("stdlib"))
     text = bytearray()

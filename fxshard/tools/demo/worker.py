@@ -15,13 +15,7 @@ from fxshard.tools.launch.rank_process import RankPlace, join, reporting
 
 
 def rank_main(place: RankPlace, config: DemoConfig, events: Connection) -> None:
-    """Train as one rank, and tell the parent through `events`; what is raised goes to the log, and the status is 1.
-
-    Args:
-        place: Which rank this process is.
-        config: What to train.
-        events: Write end of a pipe to the parent.
-    """
+    """Train as one rank, and tell the parent; what is raised goes to the log, and the status is 1."""
     with reporting(place, config.out, events):
         _train(place, config, events.send)
 

@@ -43,14 +43,7 @@ def print_verdict(console: Console, problems: Sequence[str], *, label: str, succ
 
 
 class LiveConsole:
-    """Bars that move below the lines that are printed; a context manager.
-
-    Args:
-        console: Where to; on anything but a terminal there are no bars.
-        columns: Of each bar.
-        transient: Whether the bars are gone at the end.
-        auto_refresh: Whether a thread draws them.
-    """
+    """Bars that move below the lines that are printed, on a terminal alone; a context manager."""
 
     def __init__(
         self, console: Console, *columns: ProgressColumn, transient: bool = False, auto_refresh: bool = True

@@ -23,15 +23,12 @@ from fxshard.runtime import gloo
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """What a rank is told of itself, and where it meets the others.
+    """What a rank is told of itself, and where it meets the others: at a TCPStore that another process serves.
 
     Attributes:
         rank: over all machines.
         local_rank: on its machine; the number of its GPU.
-        num_threads: cores that it may use while all ranks run.
-        host: of a TCPStore that another process serves.
-        port: of the same.
-        prefix: of what this group of ranks writes there.
+        prefix: of what this group of ranks writes into the store.
         one_machine: whether all ranks are on this one, so that gloo can stay inside it.
     """
 
@@ -46,12 +43,7 @@ class RankPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class Failed:
-    """A rank raised, and is about to exit.
-
-    Attributes:
-        rank: which.
-        error: the exception in one line; its traceback is in the rank's log.
-    """
+    """A rank raised an exception, here in one line, and is about to exit; the traceback is in its log."""
 
     rank: int
     error: str
@@ -67,11 +59,6 @@ def reporting(place: RankPlace, folder: Path, events: Connection) -> Iterator[No
     """Send output to the log of the rank; what is raised ends the process with status 1 and is told to the parent.
 
     The process ends when its parent does, wherever it is: ranks that wait for each other would not notice.
-
-    Args:
-        place: Of the rank, which also says how many cores torch may use.
-        folder: Of the log.
-        events: Write end of a pipe to the parent.
     """
     _redirect_output(log_path(folder, place.rank))
     threading.Thread(target=_end_with_parent, name="fxshard-parent", daemon=True).start()

@@ -27,9 +27,7 @@ _GRACE_S: Final = 2.0  # for a process to end by itself
 class RankError(FxshardError, RuntimeError):
     """A rank died, raised or fell silent, so the others were stopped.
 
-    Args:
-        message: what happened, and where its output is.
-        was_killed: whether a signal ended the rank, and so it is to blame before those that only miss it.
+    Where `was_killed`, a signal ended the rank, and so it is to blame before those that only miss it.
     """
 
     def __init__(self, message: str, *, was_killed: bool = False) -> None:

@@ -46,17 +46,11 @@ class PeerError(FxshardError, RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class _Heard:
-    """What one process tells in a tick.
-
-    Attributes:
-        events: of its ranks; `None` as long as some are missing.
-        error: what became of a rank.
-        blame: the smallest among the errors is shown: of killed ranks, else the earliest.
-    """
+    """What one process tells in a tick: the events of its ranks, unless some are missing, or what became of one."""
 
     events: list[Any] | None = None
     error: str | None = None
-    blame: tuple[bool, float] = (True, math.inf)
+    blame: tuple[bool, float] = (True, math.inf)  # the smallest is shown: of killed ranks, else the earliest
 
 
 class Peers:
@@ -81,14 +75,11 @@ class Peers:
         return self._exchange(own)
 
     def collect(self, listen: Callable[[float], list[Any]], num_here: int) -> list[Any]:
-        """Wait for an event of every rank of every process.
+        """Wait for an event of every rank of every process; return all of them, the same on every process.
 
         Args:
             listen: waits for events of the ranks here, but not longer than it is told, in seconds.
             num_here: how many events the ranks here tell.
-
-        Returns:
-            All events, the same on every process.
 
         Raises:
             RankError: a rank has failed, on whatever process; all raise the same.
@@ -147,9 +138,7 @@ class Peers:
 def joined(launched: LauncherEnvironment, timeout_s: float) -> Iterator[Peers]:
     """Meet the other processes of the launcher.
 
-    Args:
-        launched: what it told this process.
-        timeout_s: seconds without a word from one of them after which it counts as gone; at least a minute.
+    A process that is silent for `timeout_s` seconds, but at least a minute, counts as gone.
 
     Raises:
         PeerError: one of them is gone, or does not come.

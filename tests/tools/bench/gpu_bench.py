@@ -21,7 +21,7 @@ import torch
 from fxshard.tools.bench import machine
 from fxshard.tools.bench.comparison import options_in_json
 from tests.tools.bench.gpu import page, settings, stages
-from tests.tools.bench.gpu.result import Report
+from tests.tools.bench.gpu.result import GpuReport
 from tests.tools.bench.gpu.turns import Budget
 
 _CHECKPOINTING: Final = {"both": (False, True), "off": (False,), "on": (True,)}
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     plan = _plan(args)
-    report = Report(machine=_machine(args), options=_options(args, plan, argv), tokens=plan.model.tokens)
+    report = GpuReport(machine=_machine(args), options=_options(args, plan, argv), tokens=plan.model.tokens)
     budget = Budget(start=start, seconds=60 * args.minutes)
 
     def save() -> None:

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 import fxshard
 from fxshard.tools.bench import machine
+from tests.tools.bench.markdown import table
 
 Full = dict[Any, Any]
 ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -322,16 +323,32 @@ def show(size: str, found: dict[str, Any], ranks: int) -> None:
         f"What arrives takes {gigabytes / used:.4f} s on the link ({used:.2f} GB/s) into memory that was used before,"
     )
     print(f"{gigabytes / new:.4f} s ({new:.2f} GB/s) into new memory.\n")
-    print("| way | s, median (min-max) | first | / fxshard | share of link, used | new | rank 0 / state | others MB |")
-    print("|---|---|---|---|---|---|---|---|")
+    heads = [
+        "way",
+        "s, median (min-max)",
+        "first",
+        "/ fxshard",
+        "share of link, used",
+        "new",
+        "rank 0 / state",
+        "others MB",
+    ]
+    rows = []
     for name, values in found["seconds"].items():
         peak = found["peaks"][0][name] / found["bytes"]
         others = max(each[name] for each in found["peaks"][1:]) / 1e6
-        print(
-            f"| {name} | {medians[name]:.4f} ({min(values[1:]):.4f}-{max(values[1:]):.4f}) | {values[0]:.4f} | "
-            f"{medians[name] / own:.2f} | {gigabytes / used / medians[name]:.0%} | "
-            f"{gigabytes / new / medians[name]:.0%} | {peak:.2f} | {others:.1f} |"
+        rows.append(
+            [
+                name,
+                f"{medians[name]:.4f} ({min(values[1:]):.4f}-{max(values[1:]):.4f})",
+                f"{values[0]:.4f}",
+                f"{medians[name] / own:.2f}",
+                *(f"{gigabytes / speed / medians[name]:.0%}" for speed in (used, new)),
+                f"{peak:.2f}",
+                f"{others:.1f}",
+            ]
         )
+    print(table(heads, rows))
 
 
 def main() -> None:

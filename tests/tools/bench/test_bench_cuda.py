@@ -17,7 +17,7 @@ from fxshard.tools.bench import task, worker
 from fxshard.tools.bench.config import BenchConfig, Entry
 from fxshard.tools.bench.result import Report, SystemResult
 from fxshard.tools.bench.show import describe_group, show_report
-from fxshard.tools.bench.worker import Ready
+from fxshard.tools.bench.worker import Ready, Timed
 from fxshard.tools.launch.rank_process import RankPlace, join
 
 
@@ -71,10 +71,10 @@ def test_the_link_is_on_the_device_of_the_model(device: str, monkeypatch: pytest
 
 def test_the_table_names_one_gpu_and_its_memory() -> None:
     result = SystemResult(entry=Entry(name="fsdp2", system="fsdp2"))
-    told = {"num_params": 1, "num_units": 1, "eps": 1e-7, "first_step_s": 1.0, "losses": (1.0,), "traffic": {}}
+    told = {"num_params": 1, "num_units": 1, "eps": 1e-7, "ready_s": 1.0, "losses": (1.0,), "traffic": {}}
     both = [Ready(**told, unsharded_peak_bytes=None, memory_peak_bytes=mb * 10**6) for mb in (1200, 1500)]  # type: ignore[arg-type] # a dict of many types
     result.prepared(both)
-    result.step_s[0].append(0.1)
+    result.processes[0].add(Timed(seconds=[0.1]))
     chosen = config(group="emulated", ranks=1, world_size=8, gigabytes_per_s=50.0, link_device="cuda", dtype="bf16")
     report = Report(options={"group": "emulated"}, machine={}, systems=[result])
     console = Console(record=True, force_terminal=False, file=io.StringIO())

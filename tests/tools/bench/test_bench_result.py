@@ -34,16 +34,16 @@ def result(name: str, *processes: list[float], losses: tuple[float, ...] = (3.0,
     found = SystemResult(entry=Entry(name=name, system=name.partition(":")[0]))
     for steps in processes:
         found.prepared([ready(losses)])
-        found.step_s[-1] += steps
+        found.processes[-1].rounds += [[seconds] for seconds in steps]
     return found
 
 
-def ready(losses: tuple[float, ...], first_step_s: float = 1.0) -> Ready:
+def ready(losses: tuple[float, ...], ready_s: float = 1.0) -> Ready:
     return Ready(
         num_params=10,
         num_units=2,
         eps=1e-7,
-        first_step_s=first_step_s,
+        ready_s=ready_s,
         losses=losses,
         traffic={"all_gather": Traffic(launches=2, nbytes=64)},
         unsharded_peak_bytes=None,
@@ -71,9 +71,9 @@ def test_a_system_that_ended_early_is_compared_in_the_rounds_it_ran() -> None:
 
 def test_losses_and_the_first_step_are_those_of_all_ranks() -> None:
     found = result("fsdp2")
-    found.prepared([ready((1.0, 2.0), first_step_s=1.0), ready((3.0, 5.0), first_step_s=4.0)])
+    found.prepared([ready((1.0, 2.0), ready_s=1.0), ready((3.0, 5.0), ready_s=4.0)])
     assert found.losses == [2.0, 3.5]
-    assert found.first_step_s == [4.0]
+    assert found.ready_s == [4.0]
 
 
 def test_the_floor_is_the_compiled_local_system_where_it_ran() -> None:

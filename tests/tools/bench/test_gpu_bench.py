@@ -17,32 +17,39 @@ import pytest
 import torch
 from torch import fx
 
+from fxshard.tools.bench.config import COMPUTE, ONE_GPU, Entry
+from fxshard.tools.bench.result import Steps, SystemResult
+from fxshard.tools.bench.traffic import Traffic
+from fxshard.tools.bench.worker import Ready, Timed
 from tests.tools.bench import gpu_bench
 from tests.tools.bench.gpu import settings, trace
 from tests.tools.bench.gpu.gate import Gate
 from tests.tools.bench.gpu.page import page
-from tests.tools.bench.gpu.result import HOW, Key, Report, Run
-from tests.tools.bench.gpu.result import Steps as TimedSteps
-from tests.tools.bench.gpu.settings import COMPUTE, INSTANT, MAIN, Link
+from tests.tools.bench.gpu.result import GpuReport, Key
+from tests.tools.bench.gpu.settings import INSTANT, MAIN, Link
 from tests.tools.bench.gpu.stages import Plan, Stage
-from tests.tools.bench.gpu.talk import Carried, Job, Ready, Timed, WarmUp
+from tests.tools.bench.gpu.talk import Job, WarmUp
 from tests.tools.bench.gpu.targets import target_rows
 from tests.tools.bench.gpu.turns import Budget, Member
 
 ROOT = Path(__file__).parents[3]
 
 
-def report_of(steps: dict[tuple[str, Link], float], **more: Any) -> Report:
+def report_of(steps: dict[tuple[str, Link], float], **more: Any) -> GpuReport:
     """Steps of so many seconds without checkpointing, each in two equal rounds."""
     machine: dict[str, Any] = {"gpus": [], "cpu": "a CPU", "torch": "2.0", "python": "3", "fxshard_commit": None}
     options = {"command": "it", "world_size": 8, "microbatches": 8}
-    report = Report(machine=machine, options=options, tokens=100, num_params=10**6, num_units=3, **more)
+    report = GpuReport(machine=machine, options=options, tokens=100, num_params=10**6, num_units=3, **more)
     for (system, link), seconds in steps.items():
-        found = report.steps.setdefault(Key(system=system, checkpointing=False, link=link), TimedSteps())
+        found = report.steps.setdefault(Key(system=system, checkpointing=False, link=link), Steps())
         for _ in range(2):
-            carried = Carried(launches=3, bytes=1000, seconds=0.05, expected_s=0.05)
-            found.add(Timed(seconds=[seconds] * 3, peak_bytes=2**30, carried=carried))
+            sent = Traffic(launches=3, nbytes=1000, seconds=0.05, expected_s=0.05)
+            found.add(Timed(seconds=[seconds] * 3, peak_bytes=2**30, traffic=sent))
     return report
+
+
+def run(name: str, **known: Any) -> SystemResult:
+    return SystemResult(entry=Entry(name=name, system=name), **known)
 
 
 def on(gigabytes_per_s: float) -> Link:
@@ -84,18 +91,18 @@ def test_targets_stand_beside_what_was_measured() -> None:
 
 
 def test_host_time_is_compared_where_both_were_measured() -> None:
-    runs = [Run(system=name, checkpointing=False, host_s=[host]) for name, host in (("fsdp2", 0.05), ("fxshard", 0.02))]
-    assert dict(target_rows(report_of({}, runs=runs)))["host time at most 0.5 x FSDP2's"] == "fxshard 0.40: met"
+    runs = [run(name, host_s=[host]) for name, host in (("fsdp2", 0.05), ("fxshard", 0.02))]
+    assert dict(target_rows(report_of({}, systems=runs)))["host time at most 0.5 x FSDP2's"] == "fxshard 0.40: met"
 
 
 def test_the_page_says_how_and_what_is_missing() -> None:
     runs = [
-        Run(system="fsdp2", checkpointing=False, losses=(5.0, 4.0)),
-        Run(system="fxshard", checkpointing=False, losses=(5.0, 3.0)),
-        Run(system="no_overlap", checkpointing=False, error="OutOfMemoryError: no"),
+        run("fsdp2", losses=[5.0, 4.0]),
+        run("fxshard", losses=[5.0, 3.0]),
+        run("no_overlap", error="OutOfMemoryError: no"),
     ]
-    text = page(report_of(MEASURED, runs=runs, left_out=["profile of fsdp2: no time"]))
-    assert HOW in text
+    text = page(report_of(MEASURED, systems=runs, left_out=["profile of fsdp2: no time"]))
+    assert ONE_GPU in text
     assert "a CPU, torch 2.0, Python 3, commit unknown" in text
     assert "| FSDP2 | 120.0 (1.00); 833 | - | 160.0 (1.00); 625; 40.0 | - | - |" in text
     assert '| **fxshard, both "auto"** | 110.0 (0.92); 909 | - | 112.0 (0.70); 893; 2.0 | - | - |' in text
@@ -116,13 +123,15 @@ def test_the_json_has_no_infinity() -> None:
     first = json.loads(text)["steps"][0]
     assert first["link"]["gigabytes_per_s"] is None
     assert first["step_ms"] == pytest.approx(100)
-    assert json.loads(text)["how"] == HOW
+    assert json.loads(text)["how"] == ONE_GPU
 
 
 def test_losses_that_are_no_numbers_are_a_problem() -> None:
-    runs = [Run(system=name, checkpointing=True, losses=(loss,)) for name, loss in (("a", 1.0), ("b", math.nan))]
-    json.dumps(report_of({}, runs=runs).to_json(), allow_nan=False)
-    assert report_of({}, runs=runs).problems() == ["the losses of b with checkpointing and a differ by inf (relative)"]
+    runs = [run(name, checkpointing=True, losses=[loss]) for name, loss in (("a", 1.0), ("b", math.nan))]
+    json.dumps(report_of({}, systems=runs).to_json(), allow_nan=False)
+    assert report_of({}, systems=runs).problems() == [
+        "the losses of b with checkpointing and a differ by inf (relative)"
+    ]
 
 
 def kernel(name: str, stream: int, start: float, took: float) -> dict[str, Any]:
@@ -184,7 +193,7 @@ def test_what_does_not_fit_is_left_out_and_named(tmp_path: Path) -> None:
 def member_of(folder: Path, *, model: settings.Model, end: float) -> Member:
     case = settings.chosen(settings.all_cases(folder, ""), "fsdp2")[0]
     job = Job(entry=case.entry, model=model, device="cpu", checkpointing=False, world_size=2, folder=folder)
-    return Member(case, job, Run(system="fsdp2", checkpointing=False), num_threads=1, end=end)
+    return Member(case, job, run("fsdp2"), num_threads=1, end=end)
 
 
 @pytest.mark.commands
@@ -305,4 +314,4 @@ def test_all_of_it_on_the_cpu(tmp_path: Path) -> None:
     assert found["consolidation"].keys() == {"full_optim_state_dict", "torch_full"}
     assert found["profiles"].keys() == {"fsdp2", "fxshard", "fxshard_auto_100"}
     text = (tmp_path / "gpu.md").read_text()
-    assert HOW in text
+    assert ONE_GPU in text

@@ -24,7 +24,7 @@ from fxshard.tools.bench import systems
 from fxshard.tools.bench.systems import Trainer
 from fxshard.tools.bench.task import Task
 from tests.tools.bench.gpu.gate import Gate
-from tests.tools.bench.gpu.settings import COMPUTE, PRECISION, Link, Model
+from tests.tools.bench.gpu.settings import PRECISION, Link, Model
 from tests.tools.bench.gpu.talk import Job
 from tests.tools.bench.llama import Llama
 
@@ -99,8 +99,6 @@ def make_task(model: Model, device: str, *, checkpointing: bool) -> Task:
 
 def make_trainer(job: Job, task: Task, mesh: DeviceMesh) -> Trainer:
     """Apply the system of a job to the model."""
-    if job.entry.system == COMPUTE:
-        return _compute_only(task, job.world_size)
     if job.entry.system.startswith("fsdp2"):
         _shard_ends(task.model, mesh)
     trainer = systems.make_trainer(job.entry, task, mesh, _LR)
@@ -124,24 +122,3 @@ def _prefetch_ends(model: nn.Module) -> None:
     units = cast(list[FSDPModule], [model, model.tokens, *cast(nn.ModuleList, model.layers), model.norm])
     for unit, following in itertools.pairwise(units):
         unit.set_modules_to_forward_prefetch([following])
-
-
-def _compute_only(task: Task, world_size: int) -> Trainer:
-    """What a rank computes: the whole model in low precision, and an optimizer for as much as a rank holds."""
-    numel = sum(parameter.numel() for parameter in task.model.parameters())
-    device = next(task.model.parameters()).device
-    task.model.to(PRECISION.param_dtype)
-    shard = nn.Parameter(torch.zeros(numel // world_size, device=device))
-    grad = torch.zeros_like(shard)
-
-    def exchange_gradients(model: nn.Module) -> None:
-        shard.grad = grad
-        for parameter in model.parameters():
-            parameter.grad = None
-
-    return Trainer(
-        task=task,
-        forward=torch.compile(task.model),
-        optimizer=torch.optim.AdamW([shard], lr=_LR, fused=True),
-        after_backward=exchange_gradients,
-    )

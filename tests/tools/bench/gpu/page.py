@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
-from tests.tools.bench.gpu.result import HOW, Key, Report
-from tests.tools.bench.gpu.settings import COMPUTE, CTAS, INSTANT, LATENCY_US, MAIN, SPEEDS, Link
+from fxshard.tools.bench.config import COMPUTE, ONE_GPU
+from tests.tools.bench.gpu.result import GpuReport, Key
+from tests.tools.bench.gpu.settings import CTAS, INSTANT, LATENCY_US, MAIN, SPEEDS, Link
 from tests.tools.bench.gpu.targets import target_rows
+from tests.tools.bench.markdown import table
 
 ROWS: Final[dict[str, tuple[str, ...]]] = {
     "compute alone": (COMPUTE,),
@@ -42,9 +44,9 @@ _ABOUT: Final = """\
 """
 
 
-def page(report: Report) -> str:
+def page(report: GpuReport) -> str:
     """Markdown with all tables; what was not measured is a dash."""
-    parts = [_head(report), "## Targets\n\n" + _table(["target", "measured"], target_rows(report))]
+    parts = [_head(report), "## Targets\n\n" + table(["target", "measured"], target_rows(report))]
     for checkpointing in (False, True):
         title = f"## {'With' if checkpointing else 'Without'} activation checkpointing"
         found = [*(_speeds(report, checkpointing, ctas) for ctas in CTAS), _costs(report, checkpointing)]
@@ -53,14 +55,14 @@ def page(report: Report) -> str:
     return "\n\n".join(part.strip() for part in parts if part) + "\n"
 
 
-def _head(report: Report) -> str:
+def _head(report: GpuReport) -> str:
     machine, options = report.machine, report.options
     device = ", ".join(machine["gpus"]) or machine["cpu"]
     commit = machine["fxshard_commit"] or "unknown"
     return f"""\
 # Training on one GPU
 
-{device}, torch {machine["torch"]}, Python {machine["python"]}, commit {commit}: {HOW}.
+{device}, torch {machine["torch"]}, Python {machine["python"]}, commit {commit}: {ONE_GPU}.
 
 ```
 {options["command"]}
@@ -74,7 +76,7 @@ turns on the device. [How](README.md). The run took {report.seconds:.0f} s.
 {_ABOUT}"""
 
 
-def _speeds(report: Report, checkpointing: bool, ctas: int) -> str:
+def _speeds(report: GpuReport, checkpointing: bool, ctas: int) -> str:
     """Steps on each link with so many CTAs."""
     links = [Link(gigabytes_per_s=speed, latency_us=LATENCY_US, ctas=ctas) for speed in SPEEDS]
     rows = []
@@ -88,18 +90,18 @@ def _speeds(report: Report, checkpointing: bool, ctas: int) -> str:
     heads = ["system", "instant", *(_link_head(report, link, checkpointing) for link in links)]
     return (
         f"{ctas} CTAs; ms per step, in parentheses the ratio to FSDP2; then tokens per second, and ms of exposed "
-        f"communication.\n\n{_table(heads, rows)}"
+        f"communication.\n\n{table(heads, rows)}"
     )
 
 
-def _link_head(report: Report, link: Link, checkpointing: bool) -> str:
+def _link_head(report: GpuReport, link: Link, checkpointing: bool) -> str:
     """The speed, and what the transfers of FSDP2 take on it."""
     steps = report.steps.get(Key(system="fsdp2", checkpointing=checkpointing, link=link))
-    sent = f": {1e3 * steps.carried.seconds:.0f} ms" if steps else ""
+    sent = f": {1e3 * steps.traffic.seconds:.0f} ms" if steps else ""
     return f"{link.gigabytes_per_s:g} GB/s{sent}"
 
 
-def _step_cell(report: Report, names: Sequence[str], where: Key) -> str:
+def _step_cell(report: GpuReport, names: Sequence[str], where: Key) -> str:
     key = report.first(names, where)
     seconds = report.seconds_of(key)
     if key is None or seconds is None:
@@ -111,7 +113,7 @@ def _step_cell(report: Report, names: Sequence[str], where: Key) -> str:
     return text if where.link == INSTANT or exposed is None else f"{text}; {_ms(exposed)}"
 
 
-def _costs(report: Report, checkpointing: bool) -> str:
+def _costs(report: GpuReport, checkpointing: bool) -> str:
     """Memory, host time and traffic on one link."""
     rows = []
     for label, names in ROWS.items():
@@ -120,22 +122,22 @@ def _costs(report: Report, checkpointing: bool) -> str:
         if key is None:
             continue
         steps, host = report.steps[key], report.host_s(key.system, checkpointing)
-        carried = steps.carried
+        sent = steps.traffic
         rows.append(
             [
                 label,
                 _NONE if steps.peak_bytes is None else f"{steps.peak_bytes / 2**30:.2f}",
                 _NONE if host is None else _ms(host),
-                str(carried.launches),
-                f"{carried.bytes / 1e9:.2f}",
-                f"{carried.seconds / carried.expected_s:.3f}" if carried.expected_s else _NONE,
+                str(sent.launches),
+                _NONE if sent.nbytes is None else f"{sent.nbytes / 1e9:.2f}",
+                f"{sent.seconds / sent.expected_s:.3f}" if sent.expected_s else _NONE,
             ]
         )
     heads = ["system", "peak GiB", "host ms", "collectives", "GB, unsharded", "transfers / asked of the link"]
-    return _table(heads, rows) if rows else ""
+    return table(heads, rows) if rows else ""
 
 
-def _accumulation(report: Report) -> str:
+def _accumulation(report: GpuReport) -> str:
     several = report.options["microbatches"]
     rows = []
     for label, names in ROWS.items():
@@ -149,10 +151,10 @@ def _accumulation(report: Report) -> str:
         return ""
     title = f"## {several} microbatches per step, with activation checkpointing"
     about = "FSDP2 and fxshard reduce in the last one, SimpleFSDP in each."
-    return f"{title}\n\n{about}\n\n{_table(['system', MAIN.name, 'peak GiB'], rows)}"
+    return f"{title}\n\n{about}\n\n{table(['system', MAIN.name, 'peak GiB'], rows)}"
 
 
-def _consolidation(report: Report) -> str:
+def _consolidation(report: GpuReport) -> str:
     rows = [
         [f"`{name}`", f"{found['bytes'] / 1e9:.2f}", ", ".join(f"{seconds:.2f}" for seconds in found["seconds"])]
         for name, found in report.consolidation.items()
@@ -163,10 +165,10 @@ def _consolidation(report: Report) -> str:
         "On the instant link, which cannot send to one rank only: every rank is given all of it. `torch_full`: "
         "[state.md](state.md)."
     )
-    return f"## The full optimizer state on the CPU\n\n{about}\n\n{_table(['way', 'GB', 's, each call'], rows)}"
+    return f"## The full optimizer state on the CPU\n\n{about}\n\n{table(['way', 'GB', 's, each call'], rows)}"
 
 
-def _profiles(report: Report) -> str:
+def _profiles(report: GpuReport) -> str:
     """What bounds a step."""
     parts = [_profile(name, found) for name, found in report.profiles.items() if found["lanes"]]
     if not parts:
@@ -189,22 +191,17 @@ def _profile(name: str, found: dict[str, Any]) -> str:
     return "\n\n".join(
         [
             f"### {name}\n\n{about}",
-            _table(["stream", "kernels", "busy, ms"], lanes),
-            _table(["kernel", "stream", "launches", "ms per step"], top),
+            table(["stream", "kernels", "busy, ms"], lanes),
+            table(["kernel", "stream", "launches", "ms per step"], top),
             "The longest times in which the first stream does nothing, of single steps:",
-            _table(["ms", "others work, ms", "after", "before"], gaps),
+            table(["ms", "others work, ms", "after", "before"], gaps),
         ]
     )
 
 
-def _missing(report: Report) -> str:
+def _missing(report: GpuReport) -> str:
     lines = [*(f"PROBLEM: {problem}" for problem in report.problems()), *report.left_out]
     return "## What is missing\n\n" + "\n".join(f"- {line}" for line in lines) if lines else ""
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def _ms(seconds: float) -> str:

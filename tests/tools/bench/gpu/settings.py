@@ -14,12 +14,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fxshard.cost import hardware
 from fxshard.testing.link_engine import Speed
-from fxshard.tools.bench.config import FXSHARD, Entry
+from fxshard.tools.bench.config import COMPUTE, FXSHARD, Entry
 from tests.tools.bench.llama import Shape
 
-COMPUTE: Final = (
-    "compute"  # the one system that is not in fxshard.tools.bench: no parameter is sharded, nothing is sent
-)
 OVERLAPPED: Final = "simplefsdp_overlapped"
 LATENCY_US: Final = 30.0
 SPEEDS: Final = (370.0, 100.0, 50.0, 25.0)
@@ -29,17 +26,13 @@ PRECISION: Final = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class Link(Speed):
     """A setting of the emulated link; without arguments the instant one.
 
     Attributes:
-        gigabytes_per_s: bandwidth of each rank.
-        latency_us: of each collective.
         ctas: thread blocks that carry a transfer on a GPU.
     """
 
-    gigabytes_per_s: float = math.inf
-    latency_us: float = 0.0
     ctas: int = CTAS[0]
 
     @property

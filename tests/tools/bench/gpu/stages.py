@@ -12,7 +12,9 @@ from typing import Final
 
 from fxshard.tools.bench.comparison import rotated
 from fxshard.tools.bench.config import FXSHARD
-from tests.tools.bench.gpu.result import Key, Report, Run, Steps
+from fxshard.tools.bench.result import Steps, SystemResult
+from fxshard.tools.bench.worker import Ready, Timed
+from tests.tools.bench.gpu.result import GpuReport, Key
 from tests.tools.bench.gpu.settings import INSTANT, MAIN, Case, Link, Model, links
 from tests.tools.bench.gpu.talk import (
     Consolidate,
@@ -22,9 +24,7 @@ from tests.tools.bench.gpu.talk import (
     Job,
     Profile,
     Profiled,
-    Ready,
     Refused,
-    Timed,
     Turn,
     WarmUp,
 )
@@ -94,7 +94,7 @@ class Plan:
     shares: Shares = field(default_factory=Shares)
 
 
-def run(plan: Plan, report: Report, budget: Budget, save: Callable[[], None]) -> None:
+def run(plan: Plan, report: GpuReport, budget: Budget, save: Callable[[], None]) -> None:
     """Measure as much as the budget allows; `save` is called whenever there is something new."""
     shares, end = plan.shares, budget.at(plan.shares.end)
     ready_s = 0.0
@@ -127,7 +127,7 @@ class Stage:
     def __init__(
         self,
         plan: Plan,
-        report: Report,
+        report: GpuReport,
         checkpointing: bool,
         end: float,
         budget: Budget,
@@ -163,15 +163,15 @@ class Stage:
             world_size=self.plan.world_size,
             folder=self.plan.folder,
         )
-        result = Run(system=case.name, checkpointing=self.checkpointing)
-        self.report.runs.append(result)
+        result = SystemResult(entry=case.entry, checkpointing=self.checkpointing)
+        self.report.systems.append(result)
         return Member(case, job, result, num_threads=self.plan.num_threads, end=self.limit + _LATE_S)
 
     def _wait_until_ready(self, members: Sequence[Member], deadline: float) -> None:
         for member in [member for member in members if member.is_alive]:
             answer = member.answer(deadline)
-            if isinstance(answer, Ready) and member.run.ready_s is None:
-                member.run.ready_s, member.run.losses = answer.seconds, answer.losses
+            if isinstance(answer, Ready) and not member.run.ready_s:
+                member.run.prepared([answer])
                 self.report.num_params, self.report.num_units = answer.num_params, answer.num_units
             self.save()
 
@@ -219,7 +219,7 @@ class Stage:
         if not isinstance(answer, Timed):
             return
         if command.link == INSTANT and command.microbatches == 1:
-            member.step_s, member.carried = sum(answer.seconds) / len(answer.seconds), answer.carried
+            member.step_s, member.traffic = sum(answer.seconds) / len(answer.seconds), answer.traffic
             self.over_s.append(time.time() - start - member.step_s * (command.steps + command.warm_up))
         key = Key(
             system=member.case.name,
@@ -265,7 +265,7 @@ class Stage:
         several = self.plan.microbatches
         members = [member for member in self.members if member.is_alive and member.case.accumulates]
         compiling = [member for member in members if member.case.entry.system == FXSHARD]
-        compile_s = max((_VARIANTS * (member.run.ready_s or 0.0) for member in compiling), default=0.0)
+        compile_s = max((_VARIANTS * sum(member.run.ready_s) for member in compiling), default=0.0)
         steps_s = sum(member.expected_s(MAIN, several * (_SEVERAL_STEPS + _WARM_UP)) for member in members)
         if several < 2 or not members or not self.fits(f"{several} microbatches", compile_s + steps_s):
             return

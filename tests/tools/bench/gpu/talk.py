@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fxshard.tools.bench.config import Entry
+from fxshard.tools.bench.worker import Ready, Timed
 from tests.tools.bench.gpu.settings import Link, Model
 
 
@@ -95,49 +96,6 @@ class Consolidate:
 @dataclass(frozen=True, kw_only=True)
 class End:
     """There is nothing more to do; not answered."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Carried:
-    """What the link carried in one step.
-
-    Attributes:
-        launches: collectives.
-        bytes: of the unsharded tensors.
-        seconds: that transfers took, added up.
-        expected_s: that they should have taken.
-    """
-
-    launches: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
-    expected_s: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ready:
-    """All is compiled.
-
-    Attributes:
-        seconds: since it was told to, what it waited for the device included.
-        losses: of the first steps.
-        num_params: of the whole model.
-        num_units: that it is sharded into.
-    """
-
-    seconds: float
-    losses: tuple[float, ...]
-    num_params: int
-    num_units: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Timed:
-    """Seconds of each step, and what the device had to hold."""
-
-    seconds: list[float]
-    peak_bytes: int | None = None
-    carried: Carried = field(default_factory=Carried)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Final
 
-from tests.tools.bench.gpu.result import Key, Report
+from tests.tools.bench.gpu.result import GpuReport, Key
 from tests.tools.bench.gpu.settings import LATENCY_US, SPEEDS, Link
 
 _AUTO: Final = ("fxshard_auto_100", "fxshard_auto_50")
@@ -17,7 +18,7 @@ _NOT_MEASURED: Final = "not measured"
 OVER_FSDP2, OVER_BEST, EXPOSED, HIDEABLE, PEAK, HOST = 1.25, 1.08, 0.05, 0.8, 0.85, 0.5
 
 
-def target_rows(report: Report) -> list[list[str]]:
+def target_rows(report: GpuReport) -> list[list[str]]:
     """A target in words, and what was measured, each."""
     rows = []
     for gigabytes_per_s in (100.0, 50.0):
@@ -46,7 +47,7 @@ def _link(gigabytes_per_s: float) -> Link:
 
 
 def _both(
-    report: Report, speed: float, value: Callable[[Report, Key], float | None], is_met: Callable[[float], bool]
+    report: GpuReport, speed: float, value: Callable[[GpuReport, Key], float | None], is_met: Callable[[float], bool]
 ) -> str:
     """A number without and with activation checkpointing, and whether it is as it should be."""
     cells = []
@@ -62,29 +63,25 @@ def _word(is_met: bool) -> str:
     return "met" if is_met else "not met"
 
 
-def _beside(key: Key, system: str) -> Key:
-    return Key(**{**vars(key), "system": system})
-
-
-def _over_fsdp2(report: Report, key: Key) -> float | None:
-    ratio = report.ratio(key, _beside(key, "fsdp2"))
+def _over_fsdp2(report: GpuReport, key: Key) -> float | None:
+    ratio = report.ratio(key, replace(key, system="fsdp2"))
     return None if ratio is None else 1 / ratio
 
 
-def _over_best(report: Report, key: Key) -> float | None:
-    ratios = [report.ratio(key, _beside(key, other)) for other in _OTHERS]
+def _over_best(report: GpuReport, key: Key) -> float | None:
+    ratios = [report.ratio(key, replace(key, system=other)) for other in _OTHERS]
     found = [1 / ratio for ratio in ratios if ratio is not None]
     return min(found, default=None)
 
 
-def _peak(report: Report, key: Key) -> float | None:
-    mine, base = report.steps.get(key), report.steps.get(_beside(key, "fsdp2"))
+def _peak(report: GpuReport, key: Key) -> float | None:
+    mine, base = report.steps.get(key), report.steps.get(replace(key, system="fsdp2"))
     if mine is None or base is None or not mine.peak_bytes or not base.peak_bytes:
         return None
     return mine.peak_bytes / base.peak_bytes
 
 
-def _exposed(report: Report) -> str:
+def _exposed(report: GpuReport) -> str:
     """On every link that compute could hide, for the automatic schedule."""
     cells = []
     for checkpointing in (False, True):
@@ -94,7 +91,7 @@ def _exposed(report: Report) -> str:
                 continue
             compute, exposed = report.compute_s(key), report.exposed_s(key)
             steps = report.steps[key]
-            if compute is None or exposed is None or steps.carried.seconds > HIDEABLE * compute:
+            if compute is None or exposed is None or steps.traffic.seconds > HIDEABLE * compute:
                 continue
             share = exposed / steps.seconds
             where = f"{speed:g} GB/s{' with checkpointing' if checkpointing else ''}"
@@ -102,7 +99,7 @@ def _exposed(report: Report) -> str:
     return "; ".join(cells) or _NOT_MEASURED
 
 
-def _host(report: Report) -> str:
+def _host(report: GpuReport) -> str:
     base = report.host_s("fsdp2")
     return _or_not_measured(
         f"{name} {host / base:.2f}: {_word(host / base <= HOST)}"
@@ -111,9 +108,9 @@ def _host(report: Report) -> str:
     )
 
 
-def _side(report: Report) -> str:
+def _side(report: GpuReport) -> str:
     key = Key(system="fxshard_side", checkpointing=False, link=_link(100.0))
-    ratio = report.ratio(key, _beside(key, "fxshard"))
+    ratio = report.ratio(key, replace(key, system="fxshard"))
     return _NOT_MEASURED if ratio is None else f"{ratio:.3f} x"
 
 

@@ -17,10 +17,11 @@ import time
 from dataclasses import dataclass
 from typing import cast
 
+from fxshard.tools.bench.result import SystemResult
+from fxshard.tools.bench.traffic import Traffic
 from fxshard.tools.launch.ranks import RankError, RankProcesses
-from tests.tools.bench.gpu.result import Run
 from tests.tools.bench.gpu.settings import Case, Link
-from tests.tools.bench.gpu.talk import Answer, Carried, Command, Job
+from tests.tools.bench.gpu.talk import Answer, Command, Job
 from tests.tools.bench.gpu.worker import rank_main
 
 _PATIENCE_S = 60.0  # beyond what a command should take
@@ -58,10 +59,10 @@ class Member:
         end: `time.time()` after which no answer is waited for.
     """
 
-    def __init__(self, case: Case, job: Job, run: Run, *, num_threads: int, end: float) -> None:
+    def __init__(self, case: Case, job: Job, run: SystemResult, *, num_threads: int, end: float) -> None:
         self.case, self.run = case, run
         self.step_s = 0.0
-        self.carried = Carried()
+        self.traffic = Traffic()
         self._job, self._end = job, end
         self._ranks = RankProcesses(job, rank_main, num_threads=num_threads)
         self._is_over = False
@@ -106,7 +107,8 @@ class Member:
 
     def expected_s(self, link: Link, steps: int) -> float:
         """At most how long steps on a link take, if nothing of the transfers is hidden."""
-        sent = self.carried.bytes / (link.gigabytes_per_s * 1e9) + self.carried.launches * link.latency_us * 1e-6
+        sent = (self.traffic.nbytes or 0) / (link.gigabytes_per_s * 1e9)
+        sent += self.traffic.launches * link.latency_us * 1e-6
         return steps * (self.step_s + sent)
 
     def stop(self) -> None:

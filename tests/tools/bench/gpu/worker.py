@@ -21,10 +21,10 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
 import fxshard
-from fxshard.compile.auto_shard import units_of
 from fxshard.testing import EmulatedLink
-from fxshard.testing.link_engine import Speed
 from fxshard.tools.bench.config import FXSHARD
+from fxshard.tools.bench.traffic import Traffic
+from fxshard.tools.bench.worker import Ready, SystemRank, Timed
 from fxshard.tools.launch.rank_process import RankPlace, reporting
 from tests.tools.bench import state
 from tests.tools.bench.gpu import build, trace
@@ -32,7 +32,6 @@ from tests.tools.bench.gpu.gate import Gate
 from tests.tools.bench.gpu.settings import INSTANT, OVERLAPPED, Link
 from tests.tools.bench.gpu.talk import (
     Answer,
-    Carried,
     Command,
     Consolidate,
     Consolidated,
@@ -41,9 +40,7 @@ from tests.tools.bench.gpu.talk import (
     Job,
     Profile,
     Profiled,
-    Ready,
     Refused,
-    Timed,
     Turn,
     WarmUp,
 )
@@ -67,7 +64,7 @@ def _for(job: Job, gate: Gate) -> contextlib.AbstractContextManager[None]:
     return build.estimable(job.device, gate) if job.entry.system == OVERLAPPED else contextlib.nullcontext()
 
 
-class Worker:
+class Worker(SystemRank):
     """A system on a link.
 
     Args:
@@ -76,15 +73,13 @@ class Worker:
         gate: of all processes on the device.
     """
 
+    link: EmulatedLink
+
     def __init__(self, job: Job, link: EmulatedLink, gate: Gate) -> None:
-        self._job, self._link = job, link
-        self._on_gpu = job.device == "cuda"
-        self._gate = gate
-        with self._gate.held():
-            self._task = build.make_task(job.model, job.device, checkpointing=job.checkpointing)
-            self._num_params = sum(parameter.numel() for parameter in self._task.model.parameters())
-            self._num_units = len(units_of(self._task.model))
-            self._trainer = build.make_trainer(job, self._task, link.mesh)
+        self._job, self._gate = job, gate
+        with gate.held():
+            task = build.make_task(job.model, job.device, checkpointing=job.checkpointing)
+            super().__init__(task, job.device, link, functools.partial(build.make_trainer, job, mesh=link.mesh))
             gc.collect()
 
     def answer(self, command: Command) -> Answer:
@@ -117,71 +112,51 @@ class Worker:
 
     def _warm_up(self, command: WarmUp) -> Ready:
         start = time.perf_counter()
-        self._trainer.microbatches = command.microbatches
+        self.trainer.microbatches = command.microbatches
         self._set_speed(INSTANT)
         with self._gate.held() if command.alone else contextlib.nullcontext():
-            losses = tuple(self._trainer.step().item() for _ in range(_CHECK_STEPS))
+            losses = tuple(self.trainer.step().item() for _ in range(_CHECK_STEPS))
         self._tidy()
-        return Ready(
-            seconds=time.perf_counter() - start,
-            losses=losses,
-            num_params=self._num_params,
-            num_units=self._num_units,
-        )
+        return self.ready(time.perf_counter() - start, losses)
 
     def _turn(self, turn: Turn) -> Timed:
-        self._trainer.microbatches = turn.microbatches
+        self.trainer.microbatches = turn.microbatches
         self._set_speed(turn.link)
-        carried = self._counted_step(turn.link)
+        sent = sum(self.traffic(turn.link).values(), Traffic())
         for _ in range(turn.warm_up - 2):
-            self._trainer.step()
-        self._synchronize()
-        if self._on_gpu:
+            self.trainer.step()
+        self.synchronize()
+        if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        self._trainer.step()  # the last one that is not timed: the device is at work when the first mark comes
+        self.trainer.step()  # the last one that is not timed: the device is at work when the first mark comes
         seconds = self._times(turn.steps)
-        peak = torch.cuda.max_memory_allocated() if self._on_gpu else None
+        peak = torch.cuda.max_memory_allocated() if self.on_gpu else None
         self._tidy()
-        return Timed(seconds=seconds, peak_bytes=peak, carried=carried)
+        return Timed(seconds=seconds, peak_bytes=peak, traffic=sent)
 
     def _times(self, steps: int) -> list[float]:
         """Seconds from the end of a step to the end of the next, on the device's clock where it has one.
 
         Nobody waits between steps: as in training, the host may run ahead of the device.
         """
-        if not self._on_gpu:
+        if not self.on_gpu:
             marks = [time.perf_counter()]
             for _ in range(steps):
-                self._trainer.step()
+                self.trainer.step()
                 marks.append(time.perf_counter())
             return [after - before for before, after in itertools.pairwise(marks)]
         events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
         events[0].record()
         for event in events[1:]:
-            self._trainer.step()
+            self.trainer.step()
             event.record()
-        self._synchronize()
+        self.synchronize()
         return [1e-3 * before.elapsed_time(after) for before, after in itertools.pairwise(events)]
-
-    def _counted_step(self, link: Link) -> Carried:
-        self._synchronize()
-        self._link.clear()
-        self._trainer.step()
-        self._synchronize()
-        transfers = list(self._link.transfers)
-        speed = Speed(gigabytes_per_s=link.gigabytes_per_s, latency_us=link.latency_us)
-        self._link.clear()
-        return Carried(
-            launches=len(transfers),
-            bytes=sum(transfer.bytes for transfer in transfers),
-            seconds=1e-6 * sum(transfer.end_us - transfer.start_us for transfer in transfers),
-            expected_s=sum(speed.seconds(each.op, each.bytes, self._job.world_size) for each in transfers),
-        )
 
     def _host(self, steps: int) -> Timed:
         self._set_speed(INSTANT)
         for _ in range(2):
-            self._trainer.step()
+            self.trainer.step()
         seconds = [self._host_seconds() for _ in range(steps)]
         self._tidy()
         return Timed(seconds=seconds)
@@ -192,13 +167,13 @@ class Worker:
 
         def timed(part: Callable[..., Any], *args: Any) -> Any:
             nonlocal spent
-            self._synchronize()
+            self.synchronize()
             start = time.perf_counter()
             result = part(*args)
             spent += time.perf_counter() - start
             return result
 
-        trainer = self._trainer
+        trainer = self.trainer
         with trainer.begin(True):
             loss = timed(trainer.task.loss, trainer.forward)
             timed(loss.backward)
@@ -211,48 +186,44 @@ class Worker:
     def _profile(self, command: Profile) -> Profiled:
         self._set_speed(command.link)
         for _ in range(2):
-            self._trainer.step()
-        self._synchronize()
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
+            self.trainer.step()
+        self.synchronize()
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])]
         with profile(activities=activities) as profiler:
             for _ in range(command.steps):
-                self._trainer.step()
-            self._synchronize()
+                self.trainer.step()
+            self.synchronize()
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
             profiler.export_chrome_trace(str(path))
             events = json.loads(path.read_text())["traceEvents"]
-        return Profiled(summary=trace.summary(events, command.steps, on_gpu=self._on_gpu))
+        return Profiled(summary=trace.summary(events, command.steps, on_gpu=self.on_gpu))
 
     def _consolidate(self, repeats: int) -> Consolidated:
         """Everything to the CPU; sending to one rank is nothing that the link knows, so every rank gets it."""
         self._set_speed(INSTANT)
-        model, optimizer = self._task.model, self._trainer.optimizer
+        model, optimizer = self.task.model, self.trainer.optimizer
         seconds, nbytes = [], 0
         for _ in range(repeats):
-            self._synchronize()
+            self.synchronize()
             start = time.perf_counter()
             if self._job.entry.system == FXSHARD:
                 full = fxshard.full_optim_state_dict(model, optimizer, recipient_rank=None)
             else:
                 full = state.torchs(model, optimizer)
-            self._synchronize()
+            self.synchronize()
             seconds.append(time.perf_counter() - start)
             nbytes = sum(leaf.nbytes for leaf in tree_leaves(full) if isinstance(leaf, Tensor))
             del full
         return Consolidated(seconds=seconds, bytes=nbytes)
 
     def _set_speed(self, link: Link) -> None:
-        self._synchronize()
-        build.set_speed(self._link, link, self._job.device)
-
-    def _synchronize(self) -> None:
-        if self._on_gpu:
-            torch.cuda.synchronize()
+        self.synchronize()
+        build.set_speed(self.link, link, self._job.device)
 
     def _tidy(self) -> None:
         """Leave the device's memory to whose turn is next."""
-        self._synchronize()
-        self._link.clear()
-        if self._on_gpu:
+        self.synchronize()
+        self.link.clear()
+        if self.on_gpu:
             torch.cuda.empty_cache()
