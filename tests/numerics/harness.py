@@ -334,3 +334,33 @@ def check_inductor(scenario: Scenario, *, rtol: float = 1e-5, atol: float = 1e-6
     """Hold our compiled code to FSDP2: losses and first-step gradients."""
     ours = train(scenario, fxshard_system(lower="inductor"))
     compare(ours, train(scenario, FSDP2), rtol=rtol, atol=atol, params=False)
+
+
+Prepare = Callable[[nn.Module, Tools], nn.Module]
+
+
+def compile_each_block(model: nn.Module, tools: Tools) -> nn.Module:
+    shard_blocks(model, tools)
+    for block in blocks_of(model):
+        tools.compile_in_place(block)
+    return model
+
+
+def shard_blocks_as_one_unit(model: nn.Module, tools: Tools) -> nn.Module:
+    tools.shard(list(blocks_of(model)))
+    tools.shard(model)
+    return tools.compile(model)
+
+
+def shard_nested(model: nn.Module, tools: Tools) -> nn.Module:
+    for block in blocks_of(model):
+        tools.shard(block.get_submodule("mlp"))
+        tools.shard(block)
+    tools.shard(model)
+    return tools.compile(model)
+
+
+def with_a_break(model: nn.Module, tools: Tools) -> nn.Module:
+    for block in list(blocks_of(model))[1:2]:
+        block.register_forward_pre_hook(lambda module, args: torch._dynamo.graph_break())
+    return shard_and_compile(model, tools)

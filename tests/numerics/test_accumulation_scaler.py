@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.numerics.harness import Run, Scenario, check
+from tests.numerics.microbatches import NUM_MICROBATCHES, Backward, loss_of, set_sync
 from tests.numerics.models import MLP, rows
-from tests.numerics.test_accumulation import NUM_MICROBATCHES, Backward, loss_of, set_sync
 from tests.ranks import two_ranks
 
 

@@ -39,11 +39,22 @@ from tests.numerics.harness import (
     train_step,
     update,
 )
-from tests.numerics.models import MLP, Block, cross_entropy, rows, tied_gpt, tokens
-from tests.numerics.test_loop import clip_and_update, evaluate_once_in_inference_mode, scaled
-from tests.numerics.test_parameters import BatchNorm, Tables, Uneven, mlp_with_a_frozen_block, remember_buffers
-from tests.numerics.test_units import bytes_of_rows, storage_bytes
+from tests.numerics.loops import clip_and_update, evaluate_once_in_inference_mode, remember_buffers, scaled
+from tests.numerics.models import (
+    MLP,
+    BatchNorm,
+    Block,
+    Tables,
+    Uneven,
+    cross_entropy,
+    mlp_with_a_frozen_block,
+    rows,
+    tied_gpt,
+    tokens,
+)
+from tests.numerics.scenarios import SCENARIOS
 from tests.ranks import two_ranks
+from tests.watching import bytes_of_rows, storage_bytes
 
 OPTIONS = {"lower": "eager"}
 
@@ -51,7 +62,7 @@ OPTIONS = {"lower": "eager"}
 @pytest.mark.slow
 @two_ranks
 def test_shards_at_the_first_call_with_an_optimizer_built_before() -> None:
-    scenario = Scenario(model=MLP, batch=rows(), prepare=only_compile)
+    scenario = SCENARIOS["one line"]
     check(scenario)
     run = train(scenario, fxshard_system())
     assert all(isinstance(p, DTensor) for p in run.model.parameters())
@@ -109,7 +120,7 @@ def test_clips_the_norm_of_gradients() -> None:
 @pytest.mark.slow
 @two_ranks
 def test_scales_the_loss_and_skips_steps_that_overflow() -> None:
-    check(scaled(Scenario(model=MLP, batch=rows(), prepare=only_compile)))
+    check(scaled(SCENARIOS["one line"]))
 
 
 @pytest.mark.slow
@@ -142,7 +153,7 @@ class Scheduled:
 @two_ranks
 def test_steps_a_scheduler_and_parameter_groups() -> None:
     scheduled = Scheduled()
-    scenario = Scenario(model=MLP, batch=rows(), prepare=only_compile)
+    scenario = SCENARIOS["one line"]
     check(replace(scenario, optimizer=scheduled.optimizer, update=scheduled.update))
 
 
@@ -178,7 +189,7 @@ def forward_only(run: Run) -> Tensor:
 
 @two_ranks
 def test_refuses_a_parameter_list_taken_before_the_first_call() -> None:
-    run = start(Scenario(model=MLP, batch=rows(), prepare=only_compile), fxshard_system())
+    run = start(SCENARIOS["one line"], fxshard_system())
     taken = list(run.model.parameters())
     with pytest.raises(ConfigError, match=r"(?s)(?=.*model\.parameters\(\))(?=.*first call)(?=.*fully_shard)"):
         forward_only(run)
@@ -222,7 +233,7 @@ def test_broadcasts_the_values_of_rank_zero_with_one_warning_when_ranks_differ()
 def test_says_nothing_when_ranks_agree() -> None:
     logger, messages = logging.getLogger("fxshard"), Messages()
     logger.addHandler(messages)
-    train(Scenario(model=MLP, batch=rows(), prepare=only_compile), fxshard_system())
+    train(SCENARIOS["one line"], fxshard_system())
     logger.removeHandler(messages)
     assert messages.texts == []
 
@@ -303,7 +314,7 @@ def nbytes_of(storage: StorageWeakRef) -> int:
 @pytest.mark.slow
 @two_ranks
 def test_frees_the_full_parameters_after_the_first_backward() -> None:
-    run = start(Scenario(model=MLP, batch=rows(), prepare=only_compile), fxshard_system())
+    run = start(SCENARIOS["one line"], fxshard_system())
     storages = {name: StorageWeakRef(p.untyped_storage()) for name, p in run.named_parameters().items()}
     train_step(run, 0)
     gc.collect()
@@ -313,6 +324,6 @@ def test_frees_the_full_parameters_after_the_first_backward() -> None:
 @pytest.mark.slow
 @two_ranks
 def test_gathers_the_trained_parameters_in_full() -> None:
-    run = train(Scenario(model=MLP, batch=rows(), prepare=only_compile), fxshard_system())
+    run = train(SCENARIOS["one line"], fxshard_system())
     for name, p in run.named_parameters().items():
         torch.testing.assert_close(full(p), run.params[name], rtol=0.0, atol=0.0)

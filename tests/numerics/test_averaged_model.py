@@ -28,6 +28,7 @@ from tests.numerics.harness import (
     update,
 )
 from tests.numerics.models import MLP, WIDTH, rows
+from tests.numerics.scenarios import SCENARIOS
 from tests.pairwise import slow
 from tests.ranks import two_ranks
 
@@ -139,7 +140,7 @@ def test_updates_and_evaluates_an_averaged_model_that_is_sharded_as_well() -> No
 @pytest.mark.slow
 @two_ranks
 def test_keeps_averages_in_tensors_made_after_the_first_call() -> None:
-    run = start(Scenario(model=MLP, batch=rows(), prepare=only_compile), fxshard_system())
+    run = start(SCENARIOS["one line"], fxshard_system())
     train_step(run, 0)
     averages = {name: p.detach().clone() for name, p in run.model.named_parameters()}
     expected = {name: full(p) for name, p in averages.items()}

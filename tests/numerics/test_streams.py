@@ -19,6 +19,7 @@ from fxshard.cost.hardware import BUILTIN
 from fxshard.errors import ConfigError
 from fxshard.testing import emulated_link
 from tests import graphs
+from tests.numerics.generated_code import Blocks, compiled
 from tests.numerics.harness import (
     FSDP2,
     Run,
@@ -32,7 +33,6 @@ from tests.numerics.harness import (
     train,
 )
 from tests.numerics.models import MLP, rows
-from tests.numerics.test_schedule import Blocks, compiled
 from tests.pairwise import slow
 from tests.ranks import two_ranks
 
@@ -244,7 +244,7 @@ def assert_kept_until_the_wait(code: str) -> None:
     read: dict[str, list[str]] = {}  # variable -> what the op that made it reads, tensor by tensor
     for line in map(str.strip, code.splitlines()):
         name, _, value = line.partition(" = ")
-        if "fxshard.copy_out" in value or "_aside.default" in value:
+        if "fxshard.copy_out" in value or "_on_stream.default" in value:
             read[name] = [_variable(tensor) for tensor in _first_argument(value)]
         elif value.partition("[")[0] in read and value.endswith("]"):
             source, _, index = value[:-1].partition("[")

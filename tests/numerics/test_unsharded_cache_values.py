@@ -23,15 +23,15 @@ from fxshard.sharding.sharded_module import ShardedModule, units_under
 from fxshard.testing import emulated_link
 from tests.numerics.harness import (
     Run,
-    Scenario,
     blocks_of,
     compile_module,
     fxshard_system,
     start,
     train_step,
 )
+from tests.numerics.microbatches import holds, set_kept
 from tests.numerics.models import MLP, rows
-from tests.numerics.test_unsharded_cache import holds, set_kept
+from tests.numerics.scenarios import REGRESSION
 from tests.ranks import two_ranks
 
 
@@ -113,7 +113,7 @@ WRITES = {
 
 @two_ranks
 def test_sees_every_write() -> None:
-    runs = [start(Scenario(model=MLP, batch=rows()), fxshard_system()) for _ in range(2)]
+    runs = [start(REGRESSION, fxshard_system()) for _ in range(2)]
     for name, write in WRITES.items():
         losses = []
         for run, keeps in zip(runs, (False, True), strict=True):
@@ -131,7 +131,7 @@ def test_sees_every_write() -> None:
 
 @two_ranks
 def test_refuses_an_optimizer_step_that_would_leave_gradients_behind() -> None:
-    run = start(Scenario(model=MLP, batch=rows()), fxshard_system())
+    run = start(REGRESSION, fxshard_system())
     train_step(run, 0)
     before = [cast(DTensor, p).to_local().clone() for p in run.model.parameters()]
     with fxshard.no_sync(run.model):
@@ -186,9 +186,9 @@ def test_two_models_may_be_resident_at_once() -> None:
 @two_ranks
 def test_one_pair_of_hooks_watches_the_optimizers_of_all_models_and_holds_none() -> None:
     hooks = import_module("torch.optim.optimizer")._global_optimizer_post_hooks
-    run = start(Scenario(model=MLP, batch=rows()), fxshard_system(resident_gib=1))
+    run = start(REGRESSION, fxshard_system(resident_gib=1))
     before = len(hooks)
-    other = start(Scenario(model=MLP, batch=rows()), fxshard_system(resident_gib=1))
+    other = start(REGRESSION, fxshard_system(resident_gib=1))
     for each in (run, other):
         each.loss(0).backward()
     assert len(hooks) == before
@@ -202,7 +202,7 @@ def test_one_pair_of_hooks_watches_the_optimizers_of_all_models_and_holds_none()
 @pytest.mark.slow
 @two_ranks
 def test_ranks_that_keep_other_parameters_get_an_error() -> None:
-    run = start(Scenario(model=MLP, batch=rows()), fxshard_system(resident_gib=1 - dist.get_rank()))
+    run = start(REGRESSION, fxshard_system(resident_gib=1 - dist.get_rank()))
     with pytest.raises(RankMismatchError, match=r"(?s)the ranks launch different collectives.*all parameters"):
         with fxshard.no_sync(run.model):
             run.loss(0).backward()

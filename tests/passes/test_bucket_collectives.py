@@ -14,28 +14,13 @@ from fxshard.cost.hardware import BUILTIN
 from fxshard.errors import ConfigError
 from fxshard.ir import collectives, liveness, tags
 from fxshard.passes._base import GraphKind, PassContext
-from fxshard.passes.bucket_collectives import MIB, BucketCollectives
+from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.insert_collectives import InsertCollectives
 from tests import graphs
-from tests.graphs import Traced, assert_golden, run_pass, text
+from tests.graphs import Layers, Traced, assert_changes_nothing, assert_golden, run_pass, text
 from tests.pairwise import pairwise
+from tests.schedules import LAYER
 from tests.steps import assert_same_step, step
-
-LAYER = 20 * 4 * 2 / 2 / MIB
-"""MiB of a gathered layer: 20 floats."""
-
-
-class Layers(nn.Module):
-    """Calls `count` layers, one after the other."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(graphs.Layer() for _ in range(count))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 def four_layers() -> Traced:
@@ -163,9 +148,7 @@ def test_refuses_what_is_no_size(size: object) -> None:
 @pytest.mark.parametrize("size", [2 * LAYER, 0.9 * LAYER])
 def test_changes_nothing_when_run_again(kind: GraphKind, size: float) -> None:
     gm, ctx = bucketed(four_layers(), kind, size)
-    before = text(gm)
-    assert not BucketCollectives(size=size).apply(gm, ctx)
-    assert text(gm) == before
+    assert_changes_nothing(BucketCollectives(size=size), gm, ctx)
 
 
 @pairwise(build=graphs.EVERY_UNIT, size=[1e-5, 100.0], world_size=[1, 4])

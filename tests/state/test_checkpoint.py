@@ -16,8 +16,9 @@ import torch
 import fxshard
 from fxshard.errors import CheckpointError, ConfigError
 from fxshard.state import checkpoint_dir
-from tests.numerics.harness import Run, Scenario, adamw, fxshard_system, only_compile, start, train_step
+from tests.numerics.harness import Run, Scenario, adamw, fxshard_system, start, train_step
 from tests.numerics.models import MLP, cross_entropy, rows, tied_gpt, tokens
+from tests.numerics.scenarios import REGRESSION, SCENARIOS
 from tests.pairwise import slow
 from tests.ranks import two_ranks
 from tests.state import bodies, processes
@@ -85,10 +86,10 @@ def test_the_model_alone_can_be_saved_and_loaded() -> None:
             assert_same_state(state_of(other), expected)
 
 
-SCENARIO = Scenario(model=MLP, batch=rows())
+SCENARIO = REGRESSION
 SCENARIOS: dict[str, Scenario] = {
     "blocks": SCENARIO,
-    "one-line": Scenario(model=MLP, batch=rows(), prepare=only_compile),
+    "one-line": SCENARIOS["one line"],
     "tied": Scenario(model=tied_gpt, batch=tokens(), loss=cross_entropy),
     "momentum": Scenario(model=MLP, batch=rows(), optimizer=lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9)),
 }
