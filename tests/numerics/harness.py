@@ -29,9 +29,12 @@ from torch.optim import Optimizer
 
 import fxshard
 from fxshard.torch_private import REDUCES_IN_STORAGE_DTYPE
+from tests.numerics.models import MLP, WIDTH
 
 NUM_STEPS = 4
 COMPILE_PREFIX = "_orig_mod."
+EAGER = {"lower": "eager"}
+"""Options of our backend where no code needs to be made."""
 
 Batch = tuple[Tensor, ...]
 Grads = dict[str, Tensor | None]
@@ -78,6 +81,21 @@ def world_mesh(device: str = "cpu") -> DeviceMesh:
 def compile_module(module: nn.Module, options: Mapping[str, Any] | None = None, **kwargs: Any) -> nn.Module:
     """Compile with our backend; torch's own signature does not say that a module in gives a module out."""
     return cast(nn.Module, cast(Any, torch.compile)(module, backend="fxshard", options=options, **kwargs))
+
+
+def sharded_mlp(mesh: DeviceMesh, *, compiled: bool = False) -> nn.Module:
+    """Return a model in a unit per block and one of the rest, for tests that call it once or twice."""
+    model = MLP()
+    for block in model.blocks:
+        fxshard.fully_shard(block, mesh=mesh)
+    fxshard.fully_shard(model, mesh=mesh)
+    return compile_module(model, options=EAGER) if compiled else model
+
+
+def loss_on_ones(model: nn.Module, rows: int = 2) -> Tensor:
+    """Return a loss of the MLP."""
+    loss: Tensor = model(torch.ones(rows, WIDTH)).square().mean()
+    return loss
 
 
 @dataclass(frozen=True, kw_only=True)

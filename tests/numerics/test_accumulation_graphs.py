@@ -20,6 +20,7 @@ from fxshard.passes.pipeline import Pipeline
 from fxshard.sharding.sharded_module import ShardedModule, units_under
 from fxshard.testing import emulated_link
 from tests.numerics.harness import (
+    EAGER,
     Run,
     Scenario,
     Tools,
@@ -210,7 +211,7 @@ def test_one_rank_hands_out_no_accumulator_as_a_gradient(compiled: bool) -> None
     with emulated_link(1) as link:
         model = nn.Linear(WIDTH, WIDTH, bias=False)  # of several gradients a shard is put together anew
         fxshard.fully_shard(model, mesh=link.mesh)
-        call = compile_module(model, options={"lower": "eager"}) if compiled else model
+        call = compile_module(model, options=EAGER) if compiled else model
         x = torch.randn(4, WIDTH)
         with fxshard.no_sync(model):
             call(x).sum().backward()

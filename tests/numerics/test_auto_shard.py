@@ -22,6 +22,7 @@ from fxshard.errors import ConfigError, FxshardError
 from fxshard.sharding.sharded_module import units_under
 from fxshard.testing import emulated_link
 from tests.numerics.harness import (
+    EAGER,
     Run,
     Scenario,
     Tools,
@@ -56,8 +57,6 @@ from tests.numerics.scenarios import SCENARIOS
 from tests.ranks import two_ranks
 from tests.watching import bytes_of_rows, storage_bytes
 
-OPTIONS = {"lower": "eager"}
-
 
 @pytest.mark.slow
 @two_ranks
@@ -76,7 +75,7 @@ def test_trains_what_the_garbage_collector_was_told_to_overlook() -> None:
     torch.manual_seed(0)
     model = MLP()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    compiled = torch.compile(model, backend="fxshard", options=dict(OPTIONS))
+    compiled = torch.compile(model, backend="fxshard", options=dict(EAGER))
     gc.collect()
     gc.freeze()
     compiled(rows()(0, 0)[0]).sum().backward()
@@ -255,7 +254,7 @@ class Holder(nn.Module):
 @two_ranks
 def test_refuses_to_step_when_only_a_submodule_was_compiled() -> None:
     model = Holder()
-    model.body = compile_module(model.body, options=OPTIONS)
+    model.body = compile_module(model.body, options=EAGER)
     optim = adamw(model.parameters())
     squared_error(model, *rows()(0, dist.get_rank())).backward()
     with pytest.raises(FxshardError, match=r"rest\.norm\.weight"):
@@ -279,7 +278,7 @@ def test_leaves_a_model_on_the_cpu_where_there_is_a_gpu(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     with emulated_link(2):
         model = MLP()
-        compile_module(model, OPTIONS)(rows()(0, 0)[0]).sum().backward()
+        compile_module(model, EAGER)(rows()(0, 0)[0]).sum().backward()
         assert {unit.mesh.device_type for unit in units_under(model)} == {"cpu"}
         torch._dynamo.reset()
 
@@ -287,7 +286,7 @@ def test_leaves_a_model_on_the_cpu_where_there_is_a_gpu(monkeypatch: pytest.Monk
 @pytest.mark.slow
 @two_ranks
 def test_takes_the_options_of_fully_shard() -> None:
-    options = {**OPTIONS, "param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "reshard_after_forward": True}
+    options = {**EAGER, "param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "reshard_after_forward": True}
     model = compile_module(MLP(), options=options)
     output = model(rows()(0, dist.get_rank())[0])
     assert output.dtype == torch.bfloat16
@@ -299,7 +298,7 @@ def test_takes_the_options_of_fully_shard() -> None:
 def test_refuses_options_of_the_one_line_path_for_a_sharded_model() -> None:
     model = MLP()
     fxshard.fully_shard(model)
-    compiled = compile_module(model, options={**OPTIONS, "param_dtype": torch.bfloat16})
+    compiled = compile_module(model, options={**EAGER, "param_dtype": torch.bfloat16})
     with pytest.raises(ConfigError, match=r"(?s)param_dtype.*fully_shard|fully_shard.*param_dtype"):
         compiled(rows()(0, 0)[0])
 

@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fxshard.errors import ConfigError
 from tests.numerics.harness import (
+    EAGER,
     Run,
     Scenario,
     Tools,
@@ -42,7 +43,7 @@ def mlp(seed: int = 0) -> nn.Module:
 
 
 def compiled(model: nn.Module) -> nn.Module:
-    return compile_module(model, options={"lower": "eager"})
+    return compile_module(model, options=EAGER)
 
 
 def call(model: nn.Module) -> Tensor:

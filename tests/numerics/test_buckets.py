@@ -15,7 +15,7 @@ import fxshard
 from fxshard.cost.hardware import BUILTIN
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.pipeline import Pipeline
-from tests.numerics.harness import FSDP2, compare, compile_module, fxshard_system, train, world_mesh
+from tests.numerics.harness import EAGER, FSDP2, compare, compile_module, fxshard_system, train, world_mesh
 from tests.numerics.scenarios import REGRESSION
 from tests.pairwise import slow
 from tests.ranks import two_ranks
@@ -123,7 +123,7 @@ def test_reduces_a_gradient_whose_strides_are_symbolic(dynamic: bool | None) -> 
     reference = LearnedToken()
     reference.load_state_dict(model.state_dict())
     fxshard.fully_shard(model, mesh=world_mesh())
-    compiled = compile_module(model, {"lower": "eager"}, dynamic=dynamic)
+    compiled = compile_module(model, EAGER, dynamic=dynamic)
     for length in (4, 6, 9):
         x = torch.randn(length, 8, generator=torch.Generator().manual_seed(length))
         for module in (compiled, reference):

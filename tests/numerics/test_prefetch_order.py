@@ -22,7 +22,7 @@ from tests.numerics.fsdp2_order import (
     sharded_model,
     unit_of_product,
 )
-from tests.numerics.harness import compile_module
+from tests.numerics.harness import EAGER, compile_module
 from tests.pairwise import slow
 
 PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm)
@@ -61,7 +61,7 @@ SHOWN = ("two ahead, the root too", "only blocks 1 and 3")
 def test_lists_give_the_order_of_fsdp2(name: str) -> None:
     with graphs.fake_ranks(2):
         model = sharded_model(fxshard.fully_shard, CONFIGS[name].for_ours())
-        compiled = compile_module(model, {"lower": "eager"})
+        compiled = compile_module(model, EAGER)
         loss_of(compiled).backward()
         (frame,) = fxshard.explanation_of(compiled).frames
         ours = tuple(in_words(issues_in(frame.history.last(kind).graph)) for kind in ("forward", "backward"))

@@ -22,6 +22,7 @@ from fxshard.runtime.step_hooks import Microbatches
 from fxshard.sharding.sharded_module import ShardedModule, units_under
 from fxshard.testing import emulated_link
 from tests.numerics.harness import (
+    EAGER,
     Run,
     blocks_of,
     compile_module,
@@ -149,7 +150,7 @@ def test_sees_values_that_replaced_others_as_often_as_they_were_written() -> Non
         model = nn.Linear(4, 4)
         fxshard.fully_shard(model, mesh=link.mesh)
         set_kept(model, True)
-        step, x = compile_module(model, options={"lower": "eager"}), torch.randn(2, 4)
+        step, x = compile_module(model, options=EAGER), torch.randn(2, 4)
         (unit,) = units_under(model)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -174,7 +175,7 @@ def test_two_models_may_be_resident_at_once() -> None:
         for model in models:
             fxshard.fully_shard(model, mesh=link.mesh)
             set_kept(model, True)
-            step = compile_module(model, options={"lower": "eager"})
+            step = compile_module(model, options=EAGER)
             step(torch.randn(2, 4)).sum().backward()
         for model in models:
             torch.optim.SGD(model.parameters(), lr=0.1).step()
@@ -213,7 +214,7 @@ def test_ranks_that_keep_other_parameters_get_an_error() -> None:
 def test_no_sync_holds_for_what_is_sharded_inside_beside_what_was_before() -> None:
     """The second part is sharded by its first call, inside the block; the first part was before."""
     parts = nn.ModuleDict({"first": MLP(), "second": MLP()})
-    runs = {name: compile_module(part, {"lower": "eager"}) for name, part in parts.items()}
+    runs = {name: compile_module(part, EAGER) for name, part in parts.items()}
     x, y = rows()(0, dist.get_rank())
 
     def backward(name: str) -> None:
@@ -245,9 +246,7 @@ def test_several_models_in_one_graph_end_their_backward_in_the_order_of_the_grap
 
             ended: list[Any] = []
             with mock.patch.object(Microbatches, "backward_runs", autospec=True, side_effect=ended.append):
-                cast(Any, torch.compile)(together, backend="fxshard", options={"lower": "eager"})(
-                    rows()(0, 0)[0]
-                ).backward()
+                cast(Any, torch.compile)(together, backend="fxshard", options=EAGER)(rows()(0, 0)[0]).backward()
             found = [units_under(model)[0].microbatches for model in models]
             orders.append([next(i for i, each in enumerate(found) if each is one) for one in ended])
     assert sorted(orders[0]) == [0, 1, 2, 3]
