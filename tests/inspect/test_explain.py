@@ -25,6 +25,7 @@ from tests.inspect.models import (
     X,
     add_decliner,
     compiled_by_us,
+    explained,
     names,
     shard,
 )
@@ -96,13 +97,13 @@ def test_evaluation_mode_with_gradients_shows_the_training_graphs_that_torch_com
 
 
 def test_a_record_of_a_pass_that_changed_nothing_shares_its_graph() -> None:
-    records = explain(TwoLayers(), X, world_size=2, options=EAGER).graphs["forward"]
+    records = explained(TwoLayers, 2).graphs["forward"]
     assert not records["dedup_unshard"].changed
     assert records["dedup_unshard"].graph is records["captured"].graph
 
 
 def test_later_passes_do_not_edit_the_graphs_of_earlier_ones() -> None:
-    records = explain(TwoLayers(), X, world_size=2, options=EAGER).graphs["backward"]
+    records = explained(TwoLayers, 2).graphs["backward"]
     assert "reduce_grad" in str(records["captured"])
     assert "reduce_grad" not in str(records["insert_collectives"])
 
@@ -132,7 +133,7 @@ def test_stops_before_code_generation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_graph_break_makes_a_frame() -> None:
-    explanation = explain(Broken(), X, world_size=2, options=EAGER)
+    explanation = explained(Broken, 2)
     assert len(explanation.frames) == 2
     assert list(explanation.frames[0].plan.units) == ["layers.0"]
     assert "layers_1" in str(explanation.frames[1].graphs["forward"]["insert_collectives"])

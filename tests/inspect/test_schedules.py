@@ -27,7 +27,7 @@ from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.tools.demo.gpt import GPT
 from tests import graphs
 from tests.graphs import Layer, Traced, TwoLayers
-from tests.inspect.models import EAGER, Broken, X, compiled_by_us, shard
+from tests.inspect.models import EAGER, Broken, X, compiled_by_us, explained, shard
 from tests.pairwise import slow
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -243,12 +243,12 @@ def test_the_budget_of_the_options_holds_for_all_schedules() -> None:
     options = {**EAGER, "memory_budget_gib": ONE_LAYER}
     (frame,) = explain(TwoLayers(), X, world_size=4, options=options).frames
     assert {found.unsharded_peak_bytes for found in frame.schedules("forward")} == {160}
-    (unlimited,) = explain(TwoLayers(), X, world_size=4, options=EAGER).frames
+    (unlimited,) = explained(TwoLayers, 4).frames
     assert by_name(unlimited, "forward")["auto"].unsharded_peak_bytes == 240
 
 
 def test_one_rank_has_one_schedule_and_no_bound_beyond_compute() -> None:
-    (frame,) = explain(TwoLayers(), X, world_size=1, options=EAGER).frames
+    (frame,) = explained(TwoLayers, 1).frames
     (compiled,) = frame.schedules("forward")
     assert (compiled.exposed_seconds, compiled.unsharded_peak_bytes) == (0, 0)
     assert frame.lower_bound("forward") == pytest.approx(compiled.seconds)
@@ -342,6 +342,6 @@ def test_a_full_budget_is_a_reason() -> None:
 
 
 def test_every_frame_answers_for_itself() -> None:
-    first, second = explain(Broken(), X, world_size=2, options=EAGER).frames
+    first, second = explained(Broken, 2).frames
     assert list(first.why("forward")) == ["unshard_layers_0"]
     assert list(second.why("forward")) == ["unshard_layers_1"]
