@@ -29,6 +29,7 @@ from tests import graphs
 from tests.graphs import Layer, Traced, TwoLayers
 from tests.inspect.models import EAGER, Broken, X, compiled_by_us, explained, shard
 from tests.pairwise import slow
+from tests.schedules import four_layers
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -63,6 +64,7 @@ def deep(**kwargs: Any) -> Traced:
 
 MODELS: dict[str, Callable[..., Traced]] = {
     **{model.__name__: model for model in graphs.EVERY_UNIT},
+    "four_layers": four_layers,
     "deep": deep,
     "deep, inductor": functools.partial(deep, lowering="inductor"),
     "deep, kept": functools.partial(deep, reshard_after_forward=False),
@@ -140,7 +142,7 @@ def test_no_schedule_at_all_beats_the_bound(model: str, latency: float, stage: s
 
 
 @pytest.mark.parametrize("stage", [slow("forward"), "backward"])
-@pytest.mark.parametrize("model", [slow(name) if name.startswith("deep,") else name for name in MODELS])
+@pytest.mark.parametrize("model", [slow(name) if name.startswith("deep") else name for name in MODELS])
 def test_the_bound_does_not_depend_on_the_schedule_that_it_is_read_from(model: str, stage: str) -> None:
     traced = model_of(model)
     records = traced.history.stages[stage]

@@ -33,7 +33,7 @@ from tests.numerics.models import MLP, WIDTH
 
 NUM_STEPS = 4
 COMPILE_PREFIX = "_orig_mod."
-EAGER = {"lower": "eager"}
+EAGER: dict[str, Any] = {"lower": "eager"}
 """Options of our backend where no code needs to be made."""
 
 Batch = tuple[Tensor, ...]

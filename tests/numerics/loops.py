@@ -137,3 +137,7 @@ def one_backward_through_two_forwards(run: Run, step: int) -> Tensor:
     loss = run.loss(step) + run.loss(step + 10)
     loss.backward()
     return loss
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, nesterov=True)

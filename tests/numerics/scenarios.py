@@ -1,7 +1,7 @@
 """What is trained: one list, of which each lane takes its part.
 
-Two gloo ranks train them in `tests/numerics`, one rank and the emulated ranks of a link on a GPU in `tests/gpu`, and
-both of these on the CPU in `tests/gpu_dry`. A new feature gets a line here, with `Lane.ONE_RANK` at least.
+Two gloo ranks train them in `tests/numerics` and `tests/state`, one rank and the emulated ranks of a link on a GPU in
+`tests/gpu`, and both of these on the CPU in `tests/gpu_dry`. A new feature gets a line here, with `Lane.ONE_RANK`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from tests.numerics.loops import (
     halve_gradients,
     one_backward_through_two_forwards,
     scaled,
+    sgd,
     squared_error_under_autocast,
     two_forwards_before_two_backwards,
     update_and_zero,
@@ -65,6 +66,7 @@ class Lane(Flag):
 
     RANKS = auto()  # two gloo ranks
     RANKS_COMPILED = auto()
+    RESUMED = auto()  # the same ranks, from a checkpoint
     ONE_RANK = auto()  # of NCCL, or of gloo on the CPU
     ONE_RANK_COMPILED = auto()
     ONE_RANK_COMPILED_BF16 = auto()
@@ -98,7 +100,7 @@ def reduce_in_a_group_of_its_own(model: nn.Module, tools: Tools) -> nn.Module:
 
 
 _LIST: Final[Mapping[str, tuple[Scenario, Lane]]] = {
-    "plain training": (REGRESSION, ONE_RANK_BOTH | LINK_BOTH),
+    "plain training": (REGRESSION, ONE_RANK_BOTH | LINK_BOTH | Lane.RESUMED),
     "a language model": (LANGUAGE, ONE_RANK_BOTH | Lane.ONE_RANK_COMPILED_BF16),
     "resharded after forward": (replace(LANGUAGE, shard_kwargs=RESHARD), RANKS_BOTH | Lane.ONE_RANK | Lane.LINK),
     "kept after forward": (replace(LANGUAGE, shard_kwargs=KEEP), Lane.ONE_RANK | Lane.LINK),
@@ -112,7 +114,7 @@ _LIST: Final[Mapping[str, tuple[Scenario, Lane]]] = {
     "forwards ahead of backwards": (replace(REGRESSION, backward=forwards_ahead), Lane.ONE_RANK),
     "frozen parameters": (replace(REGRESSION, model=mlp_with_a_frozen_block), Lane.ONE_RANK | Lane.LINK),
     "requires_grad changed": (replace(REGRESSION, before_step=freeze_then_thaw), RANKS_BOTH | Lane.ONE_RANK),
-    "tied weights": (TIED, Lane.ONE_RANK | LINK_BOTH),
+    "tied weights": (TIED, Lane.ONE_RANK | LINK_BOTH | Lane.RESUMED),
     "clipped gradients": (
         replace(REGRESSION, update=partial(clip_and_update, foreach=None)),
         Lane.ONE_RANK | Lane.LINK,
@@ -124,6 +126,7 @@ _LIST: Final[Mapping[str, tuple[Scenario, Lane]]] = {
     "autocast": (replace(REGRESSION, loss=squared_error_under_autocast), Lane.ONE_RANK),
     "fused AdamW": (replace(REGRESSION, optimizer=fused_adamw), Lane.ONE_RANK),
     "foreach AdamW": (replace(REGRESSION, optimizer=foreach_adamw), Lane.ONE_RANK),
+    "SGD with momentum": (replace(REGRESSION, optimizer=sgd), Lane.RESUMED),
     "a graph break": (replace(REGRESSION, model=Broken), RANKS_BOTH | Lane.ONE_RANK | Lane.LINK),
     "a unit of two graphs": (replace(REGRESSION, model=ReadOnBothSides), Lane.ONE_RANK),
     "each block compiled alone": (
@@ -133,7 +136,7 @@ _LIST: Final[Mapping[str, tuple[Scenario, Lane]]] = {
     "nothing compiled": (replace(LANGUAGE, prepare=only_shard), Lane.ONE_RANK),
     "units inside units": (replace(LANGUAGE, prepare=shard_nested), RANKS_BOTH | Lane.ONE_RANK),
     "a list as one unit": (replace(REGRESSION, prepare=shard_blocks_as_one_unit), RANKS_BOTH),
-    "one line": (replace(REGRESSION, prepare=only_compile), ONE_RANK_BOTH),
+    "one line": (replace(REGRESSION, prepare=only_compile), ONE_RANK_BOTH | Lane.RESUMED),
     "shapes that change": (SHAPES, RANKS_BOTH | ONE_RANK_BOTH),
     "dynamic": (replace(SHAPES, compile_kwargs=DYNAMIC), RANKS_BOTH),
     "not dynamic": (replace(SHAPES, compile_kwargs={"dynamic": False}), RANKS_BOTH),

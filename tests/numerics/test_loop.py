@@ -33,6 +33,7 @@ from tests.numerics.loops import (
     evaluate_once_in_inference_mode,
     foreach_adamw,
     fused_adamw,
+    sgd,
     update_and_zero,
 )
 from tests.numerics.models import MLP, WIDTH, Block, rows
@@ -135,10 +136,6 @@ def test_clips_the_norm_of_gradients(foreach: bool | None) -> None:
 @two_ranks
 def test_skips_on_all_ranks_the_step_whose_scaled_gradients_overflow_on_one() -> None:
     check(SCENARIOS["GradScaler"])
-
-
-def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, nesterov=True)
 
 
 @two_ranks

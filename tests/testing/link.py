@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,8 +12,8 @@ from torch import Tensor
 W = 4
 """Ranks."""
 OPS: Any = torch.ops._c10d_functional
-TIMED: Mapping[str, float] = {"gigabytes_per_s": 10.0, "latency_us": 20.0}
-TIMED_CUDA: Mapping[str, float] = {"gigabytes_per_s": 50.0, "latency_us": 20.0}
+TIMED: dict[str, Any] = {"gigabytes_per_s": 10.0, "latency_us": 20.0}
+TIMED_CUDA: dict[str, Any] = {"gigabytes_per_s": 50.0, "latency_us": 20.0}
 
 
 def group_name() -> Any:
