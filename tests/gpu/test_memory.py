@@ -10,12 +10,7 @@ import pytest
 from tests.gpu.checks import GROUPS, on_link, one_rank
 from tests.gpu.memory import graph_peaks
 from tests.gpu.poison import check_poison, poison_reaches_a_side_stream
-from tests.gpu.steady import (
-    STREAMS,
-    samples_of_steps,
-    steps_without_synchronising,
-    unsteady,
-)
+from tests.gpu.steady import STREAMS, samples_of_steps, steps_without_synchronising, unsteady
 
 pytestmark = pytest.mark.gpu
 

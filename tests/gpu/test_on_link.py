@@ -6,13 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.gpu.checks import (
-    COMPILED_ON_LINK,
-    PRECISIONS,
-    check_against_fsdp2,
-    in_each_precision,
-    on_link,
-)
+from tests.gpu.checks import COMPILED_ON_LINK, PRECISIONS, check_against_fsdp2, in_each_precision, on_link
 from tests.gpu.steady import STREAMS
 from tests.numerics.scenarios import Lane, names
 

@@ -25,13 +25,7 @@ from tests.gpu.cudagraphs import assert_same, train_and_count
 from tests.gpu.memory import graph_peaks
 from tests.gpu.ops import DTYPES, check_addmm_acc
 from tests.gpu.poison import Poison, check_poison
-from tests.gpu.steady import (
-    STREAMS,
-    Sample,
-    samples_of_steps,
-    steps_without_synchronising,
-    unsteady,
-)
+from tests.gpu.steady import STREAMS, Sample, samples_of_steps, steps_without_synchronising, unsteady
 from tests.gpu.streams import OwnStream, Shape, check_order, profiled_step, train_with_own_stream
 from tests.numerics.scenarios import NOT_IN_FSDP2, OWN_PRECISION, Lane, names
 

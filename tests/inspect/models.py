@@ -21,9 +21,9 @@ X = torch.ones(2, 4)
 
 
 @functools.cache
-def explained(build: Callable[[], nn.Module], world_size: int) -> Explanation:
+def explained(build: Callable[[], nn.Module], world_size: int, **options: Any) -> Explanation:
     """An explanation that tests do nothing but read, made once for all of them."""
-    return explain(build(), X, world_size=world_size, options=EAGER)
+    return explain(build(), X, world_size=world_size, options={**EAGER, **options})
 
 
 def names(passes: tuple[GraphPass, ...]) -> list[str]:

@@ -18,17 +18,7 @@ from fxshard import ConfigError, Explanation, UnsupportedGraph, explain, explana
 from fxshard.passes.pipeline import DEFAULT, default
 from fxshard.sharding.sharded_module import ShardedModule
 from tests.graphs import Layer, Scale, TwoLayers
-from tests.inspect.models import (
-    EAGER,
-    Broken,
-    Doing,
-    X,
-    add_decliner,
-    compiled_by_us,
-    explained,
-    names,
-    shard,
-)
+from tests.inspect.models import EAGER, Broken, Doing, X, add_decliner, compiled_by_us, explained, names, shard
 from tests.pairwise import slow
 
 

@@ -242,8 +242,7 @@ def test_the_schedule_that_runs_is_that_after_inductors_passes() -> None:
 
 
 def test_the_budget_of_the_options_holds_for_all_schedules() -> None:
-    options = {**EAGER, "memory_budget_gib": ONE_LAYER}
-    (frame,) = explain(TwoLayers(), X, world_size=4, options=options).frames
+    (frame,) = explained(TwoLayers, 4, memory_budget_gib=ONE_LAYER).frames
     assert {found.unsharded_peak_bytes for found in frame.schedules("forward")} == {160}
     (unlimited,) = explained(TwoLayers, 4).frames
     assert by_name(unlimited, "forward")["auto"].unsharded_peak_bytes == 240
@@ -335,8 +334,7 @@ def test_a_launch_beside_another_of_its_unit_stands_there_for_the_same_reason() 
 
 
 def test_a_full_budget_is_a_reason() -> None:
-    options = {**EAGER, "memory_budget_gib": ONE_LAYER}
-    (frame,) = explain(TwoLayers(), X, world_size=4, options=options).frames
+    (frame,) = explained(TwoLayers, 4, memory_budget_gib=ONE_LAYER).frames
     (reason,) = frame.why("forward")["unshard_layers_1"]
     assert reason == (
         "hoist_prefetch: 1 ahead, before layers.0 is needed; no earlier: memory budget: 2.24e-07 of 1.49e-07 GiB"

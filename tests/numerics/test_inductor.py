@@ -8,16 +8,8 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from tests.numerics.harness import (
-    check_against_unsharded,
-    check_bitwise,
-    check_inductor,
-)
-from tests.numerics.models import (
-    CheckpointedMLP,
-    Scalars,
-    rows_of_many_sizes,
-)
+from tests.numerics.harness import check_against_unsharded, check_bitwise, check_inductor
+from tests.numerics.models import CheckpointedMLP, Scalars, rows_of_many_sizes
 from tests.numerics.scenarios import REGRESSION, RESHARD, SCENARIOS, Lane, names
 from tests.ranks import two_ranks
 

@@ -12,16 +12,7 @@ import fxshard
 from fxshard.ir import collectives, tags
 from fxshard.ir.liveness import tensors_in
 from tests import graphs
-from tests.numerics.fsdp2_order import (
-    CONFIGS,
-    RECORDED,
-    ROOT,
-    Issue,
-    in_words,
-    loss_of,
-    sharded_model,
-    unit_of_product,
-)
+from tests.numerics.fsdp2_order import CONFIGS, RECORDED, ROOT, Issue, in_words, loss_of, sharded_model, unit_of_product
 from tests.numerics.harness import EAGER, compile_module
 from tests.pairwise import slow
 

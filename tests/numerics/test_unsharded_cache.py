@@ -36,14 +36,7 @@ from tests.numerics.harness import (
     train,
     with_a_break,
 )
-from tests.numerics.microbatches import (
-    forwards_ahead,
-    holds,
-    holds_any,
-    kept,
-    set_kept,
-    several,
-)
+from tests.numerics.microbatches import forwards_ahead, holds, holds_any, kept, set_kept, several
 from tests.numerics.models import (
     MLP,
     WIDTH,

@@ -21,15 +21,7 @@ from fxshard.errors import RankMismatchError, UnsupportedGraph
 from fxshard.runtime.step_hooks import Microbatches
 from fxshard.sharding.sharded_module import ShardedModule, units_under
 from fxshard.testing import emulated_link
-from tests.numerics.harness import (
-    EAGER,
-    Run,
-    blocks_of,
-    compile_module,
-    fxshard_system,
-    start,
-    train_step,
-)
+from tests.numerics.harness import EAGER, Run, blocks_of, compile_module, fxshard_system, start, train_step
 from tests.numerics.microbatches import holds, set_kept
 from tests.numerics.models import MLP, rows
 from tests.numerics.scenarios import REGRESSION

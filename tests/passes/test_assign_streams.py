@@ -14,15 +14,7 @@ from fxshard.passes._base import GraphKind, PassContext
 from fxshard.passes.assign_streams import AssignStreams
 from tests.graphs import EVERY_UNIT, SPLIT, Traced, assert_changes_nothing, broken_by, run_pass
 from tests.pairwise import pairwise
-from tests.schedules import (
-    DEAR_COPIES,
-    MODELS,
-    SCHEDULE,
-    SCHEDULED,
-    after_passes,
-    assert_schedule,
-    model_of,
-)
+from tests.schedules import DEAR_COPIES, MODELS, SCHEDULE, SCHEDULED, after_passes, assert_schedule, model_of
 from tests.steps import assert_same_step, step
 
 
