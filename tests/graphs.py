@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
@@ -26,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from fxshard import MixedPrecisionPolicy, fully_shard
 from fxshard.compile import dynamo
 from fxshard.compile.variants import lower
+from fxshard.errors import InvariantError
 from fxshard.ir import pins
 from fxshard.ir.history import CAPTURED, PassHistory
 from fxshard.ir.plan import FramePlan
@@ -41,6 +43,8 @@ GOLDEN = Path(__file__).parent / "golden"
 WIDTH = 4
 
 Graph = tuple[fx.GraphModule, PassContext]
+SPLIT: tuple[GraphKind, GraphKind] = ("forward", "backward")
+"""The graphs of a training step, once the joint one is split."""
 
 
 @contextmanager
@@ -71,6 +75,19 @@ class TwoLayers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Layers(nn.Module):
+    """Calls `count` layers, one after the other."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -358,6 +375,34 @@ EVERY_UNIT = (
 def run_pass(pass_: GraphPass, gm: fx.GraphModule, ctx: PassContext, given: Sequence[Property] | None = None) -> bool:
     """Run one pass as the pipeline does; `given` is what it requires unless said otherwise."""
     return _manager.run(gm, [pass_], ctx, given=pass_.requires if given is None else given)
+
+
+def assert_changes_nothing(pass_: GraphPass, gm: fx.GraphModule, ctx: PassContext) -> None:
+    """Run a pass that leaves the graph alone, and says so."""
+    before = text(gm)
+    assert not run_pass(pass_, gm, ctx)
+    assert text(gm) == before
+
+
+def broken_by(
+    pass_: GraphPass,
+    mistake: Callable[[fx.Graph], object],
+    gm: fx.GraphModule,
+    ctx: PassContext,
+    given: Sequence[Property] | None = None,
+) -> str:
+    """The invariant that catches a mistake of a pass; the error names pass and graph."""
+    right = type(pass_)
+
+    class Wrong(right):  # type: ignore[misc, valid-type]
+        def apply(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+            changed: bool = pass_.apply(gm, ctx)
+            mistake(gm.graph)
+            return changed
+
+    with pytest.raises(InvariantError, match=rf"Wrong.* broke `\w+` in the {ctx.kind} graph") as caught:
+        run_pass(Wrong(), gm, ctx, given)
+    return str(caught.value).split("`")[1]
 
 
 def text(gm: fx.GraphModule) -> str:

@@ -1,4 +1,4 @@
-"""Models whose launches are worth scheduling: several units, gathered and reduced in every way."""
+"""Models whose launches are worth scheduling, the passes that make a schedule, and how it is read."""
 
 from __future__ import annotations
 
@@ -13,12 +13,32 @@ from torch import Tensor, fx, nn
 
 from fxshard import MixedPrecisionPolicy
 from fxshard.cost.hardware import BUILTIN
-from fxshard.ir import launches
+from fxshard.ir import pins
+from fxshard.ir.schedule import schedule_text
 from fxshard.passes._base import GraphKind, GraphPass, PassContext
+from fxshard.passes.bucket_collectives import MIB, BucketCollectives
+from fxshard.passes.coalesce_collectives import CoalesceCollectives
+from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.passes.insert_collectives import InsertCollectives
+from fxshard.passes.sink_waits import SinkWaits
 from tests import graphs
-from tests.graphs import Traced, layers_of, run_pass, text, trace
-from tests.passes.test_bucket_collectives import Layers
+from tests.graphs import Layers, Traced, assert_golden, layers_of, run_pass, text, trace
+
+LAYER = 20 * 4 * 2 / 2 / MIB
+"""MiB of a gathered layer: 20 floats."""
+
+SCHEDULE: tuple[GraphPass, ...] = (SinkWaits(), HoistPrefetch(depth=1))
+"""What makes the order of the launches and waits."""
+
+BUCKETS: Mapping[str, tuple[GraphPass, ...]] = {
+    "inserted": (),
+    "coalesced": (CoalesceCollectives(),),
+    "merged": (BucketCollectives(size=2 * LAYER),),
+    "split": (BucketCollectives(size=0.9 * LAYER),),
+}
+"""Passes that run before, and change what a launch moves."""
+
+SCHEDULED = {name: (*passes, *SCHEDULE) for name, passes in BUCKETS.items()}
 
 Lists = Mapping[str, tuple[str, ...] | None]
 """Unit -> what it is to prefetch."""
@@ -143,15 +163,25 @@ def after_passes(
     return gm, ctx
 
 
+def schedule_of(gm: fx.GraphModule) -> str:
+    """When what runs, one line each."""
+    return schedule_text(pins.inlined(gm.graph))
+
+
 def events(gm: fx.GraphModule, *, launch: str, wait: str) -> str:
-    """The launches and waits with names that begin like this, numbered by their layer, and products, in order."""
+    """The schedule in one line: launches and waits with names that begin like this, by their layers, and products."""
     found = []
-    for node in gm.graph.nodes:
-        if node.name.startswith((launch, wait)):
-            found.append(node.name.replace(f"{wait}layers_", "wait").replace(f"{launch}layers_", "launch"))
-        elif launches.is_kernel(node):
+    for name in (line.partition(" ")[0] for line in schedule_of(gm).splitlines()):
+        if name.startswith((launch, wait)):
+            found.append(name.replace(f"{wait}layers_", "wait").replace(f"{launch}layers_", "launch"))
+        elif name.startswith("mm"):
             found.append("mm")
     return " ".join(found)
+
+
+def assert_schedule(gm: fx.GraphModule, name: str, *, whole: bool = False) -> None:
+    """Compare the schedule with `tests/golden/<name>.txt`; `whole` where a pass does more than to reorder."""
+    assert_golden(f"{schedule_of(gm)}\n\n{renumbered(gm)}" if whole else schedule_of(gm), name)
 
 
 def renumbered(gm: fx.GraphModule) -> str:

@@ -21,9 +21,7 @@ from fxshard.ir import collectives, ops
 from fxshard.ir.plan import ShardPlan
 from fxshard.passes._base import GraphKind, GraphPass
 from fxshard.passes.insert_collectives import InsertCollectives
-from tests.graphs import Traced, fake_ranks, run_pass
-
-KINDS: tuple[GraphKind, GraphKind] = ("forward", "backward")
+from tests.graphs import SPLIT, Traced, fake_ranks, run_pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +65,7 @@ _STEPS: dict[Hashable, Step] = {}
 
 
 def _run(traced: Traced, passes: Sequence[GraphPass], hardware: HardwareSpec | None) -> Step:
-    forward, backward = (_rewritten(traced, kind, passes, hardware) for kind in KINDS)
+    forward, backward = (_rewritten(traced, kind, passes, hardware) for kind in SPLIT)
     world_size = traced.world_size
     batches = [batch_of(traced, rank) for rank in range(world_size)]
     arguments = list(_forward_inputs(traced, forward, [x for x, _ in batches]))

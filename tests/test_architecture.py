@@ -95,6 +95,43 @@ def test_the_page_shows_the_tree_as_it_is() -> None:
     assert_page("docs/architecture.md", page)
 
 
+OF_THE_WHOLE = ("attacks", "gpu", "gpu_dry", "mutation", "numerics", "typing")
+"""Folders of tests of the package as a whole."""
+
+HARNESSES = ("tools/bench/gpu",)
+
+
+def test_tests_follow_the_tree_of_the_package() -> None:
+    folders = {str(path.parent.relative_to(ROOT / "tests")) for path in (ROOT / "tests").rglob("*.py")}
+    elsewhere = {folder for folder in folders if not (ROOT / "fxshard" / folder).is_dir()}
+    assert elsewhere == {*OF_THE_WHOLE, *HARNESSES}
+
+
+def imported(module: ast.Module) -> Iterator[str]:
+    """Modules that a module imports, and names that may be modules."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+@pytest.mark.parametrize("line", ["from tests.ir import test_plan", "from tests.ir.test_plan import x"])
+def test_imports_of_test_modules_are_found(line: str) -> None:
+    assert any(".test_plan" in name for name in imported(ast.parse(line)))
+
+
+def test_no_test_module_is_imported() -> None:
+    """What several tests need stands in a helper module or in a conftest.py."""
+    paths = [path for path in (ROOT / "tests").rglob("*.py")]
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths if path.stem.startswith("test_")
+    }
+    for path in paths:
+        names = {prefix for name in imported(ast.parse(path.read_text())) for prefix in (name, name.rpartition(".")[0])}
+        assert names & modules == set(), path
+
+
 def test_every_essay_that_is_referred_to_exists() -> None:
     known = set(re.findall(r"^\| ([^|]+) \| `", notes(), re.MULTILINE))
     paths = [*(ROOT / "fxshard").rglob("*.py"), *(ROOT / "passes").glob("*.py"), *(ROOT / "docs").rglob("*.md")]

@@ -29,10 +29,8 @@ from fxshard.passes.reshard_policy import ReshardPolicy
 from fxshard.passes.sink_waits import SinkWaits
 from fxshard.passes.tag_parameter_views import TagParameterViews
 from tests import graphs
-from tests.graphs import Traced, convolution, text
+from tests.graphs import SPLIT, Traced, convolution, text
 from tests.pages import assert_filled, assert_page, code_block, described
-
-SPLIT: tuple[GraphKind, GraphKind] = ("forward", "backward")
 
 Pairs = list[tuple[str, str]]
 """Title and graph, in the order of the page."""

@@ -6,11 +6,12 @@ needs no such help: the mode goes around `backward()`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import Tensor, fx
+import torch.distributed as dist
+from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -80,3 +81,16 @@ class LiveBytes(TorchDispatchMode):
         self._freed += sum(nbytes for _, nbytes, made in freed.values() if not made)
         for key in freed:
             del self._known[key]
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Count the bytes of the storages behind tensors, each storage once."""
+    local = (x.to_local() if isinstance(x, DTensor) else x for x in tensors)
+    storages = {s.data_ptr(): s.nbytes() for s in (x.untyped_storage() for x in local) if s.nbytes()}
+    return sum(storages.values())
+
+
+def bytes_of_rows(model: nn.Module) -> int:
+    """Count the bytes of a rank's rows of all parameters, with rows padded to a multiple of the world size."""
+    shapes = [p.shape for p in model.parameters()]
+    return sum(-(-shape[0] // dist.get_world_size()) * shape[1:].numel() * 4 for shape in shapes)

@@ -6,7 +6,6 @@ import gc
 import logging
 import pickle
 from copy import deepcopy
-from typing import Any
 
 import pytest
 import torch
@@ -21,9 +20,7 @@ from fxshard.options import Options
 from fxshard.passes.pipeline import DEFAULT
 from fxshard.runtime.frame import Frame
 from fxshard.sharding.sharded_module import units_under
-from tests.numerics.harness import compile_module
-
-EAGER: dict[str, Any] = {"lower": "eager"}
+from tests.numerics.harness import EAGER, compile_module
 
 
 class BrokenInTwo(nn.Module):

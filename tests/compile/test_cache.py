@@ -28,7 +28,7 @@ from fxshard.cost import hardware
 from fxshard.options import Options
 from fxshard.passes.pipeline import DEFAULT
 from fxshard.testing import emulated_link
-from tests.numerics.harness import compile_module
+from tests.numerics.harness import EAGER, compile_module
 from tests.ranks import RankPool
 
 
@@ -275,7 +275,7 @@ def test_does_without_the_cache_where_the_user_has_switched_it_off(warm: DeviceM
 def digest_of(mesh: DeviceMesh, pipeline: Pipeline = DEFAULT, **options: Any) -> str | None:
     torch._dynamo.reset()
     model = build(mesh)
-    compile_module(model, options={"lower": "eager"})(torch.ones(2, 4))
+    compile_module(model, options=EAGER)(torch.ones(2, 4))
     (frame,) = frames_of(model)
     return cache.digest(Options(**options), frame.plan, pipeline, hardware.load(options.get("hardware", "cpu")))
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def needs_cuda() -> None:
-    """Skip where there is no GPU."""
+    """Skip where there is no GPU, before other fixtures ask for one."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
 

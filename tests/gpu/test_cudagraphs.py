@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.gpu.scenarios import one_rank, require_cuda
-from tests.gpu.scenarios_cudagraphs import assert_same, train_and_count
+from tests.gpu.checks import one_rank
+from tests.gpu.cudagraphs import assert_same, train_and_count
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 def test_steps_are_captured_once_and_replayed(microbatches: int) -> None:
-    require_cuda()
     with one_rank("cuda"):
         ours = train_and_count("cuda", microbatches=microbatches, cudagraphs=True)
         reference = train_and_count("cuda", microbatches=microbatches)

@@ -16,30 +16,17 @@ from torch import Tensor
 
 from fxshard.testing import EmulatedLink, emulated_link
 from fxshard.testing.link_checks import check_pace, gemm_slowdown
-
-W = 4
-OPS: Any = torch.ops._c10d_functional
-TIMED: dict[str, Any] = {"gigabytes_per_s": 50.0, "latency_us": 20.0}
+from tests.testing.link import OPS, TIMED_CUDA, W, group_name, small_numbers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")]
 
 Collective = Callable[[Tensor, Any], list[Tensor]]
 
 
-@pytest.fixture(params=[{}, TIMED], ids=["instant", "timed"])
+@pytest.fixture(params=[{}, TIMED_CUDA], ids=["instant", "timed"])
 def link(request: pytest.FixtureRequest) -> Iterator[EmulatedLink]:
     with emulated_link(W, device="cuda", **request.param) as link:
         yield link
-
-
-def group_name() -> Any:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD.group_name
-
-
-def data(numel: int, dtype: torch.dtype, device: Any = "cpu") -> Tensor:
-    """Small whole numbers, which every dtype holds, four times as large too."""
-    return (torch.arange(numel) % 13).to(dtype).to(device)
 
 
 @contextmanager
@@ -129,7 +116,7 @@ def everything(collective: Collective, device: Any) -> list[Tensor]:
             if op == dist.ReduceOp.PREMUL_SUM and not dtype.is_floating_point:
                 continue
             for size in SIZES:
-                found += [tensor.cpu() for tensor in collective(data(size, dtype, device), op)]
+                found += [tensor.cpu() for tensor in collective(small_numbers(size, dtype, device), op)]
     return found
 
 
@@ -137,7 +124,7 @@ def everything(collective: Collective, device: Any) -> list[Tensor]:
 def test_values_are_those_of_the_link_of_the_cpu(collective: Collective) -> None:
     with emulated_link(W):
         expected = everything(collective, "cpu")
-    for options in ({}, TIMED):
+    for options in ({}, TIMED_CUDA):
         with emulated_link(W, device="cuda", **options):
             actual = everything(collective, "cuda")
         for found, wanted in zip(actual, expected, strict=True):
@@ -145,7 +132,7 @@ def test_values_are_those_of_the_link_of_the_cpu(collective: Collective) -> None
 
 
 def test_strided_tensors_products_and_the_rest_work_too(link: EmulatedLink, device: torch.device) -> None:
-    x = data(12, torch.float32, device)
+    x = small_numbers(12, torch.float32, device)
     strided = x.view(3, 4).t()
     out = torch.zeros(W * 12, device=device)
     dist.all_gather_into_tensor(out, strided.contiguous())
@@ -175,7 +162,7 @@ def test_a_tensor_beyond_2_to_the_31_bytes_arrives_whole(device: torch.device) -
 
 
 def test_functional_collectives_compute_the_same(link: EmulatedLink, device: torch.device) -> None:
-    x, name, wait = data(W, torch.float32, device), group_name(), OPS.wait_tensor
+    x, name, wait = small_numbers(W, torch.float32, device), group_name(), OPS.wait_tensor
     assert wait(OPS.all_gather_into_tensor(x, W, name)).equal(x.repeat(W))
     assert wait(OPS.reduce_scatter_tensor(x, "sum", W, name)).equal(x[:1] * W)
     assert wait(OPS.all_reduce(x, "avg", name)).equal(x)
@@ -188,7 +175,11 @@ def test_functional_collectives_compute_the_same(link: EmulatedLink, device: tor
 
 def test_coalesced_collectives_are_one_transfer_with_one_latency(device: torch.device) -> None:
     with emulated_link(W, device="cuda", latency_us=2000.0) as link:
-        x, y, name = data(W, torch.float32, device), data(8192 * W, torch.float32, device), group_name()
+        x, y, name = (
+            small_numbers(W, torch.float32, device),
+            small_numbers(8192 * W, torch.float32, device),
+            group_name(),
+        )
         found = [OPS.wait_tensor(t) for t in OPS.all_gather_into_tensor_coalesced([x, y], W, name)]
         assert all(t.equal(source.repeat(W)) for t, source in zip(found, (x, y), strict=True))
         link.clear()
@@ -224,7 +215,7 @@ def test_fifty_slow_transfers_are_launched_at_once_and_arrive_in_order(device: t
 
 
 def test_launching_and_waiting_synchronise_nothing(link: EmulatedLink, device: torch.device) -> None:
-    x, name = data(4096, torch.float32, device), group_name()
+    x, name = small_numbers(4096, torch.float32, device), group_name()
     works = []
     with no_synchronisation():
         for op in ("sum", "avg"):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from fxshard.testing import EmulatedLink, emulated_link
-from tests.gpu.test_link import OPS, TIMED, W, data, group_name
+from tests.testing.link import OPS, TIMED_CUDA, W, group_name, small_numbers
 
 pytestmark = pytest.mark.gpu
 
@@ -36,7 +36,7 @@ def trained(device: Any, **options: Any) -> tuple[list[float], list[str]]:
         return losses, [transfer.op for transfer in link.transfers]
 
 
-@pytest.mark.parametrize("options", [{}, TIMED], ids=["instant", "timed"])
+@pytest.mark.parametrize("options", [{}, TIMED_CUDA], ids=["instant", "timed"])
 def test_fsdp2_trains_as_over_the_link_of_the_cpu(options: dict[str, Any]) -> None:
     losses, ops = trained("cuda", **options)
     expected, expected_ops = trained("cpu")
@@ -47,7 +47,7 @@ def test_fsdp2_trains_as_over_the_link_of_the_cpu(options: dict[str, Any]) -> No
 @pytest.mark.parametrize("bucket", ["none", "all"])
 def test_inductor_code_gathers_and_waits_bucketed_or_not(bucket: str, device: torch.device) -> None:
     torch._dynamo.reset()
-    with emulated_link(W, device="cuda", **TIMED) as link:
+    with emulated_link(W, device="cuda", **TIMED_CUDA) as link:
         name = group_name()
 
         def product(x: Tensor, *shards: Tensor) -> Tensor:
@@ -56,7 +56,10 @@ def test_inductor_code_gathers_and_waits_bucketed_or_not(bucket: str, device: to
                 x = x @ OPS.wait_tensor(weight)
             return x
 
-        shards, x = [data(8 * W * 8, torch.float32, device).view(8, W * 8) for _ in range(3)], torch.ones(5, W * 8)
+        shards, x = (
+            [small_numbers(8 * W * 8, torch.float32, device).view(8, W * 8) for _ in range(3)],
+            torch.ones(5, W * 8),
+        )
         patches: Any = {"bucket_all_gathers_fx": bucket}
         compiled = torch.compile(product, fullgraph=True, options=patches)
         expected = x.to(device)
@@ -67,7 +70,7 @@ def test_inductor_code_gathers_and_waits_bucketed_or_not(bucket: str, device: to
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("options", [{}, TIMED], ids=["instant", "timed"])
+@pytest.mark.parametrize("options", [{}, TIMED_CUDA], ids=["instant", "timed"])
 def test_functional_collectives_are_captured_in_a_cuda_graph_and_replayed(options: dict[str, Any]) -> None:
     with emulated_link(W, device="cuda", **options) as link:
         capture_and_replay(link)

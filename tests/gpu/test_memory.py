@@ -7,25 +7,15 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.scenarios import GROUPS, on_link, one_rank, require_cuda
-from tests.gpu.scenarios_memory import graph_peaks
-from tests.gpu.scenarios_poison import check_poison, poison_reaches_a_side_stream
-from tests.gpu.scenarios_steady import (
-    STREAMS,
-    samples_of_steps,
-    steps_without_synchronising,
-    unsteady,
-)
+from tests.gpu.checks import GROUPS, on_link, one_rank
+from tests.gpu.memory import graph_peaks
+from tests.gpu.poison import check_poison, poison_reaches_a_side_stream
+from tests.gpu.steady import STREAMS, samples_of_steps, steps_without_synchronising, unsteady
 
 pytestmark = pytest.mark.gpu
 
 SLOW_LINK = {"gigabytes_per_s": 2.0, "latency_us": 50.0}
 """A block of the steady model, 4.2 MB in fp32, is under way for two milliseconds."""
-
-
-@pytest.fixture(autouse=True)
-def needs_cuda() -> None:
-    require_cuda()
 
 
 @pytest.mark.parametrize("options", [{}, {"prefetch": "off"}, {"prefetch": 2}, {"bucket": "auto"}], ids=str)

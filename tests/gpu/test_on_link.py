@@ -6,29 +6,20 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.gpu.scenarios import (
-    COMPILED_ON_LINK,
-    ON_LINK,
-    PRECISIONS,
-    check_against_fsdp2,
-    on_link,
-    require_cuda,
-)
-from tests.gpu.scenarios_steady import STREAMS
+from tests.gpu.checks import COMPILED_ON_LINK, PRECISIONS, check_against_fsdp2, in_each_precision, on_link
+from tests.gpu.steady import STREAMS
+from tests.numerics.scenarios import Lane, names
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)
 def link() -> Iterator[None]:
-    require_cuda()
     with on_link("cuda"):
         yield
 
 
-@pytest.mark.parametrize(
-    ("precision", "name"), [(each, name) for each in PRECISIONS for name in COMPILED_ON_LINK[each]]
-)
+@pytest.mark.parametrize(("precision", "name"), in_each_precision(COMPILED_ON_LINK))
 def test_compiled_code_trains_as_fsdp2(name: str, precision: str) -> None:
     check_against_fsdp2(name, "cuda", precision, lower="inductor")
 
@@ -39,6 +30,6 @@ def test_compiled_code_trains_as_fsdp2_whatever_the_streams(streams: str) -> Non
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", ON_LINK)
+@pytest.mark.parametrize("name", names(Lane.LINK))
 def test_trains_as_fsdp2(name: str, precision: str) -> None:
     check_against_fsdp2(name, "cuda", precision)

@@ -7,34 +7,30 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.scenarios import (
+from tests.gpu.checkpoint import CHECKPOINTS, check_checkpoint
+from tests.gpu.checks import (
     COMPILED,
-    NOT_IN_FSDP2,
-    OWN_PRECISION,
-    PRECISIONS,
-    SCENARIOS,
     accumulating_graph,
     check_against_fsdp2,
     check_collectives,
     check_in_float64,
+    in_each_precision,
     one_rank,
-    require_cuda,
 )
-from tests.gpu.scenarios_checkpoint import CHECKPOINTS, check_checkpoint
+from tests.numerics.scenarios import NOT_IN_FSDP2, OWN_PRECISION, Lane, names
 
 pytestmark = pytest.mark.gpu
 
-AS_FSDP2 = [name for name in SCENARIOS if name not in NOT_IN_FSDP2]
+AS_FSDP2 = names(Lane.ONE_RANK, but=NOT_IN_FSDP2)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def group() -> Iterator[None]:
-    require_cuda()
     with one_rank("cuda"):
         yield
 
 
-@pytest.mark.parametrize(("precision", "name"), [(each, name) for each in PRECISIONS for name in COMPILED[each]])
+@pytest.mark.parametrize(("precision", "name"), in_each_precision(COMPILED))
 def test_compiled_code_trains_as_fsdp2(name: str, precision: str) -> None:
     check_against_fsdp2(name, "cuda", precision, lower="inductor")
 
@@ -49,12 +45,12 @@ def test_trains_as_fsdp2(name: str) -> None:
     check_against_fsdp2(name, "cuda", "fp32")
 
 
-@pytest.mark.parametrize("name", [name for name in AS_FSDP2 if name not in OWN_PRECISION])
+@pytest.mark.parametrize("name", names(Lane.ONE_RANK, but=NOT_IN_FSDP2 + OWN_PRECISION))
 def test_trains_in_bf16_as_fsdp2(name: str) -> None:
     check_against_fsdp2(name, "cuda", "bf16")
 
 
-@pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in OWN_PRECISION])
+@pytest.mark.parametrize("name", names(Lane.ONE_RANK, but=OWN_PRECISION))
 def test_trains_as_unsharded(name: str) -> None:
     check_in_float64(name, "cuda")
 

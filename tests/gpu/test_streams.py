@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.gpu.scenarios import on_link, require_cuda
-from tests.gpu.scenarios_streams import (
+from tests.gpu.checks import on_link
+from tests.gpu.streams import (
     OwnStream,
     Shape,
     check_order,
@@ -19,11 +19,6 @@ from tests.gpu.scenarios_streams import (
 pytestmark = pytest.mark.gpu
 
 SHAPE = Shape.of("cuda")
-
-
-@pytest.fixture(autouse=True)
-def needs_cuda() -> None:
-    require_cuda()
 
 
 @pytest.mark.parametrize("streams", ["auto", "nccl", "side"])

@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
-from tests.gpu.scenarios import (
+from tests.gpu.checkpoint import CHECKPOINTS, check_checkpoint
+from tests.gpu.checks import (
     GROUPS,
-    NOT_IN_FSDP2,
-    ON_LINK,
-    OWN_PRECISION,
-    SCENARIOS,
     accumulating_graph,
     check_against_fsdp2,
     check_collectives,
@@ -23,29 +21,22 @@ from tests.gpu.scenarios import (
     on_link,
     one_rank,
 )
-from tests.gpu.scenarios_checkpoint import CHECKPOINTS, check_checkpoint
-from tests.gpu.scenarios_cudagraphs import assert_same, train_and_count
-from tests.gpu.scenarios_memory import graph_peaks
-from tests.gpu.scenarios_ops import DTYPES, check_addmm_acc
-from tests.gpu.scenarios_poison import Poison, check_poison
-from tests.gpu.scenarios_steady import (
-    STREAMS,
-    Sample,
-    samples_of_steps,
-    steps_without_synchronising,
-    unsteady,
-)
-from tests.gpu.scenarios_streams import OwnStream, Shape, check_order, profiled_step, train_with_own_stream
+from tests.gpu.cudagraphs import assert_same, train_and_count
+from tests.gpu.memory import graph_peaks
+from tests.gpu.ops import DTYPES, check_addmm_acc
+from tests.gpu.poison import Poison, check_poison
+from tests.gpu.steady import STREAMS, Sample, samples_of_steps, steps_without_synchronising, unsteady
+from tests.gpu.streams import OwnStream, Shape, check_order, profiled_step, train_with_own_stream
+from tests.numerics.scenarios import NOT_IN_FSDP2, OWN_PRECISION, Lane, names
 
 QUICK = ("autocast", "GradScaler", "one line")
 """Scenarios that do something of their own with the device."""
 
-sometimes = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SCENARIOS]
 
-as_fsdp2 = [each for each in sometimes if each.values[0] not in NOT_IN_FSDP2]
-sometimes_on_link = [
-    pytest.param(name, marks=() if name == "clipped gradients" else pytest.mark.slow) for name in ON_LINK
-]
+def sometimes(lane: Lane, quick: tuple[str, ...], *, but: tuple[str, ...] = ()) -> list[ParameterSet]:
+    """The scenarios of a lane, but some; those that are not quick are slow."""
+    marks = {name: () if name in quick else pytest.mark.slow for name in names(lane, but=but)}
+    return [pytest.param(name, marks=mark) for name, mark in marks.items()]
 
 
 @pytest.fixture(autouse=True)
@@ -54,26 +45,26 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", as_fsdp2)
+@pytest.mark.parametrize("name", sometimes(Lane.ONE_RANK, QUICK, but=NOT_IN_FSDP2))
 def test_one_rank_trains_as_fsdp2(name: str) -> None:
     with one_rank("cpu"):
         check_against_fsdp2(name, "cpu", "fp32")
 
 
-@pytest.mark.parametrize("name", [each for each in as_fsdp2 if each.values[0] not in OWN_PRECISION])
+@pytest.mark.parametrize("name", sometimes(Lane.ONE_RANK, QUICK, but=NOT_IN_FSDP2 + OWN_PRECISION))
 def test_one_rank_trains_in_bf16_as_fsdp2(name: str) -> None:
     with one_rank("cpu"):
         check_against_fsdp2(name, "cpu", "bf16")
 
 
-@pytest.mark.parametrize("name", [each for each in sometimes if each.values[0] not in OWN_PRECISION])
+@pytest.mark.parametrize("name", sometimes(Lane.ONE_RANK, QUICK, but=OWN_PRECISION))
 def test_one_rank_trains_as_unsharded(name: str) -> None:
     with one_rank("cpu"):
         check_in_float64(name, "cpu")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", sometimes_on_link)
+@pytest.mark.parametrize("name", sometimes(Lane.LINK, ("clipped gradients",)))
 def test_emulated_ranks_train_as_fsdp2(name: str, precision: str) -> None:
     with on_link("cpu"):
         check_against_fsdp2(name, "cpu", precision)

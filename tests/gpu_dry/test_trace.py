@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tests.gpu.scenarios_streams import Shape, check_order, gather_waited_for_the_main_stream, overlap_problems
+from tests.gpu.streams import Shape, check_order, gather_waited_for_the_main_stream, overlap_problems
 from tests.gpu.trace import Event, hidden_share, issued, kernels, products, transfers, units_beside
 
 SHAPE = Shape(width=8, first=10, step=4, num_blocks=2, rows=7)

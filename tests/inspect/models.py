@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -10,13 +11,19 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxshard import fully_shard
+from fxshard import Explanation, explain, fully_shard
 from fxshard.passes._base import GraphPass, PassContext, Property
 from fxshard.passes.pipeline import Pipeline
 from tests.graphs import Layer, layers_of
 
 EAGER: dict[str, Any] = {"lower": "eager"}
 X = torch.ones(2, 4)
+
+
+@functools.cache
+def explained(build: Callable[[], nn.Module], world_size: int, **options: Any) -> Explanation:
+    """An explanation that tests do nothing but read, made once for all of them."""
+    return explain(build(), X, world_size=world_size, options={**EAGER, **options})
 
 
 def names(passes: tuple[GraphPass, ...]) -> list[str]:

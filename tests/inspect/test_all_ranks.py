@@ -12,12 +12,10 @@ from torch import Tensor, fx
 from fxshard import UnsupportedGraph
 from fxshard.inspect.all_ranks import run
 from fxshard.ir import collectives
-from fxshard.passes._base import GraphKind
 from fxshard.passes.insert_collectives import InsertCollectives
-from tests.graphs import Traced, doubles, two_dtypes, two_layers, uneven
+from tests.graphs import SPLIT, Traced, doubles, two_dtypes, two_layers, uneven
 from tests.steps import batch_of, shard_of, step
 
-KINDS: tuple[GraphKind, ...] = ("forward", "backward")
 X = torch.ones(2)
 
 
@@ -25,7 +23,7 @@ X = torch.ones(2)
 def test_runs_graphs_to_the_bit_as_all_ranks_together_would(model: Callable[[], Traced]) -> None:
     traced = model()
     expected, ranks = step(traced), range(traced.world_size)
-    forward_graph, backward_graph = (traced.at(kind, after=InsertCollectives)[0].graph for kind in KINDS)
+    forward_graph, backward_graph = (traced.at(kind, after=InsertCollectives)[0].graph for kind in SPLIT)
     forward = run(forward_graph, inputs_of(traced, forward_graph), {}, keep=False)
     assert all(torch.equal(a, b) for a, b in zip(forward.results[0], expected.outputs, strict=True))
     results: Any = forward_graph.output_node().args[0]

@@ -18,16 +18,7 @@ from fxshard import ConfigError, Explanation, UnsupportedGraph, explain, explana
 from fxshard.passes.pipeline import DEFAULT, default
 from fxshard.sharding.sharded_module import ShardedModule
 from tests.graphs import Layer, Scale, TwoLayers
-from tests.inspect.models import (
-    EAGER,
-    Broken,
-    Doing,
-    X,
-    add_decliner,
-    compiled_by_us,
-    names,
-    shard,
-)
+from tests.inspect.models import EAGER, Broken, Doing, X, add_decliner, compiled_by_us, explained, names, shard
 from tests.pairwise import slow
 
 
@@ -96,13 +87,13 @@ def test_evaluation_mode_with_gradients_shows_the_training_graphs_that_torch_com
 
 
 def test_a_record_of_a_pass_that_changed_nothing_shares_its_graph() -> None:
-    records = explain(TwoLayers(), X, world_size=2, options=EAGER).graphs["forward"]
+    records = explained(TwoLayers, 2).graphs["forward"]
     assert not records["dedup_unshard"].changed
     assert records["dedup_unshard"].graph is records["captured"].graph
 
 
 def test_later_passes_do_not_edit_the_graphs_of_earlier_ones() -> None:
-    records = explain(TwoLayers(), X, world_size=2, options=EAGER).graphs["backward"]
+    records = explained(TwoLayers, 2).graphs["backward"]
     assert "reduce_grad" in str(records["captured"])
     assert "reduce_grad" not in str(records["insert_collectives"])
 
@@ -132,7 +123,7 @@ def test_stops_before_code_generation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_graph_break_makes_a_frame() -> None:
-    explanation = explain(Broken(), X, world_size=2, options=EAGER)
+    explanation = explained(Broken, 2)
     assert len(explanation.frames) == 2
     assert list(explanation.frames[0].plan.units) == ["layers.0"]
     assert "layers_1" in str(explanation.frames[1].graphs["forward"]["insert_collectives"])

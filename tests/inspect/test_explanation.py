@@ -15,14 +15,9 @@ from fxshard import ConfigError, Explanation, explain
 from fxshard.inspect.tables import schedule_rows, table_of_schedules
 from fxshard.passes.pipeline import DEFAULT
 from tests.graphs import TwoLayers
-from tests.inspect.models import EAGER, Broken, X, names
+from tests.inspect.models import EAGER, Broken, X, explained, names
 
 # ---- print and diff
-
-
-@pytest.fixture(scope="module")
-def two_layers() -> Explanation:
-    return explain(TwoLayers(), X, world_size=64, options=EAGER)
 
 
 def test_prints_the_graphs_after_a_pass(two_layers: Explanation, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,7 +82,7 @@ def test_passes_that_share_no_stage_have_no_diff(two_layers: Explanation) -> Non
 
 
 def test_prints_one_frame_or_all(capsys: pytest.CaptureFixture[str]) -> None:
-    explanation = explain(Broken(), X, world_size=2, options=EAGER)
+    explanation = explained(Broken, 2)
     explanation.print("insert_collectives", stage="forward")
     assert re.findall(r"^# frame.*$", capsys.readouterr().out, re.MULTILINE) == [
         "# frame 0, forward, after InsertCollectives()",
@@ -174,11 +169,11 @@ def test_below_the_table_stand_the_schedules(two_layers: Explanation) -> None:
 
 
 def test_without_collectives_there_are_no_schedules_to_show() -> None:
-    assert table_of_schedules(explain(TwoLayers(), X, world_size=1, options=EAGER)) is None
+    assert table_of_schedules(explained(TwoLayers, 1)) is None
 
 
 def test_the_schedules_of_several_frames_say_which() -> None:
-    rows = list(schedule_rows(explain(Broken(), X, world_size=2, options=EAGER)))
+    rows = list(schedule_rows(explained(Broken, 2)))
     assert [(row.frame, row.stage) for row in rows if row.is_bound] == [
         (0, "forward"),
         (0, "backward"),

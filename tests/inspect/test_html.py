@@ -17,7 +17,7 @@ from fxshard import ConfigError, Explanation, MissingExtraError, explain
 from fxshard.inspect import html, tables
 from fxshard.passes.pipeline import Pipeline
 from tests.graphs import Layer, TwoLayers
-from tests.inspect.models import EAGER, Decliner, X
+from tests.inspect.models import EAGER, Decliner, X, explained
 
 EVIL = """<img src="x" onerror='alert(1)'>&amp;</script>"""
 
@@ -67,11 +67,6 @@ class Evil(nn.Module):
 
 def decline_with_markup(pipeline: Pipeline) -> Pipeline:
     return dataclasses.replace(pipeline, split=(*pipeline.split, Decliner(why=EVIL)))
-
-
-@pytest.fixture(scope="module")
-def two_layers() -> Explanation:
-    return explain(TwoLayers(), X, world_size=64, options=EAGER)
 
 
 def test_the_page_holds_every_graph_to_the_letter(two_layers: Explanation) -> None:
@@ -186,7 +181,7 @@ def test_no_name_can_break_out_of_the_page() -> None:
 
 
 def test_a_model_without_collectives_has_a_page_too() -> None:
-    text = html.page(explain(TwoLayers(), X, world_size=1, options=EAGER))
+    text = html.page(explained(TwoLayers, 1))
     assert "None of the graphs launches a collective." in text
     assert "Schedules" not in text
 

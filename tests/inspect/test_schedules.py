@@ -28,8 +28,9 @@ from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.tools.demo.gpt import GPT
 from tests import graphs
 from tests.graphs import Layer, Traced, TwoLayers
-from tests.inspect.models import EAGER, Broken, X, compiled_by_us, shard
+from tests.inspect.models import EAGER, Broken, X, compiled_by_us, explained, shard
 from tests.pairwise import slow
+from tests.schedules import four_layers
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -64,6 +65,7 @@ def deep(**kwargs: Any) -> Traced:
 
 MODELS: dict[str, Callable[..., Traced]] = {
     **{model.__name__: model for model in graphs.EVERY_UNIT},
+    "four_layers": four_layers,
     "deep": deep,
     "deep, inductor": functools.partial(deep, lowering="inductor"),
     "deep, kept": functools.partial(deep, reshard_after_forward=False),
@@ -143,7 +145,7 @@ def test_no_schedule_at_all_beats_the_bound(model: str, latency: float, stage: s
 
 
 @pytest.mark.parametrize("stage", [slow("forward"), "backward"])
-@pytest.mark.parametrize("model", [slow(name) if name.startswith("deep,") else name for name in MODELS])
+@pytest.mark.parametrize("model", [slow(name) if name.startswith("deep") else name for name in MODELS])
 def test_the_bound_does_not_depend_on_the_schedule_that_it_is_read_from(model: str, stage: str) -> None:
     traced = model_of(model)
     records = traced.history.stages[stage]
@@ -243,15 +245,14 @@ def test_the_schedule_that_runs_is_that_after_inductors_passes() -> None:
 
 
 def test_the_budget_of_the_options_holds_for_all_schedules() -> None:
-    options = {**EAGER, "memory_budget_gib": ONE_LAYER}
-    (frame,) = explain(TwoLayers(), X, world_size=4, options=options).frames
+    (frame,) = explained(TwoLayers, 4, memory_budget_gib=ONE_LAYER).frames
     assert {found.unsharded_peak_bytes for found in frame.schedules("forward")} == {160}
-    (unlimited,) = explain(TwoLayers(), X, world_size=4, options=EAGER).frames
+    (unlimited,) = explained(TwoLayers, 4).frames
     assert by_name(unlimited, "forward")["auto"].unsharded_peak_bytes == 240
 
 
 def test_one_rank_has_one_schedule_and_no_bound_beyond_compute() -> None:
-    (frame,) = explain(TwoLayers(), X, world_size=1, options=EAGER).frames
+    (frame,) = explained(TwoLayers, 1).frames
     (compiled,) = frame.schedules("forward")
     assert (compiled.exposed_seconds, compiled.unsharded_peak_bytes) == (0, 0)
     assert frame.lower_bound("forward") == pytest.approx(compiled.seconds)
@@ -336,8 +337,7 @@ def test_a_launch_beside_another_of_its_unit_stands_there_for_the_same_reason() 
 
 
 def test_a_full_budget_is_a_reason() -> None:
-    options = {**EAGER, "memory_budget_gib": ONE_LAYER}
-    (frame,) = explain(TwoLayers(), X, world_size=4, options=options).frames
+    (frame,) = explained(TwoLayers, 4, memory_budget_gib=ONE_LAYER).frames
     (reason,) = frame.why("forward")["unshard_layers_1"]
     assert reason == (
         "hoist_prefetch: 1 ahead, before layers.0 is needed; no earlier: memory budget: 2.24e-07 of 1.49e-07 GiB"
@@ -345,6 +345,6 @@ def test_a_full_budget_is_a_reason() -> None:
 
 
 def test_every_frame_answers_for_itself() -> None:
-    first, second = explain(Broken(), X, world_size=2, options=EAGER).frames
+    first, second = explained(Broken, 2).frames
     assert list(first.why("forward")) == ["unshard_layers_0"]
     assert list(second.why("forward")) == ["unshard_layers_1"]

@@ -12,24 +12,15 @@ from fxshard.ir import collectives, launch_groups, tags
 from fxshard.ir.launch_groups import Hoist
 from fxshard.ir.memory_budget import MemoryBudget
 from fxshard.passes._base import GraphKind, GraphPass
-from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.passes.insert_collectives import InsertCollectives
 from tests import graphs
-from tests.graphs import Traced
+from tests.graphs import SPLIT, Traced
 from tests.pairwise import pairwise
-from tests.passes.test_bucket_collectives import LAYER
-from tests.schedules import DEAR_COPIES, MODELS, mixed_layers, model_of
+from tests.schedules import BUCKETS, DEAR_COPIES, MODELS, mixed_layers, model_of
 
-SPLIT: tuple[GraphKind, GraphKind] = ("forward", "backward")
 TARGETS = (collectives.GATHERS, collectives.REDUCTIONS)
-BEFORE: dict[str, tuple[GraphPass, ...]] = {
-    "inserted": (),
-    "coalesced": (CoalesceCollectives(),),
-    "merged": (BucketCollectives(size=2 * LAYER),),
-    "split": (BucketCollectives(size=0.9 * LAYER),),
-}
 
 
 def graph_of(traced: Traced, kind: GraphKind, *before: GraphPass) -> fx.Graph:
@@ -73,7 +64,7 @@ def test_tells_the_calls_of_a_unit_apart() -> None:
 
 
 def test_names_all_units_of_a_bucket() -> None:
-    graph = graph_of(model_of("four_layers"), "forward", *BEFORE["merged"])
+    graph = graph_of(model_of("four_layers"), "forward", *BUCKETS["merged"])
     found = launch_groups.groups_of(graph, collectives.GATHERS)
     assert [group.name for group in found] == ["layers.0, layers.1", "layers.2, layers.3"]
 
@@ -113,10 +104,10 @@ def test_finds_no_group_of_the_users_own_collectives() -> None:
     assert [group.name for group in launch_groups.groups_of(graph, collectives.GATHERS)] == ["layers.1"]
 
 
-@pairwise(model=MODELS, before=BEFORE, kind=SPLIT)
+@pairwise(model=MODELS, before=BUCKETS, kind=SPLIT)
 def test_moves_nothing_along_that_compute_needs(model: str, before: str, kind: GraphKind) -> None:
     """Each launch and wait is in one group; a group has what leads to its launches and picks from them."""
-    graph = graph_of(model_of(model), kind, *BEFORE[before])
+    graph = graph_of(model_of(model), kind, *BUCKETS[before])
     found = [group for targets in TARGETS for group in launch_groups.groups_of(graph, targets)]
     launches = [launch for group in found for launch in group.launches]
     assert sorted(launches) == sorted([*collectives.unshard_launches(graph), *collectives.reduce_launches(graph)])

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch._inductor.decomposition import select_decomp_table
 
-from fxshard.cost.hardware import BUILTIN
 from fxshard.errors import InvariantError
 from fxshard.ir import liveness
 from fxshard.ir.history import CAPTURED, PassHistory, snapshot
@@ -32,8 +31,9 @@ from fxshard.passes.pipeline import LAST_GIVEN
 from fxshard.passes.reshard_policy import ReshardPolicy
 from fxshard.passes.sink_waits import SinkWaits
 from tests import graphs
-from tests.graphs import Traced
+from tests.graphs import SPLIT, Traced
 from tests.mutation.edits import Mutator
+from tests.schedules import DEAR_COPIES
 
 
 class PartlyUsed(nn.Module):
@@ -77,7 +77,6 @@ MUTATED = tuple(model for model in MODELS if model not in ("frozen_weight", "cas
 ON_FOUR_RANKS = ("two_layers", "uneven", "doubles", "scalar")
 REWRITTEN = ("two_layers", "uneven", "two_dtypes", "doubles", "called_twice")
 ASIDE = ("two_layers", "two_dtypes", "mixed_precision")
-DEAR_COPIES = dataclasses.replace(BUILTIN["cpu"], gather_tensor_overhead=1e-9, reduce_tensor_overhead=1e-9)
 REWRITES: dict[str, tuple[GraphPass, ...]] = {
     "coalesced": (CoalesceCollectives(),),
     "merged": (BucketCollectives(size=1.0),),
@@ -90,7 +89,6 @@ REWRITES: dict[str, tuple[GraphPass, ...]] = {
 }
 DIALECTS = ("eager", "inductor")
 WORLD_SIZES = (1, 2, 4)
-SPLIT: tuple[GraphKind, ...] = ("forward", "backward")
 KINDS: tuple[GraphKind, ...] = ("joint", *SPLIT)
 
 COLLECTIVES = (Property.MARKED, Property.DEDUPED, Property.COLLECTIVES)

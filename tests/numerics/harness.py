@@ -29,9 +29,12 @@ from torch.optim import Optimizer
 
 import fxshard
 from fxshard.torch_private import REDUCES_IN_STORAGE_DTYPE
+from tests.numerics.models import MLP, WIDTH
 
 NUM_STEPS = 4
 COMPILE_PREFIX = "_orig_mod."
+EAGER: dict[str, Any] = {"lower": "eager"}
+"""Options of our backend where no code needs to be made."""
 
 Batch = tuple[Tensor, ...]
 Grads = dict[str, Tensor | None]
@@ -78,6 +81,21 @@ def world_mesh(device: str = "cpu") -> DeviceMesh:
 def compile_module(module: nn.Module, options: Mapping[str, Any] | None = None, **kwargs: Any) -> nn.Module:
     """Compile with our backend; torch's own signature does not say that a module in gives a module out."""
     return cast(nn.Module, cast(Any, torch.compile)(module, backend="fxshard", options=options, **kwargs))
+
+
+def sharded_mlp(mesh: DeviceMesh, *, compiled: bool = False) -> nn.Module:
+    """Return a model in a unit per block and one of the rest, for tests that call it once or twice."""
+    model = MLP()
+    for block in model.blocks:
+        fxshard.fully_shard(block, mesh=mesh)
+    fxshard.fully_shard(model, mesh=mesh)
+    return compile_module(model, options=EAGER) if compiled else model
+
+
+def loss_on_ones(model: nn.Module, rows: int = 2) -> Tensor:
+    """Return a loss of the MLP."""
+    loss: Tensor = model(torch.ones(rows, WIDTH)).square().mean()
+    return loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,3 +352,33 @@ def check_inductor(scenario: Scenario, *, rtol: float = 1e-5, atol: float = 1e-6
     """Hold our compiled code to FSDP2: losses and first-step gradients."""
     ours = train(scenario, fxshard_system(lower="inductor"))
     compare(ours, train(scenario, FSDP2), rtol=rtol, atol=atol, params=False)
+
+
+Prepare = Callable[[nn.Module, Tools], nn.Module]
+
+
+def compile_each_block(model: nn.Module, tools: Tools) -> nn.Module:
+    shard_blocks(model, tools)
+    for block in blocks_of(model):
+        tools.compile_in_place(block)
+    return model
+
+
+def shard_blocks_as_one_unit(model: nn.Module, tools: Tools) -> nn.Module:
+    tools.shard(list(blocks_of(model)))
+    tools.shard(model)
+    return tools.compile(model)
+
+
+def shard_nested(model: nn.Module, tools: Tools) -> nn.Module:
+    for block in blocks_of(model):
+        tools.shard(block.get_submodule("mlp"))
+        tools.shard(block)
+    tools.shard(model)
+    return tools.compile(model)
+
+
+def with_a_break(model: nn.Module, tools: Tools) -> nn.Module:
+    for block in list(blocks_of(model))[1:2]:
+        block.register_forward_pre_hook(lambda module, args: torch._dynamo.graph_break())
+    return shard_and_compile(model, tools)

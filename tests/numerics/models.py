@@ -178,3 +178,168 @@ def tied_gpt() -> nn.Module:
 def checkpointed_gpt() -> nn.Module:
     """Return a GPT whose blocks are recomputed in backward."""
     return GPT(checkpointing=True)
+
+
+class Uneven(nn.Module):
+    """Parameters of shapes that two ranks cannot share evenly, some with fewer rows than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Linear(15, 7)
+        self.wide = nn.Linear(7, 3, bias=False)
+        self.up = nn.Linear(3, 15)
+        self.one_row = nn.Linear(15, 1)
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(self.wide(F.gelu(self.narrow(x))))
+        y: Tensor = x * self.gain + self.one_row(x)
+        return y
+
+
+class TinyUnits(nn.Module):
+    """Blocks all of whose parameters have one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, 1) for _ in range(2))
+        self.head = nn.Linear(2, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(torch.cat([block(x) for block in self.blocks], dim=-1))
+        return y
+
+
+class Scalars(nn.Module):
+    """Parameters without any dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.shift = nn.Parameter(torch.tensor(-0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y * self.scale + self.shift
+
+
+class LoRA(nn.Module):
+    """A frozen linear layer with a trainable update of low rank."""
+
+    def __init__(self, rank: int = 3) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down = nn.Linear(WIDTH, rank, bias=False)
+        self.up = nn.Linear(rank, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base(x) + self.up(self.down(x))
+        return y
+
+
+class Tables(nn.Module):
+    """Integer buffers and a parameter without gradient."""
+
+    order: Tensor
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.offset = nn.Parameter(torch.linspace(-1, 1, WIDTH), requires_grad=False)
+        self.register_buffer("order", torch.arange(WIDTH).flip(0))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        y: Tensor = self.linear(x)
+        return (y + self.offset)[:, self.order]
+
+
+class CalledTwice(nn.Module):
+    """One module called twice in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.blocks[0](torch.tanh(self.blocks[0](x)))
+        return y
+
+
+class Unused(nn.Module):
+    """A block with a parameter that forward does not read, and a block that it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.idle = nn.Parameter(torch.ones(5, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(self.blocks[0](x))
+        return y
+
+
+class BatchNorm(nn.Module):
+    """A norm whose statistics are those of a rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.linear(x))
+        return y
+
+
+class AttentionBlock(nn.Module):
+    """torch's attention, which reads the weight of its child `out_proj` without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.attention(x, x, x, need_weights=False)[0]
+        return x + y
+
+
+class SelfAttention(nn.Module):
+    """A model with torch's attention in a unit of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([AttentionBlock()])
+        self.embed = nn.Embedding(32, WIDTH)
+        self.head = nn.Linear(WIDTH, 32)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        y: Tensor = self.head(self.blocks[0](self.embed(inputs)))
+        return y
+
+
+def mlp_with_a_frozen_block() -> nn.Module:
+    model = MLP()
+    model.blocks[0].requires_grad_(False)
+    model.head.bias.requires_grad_(False)
+    return model
+
+
+class Broken(nn.Module):
+    """A graph break between two blocks, both of whose graphs read parameters of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x) * self.gain
+        torch._dynamo.graph_break()
+        y: Tensor = self.head(self.blocks[1](x))
+        return y

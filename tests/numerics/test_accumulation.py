@@ -24,14 +24,25 @@ from tests.numerics.harness import (
     check_close,
     check_inductor,
     check_sums_in_few_bits,
+    compile_each_block,
     fxshard_system,
     only_compile,
     only_shard,
     shard_and_compile,
-    shard_blocks,
     start,
     train_step,
     update,
+    with_a_break,
+)
+from tests.numerics.microbatches import (
+    NUM_MICROBATCHES,
+    Backward,
+    forwards_ahead,
+    loss_of,
+    now_and_then,
+    set_sync,
+    several,
+    with_no_sync,
 )
 from tests.numerics.models import (
     MLP,
@@ -43,48 +54,13 @@ from tests.numerics.models import (
     tied_gpt,
     tokens,
 )
+from tests.numerics.scenarios import REGRESSION, SCENARIOS
 from tests.pairwise import slow
 from tests.ranks import two_ranks
 
-Backward = Callable[[Run, int], Tensor]
-NUM_MICROBATCHES = 3
-
-
-def set_sync(model: nn.Module, sync: bool) -> None:
-    """Switch gradient sync, where the system has any."""
-    if hasattr(model, "set_requires_gradient_sync"):
-        cast(ShardedModule, model).set_requires_gradient_sync(sync)
-
-
-def loss_of(run: Run, step: int, microbatch: int) -> Tensor:
-    return run.loss(10 * step + microbatch) / NUM_MICROBATCHES
-
-
-def several(run: Run, step: int) -> Tensor:
-    """Three microbatches, the last with gradient sync."""
-    losses = []
-    for i in range(NUM_MICROBATCHES):
-        set_sync(run.model, i == NUM_MICROBATCHES - 1)
-        losses.append(loss_of(run, step, i))
-        losses[-1].backward()
-    return torch.stack([loss.detach() for loss in losses]).sum()
-
-
-def block_by_block(model: nn.Module, tools: Tools) -> nn.Module:
-    shard_blocks(model, tools)
-    for block in blocks_of(model):
-        tools.compile_in_place(block)
-    return model
-
-
-def with_a_break(model: nn.Module, tools: Tools) -> nn.Module:
-    for block in list(blocks_of(model))[1:2]:
-        block.register_forward_pre_hook(lambda module, args: torch._dynamo.graph_break())
-    return shard_and_compile(model, tools)
-
 
 @two_ranks
-@pytest.mark.parametrize("prepare", [shard_and_compile, only_shard, slow(block_by_block), slow(with_a_break)])
+@pytest.mark.parametrize("prepare", [shard_and_compile, only_shard, slow(compile_each_block), slow(with_a_break)])
 def test_reduces_in_the_last_microbatch(prepare: Callable[[nn.Module, Tools], nn.Module]) -> None:
     check(Scenario(model=MLP, batch=rows(), backward=several, prepare=prepare))
 
@@ -126,7 +102,7 @@ def test_rounds_a_sum_once_to_a_reduce_dtype_of_fewer_bits() -> None:
 @pytest.mark.slow
 @two_ranks(timeout=240)
 def test_compiled_code_accumulates() -> None:
-    check_inductor(Scenario(model=MLP, batch=rows(), backward=several))
+    check_inductor(SCENARIOS["accumulation"])
 
 
 def freeze_a_block(model: nn.Module, tools: Tools) -> nn.Module:
@@ -148,55 +124,16 @@ def test_accumulates_microbatches_of_different_shapes() -> None:
 # ---- when and what
 
 
-def with_no_sync(run: Run, step: int) -> Tensor:
-    """Three microbatches, the first two in nested `no_sync`; everywhere else as `several`."""
-    if not run.system.ours:
-        return several(run, step)
-    losses = []
-    with fxshard.no_sync(run.model):
-        with fxshard.no_sync(run.model):
-            losses.append(loss_of(run, step, 0))
-            losses[-1].backward()
-        losses.append(loss_of(run, step, 1))
-        losses[-1].backward()
-    losses.append(loss_of(run, step, 2))
-    losses[-1].backward()
-    return torch.stack([loss.detach() for loss in losses]).sum()
-
-
 @two_ranks
 @pytest.mark.parametrize("prepare", [shard_and_compile, only_compile])
 def test_no_sync_holds_for_what_runs_inside(prepare: Callable[[nn.Module, Tools], nn.Module]) -> None:
     check_against_unsharded(Scenario(model=MLP, batch=rows(), backward=with_no_sync, prepare=prepare))
 
 
-def forwards_ahead(run: Run, step: int) -> Tensor:
-    """F F B F B B, as a stage of a pipeline runs them: the flag is read when a backward runs."""
-    first, second = loss_of(run, step, 0), loss_of(run, step, 1)
-    set_sync(run.model, False)
-    first.backward()
-    third = loss_of(run, step, 2)
-    second.backward()
-    set_sync(run.model, True)
-    third.backward()
-    return (first + second + third).detach()
-
-
 @two_ranks
-@pytest.mark.parametrize("prepare", [shard_and_compile, only_shard, slow(block_by_block)])
+@pytest.mark.parametrize("prepare", [shard_and_compile, only_shard, slow(compile_each_block)])
 def test_reads_the_flag_when_a_backward_runs(prepare: Callable[[nn.Module, Tools], nn.Module]) -> None:
     check(Scenario(model=MLP, batch=rows(), backward=forwards_ahead, prepare=prepare))
-
-
-def now_and_then(run: Run, step: int) -> Tensor:
-    """Accumulate in every second step only; elsewhere reduce every microbatch."""
-    set_sync(run.model, True)
-    if step % 2:
-        return several(run, step)
-    losses = [loss_of(run, step, i) for i in range(NUM_MICROBATCHES)]
-    for loss in losses:
-        loss.backward()
-    return torch.stack([loss.detach() for loss in losses]).sum()
 
 
 @two_ranks
@@ -248,7 +185,7 @@ def skip_in_the_last(run: Run, step: int) -> Tensor:
 
 
 @two_ranks
-@pytest.mark.parametrize("prepare", [shard_and_compile, only_shard, block_by_block])
+@pytest.mark.parametrize("prepare", [shard_and_compile, only_shard, compile_each_block])
 def test_reduces_a_unit_that_the_last_backward_does_not_touch(
     prepare: Callable[[nn.Module, Tools], nn.Module],
 ) -> None:
@@ -373,7 +310,7 @@ def test_reduces_what_waits_when_asked() -> None:
 
 @two_ranks
 def test_flags_must_be_bools() -> None:
-    model = cast(ShardedModule, start(Scenario(model=MLP, batch=rows()), fxshard_system()).model)
+    model = cast(ShardedModule, start(REGRESSION, fxshard_system()).model)
     with pytest.raises(ConfigError, match="requires_gradient_sync must be a bool, got 1"):
         model.set_requires_gradient_sync(cast(bool, 1))
     with pytest.raises(ConfigError, match="is_last_backward must be a bool, got None"):
@@ -382,7 +319,7 @@ def test_flags_must_be_bools() -> None:
 
 @two_ranks
 def test_release_refuses_what_waits() -> None:
-    run = start(Scenario(model=MLP, batch=rows()), fxshard_system())
+    run = start(REGRESSION, fxshard_system())
     with fxshard.no_sync(run.model):
         run.loss(0).backward()
     with pytest.raises(ConfigError, match=r"gradients of .*blocks\.0.* wait to be reduced"):
@@ -391,7 +328,7 @@ def test_release_refuses_what_waits() -> None:
 
 @two_ranks
 def test_no_sync_that_an_exception_leaves_is_over() -> None:
-    run = start(Scenario(model=MLP, batch=rows()), fxshard_system())
+    run = start(REGRESSION, fxshard_system())
     with pytest.raises(KeyboardInterrupt), fxshard.no_sync(run.model):
         raise KeyboardInterrupt
     run.loss(0).backward()

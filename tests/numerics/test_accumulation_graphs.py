@@ -20,12 +20,14 @@ from fxshard.passes.pipeline import Pipeline
 from fxshard.sharding.sharded_module import ShardedModule, units_under
 from fxshard.testing import emulated_link
 from tests.numerics.harness import (
+    EAGER,
     Run,
     Scenario,
     Tools,
     blocks_of,
     check_against_unsharded,
     check_close,
+    compile_each_block,
     compile_module,
     fxshard_system,
     only_compile,
@@ -33,8 +35,9 @@ from tests.numerics.harness import (
     shard_and_compile,
     start,
 )
+from tests.numerics.microbatches import loss_of, set_sync, several
 from tests.numerics.models import MLP, WIDTH, ReadOnBothSides, rows
-from tests.numerics.test_accumulation import block_by_block, loss_of, set_sync, several
+from tests.numerics.scenarios import REGRESSION
 from tests.ranks import two_ranks
 
 
@@ -107,7 +110,7 @@ class Dense(nn.Module):
 @pytest.mark.slow
 @two_ranks
 def test_knows_blocks_of_one_graph_apart_that_return_views_of_their_inputs() -> None:
-    check_close(Scenario(model=Dense, batch=rows(), backward=several, prepare=block_by_block))
+    check_close(Scenario(model=Dense, batch=rows(), backward=several, prepare=compile_each_block))
 
 
 def perturbed(run: Run, step: int) -> Tensor:
@@ -134,7 +137,7 @@ def test_a_gradient_of_the_input_leaves_what_waits(prepare: Callable[[nn.Module,
 @pytest.mark.slow
 @two_ranks
 def test_a_gradient_of_the_input_adds_nothing() -> None:
-    run = start(Scenario(model=MLP, batch=rows()), fxshard_system())
+    run = start(REGRESSION, fxshard_system())
     x, y = run.batch(0)
     x.requires_grad_()
     with fxshard.no_sync(run.model):
@@ -189,7 +192,7 @@ def test_accumulates_sizes_that_data_decides() -> None:
 @pytest.mark.slow
 @two_ranks
 def test_shows_every_backward_of_units_that_are_set_differently() -> None:
-    run = start(Scenario(model=MLP, batch=rows()), fxshard_system())
+    run = start(REGRESSION, fxshard_system())
     first, second = cast(list[ShardedModule], list(cast(Any, run.model).blocks))
     for waits in ((first,), (second,), (first, second)):
         for module in waits:
@@ -208,7 +211,7 @@ def test_one_rank_hands_out_no_accumulator_as_a_gradient(compiled: bool) -> None
     with emulated_link(1) as link:
         model = nn.Linear(WIDTH, WIDTH, bias=False)  # of several gradients a shard is put together anew
         fxshard.fully_shard(model, mesh=link.mesh)
-        call = compile_module(model, options={"lower": "eager"}) if compiled else model
+        call = compile_module(model, options=EAGER) if compiled else model
         x = torch.randn(4, WIDTH)
         with fxshard.no_sync(model):
             call(x).sum().backward()
@@ -224,7 +227,7 @@ def test_one_rank_hands_out_no_accumulator_as_a_gradient(compiled: bool) -> None
 @pytest.mark.slow
 @two_ranks
 def test_ranks_that_reduce_different_waiting_gradients_are_told_so() -> None:
-    run = start(Scenario(model=MLP, batch=rows()), fxshard_system())
+    run = start(REGRESSION, fxshard_system())
     with fxshard.no_sync(run.model):
         run.loss(0).backward()
     (first, *_) = blocks_of(cast(Any, run.model)._orig_mod)
@@ -249,7 +252,7 @@ class FailsToFinish(GraphPass):
 @two_ranks
 def test_a_variant_that_one_rank_cannot_compile_is_an_error_on_both() -> None:
     add = functools.partial(_with_pass, FailsToFinish())
-    run = start(Scenario(model=MLP, batch=rows()), fxshard_system(passes=add))
+    run = start(REGRESSION, fxshard_system(passes=add))
     expected = "not on this rank" if dist.get_rank() else "rank 1 could not compile.*not on this rank"
     with pytest.raises(FxshardError, match=f"(?s){expected}"):
         several(run, 0)

@@ -28,16 +28,9 @@ from tests.numerics.harness import (
     only_compile,
     train,
 )
+from tests.numerics.loops import remember_buffers
+from tests.numerics.microbatches import forwards_ahead, loss_of, now_and_then, set_sync, several, with_no_sync
 from tests.numerics.models import MLP, WIDTH, rows, rows_of_many_sizes
-from tests.numerics.test_accumulation import (
-    forwards_ahead,
-    loss_of,
-    now_and_then,
-    set_sync,
-    several,
-    with_no_sync,
-)
-from tests.numerics.test_parameters import remember_buffers
 from tests.pairwise import slow
 from tests.ranks import two_ranks
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor, Partial
 
 import fxshard
-from tests.numerics.harness import compile_module, full
+from tests.numerics.harness import EAGER, compile_module, full
 from tests.pairwise import slow
 from tests.ranks import two_ranks
 
@@ -61,11 +61,11 @@ def loss_of(run: nn.Module, model: Any, tokens: Tensor, chunks: int = 1) -> Tens
 def sharded(kind: type[Headless], way: str) -> tuple[nn.Module, Headless]:
     model = kind().double()
     if way == "one line":
-        return compile_module(model, {"lower": "eager"}), model
+        return compile_module(model, EAGER), model
     for block in model.blocks:
         fxshard.fully_shard(block)
         if way == "in parts":
-            block.compile(backend="fxshard", options={"lower": "eager"})
+            block.compile(backend="fxshard", options=EAGER)
     fxshard.fully_shard(model)
     if way in ("eager", "in parts"):
         return model, model

@@ -22,6 +22,7 @@ from fxshard.errors import ConfigError, FxshardError
 from fxshard.sharding.sharded_module import units_under
 from fxshard.testing import emulated_link
 from tests.numerics.harness import (
+    EAGER,
     Run,
     Scenario,
     Tools,
@@ -39,19 +40,28 @@ from tests.numerics.harness import (
     train_step,
     update,
 )
-from tests.numerics.models import MLP, Block, cross_entropy, rows, tied_gpt, tokens
-from tests.numerics.test_loop import clip_and_update, evaluate_once_in_inference_mode, scaled
-from tests.numerics.test_parameters import BatchNorm, Tables, Uneven, mlp_with_a_frozen_block, remember_buffers
-from tests.numerics.test_units import bytes_of_rows, storage_bytes
+from tests.numerics.loops import clip_and_update, evaluate_once_in_inference_mode, remember_buffers, scaled
+from tests.numerics.models import (
+    MLP,
+    BatchNorm,
+    Block,
+    Tables,
+    Uneven,
+    cross_entropy,
+    mlp_with_a_frozen_block,
+    rows,
+    tied_gpt,
+    tokens,
+)
+from tests.numerics.scenarios import SCENARIOS
 from tests.ranks import two_ranks
-
-OPTIONS = {"lower": "eager"}
+from tests.watching import bytes_of_rows, storage_bytes
 
 
 @pytest.mark.slow
 @two_ranks
 def test_shards_at_the_first_call_with_an_optimizer_built_before() -> None:
-    scenario = Scenario(model=MLP, batch=rows(), prepare=only_compile)
+    scenario = SCENARIOS["one line"]
     check(scenario)
     run = train(scenario, fxshard_system())
     assert all(isinstance(p, DTensor) for p in run.model.parameters())
@@ -65,7 +75,7 @@ def test_trains_what_the_garbage_collector_was_told_to_overlook() -> None:
     torch.manual_seed(0)
     model = MLP()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    compiled = torch.compile(model, backend="fxshard", options=dict(OPTIONS))
+    compiled = torch.compile(model, backend="fxshard", options=dict(EAGER))
     gc.collect()
     gc.freeze()
     compiled(rows()(0, 0)[0]).sum().backward()
@@ -109,7 +119,7 @@ def test_clips_the_norm_of_gradients() -> None:
 @pytest.mark.slow
 @two_ranks
 def test_scales_the_loss_and_skips_steps_that_overflow() -> None:
-    check(scaled(Scenario(model=MLP, batch=rows(), prepare=only_compile)))
+    check(scaled(SCENARIOS["one line"]))
 
 
 @pytest.mark.slow
@@ -142,7 +152,7 @@ class Scheduled:
 @two_ranks
 def test_steps_a_scheduler_and_parameter_groups() -> None:
     scheduled = Scheduled()
-    scenario = Scenario(model=MLP, batch=rows(), prepare=only_compile)
+    scenario = SCENARIOS["one line"]
     check(replace(scenario, optimizer=scheduled.optimizer, update=scheduled.update))
 
 
@@ -178,7 +188,7 @@ def forward_only(run: Run) -> Tensor:
 
 @two_ranks
 def test_refuses_a_parameter_list_taken_before_the_first_call() -> None:
-    run = start(Scenario(model=MLP, batch=rows(), prepare=only_compile), fxshard_system())
+    run = start(SCENARIOS["one line"], fxshard_system())
     taken = list(run.model.parameters())
     with pytest.raises(ConfigError, match=r"(?s)(?=.*model\.parameters\(\))(?=.*first call)(?=.*fully_shard)"):
         forward_only(run)
@@ -222,7 +232,7 @@ def test_broadcasts_the_values_of_rank_zero_with_one_warning_when_ranks_differ()
 def test_says_nothing_when_ranks_agree() -> None:
     logger, messages = logging.getLogger("fxshard"), Messages()
     logger.addHandler(messages)
-    train(Scenario(model=MLP, batch=rows(), prepare=only_compile), fxshard_system())
+    train(SCENARIOS["one line"], fxshard_system())
     logger.removeHandler(messages)
     assert messages.texts == []
 
@@ -244,7 +254,7 @@ class Holder(nn.Module):
 @two_ranks
 def test_refuses_to_step_when_only_a_submodule_was_compiled() -> None:
     model = Holder()
-    model.body = compile_module(model.body, options=OPTIONS)
+    model.body = compile_module(model.body, options=EAGER)
     optim = adamw(model.parameters())
     squared_error(model, *rows()(0, dist.get_rank())).backward()
     with pytest.raises(FxshardError, match=r"rest\.norm\.weight"):
@@ -268,7 +278,7 @@ def test_leaves_a_model_on_the_cpu_where_there_is_a_gpu(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     with emulated_link(2):
         model = MLP()
-        compile_module(model, OPTIONS)(rows()(0, 0)[0]).sum().backward()
+        compile_module(model, EAGER)(rows()(0, 0)[0]).sum().backward()
         assert {unit.mesh.device_type for unit in units_under(model)} == {"cpu"}
         torch._dynamo.reset()
 
@@ -276,7 +286,7 @@ def test_leaves_a_model_on_the_cpu_where_there_is_a_gpu(monkeypatch: pytest.Monk
 @pytest.mark.slow
 @two_ranks
 def test_takes_the_options_of_fully_shard() -> None:
-    options = {**OPTIONS, "param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "reshard_after_forward": True}
+    options = {**EAGER, "param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "reshard_after_forward": True}
     model = compile_module(MLP(), options=options)
     output = model(rows()(0, dist.get_rank())[0])
     assert output.dtype == torch.bfloat16
@@ -288,7 +298,7 @@ def test_takes_the_options_of_fully_shard() -> None:
 def test_refuses_options_of_the_one_line_path_for_a_sharded_model() -> None:
     model = MLP()
     fxshard.fully_shard(model)
-    compiled = compile_module(model, options={**OPTIONS, "param_dtype": torch.bfloat16})
+    compiled = compile_module(model, options={**EAGER, "param_dtype": torch.bfloat16})
     with pytest.raises(ConfigError, match=r"(?s)param_dtype.*fully_shard|fully_shard.*param_dtype"):
         compiled(rows()(0, 0)[0])
 
@@ -303,7 +313,7 @@ def nbytes_of(storage: StorageWeakRef) -> int:
 @pytest.mark.slow
 @two_ranks
 def test_frees_the_full_parameters_after_the_first_backward() -> None:
-    run = start(Scenario(model=MLP, batch=rows(), prepare=only_compile), fxshard_system())
+    run = start(SCENARIOS["one line"], fxshard_system())
     storages = {name: StorageWeakRef(p.untyped_storage()) for name, p in run.named_parameters().items()}
     train_step(run, 0)
     gc.collect()
@@ -313,6 +323,6 @@ def test_frees_the_full_parameters_after_the_first_backward() -> None:
 @pytest.mark.slow
 @two_ranks
 def test_gathers_the_trained_parameters_in_full() -> None:
-    run = train(Scenario(model=MLP, batch=rows(), prepare=only_compile), fxshard_system())
+    run = train(SCENARIOS["one line"], fxshard_system())
     for name, p in run.named_parameters().items():
         torch.testing.assert_close(full(p), run.params[name], rtol=0.0, atol=0.0)

@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fxshard.errors import ConfigError
 from tests.numerics.harness import (
+    EAGER,
     Run,
     Scenario,
     Tools,
@@ -28,6 +29,7 @@ from tests.numerics.harness import (
     update,
 )
 from tests.numerics.models import MLP, WIDTH, rows
+from tests.numerics.scenarios import SCENARIOS
 from tests.pairwise import slow
 from tests.ranks import two_ranks
 
@@ -41,7 +43,7 @@ def mlp(seed: int = 0) -> nn.Module:
 
 
 def compiled(model: nn.Module) -> nn.Module:
-    return compile_module(model, options={"lower": "eager"})
+    return compile_module(model, options=EAGER)
 
 
 def call(model: nn.Module) -> Tensor:
@@ -139,7 +141,7 @@ def test_updates_and_evaluates_an_averaged_model_that_is_sharded_as_well() -> No
 @pytest.mark.slow
 @two_ranks
 def test_keeps_averages_in_tensors_made_after_the_first_call() -> None:
-    run = start(Scenario(model=MLP, batch=rows(), prepare=only_compile), fxshard_system())
+    run = start(SCENARIOS["one line"], fxshard_system())
     train_step(run, 0)
     averages = {name: p.detach().clone() for name, p in run.model.named_parameters()}
     expected = {name: full(p) for name, p in averages.items()}

@@ -15,8 +15,8 @@ import fxshard
 from fxshard.cost.hardware import BUILTIN
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.pipeline import Pipeline
-from tests.numerics.harness import FSDP2, Scenario, compare, compile_module, fxshard_system, train, world_mesh
-from tests.numerics.models import MLP, rows
+from tests.numerics.harness import EAGER, FSDP2, compare, compile_module, fxshard_system, train, world_mesh
+from tests.numerics.scenarios import REGRESSION
 from tests.pairwise import slow
 from tests.ranks import two_ranks
 
@@ -31,7 +31,7 @@ same_but_for_fusion = functools.partial(compare, rtol=1e-5, atol=1e-6)
 @two_ranks
 @pytest.mark.parametrize("size", SIZES)
 def test_trains_in_buckets_of_any_size(size: str | float) -> None:
-    scenario = Scenario(model=MLP, batch=rows())
+    scenario = REGRESSION
     same_bits(train(scenario, fxshard_system(bucket=size)), train(scenario, FSDP2))
 
 
@@ -39,7 +39,7 @@ def test_trains_in_buckets_of_any_size(size: str | float) -> None:
 @two_ranks
 @pytest.mark.parametrize("size", ["auto", slow(0.0005), slow(1)])
 def test_trains_in_buckets_of_any_size_when_compiled(size: str | float) -> None:
-    scenario = Scenario(model=MLP, batch=rows())
+    scenario = REGRESSION
     same_but_for_fusion(train(scenario, fxshard_system(bucket=size, lower="inductor")), train(scenario, FSDP2))
 
 
@@ -60,7 +60,7 @@ def test_trains_where_nothing_is_copied(size: str, lower: str) -> None:
         with open(path, "w") as file:
             file.write(spec.to_json())
         system = fxshard_system(bucket=size, hardware=path, passes=cut_everything, lower=lower)
-        scenario = Scenario(model=MLP, batch=rows())
+        scenario = REGRESSION
         ours = train(scenario, system)
         graphs = [graph for graph in fxshard.compiled_graphs(ours.model) if "coalesced" in str(graph)]
         same = same_bits if lower == "eager" else same_but_for_fusion
@@ -123,7 +123,7 @@ def test_reduces_a_gradient_whose_strides_are_symbolic(dynamic: bool | None) -> 
     reference = LearnedToken()
     reference.load_state_dict(model.state_dict())
     fxshard.fully_shard(model, mesh=world_mesh())
-    compiled = compile_module(model, {"lower": "eager"}, dynamic=dynamic)
+    compiled = compile_module(model, EAGER, dynamic=dynamic)
     for length in (4, 6, 9):
         x = torch.randn(length, 8, generator=torch.Generator().manual_seed(length))
         for module in (compiled, reference):

@@ -27,35 +27,25 @@ from tests.numerics.harness import (
     start,
     train,
 )
+from tests.numerics.loops import (
+    one_backward_through_two_forwards,
+    squared_error_under_autocast,
+    two_forwards_before_two_backwards,
+)
 from tests.numerics.models import (
     GPT,
     MLP,
     WIDTH,
-    Block,
+    Broken,
     checkpointed_gpt,
     cross_entropy,
     rows,
     tokens,
     tokens_of_many_shapes,
 )
+from tests.numerics.scenarios import SCENARIOS
 from tests.pairwise import slow
 from tests.ranks import two_ranks
-
-
-class Broken(nn.Module):
-    """A graph break between two blocks, both of whose graphs read parameters of the root."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.gain = nn.Parameter(torch.ones(WIDTH))
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](x) * self.gain
-        torch._dynamo.graph_break()
-        y: Tensor = self.head(self.blocks[1](x))
-        return y
 
 
 class BrokenBetweenReads(Broken):
@@ -103,7 +93,7 @@ def loss_of_dicts(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 @two_ranks
 def test_trains_across_a_graph_break() -> None:
-    check(Scenario(model=Broken, batch=rows()))
+    check(SCENARIOS["a graph break"])
 
 
 @two_ranks
@@ -164,11 +154,6 @@ def test_draws_the_dropout_masks_that_fsdp2_draws() -> None:
     check_bitwise(Scenario(model=Dropped, batch=rows()))
 
 
-def squared_error_under_autocast(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    with torch.autocast(x.device.type, dtype=torch.bfloat16):
-        return squared_error(model, x, y)
-
-
 @two_ranks
 @pytest.mark.parametrize("reshard_after_forward", [True, None])
 def test_trains_under_bf16_autocast(reshard_after_forward: bool | None) -> None:
@@ -226,19 +211,6 @@ def test_divides_gradients_as_fsdp2_does_in_each_dtype(compiled: bool, dtype: to
     prepare = shard_and_compile if compiled else only_shard
     policy = MixedPrecisionPolicy(reduce_dtype=dtype)
     check_bitwise(Scenario(model=MLP, batch=rows(), prepare=prepare, shard_kwargs={"mp_policy": policy}))
-
-
-def two_forwards_before_two_backwards(run: Run, step: int) -> Tensor:
-    first, second = run.loss(step), run.loss(step + 10)
-    first.backward()
-    second.backward()
-    return first.detach() + second.detach()
-
-
-def one_backward_through_two_forwards(run: Run, step: int) -> Tensor:
-    loss = run.loss(step) + run.loss(step + 10)
-    loss.backward()
-    return loss
 
 
 @two_ranks

@@ -8,50 +8,11 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from tests.numerics.harness import (
-    Scenario,
-    check_against_unsharded,
-    check_bitwise,
-    check_inductor,
-    only_compile,
-)
-from tests.numerics.models import (
-    GPT,
-    MLP,
-    CheckpointedMLP,
-    ReadTwice,
-    checkpointed_gpt,
-    cross_entropy,
-    rows,
-    rows_of_many_sizes,
-    tied_gpt,
-    tokens,
-    tokens_of_many_shapes,
-)
-from tests.numerics.test_graphs import (
-    Broken,
-    one_backward_through_two_forwards,
-    squared_error_under_autocast,
-    two_forwards_before_two_backwards,
-)
-from tests.numerics.test_parameters import (
-    BatchNorm,
-    CalledTwice,
-    LoRA,
-    Scalars,
-    SelfAttention,
-    Tables,
-    TinyUnits,
-    Uneven,
-    Unused,
-    freeze_then_thaw,
-)
-from tests.numerics.test_units import compile_each_block, shard_blocks_as_one_unit, shard_nested
+from tests.numerics.harness import check_against_unsharded, check_bitwise, check_inductor
+from tests.numerics.models import CheckpointedMLP, Scalars, rows_of_many_sizes
+from tests.numerics.scenarios import REGRESSION, RESHARD, SCENARIOS, Lane, names
 from tests.ranks import two_ranks
 
-LANGUAGE = Scenario(model=GPT, batch=tokens(), loss=cross_entropy)
-REGRESSION = Scenario(model=MLP, batch=rows())
-RESHARD = {"reshard_after_forward": True}
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -64,7 +25,7 @@ def test_compiled_code_trains_a_model_with_norms() -> None:
 @pytest.mark.slow
 @two_ranks(timeout=240)
 def test_compiled_code_trains_a_tied_embedding_and_head() -> None:
-    check_inductor(replace(LANGUAGE, model=tied_gpt))
+    check_inductor(SCENARIOS["tied weights"])
 
 
 @pytest.mark.slow
@@ -89,46 +50,21 @@ def test_compiled_code_trains_on_a_batch_size_that_changes_each_step() -> None:
 @pytest.mark.slow
 @two_ranks(timeout=240)
 def test_compiled_code_trains_from_one_line() -> None:
-    check_inductor(replace(REGRESSION, prepare=only_compile))
-
-
-OTHERS = {
-    "uneven and tiny parameters": Scenario(model=Uneven, batch=rows(15, 15)),
-    "fewer rows than ranks": replace(REGRESSION, model=TinyUnits),
-    "a LoRA layer": replace(REGRESSION, model=LoRA),
-    "requires_grad changed": replace(REGRESSION, before_step=freeze_then_thaw),
-    "tables": replace(REGRESSION, model=Tables),
-    "BatchNorm": replace(REGRESSION, model=BatchNorm),
-    "a parameter read twice": replace(REGRESSION, model=ReadTwice),
-    "a module called twice": replace(REGRESSION, model=CalledTwice),
-    "unused parameters": replace(REGRESSION, model=Unused),
-    "MultiheadAttention": replace(LANGUAGE, model=SelfAttention),
-    "a graph break": replace(REGRESSION, model=Broken),
-    "activation checkpointing": replace(LANGUAGE, model=checkpointed_gpt, shard_kwargs=RESHARD),
-    "a batch and length that change": replace(LANGUAGE, batch=tokens_of_many_shapes),
-    "reshard after forward": replace(LANGUAGE, shard_kwargs=RESHARD),
-    "two forwards, two backwards": replace(REGRESSION, backward=two_forwards_before_two_backwards),
-    "two forwards, one backward": replace(REGRESSION, backward=one_backward_through_two_forwards),
-    "each block compiled alone": replace(LANGUAGE, prepare=compile_each_block),
-    "a list as one unit": replace(REGRESSION, prepare=shard_blocks_as_one_unit),
-    "units inside units": replace(LANGUAGE, prepare=shard_nested),
-    "dynamic": replace(LANGUAGE, batch=tokens_of_many_shapes, compile_kwargs={"dynamic": True, "fullgraph": True}),
-    "not dynamic": replace(LANGUAGE, batch=tokens_of_many_shapes, compile_kwargs={"dynamic": False}),
-}
+    check_inductor(SCENARIOS["one line"])
 
 
 @pytest.mark.slow
 @two_ranks(timeout=240)
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", names(Lane.RANKS_COMPILED))
 def test_compiled_code_trains_with(name: str) -> None:
-    check_inductor(OTHERS[name])
+    check_inductor(SCENARIOS[name])
 
 
 @pytest.mark.slow
 @two_ranks
-@pytest.mark.parametrize("name", [name for name in OTHERS if name != "two forwards, one backward"])
+@pytest.mark.parametrize("name", names(Lane.RANKS))
 def test_interpreted_code_computes_the_bits_of_fsdp2_in_float32_with(name: str) -> None:
-    check_bitwise(OTHERS[name])
+    check_bitwise(SCENARIOS[name])
 
 
 @pytest.mark.slow
@@ -140,4 +76,4 @@ def test_compiled_code_trains_scalar_parameters() -> None:
 @pytest.mark.slow
 @two_ranks(timeout=240)
 def test_compiled_code_trains_under_bf16_autocast() -> None:
-    check_inductor(replace(REGRESSION, loss=squared_error_under_autocast), rtol=2**-6, atol=2**-8)
+    check_inductor(SCENARIOS["autocast"], rtol=2**-6, atol=2**-8)

@@ -38,6 +38,7 @@ from tests.numerics.harness import (
     train_step,
 )
 from tests.numerics.models import MLP, WIDTH, rows
+from tests.numerics.scenarios import REGRESSION
 from tests.ranks import group_folder, two_ranks
 
 Prepare = Callable[[nn.Module, Tools], nn.Module]
@@ -238,7 +239,7 @@ def test_continues_from_a_distributed_checkpoint(prepare: Prepare) -> None:
 
 @two_ranks
 def test_gathers_a_full_state_dict_equal_to_the_unsharded_one() -> None:
-    scenario = Scenario(model=MLP, batch=rows())
+    scenario = REGRESSION
     ours, reference = (start(scenario, s) for s in (fxshard_system(dtype=torch.float64), UNSHARDED))
     state = get_model_state_dict(ours.model, options=StateDictOptions(full_state_dict=True))
     torch.testing.assert_close(state, dict(reference.model.state_dict()), rtol=0.0, atol=0.0)

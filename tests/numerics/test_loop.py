@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tests.numerics.harness import (
     FSDP2,
-    Batch,
     Run,
     Scenario,
     Tools,
     check,
     check_against_unsharded,
     compare,
-    full,
     fxshard_system,
     only_shard,
     shard_and_compile,
@@ -31,9 +26,18 @@ from tests.numerics.harness import (
     start,
     train,
     train_step,
-    update,
+)
+from tests.numerics.loops import (
+    clip_and_update,
+    evaluate,
+    evaluate_once_in_inference_mode,
+    foreach_adamw,
+    fused_adamw,
+    sgd,
+    update_and_zero,
 )
 from tests.numerics.models import MLP, WIDTH, Block, rows
+from tests.numerics.scenarios import REGRESSION, SCENARIOS
 from tests.pairwise import slow
 from tests.ranks import two_ranks
 
@@ -41,32 +45,10 @@ Prepare = Callable[[nn.Module, Tools], nn.Module]
 BOTH_WAYS = pytest.mark.parametrize("prepare", [shard_and_compile, only_shard])
 
 
-def output_of_fixed_rows(run: Run) -> Tensor:
-    x = torch.linspace(-1, 1, 3 * WIDTH, dtype=run.system.dtype, device=run.system.device).view(3, WIDTH)
-    output: Tensor = run.model(x)
-    return output.detach().clone()
-
-
-def evaluate(run: Run, step: int) -> None:
-    run.model.eval()
-    with torch.no_grad():
-        run.extra.append(output_of_fixed_rows(run))
-    run.model.train()
-    run.extra.append(output_of_fixed_rows(run))
-
-
 @two_ranks
 @BOTH_WAYS
 def test_evaluates_between_training_steps(prepare: Prepare) -> None:
     check(Scenario(model=MLP, batch=rows(), before_step=evaluate, prepare=prepare))
-
-
-def evaluate_once_in_inference_mode(run: Run, step: int) -> None:
-    if step == 0:
-        # FSDP2 gathers into buffers that it keeps, and cannot train after an inference mode has made them.
-        with torch.no_grad() if run.system.fully_shard is FSDP2.fully_shard else torch.inference_mode():
-            output = output_of_fixed_rows(run)
-        run.extra.append(output.clone())
 
 
 @two_ranks
@@ -124,12 +106,6 @@ def test_trains_on_after_an_exception_in_the_middle_of_a_step(failure: str, prep
     check(Scenario(model=MLP, batch=rows(), before_step=fail_before_the_third_step, prepare=prepare))
 
 
-def update_and_zero(run: Run) -> None:
-    run.optim.step()
-    run.optim.zero_grad(set_to_none=False)
-    assert all(full(p.grad).count_nonzero() == 0 for p in run.named_parameters().values() if p.grad is not None)
-
-
 @two_ranks
 @BOTH_WAYS
 def test_zeroes_gradients_in_place(prepare: Prepare) -> None:
@@ -149,12 +125,6 @@ def test_steps_a_compiled_optimizer() -> None:
     check_against_unsharded(Scenario(model=MLP, batch=rows(), update=update_compiled))
 
 
-def clip_and_update(run: Run, **kwargs: Any) -> None:
-    norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), max_norm=0.05, **kwargs)
-    run.extra.append(full(norm))
-    update(run)
-
-
 @two_ranks
 @pytest.mark.parametrize("foreach", [slow(True), slow(False), None])
 def test_clips_the_norm_of_gradients(foreach: bool | None) -> None:
@@ -163,64 +133,9 @@ def test_clips_the_norm_of_gradients(foreach: bool | None) -> None:
     assert all(norm > 0.05 for norm in train(scenario, fxshard_system()).extra), "nothing was clipped"
 
 
-def rows_with_an_overflow(step: int, rank: int) -> Batch:
-    x, y = rows()(step, rank)
-    if (step, rank) == (1, dist.get_world_size() - 1):
-        y[0, 0] = float("inf")
-    return x, y
-
-
-class ScaledLoop:
-    """The steps of a loop with a GradScaler."""
-
-    def __init__(self) -> None:
-        # By the run itself: the id of a run that is gone may come again, on one rank and not on the other.
-        self.scalers: dict[Run, torch.amp.GradScaler] = {}
-
-    def scaler_of(self, run: Run) -> torch.amp.GradScaler:
-        """Return the scaler of a run."""
-        return self.scalers.setdefault(
-            run, torch.amp.GradScaler(run.system.device, init_scale=2.0**10, growth_interval=2)
-        )
-
-    def backward(self, run: Run, step: int) -> Tensor:
-        """Run backward of the scaled loss."""
-        loss = run.loss(step)
-        self.scaler_of(run).scale(loss).backward()
-        return loss
-
-    def update(self, run: Run) -> None:
-        """Unscale, clip, step."""
-        scaler = self.scaler_of(run)
-        scaler.unscale_(run.optim)
-        torch.nn.utils.clip_grad_norm_(run.model.parameters(), max_norm=1.0)
-        scaler.step(run.optim)
-        scaler.update()
-        run.optim.zero_grad()
-        run.extra.append(torch.tensor(scaler.get_scale()))
-
-
-def scaled(scenario: Scenario) -> Scenario:
-    """Return the scenario with a GradScaler in its loop, and a gradient that overflows on one rank."""
-    loop = ScaledLoop()
-    return replace(scenario, batch=rows_with_an_overflow, backward=loop.backward, update=loop.update)
-
-
 @two_ranks
 def test_skips_on_all_ranks_the_step_whose_scaled_gradients_overflow_on_one() -> None:
-    check(scaled(Scenario(model=MLP, batch=rows())))
-
-
-def foreach_adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, foreach=True)
-
-
-def fused_adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
-
-
-def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, nesterov=True)
+    check(SCENARIOS["GradScaler"])
 
 
 @two_ranks
@@ -258,7 +173,7 @@ def test_trains_two_sharded_models_with_one_loss_through_both() -> None:
 
 @two_ranks
 def test_trains_two_sharded_models_in_turns() -> None:
-    scenario = Scenario(model=MLP, batch=rows())
+    scenario = REGRESSION
     runs = [start(scenario, system) for system in (fxshard_system(), fxshard_system(), FSDP2)]
     for step in range(3):
         for run in runs:

@@ -26,7 +26,8 @@ from tests.numerics.harness import (
     shard_and_compile,
     squared_error,
 )
-from tests.numerics.models import MLP, ReadOnBothSides, rows
+from tests.numerics.models import MLP, rows
+from tests.numerics.scenarios import SCENARIOS
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +51,7 @@ def test_trains_on_one_rank() -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_trains_a_unit_of_two_graphs_on_one_rank() -> None:
-    check_close(Scenario(model=ReadOnBothSides, batch=rows()))
+    check_close(SCENARIOS["a unit of two graphs"])
 
 
 def losses_of(model: nn.Module) -> list[Tensor]:

@@ -12,17 +12,8 @@ import fxshard
 from fxshard.ir import collectives, tags
 from fxshard.ir.liveness import tensors_in
 from tests import graphs
-from tests.numerics.fsdp2_order import (
-    CONFIGS,
-    RECORDED,
-    ROOT,
-    Issue,
-    in_words,
-    loss_of,
-    sharded_model,
-    unit_of_product,
-)
-from tests.numerics.harness import compile_module
+from tests.numerics.fsdp2_order import CONFIGS, RECORDED, ROOT, Issue, in_words, loss_of, sharded_model, unit_of_product
+from tests.numerics.harness import EAGER, compile_module
 from tests.pairwise import slow
 
 PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm)
@@ -61,7 +52,7 @@ SHOWN = ("two ahead, the root too", "only blocks 1 and 3")
 def test_lists_give_the_order_of_fsdp2(name: str) -> None:
     with graphs.fake_ranks(2):
         model = sharded_model(fxshard.fully_shard, CONFIGS[name].for_ours())
-        compiled = compile_module(model, {"lower": "eager"})
+        compiled = compile_module(model, EAGER)
         loss_of(compiled).backward()
         (frame,) = fxshard.explanation_of(compiled).frames
         ours = tuple(in_words(issues_in(frame.history.last(kind).graph)) for kind in ("forward", "backward"))

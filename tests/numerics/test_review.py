@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxshard
-from tests.numerics.harness import compile_module, full
+from tests.numerics.harness import EAGER, compile_module, full
 from tests.pairwise import slow
 from tests.ranks import two_ranks
-
-EAGER = {"lower": "eager"}
 
 
 class LoopWithBreak(nn.Module):

@@ -20,6 +20,7 @@ from tests.numerics.harness import (
     blocks_of,
     check,
     check_against_unsharded,
+    compile_each_block,
     fxshard_system,
     only_shard,
     shard_and_compile,
@@ -27,9 +28,8 @@ from tests.numerics.harness import (
     start,
     train_step,
 )
+from tests.numerics.microbatches import forwards_ahead, kept
 from tests.numerics.models import MLP, rows
-from tests.numerics.test_accumulation import block_by_block, forwards_ahead
-from tests.numerics.test_unsharded_cache import kept
 from tests.pairwise import slow
 from tests.ranks import two_ranks
 
@@ -98,13 +98,13 @@ def listed(model: nn.Module, tools: Tools) -> nn.Module:
 
 
 def scenario(saved: str, **kwargs: Any) -> Scenario:
-    plain = Scenario(model=functools.partial(Selective, saved), batch=rows(), prepare=block_by_block)
+    plain = Scenario(model=functools.partial(Selective, saved), batch=rows(), prepare=compile_each_block)
     return replace(plain, **kwargs)
 
 
 @two_ranks
 @pytest.mark.parametrize("saved", SAVED)
-@pytest.mark.parametrize("prepare", [block_by_block, slow(only_shard)])
+@pytest.mark.parametrize("prepare", [compile_each_block, slow(only_shard)])
 def test_trains_the_same(prepare: Callable[[nn.Module, Tools], nn.Module], saved: str) -> None:
     check(scenario(saved, prepare=prepare))
 

@@ -19,7 +19,9 @@ from fxshard.cost.hardware import BUILTIN
 from fxshard.errors import ConfigError
 from fxshard.testing import emulated_link
 from tests import graphs
+from tests.numerics.generated_code import Blocks, compiled
 from tests.numerics.harness import (
+    EAGER,
     FSDP2,
     Run,
     Scenario,
@@ -32,7 +34,6 @@ from tests.numerics.harness import (
     train,
 )
 from tests.numerics.models import MLP, rows
-from tests.numerics.test_schedule import Blocks, compiled
 from tests.pairwise import slow
 from tests.ranks import two_ranks
 
@@ -178,7 +179,7 @@ def test_groups_without_a_backend_have_twins_too() -> None:
         model = nn.Linear(4, 4)
         fxshard.fully_shard(model, mesh=link.mesh)
         model.set_separate_reduce_scatter_group()  # type: ignore[operator]
-        compile_module(model, {"lower": "eager"})(torch.ones(2, 4)).sum().backward()
+        compile_module(model, EAGER)(torch.ones(2, 4)).sum().backward()
         assert [transfer.op for transfer in link.transfers] == ["all_gather", "reduce_scatter"]
 
 
@@ -235,17 +236,18 @@ def test_compiled_code_has_the_ops_and_keeps_what_they_read(dear_copies: str) ->
     assert "fxshard.reduce_scatter_on_stream" in codes[1]
     copied, _ = compiled(Blocks(), torch.randn(8, 16), streams="side")
     assert "fxshard.copy_out" in copied[0]
-    for code in (*codes, *copied):
-        assert_kept_until_the_wait(code)
+    assert all(assert_kept_until_the_wait(code) for code in (*codes, copied[0]))
 
 
-def assert_kept_until_the_wait(code: str) -> None:
-    """Read Inductor's code line by line: what is read aside, what is deleted, what is waited for."""
+def assert_kept_until_the_wait(code: str) -> int:
+    """Read Inductor's code line by line: what side streams read, what is deleted and waited for; count their ops."""
+    num_ops = 0
     read: dict[str, list[str]] = {}  # variable -> what the op that made it reads, tensor by tensor
     for line in map(str.strip, code.splitlines()):
         name, _, value = line.partition(" = ")
-        if "fxshard.copy_out" in value or "_aside.default" in value:
+        if "fxshard.copy_out" in value or "_on_stream.default" in value:
             read[name] = [_variable(tensor) for tensor in _first_argument(value)]
+            num_ops += 1
         elif value.partition("[")[0] in read and value.endswith("]"):
             source, _, index = value[:-1].partition("[")
             read[name] = [read[source][int(index)]]
@@ -254,6 +256,7 @@ def assert_kept_until_the_wait(code: str) -> None:
             assert line[4:] not in {tensor for tensors in read.values() for tensor in tensors}, line
         elif "wait_tensor" in line:
             read.pop(_variable(_first_argument(line)[0]), None)
+    return num_ops
 
 
 def _first_argument(call: str) -> list[ast.expr]:

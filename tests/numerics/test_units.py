@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from torch.distributed.tensor import DTensor
 import fxshard
 from fxshard.errors import FxshardError
 from tests.numerics.harness import (
+    Prepare,
     Run,
     Scenario,
     Tools,
@@ -22,27 +22,22 @@ from tests.numerics.harness import (
     blocks_of,
     check,
     check_bitwise,
+    compile_each_block,
     compile_module,
     fxshard_system,
     only_shard,
     shard_and_compile,
     shard_blocks,
+    shard_nested,
     squared_error,
     train,
     world_mesh,
 )
 from tests.numerics.models import GPT, MLP, Block, cross_entropy, rows, tokens
+from tests.numerics.scenarios import REGRESSION, SCENARIOS
 from tests.pairwise import slow
 from tests.ranks import fresh_ranks, join_group, two_ranks
-
-Prepare = Callable[[nn.Module, Tools], nn.Module]
-
-
-def compile_each_block(model: nn.Module, tools: Tools) -> nn.Module:
-    shard_blocks(model, tools)
-    for block in blocks_of(model):
-        tools.compile_in_place(block)
-    return model
+from tests.watching import bytes_of_rows, storage_bytes
 
 
 def compile_and_replace_each_block(model: nn.Module, tools: Tools) -> nn.Module:
@@ -54,20 +49,6 @@ def compile_and_replace_each_block(model: nn.Module, tools: Tools) -> nn.Module:
 
 
 def shard_root_only(model: nn.Module, tools: Tools) -> nn.Module:
-    tools.shard(model)
-    return tools.compile(model)
-
-
-def shard_blocks_as_one_unit(model: nn.Module, tools: Tools) -> nn.Module:
-    tools.shard(list(blocks_of(model)))
-    tools.shard(model)
-    return tools.compile(model)
-
-
-def shard_nested(model: nn.Module, tools: Tools) -> nn.Module:
-    for block in blocks_of(model):
-        tools.shard(block.get_submodule("mlp"))
-        tools.shard(block)
     tools.shard(model)
     return tools.compile(model)
 
@@ -101,7 +82,7 @@ def test_trains_with_the_root_as_the_only_unit() -> None:
 
 @two_ranks
 def test_trains_with_a_list_of_modules_as_one_unit() -> None:
-    check(Scenario(model=MLP, batch=rows(), prepare=shard_blocks_as_one_unit))
+    check(SCENARIOS["a list as one unit"])
 
 
 @two_ranks
@@ -129,19 +110,6 @@ def test_trains_a_model_that_skips_a_unit_in_some_steps(prepare: Prepare) -> Non
 
 
 # ---- what a rank stores
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Count the bytes of the storages behind tensors, each storage once."""
-    local = (x.to_local() if isinstance(x, DTensor) else x for x in tensors)
-    storages = {s.data_ptr(): s.nbytes() for s in (x.untyped_storage() for x in local) if s.nbytes()}
-    return sum(storages.values())
-
-
-def bytes_of_rows(model: nn.Module) -> int:
-    """Count the bytes of a rank's rows of all parameters, with rows padded to a multiple of the world size."""
-    shapes = [p.shape for p in model.parameters()]
-    return sum(-(-shape[0] // dist.get_world_size()) * shape[1:].numel() * 4 for shape in shapes)
 
 
 class Storage:
@@ -228,7 +196,7 @@ def test_trains_on_a_mesh_of_one_rank(prepare: Prepare) -> None:
 @pytest.mark.slow
 @fresh_ranks
 def test_trains_in_a_new_process_group_after_the_old_one_was_destroyed() -> None:
-    scenario = Scenario(model=MLP, batch=rows())
+    scenario = REGRESSION
     check(scenario)
     dist.destroy_process_group()
     join_group("second")

@@ -25,6 +25,7 @@ from tests.numerics.harness import (
     check_bitwise,
     check_inductor,
     compare,
+    compile_each_block,
     compile_module,
     fxshard_system,
     only_shard,
@@ -33,7 +34,9 @@ from tests.numerics.harness import (
     squared_error,
     start,
     train,
+    with_a_break,
 )
+from tests.numerics.microbatches import forwards_ahead, holds, holds_any, kept, set_kept, several
 from tests.numerics.models import (
     MLP,
     WIDTH,
@@ -45,38 +48,13 @@ from tests.numerics.models import (
     tied_gpt,
     tokens,
 )
-from tests.numerics.test_accumulation import (
-    NUM_MICROBATCHES,
-    block_by_block,
-    forwards_ahead,
-    loss_of,
-    set_sync,
-    several,
-    with_a_break,
-)
+from tests.numerics.scenarios import REGRESSION
 from tests.pairwise import slow
 from tests.ranks import two_ranks
 
 
-def set_kept(model: nn.Module, kept: bool) -> None:
-    """Keep parameters unsharded after backward, where the system can."""
-    if hasattr(model, "set_reshard_after_backward"):
-        cast(ShardedModule, model).set_reshard_after_backward(not kept)
-
-
-def kept(run: Run, step: int) -> Tensor:
-    """Three microbatches, the last with gradient sync; parameters stay unsharded until then."""
-    losses = []
-    for i in range(NUM_MICROBATCHES):
-        set_sync(run.model, i == NUM_MICROBATCHES - 1)
-        set_kept(run.model, i < NUM_MICROBATCHES - 1)
-        losses.append(loss_of(run, step, i))
-        losses[-1].backward()
-    return torch.stack([loss.detach() for loss in losses]).sum()
-
-
 @two_ranks
-@pytest.mark.parametrize("prepare", [shard_and_compile, only_shard, slow(block_by_block), slow(with_a_break)])
+@pytest.mark.parametrize("prepare", [shard_and_compile, only_shard, slow(compile_each_block), slow(with_a_break)])
 def test_trains_the_same(prepare: Callable[[nn.Module, Tools], nn.Module]) -> None:
     check(Scenario(model=MLP, batch=rows(), backward=kept, prepare=prepare))
 
@@ -90,7 +68,7 @@ def test_compiled_code_trains_the_same() -> None:
 @pytest.mark.slow
 @two_ranks
 @pytest.mark.parametrize("backward", [several, forwards_ahead])
-@pytest.mark.parametrize("prepare", [block_by_block, slow(shard_and_compile)])
+@pytest.mark.parametrize("prepare", [compile_each_block, slow(shard_and_compile)])
 def test_trains_the_same_by_budget(
     prepare: Callable[[nn.Module, Tools], nn.Module], backward: Callable[[Run, int], Tensor]
 ) -> None:
@@ -277,7 +255,7 @@ def test_gathers_once_per_step() -> None:
 @pytest.mark.slow
 @two_ranks
 def test_the_graphs_say_what_is_resident() -> None:
-    run = start(Scenario(model=MLP, batch=rows()), fxshard_system(resident_gib=1))
+    run = start(REGRESSION, fxshard_system(resident_gib=1))
     several(run, 0)
     graphs = {graph.kind: graph for graph in fxshard.compiled_graphs(run.model)}
     ours = ["forward_resident", "backward_accumulate_resident", "backward_final_resident"]
@@ -288,7 +266,7 @@ def test_the_graphs_say_what_is_resident() -> None:
 
 @two_ranks
 def test_keeps_what_saves_most_within_the_budget() -> None:
-    run = start(Scenario(model=MLP, batch=rows()), fxshard_system())
+    run = start(REGRESSION, fxshard_system())
     units = units_under(cast(Any, run.model)._orig_mod)
     root, *blocks = units
     one = blocks[0].plan.unsharded_bytes
@@ -298,18 +276,10 @@ def test_keeps_what_saves_most_within_the_budget() -> None:
     assert root not in unsharded_cache.within(units, sum(unit.plan.unsharded_bytes for unit in blocks))
 
 
-def holds(run: Run) -> bool:
-    return holds_any(cast(Any, run.model)._orig_mod)
-
-
-def holds_any(model: nn.Module) -> bool:
-    return any(unsharded_cache.is_resident(unit) for unit in units_under(model))
-
-
 @pytest.mark.slow
 @two_ranks
 def test_frees_the_parameters_in_the_backward_that_reduces() -> None:
-    run = start(Scenario(model=MLP, batch=rows()), fxshard_system(resident_gib=1))
+    run = start(REGRESSION, fxshard_system(resident_gib=1))
     with fxshard.no_sync(run.model):
         run.loss(0).backward()
         assert holds(run)
@@ -321,7 +291,7 @@ def test_frees_the_parameters_in_the_backward_that_reduces() -> None:
 @two_ranks
 @pytest.mark.parametrize("free", ["reshard", "reset_iter_state"])
 def test_frees_the_parameters_when_told(free: str) -> None:
-    run = start(Scenario(model=MLP, batch=rows()), fxshard_system())
+    run = start(REGRESSION, fxshard_system())
     set_kept(run.model, True)
     run.loss(0).backward()
     assert holds(run)

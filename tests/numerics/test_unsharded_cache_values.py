@@ -21,17 +21,10 @@ from fxshard.errors import RankMismatchError, UnsupportedGraph
 from fxshard.runtime.step_hooks import Microbatches
 from fxshard.sharding.sharded_module import ShardedModule, units_under
 from fxshard.testing import emulated_link
-from tests.numerics.harness import (
-    Run,
-    Scenario,
-    blocks_of,
-    compile_module,
-    fxshard_system,
-    start,
-    train_step,
-)
+from tests.numerics.harness import EAGER, Run, blocks_of, compile_module, fxshard_system, start, train_step
+from tests.numerics.microbatches import holds, holds_any, set_kept
 from tests.numerics.models import MLP, rows
-from tests.numerics.test_unsharded_cache import holds, holds_any, set_kept
+from tests.numerics.scenarios import REGRESSION
 from tests.ranks import two_ranks
 
 
@@ -113,7 +106,7 @@ WRITES = {
 
 @two_ranks
 def test_sees_every_write() -> None:
-    runs = [start(Scenario(model=MLP, batch=rows()), fxshard_system()) for _ in range(2)]
+    runs = [start(REGRESSION, fxshard_system()) for _ in range(2)]
     for name, write in WRITES.items():
         losses = []
         for run, keeps in zip(runs, (False, True), strict=True):
@@ -131,7 +124,7 @@ def test_sees_every_write() -> None:
 
 @two_ranks
 def test_refuses_an_optimizer_step_that_would_leave_gradients_behind() -> None:
-    run = start(Scenario(model=MLP, batch=rows()), fxshard_system())
+    run = start(REGRESSION, fxshard_system())
     train_step(run, 0)
     before = [cast(DTensor, p).to_local().clone() for p in run.model.parameters()]
     with fxshard.no_sync(run.model):
@@ -149,7 +142,7 @@ def test_sees_values_that_replaced_others_as_often_as_they_were_written() -> Non
         model = nn.Linear(4, 4)
         fxshard.fully_shard(model, mesh=link.mesh)
         set_kept(model, True)
-        step, x = compile_module(model, options={"lower": "eager"}), torch.randn(2, 4)
+        step, x = compile_module(model, options=EAGER), torch.randn(2, 4)
         (unit,) = units_under(model)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -174,7 +167,7 @@ def test_two_models_may_be_resident_at_once() -> None:
         for model in models:
             fxshard.fully_shard(model, mesh=link.mesh)
             set_kept(model, True)
-            step = compile_module(model, options={"lower": "eager"})
+            step = compile_module(model, options=EAGER)
             step(torch.randn(2, 4)).sum().backward()
         for model in models:
             torch.optim.SGD(model.parameters(), lr=0.1).step()
@@ -186,9 +179,9 @@ def test_two_models_may_be_resident_at_once() -> None:
 @two_ranks
 def test_one_pair_of_hooks_watches_the_optimizers_of_all_models_and_holds_none() -> None:
     hooks = import_module("torch.optim.optimizer")._global_optimizer_post_hooks
-    run = start(Scenario(model=MLP, batch=rows()), fxshard_system(resident_gib=1))
+    run = start(REGRESSION, fxshard_system(resident_gib=1))
     before = len(hooks)
-    other = start(Scenario(model=MLP, batch=rows()), fxshard_system(resident_gib=1))
+    other = start(REGRESSION, fxshard_system(resident_gib=1))
     for each in (run, other):
         each.loss(0).backward()
     assert len(hooks) == before
@@ -202,7 +195,7 @@ def test_one_pair_of_hooks_watches_the_optimizers_of_all_models_and_holds_none()
 @pytest.mark.slow
 @two_ranks
 def test_ranks_that_keep_other_parameters_get_an_error() -> None:
-    run = start(Scenario(model=MLP, batch=rows()), fxshard_system(resident_gib=1 - dist.get_rank()))
+    run = start(REGRESSION, fxshard_system(resident_gib=1 - dist.get_rank()))
     with pytest.raises(RankMismatchError, match=r"(?s)the ranks launch different collectives.*all parameters"):
         with fxshard.no_sync(run.model):
             run.loss(0).backward()
@@ -213,7 +206,7 @@ def test_ranks_that_keep_other_parameters_get_an_error() -> None:
 def test_no_sync_holds_for_what_is_sharded_inside_beside_what_was_before() -> None:
     """The second part is sharded by its first call, inside the block; the first part was before."""
     parts = nn.ModuleDict({"first": MLP(), "second": MLP()})
-    runs = {name: compile_module(part, {"lower": "eager"}) for name, part in parts.items()}
+    runs = {name: compile_module(part, EAGER) for name, part in parts.items()}
     x, y = rows()(0, dist.get_rank())
 
     def backward(name: str) -> None:
@@ -245,9 +238,7 @@ def test_several_models_in_one_graph_end_their_backward_in_the_order_of_the_grap
 
             ended: list[Any] = []
             with mock.patch.object(Microbatches, "backward_runs", autospec=True, side_effect=ended.append):
-                cast(Any, torch.compile)(together, backend="fxshard", options={"lower": "eager"})(
-                    rows()(0, 0)[0]
-                ).backward()
+                cast(Any, torch.compile)(together, backend="fxshard", options=EAGER)(rows()(0, 0)[0]).backward()
             found = [units_under(model)[0].microbatches for model in models]
             orders.append([next(i for i, each in enumerate(found) if each is one) for one in ended])
     assert sorted(orders[0]) == [0, 1, 2, 3]

@@ -8,33 +8,19 @@ import pytest
 import torch
 from torch import fx
 
-from fxshard.errors import ConfigError, InvariantError
+from fxshard.errors import ConfigError
 from fxshard.ir import collectives, liveness, ops, tags
-from fxshard.passes._base import GraphKind, GraphPass, PassContext, Property
+from fxshard.passes._base import GraphKind, PassContext
 from fxshard.passes.assign_streams import AssignStreams
-from fxshard.passes.bucket_collectives import BucketCollectives
-from fxshard.passes.coalesce_collectives import CoalesceCollectives
-from fxshard.passes.hoist_prefetch import HoistPrefetch
-from fxshard.passes.sink_waits import SinkWaits
-from tests.graphs import EVERY_UNIT, Traced, assert_golden, run_pass, text
+from tests.graphs import EVERY_UNIT, SPLIT, Traced, assert_changes_nothing, broken_by, run_pass
 from tests.pairwise import pairwise
-from tests.passes.test_bucket_collectives import LAYER
-from tests.schedules import DEAR_COPIES, MODELS, after_passes, model_of, renumbered
+from tests.schedules import DEAR_COPIES, MODELS, SCHEDULE, SCHEDULED, after_passes, assert_schedule, model_of
 from tests.steps import assert_same_step, step
 
-SPLIT: tuple[GraphKind, GraphKind] = ("forward", "backward")
-SCHEDULE = (SinkWaits(), HoistPrefetch(depth=1))
-BEFORE: dict[str, tuple[GraphPass, ...]] = {
-    "scheduled": SCHEDULE,
-    "coalesced": (CoalesceCollectives(), *SCHEDULE),
-    "merged": (BucketCollectives(size=2 * LAYER), *SCHEDULE),
-    "split": (BucketCollectives(size=0.9 * LAYER), *SCHEDULE),
-}
 
-
-def assigned(model: str, kind: GraphKind, mode: str, before: str = "scheduled") -> tuple[fx.GraphModule, PassContext]:
+def assigned(model: str, kind: GraphKind, mode: str, before: str = "inserted") -> tuple[fx.GraphModule, PassContext]:
     """The graph after the pass, and after others that ran before it."""
-    return after_passes(model_of(model), kind, *BEFORE[before], AssignStreams(mode=mode), hardware=DEAR_COPIES)
+    return after_passes(model_of(model), kind, *SCHEDULED[before], AssignStreams(mode=mode), hardware=DEAR_COPIES)
 
 
 def on(graph: fx.Graph, stream: str) -> list[fx.Node]:
@@ -43,19 +29,19 @@ def on(graph: fx.Graph, stream: str) -> list[fx.Node]:
 
 
 @pytest.mark.parametrize("kind", SPLIT)
-@pytest.mark.parametrize(("model", "before"), [("two_layers", "scheduled"), ("mixed_precision", "coalesced")])
+@pytest.mark.parametrize(("model", "before"), [("two_layers", "inserted"), ("mixed_precision", "coalesced")])
 def test_casts_and_copies_run_aside(model: str, before: str, kind: GraphKind) -> None:
     gm, _ = assigned(model, kind, "side", before)
-    assert_golden(renumbered(gm), f"assign_streams_side_{model}_{before}_{kind}")
+    assert_schedule(gm, f"assign_streams_side_{model}_{before}_{kind}", whole=True)
 
 
 @pytest.mark.parametrize("kind", SPLIT)
 def test_off_waits_at_once(kind: GraphKind) -> None:
     gm, _ = assigned("two_layers", kind, "off")
-    assert_golden(renumbered(gm), f"assign_streams_off_{kind}")
+    assert_schedule(gm, f"assign_streams_off_{kind}")
 
 
-@pairwise(model=MODELS, before=BEFORE, kind=SPLIT)
+@pairwise(model=MODELS, before=SCHEDULED, kind=SPLIT)
 def test_off_leaves_nothing_in_flight(model: str, before: str, kind: GraphKind) -> None:
     gm, _ = assigned(model, kind, "off", before)
     for use in liveness.liveness(gm.graph).in_use:
@@ -71,20 +57,18 @@ def _computes(node: fx.Node) -> bool:
 @pytest.mark.parametrize("kind", SPLIT)
 def test_leaves_the_graph_to_the_streams_of_its_group(mode: str, kind: GraphKind) -> None:
     gm, ctx = after_passes(model_of("mixed_precision"), kind, *SCHEDULE)
-    before = text(gm)
-    assert not run_pass(AssignStreams(mode=mode), gm, ctx)
-    assert text(gm) == before
+    assert_changes_nothing(AssignStreams(mode=mode), gm, ctx)
 
 
 def test_side_has_nothing_to_do_where_parameters_are_gathered_as_they_are_stored_and_read() -> None:
-    gm, ctx = after_passes(model_of("four_layers"), "forward", *BEFORE["coalesced"], hardware=DEAR_COPIES)
+    gm, ctx = after_passes(model_of("four_layers"), "forward", *SCHEDULED["coalesced"], hardware=DEAR_COPIES)
     assert not run_pass(AssignStreams(mode="side"), gm, ctx)
 
 
-@pairwise(model=MODELS, before=BEFORE, mode=["side", "off"])
+@pairwise(model=MODELS, before=SCHEDULED, mode=["side", "off"])
 def test_changes_no_bit(model: str, before: str, mode: str) -> None:
     traced = model_of(model)
-    passes = BEFORE[before]
+    passes = SCHEDULED[before]
     found = step(traced, *passes, AssignStreams(mode=mode), hardware=DEAR_COPIES)
     assert_same_step(found, step(traced, *passes, hardware=DEAR_COPIES), rtol=0, atol=0)
 
@@ -142,22 +126,6 @@ def test_memory_says_that_copies_are_there_from_the_launch_on() -> None:
 # ---- what the verifier says to a wrong assignment
 
 
-def broken(edit: Callable[[fx.Graph], None], model: str, kind: GraphKind) -> str:
-    """The invariant that catches an edit of a graph with side streams."""
-    gm, ctx = assigned(model, kind, "side")
-
-    class Break(GraphPass):
-        requires = frozenset({Property.COLLECTIVES})
-
-        def apply(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
-            edit(gm.graph)
-            return True
-
-    with pytest.raises(InvariantError) as caught:
-        run_pass(Break(), gm, ctx)
-    return str(caught.value).split("`")[1]
-
-
 def _read_without_waiting(graph: fx.Graph) -> None:
     copy = graph.find_nodes(op="call_function", target=ops.COPY_OUT)[0]
     (wait,) = copy.users
@@ -194,4 +162,5 @@ def _write_what_is_sent(graph: fx.Graph) -> None:
 def test_a_wrong_assignment_is_caught(
     edit: Callable[[fx.Graph], None], model: str, kind: GraphKind, invariant: str
 ) -> None:
-    assert broken(edit, model, kind) == invariant
+    gm, ctx = after_passes(model_of(model), kind, *SCHEDULE, hardware=DEAR_COPIES)
+    assert broken_by(AssignStreams(mode="side"), edit, gm, ctx) == invariant

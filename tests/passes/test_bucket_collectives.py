@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -14,32 +15,13 @@ from fxshard.cost.hardware import BUILTIN
 from fxshard.errors import ConfigError
 from fxshard.ir import collectives, liveness, tags
 from fxshard.passes._base import GraphKind, PassContext
-from fxshard.passes.bucket_collectives import MIB, BucketCollectives
+from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.insert_collectives import InsertCollectives
 from tests import graphs
-from tests.graphs import Traced, assert_golden, run_pass, text
+from tests.graphs import Traced, assert_changes_nothing, assert_golden, run_pass, text
 from tests.pairwise import pairwise
+from tests.schedules import LAYER, model_of
 from tests.steps import assert_same_step, step
-
-LAYER = 20 * 4 * 2 / 2 / MIB
-"""MiB of a gathered layer: 20 floats."""
-
-
-class Layers(nn.Module):
-    """Calls `count` layers, one after the other."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(graphs.Layer() for _ in range(count))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def four_layers() -> Traced:
-    return graphs.trace(Layers(4), units=graphs.layers_of)
 
 
 def bucketed(
@@ -92,17 +74,17 @@ def test_splits_a_large_reduction() -> None:
     ],
 )
 def test_fills_buckets_up_to_the_size(size: float, expected: list[str]) -> None:
-    gm, _ = bucketed(four_layers(), "forward", size)
+    gm, _ = bucketed(model_of("four_layers"), "forward", size)
     assert gathered(gm) == expected
 
 
 def test_fills_buckets_of_reductions_in_the_order_of_backward() -> None:
-    gm, _ = bucketed(four_layers(), "backward", 3 * LAYER)
+    gm, _ = bucketed(model_of("four_layers"), "backward", 3 * LAYER)
     assert reduced(gm) == ["layers.3 layers.2 layers.1", "layers.0"]
 
 
 def test_leaves_every_unit_its_own_launch_by_default() -> None:
-    gm, ctx = bucketed(four_layers(), "forward", "unit")
+    gm, ctx = bucketed(model_of("four_layers"), "forward", "unit")
     assert gathered(gm) == ["layers.0", "layers.1", "layers.2", "layers.3"]
     assert not ctx.history.last("forward").changed
 
@@ -110,7 +92,7 @@ def test_leaves_every_unit_its_own_launch_by_default() -> None:
 def test_auto_merges_until_latency_is_a_tenth_of_the_time() -> None:
     # 2 ranks: 80 bytes take latency + 40 s; buckets of 3 layers are the first with latency below a tenth.
     link = dataclasses.replace(BUILTIN["cpu"], link_bandwidth=1.0, link_latency=13.0)
-    gm, _ = bucketed(four_layers(), "forward", "auto", hardware=link)
+    gm, _ = bucketed(model_of("four_layers"), "forward", "auto", hardware=link)
     assert gathered(gm) == ["layers.0 layers.1 layers.2", "layers.3"]
 
 
@@ -122,7 +104,7 @@ def test_auto_splits_what_takes_forty_times_the_latency() -> None:
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_stays_within_the_budget(layers: int) -> None:
-    traced = four_layers()
+    traced = model_of("four_layers")
     gm, _ = traced.at("forward", after=InsertCollectives)
     alone = max(nbytes for _, nbytes in liveness.unsharded_bytes(gm.graph))
     budget = alone + (layers - 1) * 80
@@ -143,7 +125,7 @@ def test_reduces_each_dtype_by_itself() -> None:
 
 
 def test_says_why() -> None:
-    _, ctx = bucketed(four_layers(), "forward", 2 * LAYER)
+    _, ctx = bucketed(model_of("four_layers"), "forward", 2 * LAYER)
     notes = [f"{note.node}: {note.why}" for note in ctx.history.last("forward").notes]
     assert_expected_inline(
         "\n".join(notes),
@@ -162,10 +144,8 @@ def test_refuses_what_is_no_size(size: object) -> None:
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 @pytest.mark.parametrize("size", [2 * LAYER, 0.9 * LAYER])
 def test_changes_nothing_when_run_again(kind: GraphKind, size: float) -> None:
-    gm, ctx = bucketed(four_layers(), kind, size)
-    before = text(gm)
-    assert not BucketCollectives(size=size).apply(gm, ctx)
-    assert text(gm) == before
+    gm, ctx = bucketed(model_of("four_layers"), kind, size)
+    assert_changes_nothing(BucketCollectives(size=size), gm, ctx)
 
 
 @pairwise(build=graphs.EVERY_UNIT, size=[1e-5, 100.0], world_size=[1, 4])
@@ -174,16 +154,23 @@ def test_computes_the_same_bits(build: Callable[..., Traced], size: float, world
     assert_same_step(step(traced, BucketCollectives(size=size)), step(traced), rtol=0, atol=0)
 
 
+class Frozen(nn.Module):
+    """Its first layer is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.fixed = nn.Linear(8, 17), nn.Linear(17, 8), nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.fixed(x)))  # type: ignore[no-any-return]
+
+
+@functools.cache
+def two_frozen() -> Traced:
+    return graphs.trace(nn.Sequential(Frozen(), Frozen()), units=lambda m: [*m.children(), m], width=8)
+
+
 @pytest.mark.parametrize("size", [0.0003, 0.0005, 0.001])
 def test_sends_no_shard_that_backward_does_not_read(size: float) -> None:
-    class Frozen(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down, self.fixed = nn.Linear(8, 17), nn.Linear(17, 8), nn.Linear(8, 8).requires_grad_(False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.down(self.up(self.fixed(x)))  # type: ignore[no-any-return]
-
-    traced = graphs.trace(nn.Sequential(Frozen(), Frozen()), units=lambda m: [*m.children(), m], width=8)
-    gm, _ = bucketed(traced, "backward", size)
+    gm, _ = bucketed(two_frozen(), "backward", size)
     assert gathered(gm)

@@ -19,11 +19,9 @@ from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.insert_collectives import InsertCollectives
 from tests import graphs
-from tests.graphs import Traced, assert_golden, run_pass, text
+from tests.graphs import Traced, assert_changes_nothing, assert_golden, run_pass, text
+from tests.schedules import DEAR_COPIES
 from tests.steps import assert_same_step, reference_step, step
-
-DEAR_COPIES = dataclasses.replace(BUILTIN["cpu"], gather_tensor_overhead=1e-9, reduce_tensor_overhead=1e-9)
-"""A copy of anything costs more than a tensor."""
 
 DEAR_TENSORS = dataclasses.replace(BUILTIN["cpu"], gather_tensor_overhead=1.0, reduce_tensor_overhead=1.0)
 """A tensor costs more than a copy of anything."""
@@ -168,9 +166,7 @@ def test_leaves_a_launch_of_something_else_alone_and_says_so() -> None:
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 def test_changes_nothing_when_run_again(kind: GraphKind) -> None:
     gm, ctx = coalesced(graphs.gpt(), kind, MATRICES)
-    before = text(gm)
-    assert not CoalesceCollectives().apply(gm, ctx)
-    assert text(gm) == before
+    assert_changes_nothing(CoalesceCollectives(), gm, ctx)
 
 
 @pytest.mark.parametrize("hardware", [DEAR_COPIES, MATRICES], ids=["copies", "matrices"])

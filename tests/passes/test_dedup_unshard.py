@@ -11,7 +11,7 @@ from fxshard.errors import InvariantError
 from fxshard.passes.dedup_unshard import DedupUnshard
 from fxshard.passes.pipeline import DEFAULT, Pipeline
 from tests import graphs
-from tests.graphs import Skip, Traced, assert_golden, run_pass, text
+from tests.graphs import Skip, Traced, assert_changes_nothing, assert_golden, run_pass, text
 from tests.steps import assert_same_step, step
 
 
@@ -48,16 +48,12 @@ def test_reads_a_module_that_is_called_twice_at_each_call() -> None:
 
 def test_changes_nothing_when_run_again() -> None:
     gm, ctx = graphs.read_twice().at("joint", after=DedupUnshard)
-    before = text(gm)
-    assert not run_pass(DedupUnshard(), gm, ctx)
-    assert text(gm) == before
+    assert_changes_nothing(DedupUnshard(), gm, ctx)
 
 
 def test_leaves_a_graph_alone_that_reads_each_parameter_once() -> None:
     gm, ctx = graphs.two_layers().at("joint")
-    before = text(gm)
-    assert not run_pass(DedupUnshard(), gm, ctx)
-    assert text(gm) == before
+    assert_changes_nothing(DedupUnshard(), gm, ctx)
 
 
 def test_wants_a_graph_with_markers() -> None:

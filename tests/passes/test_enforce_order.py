@@ -12,14 +12,9 @@ from fxshard.ir import ops, tags
 from fxshard.ir.text import graph_text
 from fxshard.passes._base import GraphKind, PassContext
 from fxshard.passes.enforce_order import EnforceOrder
-from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.passes.pin_order import PinOrder
-from fxshard.passes.sink_waits import SinkWaits
-from tests.graphs import assert_golden, run_pass, text
-from tests.schedules import MODELS, after_passes, model_of, renumbered
-
-SPLIT: tuple[GraphKind, GraphKind] = ("forward", "backward")
-SCHEDULE = (SinkWaits(), HoistPrefetch(depth=1))
+from tests.graphs import SPLIT, run_pass, text
+from tests.schedules import MODELS, SCHEDULE, after_passes, assert_schedule, model_of
 
 
 def wrapped(graph: fx.Graph) -> list[fx.Node]:
@@ -30,7 +25,7 @@ def wrapped(graph: fx.Graph) -> list[fx.Node]:
 @pytest.mark.parametrize("kind", SPLIT)
 def test_pins_become_dependencies(kind: GraphKind) -> None:
     gm, _ = after_passes(model_of("two_layers"), kind, *SCHEDULE, PinOrder(), EnforceOrder())
-    assert_golden(renumbered(gm), f"enforce_order_{kind}")
+    assert_schedule(gm, f"enforce_order_{kind}", whole=True)
 
 
 @pytest.mark.parametrize("kind", SPLIT)

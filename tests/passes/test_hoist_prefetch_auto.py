@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -65,6 +66,7 @@ def auto(traced: Traced, hardware: HardwareSpec, **context: Any) -> str:
     return "\n".join(f"{note.node}: {note.why}" for note in ctx.notes)
 
 
+@functools.cache
 def thin_and_wide(num_wide: int = 1) -> Traced:
     return trace(WideAfterThin(num_wide), units=layers_of)
 

@@ -22,6 +22,7 @@ from fxshard.runtime.prefetcher import Prefetcher
 from fxshard.runtime.unsharded_cache import Gathered
 from fxshard.sharding.sharded_module import ShardedModule, units_under
 from fxshard.testing import EmulatedLink
+from tests.numerics.harness import EAGER
 from tests.pairwise import slow
 
 WORDS = {"unshard": "ag", "wait": "w", "reduce": "rs"}
@@ -141,7 +142,7 @@ def test_follows_lists_from_graph_to_graph(link: EmulatedLink) -> None:
 def test_hands_over_where_a_model_breaks_into_graphs(link: EmulatedLink) -> None:
     model = sharded(link)
     model.breaks = True
-    model.compile(backend="fxshard", options={"lower": "eager"})
+    model.compile(backend="fxshard", options=EAGER)
     forward, _ = issued(warm(model))
     assert forward == "ag0 ag1 w0 c ag2 w1 c ag3 w2 c w3 c"
 

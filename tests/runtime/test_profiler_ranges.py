@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from fxshard import fully_shard, torch_private
 from fxshard.runtime import profiler_ranges
 from fxshard.testing import EmulatedLink
+from tests.numerics.harness import EAGER
 
 Step = Callable[[], Tensor]
 
@@ -112,7 +113,7 @@ def test_a_collective_of_the_users_code_gets_no_range(link: EmulatedLink) -> Non
         everything: Tensor = _functional_collectives.all_gather_tensor(model(x), 0, (link.mesh, 0))
         return everything.sum()
 
-    compiled = torch.compile(step, backend="fxshard", options={"lower": "eager"})
+    compiled = torch.compile(step, backend="fxshard", options=EAGER)
     with torch.no_grad():
         compiled(torch.ones(2, 8))
         found = ranges_of(lambda: compiled(torch.ones(2, 8)))
@@ -125,7 +126,7 @@ def test_a_graph_with_a_higher_order_op_runs_under_a_profiler(link: EmulatedLink
             y = super().forward(x)
             return cast(Tensor, torch.cond(y.sum() > 0, torch.sin, torch.cos, (y,)))
 
-    compiled = torch.compile(fully_shard(Chooses(8, 8), mesh=link.mesh), backend="fxshard", options={"lower": "eager"})
+    compiled = torch.compile(fully_shard(Chooses(8, 8), mesh=link.mesh), backend="fxshard", options=EAGER)
     with torch.no_grad():
         compiled(torch.ones(2, 8))
         found = ranges_of(lambda: compiled(torch.ones(2, 8)))

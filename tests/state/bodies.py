@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import fxshard
-from tests.numerics.models import MLP, WIDTH, tied_gpt
-from tests.numerics.test_parameters import Scalars, Tables, Uneven
+from tests.numerics.models import MLP, WIDTH, Scalars, Tables, Uneven, tied_gpt
 
 GLOBAL_ROWS = 8
 

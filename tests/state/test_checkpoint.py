@@ -16,8 +16,9 @@ import torch
 import fxshard
 from fxshard.errors import CheckpointError, ConfigError
 from fxshard.state import checkpoint_dir
-from tests.numerics.harness import Run, Scenario, adamw, fxshard_system, only_compile, start, train_step
-from tests.numerics.models import MLP, cross_entropy, rows, tied_gpt, tokens
+from tests.numerics.harness import Run, Scenario, adamw, fxshard_system, start, train_step
+from tests.numerics.models import MLP, rows
+from tests.numerics.scenarios import REGRESSION, SCENARIOS, Lane, names
 from tests.pairwise import slow
 from tests.ranks import two_ranks
 from tests.state import bodies, processes
@@ -85,15 +86,6 @@ def test_the_model_alone_can_be_saved_and_loaded() -> None:
             assert_same_state(state_of(other), expected)
 
 
-SCENARIO = Scenario(model=MLP, batch=rows())
-SCENARIOS: dict[str, Scenario] = {
-    "blocks": SCENARIO,
-    "one-line": Scenario(model=MLP, batch=rows(), prepare=only_compile),
-    "tied": Scenario(model=tied_gpt, batch=tokens(), loss=cross_entropy),
-    "momentum": Scenario(model=MLP, batch=rows(), optimizer=lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9)),
-}
-
-
 def fresh(scenario: Scenario, lower: str, seed: int) -> Run:
     """A run whose weights are those of `seed`."""
     torch._dynamo.reset()
@@ -106,7 +98,9 @@ def fresh(scenario: Scenario, lower: str, seed: int) -> Run:
 
 @pytest.mark.slow
 @two_ranks
-@pytest.mark.parametrize("name", [name if name in ("one-line", "momentum") else slow(name) for name in SCENARIOS])
+@pytest.mark.parametrize(
+    "name", [name if name in ("one line", "SGD with momentum") else slow(name) for name in names(Lane.RESUMED)]
+)
 def test_a_run_that_was_broken_off_goes_on_as_if_it_had_not_been(name: str) -> None:
     scenario = SCENARIOS[name]
     unbroken, first = fresh(scenario, "eager", 0), fresh(scenario, "eager", 0)
@@ -127,11 +121,11 @@ def test_a_run_that_was_broken_off_goes_on_as_if_it_had_not_been(name: str) -> N
 @pytest.mark.slow
 @two_ranks
 def test_a_model_of_the_one_line_form_can_be_saved_before_its_first_call() -> None:
-    run = fresh(SCENARIOS["one-line"], "eager", 0)
+    run = fresh(SCENARIOS["one line"], "eager", 0)
     with shared_folder() as folder:
         fxshard.save_checkpoint(folder / "a", run.model, run.optim)
         train_step(run, 0)
-        other = fresh(SCENARIO, "eager", 1)
+        other = fresh(REGRESSION, "eager", 1)
         fxshard.load_checkpoint(folder / "a", other.model, other.optim)
         train_step(other, 0)
     assert_same_state(state_of(other.model, other.optim), state_of(run.model, run.optim))
@@ -141,7 +135,7 @@ def test_a_model_of_the_one_line_form_can_be_saved_before_its_first_call() -> No
 @two_ranks
 @pytest.mark.parametrize("resident", [slow(False), True])
 def test_compiled_code_goes_on_with_what_is_loaded_under_it(resident: bool) -> None:
-    run = fresh(SCENARIO, "inductor", 0)
+    run = fresh(REGRESSION, "inductor", 0)
     if resident:
         cast(fxshard.ShardedModule, run.model).set_reshard_after_backward(False)
     with shared_folder() as folder:
@@ -156,7 +150,7 @@ def test_compiled_code_goes_on_with_what_is_loaded_under_it(resident: bool) -> N
 
 @two_ranks
 def test_a_compiled_model_and_one_that_is_not_read_each_other() -> None:
-    run = fresh(SCENARIO, "eager", 0)
+    run = fresh(REGRESSION, "eager", 0)
     train_step(run, 0)
     plain = start(Scenario(model=MLP, batch=rows(), optimizer=adamw), fxshard_system())
     plain.model = plain.model._orig_mod  # type: ignore[assignment]

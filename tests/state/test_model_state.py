@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import fxshard
+from tests.numerics.harness import EAGER
 from tests.ranks import two_ranks
 from tests.state.states import adamw, assert_same, net, sharded, take_steps, take_steps_of_all
 
@@ -53,7 +54,7 @@ def test_a_gather_of_the_old_values_is_not_used() -> None:
     model: Any = sharded(net())
     plain = net(seed=1)
     tokens = torch.arange(6)
-    compiled: Any = torch.compile(model.eval(), backend="fxshard", options={"lower": "eager"})
+    compiled: Any = torch.compile(model.eval(), backend="fxshard", options=EAGER)
     compiled(tokens)
     model.unshard()
     fxshard.load_full_state_dict(compiled, on_first(plain.state_dict()))
@@ -151,7 +152,7 @@ def test_what_one_of_fsdp2_and_fxshard_trained_the_other_takes(is_ours: bool) ->
 def test_training_goes_on_on_another_number_of_ranks(is_compiled: bool) -> None:
     model: Any = sharded(net().double())
     optim = adamw(model)
-    called: Any = torch.compile(model, backend="fxshard", options={"lower": "eager"}) if is_compiled else model
+    called: Any = torch.compile(model, backend="fxshard", options=EAGER) if is_compiled else model
     take_steps(called, optim, steps=5)
     weights = fxshard.full_state_dict(called, recipient_rank=None)
     state = fxshard.full_optim_state_dict(called, optim, recipient_rank=None)

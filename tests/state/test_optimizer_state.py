@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import fxshard
+from tests.numerics.harness import EAGER
 from tests.ranks import two_ranks
 from tests.state.helpers import refused
 from tests.state.states import adamw, assert_same, net, sharded, take_steps, trained, two_groups
@@ -334,7 +335,7 @@ def test_units_may_be_on_fewer_ranks() -> None:
 def test_a_compiled_model_will_do() -> None:
     model, optim = sharded_by_adamw()
     expected = fxshard.full_optim_state_dict(model, optim, keys="fqn")
-    compiled = torch.compile(model, backend="fxshard", options={"lower": "eager"})
+    compiled = torch.compile(model, backend="fxshard", options=EAGER)
     assert_same(fxshard.full_optim_state_dict(compiled, optim, keys="fqn"), expected)  # type: ignore[arg-type]
 
 
@@ -343,7 +344,7 @@ def test_the_one_line_form_takes_it_before_the_first_call() -> None:
     _, reference = trained()
     model = net()
     optim = adamw(model)
-    compiled: Any = torch.compile(model, backend="fxshard", options={"lower": "eager"})
+    compiled: Any = torch.compile(model, backend="fxshard", options=EAGER)
     fxshard.load_full_optim_state_dict(compiled, optim, on_first(reference.state_dict()))
     assert_same(fxshard.full_optim_state_dict(compiled, optim), on_first(reference.state_dict()))
     compiled(torch.arange(4)).sum().backward()

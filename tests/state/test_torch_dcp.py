@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 import fxshard
 from tests.numerics.harness import Scenario, fxshard_system, only_compile, shard_and_compile, start, train_step
 from tests.numerics.models import MLP, rows
+from tests.numerics.scenarios import REGRESSION
 from tests.pairwise import slow
 from tests.ranks import two_ranks
 from tests.state import processes
@@ -87,7 +88,7 @@ def test_a_compiled_model_goes_on_with_what_is_loaded(prepare: Any, lower: str) 
 @pytest.mark.slow
 @two_ranks
 def test_a_compiled_model_and_one_that_is_not_read_each_other() -> None:
-    run = start(Scenario(model=MLP, batch=rows()), fxshard_system())
+    run = start(REGRESSION, fxshard_system())
     train_step(run, 0)
     model = fxshard.fully_shard(MLP())
     optim = torch.optim.AdamW(model.parameters())

@@ -12,14 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from fxshard.errors import ConfigError
 from fxshard.testing import EmulatedLink, Transfer, emulated_link
-
-W = 4
-OPS: Any = torch.ops._c10d_functional
-TIMED: dict[str, Any] = {"gigabytes_per_s": 10.0, "latency_us": 20.0}
+from tests.testing.link import OPS, TIMED, W, group_name, ramp
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # names that torch 2.11 has
 
@@ -35,15 +31,6 @@ def link(request: pytest.FixtureRequest) -> Iterator[EmulatedLink]:
 def name(link: EmulatedLink) -> Any:
     """Of the default group."""
     return group_name()
-
-
-def group_name() -> Any:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD.group_name
-
-
-def ramp(*shape: int) -> Tensor:
-    return torch.arange(1.0, math.prod(shape) + 1).view(shape)
 
 
 # ---- data

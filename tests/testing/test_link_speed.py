@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fxshard.errors import ConfigError
 from fxshard.testing import emulated_link
-from tests.testing.test_emulated_link import TIMED, W, ramp
+from tests.testing.link import TIMED, W, ramp
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # names that torch 2.11 has
 

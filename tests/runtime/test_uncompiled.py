@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxshard
 from fxshard.runtime import uncompiled
-from tests.numerics.harness import compile_module
+from tests.numerics.harness import EAGER, compile_module
 
 WIDTH = 4
 
@@ -97,7 +97,7 @@ def train(model: nn.Module, steps: int = 2) -> None:
 
 
 def train_compiled(model: nn.Module) -> None:
-    train(compile_module(model, options={"lower": "eager"}))
+    train(compile_module(model, options=EAGER))
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -138,7 +138,7 @@ def test_names_a_sharded_module_of_torchs_own(mesh: DeviceMesh, caplog: pytest.L
 
 
 def test_compiles_no_more_than_without_the_warning(mesh: DeviceMesh) -> None:
-    compiled = compile_module(sharded(mesh, Experts()), options={"lower": "eager"})
+    compiled = compile_module(sharded(mesh, Experts()), options=EAGER)
     train(compiled, 1)
     with torch._dynamo.config.patch(error_on_recompile=True):
         train(compiled, 2)
@@ -200,7 +200,7 @@ def test_says_nothing_of_a_forward_that_a_backward_runs_again(
         for _ in range(2):  # Dynamo gives up on it, and then finds the frames that the backward runs
             forward(x).backward()
 
-    torch.compile(step, backend="fxshard", options={"lower": "eager"})(torch.randn(6, WIDTH, requires_grad=True))
+    torch.compile(step, backend="fxshard", options=EAGER)(torch.randn(6, WIDTH, requires_grad=True))
     assert said(caplog) == []
 
 
@@ -225,7 +225,7 @@ def test_says_nothing_of_reads_outside_of_forward(mesh: DeviceMesh, caplog: pyte
             found.append(layer.weight.detach().norm() + x)
         return found
 
-    torch.compile(norms, backend="fxshard", options={"lower": "eager"})(torch.ones(()))
+    torch.compile(norms, backend="fxshard", options=EAGER)(torch.ones(()))
     assert said(caplog) == []
 
 
@@ -238,7 +238,7 @@ def test_says_nothing_in_explain(mesh: DeviceMesh, caplog: pytest.LogCaptureFixt
         return x
 
     model = sharded(mesh, Doing(loop))
-    fxshard.explain(model, torch.randn(6, WIDTH), options={"lower": "eager"})
+    fxshard.explain(model, torch.randn(6, WIDTH), options=EAGER)
     assert said(caplog) == []
     train_compiled(model)
     assert len(said(caplog)) == 1

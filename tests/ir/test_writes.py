@@ -15,10 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from fxshard import explain, fully_shard
 from fxshard.errors import UnsupportedGraph
 from fxshard.ir import writes
-from tests.numerics.harness import compile_module
+from tests.numerics.harness import EAGER, compile_module
 from tests.ranks import two_ranks
 
-EAGER = {"lower": "eager"}
 REFUSED = r"(?s)changed in place.*weight.*after the optimizer's step"
 
 

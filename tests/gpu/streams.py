@@ -1,6 +1,6 @@
 """Order and overlap of a step on the emulated link, and optimizers with a stream of their own.
 
-Plain functions of a device, as in `scenarios.py`. `trace.py` reads what the profiler recorded.
+Plain functions of a device, as in `checks.py`. `trace.py` reads what the profiler recorded.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from torch.profiler import ProfilerActivity, profile
 
 import fxshard
 from fxshard.sharding.sharded_module import ShardedModule
-from tests.gpu.scenarios import BF16, REGRESSION
+from tests.gpu.checks import BF16
 from tests.gpu.trace import Event, Span, Work, hidden_share, issued, kernels, products, transfers, units_beside
 from tests.numerics.fsdp2_order import SizedBlock
 from tests.numerics.harness import Run, compare, fxshard_system, start, train, world_mesh
+from tests.numerics.scenarios import REGRESSION
 
 SLEEP: Final = "spin_kernel"
 """Part of the name of the kernel of `torch.cuda._sleep`."""

@@ -12,18 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fxshard import fully_shard
 from fxshard.errors import ConfigError
 from fxshard.options import parse
-from tests.numerics.harness import compile_module
+from tests.numerics.harness import EAGER, compile_module, sharded_mlp
 from tests.numerics.models import MLP, WIDTH
 
 
 def call(model: nn.Module, options: dict[str, Any]) -> None:
-    compile_module(model, options={"lower": "eager", **options})(torch.ones(2, WIDTH))
-
-
-def sharded_mlp(mesh: DeviceMesh) -> nn.Module:
-    model = MLP()
-    fully_shard(model, mesh=mesh)
-    return model
+    compile_module(model, options={**EAGER, **options})(torch.ones(2, WIDTH))
 
 
 @pytest.mark.parametrize(

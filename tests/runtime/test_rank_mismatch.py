@@ -20,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fxshard import ConfigError, RankMismatchError, fully_shard
 from fxshard.compile import backend
 from tests.numerics.harness import (
+    EAGER,
     Batch,
     Run,
     Scenario,
@@ -234,7 +235,7 @@ def test_a_rank_whose_compilation_is_refused_tells_the_others_why() -> None:
 def slow_on_rank_1(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """Compile, but take longer for it than a collective may."""
     time.sleep(5.0 * dist.get_rank())
-    return backend.fxshard(gm, inputs, options={"lower": "eager"})
+    return backend.fxshard(gm, inputs, options=EAGER)
 
 
 @pytest.mark.commands

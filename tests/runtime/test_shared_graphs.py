@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fxshard import RankMismatchError, fully_shard
-from tests.numerics.harness import full
+from tests.numerics.harness import EAGER, full
 from tests.ranks import two_ranks
 
 WIDTH = 4
@@ -42,7 +42,7 @@ def sharded_experts() -> Experts:
     model = Experts().double()
     for expert in model.experts:
         fully_shard(expert)
-        expert.compile(backend="fxshard", options={"lower": "eager"})
+        expert.compile(backend="fxshard", options=EAGER)
     return fully_shard(model)
 
 
@@ -108,7 +108,7 @@ def test_parts_of_units_that_lie_elsewhere_in_their_units_do_not_share_a_graph(f
             (each.first, each.second)[i].requires_grad_(False)
     for model in models:
         fully_shard(model)
-        model.last.compile(backend="fxshard", options={"lower": "eager"})
+        model.last.compile(backend="fxshard", options=EAGER)
     x = torch.randn(3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for ours, theirs in zip(models, plain, strict=True):
         expected = theirs(x)

@@ -15,6 +15,7 @@ from fxshard.passes._base import GraphPass
 from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from tests import graphs
+from tests.numerics.harness import EAGER
 from tests.steps import assert_same_step, reference_step, step
 
 WIDTH = 4
@@ -70,5 +71,5 @@ def test_tells_two_models_with_the_same_names_apart(mesh: DeviceMesh) -> None:
         y: Tensor = models[0](x) + models[1](x)
         return y
 
-    torch.compile(both, backend="fxshard", options={"lower": "eager"})(torch.ones(2, 4)).sum().backward()
+    torch.compile(both, backend="fxshard", options=EAGER)(torch.ones(2, 4)).sum().backward()
     assert all(p.grad is not None for model in models for p in model.parameters())

@@ -8,30 +8,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxshard import fully_shard
 from fxshard.errors import ConfigError, FxshardError, UnsupportedGraph
-from tests.numerics.harness import compile_module
-from tests.numerics.models import MLP, WIDTH
+from tests.numerics.harness import EAGER, compile_module, loss_on_ones, sharded_mlp
+from tests.numerics.models import WIDTH
 from tests.pairwise import slow
 
-EAGER = {"lower": "eager"}
 BOTH_WAYS = pytest.mark.parametrize("compiled", [True, False])
-
-
-def sharded_mlp(mesh: DeviceMesh, *, compiled: bool) -> nn.Module:
-    model = MLP()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return compile_module(model, options=EAGER) if compiled else model
-
-
-def loss_of(model: nn.Module, rows: int = 2) -> Tensor:
-    loss: Tensor = model(torch.ones(rows, WIDTH)).square().mean()
-    return loss
 
 
 @BOTH_WAYS
@@ -42,7 +27,7 @@ def test_refuses_to_copy_a_sharded_module(
     model = sharded_mlp(mesh, compiled=compiled)
     with pytest.raises(ConfigError, match=r"(?s)(deepcopy|pickl).*state_dict"):
         duplicate(model)
-    loss_of(model).backward()
+    loss_on_ones(model).backward()
 
 
 def test_refuses_to_copy_a_child_of_a_sharded_module(mesh: DeviceMesh) -> None:
@@ -54,7 +39,7 @@ def test_refuses_to_copy_a_child_of_a_sharded_module(mesh: DeviceMesh) -> None:
 @pytest.mark.parametrize("lower", ["eager", slow("inductor")])
 def test_refuses_to_keep_the_graph_for_a_second_backward(mesh: DeviceMesh, lower: str) -> None:
     model = compile_module(sharded_mlp(mesh, compiled=False), options={"lower": lower})
-    loss = loss_of(model)
+    loss = loss_on_ones(model)
     with pytest.raises(UnsupportedGraph, match=r"(?s)retain_graph.*forward again"):
         loss.backward(retain_graph=True)
     assert all(p.grad is None for p in model.parameters())
@@ -77,7 +62,7 @@ def test_refuses_to_differentiate_a_gradient_through_a_compiled_graph(mesh: Devi
 def test_refuses_autograd_grad_with_respect_to_sharded_parameters(mesh: DeviceMesh, compiled: bool) -> None:
     # The graph holds the flat shards, not the parameters, so torch itself refuses before any graph runs.
     model = sharded_mlp(mesh, compiled=compiled)
-    loss = loss_of(model)
+    loss = loss_on_ones(model)
     with pytest.raises(RuntimeError, match="not have been used in the graph"):
         torch.autograd.grad(loss, list(model.parameters()))
 
@@ -96,7 +81,7 @@ def test_refuses_compiled_autograd(mesh: DeviceMesh) -> None:
         torch._dynamo.config.patch(compiled_autograd=True),
         pytest.raises(FxshardError, match=r"(?i)compiled.autograd"),
     ):
-        loss_of(model).backward()
+        loss_on_ones(model).backward()
 
 
 def test_refuses_to_fall_back_to_eager_at_the_recompile_limit(mesh: DeviceMesh) -> None:
@@ -104,7 +89,7 @@ def test_refuses_to_fall_back_to_eager_at_the_recompile_limit(mesh: DeviceMesh) 
 
     def train_on_many_shapes() -> None:
         for rows in range(2, 6):
-            loss_of(model, rows).backward()
+            loss_on_ones(model, rows).backward()
 
     with (
         torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=False),
@@ -117,8 +102,8 @@ def test_refuses_to_fall_back_to_eager_at_the_recompile_limit(mesh: DeviceMesh) 
 def test_refuses_a_backward_after_the_parameters_have_changed(mesh: DeviceMesh, compiled: bool) -> None:
     model = sharded_mlp(mesh, compiled=compiled)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    loss_of(model).backward()
-    loss = loss_of(model)
+    loss_on_ones(model).backward()
+    loss = loss_on_ones(model)
     optim.step()
     with pytest.raises(FxshardError, match=r"(?s)changed between forward and backward"):
         loss.backward()
@@ -130,4 +115,4 @@ def test_refuses_assigned_data_whose_values_torch_drops(mesh: DeviceMesh, compil
     weight = dict(model.named_parameters())["_orig_mod.head.weight" if compiled else "head.weight"]
     weight.data = weight.data * 0.5
     with pytest.raises(ConfigError, match=r"(?s)head\.weight.*data.*copy_"):
-        loss_of(model)
+        loss_on_ones(model)

@@ -1,6 +1,6 @@
 """Steps that are captured as CUDA graphs once and replayed, with accumulation too.
 
-Plain functions of a device, as in `scenarios.py`; on the CPU nothing is captured.
+Plain functions of a device, as in `checks.py`; on the CPU nothing is captured.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from tests.gpu.scenarios_steady import Sizes, make_trainer
+from tests.gpu.steady import Sizes, make_trainer
 from tests.numerics.harness import full
 
 WARMUP: Final = 4

@@ -11,20 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
 
-from fxshard import fully_shard
 from fxshard.errors import ConfigError, UnsupportedGraph
-from tests.numerics.harness import compile_module
+from tests.numerics.harness import EAGER, compile_module, sharded_mlp
 from tests.numerics.models import MLP, WIDTH
 
-EAGER = {"lower": "eager"}
 COMPUTED = r"(?s)head.weight is sharded.*was computed \(MulBackward0.*not sharded"
-
-
-def sharded(mesh: DeviceMesh) -> nn.Module:
-    model = MLP()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
 
 
 def scaled(model: nn.Module) -> dict[str, Tensor]:
@@ -33,7 +24,7 @@ def scaled(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_refuses_parameters_that_were_computed(compiled: bool, mesh: DeviceMesh) -> None:
-    model = sharded(mesh)
+    model = sharded_mlp(mesh)
     run = compile_module(model, options=EAGER) if compiled else model
     with pytest.raises(ConfigError, match=COMPUTED):
         functional_call(run, scaled(run), (torch.ones(2, WIDTH),))
@@ -42,7 +33,7 @@ def test_refuses_parameters_that_were_computed(compiled: bool, mesh: DeviceMesh)
 
 
 def test_refuses_computed_parameters_of_blocks_that_are_compiled_alone(mesh: DeviceMesh) -> None:
-    model = sharded(mesh)
+    model = sharded_mlp(mesh)
     for block in cast(MLP, model).blocks:
         block.compile(backend="fxshard", options=EAGER)
     with pytest.raises(ConfigError, match=COMPUTED):
@@ -53,7 +44,7 @@ def test_refuses_computed_parameters_of_blocks_that_are_compiled_alone(mesh: Dev
 def test_refuses_parameters_that_are_replaced_inside_of_a_compiled_function(
     values_of: Callable[[nn.Module], Any], mesh: DeviceMesh
 ) -> None:
-    model = sharded(mesh)
+    model = sharded_mlp(mesh)
     values = values_of(model)
 
     def step(x: Tensor) -> Any:
@@ -66,7 +57,7 @@ def test_refuses_parameters_that_are_replaced_inside_of_a_compiled_function(
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gives_leaves_that_stand_in_for_parameters_their_gradients(compiled: bool, mesh: DeviceMesh) -> None:
-    model = sharded(mesh)
+    model = sharded_mlp(mesh)
     run = compile_module(model, options=EAGER) if compiled else model
     leaves = {name: p.detach().clone().requires_grad_() for name, p in run.named_parameters()}
     functional_call(run, leaves, (torch.ones(2, WIDTH),)).sum().backward()

@@ -1,6 +1,6 @@
 """Steps whose freed memory is written to at once compute what they compute without.
 
-Plain functions of a device, as in `scenarios.py`.
+Plain functions of a device, as in `checks.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.gpu.scenarios_steady import Sizes, make_trainer
+from tests.gpu.steady import Sizes, make_trainer
 from tests.numerics.harness import full
 from tests.watching import plain_tensors, watched
 

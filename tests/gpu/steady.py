@@ -1,6 +1,6 @@
 """Steps that repeat: they synchronise with nothing, and allocate alike.
 
-Plain functions of a device, as in `scenarios.py`. What only CUDA can tell is measured where there is CUDA; what is made
+Plain functions of a device, as in `checks.py`. What only CUDA can tell is measured where there is CUDA; what is made
 of it (`unsteady`) is a function of its own.
 """
 
@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 import fxshard
 from tests.numerics.harness import adamw, blocks_of, squared_error, world_mesh
+from tests.numerics.microbatches import set_sync
 from tests.numerics.models import MLP
-from tests.numerics.test_accumulation import set_sync
 
 STREAMS: Final = ("nccl", "side", "off")
 """What the option `streams` may be, besides "auto"."""

@@ -1,4 +1,4 @@
-"""The operators of our own; plain functions of a device, as in `scenarios.py`."""
+"""The operators of our own; plain functions of a device, as in `checks.py`."""
 
 from __future__ import annotations
 

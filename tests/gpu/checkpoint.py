@@ -9,8 +9,8 @@ from typing import Final
 import torch
 
 import fxshard
-from tests.gpu.scenarios import REGRESSION
 from tests.numerics.harness import Run, assert_close, full, fxshard_system, start, train_step
+from tests.numerics.scenarios import REGRESSION
 
 
 def _through_a_folder(run: Run, folder: Path) -> Callable[[Run], None]:

@@ -7,17 +7,16 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fxshard import fully_shard
 from fxshard.errors import UnsupportedGraph
-from tests.numerics.harness import compile_module
+from tests.numerics.harness import EAGER, compile_module, loss_on_ones, sharded_mlp
 from tests.numerics.models import MLP, WIDTH
 
-EAGER = {"lower": "eager"}
 STALE = "were changed between forward and backward"
 Change = Callable[[nn.Module], object]
 
@@ -79,30 +78,18 @@ CHANGES = {
 }
 
 
-def sharded(mesh: DeviceMesh) -> nn.Module:
-    model = MLP()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-def loss_of(model: nn.Module) -> Tensor:
-    loss: Tensor = model(torch.ones(2, WIDTH)).square().mean()
-    return loss
-
-
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_refuses_a_backward_after_parameters_were(change: str, compiled: bool, mesh: DeviceMesh) -> None:
-    model = sharded(mesh)
+    model = sharded_mlp(mesh)
     run = compile_module(model, options=EAGER) if compiled else model
-    loss_of(run).backward()
-    stale = loss_of(run)
+    loss_on_ones(run).backward()
+    stale = loss_on_ones(run)
     CHANGES[change](model)
     with pytest.raises(UnsupportedGraph, match=STALE):
         stale.backward()
     model.zero_grad()
-    loss_of(run).backward()
+    loss_on_ones(run).backward()
 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
@@ -119,9 +106,9 @@ def test_refuses_a_backward_that_would_compute_a_block_again_with_new_parameters
 
 
 def test_an_optimizer_of_other_parameters_may_step_between_forward_and_backward(mesh: DeviceMesh) -> None:
-    model, other = sharded(mesh), nn.Linear(2, 2)
+    model, other = sharded_mlp(mesh), nn.Linear(2, 2)
     run = compile_module(model, options=EAGER)
-    loss = loss_of(run)
+    loss = loss_on_ones(run)
     other(torch.ones(1, 2)).sum().backward()
     torch.optim.AdamW(other.parameters(), foreach=True).step()
     loss.backward()
@@ -136,6 +123,6 @@ def test_a_compiled_step_breaks_nowhere_for_our_sake(mesh: DeviceMesh) -> None:
         return int(torch._dynamo.explain(lambda: optim.step())().graph_break_count)
 
     plain = breaks_of(list(MLP().parameters()))
-    model = sharded(mesh)
-    loss_of(compile_module(model, options=EAGER)).backward()
+    model = sharded_mlp(mesh)
+    loss_on_ones(compile_module(model, options=EAGER)).backward()
     assert breaks_of(list(model.parameters())) == plain

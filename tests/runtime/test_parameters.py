@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard import fully_shard
 from fxshard.runtime.parameters import ParameterRef, flat_key, marker_arguments
+from tests.numerics.harness import EAGER
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 0, 5)], ids=str)
@@ -39,7 +40,7 @@ class Deep(nn.Module):
 
 def test_a_parameter_more_is_one_guard_more(mesh: DeviceMesh) -> None:
     model = fully_shard(Deep(3), mesh=mesh)
-    torch.compile(model, backend="fxshard", options={"lower": "eager"})(torch.ones(2, 4))
+    torch.compile(model, backend="fxshard", options=EAGER)(torch.ones(2, 4))
     guards = leaf_guards_of(model)
     assert [guard for guard in guards if "_fxshard_refs" in guard] == []
     assert (
