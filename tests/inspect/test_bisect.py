@@ -94,11 +94,13 @@ class SwapResults(GraphPass):
     reorders_only = True
 
     def apply(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+        if ctx.kind != "backward":
+            return False
         output = gm.graph.output_node()
         results: Any = output.args[0]
         *others, first, second = results
         output.args = ((*others, second, first),)
-        return ctx.kind == "backward"
+        return True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
