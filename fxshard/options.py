@@ -60,6 +60,8 @@ class Options:
         streams: "nccl" leaves collectives to the streams of their process group; "side" also puts casts and copies of
             parameters and gradients on streams of their own; "off" overlaps nothing, for debugging; "auto" is "nccl".
         lower: "inductor", or "eager" to run the transformed graphs node by node (no decompositions, bitwise FSDP2).
+        regions: "auto" traces and lowers the code of blocks that are alike once, and calls it for each of them; "off"
+            writes out every block.
         cudagraphs: record each compiled graph as a CUDA graph and replay it; prefetch over a graph break and `unshard`
             then launch nothing for another graph.
         verify: check every invariant of `ir/verify/verifier.py` after every pass; "debug" also re-runs the graphs on
@@ -83,6 +85,7 @@ class Options:
     streams: str = "auto"
     lower: str = "inductor"
     cudagraphs: bool = False
+    regions: str = "off"
     verify: bool | str = True
     passes: Callable[[Any], Any] | None = dataclasses.field(
         default=None, repr=False
@@ -93,6 +96,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.lower not in ("inductor", "eager"):
             raise ConfigError(f'lower must be "inductor" or "eager", got {self.lower!r}.')
+        if self.regions not in ("auto", "off"):
+            raise ConfigError(f'regions must be "auto" or "off", got {self.regions!r}.')
         if self.verify not in (True, False, "debug"):
             raise ConfigError(f'verify must be True, False or "debug", got {self.verify!r}.')
         budget = self.memory_budget_gib

@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import (
     _unregister_process_group,
 )
 from torch._C._dynamo.eval_frame import get_eval_frame_callback, reset_code
+from torch._C._dynamo.guards import GlobalStateGuard
 from torch._dynamo import eval_frame, pgo, trace_rules
 from torch._dynamo.convert_frame import Tracker, input_codes, output_codes
 from torch._dynamo.eval_frame import cached_backends, skip_code
@@ -33,6 +34,7 @@ from torch._inductor import lowering
 from torch._inductor.fx_passes.control_dependencies import control_deps, preserve_node_ordering
 from torch._inductor.kernel import conv
 from torch._logging import trace_structured
+from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -43,6 +45,7 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd import Variable, profiler
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.fx.node import _get_qualified_name
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -109,6 +112,22 @@ _POLICIES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 Function = TypeVar("Function", bound=Any)
 Result = TypeVar("Result")
+
+
+def is_plain_and_static(tensor: Tensor) -> bool:
+    """Return whether a tensor is made of no others and has a shape of numbers."""
+    sizes = (*tensor.shape, *tensor.stride(), tensor.storage_offset()) if tensor.layout is torch.strided else (None,)
+    return not is_wrapper(tensor) and all(type(size) is int for size in sizes)
+
+
+def target_text(node: fx.Node) -> str:
+    """Return the name of what a node calls, the same in every process."""
+    return node.target if isinstance(node.target, str) else _get_qualified_name(node.target)
+
+
+def global_state() -> str:
+    """Return what decides a trace besides the code: grad mode, autocast, default dtype and the like, as text."""
+    return str(GlobalStateGuard().__getstate__())
 
 
 def is_fake(tensor: Tensor) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -22,6 +22,11 @@ from fxshard.ir.history import PassHistory, Remark
 from fxshard.ir.plan import FramePlan
 from fxshard.ir.properties import GraphKind as GraphKind
 from fxshard.ir.properties import Property as Property
+from fxshard.ir.regions import Region
+
+
+def _traces_none(name: str, text: str, gm: GraphModule, parameters: list[bool]) -> str:
+    return "nothing here can trace it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +42,7 @@ class PassContext:
     unsharded_budget_bytes: int | None = None  # at any time; `None` for no limit
     verify: bool | str = True  # after every pass; "debug" also re-runs the graph on fake tensors
     history: PassHistory = field(default_factory=PassHistory)  # where the manager keeps the graphs
+    trace_region: Callable[[str, str, GraphModule, list[bool]], Region | str] = _traces_none
     declined: list[Remark] = field(default_factory=list)  # what the running pass left alone
     notes: list[Remark] = field(default_factory=list)  # why it did what it did
 

@@ -12,6 +12,7 @@ from fxshard.passes._base import GraphPass, Property
 from fxshard.passes.accumulate_gradients import AccumulateGradients
 from fxshard.passes.assign_streams import AssignStreams
 from fxshard.passes.bucket_collectives import BucketCollectives
+from fxshard.passes.call_regions import CallRegions
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.copy_biases import CopyBiases
 from fxshard.passes.dedup_unshard import DedupUnshard
@@ -21,6 +22,7 @@ from fxshard.passes.hand_off_prefetch import HandOffPrefetch
 from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.passes.insert_collectives import InsertCollectives
 from fxshard.passes.lower_streams import LowerStreams
+from fxshard.passes.outline_regions import OutlineRegions
 from fxshard.passes.pin_order import PinOrder
 from fxshard.passes.read_resident import ReadResident
 from fxshard.passes.reshard_policy import ReshardPolicy
@@ -36,6 +38,7 @@ class Pipeline:
     """The passes of each stage, in order. Change it with `dataclasses.replace`.
 
     Attributes:
+        dynamo: on the graph as Dynamo captured it, before AOTAutograd.
         joint: on the joint forward-backward graph, before it is split.
         split: on the forward, the backward and the inference graph, each for itself.
         last: on the same graphs, after Inductor's own passes.
@@ -43,6 +46,7 @@ class Pipeline:
             this stage and the last one ran when it went in, and run again only for who looks at the graphs.
     """
 
+    dynamo: tuple[GraphPass, ...] = ()
     joint: tuple[GraphPass, ...]
     split: tuple[GraphPass, ...]
     last: tuple[GraphPass, ...] = ()
@@ -67,6 +71,7 @@ def default(
     streams: str = "auto",
     lower: str = "inductor",
     cudagraphs: bool = False,
+    regions: str = "off",
 ) -> Pipeline:
     """Return the passes without a change by the user; arguments are options of passes, or of the backend.
 
@@ -78,12 +83,14 @@ def default(
     """
     hand_off = HandOffPrefetch(guess=prefetch not in (0, "off"), hands_over=streams != "off")
     return Pipeline(
+        dynamo=(OutlineRegions(),) if regions == "auto" else (),  # before AOTAutograd, which then sees each block once
         joint=(
             DedupUnshard(),  # first: later passes count on one marker per parameter and call
             ReshardPolicy(),  # before the split: the partitioner reads its tags
             TagParameterViews(),  # last: of what the split then finds
         ),
         split=(
+            *((CallRegions(),) if regions == "auto" else ()),  # first: what a call costs is then in the graph itself
             DedupUnshard(),  # again: a graph without backward has seen no joint stage
             InsertCollectives(),  # after the split: each graph gathers where it reads and reduces where it writes
             BucketCollectives(size=bucket),  # before tensors are cut: the cut is for one launch
@@ -110,6 +117,7 @@ def of_variant(passes: tuple[GraphPass, ...], which: Variant, lower: str) -> tup
 
 DEFAULT = default()
 
+DYNAMO_GIVEN = (Property.MARKED,)
 JOINT_GIVEN = (Property.MARKED,)
 SPLIT_GIVEN = (Property.MARKED,)
 LAST_GIVEN = (Property.COLLECTIVES, Property.SCHEDULED, Property.LOWERED)
@@ -135,6 +143,7 @@ def chosen(options: Options) -> Pipeline:
         streams=options.streams,
         lower=options.lower,
         cudagraphs=options.cudagraphs,
+        regions=options.regions,
     )
     if options.passes is None:
         return pipeline
@@ -144,7 +153,13 @@ def chosen(options: Options) -> Pipeline:
             f"options['passes'] must return a Pipeline, got {type(pipeline).__name__}. It is given the default one: "
             "return dataclasses.replace(pipeline, split=(*pipeline.split, MyPass()))."
         )
-    given = {"joint": JOINT_GIVEN, "split": SPLIT_GIVEN, "last": LAST_GIVEN, "codegen": codegen_given(options)}
+    given = {
+        "dynamo": DYNAMO_GIVEN,
+        "joint": JOINT_GIVEN,
+        "split": SPLIT_GIVEN,
+        "last": LAST_GIVEN,
+        "codegen": codegen_given(options),
+    }
     for stage, properties in given.items():
         try:
             known = _manager.check_properties(getattr(pipeline, stage), properties)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import fx
 from torch.fx import GraphModule
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxshard.ir import ops
+from fxshard.ir import graph_edit, ops
 from fxshard.passes._base import GraphPass, PassContext, Property
 
 
@@ -42,17 +40,8 @@ class ReshardPolicy(GraphPass):
         for marker in [node for node in gm.graph.nodes if ops.is_unshard(node)]:
             unit = ctx.plan.units[ops.key_of(marker).unit]
             policy = CheckpointPolicy.MUST_RECOMPUTE if unit.regathers else CheckpointPolicy.MUST_SAVE
-            for node in _reshapes_of(marker) if unit.regathers else (marker,):
+            for node in graph_edit.reshapes_of(marker) if unit.regathers else (marker,):
                 changed |= node.meta.get("recompute") is not policy or "ac_graph_id" in node.meta
                 node.meta["recompute"] = policy
                 node.meta.pop("ac_graph_id", None)
         return changed
-
-
-def _reshapes_of(marker: fx.Node) -> Iterator[fx.Node]:
-    """Return `marker` and every node that only casts, views or copies it."""
-    queue = [marker]
-    while queue:
-        node = queue.pop()
-        yield node
-        queue.extend(user for user in node.users if user.target in ops.MOVEMENT and user.all_input_nodes == [node])

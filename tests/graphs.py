@@ -95,6 +95,21 @@ class Layers(nn.Module):
         return x
 
 
+class Residual(Layer):
+    """A layer whose result is added to its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x)) + x
+
+
+class ResidualLayers(Layers):
+    """Calls residual layers; the first reads what needs no gradient."""
+
+    def __init__(self, count: int = 3) -> None:
+        super().__init__(0)
+        self.layers = nn.ModuleList(Residual() for _ in range(count))
+
+
 class ThereAndBack(nn.Module):
     """Reads its only parameter twice in one call, as an embedding that is also the head."""
 
@@ -353,6 +368,12 @@ def gpt(**kwargs: Any) -> Traced:
     model = GPT(max_seq_len=8, dim=16, num_layers=2, num_heads=2)
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     return trace(model, units=lambda m: [*m.get_submodule("blocks").children(), m], inputs=[tokens], **kwargs)
+
+
+@traced_once
+def regions(**kwargs: Any) -> Traced:
+    """Three residual layers, of which the second and the third call one region."""
+    return trace(ResidualLayers(), units=layers_of, pipeline=default(lower="eager", regions="auto"), **kwargs)
 
 
 EVERY_UNIT = (

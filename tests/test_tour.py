@@ -9,11 +9,13 @@ import inspect
 
 from torch import fx
 
+from fxshard.ir.text import graph_text
 from fxshard.ir.variant import Variant
 from fxshard.passes._base import GraphKind, GraphPass, PassContext
 from fxshard.passes.accumulate_gradients import AccumulateGradients
 from fxshard.passes.assign_streams import AssignStreams
 from fxshard.passes.bucket_collectives import MIB, BucketCollectives
+from fxshard.passes.call_regions import CallRegions
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.copy_biases import CopyBiases
 from fxshard.passes.dedup_unshard import DedupUnshard
@@ -23,6 +25,7 @@ from fxshard.passes.hand_off_prefetch import HandOffPrefetch
 from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.passes.insert_collectives import InsertCollectives
 from fxshard.passes.lower_streams import LowerStreams
+from fxshard.passes.outline_regions import OutlineRegions
 from fxshard.passes.pin_order import PinOrder
 from fxshard.passes.read_resident import ReadResident
 from fxshard.passes.reshard_policy import ReshardPolicy
@@ -82,6 +85,9 @@ def test_is_right_to_say_in_the_tour_that_buckets_and_tensors_stay_as_they_are()
         assert graph_block(traced, kind, InsertCollectives) == graph_block(traced, kind, CoalesceCollectives)
 
 
+RESIDUAL = "Three layers, `tanh(x @ weight + bias) + x`; what the first reads needs no gradient, so it is another."
+
+
 def page_of(pass_: type[GraphPass], example: str, pairs: Pairs) -> str:
     """The page of a pass: its module's summary, its docstring, and an example graph before and after."""
     module = importlib.import_module(pass_.__module__)
@@ -113,6 +119,27 @@ def before_and_after(traced: Traced, kind: GraphKind, before: type[GraphPass] | 
         (f"The {kind} graph before", graph_block(traced, kind, before)),
         (f"The {kind} graph after", graph_block(traced, kind, after)),
     ]
+
+
+def test_keeps_the_page_of_outline_regions_in_step() -> None:
+    results = graphs.regions().history.stages["dynamo"]
+    pairs = [
+        ("Dynamo's graph before", code_block(str(results["captured"]))),
+        ("Dynamo's graph after", code_block(str(results["outline_regions"]))),
+    ]
+    assert_page("docs/passes/outline_regions.md", page_of(OutlineRegions, RESIDUAL, pairs))
+
+
+def test_keeps_the_page_of_call_regions_in_step() -> None:
+    results = graphs.regions().history.stages["forward"]
+    called = results["call_regions"]
+    (name,) = {str(node.target) for node in called.graph.find_nodes(op="get_attr")}
+    pairs = [
+        ("The forward graph before", code_block(str(results["captured"]))),
+        ("The forward graph after", code_block(str(called))),
+        ("What is called", code_block(graph_text(called.graph.owning_module.get_submodule(name).graph))),  # type: ignore[union-attr, arg-type]
+    ]
+    assert_page("docs/passes/call_regions.md", page_of(CallRegions, RESIDUAL, pairs))
 
 
 def test_keeps_the_page_of_dedup_unshard_in_step() -> None:

@@ -23,6 +23,7 @@ from fxshard.compile.interpreter import boxed, interpret_plain
 from fxshard.compile.stages import Stages
 from fxshard.errors import ConfigError, FxshardError, InvariantError
 from fxshard.ir import ops
+from fxshard.ir.regions import is_of_region
 from fxshard.options import KEEP_ORDER_FLAGS, Options
 from fxshard.passes._base import GraphKind
 
@@ -133,6 +134,8 @@ class _LastStages(CustomGraphPass):
         gm = graph.owning_module
         if gm is None:
             raise InvariantError("Inductor gave the last stage a graph that no module owns.")
+        if is_of_region(gm):
+            return  # Inductor's own passes come by once for each subgraph
         self._stages.last(gm, self._kind)
         if not self._stages.generate_code:
             raise _StopBeforeCode

@@ -10,19 +10,28 @@ from functorch.compile import min_cut_rematerialization_partition
 from torch import fx
 from torch._inductor.decomposition import select_decomp_table
 
-from fxshard.compile import cache
+from fxshard.compile import cache, regions
 from fxshard.compile.cache import CompiledFacts
 from fxshard.cost import hardware
 from fxshard.ir import launches, ops
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.graph_edit import Traced
 from fxshard.ir.history import snapshot
+from fxshard.ir.regions import Region
 from fxshard.ir.variant import PLAIN, Variant
 from fxshard.ir.verify import baseline
 from fxshard.options import Options
 from fxshard.passes import _manager
 from fxshard.passes._base import GraphKind, PassContext
-from fxshard.passes.pipeline import JOINT_GIVEN, LAST_GIVEN, SPLIT_GIVEN, Pipeline, codegen_given, of_variant
+from fxshard.passes.pipeline import (
+    DYNAMO_GIVEN,
+    JOINT_GIVEN,
+    LAST_GIVEN,
+    SPLIT_GIVEN,
+    Pipeline,
+    codegen_given,
+    of_variant,
+)
 from fxshard.runtime import dispatch
 from fxshard.runtime.frame import Frame
 
@@ -51,11 +60,16 @@ class Stages:
         self.variant, self.only, self.generate_code = variant, only, generate_code
         self.traced: Traced = {} if traced is None else traced
         self._decompositions = select_decomp_table() if options.lower == "inductor" else {}
+        self.regions: list[Region] = []  # kept: the ops find them by name
         self._num_results: int | None = None
 
     def leaves_out(self, kind: GraphKind) -> bool:
         """Return whether a graph of this kind has been compiled already, for the plain variant."""
         return self.only not in (None, kind)
+
+    def capture(self, gm: fx.GraphModule) -> None:
+        """Run the dynamo stage of the graph that Dynamo captured, in place."""
+        _manager.run(gm, self.pipeline.dynamo, self._context("dynamo"), given=DYNAMO_GIVEN)
 
     def partition(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Run the joint stage, then torch's min-cut partitioner."""
@@ -121,4 +135,11 @@ class Stages:
             unsharded_budget_bytes=self.frame.unsharded_budget_bytes,
             verify=self.options.verify,
             history=self.history,
+            trace_region=self._trace_region,
         )
+
+    def _trace_region(self, name: str, text: str, gm: fx.GraphModule, parameters: list[bool]) -> Region | str:
+        region = regions.trace(name, text, gm, parameters, self.options)
+        if isinstance(region, Region):
+            self.regions.append(region)
+        return region

@@ -49,8 +49,8 @@ def lower(
     Without `generate_code` Inductor stops before code, the graphs are interpreted node by node, and backward is
     compiled at once even where AOTAutograd would wait for its first run.
     """
-    frame.history.begin("dynamo", snapshot(gm.graph), "as Dynamo captured it")
     stages = Stages(frame, pipeline, options, generate_code=generate_code)
+    stages.capture(gm)
     frame.compiled = Compilation(stages).run(gm, inputs)
 
 
@@ -110,17 +110,20 @@ class Compilation:
 
     def _aot_patches(self, inputs: Sequence[Any]) -> dict[str, Any]:
         stages = self._stages
+        # Inductor takes the numbers of the inputs that backward may overwrite for those of a region's inputs, too; and
+        # what a resident forward saves may be the unit's own copy.
+        shares = bool(stages.regions) or stages.variant.resident
+        may_overwrite = {"donated_buffer": False} if shares else {}
         if not stages.generate_code or stages.only is not None:
             at_once = stages.only in (None, "backward")
-            # What a resident forward saves may be the unit's own copy: no memory for backward to reuse.
-            may_reuse = {} if not stages.variant.resident else {"donated_buffer": False}
-            return {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": at_once, **may_reuse}
+            return {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": at_once, **may_overwrite}
         # The cache knows a tensor subclass by its global shape: one rank would get the code of another's rows.
         subclasses = any(isinstance(value, Tensor) and torch_private.is_wrapper(value) for value in inputs)
         if subclasses or stages.digest is None or stages.options.lower == "eager" or stages.options.cudagraphs:
-            return {"enable_autograd_cache": False}
-        both = {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True}
-        return both if functorch_config.enable_autograd_cache else {}
+            return {"enable_autograd_cache": False, **may_overwrite}
+        if not functorch_config.enable_autograd_cache:
+            return may_overwrite
+        return {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True, **may_overwrite}
 
     def prepared(self, code: Callable[..., Any], facts: CompiledFacts) -> Callable[..., Any]:
         """Return a graph's code behind the choice of its variant and the ranks' agreement."""
@@ -163,7 +166,6 @@ class Compilation:
             hardware=self._frame.hardware,
             unsharded_budget_bytes=self._frame.unsharded_budget_bytes,
         )
-        frame.history.begin("dynamo", graph, "as Dynamo captured it")
         with self._context.restored():
             stages = Stages(
                 frame,
@@ -174,6 +176,7 @@ class Compilation:
                 generate_code=generate_code,
                 traced=self._stages.traced,
             )
+            stages.capture(gm)
             again = Compilation(stages)
             again.run(gm, self._context.inputs)
         return again

@@ -16,8 +16,8 @@ from torch.utils.flop_counter import flop_registry
 
 from fxshard.cost.hardware import HardwareSpec
 from fxshard.cost.symbols import Point, Quantity, product, size_of
-from fxshard.ir import collectives, ops
-from fxshard.ir.liveness import Liveness, tensors_in
+from fxshard.ir import collectives, ops, regions
+from fxshard.ir.liveness import Liveness, liveness, tensors_in
 
 _aten = torch.ops.aten
 
@@ -77,11 +77,14 @@ class ComputeModel:
         self._live, self._hardware, self._point = live, hardware, point
         self._shapes: dict[fx.Node, tuple[_Shape, ...]] = {}
         self._costs: dict[Hashable, NodeCost] = {}
+        self._regions: dict[fx.GraphModule, NodeCost] = {}
 
     def cost(self, node: fx.Node) -> NodeCost:
         """The cost of `node`, without the guard that asking a `SymInt` would add."""
         if self._is_free(node):
             return FREE
+        if (code := regions.code_of(node)) is not None:
+            return self._sum(code)
         read = tuple(shape for source in node.all_input_nodes for shape in self._shapes_of(source))
         written = self._shapes_of(node)
         formula = _formula(node.target)
@@ -91,6 +94,16 @@ class ComputeModel:
             flops = self._flops(formula, arguments, written) if formula is not None else 0
             self._costs[key] = self._roofline(flops, _bytes_moved(node.target, read, written), (*read, *written))
         return self._costs[key]
+
+    def _sum(self, code: fx.GraphModule) -> NodeCost:
+        """What the nodes of a region cost, one after another."""
+        if code not in self._regions:
+            inner = ComputeModel(liveness(code.graph), self._hardware, self._point)
+            costs = [inner.cost(node) for node in code.graph.nodes]
+            flops, nbytes = (sum((getattr(c, name) for c in costs), start=0) for name in ("flops", "nbytes"))
+            seconds = sum((cost.seconds for cost in costs), start=0.0)
+            self._regions[code] = NodeCost(flops=flops, nbytes=nbytes, seconds=seconds)
+        return self._regions[code]
 
     def _is_free(self, node: fx.Node) -> bool:
         target = node.target

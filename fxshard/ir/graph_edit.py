@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -43,6 +43,15 @@ def add_parameter(
         node.meta["val"] = torch.empty(plan.units[key].shards[i].slots[j].shape, dtype=dtype, device=device)
     tags.tag(node, **{tag: name})
     return node
+
+
+def reshapes_of(parameter: fx.Node) -> Iterator[fx.Node]:
+    """Return `parameter` and every node that only casts, views or copies it."""
+    queue = [parameter]
+    while queue:
+        node = queue.pop()
+        yield node
+        queue.extend(user for user in node.users if user.target in ops.MOVEMENT and user.all_input_nodes == [node])
 
 
 Decompositions = Mapping[Any, Callable[..., Any]]

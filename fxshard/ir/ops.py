@@ -72,23 +72,25 @@ def cast_dtype(node: fx.Node, default: torch.dtype) -> torch.dtype:
     return wanted if isinstance(wanted, torch.dtype) else default
 
 
-_LIBRARY = torch.library.Library("fxshard", "DEF")
-_LIBRARY.define("unshard(Tensor shard, str key, int slot, SymInt[] shape, ScalarType dtype) -> Tensor")
-_LIBRARY.define("reduce_grad(Tensor grad, str key, int slot, SymInt numel, ScalarType dtype) -> Tensor")
-_LIBRARY.define(
+LIBRARY = torch.library.Library("fxshard", "DEF")
+LIBRARY.define("unshard(Tensor shard, str key, int slot, SymInt[] shape, ScalarType dtype) -> Tensor")
+LIBRARY.define("reduce_grad(Tensor grad, str key, int slot, SymInt numel, ScalarType dtype) -> Tensor")
+LIBRARY.define(
     "prefetched_all_gather(Tensor flat, ScalarType dtype, int[] starts, int[] numels, int group_size, str group_name, "
     "str role, bool guess, str stream) -> Tensor[]"
 )
-_LIBRARY.define(
+LIBRARY.define(
     "all_gather_on_stream(Tensor[] inputs, ScalarType dtype, int group_size, str group_name, str stream) -> Tensor[]"
 )
-_LIBRARY.define(
+LIBRARY.define(
     "reduce_scatter_on_stream(Tensor[] inputs, ScalarType dtype, str reduce_op, int group_size, str group_name, "
     "str stream) -> Tensor[]"
 )
-_LIBRARY.define("copy_out(Tensor gathered, int[] size, int[] stride, int start, str stream) -> Tensor")
-_LIBRARY.define("addmm_acc(Tensor(a!) acc, Tensor left, Tensor right) -> ()")
-_LIBRARY.define("copy(Tensor source) -> Tensor")
+LIBRARY.define("copy_out(Tensor gathered, int[] size, int[] stride, int start, str stream) -> Tensor")
+LIBRARY.define("addmm_acc(Tensor(a!) acc, Tensor left, Tensor right) -> ()")
+LIBRARY.define("copy(Tensor source) -> Tensor")
+LIBRARY.define("region(Tensor[] operands, str name) -> Tensor[]")
+LIBRARY.define("region_backward(Tensor[] inputs, str name) -> Tensor[]")
 
 UNSHARD = torch.ops.fxshard.unshard.default
 REDUCE_GRAD = torch.ops.fxshard.reduce_grad.default
@@ -98,6 +100,8 @@ COPY = torch.ops.fxshard.copy.default
 ALL_GATHER_ON_STREAM = torch.ops.fxshard.all_gather_on_stream.default
 REDUCE_SCATTER_ON_STREAM = torch.ops.fxshard.reduce_scatter_on_stream.default
 COPY_OUT = torch.ops.fxshard.copy_out.default
+REGION = torch.ops.fxshard.region.default
+REGION_BACKWARD = torch.ops.fxshard.region_backward.default
 
 
 class MarkerKey(NamedTuple):
@@ -171,7 +175,7 @@ def _fake_prefetched_all_gather(
 
 def implement_prefetched_all_gather(function: Callable[..., list[Tensor]]) -> None:
     """Set what `fxshard::prefetched_all_gather` does; called once by the runtime."""
-    _LIBRARY.impl("prefetched_all_gather", function, "CompositeExplicitAutograd")
+    LIBRARY.impl("prefetched_all_gather", function, "CompositeExplicitAutograd")
 
 
 def _fake_all_gather_on_stream(inputs: list[Tensor], dtype: torch.dtype, group_size: int, *_: object) -> list[Tensor]:
@@ -193,7 +197,7 @@ def implement_on_stream(
 ) -> None:
     """Set what the ops on side streams do; called once by the runtime."""
     for name, function in (("all_gather_on_stream", gather), ("reduce_scatter_on_stream", reduce), ("copy_out", copy)):
-        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        LIBRARY.impl(name, function, "CompositeExplicitAutograd")
 
 
 def _addmm_acc(acc: Tensor, left: Tensor, right: Tensor) -> None:
@@ -204,16 +208,16 @@ def _copy(source: Tensor) -> Tensor:
     return source.clone(memory_format=torch.contiguous_format)
 
 
-_LIBRARY.impl("addmm_acc", _addmm_acc, "CompositeExplicitAutograd")
-_LIBRARY.impl("copy", _copy, "CompositeExplicitAutograd")
-torch.library.register_fake("fxshard::copy", _copy, lib=_LIBRARY)
-torch.library.register_fake("fxshard::addmm_acc", lambda acc, left, right: None, lib=_LIBRARY)
-torch.library.register_fake("fxshard::prefetched_all_gather", _fake_prefetched_all_gather, lib=_LIBRARY)
-torch.library.register_fake("fxshard::all_gather_on_stream", _fake_all_gather_on_stream, lib=_LIBRARY)
-torch.library.register_fake("fxshard::reduce_scatter_on_stream", _fake_reduce_scatter_on_stream, lib=_LIBRARY)
-torch.library.register_fake("fxshard::copy_out", _fake_copy_out, lib=_LIBRARY)
-torch.library.register_fake("fxshard::unshard", _fake_unshard, lib=_LIBRARY)
-torch.library.register_fake("fxshard::reduce_grad", _fake_reduce_grad, lib=_LIBRARY)
+LIBRARY.impl("addmm_acc", _addmm_acc, "CompositeExplicitAutograd")
+LIBRARY.impl("copy", _copy, "CompositeExplicitAutograd")
+torch.library.register_fake("fxshard::copy", _copy, lib=LIBRARY)
+torch.library.register_fake("fxshard::addmm_acc", lambda acc, left, right: None, lib=LIBRARY)
+torch.library.register_fake("fxshard::prefetched_all_gather", _fake_prefetched_all_gather, lib=LIBRARY)
+torch.library.register_fake("fxshard::all_gather_on_stream", _fake_all_gather_on_stream, lib=LIBRARY)
+torch.library.register_fake("fxshard::reduce_scatter_on_stream", _fake_reduce_scatter_on_stream, lib=LIBRARY)
+torch.library.register_fake("fxshard::copy_out", _fake_copy_out, lib=LIBRARY)
+torch.library.register_fake("fxshard::unshard", _fake_unshard, lib=LIBRARY)
+torch.library.register_fake("fxshard::reduce_grad", _fake_reduce_grad, lib=LIBRARY)
 
 
 def _refuse(*args: Any) -> Tensor:
@@ -223,8 +227,8 @@ def _refuse(*args: Any) -> Tensor:
     )
 
 
-_LIBRARY.impl("unshard", _refuse, "CompositeExplicitAutograd")
-_LIBRARY.impl("reduce_grad", _refuse, "CompositeExplicitAutograd")
+LIBRARY.impl("unshard", _refuse, "CompositeExplicitAutograd")
+LIBRARY.impl("reduce_grad", _refuse, "CompositeExplicitAutograd")
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -236,4 +240,4 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return torch.ops.fxshard.reduce_grad(grad, *ctx.reduce_args), None, None, None, None
 
 
-torch.library.register_autograd("fxshard::unshard", _backward, setup_context=_setup_context, lib=_LIBRARY)
+torch.library.register_autograd("fxshard::unshard", _backward, setup_context=_setup_context, lib=LIBRARY)

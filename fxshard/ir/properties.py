@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Literal
 
-GraphKind = Literal["joint", "forward", "backward", "inference"]
+GraphKind = Literal["dynamo", "joint", "forward", "backward", "inference"]
 
 
 class Property(enum.Enum):

@@ -100,6 +100,8 @@ class ParameterOwner(nn.Module):
 class ShardedModule(ParameterOwner):
     """A module that was given to `fully_shard`. Methods have FSDP2's names and meaning."""
 
+    _fxshard_unit = True  # as passes see it, which know no modules
+
     @torch_private.run_this_frame_eagerly
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Cast inputs, run the module, cast outputs, as the mixed-precision policy says."""

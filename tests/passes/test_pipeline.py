@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from fxshard.ir.plan import FramePlan
 from fxshard.options import Options
 from fxshard.passes._base import GraphPass
 from fxshard.passes.dedup_unshard import DedupUnshard
-from fxshard.passes.pipeline import DEFAULT, OPTIONAL, Pipeline
+from fxshard.passes.pipeline import DEFAULT, OPTIONAL, Pipeline, default
 
 ROOT = Path(__file__).parents[2]
 NOT_PASSES = ("__init__", "_base", "_manager", "pipeline")
@@ -36,7 +37,8 @@ def pass_of(module: str) -> type[GraphPass]:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_finds_every_pass_in_the_pipeline_or_among_the_optional_ones(module: str) -> None:
-    used = {type(step) for step in (*DEFAULT.joint, *DEFAULT.split, *DEFAULT.last, *DEFAULT.codegen)}
+    pipelines = (DEFAULT, default(regions="auto"))
+    used = {type(step) for each in pipelines for stage in fields(each) for step in getattr(each, stage.name)}
     assert pass_of(module) in used | set(OPTIONAL)
 
 

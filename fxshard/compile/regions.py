@@ -1,0 +1,220 @@
+"""Trace the code of a region: once, by itself, with AOTAutograd, the partitioner and what Inductor does before code."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, cast
+
+import torch
+from functorch.compile import min_cut_rematerialization_partition
+from torch import Tensor, fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.schemas import OutputType
+from torch._guards import TracingContext
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fxshard import torch_private
+from fxshard.ir import graph_edit, ops, regions
+from fxshard.ir.regions import Region, Source
+from fxshard.options import Options
+
+
+def trace(name: str, text: str, gm: fx.GraphModule, parameters: Sequence[bool], options: Options) -> Region | str:
+    """Return the region that calls of `gm` are, or why it can be none.
+
+    Args:
+        name: for the reader.
+        text: of the code, equal for equal code in every process.
+        gm: of Dynamo's ops; its inputs know their `example_value`.
+        parameters: which inputs are unsharded parameters.
+        options: the user's.
+    """
+    decides = repr((text, torch_private.global_state(), options.lower, sorted(options.inductor.items())))
+    name = f"{name}_{hashlib.sha256(decides.encode()).hexdigest()[:12]}"
+    if (found := regions.known(name)) is not None:
+        return found
+    try:
+        return _traced(name, gm, parameters, options)
+    except Exception as error:  # the same code in line may do, and if not, its error says it better
+        return f"it could not be traced by itself: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _traced(name: str, gm: fx.GraphModule, parameters: Sequence[bool], options: Options) -> Region | str:
+    examples = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
+    mode = torch_private.mode_of(examples)
+    with ExitStack() as stack:
+        stack.enter_context(torch_private.tracing_in(mode))
+        stack.enter_context(functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True))
+        inputs = [_leaf_like(value, mode) for value in examples]
+        traced = _Traced(parameters)
+        if options.lower == "eager":
+            backend = aot_autograd(
+                fw_compiler=traced.keep_as("forward"),
+                bw_compiler=traced.keep_as("backward"),
+                inference_compiler=traced.keep_as("forward"),
+                partition_fn=traced.partition,
+            )
+            backend(gm, inputs)
+        else:
+            patches = {**options.inductor, "custom_partitioner_fn": _RegionPartitioner(traced)}
+            with inductor_config.patch(force_disable_caches=True):
+                compile_fx(gm, inputs, inner_compile=cast(Any, traced.keep), config_patches=patches)
+    return traced.region(name, len(examples))
+
+
+def _leaf_like(value: Tensor, mode: Any) -> Tensor:
+    with mode:
+        leaf = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return leaf.requires_grad_(value.requires_grad)
+
+
+class _Traced:
+    """The graphs that AOTAutograd makes of a region."""
+
+    def __init__(self, parameters: Sequence[bool]) -> None:
+        self._parameters = parameters
+        self._graphs: dict[str, fx.GraphModule] = {}
+        self._metadata: Any = None
+
+    def partition(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        """Split the joint graph; no view of a parameter is saved, for it would keep the parameter."""
+        for node, is_parameter in zip(gm.graph.find_nodes(op="placeholder"), self._parameters, strict=False):
+            for view in graph_edit.reshapes_of(node) if is_parameter else ():
+                if view is not node:
+                    view.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        return min_cut_rematerialization_partition(gm, inputs, **kwargs)
+
+    def keep(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+        """Keep a graph that Inductor is about to lower."""
+        return self._keep("backward" if kwargs.get("is_backward") else "forward", gm, inputs)
+
+    def keep_as(self, kind: str) -> Callable[..., Any]:
+        """Keep a graph that AOTAutograd has made."""
+        return lambda gm, inputs: self._keep(kind, gm, inputs)
+
+    def _keep(self, kind: str, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        self._graphs[kind] = gm
+        self._metadata = TracingContext.get().fw_metadata or self._metadata
+        return functools.partial(gm.forward)  # never called
+
+    def region(self, name: str, num_operands: int) -> Region | str:
+        """Put together what was kept, or say what stands against it."""
+        meta, forward, backward = self._metadata, self._graphs["forward"], self._graphs.get("backward")
+        if meta.mutated_inp_runtime_indices or meta.tokens:
+            return "it changes what it reads"
+        if any(info.output_type is not OutputType.non_alias for info in meta.output_info):
+            return "a result shares memory with another tensor"
+        operands = [node.name for node in forward.graph.find_nodes(op="placeholder")]
+        results = regions.results_of(forward)
+        if len(operands) != num_operands or any(not isinstance(r, fx.Node) for r in results):
+            return "it takes or gives something that is not a tensor"
+        count = len(meta.output_info)
+        if any(not result.meta["val"].is_contiguous() for result in results[:count]):
+            return "a result is not contiguous"
+        if backward is None:
+            return regions.remember(Region(name=name, forward=forward, num_results=count))
+        differentiable = tuple(i for i, info in enumerate(meta.output_info) if info.requires_grad)
+        return _with_backward(name, forward, backward, count, differentiable)
+
+
+def _with_backward(
+    name: str, forward: fx.GraphModule, backward: fx.GraphModule, count: int, differentiable: tuple[int, ...]
+) -> Region | str:
+    """Find out where backward's inputs come from; views of what there is anyway are taken again in backward."""
+    known: dict[fx.Node, Source] = {}
+    operands = forward.graph.find_nodes(op="placeholder")
+    known.update({node: Source("operand", i) for i, node in enumerate(operands)})
+    results = regions.results_of(forward)
+    for i, node in enumerate(results[:count]):
+        known.setdefault(node, Source("result", i))
+    saved: list[fx.Node] = []
+    by_name = {node.name: node for node in forward.graph.nodes}
+    inputs = backward.graph.find_nodes(op="placeholder")
+    tangents = 0
+    sources: dict[fx.Node, Source] = {}
+    for place in inputs:
+        origin = by_name.get(place.name)
+        if origin is None:
+            sources[place] = Source("gradient", tangents)
+            tangents += 1
+            continue
+        base, chain = origin, []
+        while base not in known and base.target in ops.VIEWS | ops.TRANSPOSES:
+            chain.append(base)
+            (base,) = base.all_input_nodes
+        if base not in known:
+            known[base] = Source("saved", len(saved))
+            saved.append(base)
+        sources[place] = known[base]
+        if chain:
+            _take_again(backward.graph, place, base, chain[::-1])
+    if tangents != len(differentiable):
+        return "its backward takes something else than gradients of its results"
+    forward.graph.output_node().args = ((*results[:count], *saved),)
+    merged = _merge_inputs(backward.graph, sources)
+    grads = regions.results_of(backward)
+    trained = tuple(i for i, grad in enumerate(grads) if isinstance(grad, fx.Node))
+    backward.graph.output_node().args = (tuple(grads[i] for i in trained),)
+    for gm in (forward, backward):
+        gm.graph.lint()
+        gm.recompile()
+    return regions.remember(
+        Region(
+            name=name,
+            forward=forward,
+            num_results=count,
+            backward=backward,
+            differentiable=differentiable,
+            sources=merged,
+            trained=trained,
+        )
+    )
+
+
+def _take_again(graph: fx.Graph, place: fx.Node, base: fx.Node, chain: Sequence[fx.Node]) -> None:
+    """Make an input that was a view of `base` the base itself, and take the view from it."""
+    readers = list(place.users)
+    place.meta = dict(base.meta)
+    last = place
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    with graph.inserting_before(first):
+        for step in chain:
+            previous = last
+            last = graph.node_copy(step, lambda node, previous=previous: previous)  # type: ignore[misc]
+            last.meta = dict(step.meta)
+    for reader in readers:
+        reader.replace_input_with(place, last)
+
+
+def _merge_inputs(graph: fx.Graph, sources: dict[fx.Node, Source]) -> tuple[Source, ...]:
+    """Make one input of those that are the same tensor."""
+    first: dict[Source, fx.Node] = {}
+    for place, source in sources.items():
+        same = first.setdefault(source, place)
+        if same is not place:
+            place.replace_all_uses_with(same)
+            graph.erase_node(place)
+    return tuple(first)
+
+
+class _RegionPartitioner(CustomPartitionerFn):
+    """`_Traced.partition` in the form that Inductor's configuration wants; what it makes is not cached."""
+
+    def __init__(self, traced: _Traced) -> None:
+        self._traced = traced
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
+        return self._traced.partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> None:
+        return None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _RegionPartitioner:
+        return self

@@ -1,0 +1,175 @@
+"""Regions: code of a repeated module that is traced once and called as often as the module is.
+
+[Note: regions]
+A transformer has the same block many times. Tracing, splitting and lowering each of them costs a second apiece, and all
+come out alike. `passes/outline_regions.py` finds them in Dynamo's graph and puts a call in the place of each:
+`fxshard::region(operands, name)`. Parameters are operands, so the markers stay outside, and what gathers, reduces and
+schedules sees units as before, in a graph with a few nodes per block. AOTAutograd traces a region by itself and once;
+in the whole model's graph each of its calls is one node, and `fxshard::region_backward` one node of backward.
+`passes/call_regions.py` replaces both by `invoke_subgraph`, torch's op for a subgraph, which Inductor lowers once.
+
+Inductor has a list of the inputs that a backward may overwrite, by number, and reads it for the inputs of a subgraph,
+too (torch/_inductor/graph.py, `bw_donated_idxs`): a region would overwrite what the graph still needs. So
+`compile/variants.py` gives no input away where there are regions.
+
+Source: torch's `nested_compile_region` (torch/_higher_order_ops/invoke_subgraph.py), which the user writes, which runs
+through AOTAutograd once per call, and which a parameter's gather would be inside of.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from fxshard.ir import ops
+from fxshard.ir.history import snapshot
+
+INVOKE = torch.ops.higher_order.invoke_subgraph
+
+
+class Source(NamedTuple):
+    """Where backward takes an input from: which operand, result, saved tensor or differentiable result's gradient.
+
+    Each kind is numbered by itself.
+    """
+
+    kind: Literal["operand", "result", "saved", "gradient"]
+    number: int
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Region:
+    """The graphs of code that is called several times.
+
+    Attributes:
+        name: of the module's class and a digest of what decides the code.
+        forward: operands -> results, then what is saved for backward and is no operand.
+        num_results: how many of its outputs are results.
+        backward: see `sources` -> the gradients of operands that have one; `None` where nothing trains.
+        differentiable: the results that have a gradient, by index.
+        sources: what backward reads, input by input.
+        trained: the operands that have a gradient, by index, in the order in which backward returns them.
+    """
+
+    name: str
+    forward: fx.GraphModule
+    num_results: int
+    backward: fx.GraphModule | None = None
+    differentiable: tuple[int, ...] = ()
+    sources: tuple[Source, ...] = ()
+    trained: tuple[int, ...] = ()
+
+
+_KNOWN: weakref.WeakValueDictionary[str, Region] = weakref.WeakValueDictionary()  # equal names, equal code
+
+
+def known(name: str) -> Region | None:
+    """Return a region that is in use somewhere in this process."""
+    return _KNOWN.get(name)
+
+
+def remember(region: Region) -> Region:
+    """Let the ops find a region by its name, for as long as somebody keeps it."""
+    return _KNOWN.setdefault(region.name, region)
+
+
+def region_of(call: fx.Node) -> Region:
+    """Return the region that a node calls, forward or backward."""
+    assert isinstance(call.args[1], str)
+    return _KNOWN[call.args[1]]
+
+
+def is_call(node: fx.Node) -> bool:
+    """Whether a node calls a region, forward or backward."""
+    return node.target in (ops.REGION, ops.REGION_BACKWARD)
+
+
+def copied(code: fx.GraphModule) -> fx.GraphModule:
+    """Copy a graph of a region, for one compilation to lower, which edits it."""
+    copy = fx.GraphModule(code, snapshot(code.graph))
+    copy.meta["fxshard_region"] = True
+    return copy
+
+
+def is_of_region(gm: fx.GraphModule) -> bool:
+    """Whether a graph that is about to be lowered is a region's."""
+    return bool(gm.meta.get("fxshard_region"))
+
+
+def code_of(node: fx.Node) -> fx.GraphModule | None:
+    """Return the graph that a node calls, `None` for a node that calls none."""
+    if node.target is not INVOKE:
+        return None
+    subgraph, owner = node.args[0], node.graph.owning_module
+    assert isinstance(subgraph, fx.Node)
+    assert owner is not None
+    return owner.get_submodule(str(subgraph.target))  # type: ignore[return-value]
+
+
+def results_of(gm: fx.GraphModule) -> list[fx.Node]:
+    """Return the outputs of a region's graph."""
+    (results,) = gm.graph.output_node().args
+    return list(results)  # type: ignore[arg-type]
+
+
+def _like_outputs(gm: fx.GraphModule, like: Tensor) -> list[Tensor]:
+    """Make tensors with the layouts of the graph's outputs."""
+    values = [node.meta["val"] for node in results_of(gm)]
+    return [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
+
+
+def _run_forward(operands: Sequence[Tensor], name: str) -> list[Tensor]:
+    return list(_KNOWN[name].forward(*operands))
+
+
+def _run_backward(inputs: Sequence[Tensor], name: str) -> list[Tensor]:
+    backward = _KNOWN[name].backward
+    assert backward is not None
+    return list(backward(*inputs))
+
+
+def _fake_forward(operands: Sequence[Tensor], name: str) -> list[Tensor]:
+    return _like_outputs(_KNOWN[name].forward, operands[0])
+
+
+def _fake_backward(inputs: Sequence[Tensor], name: str) -> list[Tensor]:
+    backward = _KNOWN[name].backward
+    assert backward is not None
+    return _like_outputs(backward, inputs[0])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    operands, name = inputs
+    ctx.region, ctx.num_operands = _KNOWN[name], len(operands)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*(x for i, x in enumerate(output) if i not in ctx.region.differentiable))
+    ctx.save_for_backward(*operands, *output)
+
+
+def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, None]:
+    region, count = ctx.region, ctx.num_operands
+    operands, outputs = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+    results, saved = outputs[: region.num_results], outputs[region.num_results :]
+    known = [
+        results[i].new_zeros(results[i].shape) if (grad := grads[i]) is None else grad.contiguous()
+        for i in region.differentiable
+    ]
+    values = {"operand": operands, "result": results, "saved": saved, "gradient": known}
+    inputs = [values[source.kind][source.number] for source in region.sources]
+    made = torch.ops.fxshard.region_backward(inputs, region.name)
+    found: list[Tensor | None] = [None] * count
+    for index, grad in zip(region.trained, made, strict=True):
+        found[index] = grad
+    return found, None
+
+
+ops.LIBRARY.impl("region", _run_forward, "CompositeExplicitAutograd")
+ops.LIBRARY.impl("region_backward", _run_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("fxshard::region", _fake_forward, lib=ops.LIBRARY)
+torch.library.register_fake("fxshard::region_backward", _fake_backward, lib=ops.LIBRARY)
+torch.library.register_autograd("fxshard::region", _backward, setup_context=_setup_context, lib=ops.LIBRARY)

@@ -1,0 +1,127 @@
+"""Blocks whose code is traced once compute the bits that blocks written out compute."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fxshard.compile.backend import frames_of
+from fxshard.ir import regions
+from tests.numerics.harness import FSDP2, Run, Scenario, System, compare, fxshard_system, train
+from tests.numerics.microbatches import several
+from tests.numerics.models import MLP, WIDTH, Block
+from tests.numerics.scenarios import LANGUAGE, REGRESSION, RESHARD, SCENARIOS, Lane, names
+from tests.ranks import two_ranks
+
+THREE_BLOCKS: Final = replace(REGRESSION, model=partial(MLP, num_blocks=3))  # the first reads what needs no gradient
+BF16: Final = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def with_regions(lower: str = "eager") -> System:
+    """Return the system under test."""
+    return fxshard_system(lower=lower, regions="auto")
+
+
+def num_calls(run: Run) -> int:
+    """Return how often the first graphs of a run call regions, forward and backward."""
+    module = cast(Any, run.model)
+    found = 0
+    for frame in frames_of(getattr(module, "_orig_mod", module)):
+        for stage in ("forward", "backward"):
+            graph = frame.history.last(stage).graph
+            found += sum(node.target is regions.INVOKE for node in graph.nodes)
+    return found
+
+
+def check(scenario: Scenario) -> Run:
+    """Hold the interpreted graphs to the bits of those with every block written out."""
+    ours = train(scenario, with_regions())
+    compare(ours, train(scenario, fxshard_system()), rtol=0.0, atol=0.0)
+    return ours
+
+
+class Dropping(MLP):
+    """Drops out after each block."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=3)
+        for block in self.blocks:
+            cast(Block, block).up.register_forward_hook(lambda module, args, result: nn.functional.dropout(result, 0.5))
+
+
+class SeveralResults(nn.Module):
+    """Blocks that give two tensors and one that needs no gradient; of the last one's, one leads to no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Pair() for _ in range(3))
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, y, size = self.first(x), self.second(x), x.new_zeros(())
+        for block in self.blocks:
+            x, y, own = block(x, y)
+            size = size + own
+        result: Tensor = x * (1 + size + y.detach().mean())
+        return result
+
+
+class _Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, y = torch.tanh(self.left(x) + y), torch.sin(self.right(y) * x)
+        return x, y, x.detach().abs().mean()
+
+
+COMPILED: Final = {
+    "a language model": LANGUAGE,
+    "accumulation": replace(THREE_BLOCKS, backward=several),
+    "several results": replace(REGRESSION, model=SeveralResults),
+}
+
+
+@two_ranks
+def test_blocks_that_are_alike_are_called() -> None:
+    assert num_calls(check(LANGUAGE)) == 2 * 2  # two blocks, forward and backward
+
+
+@two_ranks
+def test_accumulates_with_regions() -> None:
+    assert num_calls(check(replace(THREE_BLOCKS, backward=several)))
+
+
+@two_ranks
+@pytest.mark.parametrize("model", [Dropping, SeveralResults])
+def test_trains(model: type[nn.Module]) -> None:
+    assert num_calls(check(replace(REGRESSION, model=model)))
+
+
+@two_ranks
+def test_trains_in_mixed_precision() -> None:
+    assert num_calls(check(replace(LANGUAGE, shard_kwargs={"mp_policy": BF16, **RESHARD})))
+
+
+@pytest.mark.slow
+@two_ranks
+@pytest.mark.parametrize("name", names(Lane.ONE_RANK))
+def test_computes_the_same_bits_with(name: str) -> None:
+    scenario = SCENARIOS[name]
+    check(replace(scenario, model=partial(MLP, num_blocks=3)) if scenario.model is MLP else scenario)
+
+
+@pytest.mark.slow
+@two_ranks(timeout=240)
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_code_computes_what_fsdp2_does(name: str) -> None:
+    ours = train(COMPILED[name], with_regions("inductor"))
+    assert num_calls(ours)
+    compare(ours, train(COMPILED[name], FSDP2), rtol=1e-5, atol=1e-6, params=False)

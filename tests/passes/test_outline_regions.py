@@ -1,0 +1,136 @@
+"""OutlineRegions: one call in the place of code that occurs twice, and remarks where it must stay as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fxshard.ir import ops
+from fxshard.ir.history import PassResult
+from fxshard.passes.outline_regions import OutlineRegions
+from fxshard.passes.pipeline import default
+from tests import graphs
+from tests.graphs import Layers, Residual, ResidualLayers, assert_changes_nothing, layers_of
+
+
+def outlined(module: nn.Module, width: int = 4) -> PassResult:
+    """Dynamo's graph of a model with layers, after the pass."""
+    traced = graphs.trace(module, units=layers_of, pipeline=default(lower="eager", regions="auto"), width=width)
+    return traced.history.stages["dynamo"]["outline_regions"]
+
+
+def calls(result: PassResult) -> list[str]:
+    """The names of the regions that a graph calls."""
+    return [str(node.args[1]) for node in result.graph.find_nodes(op="call_function", target=ops.REGION)]
+
+
+def layers(*made: nn.Module) -> Layers:
+    model = Layers(0)
+    model.layers = nn.ModuleList(made)
+    return model
+
+
+class Then(Residual):
+    """A residual layer, and something after it."""
+
+    def __init__(self, then: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.then = then
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.then(super().forward(x))
+
+
+def refusal(then: Callable[[Tensor], Tensor]) -> str:
+    """Why layers that end so are left alone; it names the first node of one."""
+    result = outlined(layers(*(Then(then) for _ in range(3))))
+    assert not result.changed
+    return result.declined[-1].why
+
+
+def test_calls_code_that_occurs_twice() -> None:
+    result = graphs.regions().history.stages["dynamo"]["outline_regions"]
+    assert_expected_inline(
+        str(result),
+        """\
+%shard_layers_0: f32[10] = input  # flat of layers.0
+%l_x_: f32[2, 4] = input
+%shard_layers_1: f32[10] = input  # flat of layers.1
+%shard_layers_2: f32[10] = input  # flat of layers.2
+# layers.0
+%unshard: f32[4, 4] = fxshard.unshard(%shard_layers_0, 'layers.0#0@0', 0, [4, 4], f32)  # param=layers.0.weight
+%matmul: f32[2, 4] = matmul(%l_x_, %unshard)
+%unshard_1: f32[4] = fxshard.unshard(%shard_layers_0, 'layers.0#0@0', 1, [4], f32)  # param=layers.0.bias
+%add: f32[2, 4] = add(%matmul, %unshard_1)
+%tanh: f32[2, 4] = tanh(%add)
+%x: f32[2, 4] = add(%tanh, %l_x_)
+# layers.1
+%unshard_2: f32[4, 4] = fxshard.unshard(%shard_layers_1, 'layers.1#0@0', 0, [4, 4], f32)  # param=layers.1.weight
+%unshard_3: f32[4] = fxshard.unshard(%shard_layers_1, 'layers.1#0@0', 1, [4], f32)  # param=layers.1.bias
+%region_default: (f32[2, 4]) = fxshard.region([%x, %unshard_2, %unshard_3], 'Residual_5244a9809058')
+%getitem: f32[2, 4] = getitem(%region_default, 0)
+# layers.2
+%unshard_4: f32[4, 4] = fxshard.unshard(%shard_layers_2, 'layers.2#0@0', 0, [4, 4], f32)  # param=layers.2.weight
+%unshard_5: f32[4] = fxshard.unshard(%shard_layers_2, 'layers.2#0@0', 1, [4], f32)  # param=layers.2.bias
+%region_default_1: (f32[2, 4]) = fxshard.region([%getitem, %unshard_4, %unshard_5], 'Residual_5244a9809058')
+%getitem_1: f32[2, 4] = getitem(%region_default_1, 0)
+return %getitem_1""",
+    )
+
+
+def test_gives_equal_code_the_same_name_in_every_compilation() -> None:
+    assert calls(outlined(ResidualLayers())) == calls(outlined(ResidualLayers()))
+
+
+def test_tells_constants_apart() -> None:
+    first, second = (lambda x: x * 2), (lambda x: x * 3)
+    names = calls(outlined(layers(*map(Then, (first, first, second, first, second, first)))))
+    assert len(names) == 5
+    assert len(set(names)) == 2
+
+
+def test_tells_frozen_layers_apart() -> None:
+    model = ResidualLayers(6)
+    for layer in model.layers[2:4]:
+        layer.requires_grad_(False)
+    names = calls(outlined(model))
+    assert [names.count(name) for name in names] == [3, 2, 2, 3, 3]
+
+
+def test_leaves_what_occurs_once_alone() -> None:
+    assert not calls(outlined(ResidualLayers(2)))
+
+
+def test_leaves_a_result_that_is_a_view_alone() -> None:
+    why = refusal(lambda x: x.t().t())
+    assert_expected_inline(why, """its code occurs 2 times, but a result shares memory with another tensor""")
+
+
+class Writes(Residual):
+    """Adds to its input in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.add_(1))
+
+
+def test_leaves_what_writes_to_its_input_alone() -> None:
+    result = outlined(layers(*(Writes() for _ in range(3))))
+    assert not result.changed
+    assert_expected_inline(result.declined[-1].why, """its code occurs 2 times, but it changes what it reads""")
+
+
+def test_ends_a_region_before_activation_checkpointing() -> None:
+    then = Then(lambda x: checkpoint(torch.tanh, x, use_reentrant=False))
+    result = outlined(layers(*(then if i == 0 else Then(then.then) for i in range(3))))
+    assert len(calls(result)) == 2
+    assert sum("tag_activation_checkpoint" in str(node.target) for node in result.graph.nodes) == 3
+
+
+def test_says_that_nothing_can_trace_a_region() -> None:
+    gm, ctx = graphs.regions().at("dynamo")
+    assert_changes_nothing(OutlineRegions(), gm, ctx)
+    assert [remark.why for remark in ctx.declined] == ["its code occurs 2 times, but nothing here can trace it"]
