@@ -5,6 +5,7 @@ Private names of torch stand here, in `compile/` and in `testing/`; `tests/test_
 
 from __future__ import annotations
 
+import builtins
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ from torch._inductor.fx_passes.control_dependencies import control_deps, preserv
 from torch._inductor.kernel import conv
 from torch._logging import trace_structured
 from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -114,6 +116,44 @@ Function = TypeVar("Function", bound=Any)
 Result = TypeVar("Result")
 
 
+def is_of_torch(node: fx.Node) -> bool:
+    """Return whether what a node calls is torch's or Python's own, so that its name says what it computes."""
+    if node.op != "call_function" or isinstance(node.target, OpOverload | OpOverloadPacket | HigherOrderOperator):
+        return True
+    name = target_text(node)
+    return name.partition(".")[0] in ("torch", "_operator", "math") or hasattr(builtins, name)
+
+
+def writes_in_place(node: fx.Node) -> bool:
+    """Return whether a node of Dynamo's graph writes to a tensor that it is given, as far as its name says."""
+    if isinstance(node.target, OpOverload):
+        return node.target._schema.is_mutable
+    name = target_text(node).rpartition(".")[2]
+    by_name = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+    return by_name or node.kwargs.get("out") is not None or bool(node.kwargs.get("inplace"))
+
+
+_OPERATORS = (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "matmul",
+    "and",
+    "or",
+    "xor",
+    "lshift",
+    "rshift",
+)
+_WRITES = frozenset(("setitem", "__setitem__", *(f"i{o}" for o in _OPERATORS), *(f"__i{o}__" for o in _OPERATORS)))
+
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+"""What Dynamo makes of `torch.utils.checkpoint`: `tag_activation_checkpoint(function, *inputs)`."""
+
+
 def is_plain_and_static(tensor: Tensor) -> bool:
     """Return whether a tensor is made of no others and has a shape of numbers."""
     sizes = (*tensor.shape, *tensor.stride(), tensor.storage_offset()) if tensor.layout is torch.strided else (None,)
@@ -126,8 +166,9 @@ def target_text(node: fx.Node) -> str:
 
 
 def global_state() -> str:
-    """Return what decides a trace besides the code: grad mode, autocast, default dtype and the like, as text."""
-    return str(GlobalStateGuard().__getstate__())
+    """Return what decides a trace besides the code: grad mode, autocast, kernels for attention and so on, as text."""
+    attention = [getattr(torch.backends.cuda, f"{kind}_sdp_enabled")() for kind in ("flash", "mem_efficient", "math")]
+    return f"{GlobalStateGuard().__getstate__()} {attention} {torch.backends.cuda.cudnn_sdp_enabled()}"
 
 
 def is_fake(tensor: Tensor) -> bool:

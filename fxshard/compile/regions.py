@@ -36,10 +36,9 @@ def trace(name: str, text: str, gm: fx.GraphModule, parameters: Sequence[bool], 
         parameters: which inputs are unsharded parameters.
         options: the user's.
     """
-    decides = repr((text, torch_private.global_state(), options.lower, sorted(options.inductor.items())))
+    configs = [sorted(each.save_config_portable().items()) for each in (functorch_config, inductor_config)]
+    decides = repr((text, torch_private.global_state(), options.lower, sorted(options.inductor.items()), configs))
     name = f"{name}_{hashlib.sha256(decides.encode()).hexdigest()[:12]}"
-    if (found := regions.known(name)) is not None:
-        return found
     try:
         return _traced(name, gm, parameters, options)
     except Exception as error:  # the same code in line may do, and if not, its error says it better
@@ -107,10 +106,12 @@ class _Traced:
     def region(self, name: str, num_operands: int) -> Region | str:
         """Put together what was kept, or say what stands against it."""
         meta, forward, backward = self._metadata, self._graphs["forward"], self._graphs.get("backward")
-        if meta.mutated_inp_runtime_indices or meta.tokens:
+        if any(info.mutates_data or info.mutates_metadata for info in meta.input_info) or meta.tokens:
             return "it changes what it reads"
         if any(info.output_type is not OutputType.non_alias for info in meta.output_info):
             return "a result shares memory with another tensor"
+        if any(gm.graph.find_nodes(op="get_attr") for gm in self._graphs.values()):
+            return "it makes tensors of constants"
         operands = [node.name for node in forward.graph.find_nodes(op="placeholder")]
         results = regions.results_of(forward)
         if len(operands) != num_operands or any(not isinstance(r, fx.Node) for r in results):
@@ -136,15 +137,16 @@ def _with_backward(
         known.setdefault(node, Source("result", i))
     saved: list[fx.Node] = []
     by_name = {node.name: node for node in forward.graph.nodes}
+    kept = results[count:]  # in the order of backward's inputs, where no size is among them
     inputs = backward.graph.find_nodes(op="placeholder")
-    tangents = 0
     sources: dict[fx.Node, Source] = {}
-    for place in inputs:
-        origin = by_name.get(place.name)
-        if origin is None:
-            sources[place] = Source("gradient", tangents)
-            tangents += 1
+    for i, place in enumerate(inputs):
+        if i >= len(kept):
+            sources[place] = Source("gradient", i - len(kept))
             continue
+        origin = kept[i]
+        if by_name.get(place.name, origin) is not origin:
+            return "its backward takes what is saved in another order"
         base, chain = origin, []
         while base not in known and base.target in ops.VIEWS | ops.TRANSPOSES:
             chain.append(base)
@@ -155,7 +157,7 @@ def _with_backward(
         sources[place] = known[base]
         if chain:
             _take_again(backward.graph, place, base, chain[::-1])
-    if tangents != len(differentiable):
+    if len(inputs) - len(kept) != len(differentiable):
         return "its backward takes something else than gradients of its results"
     forward.graph.output_node().args = ((*results[:count], *saved),)
     merged = _merge_inputs(backward.graph, sources)

@@ -68,14 +68,10 @@ class Region:
 _KNOWN: weakref.WeakValueDictionary[str, Region] = weakref.WeakValueDictionary()  # equal names, equal code
 
 
-def known(name: str) -> Region | None:
-    """Return a region that is in use somewhere in this process."""
-    return _KNOWN.get(name)
-
-
 def remember(region: Region) -> Region:
     """Let the ops find a region by its name, for as long as somebody keeps it."""
-    return _KNOWN.setdefault(region.name, region)
+    _KNOWN[region.name] = region
+    return region
 
 
 def region_of(call: fx.Node) -> Region:
@@ -148,19 +144,20 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     ctx.region, ctx.num_operands = _KNOWN[name], len(operands)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*(x for i, x in enumerate(output) if i not in ctx.region.differentiable))
-    ctx.save_for_backward(*operands, *output)
+    values = {"operand": operands, "result": output, "saved": output[ctx.region.num_results :]}
+    kept = [source for source in ctx.region.sources if source.kind != "gradient"]
+    ctx.layouts = [(output[i].shape, output[i].dtype, output[i].device) for i in ctx.region.differentiable]
+    ctx.save_for_backward(*(values[source.kind][source.number] for source in kept))
 
 
 def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, None]:
     region, count = ctx.region, ctx.num_operands
-    operands, outputs = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
-    results, saved = outputs[: region.num_results], outputs[region.num_results :]
     known = [
-        results[i].new_zeros(results[i].shape) if (grad := grads[i]) is None else grad.contiguous()
-        for i in region.differentiable
+        torch.zeros(shape, dtype=dtype, device=device) if (grad := grads[i]) is None else grad.contiguous()
+        for i, (shape, dtype, device) in zip(region.differentiable, ctx.layouts, strict=True)
     ]
-    values = {"operand": operands, "result": results, "saved": saved, "gradient": known}
-    inputs = [values[source.kind][source.number] for source in region.sources]
+    kept = iter(ctx.saved_tensors)
+    inputs = [known[source.number] if source.kind == "gradient" else next(kept) for source in region.sources]
     made = torch.ops.fxshard.region_backward(inputs, region.name)
     found: list[Tensor | None] = [None] * count
     for index, grad in zip(region.trained, made, strict=True):

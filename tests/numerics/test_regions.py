@@ -16,7 +16,7 @@ from fxshard.ir import regions
 from tests.numerics.harness import FSDP2, Run, Scenario, System, compare, fxshard_system, train
 from tests.numerics.microbatches import several
 from tests.numerics.models import MLP, WIDTH, Block
-from tests.numerics.scenarios import LANGUAGE, REGRESSION, RESHARD, SCENARIOS, Lane, names
+from tests.numerics.scenarios import CHECKPOINTED, LANGUAGE, REGRESSION, RESHARD, SCENARIOS, Lane, names
 from tests.ranks import two_ranks
 
 THREE_BLOCKS: Final = replace(REGRESSION, model=partial(MLP, num_blocks=3))  # the first reads what needs no gradient
@@ -85,6 +85,7 @@ class _Pair(nn.Module):
 COMPILED: Final = {
     "a language model": LANGUAGE,
     "accumulation": replace(THREE_BLOCKS, backward=several),
+    "activation checkpointing": replace(CHECKPOINTED, shard_kwargs=RESHARD),
     "several results": replace(REGRESSION, model=SeveralResults),
 }
 
@@ -103,6 +104,11 @@ def test_accumulates_with_regions() -> None:
 @pytest.mark.parametrize("model", [Dropping, SeveralResults])
 def test_trains(model: type[nn.Module]) -> None:
     assert num_calls(check(replace(REGRESSION, model=model)))
+
+
+@two_ranks
+def test_computes_blocks_again_in_backward() -> None:
+    assert num_calls(check(replace(CHECKPOINTED, shard_kwargs=RESHARD))) == 2 * 2
 
 
 @two_ranks

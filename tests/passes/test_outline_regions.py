@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 
+import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from fxshard.ir import ops
+from fxshard.ir import ops, regions
 from fxshard.ir.history import PassResult
+from fxshard.ir.text import graph_text
 from fxshard.passes.outline_regions import OutlineRegions
 from fxshard.passes.pipeline import default
 from tests import graphs
-from tests.graphs import Layers, Residual, ResidualLayers, assert_changes_nothing, layers_of
+from tests.graphs import Layers, Residual, ResidualLayers, assert_changes_nothing, assert_golden, layers_of
 
 
 def outlined(module: nn.Module, width: int = 4) -> PassResult:
@@ -71,12 +76,12 @@ def test_calls_code_that_occurs_twice() -> None:
 # layers.1
 %unshard_2: f32[4, 4] = fxshard.unshard(%shard_layers_1, 'layers.1#0@0', 0, [4, 4], f32)  # param=layers.1.weight
 %unshard_3: f32[4] = fxshard.unshard(%shard_layers_1, 'layers.1#0@0', 1, [4], f32)  # param=layers.1.bias
-%region_default: (f32[2, 4]) = fxshard.region([%x, %unshard_2, %unshard_3], 'Residual_5244a9809058')
+%region_default: (f32[2, 4]) = fxshard.region([%x, %unshard_2, %unshard_3], 'Residual_8c6f9f641336')
 %getitem: f32[2, 4] = getitem(%region_default, 0)
 # layers.2
 %unshard_4: f32[4, 4] = fxshard.unshard(%shard_layers_2, 'layers.2#0@0', 0, [4, 4], f32)  # param=layers.2.weight
 %unshard_5: f32[4] = fxshard.unshard(%shard_layers_2, 'layers.2#0@0', 1, [4], f32)  # param=layers.2.bias
-%region_default_1: (f32[2, 4]) = fxshard.region([%getitem, %unshard_4, %unshard_5], 'Residual_5244a9809058')
+%region_default_1: (f32[2, 4]) = fxshard.region([%getitem, %unshard_4, %unshard_5], 'Residual_8c6f9f641336')
 %getitem_1: f32[2, 4] = getitem(%region_default_1, 0)
 return %getitem_1""",
     )
@@ -120,7 +125,64 @@ class Writes(Residual):
 def test_leaves_what_writes_to_its_input_alone() -> None:
     result = outlined(layers(*(Writes() for _ in range(3))))
     assert not result.changed
-    assert_expected_inline(result.declined[-1].why, """its code occurs 2 times, but it changes what it reads""")
+    assert_expected_inline(result.declined[-1].why, """what it reads or gives is written to elsewhere""")
+
+
+class Within(ResidualLayers):
+    """Runs its layers inside of a context."""
+
+    def __init__(self, context: Callable[[], AbstractContextManager[None]]) -> None:
+        super().__init__()
+        self.context = context
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.context():
+            return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "context",
+    [partial(torch.autocast, "cpu", torch.bfloat16), partial(sdpa_kernel, SDPBackend.MATH)],
+    ids=["autocast", "attention"],
+)
+def test_leaves_what_stands_inside_of_a_context_alone(context: Callable[[], AbstractContextManager[None]]) -> None:
+    result = outlined(Within(context))
+    assert not result.changed
+    assert "which may decide what it computes" in result.declined[-1].why
+
+
+class WritesToResults(ResidualLayers):
+    """Adds to what its layers give."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            x += 1.0
+        return x
+
+
+def test_leaves_what_is_written_to_elsewhere_alone() -> None:
+    result = outlined(WritesToResults())
+    assert not result.changed
+    assert {remark.why for remark in result.declined} == {"what it reads or gives is written to elsewhere"}
+
+
+def scaled(factor: float) -> Callable[[Tensor], Tensor]:
+    def act(x: Tensor) -> Tensor:
+        return x * factor
+
+    return torch._dynamo.allow_in_graph(act)  # type: ignore[no-any-return]
+
+
+def test_leaves_functions_alone_whose_names_say_nothing() -> None:
+    why = refusal(scaled(2.0))
+    assert why.startswith("nothing tells what ")
+    assert why.endswith("act computes")
+
+
+def test_leaves_tensors_of_constants_alone() -> None:
+    why = refusal(lambda x: x * torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    assert why == "its code occurs 2 times, but it makes tensors of constants"
 
 
 def test_ends_a_region_before_activation_checkpointing() -> None:
@@ -128,6 +190,34 @@ def test_ends_a_region_before_activation_checkpointing() -> None:
     result = outlined(layers(*(then if i == 0 else Then(then.then) for i in range(3))))
     assert len(calls(result)) == 2
     assert sum("tag_activation_checkpoint" in str(node.target) for node in result.graph.nodes) == 3
+
+
+class Checkpointed(ResidualLayers):
+    """Computes its layers again in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+def test_calls_layers_under_activation_checkpointing() -> None:
+    assert_golden(str(outlined(Checkpointed())), "outline_regions_checkpointed")
+
+
+def test_computes_again_inside_of_the_region_what_checkpointing_does_not_keep() -> None:
+    pipeline = default(lower="eager", regions="auto")
+    history = graphs.trace(Checkpointed(), units=layers_of, pipeline=pipeline).history
+    (code,) = {
+        regions.code_of(call)
+        for call in history.last("backward").graph.find_nodes(op="call_function", target=regions.INVOKE)
+    }
+    assert code is not None
+    assert "aten.tanh(" in graph_text(code.graph)
+    without = graphs.regions().history.last("backward").graph
+    (plain,) = {regions.code_of(call) for call in without.find_nodes(op="call_function", target=regions.INVOKE)}
+    assert plain is not None
+    assert "aten.tanh(" not in graph_text(plain.graph)
 
 
 def test_says_that_nothing_can_trace_a_region() -> None:
