@@ -128,38 +128,12 @@ class _Traced:
 def _with_backward(
     name: str, forward: fx.GraphModule, backward: fx.GraphModule, count: int, differentiable: tuple[int, ...]
 ) -> Region | str:
-    """Find out where backward's inputs come from; views of what there is anyway are taken again in backward."""
-    known: dict[fx.Node, Source] = {}
-    operands = forward.graph.find_nodes(op="placeholder")
-    known.update({node: Source("operand", i) for i, node in enumerate(operands)})
-    results = regions.results_of(forward)
-    for i, node in enumerate(results[:count]):
-        known.setdefault(node, Source("result", i))
+    """Put both graphs together; views of what there is anyway are taken again in backward."""
     saved: list[fx.Node] = []
-    by_name = {node.name: node for node in forward.graph.nodes}
-    kept = results[count:]  # in the order of backward's inputs, where no size is among them
-    inputs = backward.graph.find_nodes(op="placeholder")
-    sources: dict[fx.Node, Source] = {}
-    for i, place in enumerate(inputs):
-        if i >= len(kept):
-            sources[place] = Source("gradient", i - len(kept))
-            continue
-        origin = kept[i]
-        if by_name.get(place.name, origin) is not origin:
-            return "its backward takes what is saved in another order"
-        base, chain = origin, []
-        while base not in known and base.target in ops.VIEWS | ops.TRANSPOSES:
-            chain.append(base)
-            (base,) = base.all_input_nodes
-        if base not in known:
-            known[base] = Source("saved", len(saved))
-            saved.append(base)
-        sources[place] = known[base]
-        if chain:
-            _take_again(backward.graph, place, base, chain[::-1])
-    if len(inputs) - len(kept) != len(differentiable):
-        return "its backward takes something else than gradients of its results"
-    forward.graph.output_node().args = ((*results[:count], *saved),)
+    sources = _sources(forward, backward.graph, count, saved)
+    if len([source for source in sources.values() if source.kind == "gradient"]) != len(differentiable):
+        return "its backward takes something else than what is saved and gradients of its results"
+    forward.graph.output_node().args = ((*regions.results_of(forward)[:count], *saved),)
     merged = _merge_inputs(backward.graph, sources)
     grads = regions.results_of(backward)
     trained = tuple(i for i, grad in enumerate(grads) if isinstance(grad, fx.Node))
@@ -178,6 +152,34 @@ def _with_backward(
             trained=trained,
         )
     )
+
+
+def _sources(forward: fx.GraphModule, backward: fx.Graph, count: int, saved: list[fx.Node]) -> dict[fx.Node, Source]:
+    """Find out where backward's inputs come from; fills `saved`. Nothing where their order is not forward's."""
+    results = regions.results_of(forward)
+    known = {node: Source("operand", i) for i, node in enumerate(forward.graph.find_nodes(op="placeholder"))}
+    for i, node in enumerate(results[:count]):
+        known.setdefault(node, Source("result", i))
+    by_name = {node.name: node for node in forward.graph.nodes}
+    kept = results[count:]  # in the order of backward's inputs, where no size is among them
+    sources: dict[fx.Node, Source] = {}
+    for i, place in enumerate(backward.find_nodes(op="placeholder")):
+        if i >= len(kept):
+            sources[place] = Source("gradient", i - len(kept))
+            continue
+        if by_name.get(place.name, kept[i]) is not kept[i]:
+            return {}
+        base, chain = kept[i], []
+        while base not in known and base.target in ops.VIEWS | ops.TRANSPOSES:
+            chain.append(base)
+            (base,) = base.all_input_nodes
+        if base not in known:
+            known[base] = Source("saved", len(saved))
+            saved.append(base)
+        sources[place] = known[base]
+        if chain:
+            _take_again(backward, place, base, chain[::-1])
+    return sources
 
 
 def _take_again(graph: fx.Graph, place: fx.Node, base: fx.Node, chain: Sequence[fx.Node]) -> None:
