@@ -34,7 +34,7 @@ class CallRegions(GraphPass):
             is_forward = call.target is ops.REGION
             code = region.forward if is_forward else region.backward
             assert code is not None
-            name = f"{region.name}_{'forward' if is_forward else 'backward'}"
+            name = f"{region.label}_{'forward' if is_forward else 'backward'}"
             operands = list(call.args[0])
             if [_layout(node) for node in operands] == [
                 _layout(node) for node in code.graph.find_nodes(op="placeholder")

@@ -38,7 +38,7 @@ def trace(name: str, text: str, gm: fx.GraphModule, parameters: Sequence[bool], 
     """
     configs = [sorted(each.save_config_portable().items()) for each in (functorch_config, inductor_config)]
     decides = repr((text, torch_private.global_state(), options.lower, sorted(options.inductor.items()), configs))
-    name = f"{name}_{hashlib.sha256(decides.encode()).hexdigest()[:12]}"
+    name = f"{name}:{hashlib.sha256(decides.encode()).hexdigest()[:12]}"
     try:
         return _traced(name, gm, parameters, options)
     except Exception as error:  # the same code in line may do, and if not, its error says it better

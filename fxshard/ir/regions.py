@@ -47,7 +47,7 @@ class Region:
     """The graphs of code that is called several times.
 
     Attributes:
-        name: of the module's class and a digest of what decides the code.
+        name: of the module's class, numbered, and behind a colon a digest of what decides the code.
         forward: operands -> results, then what is saved for backward and is no operand.
         num_results: how many of its outputs are results.
         backward: see `sources` -> the gradients of operands that have one; `None` where nothing trains.
@@ -63,6 +63,11 @@ class Region:
     differentiable: tuple[int, ...] = ()
     sources: tuple[Source, ...] = ()
     trained: tuple[int, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """The name without the digest: the same on every machine, and in every torch."""
+        return self.name.partition(":")[0]
 
 
 _KNOWN: weakref.WeakValueDictionary[str, Region] = weakref.WeakValueDictionary()  # equal names, equal code

@@ -164,7 +164,10 @@ def _call(node: fx.Node, names: Names) -> str:
         return f"get_attr.{node.target}"
     target = f"{node.op}.{node.target}" if isinstance(node.target, str) else _callable(node.target)
     named = (f"{key}={_arg(value, names)}" for key, value in node.kwargs.items() if key not in _NOT_PRINTED)
-    return f"{target}({', '.join([*(_arg(a, names) for a in node.args), *named])})"
+    args = node.args
+    if node.target in (ops.REGION, ops.REGION_BACKWARD):  # its name ends with a digest, which machines do not share
+        args = (args[0], str(args[1]).partition(":")[0])
+    return f"{target}({', '.join([*(_arg(a, names) for a in args), *named])})"
 
 
 def _comments(node: fx.Node, names: Names) -> str:

@@ -71,7 +71,7 @@ def test_puts_the_nodes_in_line_where_strides_differ() -> None:
     assert run_pass(CallRegions(), gm, CONTEXT)
     assert not gm.graph.find_nodes(op="get_attr")
     (remark,) = CONTEXT.notes
-    assert "put in line: it reads other strides than Code_" in remark.why
+    assert "put in line: it reads other strides than Code_forward" in remark.why
     x = torch.randn(3, 2).t()
     assert torch.equal(gm(x)[0], double(x)[0])
 

@@ -76,12 +76,12 @@ def test_calls_code_that_occurs_twice() -> None:
 # layers.1
 %unshard_2: f32[4, 4] = fxshard.unshard(%shard_layers_1, 'layers.1#0@0', 0, [4, 4], f32)  # param=layers.1.weight
 %unshard_3: f32[4] = fxshard.unshard(%shard_layers_1, 'layers.1#0@0', 1, [4], f32)  # param=layers.1.bias
-%region_default: (f32[2, 4]) = fxshard.region([%x, %unshard_2, %unshard_3], 'Residual_8c6f9f641336')
+%region_default: (f32[2, 4]) = fxshard.region([%x, %unshard_2, %unshard_3], 'Residual')
 %getitem: f32[2, 4] = getitem(%region_default, 0)
 # layers.2
 %unshard_4: f32[4, 4] = fxshard.unshard(%shard_layers_2, 'layers.2#0@0', 0, [4, 4], f32)  # param=layers.2.weight
 %unshard_5: f32[4] = fxshard.unshard(%shard_layers_2, 'layers.2#0@0', 1, [4], f32)  # param=layers.2.bias
-%region_default_1: (f32[2, 4]) = fxshard.region([%getitem, %unshard_4, %unshard_5], 'Residual_8c6f9f641336')
+%region_default_1: (f32[2, 4]) = fxshard.region([%getitem, %unshard_4, %unshard_5], 'Residual')
 %getitem_1: f32[2, 4] = getitem(%region_default_1, 0)
 return %getitem_1""",
     )
