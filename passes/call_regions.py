@@ -17,8 +17,8 @@ from fxshard.passes._base import GraphPass, PassContext
 class CallRegions(GraphPass):
     """Replace each call of a region by torch's call of a subgraph.
 
-    Before   %y = region([%x, %w], 'Block_1f2e')
-    After    %y = invoke_subgraph(Block_1f2e_forward, 'Block_1f2e_forward', %x, %w)
+    Before   %y = region([%x, %w], 'Block')
+    After    %y = invoke_subgraph(Block_forward, 'Block_forward', %x, %w)
 
     A call that reads a tensor with other strides than the region was traced with becomes the region's own nodes.
 

@@ -19,8 +19,8 @@ class OutlineRegions(GraphPass):
 
     Before   %w = unshard(%shard_0)   %x = linear(%input, %w)   %y = relu(%x)
              %v = unshard(%shard_1)   %z = linear(%y, %v)       %u = relu(%z)     return %u
-    After    %w = unshard(%shard_0)   %y = region([%input, %w], 'Block_1f2e')[0]
-             %v = unshard(%shard_1)   %u = region([%y, %v], 'Block_1f2e')[0]      return %u
+    After    %w = unshard(%shard_0)   %y = region([%input, %w], 'Block')[0]
+             %v = unshard(%shard_1)   %u = region([%y, %v], 'Block')[0]      return %u
 
     The code of a unit is a span of nodes that Dynamo traced inside of one call of its module; markers move before it.
     So is a block under activation checkpointing, whose markers come out of the checkpointed function: what it computes
@@ -31,8 +31,9 @@ class OutlineRegions(GraphPass):
     Memory: unchanged, where the partitioner saves the same of a region as of the whole graph.
     No-op: no unit's code occurs twice.
     Limits: left alone, with a remark: what writes to its inputs, gives out views, has sizes that are not known, makes
-        tensors of constants, calls functions that are not torch's, or holds another higher-order op (cond); what stands
-        behind a change of torch's state (autocast, a choice of kernels) or is written to in place.
+        tensors of constants, is checkpointed by a policy of its own, calls functions that are not torch's, or holds
+        another higher-order op (cond); what stands behind a change of torch's state (autocast, a choice of kernels) or
+        is written to in place.
     Source: [Note: regions] in `ir/regions.py`.
     """
 

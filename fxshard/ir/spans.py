@@ -173,6 +173,8 @@ class CheckpointedSpan(Span):
 
     def refused(self, surroundings: Surroundings) -> str:
         """Say why it cannot be a region; empty if it can."""
+        if self._body.meta.get("_checkpoint_context_fn") is not None:  # a region's name could not tell two apart
+            return "a policy of its own decides what checkpointing keeps"
         if any(read.target is not operator.getitem for read in self.results):
             return "its results are not read one by one"
         if not all(isinstance(node, fx.Node) for node in self.gives):
@@ -181,12 +183,7 @@ class CheckpointedSpan(Span):
 
     def text(self) -> tuple[str, ...]:
         """Return what is equal for equal code, the options of checkpointing included."""
-        return (*super().text(), repr(self._call.kwargs))
-
-    def identities(self) -> tuple[int, ...]:
-        """Return what tells functions and checkpointing policies apart."""
-        policy = self._body.meta.get("_checkpoint_context_fn")
-        return (*super().identities(), id(self._call.target), id(policy))
+        return (*super().text(), f"checkpointed {self._call.kwargs}")
 
     def copied(self) -> GraphModule:
         """Copy the call, of a function without markers."""

@@ -11,7 +11,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fxshard.ir import ops, regions
 from fxshard.ir.history import PassResult
@@ -218,6 +218,27 @@ def test_computes_again_inside_of_the_region_what_checkpointing_does_not_keep() 
     (plain,) = {regions.code_of(call) for call in without.find_nodes(op="call_function", target=regions.INVOKE)}
     assert plain is not None
     assert "aten.tanh(" not in graph_text(plain.graph)
+
+
+def nothing(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    """A policy that keeps nothing."""
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Selected(ResidualLayers):
+    """Asks a policy what to keep."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            policy = partial(create_selective_checkpoint_contexts, nothing)
+            x = checkpoint(layer, x, use_reentrant=False, context_fn=policy)
+        return x
+
+
+def test_leaves_selective_checkpointing_alone() -> None:
+    result = outlined(Selected())
+    assert not result.changed
+    assert {remark.why for remark in result.declined} == {"a policy of its own decides what checkpointing keeps"}
 
 
 def test_says_that_nothing_can_trace_a_region() -> None:
