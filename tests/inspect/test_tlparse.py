@@ -59,7 +59,7 @@ def artefacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def test_tlparse_shows_the_graph_after_every_pass(artefacts: dict[str, str]) -> None:
     codegen = default(lower="eager").codegen
-    stages = {"joint": DEFAULT.joint, "forward": DEFAULT.split, "backward": DEFAULT.split}
+    stages = {"dynamo": DEFAULT.dynamo, "joint": DEFAULT.joint, "forward": DEFAULT.split, "backward": DEFAULT.split}
     stages |= {"forward_codegen": codegen, "backward_codegen": codegen}
     expected = {
         f"fxshard_{stage}_{place:02}_{name}"
