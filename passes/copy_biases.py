@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx import GraphModule
 
 from fxshard import torch_private
-from fxshard.ir import ops
+from fxshard.ir import ops, regions
 from fxshard.passes._base import GraphPass, PassContext, Property
 
 
@@ -20,7 +21,7 @@ class CopyBiases(GraphPass):
     Before   %bias = view of %gathered  %y = convolution(%x, %weight, %bias)
     After    %bias = view of %gathered  %b = fxshard.copy(%bias)  %y = convolution(%x, %weight, %b)
 
-    `needed` says whether this torch's Inductor needs it; that of 2.11 does.
+    `needed` says whether this torch's Inductor needs it; that of 2.11 does. Regions are looked through, too.
 
     Numerics: unchanged. Memory: one copy of each such bias, while its convolution runs.
     No-op: newer torches; other devices; no convolution with a bias.
@@ -37,15 +38,23 @@ class CopyBiases(GraphPass):
         mode = torch_private.fake_mode_of(gm.graph)
         if not self.needed or mode is None:
             return False
-        changed = False
-        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.convolution.default):
-            bias = node.args[2]
-            value = bias.meta["val"] if isinstance(bias, fx.Node) and bias.target is not ops.COPY else None
-            if isinstance(value, Tensor) and value.device.type == "cpu":
-                with gm.graph.inserting_before(node):
-                    copy = gm.graph.call_function(ops.COPY, (bias,))
-                with mode:
-                    copy.meta["val"] = ops.COPY(value)
-                node.args = (*node.args[:2], copy, *node.args[3:])
-                changed = True
-        return changed
+        called = {code for node in gm.graph.nodes if (code := regions.code_of(node)) is not None}
+        copied = [node for graph in (gm.graph, *(code.graph for code in called)) for node in _copied(graph, mode)]
+        for code in called:
+            code.recompile()
+        return bool(copied)
+
+
+def _copied(graph: fx.Graph, mode: Any) -> list[fx.Node]:
+    """Copy the biases in one graph; return the copies."""
+    copies: list[fx.Node] = []
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.convolution.default):
+        bias = node.args[2]
+        value = bias.meta["val"] if isinstance(bias, fx.Node) and bias.target is not ops.COPY else None
+        if isinstance(value, Tensor) and value.device.type == "cpu":
+            with graph.inserting_before(node):
+                copies.append(graph.call_function(ops.COPY, (bias,)))
+            with mode:
+                copies[-1].meta["val"] = ops.COPY(value)
+            node.args = (*node.args[:2], copies[-1], *node.args[3:])
+    return copies

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 from torch import fx
 from torch.fx import GraphModule
 
-from fxshard.ir import collectives, launches, pins
+from fxshard.ir import collectives, launches, pins, regions
 from fxshard.passes._base import GraphPass, PassContext, Property
 
 
@@ -22,7 +23,8 @@ class PinOrder(GraphPass):
     one, and all that the late one reads runs before it: a wait could come ahead of the compute that was to hide it.
     Pins go to kernels that fuse with nothing (matrix products, attention, convolutions) next to a collective: a launch
     or wait comes after the last of them before it, and the first of them behind a launch comes after that launch. Among
-    themselves collectives keep their order anyway. `EnforceOrder` turns pins into dependencies.
+    themselves collectives keep their order anyway. `EnforceOrder` turns pins into dependencies. A call of a region is
+    such a kernel, too, but needs no pin; nor does a gather which only such calls read.
 
     Numerics: unchanged. Memory: unchanged. No-op: a graph without collectives, or without such kernels.
     Source: torch's `control_dependencies.py`, which Inductor's own overlap scheduling uses.
@@ -38,12 +40,22 @@ class PinOrder(GraphPass):
         changed = False
         for node in gm.graph.nodes:
             before = None
-            if collectives.is_launch(node):
-                before, launch = kernel, node
-            elif collectives.is_wait(node):
-                before = kernel
+            if collectives.is_launch(node) or collectives.is_wait(node):
+                launch = node if collectives.is_launch(node) else launch
+                before = None if _is_read_by_calls_alone(node) else kernel
+            elif node.target is regions.INVOKE:
+                kernel, launch = node, None
             elif launches.is_kernel(node):
                 before, kernel, launch = launch, node, None
             if before is not None and pins.pin(node, before):
                 changed = True
         return changed
+
+
+def _is_read_by_calls_alone(collective: fx.Node) -> bool:
+    """Whether only calls of regions read what was gathered: they keep their order, so it keeps its place."""
+    return bool(collective.users) and all(
+        user.target is regions.INVOKE
+        or ((user.target is operator.getitem or collectives.is_wait(user)) and _is_read_by_calls_alone(user))
+        for user in collective.users
+    )

@@ -17,6 +17,7 @@ from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.copy_biases import CopyBiases
 from fxshard.passes.dedup_unshard import DedupUnshard
 from fxshard.passes.enforce_order import EnforceOrder
+from fxshard.passes.fold_copies import FoldCopies
 from fxshard.passes.fuse_grad_accumulation import FuseGradAccumulation
 from fxshard.passes.hand_off_prefetch import HandOffPrefetch
 from fxshard.passes.hoist_prefetch import HoistPrefetch
@@ -99,7 +100,12 @@ def default(
             HoistPrefetch(depth=0 if prefetch == "off" else prefetch),  # type: ignore[arg-type]  # the pass checks it
             AssignStreams(mode=streams),  # last: where a wait stands decides what streams may do until there
         ),
-        last=(PinOrder(),) if lower == "inductor" else (),  # after Inductor's own passes: fusion comes next
+        last=(
+            *((FoldCopies(),) if regions == "auto" else ()),  # after the split stage: launches are final
+            PinOrder(),  # after Inductor's own passes: fusion comes next
+        )
+        if lower == "inductor"
+        else (),
         codegen=(
             *(() if cudagraphs else (hand_off,)),
             LowerStreams(),  # after it: what is handed over knows its stream

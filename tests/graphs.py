@@ -211,7 +211,9 @@ class Traced:
             after: the pass that made it; `None` for the graph before the first pass.
         """
         record = self.history.stages[kind][after().name if after else CAPTURED]
-        return fx.GraphModule({}, copy.deepcopy(record.graph)), PassContext(plan=self.plan, kind=kind)
+        called = [str(node.target) for node in record.graph.find_nodes(op="get_attr")]
+        code = {name: record.graph.owning_module.get_submodule(name) for name in called}  # type: ignore[union-attr]
+        return fx.GraphModule(code, copy.deepcopy(record.graph)), PassContext(plan=self.plan, kind=kind)
 
     @property
     def world_size(self) -> int:

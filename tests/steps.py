@@ -10,14 +10,14 @@ import copy
 import dataclasses
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 
 from fxshard.cost.hardware import HardwareSpec
-from fxshard.ir import collectives, ops
+from fxshard.ir import collectives, ops, regions
 from fxshard.ir.plan import ShardPlan
 from fxshard.passes._base import GraphKind, GraphPass
 from fxshard.passes.insert_collectives import InsertCollectives
@@ -110,7 +110,12 @@ def _reduce(inputs: list[Tensor], dtype: torch.dtype, op: str, size: int, group:
     return collectives.reduce_scatter([tensor.to(dtype) for tensor in inputs], op, size, group)
 
 
+def _call(code: fx.GraphModule, name: str, *operands: Tensor) -> Sequence[Tensor]:
+    return cast(Sequence[Tensor], code(*operands))
+
+
 _OF_ALL_RANKS = {
+    regions.INVOKE: _call,
     ops.COPY_OUT: _copy_out,
     ops.PREFETCHED_ALL_GATHER: _prefetched,
     ops.ALL_GATHER_ON_STREAM: _gather,

@@ -9,6 +9,7 @@ import inspect
 
 from torch import fx
 
+from fxshard.ir import regions
 from fxshard.ir.text import graph_text
 from fxshard.ir.variant import Variant
 from fxshard.passes._base import GraphKind, GraphPass, PassContext
@@ -20,6 +21,7 @@ from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.copy_biases import CopyBiases
 from fxshard.passes.dedup_unshard import DedupUnshard
 from fxshard.passes.enforce_order import EnforceOrder
+from fxshard.passes.fold_copies import FoldCopies
 from fxshard.passes.fuse_grad_accumulation import FuseGradAccumulation
 from fxshard.passes.hand_off_prefetch import HandOffPrefetch
 from fxshard.passes.hoist_prefetch import HoistPrefetch
@@ -32,7 +34,7 @@ from fxshard.passes.reshard_policy import ReshardPolicy
 from fxshard.passes.sink_waits import SinkWaits
 from fxshard.passes.tag_parameter_views import TagParameterViews
 from tests import graphs
-from tests.graphs import SPLIT, Traced, convolution, text
+from tests.graphs import SPLIT, Traced, convolution, run_pass, text
 from tests.pages import assert_filled, assert_page, code_block, described
 
 Pairs = list[tuple[str, str]]
@@ -47,7 +49,7 @@ def graph_block(traced: Traced, kind: GraphKind, after: type[GraphPass] | None =
 def last_graph(traced: Traced) -> str:
     """The forward graph at the end of the codegen stage, as Inductor gets it."""
     gm = fx.GraphModule({}, copy.deepcopy(traced.history.last("forward_codegen").graph))
-    graphs.run_pass(EnforceOrder(), gm, PassContext(plan=traced.plan, kind="forward"))
+    run_pass(EnforceOrder(), gm, PassContext(plan=traced.plan, kind="forward"))
     return text(gm)
 
 
@@ -142,6 +144,18 @@ def test_keeps_the_page_of_call_regions_in_step() -> None:
     assert_page("docs/passes/call_regions.md", page_of(CallRegions, RESIDUAL, pairs))
 
 
+def test_keeps_the_page_of_fold_copies_in_step() -> None:
+    pairs: Pairs = []
+    for kind in SPLIT:
+        gm, ctx = graphs.regions().at(kind, after=InsertCollectives)
+        pairs.append((f"The {kind} graph before", code_block(text(gm))))
+        run_pass(FoldCopies(), gm, ctx)
+        pairs.append((f"The {kind} graph after", code_block(text(gm))))
+        call = gm.graph.find_nodes(op="call_function", target=regions.INVOKE)[0]
+        pairs.append(("What it calls", code_block(graph_text(regions.code_of(call).graph))))  # type: ignore[union-attr]
+    assert_page("docs/passes/fold_copies.md", page_of(FoldCopies, RESIDUAL, pairs))
+
+
 def test_keeps_the_page_of_dedup_unshard_in_step() -> None:
     pairs = before_and_after(graphs.read_twice(), "joint", None, DedupUnshard)
     example = "A module that reads its only weight twice in one call: `(x @ weight) @ weight`."
@@ -162,7 +176,7 @@ def test_keeps_the_page_of_accumulate_gradients_in_step() -> None:
     pairs = [("The backward graph before", graph_block(traced, "backward", DedupUnshard))]
     for which in (Variant(accumulates=frozenset({""})), Variant(finishes=frozenset({""}))):
         gm, ctx = traced.at("backward", after=DedupUnshard)
-        graphs.run_pass(AccumulateGradients(which=which), gm, ctx)
+        run_pass(AccumulateGradients(which=which), gm, ctx)
         pairs.append((f"The {which.name([''])} backward", code_block(text(gm))))
     example = "One layer, `x @ weight + bias`, on two ranks."
     assert_page("docs/passes/accumulate_gradients.md", page_of(AccumulateGradients, example, pairs))
@@ -171,9 +185,9 @@ def test_keeps_the_page_of_accumulate_gradients_in_step() -> None:
 def test_keeps_the_page_of_fuse_grad_accumulation_in_step() -> None:
     traced = graphs.trace(graphs.Layer(), reshard_after_forward=True)
     gm, ctx = traced.at("backward", after=DedupUnshard)
-    graphs.run_pass(AccumulateGradients(which=Variant(accumulates=frozenset({""}))), gm, ctx)
+    run_pass(AccumulateGradients(which=Variant(accumulates=frozenset({""}))), gm, ctx)
     pairs = [("The accumulate backward before", code_block(text(gm)))]
-    graphs.run_pass(FuseGradAccumulation(), gm, ctx)
+    run_pass(FuseGradAccumulation(), gm, ctx)
     pairs.append(("The accumulate backward after", code_block(text(gm))))
     example = "One layer, `x @ weight + bias`, on two ranks."
     assert_page("docs/passes/fuse_grad_accumulation.md", page_of(FuseGradAccumulation, example, pairs))
@@ -183,7 +197,7 @@ def test_keeps_the_page_of_read_resident_in_step() -> None:
     traced = graphs.trace(graphs.Layer(), reshard_after_forward=True)
     pairs = [("The forward graph before", graph_block(traced, "forward", DedupUnshard))]
     gm, ctx = traced.at("forward", after=DedupUnshard)
-    graphs.run_pass(ReadResident(which=Variant(resident=frozenset({""}))), gm, ctx)
+    run_pass(ReadResident(which=Variant(resident=frozenset({""}))), gm, ctx)
     pairs.append(("The resident forward", code_block(text(gm))))
     example = "One layer, `x @ weight + bias`, on two ranks."
     assert_page("docs/passes/read_resident.md", page_of(ReadResident, example, pairs))

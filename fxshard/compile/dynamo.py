@@ -95,8 +95,9 @@ def bind_markers(gm: fx.GraphModule, flats: dict[int, Home]) -> FramePlan:
             )
         unit = keys[id(home.unit)]
         numbered = calls.setdefault((unit, _call(marker)), sum(u == unit for u, _ in calls))
+        _, slot, shape, dtype = ops.marker_arguments(str(marker.args[1]))
         marker.target = ops.UNSHARD
-        marker.args = (flat, str(MarkerKey(unit, home.shard, str(numbered))), *marker.args[2:])
+        marker.args = (flat, str(MarkerKey(unit, home.shard, str(numbered))), slot, shape, dtype)
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             module.recompile()
@@ -126,7 +127,7 @@ def _markers(gm: fx.GraphModule) -> Iterator[fx.Node]:
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             for node in module.graph.nodes:
-                if node.op == "call_function" and node.target in (torch.ops.fxshard.unshard, ops.UNSHARD):
+                if node.target in (torch.ops.fxshard.parameter, ops.PARAMETER, ops.UNSHARD):
                     yield node
 
 

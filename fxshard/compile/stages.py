@@ -60,7 +60,6 @@ class Stages:
         self.variant, self.only, self.generate_code = variant, only, generate_code
         self.traced: Traced = {} if traced is None else traced
         self._decompositions = select_decomp_table() if options.lower == "inductor" else {}
-        self.regions: list[Region] = []  # kept: the ops find them by name
         self._num_results: int | None = None
 
     def leaves_out(self, kind: GraphKind) -> bool:
@@ -141,5 +140,5 @@ class Stages:
     def _trace_region(self, name: str, text: str, gm: fx.GraphModule, parameters: list[bool]) -> Region | str:
         region = regions.trace(name, text, gm, parameters, self.options)
         if isinstance(region, Region):
-            self.regions.append(region)
+            self.history.regions.append(region)  # kept: the ops find them by name
         return region

@@ -112,7 +112,7 @@ class Compilation:
         stages = self._stages
         # Inductor takes the numbers of the inputs that backward may overwrite for those of a region's inputs, too; and
         # what a resident forward saves may be the unit's own copy.
-        shares = bool(stages.regions) or stages.variant.resident
+        shares = bool(stages.history.regions) or stages.variant.resident
         may_overwrite = {"donated_buffer": False} if shares else {}
         if not stages.generate_code or stages.only is not None:
             at_once = stages.only in (None, "backward")

@@ -57,9 +57,13 @@ class PassResult:
 
 @dataclass(eq=False)
 class PassHistory:
-    """The pass results of one frame: stage -> name -> pass result, in the order in which they were made."""
+    """The pass results of one frame: stage -> name -> pass result, in the order in which they were made.
+
+    `regions` are those that its graphs call by name, see `ir/regions.py`.
+    """
 
     stages: dict[str, dict[str, PassResult]] = field(default_factory=dict)
+    regions: list[object] = field(default_factory=list)
 
     def begin(self, stage: str, graph: fx.Graph, description: str) -> str:
         """Begin a stage with a graph that nobody edits any more; return its name, numbered if it is taken."""

@@ -6,8 +6,10 @@ is `fxshard::reduce_grad(grad, key, slot, numel, dtype)`: the gradient of the sh
 slot and zeros elsewhere. Tracing through them gives a joint graph without collectives. Passes replace them, so no pass
 has to guess which collective belongs to which parameter.
 
-`key` names the unit. While Dynamo traces, it is the shard's index and `UnitPlan.sharing_key` (units that agree on them
-may share a graph); `compile/dynamo.py` replaces it by "<unit fqn>#<shard>@<call>".
+While Dynamo traces, a read is `fxshard::parameter(shard, text)`, with all the arguments in one text: Dynamo guards on
+each value that it meets, and traces what takes it apart. The key in it is the shard's index and `UnitPlan.sharing_key`
+(units that agree on them may share a graph). `compile/dynamo.py` replaces the op by `unshard` with the key
+"<unit fqn>#<shard>@<call>".
 
 The other ops:
 
@@ -24,7 +26,7 @@ The other ops:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -73,6 +75,7 @@ def cast_dtype(node: fx.Node, default: torch.dtype) -> torch.dtype:
 
 
 LIBRARY = torch.library.Library("fxshard", "DEF")
+LIBRARY.define("parameter(Tensor shard, str text) -> Tensor")
 LIBRARY.define("unshard(Tensor shard, str key, int slot, SymInt[] shape, ScalarType dtype) -> Tensor")
 LIBRARY.define("reduce_grad(Tensor grad, str key, int slot, SymInt numel, ScalarType dtype) -> Tensor")
 LIBRARY.define(
@@ -92,6 +95,7 @@ LIBRARY.define("copy(Tensor source) -> Tensor")
 LIBRARY.define("region(Tensor[] operands, str name) -> Tensor[]")
 LIBRARY.define("region_backward(Tensor[] inputs, str name) -> Tensor[]")
 
+PARAMETER = torch.ops.fxshard.parameter.default
 UNSHARD = torch.ops.fxshard.unshard.default
 REDUCE_GRAD = torch.ops.fxshard.reduce_grad.default
 PREFETCHED_ALL_GATHER = torch.ops.fxshard.prefetched_all_gather.default
@@ -121,6 +125,17 @@ class MarkerKey(NamedTuple):
         rest, _, call = text.rpartition("@")
         unit, _, shard = rest.rpartition("#")
         return cls(unit, int(shard), call)
+
+
+def marker_text(key: str, slot: int, shape: Sequence[int], dtype: torch.dtype) -> str:
+    """Return the arguments of a marker after the shard as one text: `2|128 384|float32|0 of 8@0 None/None keep`."""
+    return f"{slot}|{' '.join(map(str, shape))}|{str(dtype).removeprefix('torch.')}|{key}"
+
+
+def marker_arguments(text: str) -> tuple[str, int, list[int], torch.dtype]:
+    """Invert `marker_text`."""
+    slot, sizes, dtype, key = text.split("|", 3)
+    return key, int(slot), [int(size) for size in sizes.split()], getattr(torch, dtype)
 
 
 def key_of(marker: fx.Node) -> MarkerKey:
@@ -157,6 +172,11 @@ def reduce_markers(result: fx.node.Argument) -> list[fx.Node]:
         return []
     terms = [reduce_markers(term) for term in result.args]
     return [marker for term in terms for marker in term] if all(terms) else []
+
+
+def _parameter(shard: Tensor, text: str) -> Tensor:
+    made: Tensor = torch.ops.fxshard.unshard(shard, *marker_arguments(text))
+    return made
 
 
 def _fake_unshard(shard: Tensor, key: str, slot: int, shape: list[int], dtype: torch.dtype) -> Tensor:
@@ -227,6 +247,7 @@ def _refuse(*args: Any) -> Tensor:
     )
 
 
+LIBRARY.impl("parameter", _parameter, "CompositeImplicitAutograd")
 LIBRARY.impl("unshard", _refuse, "CompositeExplicitAutograd")
 LIBRARY.impl("reduce_grad", _refuse, "CompositeExplicitAutograd")
 

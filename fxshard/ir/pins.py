@@ -17,9 +17,9 @@ from fxshard.ir import tags
 
 
 def pin(node: fx.Node, before: fx.Node) -> bool:
-    """Say that `node` comes after `before`, unless it reads it anyway; return whether that is new."""
+    """Say that `node` comes after `before`, unless it cannot but do so; return whether that is new."""
     tensor = _tensor_of(before)
-    if tensor is None or {before, tensor} & set(node.all_input_nodes):
+    if tensor is None or node < tensor or {before, tensor} & set(node.all_input_nodes):
         return False
     known = tags.meta_of(node).after
     if tensor.name not in known:

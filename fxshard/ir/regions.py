@@ -90,11 +90,15 @@ def is_call(node: fx.Node) -> bool:
     return node.target in (ops.REGION, ops.REGION_BACKWARD)
 
 
+def marked(code: fx.GraphModule) -> fx.GraphModule:
+    """Mark a graph as a region's; return it."""
+    code.meta["fxshard_region"] = True
+    return code
+
+
 def copied(code: fx.GraphModule) -> fx.GraphModule:
     """Copy a graph of a region, for one compilation to lower, which edits it."""
-    copy = fx.GraphModule(code, snapshot(code.graph))
-    copy.meta["fxshard_region"] = True
-    return copy
+    return marked(fx.GraphModule(code, snapshot(code.graph)))
 
 
 def is_of_region(gm: fx.GraphModule) -> bool:

@@ -3,7 +3,7 @@
 [Note: one guard per parameter]
 Dynamo guards on everything that a traced getter reads, and evaluates the guards at every call. So beside the
 `ParameterRef`, which eager reads use, stands the same in one string: a string is one guard, where a tuple of four
-fields is eight. Taken apart while tracing, it gives constants.
+fields is eight. It is an argument of the op that Dynamo records, and is taken apart after that: [Note: markers].
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fxshard.ir import ops
 from fxshard.ir.plan import Slot
 
 REFS = "_fxshard_refs"
@@ -36,9 +37,8 @@ class ParameterRef(NamedTuple):
 
     @property
     def text(self) -> str:
-        """All but the flat: `2|128 384|float32|0 of 8@0 None/None keep 6b86b273`."""
-        sizes = " ".join(map(str, self.shape))
-        return f"{self.slot}|{sizes}|{str(self.dtype).removeprefix('torch.')}|{self.key}"
+        """All but the flat."""
+        return ops.marker_text(self.key, self.slot, self.shape, self.dtype)
 
 
 def publish(module: nn.Module, name: str, ref: ParameterRef) -> None:
@@ -50,12 +50,6 @@ def publish(module: nn.Module, name: str, ref: ParameterRef) -> None:
 def flat_key(name: str) -> str:
     """Where a parameter's flat stands; no parameter can be called so."""
     return f"{name}.flat"
-
-
-def marker_arguments(text: str) -> tuple[str, int, list[int], torch.dtype]:
-    """The arguments of the `unshard` marker after the flat, out of a `ParameterRef.text`; Dynamo traces this."""
-    slot, sizes, dtype, key = text.split("|", 3)
-    return key, int(slot), [int(size) for size in sizes.split()], getattr(torch, dtype)
 
 
 def local_of(parameter: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from fxshard import torch_private
 from fxshard.errors import ConfigError
 from fxshard.runtime import eager, process_groups, uncompiled
 from fxshard.runtime.flat_shard import Home, home_of
-from fxshard.runtime.parameters import REFS, TRACED, ParameterRef, flat_key, marker_arguments, without_offset
+from fxshard.runtime.parameters import REFS, TRACED, ParameterRef, flat_key, without_offset
 from fxshard.runtime.prefetcher import UnshardHandle
 from fxshard.runtime.unit import Unit
 from fxshard.sharding.mixed_precision import cast_inputs, cast_output
@@ -328,8 +328,7 @@ def _getter(name: str) -> property:
     def get(self: nn.Module) -> Any:
         if torch.compiler.is_compiling():  # never touch self._parameters here: Dynamo would trace the DTensors in it
             traced = self.__dict__[TRACED]
-            key, slot, shape, dtype = marker_arguments(traced[name])
-            return torch.ops.fxshard.unshard(traced[its_flat], key, slot, shape, dtype)
+            return torch.ops.fxshard.parameter(traced[its_flat], traced[name])
         if (
             callback := torch_private.eval_frame_callback()
         ) is False:  # a C function: a Python one would be offered to Dynamo

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from fxshard import torch_private
-from fxshard.ir import ops
+from fxshard.ir import ops, regions
 from fxshard.passes._base import GraphKind
 from fxshard.passes.copy_biases import CopyBiases
 from fxshard.passes.insert_collectives import InsertCollectives
@@ -33,6 +33,18 @@ def test_other_torches_are_left_alone() -> None:
 
 def test_no_other_convolution_is_touched() -> None:
     assert not copied("backward", needed=True)[1]
+
+
+def test_the_bias_is_copied_in_a_region() -> None:
+    code, ctx = convolution().at("forward", after=InsertCollectives)
+    outer = fx.Graph()
+    inputs = [outer.node_copy(node) for node in code.graph.find_nodes(op="placeholder")]
+    call = outer.call_function(regions.INVOKE, (outer.get_attr("region"), "region", *inputs))
+    call.meta["val"] = [result.meta["val"] for result in regions.results_of(code)]
+    outer.output((call,))
+    gm = fx.GraphModule({"region": code}, outer)
+    assert CopyBiases(needed=True).apply(gm, ctx)
+    assert len(gm.get_submodule("region").graph.find_nodes(op="call_function", target=ops.COPY)) == 1  # type: ignore[union-attr, operator]
 
 
 def test_changes_nothing_when_run_again() -> None:

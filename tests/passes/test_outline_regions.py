@@ -67,21 +67,21 @@ def test_calls_code_that_occurs_twice() -> None:
 %shard_layers_1: f32[10] = input  # flat of layers.1
 %shard_layers_2: f32[10] = input  # flat of layers.2
 # layers.0
-%unshard: f32[4, 4] = fxshard.unshard(%shard_layers_0, 'layers.0#0@0', 0, [4, 4], f32)  # param=layers.0.weight
-%matmul: f32[2, 4] = matmul(%l_x_, %unshard)
-%unshard_1: f32[4] = fxshard.unshard(%shard_layers_0, 'layers.0#0@0', 1, [4], f32)  # param=layers.0.bias
-%add: f32[2, 4] = add(%matmul, %unshard_1)
+%parameter: f32[4, 4] = fxshard.unshard(%shard_layers_0, 'layers.0#0@0', 0, [4, 4], f32)  # param=layers.0.weight
+%matmul: f32[2, 4] = matmul(%l_x_, %parameter)
+%parameter_1: f32[4] = fxshard.unshard(%shard_layers_0, 'layers.0#0@0', 1, [4], f32)  # param=layers.0.bias
+%add: f32[2, 4] = add(%matmul, %parameter_1)
 %tanh: f32[2, 4] = tanh(%add)
 %x: f32[2, 4] = add(%tanh, %l_x_)
 # layers.1
-%unshard_2: f32[4, 4] = fxshard.unshard(%shard_layers_1, 'layers.1#0@0', 0, [4, 4], f32)  # param=layers.1.weight
-%unshard_3: f32[4] = fxshard.unshard(%shard_layers_1, 'layers.1#0@0', 1, [4], f32)  # param=layers.1.bias
-%region_default: (f32[2, 4]) = fxshard.region([%x, %unshard_2, %unshard_3], 'Residual')
+%parameter_2: f32[4, 4] = fxshard.unshard(%shard_layers_1, 'layers.1#0@0', 0, [4, 4], f32)  # param=layers.1.weight
+%parameter_3: f32[4] = fxshard.unshard(%shard_layers_1, 'layers.1#0@0', 1, [4], f32)  # param=layers.1.bias
+%region_default: (f32[2, 4]) = fxshard.region([%x, %parameter_2, %parameter_3], 'Residual')
 %getitem: f32[2, 4] = getitem(%region_default, 0)
 # layers.2
-%unshard_4: f32[4, 4] = fxshard.unshard(%shard_layers_2, 'layers.2#0@0', 0, [4, 4], f32)  # param=layers.2.weight
-%unshard_5: f32[4] = fxshard.unshard(%shard_layers_2, 'layers.2#0@0', 1, [4], f32)  # param=layers.2.bias
-%region_default_1: (f32[2, 4]) = fxshard.region([%getitem, %unshard_4, %unshard_5], 'Residual')
+%parameter_4: f32[4, 4] = fxshard.unshard(%shard_layers_2, 'layers.2#0@0', 0, [4, 4], f32)  # param=layers.2.weight
+%parameter_5: f32[4] = fxshard.unshard(%shard_layers_2, 'layers.2#0@0', 1, [4], f32)  # param=layers.2.bias
+%region_default_1: (f32[2, 4]) = fxshard.region([%getitem, %parameter_4, %parameter_5], 'Residual')
 %getitem_1: f32[2, 4] = getitem(%region_default_1, 0)
 return %getitem_1""",
     )

@@ -12,14 +12,15 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard import fully_shard
-from fxshard.runtime.parameters import ParameterRef, flat_key, marker_arguments
+from fxshard.ir import ops
+from fxshard.runtime.parameters import ParameterRef, flat_key
 from tests.numerics.harness import EAGER
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 0, 5)], ids=str)
 def test_a_reference_as_text_gives_the_arguments_of_the_marker(shape: tuple[int, ...]) -> None:
     ref = ParameterRef(torch.empty(4), "2@a|b None/None keep", 7, shape, torch.bfloat16)
-    assert marker_arguments(ref.text) == (ref.key, ref.slot, [*ref.shape], ref.dtype)
+    assert ops.marker_arguments(ref.text) == (ref.key, ref.slot, [*ref.shape], ref.dtype)
 
 
 def test_no_parameter_can_be_called_as_a_flat_is() -> None:
