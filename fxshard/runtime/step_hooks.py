@@ -200,7 +200,7 @@ def _reduce(unit: Unit, slots: Waiting) -> list[Reduced]:
     """Reduce what waits of some parameters of a unit, in agreement with the other ranks."""
     names = ", ".join(unit.plan.shards[i].slots[j].fqn for i, j in slots)
     with (
-        unit.agreed("flush", "reduce_scatter", f"waiting gradients of {names}"),
+        unit.agreed("waiting", "reduce_scatter", f"waiting gradients of {names}"),
         profiler_ranges.of_unit(unit.fqn),
         torch.no_grad(),
     ):

@@ -178,7 +178,7 @@ class Unit:
         """Around one collective outside of graphs, on which the ranks agree first.
 
         Args:
-            kind: of run, one word: "resident".
+            kind: of run, one word: "read", "resident" or "waiting".
             op: "all_gather" or "reduce_scatter".
             what: is gathered or reduced: "all parameters".
         """
