@@ -177,6 +177,53 @@ def test_torch_is_private_where_it_is_said_to_be() -> None:
     assert not users
 
 
+def attributes() -> list[tuple[set[str], set[str]]]:
+    """Rows of "What torch may change": attributes, and the files that read them."""
+    table = (ROOT / "docs/architecture.md").read_text().partition("<!-- attributes -->")[2]
+    rows = [line.split("|") for line in table.partition("<!-- end of attributes -->")[0].splitlines() if "`" in line]
+    return [(set(re.findall(r"`([^`]+)`", row[1])), set(re.findall(r"`([^`]+)`", row[3]))) for row in rows]
+
+
+def test_what_torch_may_change_is_read_where_the_page_says() -> None:
+    texts = {name: (ROOT / "fxshard" / name).read_text() for name, _ in sources()}
+    rows = attributes()
+    assert len(rows) > 15
+    for names, files in rows:
+        assert {file for file in files if not any(name in texts[file] for name in names)} == set()
+        assert {name for name in names if not any(name in texts[file] for file in files)} == set()
+
+
+OF_PYTHON = {"_replace", "_fields", "_getframe", "_exit"}
+READS_BY_NAME = ("attrgetter", "getattr", "hasattr")
+
+
+def private_attributes(module: ast.Module) -> set[str]:
+    """Names with one underscore that a module reads of an object."""
+    reads = [node for node in ast.walk(module) if isinstance(node, ast.Attribute)]
+    found = {read.attr for read in reads if not re.search(r"\b_?(ops|_ops|aten)\b", ast.unparse(read))}
+    for node in ast.walk(module):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in READS_BY_NAME:
+            found |= {str(arg.value).partition(".")[0] for arg in node.args if isinstance(arg, ast.Constant)}
+    return {name for name in found if re.match(r"_(?!_|fxshard|foreach)", name)}
+
+
+def defined(module: ast.Module) -> set[str]:
+    """Functions and classes of a module, and attributes of its classes."""
+    found = {node.name for node in ast.walk(module) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    stored = [node for node in ast.walk(module) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    found |= {node.attr for node in stored if ast.unparse(node.value) == "self"}
+    targets = [node.target for node in ast.walk(module) if isinstance(node, ast.AnnAssign)]
+    return found | {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def test_attributes_that_torch_may_change_are_on_the_page() -> None:
+    listed = {(name, file) for names, files in attributes() for name in names for file in files}
+    for file, module in sources():
+        if not file.startswith((*HOMES, "tools/")):
+            read = private_attributes(module) - defined(module) - OF_PYTHON
+            assert {name for name in read if (name, file) not in listed} == set(), file
+
+
 @pytest.mark.parametrize(("old", "new"), [("Record", "PassResult"), ("Fact", "Property"), ("Decline", "Remark")])
 def test_public_names_of_before_work_with_a_warning(old: str, new: str) -> None:
     with pytest.warns(DeprecationWarning, match=f"fxshard.{old} is now fxshard.{new}"):

@@ -1,7 +1,4 @@
-"""What Dynamo captured: which inputs are flats, which unit and call each marker belongs to, what is not sharded.
-
-Private torch modules used here: `torch._dynamo` (guards' sources, configuration).
-"""
+"""What Dynamo captured: which inputs are flats, which unit and call each marker belongs to, what is not sharded."""
 
 from __future__ import annotations
 

@@ -38,9 +38,6 @@ _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _COPIES = (torch.ops.aten.clone, torch.ops.aten.split_with_sizes_copy)
 """What copying parameters out of the gathered buffer is made of, besides views."""
 
-_CALLERS = ("primals_", "tangents_")
-"""Names of backward's inputs that forward did not save: AOTAutograd's for parameters, inputs and incoming gradients."""
-
 
 @dataclass(slots=True, kw_only=True)
 class Storage:
@@ -172,7 +169,7 @@ def hint_of(size: int | torch.SymInt) -> int:
     hint, expression = size.node.hint, size.node.expr
     if hint is not None:
         return int(hint)
-    known = size.node.shape_env.backed_var_to_val
+    known = torch_private.sizes_when_traced(size.node.shape_env)
     return int(expression.subs({symbol: known.get(symbol, UNBACKED_HINT) for symbol in expression.free_symbols}))
 
 
@@ -323,4 +320,4 @@ class _Sweep:
 
 def _is_saved(placeholder: fx.Node) -> bool:
     """Return whether an input of backward is an activation that forward saved."""
-    return not placeholder.name.startswith(_CALLERS) and not tags.meta_of(placeholder).is_of_unit
+    return not placeholder.name.startswith(torch_private.CALLERS_INPUTS) and not tags.meta_of(placeholder).is_of_unit
