@@ -76,7 +76,7 @@ Key = tuple[int, torch.dtype, tuple[tuple[int, int], ...]]
 
 @dataclass
 class UnshardHandle:
-    """Gathers that `unshard(async_op=True)` has launched."""
+    """Gathers that `module.unshard(async_op=True)` has launched."""
 
     _launched: Sequence[Tensor]
 
@@ -172,7 +172,7 @@ class Prefetcher:
     def _drop_guesses(self) -> None:
         self._cache.drop_if(lambda gathered: gathered.why in ("next", "listed"))
 
-    def unshard(self, unit: Unit) -> list[Tensor]:
+    def launch_for_next_call(self, unit: Unit) -> list[Tensor]:
         """Launch what the unit's forward takes, for the next call of the outermost module."""
         requests = self._of_unit.get((False, unit), {})
         self._cache.drop(*requests)  # may be of old weights

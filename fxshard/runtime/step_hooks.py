@@ -65,7 +65,7 @@ class Microbatches:
         if of_forward and running != self._resharded_in:
             self._resharded_in = running
             for unit in self.units:
-                unit.after_forward.reshard()
+                unit.after_forward.end()
         if running == self._begun:
             return
         self._begun = running

@@ -153,7 +153,7 @@ class Unit:
         )
         self.microbatches.forget_choice()
         self._agreements.clear()
-        self.after_forward.reshard()
+        self.after_forward.end()
         # Dynamo guards on the key: another list is another graph.
         lists = prefetch_words(self.fqn, ">", _names(self.forward_prefetch))
         lists += prefetch_words(self.fqn, "<", _names(self.backward_prefetch))
@@ -172,7 +172,7 @@ class Unit:
             UnsupportedGraph: somebody has written into parameters that were read after forward.
         """
         self.unsharded.drop_if(lambda gathered: gathered.unit is self)
-        self.after_forward.reshard()
+        self.after_forward.end()
 
     def agreed(self, kind: str, op: str, what: str) -> AbstractContextManager[None]:
         """Around one collective outside of graphs, on which the ranks agree first.

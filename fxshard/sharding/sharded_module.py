@@ -191,7 +191,7 @@ class ShardedModule(ParameterOwner):
             With `async_op` a handle whose `wait()` waits for it.
         """
         units = _state(self).units
-        handle = UnshardHandle([tensor for unit in units for tensor in unit.prefetcher.unshard(unit)])
+        handle = UnshardHandle([tensor for unit in units for tensor in unit.prefetcher.launch_for_next_call(unit)])
         if async_op:
             return handle
         handle.wait()
