@@ -177,7 +177,7 @@ class BackwardDispatch(Dispatch):
         inputs.extend(accumulation.sums_for(which, units, trained))
         inputs.extend(self._resident(which, units))
         for unit in units.values():
-            unsharded_cache.release_resident(unit)  # if they end: then the graph frees each after its last use
+            unsharded_cache.reshard_if_reduced(unit)  # if they end: then the graph frees each after its last use
         if call.forward != PLAIN or which != PLAIN:
             restride(inputs, code.orders)
         results = code.run(inputs, self._frame.names_of(units))

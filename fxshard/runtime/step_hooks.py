@@ -76,7 +76,7 @@ class Microbatches:
         if self.last:
             self.reduce(unit for unit in self.units if unit.accumulation.sync)
         for unit in self.units:
-            unsharded_cache.release_resident(unit)
+            unsharded_cache.reshard_if_reduced(unit)
         self.rest()
 
     def reduce(self, units: Iterable[Unit]) -> None:
@@ -99,7 +99,7 @@ class Microbatches:
     def resident_in(self, budget_bytes: int) -> frozenset[Unit]:
         """The units whose parameters are kept while gradients accumulate, of a budget for the whole model."""
         if budget_bytes not in self._resident_in:
-            self._resident_in[budget_bytes] = unsharded_cache.within(self.units, budget_bytes)
+            self._resident_in[budget_bytes] = unsharded_cache.units_that_fit(self.units, budget_bytes)
         return self._resident_in[budget_bytes]
 
     def forget_choice(self) -> None:
@@ -136,13 +136,13 @@ class Microbatches:
                     "set_requires_gradient_sync(True)), call reduce_waiting_gradients(), or drop what waits with "
                     "reset_iter_state()."
                 )
-            unsharded_cache.drop_resident(unit)
+            unsharded_cache.reshard_resident(unit)
 
     def step_ends(self, written: Collection[int]) -> None:
         """An optimizer has written parameters: forwards are void now, and what a closure gathered is old."""
         for unit in self._units_of(written):
             unit.generation += 1
-            unsharded_cache.drop_resident(unit)
+            unsharded_cache.reshard_resident(unit)
 
     def _units_of(self, written: Collection[int]) -> list[Unit]:
         return [unit for unit in self.units if any(id(p) in written for m in unit.members for p in m.registered())]

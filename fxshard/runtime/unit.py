@@ -130,7 +130,7 @@ class Unit:
                 for i, plan in enumerate(self._layout())
             ]
         self._advance(before)
-        unsharded_cache.drop_resident(self)
+        unsharded_cache.reshard_resident(self)
         self.prefetcher.forget()  # it knows the old flats
         self.publish()
 
@@ -241,7 +241,7 @@ class Unit:
             for shard in self.shards:
                 shard.attach()
         self._advance(before)
-        unsharded_cache.drop_resident(self)
+        unsharded_cache.reshard_resident(self)
 
     def _layout_changed(self) -> bool:
         moved = any(shard.flat.device != member.local.device for shard in self.shards for member in shard.members)
