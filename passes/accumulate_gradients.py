@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, fx
 from torch.fx import GraphModule
 
-from fxshard.ir import graph_edit, ops
+from fxshard.ir import graph_edit, ops, signature
 from fxshard.ir.graph_edit import Splicer
 from fxshard.ir.variant import PLAIN, Variant, accumulator_dtype, in_order
-from fxshard.ir.verify import baseline
 from fxshard.passes._base import GraphPass, PassContext, Property
 
 aten = torch.ops.aten
@@ -70,7 +69,7 @@ class AccumulateGradients(GraphPass):
 def _terms(graph: fx.Graph) -> dict[Place, list[fx.Node]]:
     """Map parameter -> the markers whose sum is its gradient, in the order in which autograd added them."""
     terms: dict[Place, list[fx.Node]] = {}
-    for result in baseline.results_of(graph):
+    for result in signature.results_of(graph):
         for marker in ops.reduce_markers(result):
             key = ops.key_of(marker)
             terms.setdefault((key.unit, (key.shard, ops.slot_of(marker))), []).append(marker)
@@ -105,7 +104,7 @@ def _accumulate(splicer: Splicer, accumulator: fx.Node, grads: Sequence[object])
 
 def _finish(graph: fx.Graph, accumulator: fx.Node, marker: fx.Node) -> None:
     """Let the accumulator be one more gradient of the parameter that `marker` reduces, the last to be added."""
-    results = baseline.results_of(graph)
+    results = signature.results_of(graph)
     at = next(i for i, result in enumerate(results) if marker in ops.reduce_markers(result))
     before = results[at]
     assert isinstance(before, fx.Node)
@@ -119,7 +118,7 @@ def _finish(graph: fx.Graph, accumulator: fx.Node, marker: fx.Node) -> None:
 
 def _return_nothing(graph: fx.Graph, units: frozenset[str]) -> None:
     """Let the graph have no gradient of these units."""
-    results = baseline.results_of(graph)
+    results = signature.results_of(graph)
     for i, result in enumerate(results):
         markers = ops.reduce_markers(result)
         if markers and ops.key_of(markers[0]).unit in units:

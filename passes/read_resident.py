@@ -9,10 +9,9 @@ from torch import fx
 from torch.fx import GraphModule
 
 from fxshard import torch_private
-from fxshard.ir import collectives, graph_edit, liveness, ops
+from fxshard.ir import collectives, graph_edit, liveness, ops, signature
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.variant import PLAIN, Variant, in_order
-from fxshard.ir.verify import baseline
 from fxshard.passes._base import GraphPass, PassContext, Property
 
 _Parameter = tuple[str, SlotIndex]
@@ -65,7 +64,7 @@ def _unshard_markers(graph: fx.Graph) -> dict[_Parameter, list[fx.Node]]:
     markers: dict[_Parameter, list[fx.Node]] = {}
     for node in graph.nodes:
         if ops.is_unshard(node):
-            unit, shard, slot = baseline.parameter_key_of(node)
+            unit, shard, slot = ops.parameter_key_of(node)
             markers.setdefault((unit, (shard, slot)), []).append(node)
     return markers
 
@@ -90,7 +89,7 @@ def _wait_for_input(source: fx.Node, markers: list[fx.Node], taken: set[str]) ->
 
 def _copy_results_that_share_memory(graph: fx.Graph, inputs: frozenset[fx.Node], num_results: int | None) -> None:
     """Copy each result that lies in the memory of one of `inputs`; what is saved for backward may."""
-    live, results = liveness.liveness(graph), baseline.results_of(graph)
+    live, results = liveness.liveness(graph), signature.results_of(graph)
     mode = torch_private.fake_mode_of(graph)
     assert mode is not None, "a graph with parameters has tensors"
     copies: dict[Any, fx.Node] = {}

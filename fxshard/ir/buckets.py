@@ -16,13 +16,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, fx
 
-from fxshard.ir import collectives, dataflow, tags
+from fxshard.ir import collectives, dataflow, signature, tags
 from fxshard.ir.collectives import Segment, SlotIndex
 from fxshard.ir.dataflow import Flat, Piece, Window
 from fxshard.ir.graph_edit import Decompositions, Splicer, Traced, rename
 from fxshard.ir.plan import FramePlan, UnitPlan, qualified
 from fxshard.ir.tags import ShardKey
-from fxshard.ir.verify import baseline, slot_layout
+from fxshard.ir.verify import slot_layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,7 +335,7 @@ class _BucketReader:
                 self.found.gathers[launch] = bucket
             else:
                 self.found.unread.append(launch)
-        for position, result in enumerate(baseline.results_of(self.graph)):
+        for position, result in enumerate(signature.results_of(self.graph)):
             if isinstance(result, fx.Node) and result.op != "placeholder":
                 self._read_gradient(position, result)
         reductions = {launch: self._reduction(launch) for launch in collectives.reduce_launches(self.graph)}

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, fx
 
 from fxshard.errors import UnsupportedGraph
+from fxshard.ir.plan import ParameterKey
 
 aten = torch.ops.aten
 
@@ -135,6 +136,12 @@ def slot_of(marker: fx.Node) -> int:
     slot = marker.args[2]
     assert isinstance(slot, int)
     return slot
+
+
+def parameter_key_of(marker: fx.Node) -> ParameterKey:
+    """Return the parameter that an `unshard` or `reduce_grad` node is of."""
+    key = key_of(marker)
+    return key.unit, key.shard, slot_of(marker)
 
 
 def is_unshard(node: fx.Node) -> bool:

@@ -13,9 +13,8 @@ from fxshard import torch_private
 from fxshard.errors import ConfigError, InvariantError, UnsupportedGraph
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.history import PassHistory
-from fxshard.ir.plan import FramePlan, qualified
+from fxshard.ir.plan import FramePlan, ParameterKey, qualified
 from fxshard.ir.variant import PLAIN, Variant
-from fxshard.ir.verify.baseline import ParameterKey
 from fxshard.runtime import eager
 from fxshard.runtime.accumulation import Units
 from fxshard.runtime.flat_shard import home_of

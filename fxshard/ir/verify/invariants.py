@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from fxshard import torch_private
-from fxshard.ir import collectives, dataflow, liveness, ops, tags, text
+from fxshard.ir import collectives, dataflow, liveness, ops, signature, tags, text
 from fxshard.ir.plan import qualified
 from fxshard.ir.verify import baseline, slot_layout
 from fxshard.ir.verify.baseline import Subject
@@ -27,9 +27,9 @@ def markers_match_the_plan(subject: Subject) -> Iterator[Violation]:
     for node in subject.graph.nodes:
         if not (ops.is_unshard(node) or ops.is_reduce_grad(node)):
             continue
-        found = baseline.find(subject.baseline.plan, baseline.parameter_key_of(node))
+        found = baseline.find(subject.baseline.plan, ops.parameter_key_of(node))
         if found is None:
-            yield node, f"the plan has no slot {baseline.parameter_key_of(node)}"
+            yield node, f"the plan has no slot {ops.parameter_key_of(node)}"
             continue
         unit, shard, slot = found
         if ops.is_reduce_grad(node):
@@ -46,7 +46,7 @@ def markers_match_the_plan(subject: Subject) -> Iterator[Violation]:
 
 def markers_keep_their_promise(subject: Subject) -> Iterator[Violation]:
     """As many gradients are reduced for each parameter as when the stage began."""
-    last = {baseline.parameter_key_of(node): node for node in subject.graph.nodes if ops.is_reduce_grad(node)}
+    last = {ops.parameter_key_of(node): node for node in subject.graph.nodes if ops.is_reduce_grad(node)}
     found, promised = baseline.expected_reductions(subject.results), subject.baseline.promised
     for place in sorted(found.keys() | promised.keys() | last.keys()):
         if found.get(place, 0) != promised.get(place, 0):
@@ -311,8 +311,8 @@ def reductions_match_the_plan(subject: Subject) -> Iterator[Violation]:
 
 def signature_is_unchanged(subject: Subject) -> Iterator[Violation]:
     """Inputs and outputs are those that AOTAutograd recorded: number, order, shapes, dtypes, and which are None."""
-    inputs = baseline.inputs_of(subject.graph)
-    outputs = tuple(baseline.type_of(result) for result in subject.results)
+    inputs = signature.inputs_of(subject.graph)
+    outputs = tuple(signature.type_of(result) for result in subject.results)
     end = subject.graph.output_node()
     if inputs != subject.baseline.inputs:
         yield end, f"the inputs were {list(subject.baseline.inputs)}, and are {list(inputs)}"
@@ -327,17 +327,17 @@ def compute_reads_what_it_read(subject: Subject) -> Iterator[Violation]:
         node = nodes.get(name)
         if node is None or node.target != target:
             continue
-        for want, argument in zip(expected, baseline.arguments_of(node), strict=False):
+        for want, argument in zip(expected, baseline.reads_of(node), strict=False):
             found = subject.sources_of(argument)
             is_new = len(found) == 1 and argument.name not in subject.baseline.reads
             if want[0].startswith("%") and (want[0][1:] not in nodes or is_new):
                 continue  # what it read was replaced
             if not any(_is_same(want, source) for source in found):
                 yield node, f"it read {_source(want)}, and reads {_source(found[0])}"
-        if ops.is_reduce_grad(node) and subject.baseline.slots[name] != baseline.parameter_key_of(node):
+        if ops.is_reduce_grad(node) and subject.baseline.slots[name] != ops.parameter_key_of(node):
             yield (
                 node,
-                f"it reduced the gradient of {subject.baseline.slots[name]}, now of {baseline.parameter_key_of(node)}",
+                f"it reduced the gradient of {subject.baseline.slots[name]}, now of {ops.parameter_key_of(node)}",
             )
 
 
