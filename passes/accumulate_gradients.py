@@ -12,13 +12,12 @@ from torch import Tensor, fx
 from torch.fx import GraphModule
 
 from fxshard.ir import graph_edit, ops, signature
+from fxshard.ir.collectives import SlotIndex, UnitSlot
 from fxshard.ir.graph_edit import Splicer
 from fxshard.ir.variant import PLAIN, Variant, accumulator_dtype, in_order
 from fxshard.passes._base import GraphPass, PassContext, Property
 
 aten = torch.ops.aten
-
-Place = tuple[str, tuple[int, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +48,7 @@ class AccumulateGradients(GraphPass):
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
         """Edit `gm.graph` in place; return whether anything changed."""
         terms = _terms(gm.graph)
-        trained: dict[str, list[tuple[int, int]]] = {}
+        trained: dict[str, list[SlotIndex]] = {}
         for unit, slot in terms:
             trained.setdefault(unit, []).append(slot)
         wanted = in_order(self.which.units, trained)
@@ -66,9 +65,9 @@ class AccumulateGradients(GraphPass):
         return bool(accumulators)
 
 
-def _terms(graph: fx.Graph) -> dict[Place, list[fx.Node]]:
+def _terms(graph: fx.Graph) -> dict[UnitSlot, list[fx.Node]]:
     """Map parameter -> the markers whose sum is its gradient, in the order in which autograd added them."""
-    terms: dict[Place, list[fx.Node]] = {}
+    terms: dict[UnitSlot, list[fx.Node]] = {}
     for result in signature.results_of(graph):
         for marker in ops.reduce_markers(result):
             key = ops.key_of(marker)
@@ -76,7 +75,7 @@ def _terms(graph: fx.Graph) -> dict[Place, list[fx.Node]]:
     return terms
 
 
-def _add_input(graph: fx.Graph, place: Place, ctx: PassContext) -> fx.Node:
+def _add_input(graph: fx.Graph, place: UnitSlot, ctx: PassContext) -> fx.Node:
     """Add a last input: the accumulator of a parameter, of its unsharded shape."""
     key, (i, _) = place
     unit = ctx.plan.units[key]

@@ -10,12 +10,9 @@ from torch.fx import GraphModule
 
 from fxshard import torch_private
 from fxshard.ir import collectives, graph_edit, liveness, ops, signature
-from fxshard.ir.collectives import SlotIndex
+from fxshard.ir.collectives import SlotIndex, UnitSlot
 from fxshard.ir.variant import PLAIN, Variant, in_order
 from fxshard.passes._base import GraphPass, PassContext, Property
-
-_Parameter = tuple[str, SlotIndex]
-"""(unit, parameter of it)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +56,9 @@ class ReadResident(GraphPass):
         return bool(inputs)
 
 
-def _unshard_markers(graph: fx.Graph) -> dict[_Parameter, list[fx.Node]]:
+def _unshard_markers(graph: fx.Graph) -> dict[UnitSlot, list[fx.Node]]:
     """Map parameter -> the markers that unshard it, in program order."""
-    markers: dict[_Parameter, list[fx.Node]] = {}
+    markers: dict[UnitSlot, list[fx.Node]] = {}
     for node in graph.nodes:
         if ops.is_unshard(node):
             unit, shard, slot = ops.parameter_key_of(node)
@@ -69,7 +66,7 @@ def _unshard_markers(graph: fx.Graph) -> dict[_Parameter, list[fx.Node]]:
     return markers
 
 
-def _add_input(graph: fx.Graph, parameter: _Parameter, ctx: PassContext) -> fx.Node:
+def _add_input(graph: fx.Graph, parameter: UnitSlot, ctx: PassContext) -> fx.Node:
     """Add a last input: the parameter, unsharded, to be waited for."""
     dtype = ctx.plan.units[parameter[0]].unsharded_dtype_of(parameter[1])
     return graph_edit.add_parameter(graph, ctx.plan, parameter, "resident", dtype)

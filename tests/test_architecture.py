@@ -145,11 +145,20 @@ def test_every_file_that_the_page_names_exists() -> None:
     assert {name for name in named if not any((ROOT / top / name).exists() for top in ("fxshard", "."))} == set()
 
 
-def test_a_class_name_means_one_thing() -> None:
-    found = Counter(
-        node.name.lstrip("_") for _, module in sources() for node in ast.walk(module) if isinstance(node, ast.ClassDef)
-    )
+def types(module: ast.Module) -> Iterator[str]:
+    """The classes of a module, and other names for types: `Slots = Mapping[str, Sequence[int]]`."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.ClassDef):
+            yield node.name.lstrip("_")
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript | ast.BinOp):
+            names = [target.id.lstrip("_") for target in node.targets if isinstance(target, ast.Name)]
+            yield from (name for name in names if re.match(r"[A-Z]\w*[a-z]", name))
+
+
+def test_the_name_of_a_type_means_one_thing() -> None:
+    found = Counter(name for _, module in sources() for name in types(module))
     assert {name: count for name, count in found.items() if count > 1} == {}
+    assert {"Slots", "Unit", "Waiting"} <= found.keys()
 
 
 def private_names(module: ast.Module) -> set[str]:

@@ -15,7 +15,7 @@ from fxshard.compile.cache import CompiledFacts
 from fxshard.cost import hardware
 from fxshard.ir import launches, ops, signature
 from fxshard.ir.collectives import SlotIndex
-from fxshard.ir.graph_edit import Traced
+from fxshard.ir.graph_edit import TracedCode
 from fxshard.ir.history import snapshot
 from fxshard.ir.regions import Region
 from fxshard.ir.variant import PLAIN, Variant
@@ -52,12 +52,12 @@ class Stages:
         variant: Variant = PLAIN,
         only: GraphKind | None = None,
         generate_code: bool = True,
-        traced: Traced | None = None,
+        traced: TracedCode | None = None,
     ) -> None:
         self.frame, self.pipeline, self.options = frame, pipeline, options
         self.history = frame.history  # the frame has another one later, if its code comes out of a cache
         self.variant, self.only, self.generate_code = variant, only, generate_code
-        self.traced: Traced = {} if traced is None else traced
+        self.traced: TracedCode = {} if traced is None else traced
         self._decompositions = select_decomp_table() if options.lower == "inductor" else {}
         self.regions: list[Region] = []  # kept: the ops find them by name
         self._num_results: int | None = None

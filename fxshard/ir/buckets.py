@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, fx
 
 from fxshard.ir import collectives, dataflow, signature, tags
-from fxshard.ir.collectives import Segment, SlotIndex
+from fxshard.ir.collectives import Segment, SlotIndex, UnitSlot
 from fxshard.ir.dataflow import Flat, Piece, Window
-from fxshard.ir.graph_edit import Decompositions, Splicer, Traced, rename
+from fxshard.ir.graph_edit import Decompositions, Splicer, TracedCode, rename
 from fxshard.ir.plan import FramePlan, UnitPlan, qualified
 from fxshard.ir.tags import ShardKey
 from fxshard.ir.verify import slot_layout
@@ -68,21 +68,18 @@ class UnitGather:
 GatherBucket = tuple[UnitGather, ...]
 """What one launch gathers: of one unit, or of several that share a process group."""
 
-Gradient = tuple[str, SlotIndex]
-"""(unit, parameter of it) whose gradient is meant."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceBucket:
     """What one launch reduces, for one unit or for several that share a process group."""
 
-    tensors: tuple[tuple[Gradient, ...], ...]  # for each tensor that is sent, the gradients in it
-    terms: Mapping[Gradient, Sequence[fx.Node]]  # gradient -> the nodes to add up, in this order
+    tensors: tuple[tuple[UnitSlot, ...], ...]  # for each tensor that is sent, the gradients in it
+    terms: Mapping[UnitSlot, Sequence[fx.Node]]  # gradient -> the nodes to add up, in this order
     calls: Mapping[str, str]  # unit -> which call of it; for tags only
     dtype: torch.dtype  # of the reduction
 
     @property
-    def gradients(self) -> list[Gradient]:
+    def gradients(self) -> list[UnitSlot]:
         """All of them, in the order in which they are sent."""
         return list(itertools.chain.from_iterable(self.tensors))
 
@@ -95,11 +92,11 @@ class ReduceBucket:
         """Of the unsharded gradients in the reduction's dtype, padding included."""
         return sum(self.unsharded_bytes_of(gradient, plan) for gradient in self.gradients)
 
-    def unsharded_bytes_of(self, gradient: Gradient, plan: FramePlan) -> int:
+    def unsharded_bytes_of(self, gradient: UnitSlot, plan: FramePlan) -> int:
         """Return the bytes of one unsharded gradient, padding included."""
         return self.shard_bytes_of(gradient, plan) * plan.units[unit_of(gradient)].world_size
 
-    def shard_bytes_of(self, gradient: Gradient, plan: FramePlan) -> int:
+    def shard_bytes_of(self, gradient: UnitSlot, plan: FramePlan) -> int:
         """Return the bytes of one reduced gradient on one rank."""
         unit, slot = gradient
         return plan.units[unit].slot(slot).numel * self.dtype.itemsize
@@ -124,7 +121,7 @@ def buckets_of(graph: fx.Graph, plan: FramePlan) -> LaunchedBuckets:
     return _BucketReader(graph, plan).run()
 
 
-def unit_of(gradient: Gradient) -> str:
+def unit_of(gradient: UnitSlot) -> str:
     """Return the unit of a gradient."""
     return gradient[0]
 
@@ -138,7 +135,7 @@ def sum_dtype(terms: Sequence[fx.Node]) -> torch.dtype:
 class CollectiveBuilder:
     """Writes launches into one graph: call `rewrite`, or `gather` and `reduce` for each bucket, and `close` last."""
 
-    def __init__(self, graph: fx.Graph, plan: FramePlan, decompositions: Decompositions, traced: Traced) -> None:
+    def __init__(self, graph: fx.Graph, plan: FramePlan, decompositions: Decompositions, traced: TracedCode) -> None:
         """Apply `decompositions` to what is written, so that it has ops of the graph's kind; see `Splicer`."""
         self.graph, self.plan = graph, plan
         self._splicer = Splicer(graph, decompositions, traced)
@@ -244,7 +241,7 @@ class CollectiveBuilder:
             found.setdefault(span[0][0], {})[tuple(slot for _, slot in span)] = node
         return _launch_among(created), found
 
-    def _numel(self, gradient: Gradient) -> int:
+    def _numel(self, gradient: UnitSlot) -> int:
         unit, slot = gradient
         return self.plan.units[unit].slot(slot).numel
 
@@ -325,7 +322,7 @@ class _BucketReader:
             for j, slot in enumerate(shard.slots)
         }
         self.found = LaunchedBuckets()
-        self.gradients: dict[int, Gradient] = {}  # id of a row -> the parameter whose gradient it is
+        self.gradients: dict[int, UnitSlot] = {}  # id of a row -> the parameter whose gradient it is
 
     def run(self) -> LaunchedBuckets:
         flats = tags.shards_of(self.graph)
@@ -345,9 +342,9 @@ class _BucketReader:
             self.found.reductions = known
         return self.found
 
-    def _reads(self) -> dict[fx.Node, dict[tuple[str, SlotIndex], fx.Node]]:
+    def _reads(self) -> dict[fx.Node, dict[UnitSlot, fx.Node]]:
         """Map launch -> parameter -> its node."""
-        found: dict[fx.Node, dict[tuple[str, SlotIndex], fx.Node]] = {}
+        found: dict[fx.Node, dict[UnitSlot, fx.Node]] = {}
         for node, value in self.flow.parameters.items():
             place = self.places.get(tags.meta_of(node).param)
             if isinstance(value, Window) and value.launch is not None and place is not None:
@@ -357,7 +354,7 @@ class _BucketReader:
     def _gather(
         self,
         launch: fx.Node,
-        reads: dict[tuple[str, SlotIndex], fx.Node],
+        reads: dict[UnitSlot, fx.Node],
         flats: Mapping[ShardKey, fx.Node],
     ) -> GatherBucket | None:
         """Return what a launch gathers; `None` if a part of it is not a unit's parameters."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fxshard.runtime.flat_shard import FlatShard
     from fxshard.runtime.unit import Unit
 
-    Reduced = tuple[FlatShard, Tensor, list[int]]
+    ReducedFlat = tuple[FlatShard, Tensor, list[int]]
 
 
 @dataclass(eq=False)
@@ -196,7 +196,7 @@ def _written_by(optimizer: torch.optim.Optimizer) -> frozenset[int]:
     return frozenset(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _reduce(unit: Unit, slots: Waiting) -> list[Reduced]:
+def _reduce(unit: Unit, slots: Waiting) -> list[ReducedFlat]:
     """Reduce what waits of some parameters of a unit, in agreement with the other ranks."""
     names = ", ".join(unit.plan.shards[i].slots[j].fqn for i, j in slots)
     with (

@@ -15,7 +15,7 @@ from fxshard.ir.dataflow import Dataflow, Value
 from fxshard.ir.plan import FramePlan, ParameterKey, ShardPlan, Slot, UnitPlan, qualified
 from fxshard.ir.properties import GraphKind, Property
 
-Source = tuple[str, str | None]
+ReadName = tuple[str, str | None]
 """What a node reads: a parameter and in which call of its unit (`None`: not known), or another node by its name."""
 
 
@@ -32,7 +32,7 @@ class Baseline:
     had_launches: bool  # of ours, at the start: then more is reduced than was promised
     sequence: tuple[str, ...]  # the launches of every group, in order
     payloads: tuple[tuple[str, ...], ...]  # what each launch of ours sends, in words; see `payload_of`
-    reads: dict[str, tuple[object, tuple[Source, ...]]]  # node name -> its target and what it reads
+    reads: dict[str, tuple[object, tuple[ReadName, ...]]]  # node name -> its target and what it reads
     slots: dict[str, ParameterKey]  # name of a `reduce_grad` marker -> whose gradient it reduces
     num_results: int | None  # of a forward graph; its other outputs are saved for backward
     unsharded_budget_bytes: int | None
@@ -92,10 +92,10 @@ class Subject:
         value = self.flow.values.get(result) if isinstance(result, fx.Node) else None
         return None if isinstance(value, tuple) else value
 
-    def sources_of(self, node: fx.Node) -> tuple[Source, ...]:
+    def read_names_of(self, node: fx.Node) -> tuple[ReadName, ...]:
         """Return the names of what a node is: a node of the graph, and a parameter if it is one."""
         if ops.is_unshard(node):
-            return _source_of(node, self.baseline.plan), (f"%{node.name}", None)
+            return _read_name_of(node, self.baseline.plan), (f"%{node.name}", None)
         value = self.flow.parameters.get(node)
         if not isinstance(value, dataflow.Window | dataflow.Flat):
             return ((f"%{node.name}", None),)
@@ -139,7 +139,7 @@ def baseline_of(
         had_launches=bool(launched),
         sequence=sequence_of(graph),
         payloads=tuple(payload_of(launch, flow) for launch in launched),
-        reads={n.name: (n.target, tuple(_source_of(a, plan) for a in reads_of(n))) for n in graph.nodes},
+        reads={n.name: (n.target, tuple(_read_name_of(a, plan) for a in reads_of(n))) for n in graph.nodes},
         slots={n.name: ops.parameter_key_of(n) for n in graph.nodes if ops.is_reduce_grad(n)},
         num_results=num_results if kind == "forward" else None,
         unsharded_budget_bytes=unsharded_budget_bytes,
@@ -179,7 +179,7 @@ def reads_of(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _source_of(node: fx.Node, plan: FramePlan) -> Source:
+def _read_name_of(node: fx.Node, plan: FramePlan) -> ReadName:
     found = find(plan, ops.parameter_key_of(node)) if ops.is_unshard(node) else None
     key = ops.key_of(node) if found is not None else None
     if found is None or key is None:

@@ -328,12 +328,12 @@ def compute_reads_what_it_read(subject: Subject) -> Iterator[Violation]:
         if node is None or node.target != target:
             continue
         for want, argument in zip(expected, baseline.reads_of(node), strict=False):
-            found = subject.sources_of(argument)
+            found = subject.read_names_of(argument)
             is_new = len(found) == 1 and argument.name not in subject.baseline.reads
             if want[0].startswith("%") and (want[0][1:] not in nodes or is_new):
                 continue  # what it read was replaced
-            if not any(_is_same(want, source) for source in found):
-                yield node, f"it read {_source(want)}, and reads {_source(found[0])}"
+            if not any(_is_same(want, name) for name in found):
+                yield node, f"it read {_read(want)}, and reads {_read(found[0])}"
         if ops.is_reduce_grad(node) and subject.baseline.slots[name] != ops.parameter_key_of(node):
             yield (
                 node,
@@ -359,13 +359,13 @@ def types_agree_with_a_fake_run(subject: Subject) -> Iterator[Violation]:
 # ---- what the rules ask
 
 
-def _is_same(wanted: baseline.Source, found: baseline.Source) -> bool:
-    """Whether two sources agree, as far as the call is known: one rank gathers nothing."""
+def _is_same(wanted: baseline.ReadName, found: baseline.ReadName) -> bool:
+    """Whether two names agree, as far as the call is known: one rank gathers nothing."""
     return wanted[0] == found[0] and (found[1] is None or wanted[1] == found[1])
 
 
-def _source(source: baseline.Source) -> str:
-    return source[0] if source[1] is None else f"{source[0]}, call {source[1]}"
+def _read(name: baseline.ReadName) -> str:
+    return name[0] if name[1] is None else f"{name[0]}, call {name[1]}"
 
 
 def _name(value: object) -> str:
