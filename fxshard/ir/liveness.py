@@ -93,13 +93,6 @@ def liveness(graph: fx.Graph, *, donated: bool = False) -> Liveness:
     return _Sweep(graph, donated).run()
 
 
-def live_bytes(graph: fx.Graph, *, donated: bool = False) -> dict[fx.Node, int]:
-    """Return for each node the bytes that are live while it runs; symbolic sizes count as their hints."""
-    live = liveness(graph, donated=donated)
-    sizes = [hint_of(storage.nbytes) for storage in live.storages]
-    return {node: int(size) for node, size in zip(live.nodes, live.running_sum(sizes), strict=True)}
-
-
 def unsharded_bytes(graph: fx.Graph) -> list[tuple[fx.Node, int]]:
     """Return for each node the bytes of unsharded parameters that are live while it runs.
 
@@ -151,15 +144,10 @@ def unsharded_storages(live: Liveness) -> frozenset[int]:
             shards = (live.storages[i].maker for i in live.storages_of[node])
             if not any(tags.meta_of(maker).shard for maker in shards):
                 found.update(live.storages_of[node])
-        elif is_unshard_launch(node) or (_passes_on(node, live) and node.all_input_nodes[0] in on_the_way):
+        elif node.target in collectives.GATHERS or (_passes_on(node, live) and node.all_input_nodes[0] in on_the_way):
             on_the_way.add(node)
             found.update(live.storages_of[node])
     return frozenset(found)
-
-
-def is_unshard_launch(node: fx.Node) -> bool:
-    """Return whether `node` is an all_gather."""
-    return node.target in collectives.GATHERS
 
 
 def hint_of(size: int | torch.SymInt) -> int:

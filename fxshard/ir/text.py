@@ -7,7 +7,7 @@ same graph has the same text on every rank, machine and torch release.
 [Note: printed names]
 A node prints under its own name, except two kinds of inputs, which torch calls `primals_1`, `primals_2`, ...: the flat
 of a unit prints as `%shard_<unit>`, and an input of the user's code as that code calls it. If another node has the name
-already, a number is appended. `graph_text`, `node_text` and `window` give a node the same name.
+already, a number is appended. `graph_text` and `window` give a node the same name.
 """
 
 from __future__ import annotations
@@ -59,12 +59,6 @@ def window(node: fx.Node, lines: int = 10) -> str:
     at = nodes.index(node)
     near = nodes[max(0, at - lines) : at + lines + 1]
     return "\n".join(("-> " if n is node else "   ") + _line(n, names) for n in near)
-
-
-def node_text(node: fx.Node) -> str:
-    """Print one node as one line."""
-    renamed = any(_wanted_name(n) for n in (node, *node.all_input_nodes))
-    return _line(node, _names(node.graph) if renamed else {})
 
 
 def name_of(node: fx.Node) -> str:
