@@ -180,14 +180,14 @@ def _shard_alike(model: nn.Module, units: tuple[Unit, ...], replica: Replica) ->
         copied.forward_prefetch = _copies(unit.forward_prefetch, units, replica)
         copied.backward_prefetch = _copies(unit.backward_prefetch, units, replica)
         copied.publish()
-    _give_reduce_groups(_copy_of(unit, replica) for unit in units if unit.reduces_apart)
+    _give_reduce_groups(_copy_of(unit, replica) for unit in units if unit.uses_reduce_group)
 
 
 def _give_reduce_groups(units: Iterable[Unit]) -> None:
     """Give reductions a group of their own, which does not exist either."""
     for unit in units:
         name = f"{unit.plan.group}_reduce"
-        unit.reduce_group, unit.reduces_apart = cast(dist.ProcessGroup, SimpleNamespace(group_name=name)), True
+        unit.reduce_group, unit.uses_reduce_group = cast(dist.ProcessGroup, SimpleNamespace(group_name=name)), True
         unit.publish()
 
 

@@ -35,7 +35,7 @@ def separate(units: Iterable[Unit], enable: bool = True) -> None:
     for unit in [unit for unit in units if unit.world_size > 1]:
         if enable and unit.reduce_group is None:
             unit.reduce_group = _known(unit) or _twin_of(unit)
-        unit.reduces_apart = enable
+        unit.uses_reduce_group = enable
         unit.publish()
 
 

@@ -52,7 +52,7 @@ class Unit:
         accumulation: its gradients of microbatches that were not reduced.
         after_forward: its parameters while they may be read between forward and backward.
         reduce_group: for reductions alone, once it was made.
-        reduces_apart: whether they use it, and not the mesh's.
+        uses_reduce_group: whether they use it, and not the mesh's.
         microbatches, prefetcher, unsharded: of the model, whose units share them from when they are named.
     """
 
@@ -86,7 +86,7 @@ class Unit:
         self.microbatches, self.prefetcher = Microbatches((self,)), Prefetcher(self.unsharded)
         self._agreements: dict[tuple[str, str], Agreement] = {}
         self.reduce_group: dist.ProcessGroup | None = None
-        self.reduces_apart = False
+        self.uses_reduce_group = False
         self.plan: UnitPlan
         self.pack()
 
@@ -146,7 +146,7 @@ class Unit:
             shards=tuple(shard.plan for shard in self.shards),
             world_size=self.world_size,
             group=self.mesh.get_group().group_name,
-            reduce_group=self.reduce_group.group_name if self.reduce_group and self.reduces_apart else "",
+            reduce_group=self.reduce_group.group_name if self.reduce_group and self.uses_reduce_group else "",
             param_dtype=self.mp_policy.param_dtype,
             reduce_dtype=self.mp_policy.reduce_dtype,
             reshard_after_forward=not self.is_root if given is None else given,
