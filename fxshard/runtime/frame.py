@@ -144,7 +144,7 @@ class _BeforeBackward:
         """Right before the graph's backward; blocks of equal shape share a frame, but run one after the other."""
         _begin_eagerly(self)
 
-    def is_next(self) -> None:
+    def make_current(self) -> None:
         """Let the frame's backward find this call."""
         self.frame.running = self
 
@@ -169,7 +169,7 @@ class _BeforeBackward:
 
 # A whole train step may be compiled: then Dynamo is on during backward, and must leave our hooks alone.
 _announce_eagerly = torch.compiler.disable(_BeforeBackward.announce)
-_begin_eagerly = torch.compiler.disable(_BeforeBackward.is_next)
+_begin_eagerly = torch.compiler.disable(_BeforeBackward.make_current)
 
 
 def _flat(results: Any) -> list[Any]:

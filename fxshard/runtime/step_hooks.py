@@ -77,7 +77,7 @@ class Microbatches:
             self.reduce(unit for unit in self.units if unit.accumulation.sync)
         for unit in self.units:
             unsharded_cache.reshard_if_reduced(unit)
-        self.rest()
+        self.stop_watching_if_idle()
 
     def reduce(self, units: Iterable[Unit]) -> None:
         """Reduce what waits in some units, and give their parameters their gradients."""
@@ -88,7 +88,7 @@ class Microbatches:
                         shard.sink.expect(slots)
                         shard.flat.grad = grad
                         shard.sink.take(shard.flat)
-        self.rest()
+        self.stop_watching_if_idle()
 
     @staticmethod
     def reduce_separately(unit: Unit, slots: Waiting) -> None:
@@ -112,12 +112,12 @@ class Microbatches:
         return any(unit.accumulation.waiting or unsharded_cache.is_resident(unit) for unit in self.units)
 
     @staticmethod
-    def hold() -> None:
+    def watch_steps() -> None:
         """Something waits or is resident: see to it before an optimizer steps."""
         _step_hooks().holds = True
 
     @staticmethod
-    def rest() -> None:
+    def stop_watching_if_idle() -> None:
         """Let optimizers step as they like, if nothing of any model waits or is resident."""
         hooks = _step_hooks()
         hooks.holds = any(model.holds for model in list(hooks.models))

@@ -154,7 +154,7 @@ def _launch_resident(unit: Unit) -> Gathered:
         torch.inference_mode(False),
     ):
         tensors = collectives.launch_parameters(shards, unit.plan)
-    unit.microbatches.hold()
+    unit.microbatches.watch_steps()
     found = unit.unsharded[unit] = Gathered(unit, tensors, "resident")
     return found
 

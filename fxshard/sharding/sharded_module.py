@@ -207,7 +207,7 @@ class ShardedModule(ParameterOwner):
         for unit in _state(self).nested:
             unit.accumulation.waiting.clear()
             unit.reshard()
-            unit.microbatches.rest()
+            unit.microbatches.stop_watching_if_idle()
             unit.prefetcher.forget()
 
     def set_post_optim_event(self, event: torch.Event) -> None:
