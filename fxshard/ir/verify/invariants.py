@@ -214,7 +214,7 @@ def parameters_are_their_slots(subject: Subject) -> Iterator[Violation]:
         if not found:
             yield node, f"the plan has no parameter {fqn}"
         elif tags.resident_behind(node) == fqn:
-            continue  # its type is what `inputs.add_parameter` made it
+            continue  # its type is what `graph_edit.add_parameter` made it
         elif not isinstance(value, dataflow.Window | dataflow.Flat):
             yield node, f"{fqn} does not come from what was gathered"
         elif not any(slot_layout.is_slot(value, key, shard, slot, units[key]) for key, shard, slot in found):
