@@ -1,4 +1,4 @@
-"""Send as tensors of their own the parameters and gradients that are expensive to copy."""
+"""Choose how many tensors each launch sends: those that are expensive to copy go by themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ops of `fxshard::`: two markers, and what is put in their place right before there is code.
+"""The ops of `fxshard::`: two markers, and what passes put into graphs beside the ops of torch.
 
 [Note: markers]
 `fxshard::unshard(shard, key, slot, shape, dtype)` is the full parameter in slot `slot` of `shard`. Its autograd formula
@@ -15,6 +15,8 @@ The other ops:
   a copy.
 - `fxshard::copy(source)` is a contiguous copy in memory of its own: Inductor drops `clone` where a wait hides that the
   source is the caller's.
+- `fxshard::region(operands, name)` and `fxshard::region_backward` call code that a repeated module shares; they are
+  gone before there is code: [Note: regions].
 - `fxshard::prefetched_all_gather` takes an all_gather that was launched ahead, or launches it: [Note: prefetch across
   graphs].
 - `fxshard::all_gather_on_stream` and `fxshard::reduce_scatter_on_stream` cast and send, `fxshard::copy_out` waits for a
