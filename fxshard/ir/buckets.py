@@ -381,15 +381,15 @@ class _BucketReader:
     def _read_gradient(self, position: int, result: fx.Node) -> None:
         """Find where each gradient in one result comes from."""
         value = self.flow.values.get(result)
-        segments = (None if isinstance(value, tuple) else slot_layout.segments_of(value)) or []
-        pieces = [piece for _, _, piece in segments if isinstance(piece, Piece)]
-        owner = self._owner(segments) if pieces and all(piece.launch for piece in pieces) else None
+        parts = (None if isinstance(value, tuple) else slot_layout.parts_of_gradient(value)) or []
+        pieces = [piece for _, _, piece in parts if isinstance(piece, Piece)]
+        owner = self._owner(parts) if pieces and all(piece.launch for piece in pieces) else None
         if owner is None:
             return
         unit, shard = owner
         self.found.outputs.setdefault(unit, {})[shard] = position
         for i, slot in enumerate(self.plan.units[unit].shards[shard].slots):
-            row = slot_layout.row_at(segments, slot)
+            row = slot_layout.row_at(parts, slot)
             if row is not None:
                 self.gradients[id(row)] = (unit, (shard, i))
 
@@ -405,13 +405,13 @@ class _BucketReader:
         calls = {unit: tags.units_of(launch).get(unit, "0") for unit, _ in terms}
         return ReduceBucket(tensors=tensors, terms=terms, calls=calls, dtype=sent[0].dtype)
 
-    def _owner(self, segments: list[slot_layout.GradientSpan]) -> tuple[str, int] | None:
+    def _owner(self, parts: list[slot_layout.GradientPart]) -> tuple[str, int] | None:
         """Return the unit and shard whose gradient this is: each slot has its own gradient in it, or none."""
-        first = next(piece for _, _, piece in segments if isinstance(piece, Piece)).concat.rows[0]
+        first = next(piece for _, _, piece in parts if isinstance(piece, Piece)).concat.rows[0]
         for fqn in tags.meta_of(first.terms[0]).grads:
             unit, (shard, _) = self.places.get(fqn, ("", (-1, 0)))
             slots = self.plan.units[unit].shards[shard].slots if shard >= 0 else ()
-            rows = [(qualified(unit, slot.fqn), slot_layout.row_at(segments, slot)) for slot in slots]
+            rows = [(qualified(unit, slot.fqn), slot_layout.row_at(parts, slot)) for slot in slots]
             if rows and all(row is None or name in tags.meta_of(row.terms[0]).grads for name, row in rows):
                 return unit, shard
         return None

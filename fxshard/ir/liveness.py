@@ -35,7 +35,7 @@ UNBACKED_HINT = 8192
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 """A view whose schema does not say so."""
 
-_COPIES = (torch.ops.aten.clone, torch.ops.aten.split_with_sizes_copy)
+_COPY_OUTS = (torch.ops.aten.clone, torch.ops.aten.split_with_sizes_copy)
 """What copying parameters out of the gathered buffer is made of, besides views."""
 
 
@@ -176,7 +176,7 @@ def _passes_on(node: fx.Node, live: Liveness) -> bool:
     """Return whether `node` is a view, a wait or a plain copy of its first input."""
     if node.op != "call_function" or not node.all_input_nodes:
         return False
-    copies = node.target is ops.COPY_OUT or getattr(node.target, "overloadpacket", None) in _COPIES
+    copies = node.target is ops.COPY_OUT or getattr(node.target, "overloadpacket", None) in _COPY_OUTS
     return copies or not live.allocates(node)
 
 

@@ -248,18 +248,18 @@ def nothing_is_read_after_reshard(subject: Subject) -> Iterator[Violation]:
 def gradients_reach_their_slots(subject: Subject) -> Iterator[Violation]:
     """The gradient of each parameter is in its slot of its shard's gradient: all of its terms, each once."""
     for output, (unit, shard) in subject.baseline.gradients.items():
-        segments = slot_layout.segments_of(subject.value_of(output))
+        parts = slot_layout.parts_of_gradient(subject.value_of(output))
         node = _result_node(subject, output)
-        if segments is None:
+        if parts is None:
             yield node, f"output {output} is not the reduced gradient of shard {shard} of unit {unit or 'root'!r}"
             continue
         for slot, place in baseline.parameter_keys_of(subject.baseline.plan, unit, shard):
-            row, promised = slot_layout.row_at(segments, slot), subject.baseline.promised.get(place, 0)
+            row, promised = slot_layout.row_at(parts, slot), subject.baseline.promised.get(place, 0)
             if row is not None and not promised:
                 yield node, f"{slot.fqn} has no gradient, but {_name(row.terms[0])} is in its slot"
             elif row is not None:
                 yield from ((node, why) for why in _wrong_terms(subject, qualified(unit, slot.fqn), row, promised))
-            elif promised or not slot_layout.is_zero(segments, slot):
+            elif promised or not slot_layout.is_zero(parts, slot):
                 yield node, f"{slot.fqn} is not in its slot of the reduced gradient"
 
 
@@ -267,9 +267,9 @@ def gradients_are_reduced_once(subject: Subject) -> Iterator[Violation]:
     """Every gradient is sent by one launch, and what a launch reduces is used."""
     placed: Counter[int] = Counter()
     for output, (unit, shard) in subject.baseline.gradients.items():
-        segments = slot_layout.segments_of(subject.value_of(output)) or []
+        parts = slot_layout.parts_of_gradient(subject.value_of(output)) or []
         rows = (
-            slot_layout.row_at(segments, slot)
+            slot_layout.row_at(parts, slot)
             for slot, _ in baseline.parameter_keys_of(subject.baseline.plan, unit, shard)
         )
         placed.update(id(row) for row in rows if row is not None)
@@ -293,12 +293,12 @@ def reductions_match_the_plan(subject: Subject) -> Iterator[Violation]:
                 yield launch, f"its gradients are cut for {value.world_size} ranks"
     for output, (key, shard) in subject.baseline.gradients.items():
         unit, plan = units[key], units[key].shards[shard]
-        segments = slot_layout.segments_of(subject.value_of(output)) or []
-        for _, _, piece in segments:
+        parts = slot_layout.parts_of_gradient(subject.value_of(output)) or []
+        for _, _, piece in parts:
             if isinstance(piece, dataflow.Piece):
                 yield from ((_result_node(subject, output), why) for why in slot_layout.wrong_result(piece, unit, plan))
         for slot, _ in baseline.parameter_keys_of(subject.baseline.plan, key, shard):
-            row, found = slot_layout.row_at(segments, slot), slot_layout.piece_at(segments, slot)
+            row, found = slot_layout.row_at(parts, slot), slot_layout.piece_at(parts, slot)
             reduced_by = found.launch if found is not None else None
             if row is not None and found is not None and reduced_by is not None:
                 wrong = [*slot_layout.wrong_ranks(reduced_by, unit)]
