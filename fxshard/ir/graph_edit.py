@@ -22,6 +22,7 @@ from fxshard.errors import InvariantError
 from fxshard.ir import collectives, ops, tags
 from fxshard.ir.collectives import UnitSlot
 from fxshard.ir.plan import FramePlan
+from fxshard.ir.text import free_name
 
 
 def add_parameter(
@@ -127,12 +128,8 @@ class Splicer:
 
 def rename(node: fx.Node, name: str, taken: set[str]) -> None:
     """Name `node` by what it is, with a number if the name is in `taken`; add it there."""
-    candidate, number = name, 0
-    while candidate in taken:
-        number += 1
-        candidate = f"{name}_{number}"
-    node.name = candidate  # torch's own renaming would not give back the name of a node that was erased
-    taken.add(candidate)
+    node.name = free_name(name, taken)  # torch's own renaming would not give back the name of a node that was erased
+    taken.add(node.name)
 
 
 def replace_launch(launch: fx.Node, target: torch._ops.OpOverload, arguments: tuple[Any, ...]) -> fx.Node:

@@ -92,7 +92,7 @@ def _names(graph: fx.Graph) -> Names:
     taken = {node.name for node in graph.nodes if node not in wanted}
     names: dict[fx.Node, str] = {}
     for node, name in wanted.items():
-        names[node] = _free(name, taken)
+        names[node] = free_name(name, taken)
         taken.add(names[node])
     return names
 
@@ -120,7 +120,8 @@ def _word(text: str) -> str:
     return re.sub(r"\W+", "_", text).strip("_")
 
 
-def _free(name: str, taken: Container[str]) -> str:
+def free_name(name: str, taken: Container[str]) -> str:
+    """Return `name`, with a number if it is in `taken`."""
     candidate, number = name, 0
     while candidate in taken:
         number += 1

@@ -57,7 +57,7 @@ class Accumulation:
         slots = list(slots)
         if self.waiting and self._epoch != self._unit.epoch():
             raise UnsupportedGraph(
-                f"parameters of unit {self._unit.fqn or 'root'!r} were changed while gradients of earlier microbatches "
+                f"parameters of unit {self._unit.label!r} were changed while gradients of earlier microbatches "
                 "waited to be reduced. Let the last backward before the optimizer step run outside of no_sync() (or "
                 "with set_requires_gradient_sync(True)), or drop what waits with reset_iter_state()."
             )

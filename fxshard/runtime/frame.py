@@ -107,7 +107,7 @@ class Frame:
         for position, (key, shard) in self.plan.shard_inputs.items():
             if units[key].shards[shard].flat is not args[position]:
                 raise ConfigError(
-                    f"the layout of unit {units[key].fqn or 'root'!r} changed (dtype, device or requires_grad of a "
+                    f"the layout of unit {units[key].label!r} changed (dtype, device or requires_grad of a "
                     "parameter) while a compiled function that contains the module's call was running. Call the "
                     "function again, or call the module once after such a change."
                 )

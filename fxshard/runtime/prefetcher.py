@@ -120,7 +120,7 @@ class Prefetcher:
         if not found.is_current:  # to gather again would be right, but the other ranks need not do so
             self._cache.drop(request.key)
             raise UnsupportedGraph(
-                f"parameters of unit {unit.fqn or 'root'!r} were changed after their gather was launched: inside a "
+                f"parameters of unit {unit.label!r} were changed after their gather was launched: inside a "
                 "forward, or after unshard(). Change parameters outside of forward and before unshard(), or compile "
                 'with options={"prefetch": "off"}.'
             )

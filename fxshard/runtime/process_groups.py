@@ -57,7 +57,7 @@ def _twin_of(unit: Unit) -> dist.ProcessGroup:
             "init_process_group(device_id=...) torch makes a group together with all ranks. Leave device_id out, or "
             "reduce on the mesh's group."
         )
-    name = unit.fqn or "root"
+    name = unit.label
     said = rank_values.gather_texts(TOPIC, name, group, remedy="All ranks of the mesh must call it alike.")
     if others := sorted(set(said) - {name}):
         raise ConfigError(

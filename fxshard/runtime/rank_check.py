@@ -112,7 +112,7 @@ class RunEntry(NamedTuple):
 
     @classmethod
     def parse(cls, value: bytes) -> RunEntry:
-        """From the store."""
+        """Read what `RankGroup.begin` has written."""
         run, kind, digest, key = value.decode().split()
         return cls(int(run), kind, digest, key)
 
@@ -214,7 +214,7 @@ class RankGroup:
         return _named(self._run, self._now.kind)
 
     def _difference(self, rank: int, theirs: RunEntry) -> str:
-        """In words."""
+        """What a rank does otherwise than this one, as a message."""
         text = self._store.get(f"{self._place}/text/{theirs.key}").decode()
         if theirs.kind == FAILED:
             return f"rank {rank} could not compile what is {self._where()} on rank {self.rank}: {text}"

@@ -131,7 +131,7 @@ class Microbatches:
         for unit in self._units_of(written):
             if unit.accumulation.waiting:
                 raise UnsupportedGraph(
-                    f"an optimizer steps while gradients of unit {unit.fqn or 'root'!r} wait to be reduced: it would "
+                    f"an optimizer steps while gradients of unit {unit.label!r} wait to be reduced: it would "
                     "leave them behind. Let the last backward before the step run outside of no_sync() (or with "
                     "set_requires_gradient_sync(True)), call reduce_waiting_gradients(), or drop what waits with "
                     "reset_iter_state()."

@@ -95,6 +95,11 @@ class Unit:
         """Ranks that share the unit."""
         return self.mesh.size()
 
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return self.fqn or "root"
+
     def epoch(self) -> int:
         """Changes whenever parameter values may have changed: repacked, stepped by an optimizer, or written in place.
 
@@ -115,7 +120,7 @@ class Unit:
         """Raise if parameter values have changed since `version()` was that: the forward's backward is void."""
         if self.version() != version:
             raise UnsupportedGraph(
-                f"parameters of unit {self.fqn or 'root'!r} were changed between forward and backward (by an optimizer "
+                f"parameters of unit {self.label!r} were changed between forward and backward (by an optimizer "
                 "step, load_state_dict, copy_): backward would combine new values with activations of the old ones. "
                 "Run forward again after changing parameters."
             )
@@ -183,8 +188,8 @@ class Unit:
             what: is gathered or reduced: "all parameters".
         """
         group = self.plan.group if op == "all_gather" else self.plan.reducing_group
-        text = f"{op} of {what} on group {group!r} for {self.fqn or 'root'}"
-        launch = Launch(group, text, "outside of graphs", op, self.fqn or "root")
+        text = f"{op} of {what} on group {group!r} for {self.label}"
+        launch = Launch(group, text, "outside of graphs", op, self.label)
         return self._agreements.setdefault((kind, what), Agreement(kind)).before((launch,))
 
     def rename(self, fqn: str, member_fqns: Sequence[str]) -> None:

@@ -72,7 +72,6 @@ class Gathered:
     epoch: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Note the epoch."""
         self.epoch = self.unit.epoch()
 
     @property
