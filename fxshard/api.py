@@ -181,7 +181,7 @@ def release_accumulators(module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
         raise ConfigError(f"release_accumulators expects the model, got {type(module).__name__}.")
     units = sharded_module.units_under(plain_module(module))
-    waiting = [unit.fqn or "root" for unit in units if unit.accumulation.waiting]
+    waiting = [unit.label for unit in units if unit.accumulation.waiting]
     if waiting:
         raise ConfigError(
             f"release_accumulators: gradients of {', '.join(waiting)} wait to be reduced. Run a backward outside of "

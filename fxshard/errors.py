@@ -1,4 +1,4 @@
-"""The error catalogue: every way fxshard says no, and what each kind means for the reader."""
+"""The classes of errors; docs/errors.md lists the messages."""
 
 from __future__ import annotations
 

@@ -19,14 +19,15 @@ _NOT_YET: dict[str, Any] = {
     "offload": None,
 }
 
-# Inductor flags that decide the order of collectives; its own schedulers would undo ours.
-KEEP_ORDER_FLAGS = (
-    "reorder_for_peak_memory",
-    "reorder_for_compute_comm_overlap",
-    "reorder_for_locality",
-    "reorder_for_locality_in_training",
-    "aten_distributed_optimizations.enable_simple_overlap",
-)
+# Inductor flags that decide the order of collectives, and the first torch that surely has them; its own schedulers
+# would undo ours.
+KEEP_ORDER_FLAGS = {
+    "reorder_for_peak_memory": "2.11",
+    "reorder_for_compute_comm_overlap": "2.11",
+    "reorder_for_locality": "2.11",
+    "reorder_for_locality_in_training": "2.15",
+    "aten_distributed_optimizations.enable_simple_overlap": "2.15",
+}
 CUDA_GRAPH_FLAGS = ("triton.cudagraphs", "triton.cudagraph_trees", "graph_partition")
 OWNED_INDUCTOR_FLAGS = (
     *KEEP_ORDER_FLAGS,

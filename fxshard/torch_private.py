@@ -10,6 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from types import CodeType, FunctionType
 from typing import Any, TypeVar, cast
 
@@ -110,6 +111,9 @@ PINS_ALL = "void" in inspect.getsource(lowering.control_deps_op_lowering)
 CONVOLUTION_TAKES_VIEWS = "realize_input(bias)" in inspect.getsource(conv.convolution)
 """Whether Inductor lowers a convolution whose bias is a view, which has no layout of its own to freeze."""
 
+CALLERS_INPUTS = ("primals_", "tangents_")
+"""How AOTAutograd's names of backward's inputs begin that are not what forward saved: parameters, inputs, gradients."""
+
 _POLICIES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 Function = TypeVar("Function", bound=Any)
@@ -133,21 +137,7 @@ def writes_in_place(node: fx.Node) -> bool:
     return by_name or node.kwargs.get("out") is not None or bool(node.kwargs.get("inplace"))
 
 
-_OPERATORS = (
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "matmul",
-    "and",
-    "or",
-    "xor",
-    "lshift",
-    "rshift",
-)
+_OPERATORS = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
 _WRITES = frozenset(("setitem", "__setitem__", *(f"i{o}" for o in _OPERATORS), *(f"__i{o}__" for o in _OPERATORS)))
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
@@ -189,6 +179,12 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
 def mode_of(tensors: Sequence[Tensor]) -> FakeTensorMode | None:
     """Return the fake mode of some tensors, or of the compilation that runs."""
     return detect_fake_mode(tensors)
+
+
+def sizes_when_traced(shape_env: Any) -> Mapping[Any, int]:
+    """Return the values that symbols stood for when a graph was traced; to read them adds no guard."""
+    known: Mapping[Any, int] = shape_env.backed_var_to_val
+    return known
 
 
 @contextmanager
@@ -402,6 +398,26 @@ def process_group_of(name: str) -> dist.ProcessGroup:
     """Return the process group that graphs call `name`."""
     group: dist.ProcessGroup = _resolve_process_group(cast(Any, name))
     return group
+
+
+def gloo_of_one_thread(given: Any, interfaces: Sequence[str]) -> Any:
+    """Return torch's gloo, made of what `Backend.register_backend(extended_api=True)` hands over, with one thread."""
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    named = [gloo.create_device(interface=name) for name in interfaces]
+    options._devices, options._threads = named or [gloo.create_default_device()], 1
+    options._timeout = given.timeout
+    options.global_ranks_in_group, options.group_name = given.global_ranks_in_group, given.group_id
+    return gloo(given.store, given.group_rank, given.group_size, options)
+
+
+def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
+    """Return after which a collective of the group fails; `None` where it has no such thing, as a group in Python."""
+    try:
+        backend: Any = cast(Any, group)._get_backend(torch.device(device_type))
+    except RuntimeError:
+        return None
+    return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
 def when_backward_ends(call: Callable[[], None]) -> None:

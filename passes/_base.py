@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 
 from fxshard.cost.hardware import BUILTIN, HardwareSpec
 from fxshard.ir import text
-from fxshard.ir.graph_edit import Traced
+from fxshard.ir.graph_edit import TracedCode
 from fxshard.ir.history import PassHistory, Remark
 from fxshard.ir.plan import FramePlan
 from fxshard.ir.properties import GraphKind as GraphKind
@@ -36,7 +36,7 @@ class PassContext:
     plan: FramePlan
     kind: GraphKind
     decompositions: Mapping[Any, Any] = field(default_factory=dict)  # for code that a pass traces into the graph
-    traced: Traced = field(default_factory=dict)  # such code that was traced already, for any graph of the frame
+    traced: TracedCode = field(default_factory=dict)  # such code that was traced already, for any graph of the frame
     num_results: int | None = None  # of a forward graph; its other outputs are saved for backward
     hardware: HardwareSpec = BUILTIN["h100"]  # what passes that weigh costs count on
     unsharded_budget_bytes: int | None = None  # at any time; `None` for no limit

@@ -11,15 +11,13 @@ import torch
 from torch import Tensor, fx
 from torch.fx import GraphModule
 
-from fxshard.ir import graph_edit, ops
+from fxshard.ir import graph_edit, ops, signature
+from fxshard.ir.collectives import SlotIndex, UnitSlot
 from fxshard.ir.graph_edit import Splicer
 from fxshard.ir.variant import PLAIN, Variant, accumulator_dtype, in_order
-from fxshard.ir.verify import baseline
 from fxshard.passes._base import GraphPass, PassContext, Property
 
 aten = torch.ops.aten
-
-Place = tuple[str, tuple[int, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +48,7 @@ class AccumulateGradients(GraphPass):
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
         """Edit `gm.graph` in place; return whether anything changed."""
         terms = _terms(gm.graph)
-        trained: dict[str, list[tuple[int, int]]] = {}
+        trained: dict[str, list[SlotIndex]] = {}
         for unit, slot in terms:
             trained.setdefault(unit, []).append(slot)
         wanted = in_order(self.which.units, trained)
@@ -67,17 +65,17 @@ class AccumulateGradients(GraphPass):
         return bool(accumulators)
 
 
-def _terms(graph: fx.Graph) -> dict[Place, list[fx.Node]]:
+def _terms(graph: fx.Graph) -> dict[UnitSlot, list[fx.Node]]:
     """Map parameter -> the markers whose sum is its gradient, in the order in which autograd added them."""
-    terms: dict[Place, list[fx.Node]] = {}
-    for result in baseline.results_of(graph):
+    terms: dict[UnitSlot, list[fx.Node]] = {}
+    for result in signature.results_of(graph):
         for marker in ops.reduce_markers(result):
             key = ops.key_of(marker)
             terms.setdefault((key.unit, (key.shard, ops.slot_of(marker))), []).append(marker)
     return terms
 
 
-def _add_input(graph: fx.Graph, place: Place, ctx: PassContext) -> fx.Node:
+def _add_input(graph: fx.Graph, place: UnitSlot, ctx: PassContext) -> fx.Node:
     """Add a last input: the accumulator of a parameter, of its unsharded shape."""
     key, (i, _) = place
     unit = ctx.plan.units[key]
@@ -105,7 +103,7 @@ def _accumulate(splicer: Splicer, accumulator: fx.Node, grads: Sequence[object])
 
 def _finish(graph: fx.Graph, accumulator: fx.Node, marker: fx.Node) -> None:
     """Let the accumulator be one more gradient of the parameter that `marker` reduces, the last to be added."""
-    results = baseline.results_of(graph)
+    results = signature.results_of(graph)
     at = next(i for i, result in enumerate(results) if marker in ops.reduce_markers(result))
     before = results[at]
     assert isinstance(before, fx.Node)
@@ -119,7 +117,7 @@ def _finish(graph: fx.Graph, accumulator: fx.Node, marker: fx.Node) -> None:
 
 def _return_nothing(graph: fx.Graph, units: frozenset[str]) -> None:
     """Let the graph have no gradient of these units."""
-    results = baseline.results_of(graph)
+    results = signature.results_of(graph)
     for i, result in enumerate(results):
         markers = ops.reduce_markers(result)
         if markers and ops.key_of(markers[0]).unit in units:

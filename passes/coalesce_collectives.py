@@ -1,4 +1,4 @@
-"""Send as tensors of their own the parameters and gradients that are expensive to copy."""
+"""Choose how many tensors each launch sends: those that are expensive to copy go by themselves."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from fxshard.ir import collectives
 from fxshard.ir.buckets import (
     CollectiveBuilder,
     GatherBucket,
-    Gradient,
     ReduceBucket,
     UnitGather,
     buckets_of,
     sum_dtype,
 )
-from fxshard.ir.collectives import SlotIndex
+from fxshard.ir.collectives import SlotIndex, UnitSlot
 from fxshard.passes._base import GraphPass, PassContext, Property
 
 _T = TypeVar("_T")
@@ -97,7 +96,7 @@ def _coalesce_gather(gather: UnitGather, ctx: PassContext) -> tuple[UnitGather, 
     return gather.sending(cut.tensors), _why(gather.unit, cut, _together(uncuts))
 
 
-def _copy_in_seconds(reduction: ReduceBucket, gradient: Gradient, ctx: PassContext) -> float:
+def _copy_in_seconds(reduction: ReduceBucket, gradient: UnitSlot, ctx: PassContext) -> float:
     """Return what sending a gradient alone saves; nothing if it is cast, divided, padded or expanded anyway."""
     unit = ctx.plan.units[gradient[0]]
     shape = unit.slot(gradient[1]).shape

@@ -9,11 +9,10 @@ from torch import fx
 from torch.fx import GraphModule
 
 from fxshard.errors import UnsupportedGraph
-from fxshard.ir import buckets, collectives, ops, text
+from fxshard.ir import buckets, collectives, ops, signature, text
 from fxshard.ir.buckets import CollectiveBuilder, ReduceBucket, Reduced, UnitGather
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.memory_budget import require_fit
-from fxshard.ir.verify import baseline
 from fxshard.passes._base import GraphPass, PassContext, Property
 
 
@@ -89,7 +88,7 @@ class _Written:
 def _writes(graph: fx.Graph) -> dict[str, _Written]:
     """Find the gradients of each unit from the graph's outputs."""
     units: dict[str, _Written] = {}
-    for position, result in enumerate(baseline.results_of(graph)):
+    for position, result in enumerate(signature.results_of(graph)):
         for marker in ops.reduce_markers(result):
             key, grad = ops.key_of(marker), marker.args[0]
             assert isinstance(grad, fx.Node)

@@ -9,14 +9,10 @@ from torch import fx
 from torch.fx import GraphModule
 
 from fxshard import torch_private
-from fxshard.ir import collectives, graph_edit, liveness, ops
-from fxshard.ir.collectives import SlotIndex
+from fxshard.ir import collectives, graph_edit, liveness, ops, signature
+from fxshard.ir.collectives import SlotIndex, UnitSlot
 from fxshard.ir.variant import PLAIN, Variant, in_order
-from fxshard.ir.verify import baseline
 from fxshard.passes._base import GraphPass, PassContext, Property
-
-_Parameter = tuple[str, SlotIndex]
-"""(unit, parameter of it)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,17 +56,17 @@ class ReadResident(GraphPass):
         return bool(inputs)
 
 
-def _unshard_markers(graph: fx.Graph) -> dict[_Parameter, list[fx.Node]]:
+def _unshard_markers(graph: fx.Graph) -> dict[UnitSlot, list[fx.Node]]:
     """Map parameter -> the markers that unshard it, in program order."""
-    markers: dict[_Parameter, list[fx.Node]] = {}
+    markers: dict[UnitSlot, list[fx.Node]] = {}
     for node in graph.nodes:
         if ops.is_unshard(node):
-            unit, shard, slot = baseline.parameter_key_of(node)
+            unit, shard, slot = ops.parameter_key_of(node)
             markers.setdefault((unit, (shard, slot)), []).append(node)
     return markers
 
 
-def _add_input(graph: fx.Graph, parameter: _Parameter, ctx: PassContext) -> fx.Node:
+def _add_input(graph: fx.Graph, parameter: UnitSlot, ctx: PassContext) -> fx.Node:
     """Add a last input: the parameter, unsharded, to be waited for."""
     dtype = ctx.plan.units[parameter[0]].unsharded_dtype_of(parameter[1])
     return graph_edit.add_parameter(graph, ctx.plan, parameter, "resident", dtype)
@@ -90,7 +86,7 @@ def _wait_for_input(source: fx.Node, markers: list[fx.Node], taken: set[str]) ->
 
 def _copy_results_that_share_memory(graph: fx.Graph, inputs: frozenset[fx.Node], num_results: int | None) -> None:
     """Copy each result that lies in the memory of one of `inputs`; what is saved for backward may."""
-    live, results = liveness.liveness(graph), baseline.results_of(graph)
+    live, results = liveness.liveness(graph), signature.results_of(graph)
     mode = torch_private.fake_mode_of(graph)
     assert mode is not None, "a graph with parameters has tensors"
     copies: dict[Any, fx.Node] = {}

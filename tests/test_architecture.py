@@ -139,17 +139,31 @@ def test_every_essay_that_is_referred_to_exists() -> None:
     assert named - known - {"name"} == set()
 
 
-def test_every_file_that_the_page_names_exists() -> None:
-    page = (ROOT / "docs/architecture.md").read_text().partition("## The tree")[0]
-    named = set(re.findall(r"`([a-z_/]+(?:\.py|/))`", page))
-    assert {name for name in named if not any((ROOT / top / name).exists() for top in ("fxshard", "."))} == set()
+def test_every_file_that_the_pages_name_exists() -> None:
+    pages = {path: path.read_text() for path in (ROOT / "docs").rglob("*.md") if "changelog.d" not in path.parts}
+    main = ROOT / "docs/architecture.md"
+    pages[main] = pages[main].partition("## The tree")[0]
+    for path, page in pages.items():
+        named = {*re.findall(r"`([a-z_0-9/]+(?:\.py|/))`", page)}
+        paths = {name for name in named if "/" in name.rstrip("/") or path == main}  # a file alone may be torch's
+        missing = {name for name in paths if not any((ROOT / top / name).exists() for top in ("fxshard", "."))}
+        assert missing == set(), path
 
 
-def test_a_class_name_means_one_thing() -> None:
-    found = Counter(
-        node.name.lstrip("_") for _, module in sources() for node in ast.walk(module) if isinstance(node, ast.ClassDef)
-    )
+def types(module: ast.Module) -> Iterator[str]:
+    """The classes of a module, and other names for types: `Slots = Mapping[str, Sequence[int]]`."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.ClassDef):
+            yield node.name.lstrip("_")
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript | ast.BinOp):
+            names = [target.id.lstrip("_") for target in node.targets if isinstance(target, ast.Name)]
+            yield from (name for name in names if re.match(r"[A-Z]\w*[a-z]", name))
+
+
+def test_the_name_of_a_type_means_one_thing() -> None:
+    found = Counter(name for _, module in sources() for name in types(module))
     assert {name: count for name, count in found.items() if count > 1} == {}
+    assert {"Slots", "Unit", "Waiting"} <= found.keys()
 
 
 def private_names(module: ast.Module) -> set[str]:
@@ -175,6 +189,53 @@ def test_private_names_are_found(name: str) -> None:
 def test_torch_is_private_where_it_is_said_to_be() -> None:
     users = {name for name, module in sources() if private_names(module) and not name.startswith(HOMES)}
     assert not users
+
+
+def attributes() -> list[tuple[set[str], set[str]]]:
+    """Rows of "What torch may change": attributes, and the files that read them."""
+    table = (ROOT / "docs/architecture.md").read_text().partition("<!-- attributes -->")[2]
+    rows = [line.split("|") for line in table.partition("<!-- end of attributes -->")[0].splitlines() if "`" in line]
+    return [(set(re.findall(r"`([^`]+)`", row[1])), set(re.findall(r"`([^`]+)`", row[3]))) for row in rows]
+
+
+def test_what_torch_may_change_is_read_where_the_page_says() -> None:
+    texts = {name: (ROOT / "fxshard" / name).read_text() for name, _ in sources()}
+    rows = attributes()
+    assert len(rows) > 15
+    for names, files in rows:
+        assert {file for file in files if not any(name in texts[file] for name in names)} == set()
+        assert {name for name in names if not any(name in texts[file] for file in files)} == set()
+
+
+OF_PYTHON = {"_replace", "_fields", "_getframe", "_exit"}
+READS_BY_NAME = ("attrgetter", "getattr", "hasattr")
+
+
+def private_attributes(module: ast.Module) -> set[str]:
+    """Names with one underscore that a module reads of an object."""
+    reads = [node for node in ast.walk(module) if isinstance(node, ast.Attribute)]
+    found = {read.attr for read in reads if not re.search(r"\b_?(ops|_ops|aten)\b", ast.unparse(read))}
+    for node in ast.walk(module):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in READS_BY_NAME:
+            found |= {str(arg.value).partition(".")[0] for arg in node.args if isinstance(arg, ast.Constant)}
+    return {name for name in found if re.match(r"_(?!_|fxshard|foreach)", name)}
+
+
+def defined(module: ast.Module) -> set[str]:
+    """Functions and classes of a module, and attributes of its classes."""
+    found = {node.name for node in ast.walk(module) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    stored = [node for node in ast.walk(module) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    found |= {node.attr for node in stored if ast.unparse(node.value) == "self"}
+    targets = [node.target for node in ast.walk(module) if isinstance(node, ast.AnnAssign)]
+    return found | {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def test_attributes_that_torch_may_change_are_on_the_page() -> None:
+    listed = {(name, file) for names, files in attributes() for name in names for file in files}
+    for file, module in sources():
+        if not file.startswith((*HOMES, "tools/")):
+            read = private_attributes(module) - defined(module) - OF_PYTHON
+            assert {name for name in read if (name, file) not in listed} == set(), file
 
 
 @pytest.mark.parametrize(("old", "new"), [("Record", "PassResult"), ("Fact", "Property"), ("Decline", "Remark")])

@@ -35,6 +35,7 @@ from fxshard.options import Options, launched_world_size
 from fxshard.runtime import process_groups, rank_values
 from fxshard.runtime.flat_shard import Home
 from fxshard.runtime.parameters import as_dtensor, shard_rows
+from fxshard.runtime.unit import Unit
 from fxshard.sharding import shard_module
 from fxshard.sharding.mesh import default_mesh, require_mesh
 from fxshard.sharding.sharded_module import plain_module, units_under
@@ -220,19 +221,25 @@ def _write(tensor: Tensor, values: Tensor) -> None:
 
 def _shard(root: nn.Module, mesh: DeviceMesh, options: Options) -> None:
     old = dict(root.named_parameters())
-    policy = MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype)
-    for module in units_of(root):
-        shard_module.shard([module], mesh, mp_policy=policy, reshard_after_forward=options.reshard_after_forward)
+    units = make_units(root, mesh, options)
     new = dict(root.named_parameters())
     _rebind_optimizers({id(p): (p, new[fqn]) for fqn, p in old.items()})
     dynamo.refresh_compiled(root)
-    units = units_under(root)
-    for unit in units:
-        unit.from_one_line = True
     if options.separate_reduce_scatter_group:
         process_groups.separate(units)
     orphans = {fqn: weakref.ref(parameter) for fqn, parameter in old.items()}
     units[0].after_first_call = functools.partial(_require_no_holders, orphans)
+
+
+def make_units(root: nn.Module, mesh: DeviceMesh, options: Options) -> tuple[Unit, ...]:
+    """Shard the modules of an unsharded model as `options` say."""
+    policy = MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype)
+    for module in units_of(root):
+        shard_module.shard([module], mesh, mp_policy=policy, reshard_after_forward=options.reshard_after_forward)
+    units = units_under(root)
+    for unit in units:
+        unit.from_one_line = True
+    return units
 
 
 def units_of(root: nn.Module) -> list[nn.Module]:

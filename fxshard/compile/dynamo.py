@@ -1,7 +1,4 @@
-"""What Dynamo captured: which inputs are flats, which unit and call each marker belongs to, what is not sharded.
-
-Private torch modules used here: `torch._dynamo` (guards' sources, configuration).
-"""
+"""What Dynamo captured: which inputs are flats, which unit and call each marker belongs to, what is not sharded."""
 
 from __future__ import annotations
 
@@ -23,9 +20,7 @@ from fxshard import torch_private
 from fxshard.errors import UnsupportedGraph
 from fxshard.ir import ops, writes
 from fxshard.ir.ops import MarkerKey
-from fxshard.ir.plan import FramePlan, UnitPlan
-from fxshard.ir.verify import baseline
-from fxshard.ir.verify.baseline import ParameterKey
+from fxshard.ir.plan import FramePlan, ParameterKey, UnitPlan
 from fxshard.live_objects import instances_of
 from fxshard.runtime import eager
 from fxshard.runtime.flat_shard import Home, home_of
@@ -139,7 +134,7 @@ def refuse_writes(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Frame
     """
     names: dict[fx.Node, str] = {}
     if plan is not None:
-        names |= {marker: plan.parameter_name(*baseline.parameter_key_of(marker)) for marker in _markers(gm)}
+        names |= {marker: plan.parameter_name(*ops.parameter_key_of(marker)) for marker in _markers(gm)}
     for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
         if (fqn := eager.returned_name(value)) is not None:
             names[node] = fqn
@@ -172,7 +167,7 @@ def reads_of(gm: fx.GraphModule) -> dict[str, frozenset[eager.Read]]:
     """Map unit key -> the parameters that a graph with bound markers reads, with the ids of the modules that do."""
     reads: dict[str, set[eager.Read]] = {}
     for marker in _markers(gm):
-        unit, shard, slot = baseline.parameter_key_of(marker)
+        unit, shard, slot = ops.parameter_key_of(marker)
         module = next(reversed(marker.meta.get("nn_module_stack") or {}), "").partition("@")[0]
         reads.setdefault(unit, set()).add(((shard, slot), int(module) if module.isdigit() else 0))
     return {unit: frozenset(found) for unit, found in reads.items()}
@@ -181,8 +176,7 @@ def reads_of(gm: fx.GraphModule) -> dict[str, frozenset[eager.Read]]:
 def returned_by(gm: fx.GraphModule) -> dict[int, ParameterKey]:
     """Map index of a result of a graph with bound markers -> the parameter that it is, or whose memory it shares."""
     places = {
-        torch_private.storage_id(marker.meta["example_value"]): baseline.parameter_key_of(marker)
-        for marker in _markers(gm)
+        torch_private.storage_id(marker.meta["example_value"]): ops.parameter_key_of(marker) for marker in _markers(gm)
     }
     (results,) = gm.graph.output_node().args
     values = [result.meta.get("example_value") for result in results]  # type: ignore[union-attr]
@@ -192,7 +186,7 @@ def returned_by(gm: fx.GraphModule) -> dict[int, ParameterKey]:
 
 def read_shares(gm: fx.GraphModule, plan: FramePlan) -> dict[str, float]:
     """Map unit key -> the share of the unit's elements that a graph with bound markers reads."""
-    read = {baseline.parameter_key_of(marker) for marker in _markers(gm)}
+    read = {ops.parameter_key_of(marker) for marker in _markers(gm)}
     total = {key: sum(shard.numel for shard in unit.shards) for key, unit in plan.units.items()}
     used = dict.fromkeys(plan.units, 0)
     for unit, shard, slot in read:

@@ -21,9 +21,7 @@ from torch import Tensor, fx, nn
 
 from fxshard.ir import ops
 from fxshard.ir.collectives import SlotIndex
-from fxshard.ir.plan import FramePlan
-from fxshard.ir.verify import baseline
-from fxshard.ir.verify.baseline import ParameterKey
+from fxshard.ir.plan import FramePlan, ParameterKey
 from fxshard.runtime.flat_shard import Home
 
 
@@ -41,7 +39,7 @@ def reduced_separately(
     for position, node in enumerate(_nodes(gm)):
         calls.see(position, node)
         if ops.is_unshard(node) and _has_gradient(node):
-            first.setdefault(baseline.parameter_key_of(node), position)
+            first.setdefault(ops.parameter_key_of(node), position)
     hooked = {call.unit: call.begun for call in calls.hooked()}  # the last one of each unit
     found: dict[str, set[SlotIndex]] = {}
     for (unit, shard, slot), read in first.items():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import functools
+import logging
+from collections.abc import Callable, Container, Sequence
 from typing import Any, cast
 
 import torch
@@ -27,6 +29,8 @@ from fxshard.ir.regions import is_of_region
 from fxshard.options import KEEP_ORDER_FLAGS, Options
 from fxshard.passes._base import GraphKind
 
+_log = logging.getLogger(__name__)
+
 
 def require_known_flags(options: Options) -> None:
     """Raise for an Inductor flag that this torch does not have; before anything is sharded or compiled."""
@@ -34,6 +38,26 @@ def require_known_flags(options: Options) -> None:
     unknown = [name for name in options.inductor if name not in known]
     if unknown:
         raise ConfigError(f"inductor: this torch's torch._inductor.config has no {', '.join(map(repr, unknown))}.")
+
+
+def order_patches(known: Container[str]) -> dict[str, bool]:
+    """Return the configuration that keeps Inductor's own schedulers from undoing the order of collectives; ADR 0008.
+
+    `known` is what this torch has; flags that it should have and has not are named in a warning.
+    """
+    if missing := tuple(f for f, since in KEEP_ORDER_FLAGS.items() if f not in known and torch.__version__ >= since):
+        _say_missing(missing)
+    return {name: False for name in KEEP_ORDER_FLAGS if name in known}
+
+
+@functools.cache
+def _say_missing(flags: tuple[str, ...]) -> None:
+    _log.warning(
+        "fxshard: torch %s has no torch._inductor.config.%s. Its scheduling may undo the order of collectives; "
+        "please report this, with the version.",
+        torch.__version__,
+        " or ".join(flags),
+    )
 
 
 def compile_plain(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
@@ -51,8 +75,7 @@ def compile_with_inductor(
     `owner` makes the code ready to run, and is told what was found in a cache.
     """
     known, options = inductor_config.get_config_copy(), stages.options
-    # Inductor's own schedulers would undo the order of collectives; ADR 0008.
-    ours = {name: False for name in KEEP_ORDER_FLAGS if name in known} | cudagraphs.patches(options, known)
+    ours = order_patches(known) | cudagraphs.patches(options, known)
     patches = {**options.inductor, **ours, "custom_partitioner_fn": Partitioner(stages, owner)}
     if not stages.generate_code or stages.digest is None:
         patches["force_disable_caches"] = True  # without code, a hit would end before Inductor's own passes

@@ -1,4 +1,4 @@
-"""Where forward turns into backward: the unit that is read last in the one is read first in the other."""
+"""Keep forward's last unit unsharded until backward, which reads it first: `prefetch="auto"`."""
 
 from __future__ import annotations
 

@@ -13,13 +13,12 @@ from torch._inductor.decomposition import select_decomp_table
 from fxshard.compile import cache, regions
 from fxshard.compile.cache import CompiledFacts
 from fxshard.cost import hardware
-from fxshard.ir import launches, ops
+from fxshard.ir import launches, ops, signature
 from fxshard.ir.collectives import SlotIndex
-from fxshard.ir.graph_edit import Traced
+from fxshard.ir.graph_edit import TracedCode
 from fxshard.ir.history import snapshot
 from fxshard.ir.regions import Region
 from fxshard.ir.variant import PLAIN, Variant
-from fxshard.ir.verify import baseline
 from fxshard.options import Options
 from fxshard.passes import _manager
 from fxshard.passes._base import GraphKind, PassContext
@@ -53,12 +52,12 @@ class Stages:
         variant: Variant = PLAIN,
         only: GraphKind | None = None,
         generate_code: bool = True,
-        traced: Traced | None = None,
+        traced: TracedCode | None = None,
     ) -> None:
         self.frame, self.pipeline, self.options = frame, pipeline, options
         self.history = frame.history  # the frame has another one later, if its code comes out of a cache
         self.variant, self.only, self.generate_code = variant, only, generate_code
-        self.traced: Traced = {} if traced is None else traced
+        self.traced: TracedCode = {} if traced is None else traced
         self._decompositions = select_decomp_table() if options.lower == "inductor" else {}
         self._num_results: int | None = None
 
@@ -74,7 +73,7 @@ class Stages:
         """Run the joint stage, then torch's min-cut partitioner."""
         self._num_results = kwargs.get("num_fwd_outputs")
         _manager.run(gm, self.pipeline.joint, self._context("joint"), given=JOINT_GIVEN)
-        self.frame.trained.update(baseline.trained_by(gm.graph))
+        self.frame.trained.update(signature.trained_by(gm.graph))
         return min_cut_rematerialization_partition(gm, inputs, **kwargs)
 
     def split(self, gm: fx.GraphModule, kind: GraphKind, inputs: Sequence[Any]) -> CompiledFacts:
@@ -111,15 +110,15 @@ class Stages:
     def _facts(self, graph: fx.Graph, kind: GraphKind, inputs: Sequence[Any]) -> CompiledFacts:
         """Return what is to be known of a graph before its markers are replaced; of its launches nothing yet."""
         reads: dict[str, list[SlotIndex]] = {}
-        for unit, shard, slot in dict.fromkeys(baseline.parameter_key_of(n) for n in graph.nodes if ops.is_unshard(n)):
+        for unit, shard, slot in dict.fromkeys(ops.parameter_key_of(n) for n in graph.nodes if ops.is_unshard(n)):
             reads.setdefault(unit, []).append((shard, slot))
         return CompiledFacts(
             kind=kind,
             launches=(),
             trained=self.frame.trained,
             reads=reads,
-            inputs=baseline.inputs_of(graph),
-            outputs=tuple(baseline.type_of(result) for result in baseline.results_of(graph)),
+            inputs=signature.inputs_of(graph),
+            outputs=tuple(signature.type_of(result) for result in signature.results_of(graph)),
             orders=dispatch.orders_of(inputs) if kind == "backward" else {},
         )
 

@@ -51,7 +51,7 @@ def hints_of(graph: fx.Graph) -> dict[sympy.Symbol, int]:
     mode = torch_private.fake_mode_of(graph)
     if mode is None or mode.shape_env is None:
         return {}
-    return {symbol: int(value) for symbol, value in mode.shape_env.backed_var_to_val.items()}
+    return {symbol: int(value) for symbol, value in torch_private.sizes_when_traced(mode.shape_env).items()}
 
 
 def evaluate(quantity: Quantity, world_size: int, hints: Mapping[sympy.Symbol, int]) -> int | float:

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fxshard import torch_private
 from fxshard.compile import auto_shard
@@ -116,7 +115,9 @@ def fake_model_of(
         else:
             mesh = StandInMesh(replica.device.type, size)
             with replica.faking():
-                _shard_in_one_line(copied, mesh, options)
+                made = auto_shard.make_units(copied, mesh, options)
+                if options.separate_reduce_scatter_group:
+                    _give_reduce_groups(made)
     return FakeModel(model=copied, world_size=size, replica=replica)
 
 
@@ -154,17 +155,6 @@ def _device(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
     return torch.device("cpu")
 
 
-def _shard_in_one_line(root: nn.Module, mesh: DeviceMesh, options: Options) -> None:
-    """Shard an unsharded copy as the one-line path would."""
-    policy = MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype)
-    for module in auto_shard.units_of(root):
-        shard_module.shard([module], mesh, mp_policy=policy, reshard_after_forward=options.reshard_after_forward)
-    for unit in units_under(root):
-        unit.from_one_line = True
-    if options.separate_reduce_scatter_group:
-        _reduce_separately(units_under(root))
-
-
 def _shard_alike(model: nn.Module, units: tuple[Unit, ...], replica: Replica) -> None:
     """Shard the copy of a sharded model in the same units."""
     unsharded = replica.unsharded_parameters()
@@ -190,14 +180,14 @@ def _shard_alike(model: nn.Module, units: tuple[Unit, ...], replica: Replica) ->
         copied.forward_prefetch = _copies(unit.forward_prefetch, units, replica)
         copied.backward_prefetch = _copies(unit.backward_prefetch, units, replica)
         copied.publish()
-    _reduce_separately(_copy_of(unit, replica) for unit in units if unit.reduces_apart)
+    _give_reduce_groups(_copy_of(unit, replica) for unit in units if unit.uses_reduce_group)
 
 
-def _reduce_separately(units: Iterable[Unit]) -> None:
+def _give_reduce_groups(units: Iterable[Unit]) -> None:
     """Give reductions a group of their own, which does not exist either."""
     for unit in units:
         name = f"{unit.plan.group}_reduce"
-        unit.reduce_group, unit.reduces_apart = cast(dist.ProcessGroup, SimpleNamespace(group_name=name)), True
+        unit.reduce_group, unit.uses_reduce_group = cast(dist.ProcessGroup, SimpleNamespace(group_name=name)), True
         unit.publish()
 
 

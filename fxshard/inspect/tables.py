@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fxshard.errors import MissingExtraError
 from fxshard.inspect.captured import remark
 from fxshard.inspect.explanation import DYNAMO, Explanation, FrameExplanation
 from fxshard.ir.history import CAPTURED, PassResult
@@ -131,10 +130,8 @@ def _stage(frame: FrameExplanation, records: Sequence[PassResult]) -> str:
 
 def tables(explanation: Explanation) -> Group:
     """All graphs as a `rich` table; below it, if any graph launches a collective, their schedules as another."""
-    try:
-        from rich.console import Group
-    except ImportError as error:
-        raise MissingExtraError("rich", "dev") from error
+    from rich.console import Group
+
     graphs, schedules = _table_of_graphs(explanation), table_of_schedules(explanation)
     return Group(graphs) if schedules is None else Group(graphs, "", schedules)
 

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, fx
 
-from fxshard.ir import collectives, dataflow, tags
-from fxshard.ir.collectives import Segment, SlotIndex
+from fxshard.ir import collectives, dataflow, signature, tags
+from fxshard.ir.collectives import Segment, SlotIndex, UnitSlot
 from fxshard.ir.dataflow import Flat, Piece, Window
-from fxshard.ir.graph_edit import Decompositions, Splicer, Traced, rename
+from fxshard.ir.graph_edit import Decompositions, Splicer, TracedCode, rename
 from fxshard.ir.plan import FramePlan, UnitPlan, qualified
 from fxshard.ir.tags import ShardKey
-from fxshard.ir.verify import baseline, slot_layout
+from fxshard.ir.verify import slot_layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,21 +68,18 @@ class UnitGather:
 GatherBucket = tuple[UnitGather, ...]
 """What one launch gathers: of one unit, or of several that share a process group."""
 
-Gradient = tuple[str, SlotIndex]
-"""(unit, parameter of it) whose gradient is meant."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceBucket:
     """What one launch reduces, for one unit or for several that share a process group."""
 
-    tensors: tuple[tuple[Gradient, ...], ...]  # for each tensor that is sent, the gradients in it
-    terms: Mapping[Gradient, Sequence[fx.Node]]  # gradient -> the nodes to add up, in this order
+    tensors: tuple[tuple[UnitSlot, ...], ...]  # for each tensor that is sent, the gradients in it
+    terms: Mapping[UnitSlot, Sequence[fx.Node]]  # gradient -> the nodes to add up, in this order
     calls: Mapping[str, str]  # unit -> which call of it; for tags only
     dtype: torch.dtype  # of the reduction
 
     @property
-    def gradients(self) -> list[Gradient]:
+    def gradients(self) -> list[UnitSlot]:
         """All of them, in the order in which they are sent."""
         return list(itertools.chain.from_iterable(self.tensors))
 
@@ -95,11 +92,11 @@ class ReduceBucket:
         """Of the unsharded gradients in the reduction's dtype, padding included."""
         return sum(self.unsharded_bytes_of(gradient, plan) for gradient in self.gradients)
 
-    def unsharded_bytes_of(self, gradient: Gradient, plan: FramePlan) -> int:
+    def unsharded_bytes_of(self, gradient: UnitSlot, plan: FramePlan) -> int:
         """Return the bytes of one unsharded gradient, padding included."""
         return self.shard_bytes_of(gradient, plan) * plan.units[unit_of(gradient)].world_size
 
-    def shard_bytes_of(self, gradient: Gradient, plan: FramePlan) -> int:
+    def shard_bytes_of(self, gradient: UnitSlot, plan: FramePlan) -> int:
         """Return the bytes of one reduced gradient on one rank."""
         unit, slot = gradient
         return plan.units[unit].slot(slot).numel * self.dtype.itemsize
@@ -124,7 +121,7 @@ def buckets_of(graph: fx.Graph, plan: FramePlan) -> LaunchedBuckets:
     return _BucketReader(graph, plan).run()
 
 
-def unit_of(gradient: Gradient) -> str:
+def unit_of(gradient: UnitSlot) -> str:
     """Return the unit of a gradient."""
     return gradient[0]
 
@@ -138,7 +135,7 @@ def sum_dtype(terms: Sequence[fx.Node]) -> torch.dtype:
 class CollectiveBuilder:
     """Writes launches into one graph: call `rewrite`, or `gather` and `reduce` for each bucket, and `close` last."""
 
-    def __init__(self, graph: fx.Graph, plan: FramePlan, decompositions: Decompositions, traced: Traced) -> None:
+    def __init__(self, graph: fx.Graph, plan: FramePlan, decompositions: Decompositions, traced: TracedCode) -> None:
         """Apply `decompositions` to what is written, so that it has ops of the graph's kind; see `Splicer`."""
         self.graph, self.plan = graph, plan
         self._splicer = Splicer(graph, decompositions, traced)
@@ -244,7 +241,7 @@ class CollectiveBuilder:
             found.setdefault(span[0][0], {})[tuple(slot for _, slot in span)] = node
         return _launch_among(created), found
 
-    def _numel(self, gradient: Gradient) -> int:
+    def _numel(self, gradient: UnitSlot) -> int:
         unit, slot = gradient
         return self.plan.units[unit].slot(slot).numel
 
@@ -325,7 +322,7 @@ class _BucketReader:
             for j, slot in enumerate(shard.slots)
         }
         self.found = LaunchedBuckets()
-        self.gradients: dict[int, Gradient] = {}  # id of a row -> the parameter whose gradient it is
+        self.gradients: dict[int, UnitSlot] = {}  # id of a row -> the parameter whose gradient it is
 
     def run(self) -> LaunchedBuckets:
         flats = tags.shards_of(self.graph)
@@ -335,7 +332,7 @@ class _BucketReader:
                 self.found.gathers[launch] = bucket
             else:
                 self.found.unread.append(launch)
-        for position, result in enumerate(baseline.results_of(self.graph)):
+        for position, result in enumerate(signature.results_of(self.graph)):
             if isinstance(result, fx.Node) and result.op != "placeholder":
                 self._read_gradient(position, result)
         reductions = {launch: self._reduction(launch) for launch in collectives.reduce_launches(self.graph)}
@@ -345,9 +342,9 @@ class _BucketReader:
             self.found.reductions = known
         return self.found
 
-    def _reads(self) -> dict[fx.Node, dict[tuple[str, SlotIndex], fx.Node]]:
+    def _reads(self) -> dict[fx.Node, dict[UnitSlot, fx.Node]]:
         """Map launch -> parameter -> its node."""
-        found: dict[fx.Node, dict[tuple[str, SlotIndex], fx.Node]] = {}
+        found: dict[fx.Node, dict[UnitSlot, fx.Node]] = {}
         for node, value in self.flow.parameters.items():
             place = self.places.get(tags.meta_of(node).param)
             if isinstance(value, Window) and value.launch is not None and place is not None:
@@ -357,7 +354,7 @@ class _BucketReader:
     def _gather(
         self,
         launch: fx.Node,
-        reads: dict[tuple[str, SlotIndex], fx.Node],
+        reads: dict[UnitSlot, fx.Node],
         flats: Mapping[ShardKey, fx.Node],
     ) -> GatherBucket | None:
         """Return what a launch gathers; `None` if a part of it is not a unit's parameters."""
@@ -384,15 +381,15 @@ class _BucketReader:
     def _read_gradient(self, position: int, result: fx.Node) -> None:
         """Find where each gradient in one result comes from."""
         value = self.flow.values.get(result)
-        segments = (None if isinstance(value, tuple) else slot_layout.segments_of(value)) or []
-        pieces = [piece for _, _, piece in segments if isinstance(piece, Piece)]
-        owner = self._owner(segments) if pieces and all(piece.launch for piece in pieces) else None
+        parts = (None if isinstance(value, tuple) else slot_layout.parts_of_gradient(value)) or []
+        pieces = [piece for _, _, piece in parts if isinstance(piece, Piece)]
+        owner = self._owner(parts) if pieces and all(piece.launch for piece in pieces) else None
         if owner is None:
             return
         unit, shard = owner
         self.found.outputs.setdefault(unit, {})[shard] = position
         for i, slot in enumerate(self.plan.units[unit].shards[shard].slots):
-            row = slot_layout.row_at(segments, slot)
+            row = slot_layout.row_at(parts, slot)
             if row is not None:
                 self.gradients[id(row)] = (unit, (shard, i))
 
@@ -408,13 +405,13 @@ class _BucketReader:
         calls = {unit: tags.units_of(launch).get(unit, "0") for unit, _ in terms}
         return ReduceBucket(tensors=tensors, terms=terms, calls=calls, dtype=sent[0].dtype)
 
-    def _owner(self, segments: list[slot_layout.GradientSpan]) -> tuple[str, int] | None:
+    def _owner(self, parts: list[slot_layout.GradientPart]) -> tuple[str, int] | None:
         """Return the unit and shard whose gradient this is: each slot has its own gradient in it, or none."""
-        first = next(piece for _, _, piece in segments if isinstance(piece, Piece)).concat.rows[0]
+        first = next(piece for _, _, piece in parts if isinstance(piece, Piece)).concat.rows[0]
         for fqn in tags.meta_of(first.terms[0]).grads:
             unit, (shard, _) = self.places.get(fqn, ("", (-1, 0)))
             slots = self.plan.units[unit].shards[shard].slots if shard >= 0 else ()
-            rows = [(qualified(unit, slot.fqn), slot_layout.row_at(segments, slot)) for slot in slots]
+            rows = [(qualified(unit, slot.fqn), slot_layout.row_at(parts, slot)) for slot in slots]
             if rows and all(row is None or name in tags.meta_of(row.terms[0]).grads for name, row in rows):
                 return unit, shard
         return None

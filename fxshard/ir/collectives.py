@@ -41,6 +41,9 @@ LAUNCHES = (*GATHERS, *REDUCTIONS)
 SlotIndex = tuple[int, int]
 """(shard, slot): a parameter of a unit."""
 
+UnitSlot = tuple[str, SlotIndex]
+"""(unit key, parameter of it)."""
+
 Segment = tuple[SlotIndex, ...]
 """Parameters that travel as one tensor of a launch. Gathered ones follow each other in one shard."""
 

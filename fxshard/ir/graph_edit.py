@@ -20,12 +20,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fxshard import torch_private
 from fxshard.errors import InvariantError
 from fxshard.ir import collectives, ops, tags
-from fxshard.ir.collectives import SlotIndex
+from fxshard.ir.collectives import UnitSlot
 from fxshard.ir.plan import FramePlan
+from fxshard.ir.text import free_name
 
 
 def add_parameter(
-    graph: fx.Graph, plan: FramePlan, place: tuple[str, SlotIndex], tag: Literal["acc", "resident"], dtype: torch.dtype
+    graph: fx.Graph, plan: FramePlan, place: UnitSlot, tag: Literal["acc", "resident"], dtype: torch.dtype
 ) -> fx.Node:
     """Add a last input of the unsharded shape of a parameter, in `dtype`.
 
@@ -56,14 +57,14 @@ def reshapes_of(parameter: fx.Node) -> Iterator[fx.Node]:
 
 Decompositions = Mapping[Any, Callable[..., Any]]
 
-Traced = dict[Hashable, fx.Graph]
+TracedCode = dict[Hashable, fx.Graph]
 """Code that was traced for a frame, by its key and the layouts of its inputs; see [Note: replay]."""
 
 
 class Splicer:
     """Puts code into one graph; see [Note: replay]."""
 
-    def __init__(self, graph: fx.Graph, decompositions: Decompositions, traced: Traced) -> None:
+    def __init__(self, graph: fx.Graph, decompositions: Decompositions, traced: TracedCode) -> None:
         """Apply `decompositions` while tracing, so that new nodes have ops of the graph's kind."""
         self.graph, self.decompositions, self._traced = graph, decompositions, traced
 
@@ -127,12 +128,8 @@ class Splicer:
 
 def rename(node: fx.Node, name: str, taken: set[str]) -> None:
     """Name `node` by what it is, with a number if the name is in `taken`; add it there."""
-    candidate, number = name, 0
-    while candidate in taken:
-        number += 1
-        candidate = f"{name}_{number}"
-    node.name = candidate  # torch's own renaming would not give back the name of a node that was erased
-    taken.add(candidate)
+    node.name = free_name(name, taken)  # torch's own renaming would not give back the name of a node that was erased
+    taken.add(node.name)
 
 
 def replace_launch(launch: fx.Node, target: torch._ops.OpOverload, arguments: tuple[Any, ...]) -> fx.Node:

@@ -35,11 +35,8 @@ UNBACKED_HINT = 8192
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 """A view whose schema does not say so."""
 
-_COPIES = (torch.ops.aten.clone, torch.ops.aten.split_with_sizes_copy)
+_COPY_OUTS = (torch.ops.aten.clone, torch.ops.aten.split_with_sizes_copy)
 """What copying parameters out of the gathered buffer is made of, besides views."""
-
-_CALLERS = ("primals_", "tangents_")
-"""Names of backward's inputs that forward did not save: AOTAutograd's for parameters, inputs and incoming gradients."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,13 +93,6 @@ def liveness(graph: fx.Graph, *, donated: bool = False) -> Liveness:
     return _Sweep(graph, donated).run()
 
 
-def live_bytes(graph: fx.Graph, *, donated: bool = False) -> dict[fx.Node, int]:
-    """Return for each node the bytes that are live while it runs; symbolic sizes count as their hints."""
-    live = liveness(graph, donated=donated)
-    sizes = [hint_of(storage.nbytes) for storage in live.storages]
-    return {node: int(size) for node, size in zip(live.nodes, live.running_sum(sizes), strict=True)}
-
-
 def unsharded_bytes(graph: fx.Graph) -> list[tuple[fx.Node, int]]:
     """Return for each node the bytes of unsharded parameters that are live while it runs.
 
@@ -154,15 +144,10 @@ def unsharded_storages(live: Liveness) -> frozenset[int]:
             shards = (live.storages[i].maker for i in live.storages_of[node])
             if not any(tags.meta_of(maker).shard for maker in shards):
                 found.update(live.storages_of[node])
-        elif is_unshard_launch(node) or (_passes_on(node, live) and node.all_input_nodes[0] in on_the_way):
+        elif node.target in collectives.GATHERS or (_passes_on(node, live) and node.all_input_nodes[0] in on_the_way):
             on_the_way.add(node)
             found.update(live.storages_of[node])
     return frozenset(found)
-
-
-def is_unshard_launch(node: fx.Node) -> bool:
-    """Return whether `node` is an all_gather."""
-    return node.target in collectives.GATHERS
 
 
 def hint_of(size: int | torch.SymInt) -> int:
@@ -172,7 +157,7 @@ def hint_of(size: int | torch.SymInt) -> int:
     hint, expression = size.node.hint, size.node.expr
     if hint is not None:
         return int(hint)
-    known = size.node.shape_env.backed_var_to_val
+    known = torch_private.sizes_when_traced(size.node.shape_env)
     return int(expression.subs({symbol: known.get(symbol, UNBACKED_HINT) for symbol in expression.free_symbols}))
 
 
@@ -191,7 +176,7 @@ def _passes_on(node: fx.Node, live: Liveness) -> bool:
     """Return whether `node` is a view, a wait or a plain copy of its first input."""
     if node.op != "call_function" or not node.all_input_nodes:
         return False
-    copies = node.target is ops.COPY_OUT or getattr(node.target, "overloadpacket", None) in _COPIES
+    copies = node.target is ops.COPY_OUT or getattr(node.target, "overloadpacket", None) in _COPY_OUTS
     return copies or not live.allocates(node)
 
 
@@ -323,4 +308,4 @@ class _Sweep:
 
 def _is_saved(placeholder: fx.Node) -> bool:
     """Return whether an input of backward is an activation that forward saved."""
-    return not placeholder.name.startswith(_CALLERS) and not tags.meta_of(placeholder).is_of_unit
+    return not placeholder.name.startswith(torch_private.CALLERS_INPUTS) and not tags.meta_of(placeholder).is_of_unit

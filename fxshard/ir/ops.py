@@ -1,4 +1,4 @@
-"""The ops of `fxshard::`: two markers, and what is put in their place right before there is code.
+"""The ops of `fxshard::`: two markers, and what passes put into graphs beside the ops of torch.
 
 [Note: markers]
 `fxshard::unshard(shard, key, slot, shape, dtype)` is the full parameter in slot `slot` of `shard`. Its autograd formula
@@ -17,6 +17,8 @@ The other ops:
   a copy.
 - `fxshard::copy(source)` is a contiguous copy in memory of its own: Inductor drops `clone` where a wait hides that the
   source is the caller's.
+- `fxshard::region(operands, name)` and `fxshard::region_backward` call code that a repeated module shares; they are
+  gone before there is code: [Note: regions].
 - `fxshard::prefetched_all_gather` takes an all_gather that was launched ahead, or launches it: [Note: prefetch across
   graphs].
 - `fxshard::all_gather_on_stream` and `fxshard::reduce_scatter_on_stream` cast and send, `fxshard::copy_out` waits for a
@@ -33,6 +35,7 @@ import torch
 from torch import Tensor, fx
 
 from fxshard.errors import UnsupportedGraph
+from fxshard.ir.plan import ParameterKey
 
 aten = torch.ops.aten
 
@@ -150,6 +153,12 @@ def slot_of(marker: fx.Node) -> int:
     slot = marker.args[2]
     assert isinstance(slot, int)
     return slot
+
+
+def parameter_key_of(marker: fx.Node) -> ParameterKey:
+    """Return the parameter that an `unshard` or `reduce_grad` node is of."""
+    key = key_of(marker)
+    return key.unit, key.shard, slot_of(marker)
 
 
 def is_unshard(node: fx.Node) -> bool:

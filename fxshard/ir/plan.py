@@ -20,6 +20,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+ParameterKey = tuple[str, int, int]
+"""(unit key, shard, slot): a parameter of a captured graph."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:

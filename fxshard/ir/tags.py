@@ -44,7 +44,6 @@ class ShardKey(NamedTuple):
     number: int
 
     def __str__(self) -> str:
-        """As it prints."""
         return f"{self.unit}#{self.number}"
 
 

@@ -7,7 +7,7 @@ same graph has the same text on every rank, machine and torch release.
 [Note: printed names]
 A node prints under its own name, except two kinds of inputs, which torch calls `primals_1`, `primals_2`, ...: the flat
 of a unit prints as `%shard_<unit>`, and an input of the user's code as that code calls it. If another node has the name
-already, a number is appended. `graph_text`, `node_text` and `window` give a node the same name.
+already, a number is appended. `graph_text` and `window` give a node the same name.
 """
 
 from __future__ import annotations
@@ -61,12 +61,6 @@ def window(node: fx.Node, lines: int = 10) -> str:
     return "\n".join(("-> " if n is node else "   ") + _line(n, names) for n in near)
 
 
-def node_text(node: fx.Node) -> str:
-    """Print one node as one line."""
-    renamed = any(_wanted_name(n) for n in (node, *node.all_input_nodes))
-    return _line(node, _names(node.graph) if renamed else {})
-
-
 def name_of(node: fx.Node) -> str:
     """Return the name under which a node prints, without the `%`."""
     return _names(node.graph)[node] if _wanted_name(node) else node.name
@@ -98,7 +92,7 @@ def _names(graph: fx.Graph) -> Names:
     taken = {node.name for node in graph.nodes if node not in wanted}
     names: dict[fx.Node, str] = {}
     for node, name in wanted.items():
-        names[node] = _free(name, taken)
+        names[node] = free_name(name, taken)
         taken.add(names[node])
     return names
 
@@ -126,7 +120,8 @@ def _word(text: str) -> str:
     return re.sub(r"\W+", "_", text).strip("_")
 
 
-def _free(name: str, taken: Container[str]) -> str:
+def free_name(name: str, taken: Container[str]) -> str:
+    """Return `name`, with a number if it is in `taken`."""
     candidate, number = name, 0
     while candidate in taken:
         number += 1

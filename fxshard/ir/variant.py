@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 
 from fxshard.ir import collectives
-from fxshard.ir.collectives import SlotIndex
+from fxshard.ir.collectives import SlotIndex, UnitSlot
 from fxshard.ir.plan import ShardPlan, UnitPlan
 
 
@@ -64,7 +64,7 @@ def accumulator_dtype(unit: UnitPlan, shard: ShardPlan) -> torch.dtype:
     return dtype
 
 
-def in_order(units: Collection[str], slots: Slots) -> list[tuple[str, SlotIndex]]:
+def in_order(units: Collection[str], slots: Slots) -> list[UnitSlot]:
     """Return (unit, parameter) of each input that a variant takes for `units`, in the order of the inputs.
 
     `slots` are those of the graph with a gradient, or for resident parameters those that it reads.

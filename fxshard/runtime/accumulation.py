@@ -57,7 +57,7 @@ class Accumulation:
         slots = list(slots)
         if self.waiting and self._epoch != self._unit.epoch():
             raise UnsupportedGraph(
-                f"parameters of unit {self._unit.fqn or 'root'!r} were changed while gradients of earlier microbatches "
+                f"parameters of unit {self._unit.label!r} were changed while gradients of earlier microbatches "
                 "waited to be reduced. Let the last backward before the optimizer step run outside of no_sync() (or "
                 "with set_requires_gradient_sync(True)), or drop what waits with reset_iter_state()."
             )
@@ -87,7 +87,7 @@ class Accumulation:
             for total, grad in zip(self.sums(grads), grads.values(), strict=True):
                 total.add_(grad)
         self.waiting.update(grads)
-        self._unit.microbatches.hold()
+        self._unit.microbatches.watch_steps()
 
     def finish(self, grads: Mapping[SlotIndex, Tensor]) -> dict[SlotIndex, Tensor]:
         """What is to be reduced, by parameter: `grads`, with what waits added to them."""
@@ -159,6 +159,6 @@ def note_run(which: Variant, units: Units, trained: Slots) -> None:
     """A variant has run: say what waits now."""
     for key in which.accumulates:
         units[key].accumulation.waiting.update(trained[key])
-        units[key].microbatches.hold()
+        units[key].microbatches.watch_steps()
     for key in which.finishes:
         units[key].accumulation.waiting.difference_update(trained[key])

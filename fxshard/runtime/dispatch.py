@@ -66,7 +66,7 @@ class GuardedCode:
         self._boxed_call = True  # AOTAutograd asks for it, and looks for it in the instance
 
     def __call__(self, inputs: list[Any], names: Mapping[str, str] = MappingProxyType({})) -> Any:
-        """Run it."""
+        """Run the code, once the ranks have agreed on what it launches."""
         if not self._launches:
             return self._run(inputs)
         launches = [launch.renamed(names) for launch in self._launches] if names else self._launches
@@ -148,7 +148,7 @@ class ForwardDispatch(Dispatch):
                 unit.prefetcher.settle(unit.shards[0].flat.device)
 
     def __call__(self, inputs: list[Any]) -> Any:
-        """Run the variant that was chosen."""
+        """Run the variant that `_begin` has chosen, with the parameters that it takes."""
         if self._next is None:
             raise InvariantError("a captured graph runs, and no call has announced it.")
         (which, parameters, names), self._next = self._next, None
@@ -177,7 +177,7 @@ class BackwardDispatch(Dispatch):
         inputs.extend(accumulation.sums_for(which, units, trained))
         inputs.extend(self._resident(which, units))
         for unit in units.values():
-            unsharded_cache.release_resident(unit)  # if they end: then the graph frees each after its last use
+            unsharded_cache.reshard_if_reduced(unit)  # if they end: then the graph frees each after its last use
         if call.forward != PLAIN or which != PLAIN:
             restride(inputs, code.orders)
         results = code.run(inputs, self._frame.names_of(units))

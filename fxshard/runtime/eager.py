@@ -69,7 +69,7 @@ class _Scope:
     def parameters_of(self, unit: Unit, *, after_forward: bool = False) -> Parameters:
         key = (id(unit), torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         if key not in self.gathered:
-            self.gathered[key] = unshard(unit, after_forward=after_forward)
+            self.gathered[key] = gather_unit(unit, after_forward=after_forward)
             for (i, j), value in self.gathered[key].items():
                 self.watch(unit.plan.shards[i].slots[j].fqn, value)
         return self.gathered[key]
@@ -108,23 +108,22 @@ class AfterForward:
     """A unit that does not reshard after forward, between its forward and its backward: see [Note: after a forward]."""
 
     def __init__(self, unit: Unit) -> None:
-        """Sharded."""
         self._unit = unit
         self._epoch: int | None = None
         self._read: set[Read] = set()
         self._scope = _Scope(())
 
-    def unshard(self, read: Iterable[Read]) -> None:
+    def begin(self, reads: Iterable[Read]) -> None:
         """A forward has ended, which has read these parameters itself."""
         epoch = self._unit.epoch()
         if self._epoch != epoch:
             self._read.clear()
-        self.reshard()
+        self.end()
         self._epoch = epoch
-        self._read.update(read)
+        self._read.update(reads)
 
-    def reshard(self) -> None:
-        """Forget the unsharded parameters.
+    def end(self) -> None:
+        """A backward begins, or values change: forget the unsharded parameters.
 
         Raises:
             UnsupportedGraph: somebody has written into them.
@@ -136,7 +135,7 @@ class AfterForward:
     def parameter(self, slot: SlotIndex, module: nn.Module) -> Tensor | None:
         """The unsharded parameter, `None` if it is the DTensor that is meant."""
         if self._epoch is not None and self._epoch != self._unit.epoch():
-            self.reshard()
+            self.end()
         if self._epoch is None or self._was_read(slot, module):
             return None
         with torch.inference_mode(False), torch.enable_grad():
@@ -162,7 +161,7 @@ def forward_ended(units: Iterable[Unit], reads: Mapping[Unit, Iterable[Read]] = 
         noted = _scopes.stack[0].reads if _scopes.stack else reads
         for unit in units:
             if not unit.plan.reshard_after_forward:
-                unit.after_forward.unshard(noted.get(unit, ()))
+                unit.after_forward.begin(noted.get(unit, ()))
 
 
 def note_reads(unit: Unit, reads: Iterable[Read]) -> None:
@@ -243,7 +242,7 @@ def _scope_for(unit: Unit) -> _Scope:
     return _scopes.recompute[1]
 
 
-def unshard(unit: Unit, *, after_forward: bool = False) -> Parameters:
+def gather_unit(unit: Unit, *, after_forward: bool = False) -> Parameters:
     """All parameters of a unit, in one launch, differentiable with respect to its flats.
 
     Args:

@@ -13,9 +13,8 @@ from fxshard import torch_private
 from fxshard.errors import ConfigError, InvariantError, UnsupportedGraph
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.history import PassHistory
-from fxshard.ir.plan import FramePlan, qualified
+from fxshard.ir.plan import FramePlan, ParameterKey, qualified
 from fxshard.ir.variant import PLAIN, Variant
-from fxshard.ir.verify.baseline import ParameterKey
 from fxshard.runtime import eager
 from fxshard.runtime.accumulation import Units
 from fxshard.runtime.flat_shard import home_of
@@ -108,7 +107,7 @@ class Frame:
         for position, (key, shard) in self.plan.shard_inputs.items():
             if units[key].shards[shard].flat is not args[position]:
                 raise ConfigError(
-                    f"the layout of unit {units[key].fqn or 'root'!r} changed (dtype, device or requires_grad of a "
+                    f"the layout of unit {units[key].label!r} changed (dtype, device or requires_grad of a "
                     "parameter) while a compiled function that contains the module's call was running. Call the "
                     "function again, or call the module once after such a change."
                 )
@@ -145,7 +144,7 @@ class _BeforeBackward:
         """Right before the graph's backward; blocks of equal shape share a frame, but run one after the other."""
         _begin_eagerly(self)
 
-    def is_next(self) -> None:
+    def make_current(self) -> None:
         """Let the frame's backward find this call."""
         self.frame.running = self
 
@@ -170,7 +169,7 @@ class _BeforeBackward:
 
 # A whole train step may be compiled: then Dynamo is on during backward, and must leave our hooks alone.
 _announce_eagerly = torch.compiler.disable(_BeforeBackward.announce)
-_begin_eagerly = torch.compiler.disable(_BeforeBackward.is_next)
+_begin_eagerly = torch.compiler.disable(_BeforeBackward.make_current)
 
 
 def _flat(results: Any) -> list[Any]:

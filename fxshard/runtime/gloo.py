@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fxshard import torch_private
 from fxshard.options import gloo_interfaces
 
 BACKEND = "fxshard_gloo"
@@ -52,11 +53,4 @@ def _say_once() -> None:
 
 
 def _make(given: Any, _: object) -> Any:
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    interfaces = gloo_interfaces()  # which torch's own gloo heeds, too
-    named = [gloo.create_device(interface=name) for name in interfaces]
-    options._devices, options._threads = named or [gloo.create_default_device()], 1
-    options._timeout = given.timeout
-    options.global_ranks_in_group, options.group_name = given.global_ranks_in_group, given.group_id
-    return gloo(given.store, given.group_rank, given.group_size, options)
+    return torch_private.gloo_of_one_thread(given, gloo_interfaces())  # which torch's own gloo heeds, too

@@ -39,7 +39,7 @@ class AllGatherRequest(NamedTuple):
         unit: for which, `None` for a flat that belongs to none.
         flat: this rank's shard, `[shard_numel]`.
         dtype: in which it is sent.
-        spans: (first element, number of elements) of each tensor that is sent.
+        parts: (first element, number of elements) of each tensor that is sent.
         world_size: ranks.
         group: name of their process group.
         stream: on which it is cast and launched; empty for the current one.
@@ -48,7 +48,7 @@ class AllGatherRequest(NamedTuple):
     unit: Unit | None
     flat: Tensor
     dtype: torch.dtype
-    spans: tuple[tuple[int, int], ...]
+    parts: tuple[tuple[int, int], ...]
     world_size: int
     group: str
     stream: str = ""
@@ -56,7 +56,7 @@ class AllGatherRequest(NamedTuple):
     @property
     def key(self) -> Key:
         """What tells it from others."""
-        return self.flat.data_ptr(), self.dtype, self.spans
+        return self.flat.data_ptr(), self.dtype, self.parts
 
     def launch(self) -> list[Tensor]:
         """Start it; each result is `[world_size * numel]`, to be waited for."""
@@ -65,10 +65,10 @@ class AllGatherRequest(NamedTuple):
         name = self.unit.fqn if self.unit is not None else ""
         with profiler_ranges.of_unit(name), streams.on_side_stream(self.stream, flat.device):
             (sent,) = streams.cast_to_send([flat], self.dtype, joiner)
-            parts = [sent[start : start + numel] for start, numel in self.spans]
-            if len(parts) == 1:
-                return [_c10d.all_gather_into_tensor(parts[0], self.world_size, self.group)]
-            return list(_c10d.all_gather_into_tensor_coalesced(parts, self.world_size, self.group))
+            inputs = [sent[start : start + numel] for start, numel in self.parts]
+            if len(inputs) == 1:
+                return [_c10d.all_gather_into_tensor(inputs[0], self.world_size, self.group)]
+            return list(_c10d.all_gather_into_tensor_coalesced(inputs, self.world_size, self.group))
 
 
 Key = tuple[int, torch.dtype, tuple[tuple[int, int], ...]]
@@ -76,7 +76,7 @@ Key = tuple[int, torch.dtype, tuple[tuple[int, int], ...]]
 
 @dataclass
 class UnshardHandle:
-    """Gathers that `unshard(async_op=True)` has launched."""
+    """Gathers that `module.unshard(async_op=True)` has launched."""
 
     _launched: Sequence[Tensor]
 
@@ -120,7 +120,7 @@ class Prefetcher:
         if not found.is_current:  # to gather again would be right, but the other ranks need not do so
             self._cache.drop(request.key)
             raise UnsupportedGraph(
-                f"parameters of unit {unit.fqn or 'root'!r} were changed after their gather was launched: inside a "
+                f"parameters of unit {unit.label!r} were changed after their gather was launched: inside a "
                 "forward, or after unshard(). Change parameters outside of forward and before unshard(), or compile "
                 'with options={"prefetch": "off"}.'
             )
@@ -172,7 +172,7 @@ class Prefetcher:
     def _drop_guesses(self) -> None:
         self._cache.drop_if(lambda gathered: gathered.why in ("next", "listed"))
 
-    def unshard(self, unit: Unit) -> list[Tensor]:
+    def launch_for_next_call(self, unit: Unit) -> list[Tensor]:
         """Launch what the unit's forward takes, for the next call of the outermost module."""
         requests = self._of_unit.get((False, unit), {})
         self._cache.drop(*requests)  # may be of old weights
@@ -227,8 +227,8 @@ def _prefetched_all_gather(
     stream: str,
 ) -> list[Tensor]:
     home = home_of(flat)
-    unit, spans = home.unit if home is not None else None, tuple(zip(starts, numels, strict=True))
-    request = AllGatherRequest(unit, flat, dtype, spans, group_size, group_name, stream)
+    unit, parts = home.unit if home is not None else None, tuple(zip(starts, numels, strict=True))
+    request = AllGatherRequest(unit, flat, dtype, parts, group_size, group_name, stream)
     if unit is None:
         return request.launch()
     takes = role in ("first", "only")

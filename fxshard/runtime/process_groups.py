@@ -9,12 +9,10 @@ As FSDP2's `set_separate_reduce_scatter_group` (`_fully_shard.py`, torch 2.15).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import timedelta
-from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 
+from fxshard import torch_private
 from fxshard.errors import ConfigError
 from fxshard.runtime import rank_values
 from fxshard.runtime.unit import Unit
@@ -37,7 +35,7 @@ def separate(units: Iterable[Unit], enable: bool = True) -> None:
     for unit in [unit for unit in units if unit.world_size > 1]:
         if enable and unit.reduce_group is None:
             unit.reduce_group = _known(unit) or _twin_of(unit)
-        unit.reduces_apart = enable
+        unit.uses_reduce_group = enable
         unit.publish()
 
 
@@ -59,7 +57,7 @@ def _twin_of(unit: Unit) -> dist.ProcessGroup:
             "init_process_group(device_id=...) torch makes a group together with all ranks. Leave device_id out, or "
             "reduce on the mesh's group."
         )
-    name = unit.fqn or "root"
+    name = unit.label
     said = rank_values.gather_texts(TOPIC, name, group, remedy="All ranks of the mesh must call it alike.")
     if others := sorted(set(said) - {name}):
         raise ConfigError(
@@ -69,19 +67,10 @@ def _twin_of(unit: Unit) -> dist.ProcessGroup:
     twin = dist.new_group(
         ranks,
         backend=dist.get_backend_config(group),
-        timeout=_timeout_of(group, unit.mesh.device_type),
+        timeout=torch_private.timeout_of(group, unit.mesh.device_type),
         use_local_synchronization=True,
         group_desc="fxshard_reduce_scatter",
     )
     if not isinstance(twin, dist.ProcessGroup):
         raise ConfigError("set_separate_reduce_scatter_group: this rank is none of the mesh's.")
     return twin
-
-
-def _timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
-    """After which a collective of the group fails; `None` where it has no such thing, as a group written in Python."""
-    try:
-        backend: Any = cast(Any, group)._get_backend(torch.device(device_type))
-    except RuntimeError:
-        return None
-    return getattr(getattr(backend, "options", None), "_timeout", None)

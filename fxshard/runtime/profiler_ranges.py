@@ -70,7 +70,7 @@ class _Ranges(torch_private.DispatchMode):
             next(self._names.get("all_gather", iter(())), "")  # blocks that share a graph have names of their own
             home = home_of(args[0])
             with torch_private.unseen_by_policies():
-                return self._expect(home.unit.fqn or "root" if home else "", func(*args, **kwargs))
+                return self._expect(home.unit.label if home else "", func(*args, **kwargs))
         if func is ops.COPY_OUT:  # who waits for the copy waits for the buffer
             name = self._in_flight.get(args[0].data_ptr(), "")
             with torch_private.unseen_by_policies():

@@ -1,12 +1,12 @@
 """Before a compiled graph runs, the ranks compare its collectives, so that a difference is an error, not a hang.
 
 [Note: agreement]
-Ranks that launch different collectives hang, or reduce one gradient into another. A rank numbers its runs of compiled
-graphs, separately for each set of ranks that collectives join (a `RankGroup`): what is the n-th run on one of them must
-be the n-th on all. That number is finer than the ordinal of the root's call; it also orders several models, several
-graphs of a call, forwards without a backward, and recomputation. Before each run a rank writes a digest of the run's
-collectives (op, group, dtype, numel) under the run's number into the store of the default process group: one message,
-no answer.
+Ranks that launch different collectives hang, or reduce one gradient into another. A rank numbers its runs (of compiled
+graphs, and of what is gathered or reduced outside of them), separately for each set of ranks that collectives join (a
+`RankGroup`): what is the n-th run on one of them must be the n-th on all. That number is finer than the ordinal of the
+root's call; it also orders several models, several graphs of a call, forwards without a backward, and recomputation.
+Before each run a rank writes a digest of the run's collectives (op, group, dtype, numel) under the run's number into
+the store of the default process group: one message, no answer.
 
 Only where a run is news does a rank read what the others wrote, and wait until all have come as far: at the first run
 of a compiled graph, and where these collectives never followed those of the run before (an evaluation on one rank).
@@ -45,6 +45,9 @@ from fxshard.runtime.rank_values import first_difference, is_in_process
 RING = 512
 """Runs per rank that the store keeps."""
 
+GRAPHS = ("forward", "backward", "inference")
+"""The kinds of compiled graphs that launch collectives."""
+
 FAILED = "failed"
 """Stands for the kind of a graph that could not be compiled."""
 
@@ -74,7 +77,7 @@ class CollectiveSequence(NamedTuple):
     """What a run does.
 
     Attributes:
-        kind: "forward", "inference" or "backward"; outside of graphs one word for what is done.
+        kind: of the graph, one of `GRAPHS`; outside of graphs one word for what is done.
         digest: of what must be the same on all ranks.
         text: the collectives, one per line, with what need not be the same after a "#".
         key: where the text stands in the store.
@@ -109,7 +112,7 @@ class RunEntry(NamedTuple):
 
     @classmethod
     def parse(cls, value: bytes) -> RunEntry:
-        """From the store."""
+        """Read what `RankGroup.begin` has written."""
         run, kind, digest, key = value.decode().split()
         return cls(int(run), kind, digest, key)
 
@@ -208,16 +211,16 @@ class RankGroup:
         return f"{self._place}/{rank}/{self._run % RING}"
 
     def _where(self) -> str:
-        return f"run {self._run} of a compiled graph ({self._now.kind})"
+        return _named(self._run, self._now.kind)
 
     def _difference(self, rank: int, theirs: RunEntry) -> str:
-        """In words."""
+        """What a rank does otherwise than this one, as a message."""
         text = self._store.get(f"{self._place}/text/{theirs.key}").decode()
         if theirs.kind == FAILED:
             return f"rank {rank} could not compile what is {self._where()} on rank {self.rank}: {text}"
         if theirs.run != self._run:
             return (
-                f"rank {rank} is at run {theirs.run} of its compiled graphs, but rank {self.rank} has only come to "
+                f"rank {rank} is at {_named(theirs.run, theirs.kind)}, but rank {self.rank} has only come to "
                 f"{self._where()}. Every rank must make the same calls of the compiled model."
             )
         found = first_difference(self._now.text.splitlines(), text.splitlines(), "nothing more", _agreed)
@@ -225,10 +228,15 @@ class RankGroup:
         sides = sorted([(self.rank, self._now.kind, ours), (rank, theirs.kind, other)])
         lines = "\n".join(f"    rank {r} ({kind}): {launch}" for r, kind, launch in sides)
         return (
-            f"the ranks launch different collectives. In run {self._run} of a compiled graph, collective {at} is the "
-            f"first that differs:\n{lines}\nBuild, shard and compile the same model with the same options on every "
-            "rank, and make the same calls of it in the same order."
+            f"the ranks launch different collectives. In run {self._run}, collective {at} is the first that differs:\n"
+            f"{lines}\nBuild, shard and compile the same model with the same options on every rank, and make the same "
+            "calls of it in the same order."
         )
+
+
+def _named(run: int, kind: str) -> str:
+    """A run, in words."""
+    return f"run {run} ({kind} graph)" if kind in GRAPHS else f"run {run} ({kind}, outside of graphs)"
 
 
 def _agreed(line: str) -> str:

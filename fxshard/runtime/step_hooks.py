@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fxshard.runtime.flat_shard import FlatShard
     from fxshard.runtime.unit import Unit
 
-    Reduced = tuple[FlatShard, Tensor, list[int]]
+    ReducedFlat = tuple[FlatShard, Tensor, list[int]]
 
 
 @dataclass(eq=False)
@@ -65,7 +65,7 @@ class Microbatches:
         if of_forward and running != self._resharded_in:
             self._resharded_in = running
             for unit in self.units:
-                unit.after_forward.reshard()
+                unit.after_forward.end()
         if running == self._begun:
             return
         self._begun = running
@@ -76,8 +76,8 @@ class Microbatches:
         if self.last:
             self.reduce(unit for unit in self.units if unit.accumulation.sync)
         for unit in self.units:
-            unsharded_cache.release_resident(unit)
-        self.rest()
+            unsharded_cache.reshard_if_reduced(unit)
+        self.stop_watching_if_idle()
 
     def reduce(self, units: Iterable[Unit]) -> None:
         """Reduce what waits in some units, and give their parameters their gradients."""
@@ -88,7 +88,7 @@ class Microbatches:
                         shard.sink.expect(slots)
                         shard.flat.grad = grad
                         shard.sink.take(shard.flat)
-        self.rest()
+        self.stop_watching_if_idle()
 
     @staticmethod
     def reduce_separately(unit: Unit, slots: Waiting) -> None:
@@ -99,7 +99,7 @@ class Microbatches:
     def resident_in(self, budget_bytes: int) -> frozenset[Unit]:
         """The units whose parameters are kept while gradients accumulate, of a budget for the whole model."""
         if budget_bytes not in self._resident_in:
-            self._resident_in[budget_bytes] = unsharded_cache.within(self.units, budget_bytes)
+            self._resident_in[budget_bytes] = unsharded_cache.units_that_fit(self.units, budget_bytes)
         return self._resident_in[budget_bytes]
 
     def forget_choice(self) -> None:
@@ -112,12 +112,12 @@ class Microbatches:
         return any(unit.accumulation.waiting or unsharded_cache.is_resident(unit) for unit in self.units)
 
     @staticmethod
-    def hold() -> None:
+    def watch_steps() -> None:
         """Something waits or is resident: see to it before an optimizer steps."""
         _step_hooks().holds = True
 
     @staticmethod
-    def rest() -> None:
+    def stop_watching_if_idle() -> None:
         """Let optimizers step as they like, if nothing of any model waits or is resident."""
         hooks = _step_hooks()
         hooks.holds = any(model.holds for model in list(hooks.models))
@@ -131,18 +131,18 @@ class Microbatches:
         for unit in self._units_of(written):
             if unit.accumulation.waiting:
                 raise UnsupportedGraph(
-                    f"an optimizer steps while gradients of unit {unit.fqn or 'root'!r} wait to be reduced: it would "
+                    f"an optimizer steps while gradients of unit {unit.label!r} wait to be reduced: it would "
                     "leave them behind. Let the last backward before the step run outside of no_sync() (or with "
                     "set_requires_gradient_sync(True)), call reduce_waiting_gradients(), or drop what waits with "
                     "reset_iter_state()."
                 )
-            unsharded_cache.drop_resident(unit)
+            unsharded_cache.reshard_resident(unit)
 
     def step_ends(self, written: Collection[int]) -> None:
         """An optimizer has written parameters: forwards are void now, and what a closure gathered is old."""
         for unit in self._units_of(written):
             unit.generation += 1
-            unsharded_cache.drop_resident(unit)
+            unsharded_cache.reshard_resident(unit)
 
     def _units_of(self, written: Collection[int]) -> list[Unit]:
         return [unit for unit in self.units if any(id(p) in written for m in unit.members for p in m.registered())]
@@ -196,11 +196,11 @@ def _written_by(optimizer: torch.optim.Optimizer) -> frozenset[int]:
     return frozenset(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _reduce(unit: Unit, slots: Waiting) -> list[Reduced]:
+def _reduce(unit: Unit, slots: Waiting) -> list[ReducedFlat]:
     """Reduce what waits of some parameters of a unit, in agreement with the other ranks."""
     names = ", ".join(unit.plan.shards[i].slots[j].fqn for i, j in slots)
     with (
-        unit.agreed("flush", "reduce_scatter", f"waiting gradients of {names}"),
+        unit.agreed("waiting", "reduce_scatter", f"waiting gradients of {names}"),
         profiler_ranges.of_unit(unit.fqn),
         torch.no_grad(),
     ):

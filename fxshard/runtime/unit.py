@@ -52,7 +52,7 @@ class Unit:
         accumulation: its gradients of microbatches that were not reduced.
         after_forward: its parameters while they may be read between forward and backward.
         reduce_group: for reductions alone, once it was made.
-        reduces_apart: whether they use it, and not the mesh's.
+        uses_reduce_group: whether they use it, and not the mesh's.
         microbatches, prefetcher, unsharded: of the model, whose units share them from when they are named.
     """
 
@@ -86,7 +86,7 @@ class Unit:
         self.microbatches, self.prefetcher = Microbatches((self,)), Prefetcher(self.unsharded)
         self._agreements: dict[tuple[str, str], Agreement] = {}
         self.reduce_group: dist.ProcessGroup | None = None
-        self.reduces_apart = False
+        self.uses_reduce_group = False
         self.plan: UnitPlan
         self.pack()
 
@@ -94,6 +94,11 @@ class Unit:
     def world_size(self) -> int:
         """Ranks that share the unit."""
         return self.mesh.size()
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return self.fqn or "root"
 
     def epoch(self) -> int:
         """Changes whenever parameter values may have changed: repacked, stepped by an optimizer, or written in place.
@@ -115,7 +120,7 @@ class Unit:
         """Raise if parameter values have changed since `version()` was that: the forward's backward is void."""
         if self.version() != version:
             raise UnsupportedGraph(
-                f"parameters of unit {self.fqn or 'root'!r} were changed between forward and backward (by an optimizer "
+                f"parameters of unit {self.label!r} were changed between forward and backward (by an optimizer "
                 "step, load_state_dict, copy_): backward would combine new values with activations of the old ones. "
                 "Run forward again after changing parameters."
             )
@@ -130,7 +135,7 @@ class Unit:
                 for i, plan in enumerate(self._layout())
             ]
         self._advance(before)
-        unsharded_cache.drop_resident(self)
+        unsharded_cache.reshard_resident(self)
         self.prefetcher.forget()  # it knows the old flats
         self.publish()
 
@@ -146,14 +151,14 @@ class Unit:
             shards=tuple(shard.plan for shard in self.shards),
             world_size=self.world_size,
             group=self.mesh.get_group().group_name,
-            reduce_group=self.reduce_group.group_name if self.reduce_group and self.reduces_apart else "",
+            reduce_group=self.reduce_group.group_name if self.reduce_group and self.uses_reduce_group else "",
             param_dtype=self.mp_policy.param_dtype,
             reduce_dtype=self.mp_policy.reduce_dtype,
             reshard_after_forward=not self.is_root if given is None else given,
         )
         self.microbatches.forget_choice()
         self._agreements.clear()
-        self.after_forward.reshard()
+        self.after_forward.end()
         # Dynamo guards on the key: another list is another graph.
         lists = prefetch_words(self.fqn, ">", _names(self.forward_prefetch))
         lists += prefetch_words(self.fqn, "<", _names(self.backward_prefetch))
@@ -172,19 +177,19 @@ class Unit:
             UnsupportedGraph: somebody has written into parameters that were read after forward.
         """
         self.unsharded.drop_if(lambda gathered: gathered.unit is self)
-        self.after_forward.reshard()
+        self.after_forward.end()
 
     def agreed(self, kind: str, op: str, what: str) -> AbstractContextManager[None]:
         """Around one collective outside of graphs, on which the ranks agree first.
 
         Args:
-            kind: of run, one word: "resident".
+            kind: of run, one word: "read", "resident" or "waiting".
             op: "all_gather" or "reduce_scatter".
             what: is gathered or reduced: "all parameters".
         """
         group = self.plan.group if op == "all_gather" else self.plan.reducing_group
-        text = f"{op} of {what} on group {group!r} for {self.fqn or 'root'}"
-        launch = Launch(group, text, "outside of graphs", op, self.fqn or "root")
+        text = f"{op} of {what} on group {group!r} for {self.label}"
+        launch = Launch(group, text, "outside of graphs", op, self.label)
         return self._agreements.setdefault((kind, what), Agreement(kind)).before((launch,))
 
     def rename(self, fqn: str, member_fqns: Sequence[str]) -> None:
@@ -241,7 +246,7 @@ class Unit:
             for shard in self.shards:
                 shard.attach()
         self._advance(before)
-        unsharded_cache.drop_resident(self)
+        unsharded_cache.reshard_resident(self)
 
     def _layout_changed(self) -> bool:
         moved = any(shard.flat.device != member.local.device for shard in self.shards for member in shard.members)

@@ -9,6 +9,17 @@ were launched; who finds them of an old one decides what that means.
 What is read outside of graphs (`eager.py`) is not here: it belongs to one call and one mode of autograd, not to a unit,
 and is waited for at once.
 
+    what is kept                  key                        freed by, if nobody takes it
+    ----------------------------  -------------------------  ----------------------------------------------------------
+    launched ahead, "next"        flat, dtype, parts         the request of something else; as below
+    launched ahead, "listed"      flat, dtype, parts         the next call or backward; the end of the call
+    launched ahead, "asked"       flat, dtype, parts         becomes "listed" when the next call begins
+    "resident"                    unit                       the backward that reduces; a step; another layout
+    all of these                                             `reshard()`, `reset_iter_state()`, the end of the model
+    in `eager.py`: of a call      unit, modes of autograd    the end of the call (`_Scope`)
+    of a backward                 unit, modes of autograd    the backward of a gather; another backward (`recompute`)
+    after forward                 unit, modes of autograd    backward, the next forward, new values (`AfterForward.end`)
+
 [Note: resident]
 A unit's parameters are *resident* while microbatches accumulate: the first graph that reads them has them launched as
 one all_gather and waits where it needs them (`passes/read_resident.py`), later ones find them. Which units are is the
@@ -61,7 +72,6 @@ class Gathered:
     epoch: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Note the epoch."""
         self.epoch = self.unit.epoch()
 
     @property
@@ -130,7 +140,7 @@ def _resident(unit: Unit) -> Gathered | None:
     found = unit.unsharded.get(unit)
     if found is None or found.is_current:
         return found
-    drop_resident(unit)
+    reshard_resident(unit)
     return None
 
 
@@ -143,7 +153,7 @@ def _launch_resident(unit: Unit) -> Gathered:
         torch.inference_mode(False),
     ):
         tensors = collectives.launch_parameters(shards, unit.plan)
-    unit.microbatches.hold()
+    unit.microbatches.watch_steps()
     found = unit.unsharded[unit] = Gathered(unit, tensors, "resident")
     return found
 
@@ -153,18 +163,18 @@ def is_resident(unit: Unit) -> bool:
     return unit in unit.unsharded
 
 
-def drop_resident(unit: Unit) -> None:
-    """Free the copies."""
+def reshard_resident(unit: Unit) -> None:
+    """Free what is resident of a unit, if anything."""
     unit.unsharded.drop(unit)
 
 
-def release_resident(unit: Unit) -> None:
-    """Free the copies of a unit whose gradients are reduced now, unless the user wants them kept."""
+def reshard_if_reduced(unit: Unit) -> None:
+    """Free what is resident of a unit whose gradients are reduced now, unless the user wants it kept."""
     if unit.accumulation.sync and unit.reshard_after_backward:
-        drop_resident(unit)
+        reshard_resident(unit)
 
 
-def within(units: Sequence[Unit], budget_bytes: int) -> frozenset[Unit]:
+def units_that_fit(units: Sequence[Unit], budget_bytes: int) -> frozenset[Unit]:
     """The units to keep, by how much communication each byte that is held saves, as far as the budget goes.
 
     One that backward would gather again saves two gathers in each microbatch, any other one. Of equal ones the first

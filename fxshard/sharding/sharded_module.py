@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fxshard import torch_private
 from fxshard.errors import ConfigError
-from fxshard.runtime import eager, process_groups, uncompiled
+from fxshard.runtime import eager, process_groups, uncompiled_warning
 from fxshard.runtime.flat_shard import Home, home_of
 from fxshard.runtime.parameters import REFS, TRACED, ParameterRef, flat_key, without_offset
 from fxshard.runtime.prefetcher import UnshardHandle
@@ -191,7 +191,7 @@ class ShardedModule(ParameterOwner):
             With `async_op` a handle whose `wait()` waits for it.
         """
         units = _state(self).units
-        handle = UnshardHandle([tensor for unit in units for tensor in unit.prefetcher.unshard(unit)])
+        handle = UnshardHandle([tensor for unit in units for tensor in unit.prefetcher.launch_for_next_call(unit)])
         if async_op:
             return handle
         handle.wait()
@@ -207,7 +207,7 @@ class ShardedModule(ParameterOwner):
         for unit in _state(self).nested:
             unit.accumulation.waiting.clear()
             unit.reshard()
-            unit.microbatches.rest()
+            unit.microbatches.stop_watching_if_idle()
             unit.prefetcher.forget()
 
     def set_post_optim_event(self, event: torch.Event) -> None:
@@ -332,11 +332,11 @@ def _getter(name: str) -> property:
         if (
             callback := torch_private.eval_frame_callback()
         ) is False:  # a C function: a Python one would be offered to Dynamo
-            uncompiled.refuse_fallback(self, name)
+            uncompiled_warning.refuse_fallback(self, name)
         if name not in self._parameters:
             return nn.Module.__getattr__(self, name)
-        if callback is not None and uncompiled.SEEN not in self.__dict__:
-            uncompiled.notice(self, name)
+        if callback is not None and uncompiled_warning.SEEN not in self.__dict__:
+            uncompiled_warning.notice(self, name)
         return _read_eagerly(self, self.__dict__[REFS][name], name)
 
     return property(get)

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from fxshard.errors import CheckpointError, ConfigError
 from fxshard.state import serializable
 from fxshard.state.dcp_reader import CheckpointIndex, assemble, shape_and_dtype
-from fxshard.state.names import GROUPS, PARAMS, STATE, named_parameters
+from fxshard.state.names import GROUPS, PARAMS, STATE, named_parameters, names_of
 from fxshard.state.optimizer_state import require_no_shards
 from fxshard.state.pytree import KeyPath, take_out
 from fxshard.state.user_hooks import is_writable
@@ -32,16 +32,19 @@ ROOT = "optim"
 """The entry of a checkpoint that holds the optimizer."""
 
 
-def _fqns(model: nn.Module, optim: Optimizer) -> dict[int, str]:
-    fqns = {id(p): fqn for fqn, p in named_parameters(model)}
-    unknown: list[Any] = [list(p.shape) for group in optim.param_groups for p in group[PARAMS] if id(p) not in fqns]
-    unknown += [key for key in optim.state if not isinstance(key, Tensor)]
-    if unknown:
+def groups_of(model: nn.Module, optim: Optimizer) -> list[list[str]]:
+    """Return the FQNs in each group; raise `ConfigError` if a parameter is not the model's, or state has no FQN."""
+    if unknown := [key for key in optim.state if not isinstance(key, Tensor)]:
         raise ConfigError(
-            f"the optimizer has {len(unknown)} parameters that are not the model's: {unknown}. A checkpoint names "
-            "state by parameter. Pass the model that holds them all, and build the optimizer from its parameters."
+            f"the optimizer has state under keys that are not parameters: {unknown}. A checkpoint names state by "
+            "parameter. Keep it in attributes of the optimizer, and add it in state_dict()."
         )
-    return fqns
+    return names_of(model, optim).groups
+
+
+def _fqns(model: nn.Module, optim: Optimizer) -> dict[int, str]:
+    groups_of(model, optim)
+    return {id(p): fqn for fqn, p in named_parameters(model)}
 
 
 def state_of(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
@@ -66,12 +69,6 @@ def state_of(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
 def _rest_of(whole: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return what an optimizer adds to the state of its parameters and their groups."""
     return {key: value for key, value in whole.items() if key not in (STATE, GROUPS)}
-
-
-def groups_of(model: nn.Module, optim: Optimizer) -> list[list[str]]:
-    """Return the FQNs in each group."""
-    fqns = _fqns(model, optim)
-    return [[fqns[id(p)] for p in group[PARAMS]] for group in optim.param_groups]
 
 
 def lines(state: Mapping[str, Any], model: nn.Module, optim: Optimizer) -> Iterator[str]:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fxshard.errors import ConfigError
 from fxshard.state.local_shards import LocalShard, value_text
-from fxshard.state.ranks import Caught, Ranks
+from fxshard.state.ranks import Ranks
 
 _MOST = 10  # problems that a message lists
 
@@ -46,7 +46,6 @@ class FullState:
 
 def receive(
     call: str,
-    caught: Caught,
     state: Mapping[str, Any],
     bucket_mib: float,
     ranks: Ranks,
@@ -54,18 +53,20 @@ def receive(
 ) -> FullState:
     """Give every rank the full state; the tensors themselves stay where they are.
 
-    `call` names the public function in messages. `caught` is what this rank found wrong, `state` and `bucket_mib` are
-    what it was given. `pack` makes a full state of `state` where that counts. Raises `ConfigError` on every rank if one
-    of them found something wrong.
+    `call` names the public function in messages. `state` and `bucket_mib` are what this rank was given. `pack` makes a
+    full state of `state` where that counts. Raises `ConfigError` on every rank if one of them finds something wrong.
     """
-    source = _choose_source(call, caught, state, bucket_mib, ranks)
-    full = None
-    with Caught() as caught:
-        if source is None or ranks.members[ranks.rank] == source:
-            full = pack()
-            if source is not None:
-                _require_sendable(full.contents)
-    ranks.raise_together(call, caught)
+    source = _choose_source(call, state, bucket_mib, ranks)
+
+    def packed() -> FullState | None:
+        if source is not None and ranks.members[ranks.rank] != source:
+            return None
+        mine = pack()
+        if source is not None:
+            _require_sendable(mine.contents)
+        return mine
+
+    full = ranks.together(packed, call)
     if full is not None and (source is None or ranks.group is None):
         return full
     told: list[Any] = [None if full is None else (full.contents, full.announced)]
@@ -75,23 +76,23 @@ def receive(
     return FullState(contents=contents, announced=announced, tensors=tensors, source=source)
 
 
-def _choose_source(call: str, caught: Caught, state: Mapping[str, Any], bucket_mib: float, ranks: Ranks) -> int | None:
+def _choose_source(call: str, state: Mapping[str, Any], bucket_mib: float, ranks: Ranks) -> int | None:
     """Return the global rank whose state is loaded: the first that was given one; `None` if all were."""
-    is_given = False
-    if caught.error is None:
-        with caught:
-            if not isinstance(state, Mapping):
-                raise ConfigError(f"the state must be a dict, got {type(state).__name__}.")
-            is_given = bool(state)
-    passed = ranks.exchange((is_given, bucket_mib))
+
+    def is_given() -> bool:
+        if not isinstance(state, Mapping):
+            raise ConfigError(f"the state must be a dict, got {type(state).__name__}.")
+        return bool(state)
+
+    passed = ranks.exchange((ranks.together(is_given, call), bucket_mib))
     given = [each for each, _ in passed]
-    with caught:
-        if caught.error is None and len({size for _, size in passed}) > 1:
-            sizes = ", ".join(f"{size} on rank {rank}" for rank, (_, size) in enumerate(passed))
-            raise ConfigError(f"bucket_mib differs between ranks: {sizes}. Pass the same on every rank.")
-        if caught.error is None and not any(given):
-            raise ConfigError("no rank was given a state. Pass it on rank 0, and {} on the others, or on every rank.")
-    ranks.raise_together(call, caught)
+    if len({size for _, size in passed}) > 1:
+        sizes = ", ".join(f"{size} on rank {rank}" for rank, (_, size) in enumerate(passed))
+        raise ConfigError(f"{call}: bucket_mib differs between ranks: {sizes}. Pass the same on every rank.")
+    if not any(given):
+        raise ConfigError(
+            f"{call}: no rank was given a state. Pass it on rank 0, and {{}} on the others, or on every rank."
+        )
     return None if all(given) else ranks.members[given.index(True)]
 
 
@@ -114,7 +115,6 @@ def refuse(problems: Iterable[str]) -> None:
 
 def require_alike(
     call: str,
-    caught: Caught,
     full: FullState,
     targets: Sequence[LocalShard],
     sharing: Mapping[str, Tensor],
@@ -127,17 +127,17 @@ def require_alike(
     `targets`. `sharing` maps name -> the parameter or buffer whose ranks share it; all ranks share the rest. `own` is
     what else must be the same on all ranks: name -> in words.
     """
-    facts: dict[str, str] = {}
-    if caught.error is None:
-        with caught:
-            facts = {each.name: target.text for each, target in zip(full.announced, targets, strict=True)}
-            if full.source is not None:  # what is not cut into rows is sent to all
-                whole = {each.name for each, target in zip(full.announced, targets, strict=True) if target.mesh is None}
-                sharing = {name: parameter for name, parameter in sharing.items() if name not in whole}
-            elif ranks.group is not None:
-                facts = {**_valued(facts, full, targets, sharing), **full.others}
-            facts |= own or {}
-    ranks.compare(call, caught, facts, sharing)
+    if full.source is not None:  # what is not cut into rows is sent to all
+        whole = {each.name for each, target in zip(full.announced, targets, strict=True) if target.mesh is None}
+        sharing = {name: parameter for name, parameter in sharing.items() if name not in whole}
+
+    def facts() -> dict[str, str]:
+        found = {each.name: target.text for each, target in zip(full.announced, targets, strict=True)}
+        if full.source is None and ranks.group is not None:
+            found = {**_valued(found, full, targets, sharing), **full.others}
+        return found | dict(own or {})
+
+    ranks.compare(call, ranks.together(facts, call), sharing)
 
 
 def _valued(

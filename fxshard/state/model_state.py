@@ -18,7 +18,7 @@ from fxshard.state.local_shards import LocalShard, deliver, gather_all, hold, re
 from fxshard.state.names import fqn_of, module_in
 from fxshard.state.optimizer_state import simple
 from fxshard.state.pytree import LeafMark
-from fxshard.state.ranks import Caught, Ranks
+from fxshard.state.ranks import Ranks
 from fxshard.state.user_hooks import ExtraStates, is_extra, require_writable
 
 _CALL, _LOAD_CALL = "full_state_dict", "load_full_state_dict"
@@ -58,11 +58,8 @@ def full_state_dict(
         ConfigError: as for `full_optim_state_dict`, or parameters are on the meta device.
     """
     ranks = Ranks.of(model)
-    state: dict[str, Any] = {}
-    held: dict[int, LocalShard] = {}
-    facts: dict[str, str] = {}
-    recipient = None
-    with Caught() as caught:
+
+    def held_here() -> tuple[int | None, dict[str, Any], dict[int, LocalShard], dict[str, str]]:
         require_bucket(bucket_mib)
         recipient = ranks.recipient(recipient_rank)
         state = state_of_module(module_in(model))
@@ -70,8 +67,11 @@ def full_state_dict(
         held = {id(value): hold(value) for value in state.values() if isinstance(value, Tensor)}  # tied ones once
         facts = {name: held[id(value)].text if id(value) in held else simple(value) for name, value in state.items()}
         facts["arguments"] = f"recipient_rank={recipient_rank}, cpu_offload={cpu_offload}, bucket_mib={bucket_mib}"
+        return recipient, state, held, facts
+
+    recipient, state, held, facts = ranks.together(held_here, _CALL)
     sharing = {name: value for name, value in state.items() if isinstance(value, DTensor)}
-    ranks.compare(_CALL, caught, facts, sharing)
+    ranks.compare(_CALL, facts, sharing)
     fulls = gather_all(
         list(held.values()),
         recipient=recipient,
@@ -108,25 +108,29 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, bucket_m
         ConfigError: keys, shapes or dtypes do not fit (what does not is named, on every rank); nothing was written.
     """
     ranks = Ranks.of(model)
-    own: dict[str, Any] = {}
-    with Caught() as caught:
-        model = module_in(model)
-        own = state_of_module(model)
+
+    def present() -> tuple[nn.Module, dict[str, Any]]:
+        module = module_in(model)
+        found = state_of_module(module)
         require_bucket(bucket_mib)
-        _require_values(own)
-        _require_registered(model, own)
-    given = full.receive(_LOAD_CALL, caught, state, bucket_mib, ranks, lambda: _packed(state, model, own))
-    targets: list[LocalShard] = []
-    with Caught() as caught:
+        _require_values(found)
+        _require_registered(module, found)
+        return module, found
+
+    module, own = ranks.together(present, _LOAD_CALL)
+    given = full.receive(_LOAD_CALL, state, bucket_mib, ranks, lambda: _packed(state, module, own))
+
+    def fitting() -> list[LocalShard]:
         full.refuse(_misfits(given, own))
-        targets = [hold(own[each.name]) for each in given.announced]
-        full.refuse(full.out_of_reach(given, targets))
-    full.require_alike(_LOAD_CALL, caught, given, targets, own, ranks)
+        found = [hold(own[each.name]) for each in given.announced]
+        full.refuse(full.out_of_reach(given, found))
+        return found
+
+    targets = ranks.together(fitting, _LOAD_CALL)
+    full.require_alike(_LOAD_CALL, given, targets, own, ranks)
     landings = [_contiguous(target) for target in targets]
-    with ExtraStates(model, given.contents) as extra_states:
-        with Caught() as caught:
-            extra_states.set()
-        ranks.raise_together(_LOAD_CALL, caught)
+    with ExtraStates(module, given.contents) as extra_states:
+        ranks.together(extra_states.set, _LOAD_CALL)
         deliver(landings, given.tensors, given.source, ranks, bucket_mib)
     for target, landing in zip(targets, landings, strict=True):
         if landing is not target:

@@ -20,7 +20,7 @@ from fxshard.state.local_shards import LocalShard, deliver, require_bucket
 from fxshard.state.names import GROUPS, PARAMS, STATE, ParameterNames, module_in, names_of
 from fxshard.state.optimizer_state import is_step, parameter_states, simple, state_fact, unknown_keys
 from fxshard.state.pytree import KeyPath, LeafMark, put_back, take_out
-from fxshard.state.ranks import Caught, Ranks, is_sharded
+from fxshard.state.ranks import Ranks, is_sharded
 
 _CALL = "load_full_optim_state_dict"
 
@@ -46,30 +46,34 @@ def load_full_optim_state_dict(
         ConfigError: groups, keys, shapes or dtypes do not fit (what does not is named, on every rank).
     """
     ranks = Ranks.of(model)
-    names = ParameterNames({}, [])
-    with Caught() as caught:
+
+    def named() -> ParameterNames:
         require_bucket(bucket_mib)
-        names = names_of(module_in(model), optim)
-    given = full.receive(_CALL, caught, state, bucket_mib, ranks, lambda: _packed(state, names))
+        return names_of(module_in(model), optim)
+
+    names = ranks.together(named, _CALL)
+    given = full.receive(_CALL, state, bucket_mib, ranks, lambda: _packed(state, names))
     contents = cast(_GivenState, given.contents)
-    places: list[_LoadTarget] = []
-    with Caught() as caught:
+
+    def fitting() -> list[_LoadTarget]:
         full.refuse(_misfits(contents, names))
-        places = _targets(contents, given.announced, names, optim)
-        problems = [problem for each in places for problem in each.problems]
+        found = _targets(contents, given.announced, names, optim)
+        problems = [problem for each in found for problem in each.problems]
         full.refuse(problems + _other_keys(contents, names, optim) + _placed_otherwise(contents, names))
-        full.refuse(full.out_of_reach(given, [each.held for each in places]))
+        full.refuse(full.out_of_reach(given, [each.held for each in found]))
+        return found
+
+    places = ranks.together(fitting, _CALL)
     targets = [each.held for each in places]
     sharing = {each.announced.name: each.parameter for each in places}
     sharing |= {state_fact(fqn): names.parameters[fqn] for fqn in contents.states if fqn in names.parameters}
     own = {"optimizer": type(optim).__qualname__}
-    full.require_alike(_CALL, caught, given, targets, sharing, ranks, own)
+    full.require_alike(_CALL, given, targets, sharing, ranks, own)
     for each in places:
         each.allocate()
     deliver(targets, given.tensors, given.source, ranks, bucket_mib)
-    with Caught() as caught:  # load_state_dict and its hooks are the user's
-        _install(optim, names, contents, [each.finished() for each in places])
-    ranks.raise_together(_CALL, caught)
+    # load_state_dict and its hooks are the user's.
+    ranks.together(lambda: _install(optim, names, contents, [each.finished() for each in places]), _CALL)
 
 
 @dataclass(frozen=True)

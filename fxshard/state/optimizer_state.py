@@ -16,7 +16,7 @@ from fxshard.runtime.parameters import local_of
 from fxshard.state.local_shards import LocalShard, copied, gather_all, hold, require_bucket, value_text
 from fxshard.state.names import GROUPS, PARAMS, STATE, ParameterNames, module_in, names_of
 from fxshard.state.pytree import KeyPath, Leaf, LeafMark, put_back, take_out
-from fxshard.state.ranks import Caught, Ranks, is_sharded, ranks_of
+from fxshard.state.ranks import Ranks, is_sharded, ranks_of
 
 _CALL = "full_optim_state_dict"
 
@@ -56,10 +56,8 @@ def full_optim_state_dict(
         ConfigError: an argument means nothing, or the ranks differ (what differs is named, on every rank).
     """
     ranks = Ranks.of(model)
-    recipient: int | None = None
-    names, facts = ParameterNames({}, []), dict[str, str]()
-    whole, states = dict[str, Any](), dict[str, ParameterState]()
-    with Caught() as caught:
+
+    def held_here() -> tuple[int | None, ParameterNames, dict[str, Any], dict[str, ParameterState], dict[str, str]]:
         require_bucket(bucket_mib)
         _require_keys(keys)
         recipient = ranks.recipient(recipient_rank)
@@ -67,9 +65,11 @@ def full_optim_state_dict(
         whole, states = _split(optim, names, to_cpu=cpu_offload)
         _require_other_names(whole[STATE], keys)
         arguments = f"recipient_rank={recipient_rank}, cpu_offload={cpu_offload}, bucket_mib={bucket_mib}"
-        facts = {"arguments": arguments, **_facts(optim, names, states, whole)}
+        return recipient, names, whole, states, {"arguments": arguments, **_facts(optim, names, states, whole)}
+
+    recipient, names, whole, states, facts = ranks.together(held_here, _CALL)
     sharing = {state_fact(fqn): parameter for fqn, parameter in names.parameters.items()}
-    lacking = ranks.compare(_CALL, caught, facts, sharing)
+    lacking = ranks.compare(_CALL, facts, sharing)
     if any(lacking):
         states = _completed(states, names, lacking, ranks)
     fulls = gather_all(

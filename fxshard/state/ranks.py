@@ -9,8 +9,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -42,33 +41,6 @@ class _Claim:
     may_lack: bool  # whether this rank has no rows of it anyway, and may have nothing
 
 
-class Caught:
-    """A context that catches what goes wrong on this rank, so that it can be told to the others first.
-
-    `error` is in words, `None` if nothing went wrong; `cause` is the exception.
-    """
-
-    def __init__(self) -> None:
-        self.error: str | None = None
-        self.cause: BaseException | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
-        """Keep an exception; `KeyboardInterrupt` and the like go on."""
-        if isinstance(error, Exception):
-            self.cause = error
-            self.error = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-        return isinstance(error, Exception)
-
-    def told(self, call: str, text: str) -> ConfigError:
-        """Return what is raised on every rank for it."""
-        return ConfigError(f"{call}: {text}")
-
-
 @dataclass(frozen=True)
 class _Failure:
     """An error as it travels between ranks."""
@@ -77,13 +49,14 @@ class _Failure:
     text: str
 
     @classmethod
-    def of(cls, error: BaseException) -> _Failure:
+    def of(cls, error: BaseException, otherwise: type[FxshardError]) -> _Failure:
+        """Make one of an error; `otherwise` is raised for what is no error of ours."""
         if isinstance(error, ConfigError | CheckpointError | RankMismatchError):
             return cls(type(error), str(error))
         if isinstance(error, CheckpointException):
             causes = [cause for cause, _ in error.failures.values()]
             return cls(CheckpointError, "; ".join(dict.fromkeys(f"{type(e).__name__}: {e}" for e in causes)))
-        return cls(CheckpointError, f"{type(error).__name__}: {error}")
+        return cls(otherwise, f"{type(error).__name__}: {error}")
 
 
 @dataclass(frozen=True)
@@ -148,31 +121,16 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def raise_together(self, call: str, caught: Caught) -> None:
-        """Raise on every rank what any of them found: a `ConfigError` with the errors of all."""
-        errors = self.exchange(caught.error)
-        found = {text: [rank for rank, other in enumerate(errors) if other == text] for text in errors if text}
-        if not found:
-            return
-        is_everywhere = len(found) == 1 and all(errors)
-        text = str(errors[0]) if is_everywhere else " ".join(f"{_named(at)}: {text}" for text, at in found.items())
-        raise caught.told(call, text) from caught.cause
-
-    def compare(
-        self, call: str, caught: Caught, facts: Mapping[str, str], sharing: Mapping[str, Tensor]
-    ) -> list[list[str]]:
+    def compare(self, call: str, facts: Mapping[str, str], sharing: Mapping[str, Tensor]) -> list[list[str]]:
         """Compare `facts`, name -> text, among the ranks; return for each rank the names that it lacks.
 
         It lacks what it has nothing of while others have; the list is empty if all ranks have the same. `sharing` maps
         name -> the parameter whose ranks must have the same; all ranks must have the rest. Raises `ConfigError` on
-        every rank if one `caught` something, or ranks differ; `call` names the public function.
+        every rank if ranks differ; `call` names the public function.
         """
-        digest = hashlib.sha256((caught.error or repr(list(facts.items()))).encode(errors="replace")).digest()
+        digest = hashlib.sha256(repr(list(facts.items())).encode(errors="replace")).digest()
         if len(set(self.exchange(digest))) == 1:
-            if caught.error is not None:
-                raise caught.told(call, caught.error) from caught.cause
             return []
-        self.raise_together(call, caught)
         everyone = dict(zip(self.members, self.exchange(self._claims(facts, sharing)), strict=True))
         if differences := list(_differing_claims(everyone)):
             more = f" (and {len(differences) - _MOST} more)" if len(differences) > _MOST else ""
@@ -191,20 +149,28 @@ class Ranks:
             for name, text in facts.items()
         }
 
-    def together(self, work: Callable[[], T]) -> T:
-        """Do `work`, which has no collectives, on every rank; if it fails on one, raise its `FxshardError` on all."""
+    def together(self, work: Callable[[], T], call: str = "") -> T:
+        """Do `work`, which has no collectives, on every rank; if it fails on some, raise on all what they found.
+
+        `call` names the public function in messages. Then what is no `FxshardError` becomes a `ConfigError`, else a
+        `CheckpointError`. The class is that of the first rank's error.
+        """
         value, failure, cause = None, None, None
         try:
             value = work()
         except (Exception, CheckpointException) as error:
-            failure, cause = _Failure.of(error), error
+            failure, cause = _Failure.of(error, ConfigError if call else CheckpointError), error
         failures = self.exchange(failure)
-        first = next((rank for rank, each in enumerate(failures) if each is not None), None)
-        if first is not None:
-            found = cast(_Failure, failures[first])
-            where = "" if self.size == 1 or failures.count(found) == self.size else f"rank {first}: "
-            raise found.kind(where + found.text) from cause
-        return cast(T, value)
+        found: dict[_Failure, list[int]] = {}
+        for rank, each in enumerate(failures):
+            if each is not None:
+                found.setdefault(each, []).append(rank)
+        if not found:
+            return cast(T, value)
+        first, at = next(iter(found.items()))
+        is_everywhere = len(at) == self.size
+        text = first.text if is_everywhere else " ".join(f"{_named(at)}: {each.text}" for each, at in found.items())
+        raise first.kind(f"{call}: {text}" if call else text) from cause
 
     def agree(self, describe: Callable[[], Comparison]) -> None:
         """Compare what ranks say of themselves; if `describe` fails on one, raise that on all.

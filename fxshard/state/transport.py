@@ -123,7 +123,6 @@ class _Collective:
     root: int | None
 
     def __post_init__(self) -> None:
-        """Have buckets at hand."""
         num_regions = self.wire.world_size if self.root in (None, self.wire.rank) else 1
         self.buckets = Buckets(self.rounds, num_regions, self.wire.device)
 

@@ -13,11 +13,10 @@ from fxshard.cost.hardware import load
 from fxshard.cost.memory import live_bytes, peak
 from fxshard.cost.sizes import sizes_of
 from fxshard.cost.symbols import WORLD_SIZE, Point
-from fxshard.ir import liveness
 from fxshard.ir.plan import FramePlan
 from fxshard.passes._base import GraphKind
 from fxshard.passes.insert_collectives import InsertCollectives
-from tests import graphs
+from tests import graphs, nodes
 from tests.cost.big import Builder
 
 c10d = torch.ops._c10d_functional
@@ -66,7 +65,7 @@ def test_the_peak_of_forward_at_another_world_size_is_that_of_a_graph_traced_the
 def test_at_the_traced_world_size_memory_is_what_the_fake_tensors_say(make: Make, kind: GraphKind) -> None:
     gm, ctx = make().at(kind, after=InsertCollectives)
     sizes = sizes_of(gm.graph, ctx.plan)
-    traced = liveness.live_bytes(gm.graph)
+    traced = nodes.live_bytes(gm.graph)
     assert live_bytes(sizes) == traced
     assert sizes.point.value(peak(sizes).nbytes) == traced[peak(sizes).node] == max(traced.values())
 

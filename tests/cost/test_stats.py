@@ -19,7 +19,7 @@ from fxshard.ir import liveness
 from fxshard.ir.plan import FramePlan
 from fxshard.passes.insert_collectives import InsertCollectives
 from fxshard.tools.demo.gpt import GPT
-from tests import graphs
+from tests import graphs, nodes
 from tests.cost import big
 
 HARDWARE = HardwareSpec(
@@ -203,7 +203,7 @@ def test_a_graph_of_four_times_the_nodes_takes_less_than_twelve_times_as_long(dy
     hardware = load("h100")
     for run in (
         lambda graph, plan: graph_stats(graph, plan, hardware),
-        lambda graph, plan: liveness.live_bytes(graph),
+        lambda graph, plan: nodes.live_bytes(graph),
         lambda graph, plan: liveness.unsharded_bytes(graph),
     ):
         assert shortest(run, *long) < 12 * shortest(run, *short)

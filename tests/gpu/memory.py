@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import fxshard
-from fxshard.ir.liveness import live_bytes
+from tests.nodes import live_bytes
 from tests.numerics.harness import blocks_of, world_mesh
 from tests.numerics.models import MLP
 from tests.watching import LiveBytes, watched

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from fxshard.ir import ops, tags
-from fxshard.ir.liveness import live_bytes, liveness, unsharded_bytes, written_in_use
+from fxshard.ir.liveness import liveness, unsharded_bytes, written_in_use
 from fxshard.passes.insert_collectives import InsertCollectives
 from tests import graphs
 from tests.cost.big import GROUP, WORLD_SIZE, Builder
+from tests.nodes import live_bytes
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 LAUNCH, WAIT = c10d.all_gather_into_tensor.default, c10d.wait_tensor.default

@@ -20,8 +20,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxshard.ir import tags
 from fxshard.ir.history import snapshot
 from fxshard.ir.tags import NodeMeta, ShardKey
-from fxshard.ir.text import graph_text, name_of, node_text, window
+from fxshard.ir.text import graph_text, name_of, window
 from tests import graphs
+from tests.nodes import node_text
 
 aten = torch.ops.aten
 

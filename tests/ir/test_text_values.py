@@ -12,7 +12,8 @@ from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxshard.ir.text import dtype_text, node_text, type_text
+from fxshard.ir.text import dtype_text, type_text
+from tests.nodes import node_text
 
 aten = torch.ops.aten
 

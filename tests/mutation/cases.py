@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch._inductor.decomposition import select_decomp_table
 
 from fxshard.errors import InvariantError
-from fxshard.ir import liveness
+from fxshard.ir import liveness, signature
 from fxshard.ir.history import CAPTURED, PassHistory, snapshot
 from fxshard.ir.properties import GraphKind, Property
 from fxshard.ir.verify import baseline, verifier
@@ -172,7 +172,7 @@ class Case:
             before,
             self.traced.plan,
             self.kind,
-            num_results=len(baseline.results_of(stages["dynamo"][CAPTURED].graph)),
+            num_results=len(signature.results_of(stages["dynamo"][CAPTURED].graph)),
             unsharded_budget_bytes=_peak(self.graph) if self.held == "budget" else None,
         )
 

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, fx
 
-from fxshard.ir import collectives, tags
-from fxshard.ir.verify import baseline
+from fxshard.ir import collectives, signature, tags
 from tests.mutation.edits import (
     GATHERS,
     Edit,
@@ -205,7 +204,7 @@ def launch_and_never_wait(graph: fx.Graph) -> Iterator[Edit]:
 def launch_in_another_order(graph: fx.Graph) -> Iterator[Edit]:
     """Two gathers of different sizes."""
     for one, other in itertools.pairwise(nodes_of(graph, *GATHERS)):
-        if baseline.type_of(one) != baseline.type_of(other):
+        if signature.type_of(one) != signature.type_of(other):
             yield other, edit(one.prepend, other)
 
 

@@ -11,8 +11,7 @@ import torch
 from torch import fx
 
 from fxshard import torch_private
-from fxshard.ir import collectives, ops, tags
-from fxshard.ir.verify import baseline
+from fxshard.ir import collectives, ops, signature, tags
 
 aten = torch.ops.aten
 
@@ -104,7 +103,7 @@ def list_of(node: fx.Node) -> list[Any]:
 def alike(nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Pairs of one shape and dtype."""
     for one, other in itertools.combinations(nodes, 2):
-        if baseline.type_of(one) == baseline.type_of(other):
+        if signature.type_of(one) == signature.type_of(other):
             yield one, other
 
 

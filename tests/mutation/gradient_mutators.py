@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxshard.ir import collectives, tags
-from fxshard.ir.verify import baseline
+from fxshard.ir import collectives, signature, tags
 from tests.mutation.edits import (
     CONCATS,
     DIVISIONS,
@@ -213,16 +212,16 @@ def return_none(graph: fx.Graph) -> Iterator[Edit]:
 
 
 def drop_a_result(graph: fx.Graph) -> Iterator[Edit]:
-    results = baseline.results_of(graph)
+    results = signature.results_of(graph)
     for i, result in enumerate(results):
         yield _node_of(result, graph), edit(set_results, graph, [*results[:i], *results[i + 1 :]])
 
 
 def return_one_result_twice(graph: fx.Graph) -> Iterator[Edit]:
     """In the place of another one of its type."""
-    results = baseline.results_of(graph)
+    results = signature.results_of(graph)
     for i, j in itertools.permutations(range(len(results)), 2):
-        if results[i] is not results[j] and baseline.type_of(results[i]) == baseline.type_of(results[j]):
+        if results[i] is not results[j] and signature.type_of(results[i]) == signature.type_of(results[j]):
             yield (
                 _node_of(results[j], graph),
                 edit(set_results, graph, [results[i] if k == j else r for k, r in enumerate(results)]),
@@ -230,7 +229,7 @@ def return_one_result_twice(graph: fx.Graph) -> Iterator[Edit]:
 
 
 def swap_two_results(graph: fx.Graph) -> Iterator[Edit]:
-    results = baseline.results_of(graph)
+    results = signature.results_of(graph)
     for i, j in itertools.combinations(range(len(results)), 2):
         if results[i] is not results[j]:
             swapped = [results[{i: j, j: i}.get(k, k)] for k in range(len(results))]
@@ -240,14 +239,14 @@ def swap_two_results(graph: fx.Graph) -> Iterator[Edit]:
 def return_an_input(graph: fx.Graph) -> Iterator[Edit]:
     """In the place of a result of its type."""
     for given in graph.find_nodes(op="placeholder"):
-        alike = [r for r in baseline.results_of(graph) if r is not given]
+        alike = [r for r in signature.results_of(graph) if r is not given]
         for result in alike:
-            if isinstance(result, fx.Node) and baseline.type_of(result) == baseline.type_of(given):
+            if isinstance(result, fx.Node) and signature.type_of(result) == signature.type_of(given):
                 yield result, edit(graph.output_node().replace_input_with, result, given)
 
 
 def _with_result(graph: fx.Graph, value: Any) -> Iterator[Edit]:
-    results = baseline.results_of(graph)
+    results = signature.results_of(graph)
     for i, result in enumerate(results):
         if isinstance(result, fx.Node):
             yield result, edit(set_results, graph, [*results[:i], value, *results[i + 1 :]])

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from fxshard.ir import ops, tags
-from fxshard.ir.verify import baseline
+from fxshard.ir import ops, signature, tags
 from tests.mutation.edits import (
     Edit,
     alike,
@@ -153,7 +152,7 @@ def read_the_buffer_instead(graph: fx.Graph) -> Iterator[Edit]:
 
 def save_a_parameter(graph: fx.Graph) -> Iterator[Edit]:
     """The graph returns an unsharded parameter in the place of something else."""
-    results = baseline.results_of(graph)
+    results = signature.results_of(graph)
     for i, node in itertools.product(range(len(results)), parameters(graph)):
         yield node, edit(set_results, graph, [*results[:i], node, *results[i + 1 :]])
 

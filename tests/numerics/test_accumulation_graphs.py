@@ -233,7 +233,7 @@ def test_ranks_that_reduce_different_waiting_gradients_are_told_so() -> None:
     (first, *_) = blocks_of(cast(Any, run.model)._orig_mod)
     if dist.get_rank() == 0:
         cast(ShardedModule, first).reset_iter_state()
-    message = r"rank 0 \(flush\): reduce_scatter of waiting gradients of .* on group"
+    message = r"rank 0 \(waiting\): reduce_scatter of waiting gradients of .* on group"
     with pytest.raises(RankMismatchError, match=message):
         cast(ShardedModule, run.model).reduce_waiting_gradients()
 

@@ -269,11 +269,11 @@ def test_keeps_what_saves_most_within_the_budget() -> None:
     run = start(REGRESSION, fxshard_system())
     units = units_under(cast(Any, run.model)._orig_mod)
     root, *blocks = units
-    one = blocks[0].plan.unsharded_bytes
-    assert unsharded_cache.within(units, 0) == frozenset()
-    assert unsharded_cache.within(units, one) == {blocks[0]}, "backward of a block gathers again, the root's does not"
-    assert unsharded_cache.within(units, sum(unit.plan.unsharded_bytes for unit in units)) == set(units)
-    assert root not in unsharded_cache.within(units, sum(unit.plan.unsharded_bytes for unit in blocks))
+    one, fit = blocks[0].plan.unsharded_bytes, unsharded_cache.units_that_fit
+    assert fit(units, 0) == frozenset()
+    assert fit(units, one) == {blocks[0]}, "backward of a block gathers again, the root's does not"
+    assert fit(units, sum(unit.plan.unsharded_bytes for unit in units)) == set(units)
+    assert root not in fit(units, sum(unit.plan.unsharded_bytes for unit in blocks))
 
 
 @pytest.mark.slow

@@ -12,8 +12,7 @@ from expecttest import assert_expected_inline
 from torch import fx, nn
 
 from fxshard.cost.hardware import BUILTIN, HardwareSpec
-from fxshard.ir import collectives, tags
-from fxshard.ir.verify import baseline
+from fxshard.ir import collectives, signature, tags
 from fxshard.passes._base import GraphKind, PassContext
 from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
@@ -156,7 +155,7 @@ def test_leaves_a_launch_of_something_else_alone_and_says_so() -> None:
         other.meta["val"] = torch.empty(4, 4, device="meta")
         waited = gm.graph.call_function(collectives.WAIT, (other,))
         waited.meta["val"] = other.meta["val"]
-    gm.graph.output_node().args = ((*baseline.results_of(gm.graph), waited),)
+    gm.graph.output_node().args = ((*signature.results_of(gm.graph), waited),)
     ctx = dataclasses.replace(ctx, hardware=DEAR_COPIES)
     assert CoalesceCollectives().apply(gm, ctx)
     assert [declined.node for declined in ctx.declined] == [other.name]

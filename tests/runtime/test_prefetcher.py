@@ -167,7 +167,7 @@ def test_trains_after_a_part_under_inference_mode(link: EmulatedLink) -> None:
 
 
 @pytest.mark.slow
-def test_drops_what_the_model_does_not_open(link: EmulatedLink) -> None:
+def test_drops_what_the_model_does_not_request(link: EmulatedLink) -> None:
     model = warm(block_by_block(link))
     reference = block_by_block(link, prefetch=0)
     for skipped in [(1,), (), (1, 2), (3,)]:
@@ -277,7 +277,7 @@ def test_a_model_that_is_dropped_leaves_no_collective_unwaited(link: EmulatedLin
     assert _get_work_registry_size() == unwaited
 
 
-def test_unshard_of_what_was_never_opened_launches_nothing(link: EmulatedLink) -> None:
+def test_unshard_of_what_no_graph_requested_launches_nothing(link: EmulatedLink) -> None:
     model = block_by_block(link)
     cast(ShardedModule, next(iter(model.blocks))).unshard()
     assert_nothing_in_flight(model)

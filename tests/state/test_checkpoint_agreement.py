@@ -117,6 +117,15 @@ def test_ranks_that_disagree_all_get_an_error(name: str) -> None:
 
 
 @two_ranks
+def test_an_error_names_what_each_rank_has_found() -> None:
+    model, optim = build()
+    path: Any = on_rank_1("a", 3)
+    other: Any = on_rank_1([], optim)
+    with pytest.raises(ConfigError, match=r"^rank 0: path must be the path of .* rank 1: optim must be a torch\.optim"):
+        fxshard.save_checkpoint(path, model, other)
+
+
+@two_ranks
 def test_an_error_on_one_rank_is_an_error_on_all() -> None:
     model, optim = build()
     with shared_folder() as folder:

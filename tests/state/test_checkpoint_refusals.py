@@ -8,7 +8,7 @@ import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -301,12 +301,15 @@ def test_says_what_a_checkpoint_cannot_hold(tmp_path: Path) -> None:
 
 def test_refuses_arguments_of_other_kinds(tmp_path: Path) -> None:
     model, optim = build("mlp", "unsharded")
+    _, odd = build("mlp", "unsharded")
+    cast("dict[Any, Any]", odd.state)["calls"] = 3
     calls: dict[str, Callable[[], Any]] = {
         "path must be": lambda: fxshard.save_checkpoint(3, model),  # type: ignore[arg-type]
         "path must be the": lambda: fxshard.load_checkpoint("", model),
         "an nn.Module, got int": lambda: fxshard.save_checkpoint(tmp_path, 3),  # type: ignore[arg-type]
         "optim must be": lambda: fxshard.save_checkpoint(tmp_path, model, [optim]),  # type: ignore[arg-type]
-        "parameters that are not the model's: [[25, 12]": lambda: fxshard.save_checkpoint(tmp_path, MLP(), optim),
+        "not in the model: param_groups[0]['params'][0] of": lambda: fxshard.save_checkpoint(tmp_path, MLP(), optim),
+        "keys that are not parameters: ['calls']": lambda: fxshard.save_checkpoint(tmp_path, model, odd),
         "on the meta device": lambda: fxshard.load_checkpoint(tmp_path, MLP().to("meta")),
     }
     for message, call in calls.items():

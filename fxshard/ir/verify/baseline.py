@@ -10,16 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fxshard.ir import collectives, dataflow, launches, ops, tags, text
-from fxshard.ir.collectives import SlotIndex
+from fxshard.ir import collectives, dataflow, launches, ops, signature, tags, text
 from fxshard.ir.dataflow import Dataflow, Value
-from fxshard.ir.plan import FramePlan, ShardPlan, Slot, UnitPlan, qualified
+from fxshard.ir.plan import FramePlan, ParameterKey, ShardPlan, Slot, UnitPlan, qualified
 from fxshard.ir.properties import GraphKind, Property
 
-ParameterKey = tuple[str, int, int]
-"""(unit, shard, slot): a parameter of the frame."""
-
-Source = tuple[str, str | None]
+ReadName = tuple[str, str | None]
 """What a node reads: a parameter and in which call of its unit (`None`: not known), or another node by its name."""
 
 
@@ -36,7 +32,7 @@ class Baseline:
     had_launches: bool  # of ours, at the start: then more is reduced than was promised
     sequence: tuple[str, ...]  # the launches of every group, in order
     payloads: tuple[tuple[str, ...], ...]  # what each launch of ours sends, in words; see `payload_of`
-    reads: dict[str, tuple[object, tuple[Source, ...]]]  # node name -> its target and what it reads
+    reads: dict[str, tuple[object, tuple[ReadName, ...]]]  # node name -> its target and what it reads
     slots: dict[str, ParameterKey]  # name of a `reduce_grad` marker -> whose gradient it reduces
     num_results: int | None  # of a forward graph; its other outputs are saved for backward
     unsharded_budget_bytes: int | None
@@ -96,10 +92,10 @@ class Subject:
         value = self.flow.values.get(result) if isinstance(result, fx.Node) else None
         return None if isinstance(value, tuple) else value
 
-    def sources_of(self, node: fx.Node) -> tuple[Source, ...]:
+    def read_names_of(self, node: fx.Node) -> tuple[ReadName, ...]:
         """Return the names of what a node is: a node of the graph, and a parameter if it is one."""
         if ops.is_unshard(node):
-            return _source_of(node, self.baseline.plan), (f"%{node.name}", None)
+            return _read_name_of(node, self.baseline.plan), (f"%{node.name}", None)
         value = self.flow.parameters.get(node)
         if not isinstance(value, dataflow.Window | dataflow.Flat):
             return ((f"%{node.name}", None),)
@@ -111,27 +107,12 @@ class Subject:
     @functools.cached_property
     def results(self) -> list[fx.node.Argument]:
         """What the graph returns."""
-        return results_of(self.graph)
+        return signature.results_of(self.graph)
 
 
 def expected_reductions(results: Sequence[fx.node.Argument]) -> dict[ParameterKey, int]:
     """Count the gradients that the markers behind a graph's outputs add up for each parameter; one may count twice."""
-    return dict(Counter(parameter_key_of(marker) for result in results for marker in ops.reduce_markers(result)))
-
-
-def trained_by(graph: fx.Graph) -> dict[str, list[SlotIndex]]:
-    """Map unit key -> the parameters that a joint graph gives a gradient, in the order of their first markers."""
-    found: dict[str, dict[SlotIndex, None]] = {}
-    for node in filter(ops.is_reduce_grad, graph.nodes):
-        key = ops.key_of(node)
-        found.setdefault(key.unit, {})[key.shard, ops.slot_of(node)] = None
-    return {unit: list(slots) for unit, slots in found.items()}
-
-
-def results_of(graph: fx.Graph) -> list[fx.node.Argument]:
-    """Return what a graph returns, one by one."""
-    (results,) = graph.output_node().args
-    return list(results) if isinstance(results, list | tuple) else [results]
+    return dict(Counter(ops.parameter_key_of(marker) for result in results for marker in ops.reduce_markers(result)))
 
 
 def baseline_of(
@@ -143,7 +124,7 @@ def baseline_of(
     unsharded_budget_bytes: int | None = None,
 ) -> Baseline:
     """Take the baseline of a graph whose markers are tagged, before any pass of the stage."""
-    results = results_of(graph)
+    results = signature.results_of(graph)
     launched = [n for n in graph.nodes if n.target in collectives.LAUNCHES and tags.meta_of(n).calls]
     flow = dataflow.dataflow_of(graph, plan) if launched else Dataflow()
     summands = {i: ops.reduce_markers(result) for i, result in enumerate(results)}
@@ -151,15 +132,15 @@ def baseline_of(
     return Baseline(
         plan=plan,
         kind=kind,
-        inputs=inputs_of(graph),
-        outputs=tuple(type_of(result) for result in results),
+        inputs=signature.inputs_of(graph),
+        outputs=tuple(signature.type_of(result) for result in results),
         promised=expected_reductions(results),
         gradients=gradients,
         had_launches=bool(launched),
         sequence=sequence_of(graph),
         payloads=tuple(payload_of(launch, flow) for launch in launched),
-        reads={n.name: (n.target, tuple(_source_of(a, plan) for a in arguments_of(n))) for n in graph.nodes},
-        slots={n.name: parameter_key_of(n) for n in graph.nodes if ops.is_reduce_grad(n)},
+        reads={n.name: (n.target, tuple(_read_name_of(a, plan) for a in reads_of(n))) for n in graph.nodes},
+        slots={n.name: ops.parameter_key_of(n) for n in graph.nodes if ops.is_reduce_grad(n)},
         num_results=num_results if kind == "forward" else None,
         unsharded_budget_bytes=unsharded_budget_bytes,
     )
@@ -182,12 +163,6 @@ def _behind_casts(node: fx.Node | None, dtype: torch.dtype | None) -> str:
     return f"%{node.name} in {text.dtype_text(dtype)}"
 
 
-def parameter_key_of(marker: fx.Node) -> ParameterKey:
-    """Return the parameter that a marker reads or reduces."""
-    key = ops.key_of(marker)
-    return key.unit, key.shard, ops.slot_of(marker)
-
-
 def find(plan: FramePlan, place: ParameterKey) -> tuple[UnitPlan, ShardPlan, Slot] | None:
     """Return what the plan has at a place, `None` for nothing."""
     unit = plan.units.get(place[0])
@@ -197,15 +172,15 @@ def find(plan: FramePlan, place: ParameterKey) -> tuple[UnitPlan, ShardPlan, Slo
     return unit, shard, shard.slots[place[2]]
 
 
-def arguments_of(node: fx.Node) -> list[fx.Node]:
+def reads_of(node: fx.Node) -> list[fx.Node]:
     """Return the nodes that a node reads, in order; each as often as it is read."""
     found: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), found.append)
     return found
 
 
-def _source_of(node: fx.Node, plan: FramePlan) -> Source:
-    found = find(plan, parameter_key_of(node)) if ops.is_unshard(node) else None
+def _read_name_of(node: fx.Node, plan: FramePlan) -> ReadName:
+    found = find(plan, ops.parameter_key_of(node)) if ops.is_unshard(node) else None
     key = ops.key_of(node) if found is not None else None
     if found is None or key is None:
         return f"%{node.name}", None
@@ -221,16 +196,6 @@ def parameter_keys_of(plan: FramePlan, unit: str, shard: int) -> Iterator[tuple[
     for i, slot in enumerate(plan.units[unit].shards[shard].slots):
         if slot.numel:
             yield slot, (unit, shard, i)
-
-
-def inputs_of(graph: fx.Graph) -> tuple[str, ...]:
-    """Return name and type of every input."""
-    return tuple(f"{node.name}: {type_of(node)}" for node in graph.find_nodes(op="placeholder"))
-
-
-def type_of(value: fx.node.Argument) -> str:
-    """Return the type of a node as the printer writes it; other values as they are."""
-    return (text.type_text(value) or "untyped") if isinstance(value, fx.Node) else str(value)
 
 
 def sequence_of(graph: fx.Graph) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from fxshard import torch_private
-from fxshard.ir import collectives, dataflow, liveness, ops, tags, text
+from fxshard.ir import collectives, dataflow, liveness, ops, signature, tags, text
 from fxshard.ir.plan import qualified
 from fxshard.ir.verify import baseline, slot_layout
 from fxshard.ir.verify.baseline import Subject
@@ -27,9 +27,9 @@ def markers_match_the_plan(subject: Subject) -> Iterator[Violation]:
     for node in subject.graph.nodes:
         if not (ops.is_unshard(node) or ops.is_reduce_grad(node)):
             continue
-        found = baseline.find(subject.baseline.plan, baseline.parameter_key_of(node))
+        found = baseline.find(subject.baseline.plan, ops.parameter_key_of(node))
         if found is None:
-            yield node, f"the plan has no slot {baseline.parameter_key_of(node)}"
+            yield node, f"the plan has no slot {ops.parameter_key_of(node)}"
             continue
         unit, shard, slot = found
         if ops.is_reduce_grad(node):
@@ -46,7 +46,7 @@ def markers_match_the_plan(subject: Subject) -> Iterator[Violation]:
 
 def markers_keep_their_promise(subject: Subject) -> Iterator[Violation]:
     """As many gradients are reduced for each parameter as when the stage began."""
-    last = {baseline.parameter_key_of(node): node for node in subject.graph.nodes if ops.is_reduce_grad(node)}
+    last = {ops.parameter_key_of(node): node for node in subject.graph.nodes if ops.is_reduce_grad(node)}
     found, promised = baseline.expected_reductions(subject.results), subject.baseline.promised
     for place in sorted(found.keys() | promised.keys() | last.keys()):
         if found.get(place, 0) != promised.get(place, 0):
@@ -214,7 +214,7 @@ def parameters_are_their_slots(subject: Subject) -> Iterator[Violation]:
         if not found:
             yield node, f"the plan has no parameter {fqn}"
         elif tags.resident_behind(node) == fqn:
-            continue  # its type is what `inputs.add_parameter` made it
+            continue  # its type is what `graph_edit.add_parameter` made it
         elif not isinstance(value, dataflow.Window | dataflow.Flat):
             yield node, f"{fqn} does not come from what was gathered"
         elif not any(slot_layout.is_slot(value, key, shard, slot, units[key]) for key, shard, slot in found):
@@ -248,18 +248,18 @@ def nothing_is_read_after_reshard(subject: Subject) -> Iterator[Violation]:
 def gradients_reach_their_slots(subject: Subject) -> Iterator[Violation]:
     """The gradient of each parameter is in its slot of its shard's gradient: all of its terms, each once."""
     for output, (unit, shard) in subject.baseline.gradients.items():
-        segments = slot_layout.segments_of(subject.value_of(output))
+        parts = slot_layout.parts_of_gradient(subject.value_of(output))
         node = _result_node(subject, output)
-        if segments is None:
+        if parts is None:
             yield node, f"output {output} is not the reduced gradient of shard {shard} of unit {unit or 'root'!r}"
             continue
         for slot, place in baseline.parameter_keys_of(subject.baseline.plan, unit, shard):
-            row, promised = slot_layout.row_at(segments, slot), subject.baseline.promised.get(place, 0)
+            row, promised = slot_layout.row_at(parts, slot), subject.baseline.promised.get(place, 0)
             if row is not None and not promised:
                 yield node, f"{slot.fqn} has no gradient, but {_name(row.terms[0])} is in its slot"
             elif row is not None:
                 yield from ((node, why) for why in _wrong_terms(subject, qualified(unit, slot.fqn), row, promised))
-            elif promised or not slot_layout.is_zero(segments, slot):
+            elif promised or not slot_layout.is_zero(parts, slot):
                 yield node, f"{slot.fqn} is not in its slot of the reduced gradient"
 
 
@@ -267,9 +267,9 @@ def gradients_are_reduced_once(subject: Subject) -> Iterator[Violation]:
     """Every gradient is sent by one launch, and what a launch reduces is used."""
     placed: Counter[int] = Counter()
     for output, (unit, shard) in subject.baseline.gradients.items():
-        segments = slot_layout.segments_of(subject.value_of(output)) or []
+        parts = slot_layout.parts_of_gradient(subject.value_of(output)) or []
         rows = (
-            slot_layout.row_at(segments, slot)
+            slot_layout.row_at(parts, slot)
             for slot, _ in baseline.parameter_keys_of(subject.baseline.plan, unit, shard)
         )
         placed.update(id(row) for row in rows if row is not None)
@@ -293,12 +293,12 @@ def reductions_match_the_plan(subject: Subject) -> Iterator[Violation]:
                 yield launch, f"its gradients are cut for {value.world_size} ranks"
     for output, (key, shard) in subject.baseline.gradients.items():
         unit, plan = units[key], units[key].shards[shard]
-        segments = slot_layout.segments_of(subject.value_of(output)) or []
-        for _, _, piece in segments:
+        parts = slot_layout.parts_of_gradient(subject.value_of(output)) or []
+        for _, _, piece in parts:
             if isinstance(piece, dataflow.Piece):
                 yield from ((_result_node(subject, output), why) for why in slot_layout.wrong_result(piece, unit, plan))
         for slot, _ in baseline.parameter_keys_of(subject.baseline.plan, key, shard):
-            row, found = slot_layout.row_at(segments, slot), slot_layout.piece_at(segments, slot)
+            row, found = slot_layout.row_at(parts, slot), slot_layout.piece_at(parts, slot)
             reduced_by = found.launch if found is not None else None
             if row is not None and found is not None and reduced_by is not None:
                 wrong = [*slot_layout.wrong_ranks(reduced_by, unit)]
@@ -311,8 +311,8 @@ def reductions_match_the_plan(subject: Subject) -> Iterator[Violation]:
 
 def signature_is_unchanged(subject: Subject) -> Iterator[Violation]:
     """Inputs and outputs are those that AOTAutograd recorded: number, order, shapes, dtypes, and which are None."""
-    inputs = baseline.inputs_of(subject.graph)
-    outputs = tuple(baseline.type_of(result) for result in subject.results)
+    inputs = signature.inputs_of(subject.graph)
+    outputs = tuple(signature.type_of(result) for result in subject.results)
     end = subject.graph.output_node()
     if inputs != subject.baseline.inputs:
         yield end, f"the inputs were {list(subject.baseline.inputs)}, and are {list(inputs)}"
@@ -327,17 +327,17 @@ def compute_reads_what_it_read(subject: Subject) -> Iterator[Violation]:
         node = nodes.get(name)
         if node is None or node.target != target:
             continue
-        for want, argument in zip(expected, baseline.arguments_of(node), strict=False):
-            found = subject.sources_of(argument)
+        for want, argument in zip(expected, baseline.reads_of(node), strict=False):
+            found = subject.read_names_of(argument)
             is_new = len(found) == 1 and argument.name not in subject.baseline.reads
             if want[0].startswith("%") and (want[0][1:] not in nodes or is_new):
                 continue  # what it read was replaced
-            if not any(_is_same(want, source) for source in found):
-                yield node, f"it read {_source(want)}, and reads {_source(found[0])}"
-        if ops.is_reduce_grad(node) and subject.baseline.slots[name] != baseline.parameter_key_of(node):
+            if not any(_is_same(want, name) for name in found):
+                yield node, f"it read {_read(want)}, and reads {_read(found[0])}"
+        if ops.is_reduce_grad(node) and subject.baseline.slots[name] != ops.parameter_key_of(node):
             yield (
                 node,
-                f"it reduced the gradient of {subject.baseline.slots[name]}, now of {baseline.parameter_key_of(node)}",
+                f"it reduced the gradient of {subject.baseline.slots[name]}, now of {ops.parameter_key_of(node)}",
             )
 
 
@@ -359,13 +359,13 @@ def types_agree_with_a_fake_run(subject: Subject) -> Iterator[Violation]:
 # ---- what the rules ask
 
 
-def _is_same(wanted: baseline.Source, found: baseline.Source) -> bool:
-    """Whether two sources agree, as far as the call is known: one rank gathers nothing."""
+def _is_same(wanted: baseline.ReadName, found: baseline.ReadName) -> bool:
+    """Whether two names agree, as far as the call is known: one rank gathers nothing."""
     return wanted[0] == found[0] and (found[1] is None or wanted[1] == found[1])
 
 
-def _source(source: baseline.Source) -> str:
-    return source[0] if source[1] is None else f"{source[0]}, call {source[1]}"
+def _read(name: baseline.ReadName) -> str:
+    return name[0] if name[1] is None else f"{name[0]}, call {name[1]}"
 
 
 def _name(value: object) -> str:

@@ -13,7 +13,7 @@ from fxshard.ir.plan import ShardPlan, Slot, UnitPlan
 from fxshard.ir.strided import View, whole
 from fxshard.torch_private import REDUCES_IN_STORAGE_DTYPE
 
-GradientSpan = tuple[int, int, Piece | Zeros]
+GradientPart = tuple[int, int, Piece | Zeros]
 """First element in a shard's gradient, number of elements, what they are."""
 
 
@@ -50,35 +50,35 @@ def lies_in(slot: Slot, flat: Flat) -> bool:
     return bool(slot.numel) and flat.start <= slot.offset < flat.start + flat.numel
 
 
-def segments_of(value: dataflow.Value | None) -> list[GradientSpan] | None:
+def parts_of_gradient(value: dataflow.Value | None) -> list[GradientPart] | None:
     """Return a shard's gradient, piece by piece; `None` if it is something else."""
     found = dataflow.on_one_rank(value)
-    parts = found.parts if isinstance(found, dataflow.Assembled) else (found,)
-    segments: list[GradientSpan] = []
+    pieces = found.parts if isinstance(found, dataflow.Assembled) else (found,)
+    parts: list[GradientPart] = []
     start = 0
-    for part in parts:
-        if not isinstance(part, Piece | Zeros):
+    for piece in pieces:
+        if not isinstance(piece, Piece | Zeros):
             return None
-        numel = part.numel if isinstance(part, Zeros) else part.view.numel
-        segments.append((start, numel, part))
+        numel = piece.numel if isinstance(piece, Zeros) else piece.view.numel
+        parts.append((start, numel, piece))
         start += numel
-    return segments
+    return parts
 
 
-def row_at(segments: list[GradientSpan], slot: Slot) -> GradientRow | None:
+def row_at(parts: list[GradientPart], slot: Slot) -> GradientRow | None:
     """Return the gradient that lies in `slot`, `None` if no single one does."""
-    found = _found_at(segments, slot)
+    found = _found_at(parts, slot)
     return found[0] if found is not None else None
 
 
-def piece_at(segments: list[GradientSpan], slot: Slot) -> Piece | None:
+def piece_at(parts: list[GradientPart], slot: Slot) -> Piece | None:
     """Return the reduced buffer in which the gradient in `slot` lies."""
-    found = _found_at(segments, slot)
+    found = _found_at(parts, slot)
     return found[1] if found is not None else None
 
 
-def _found_at(segments: list[GradientSpan], slot: Slot) -> tuple[GradientRow, Piece] | None:
-    for start, numel, piece in segments:
+def _found_at(parts: list[GradientPart], slot: Slot) -> tuple[GradientRow, Piece] | None:
+    for start, numel, piece in parts:
         if isinstance(piece, Zeros) or not start <= slot.offset < start + numel or not piece.view.is_contiguous():
             continue
         offset = piece.view.start + slot.offset - start
@@ -90,10 +90,10 @@ def _found_at(segments: list[GradientSpan], slot: Slot) -> tuple[GradientRow, Pi
     return None
 
 
-def is_zero(segments: list[GradientSpan], slot: Slot) -> bool:
+def is_zero(parts: list[GradientPart], slot: Slot) -> bool:
     """Return whether `slot` has no gradient."""
-    overlapping = [part for start, n, part in segments if start < slot.offset + slot.numel and slot.offset < start + n]
-    return bool(overlapping) and all(isinstance(part, Zeros) for part in overlapping)
+    overlapping = [piece for start, n, piece in parts if start < slot.offset + slot.numel and slot.offset < start + n]
+    return bool(overlapping) and all(isinstance(piece, Zeros) for piece in overlapping)
 
 
 def sent_by(launch: fx.Node, found: dataflow.Dataflow) -> list[Concat | None]:

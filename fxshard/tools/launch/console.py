@@ -9,23 +9,15 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from fxshard.errors import MissingExtraError
-
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import ProgressColumn
 
 
 def open_console(*, quiet: bool = False) -> Console:
-    """The terminal that tables go to; `quiet` shows nothing.
+    """The terminal that tables go to; `quiet` shows nothing."""
+    from rich.console import Console
 
-    Raises:
-        MissingExtraError: rich is not installed.
-    """
-    try:
-        from rich.console import Console
-    except ImportError as error:
-        raise MissingExtraError("rich", "dev") from error
     return Console(quiet=quiet)
 
 

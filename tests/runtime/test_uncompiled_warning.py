@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import fxshard
-from fxshard.runtime import uncompiled
+from fxshard.runtime import uncompiled_warning
 from tests.numerics.harness import EAGER, compile_module
 
 WIDTH = 4
@@ -24,7 +24,7 @@ WIDTH = 4
 @pytest.fixture(autouse=True)
 def nothing_said_yet() -> None:
     """Dynamo forgets between tests what it has given up on, and so must we."""
-    uncompiled._told().clear()
+    uncompiled_warning._told().clear()
     torch._dynamo.reset()
 
 
@@ -101,7 +101,7 @@ def train_compiled(model: nn.Module) -> None:
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == uncompiled.__name__]
+    return [record.getMessage() for record in caplog.records if record.name == uncompiled_warning.__name__]
 
 
 def test_names_the_code_its_first_parameter_and_dynamos_reason(
