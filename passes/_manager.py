@@ -39,21 +39,21 @@ def run(
     given = tuple(given)
     check_properties(passes, given)
     properties = set(given)
-    agreed = _agree(gm, ctx, properties)
+    expected = _take_baseline(gm, ctx, properties)
     kept = snapshot(gm.graph) if follows is None else follows.graph
     stage = ctx.history.begin(stage or ctx.kind, kept, "as the stage received it")
     _publish(ctx.history.stages[stage][CAPTURED], "00/00")
     before = len(ctx.history.stages[stage])
     for i, step in enumerate(passes):
         properties |= step.ensures
-        agreed = _run_one(gm, step, ctx, agreed, properties, stage, f"{i + 1:02}/{len(passes):02}")
+        expected = _run_one(gm, step, ctx, expected, properties, stage, f"{i + 1:02}/{len(passes):02}")
     changed = any(record.changed for record in list(ctx.history.stages[stage].values())[before:])
     if changed:
         gm.recompile()
     return changed
 
 
-def _agree(gm: GraphModule, ctx: PassContext, properties: Iterable[Property]) -> baseline.Baseline:
+def _take_baseline(gm: GraphModule, ctx: PassContext, properties: Iterable[Property]) -> baseline.Baseline:
     """Return what the graph must keep from now on."""
     if Property.MARKED in properties:
         tags.tag_markers(gm.graph, ctx.plan)
@@ -85,7 +85,7 @@ def _run_one(
     gm: GraphModule,
     step: GraphPass,
     ctx: PassContext,
-    agreed: baseline.Baseline,
+    expected: baseline.Baseline,
     properties: set[Property],
     stage: str,
     place: str,
@@ -101,10 +101,10 @@ def _run_one(
         except RuntimeError as error:
             raise InvariantError(f"{step} left a malformed {ctx.kind} graph: {error}") from error
     if changed and step.changes_signature:
-        agreed = _agree(gm, ctx, properties)
+        expected = _take_baseline(gm, ctx, properties)
     graph = pins.inlined(gm.graph)
     if ctx.verify and (changed or step.ensures):
-        verifier.verify(graph, agreed, properties, broken_by=str(step), debug=ctx.verify == "debug")
+        verifier.verify(graph, expected, properties, broken_by=str(step), debug=ctx.verify == "debug")
     seconds = time.perf_counter() - start
     ctx.history.add(
         stage,
@@ -118,7 +118,7 @@ def _run_one(
     )
     _log.info("[%s %s] %s  nodes %d -> %d  %.0f ms", stage, place, step, nodes, len(gm.graph.nodes), seconds * 1e3)
     _publish(ctx.history.last(stage), place)
-    return agreed
+    return expected
 
 
 def _publish(record: PassResult, place: str) -> None:

@@ -24,20 +24,22 @@ from fxshard.ir.verify.baseline import Baseline, Subject
 from fxshard.ir.verify.invariants import Violation
 
 
-def verify(graph: fx.Graph, agreed: Baseline, properties: Collection[Property], *, broken_by: str, debug: bool) -> None:
-    """Raise `InvariantError` for the first invariant of `agreed` that does not hold of `graph` after a pass.
+def verify(
+    graph: fx.Graph, expected: Baseline, properties: Collection[Property], *, broken_by: str, debug: bool
+) -> None:
+    """Raise `InvariantError` for the first invariant of `expected` that does not hold of `graph` after a pass.
 
     The message names the pass (`broken_by`), the invariant and the node, and shows the lines around it. `properties`
     are those that the passes so far ensure. With `debug` also the invariants are checked that are too slow for every
     compile.
     """
-    subject = Subject(graph=graph, baseline=agreed, properties=properties)
+    subject = Subject(graph=graph, baseline=expected, properties=properties)
     for invariant in INVARIANTS:
         if not invariant.applies(subject) or (invariant.slow and not debug):
             continue
         for node, why in invariant.check(subject):
             raise InvariantError(
-                f"{broken_by} broke `{invariant.name}` in the {agreed.kind} graph at %{text.name_of(node)}: {why}\n"
+                f"{broken_by} broke `{invariant.name}` in the {expected.kind} graph at %{text.name_of(node)}: {why}\n"
                 f"Rule: {invariant.statement}\n\n{text.window(node)}\n"
             )
 

@@ -1,8 +1,10 @@
-"""What the first step of the deep GPT costs: `python -m tests.tools.bench.first_step auto 32`.
+"""What the first step of a deep model costs: `python -m tests.tools.bench.first_step auto 32 gpt`.
 
 One rank of a fake group of eight, in this process; collectives move nothing. Systems: `off` and `auto` are the option
-`regions`, `fsdp2` is FSDP2 with each block compiled. Inductor's and AOTAutograd's caches of graphs are off; the C++
-kernels come out of their cache where a run before has made them, so run each line twice.
+`regions`, `fsdp2` is FSDP2 with each block compiled. Models: the deep GPT, and a Llama of the same width. Inductor's
+and AOTAutograd's caches of graphs are off, unless a fourth argument says `cached`; the C++ kernels come out of their
+cache where a run before has made them (TORCHINDUCTOR_CACHE_DIR says where), so run each line twice for warm kernels.
+Processor time is that of this process, without the C++ compilers it starts.
 """
 
 from __future__ import annotations
@@ -23,42 +25,57 @@ from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fxshard
-from tests.tools.bench.models import DEEP, GPT, next_token_loss
+from tests.tools.bench.llama import Llama
+from tests.tools.bench.models import DEEP, GPT, LLAMA, next_token_loss
 
 WORLD_SIZE, STEPS, WARM_UP = 8, 31, 5
 
 
-def compiled(system: str, model: GPT) -> nn.Module:
+def built(name: str, num_layers: int) -> tuple[nn.Module, nn.ModuleList]:
+    """Return a model and its blocks."""
+    if name == "llama":
+        llama = Llama(replace(LLAMA, num_layers=num_layers, dim=128, ffn_dim=352, vocab_size=DEEP.vocab_size))
+        return llama, llama.layers
+    gpt = GPT(replace(DEEP, num_layers=num_layers))
+    return gpt, gpt.blocks
+
+
+def compiled(system: str, model: nn.Module, blocks: nn.ModuleList) -> nn.Module:
     """Return the model, sharded and compiled by a system."""
     if system == "fsdp2":
         mesh = init_device_mesh("cpu", (WORLD_SIZE,))
-        for i, block in enumerate(model.blocks):
-            model.blocks[i] = cast(nn.Module, torch.compile(block, fullgraph=True))
-        for part in (*model.blocks, model):
+        for i, block in enumerate(blocks):
+            blocks[i] = cast(nn.Module, torch.compile(block, fullgraph=True))
+        for part in (*blocks, model):
             fsdp2_fully_shard(part, mesh=mesh)
         return model
-    for part in (*model.blocks, model):
+    for part in (*blocks, model):
         fxshard.fully_shard(part)
     return cast(Any, torch.compile)(model, backend="fxshard", options={"regions": system})  # type: ignore[no-any-return]
 
 
-def main(system: str, num_layers: int) -> None:
+def main(system: str, num_layers: int, name: str = "gpt", caches: str = "") -> None:
     """Train some steps and print what they took."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = compiled(system, GPT(replace(DEEP, num_layers=num_layers)))
+    model = compiled(system, *built(name, num_layers))
     tokens = torch.randint(0, DEEP.vocab_size, (DEEP.batch_size, DEEP.seq_len))
-    seconds = []
-    with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
-        for _ in range(STEPS):
+    seconds, begin, on = [], time.perf_counter(), caches == "cached"
+    with inductor_config.patch(fx_graph_cache=on), functorch_config.patch(enable_autograd_cache=on):
+        for i in range(STEPS):
             start = time.process_time()
             next_token_loss(model(tokens), tokens).backward()
             seconds.append(time.process_time() - start)
             model.zero_grad()
+            if i == 0:
+                wall = time.perf_counter() - begin
     step = statistics.median(seconds[WARM_UP:]) * 1e3
-    print(f"{system} {num_layers}: first step {seconds[0]:.1f} s of CPU, later ones {step:.1f} ms")
+    print(
+        f"{system} {num_layers} {name} {caches}: first step {seconds[0]:.1f} s of CPU, {wall:.1f} s of wall time, "
+        f"later ones {step:.1f} ms of CPU"
+    )
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
