@@ -62,7 +62,7 @@ class Options:
             parameters and gradients on streams of their own; "off" overlaps nothing, for debugging; "auto" is "nccl".
         lower: "inductor", or "eager" to run the transformed graphs node by node (no decompositions, bitwise FSDP2).
         regions: "auto" traces and lowers the code of blocks that are alike once, and calls it for each of them; "off"
-            writes out every block.
+            writes out every block, as `cudagraphs` does.
         cudagraphs: record each compiled graph as a CUDA graph and replay it; prefetch over a graph break and `unshard`
             then launch nothing for another graph.
         verify: check every invariant of `ir/verify/verifier.py` after every pass; "debug" also re-runs the graphs on
@@ -86,7 +86,7 @@ class Options:
     streams: str = "auto"
     lower: str = "inductor"
     cudagraphs: bool = False
-    regions: str = "off"
+    regions: str = "auto"
     verify: bool | str = True
     passes: Callable[[Any], Any] | None = dataclasses.field(
         default=None, repr=False

@@ -72,7 +72,7 @@ def default(
     streams: str = "auto",
     lower: str = "inductor",
     cudagraphs: bool = False,
-    regions: str = "off",
+    regions: str = "auto",
 ) -> Pipeline:
     """Return the passes without a change by the user; arguments are options of passes, or of the backend.
 
@@ -82,16 +82,17 @@ def default(
     Raises:
         ConfigError: a value that its pass does not take.
     """
+    outlines = regions == "auto" and not cudagraphs
     hand_off = HandOffPrefetch(guess=prefetch not in (0, "off"), hands_over=streams != "off")
     return Pipeline(
-        dynamo=(OutlineRegions(),) if regions == "auto" else (),  # before AOTAutograd, which then sees each block once
+        dynamo=(OutlineRegions(),) if outlines else (),  # before AOTAutograd, which then sees each block once
         joint=(
             DedupUnshard(),  # first: later passes count on one marker per parameter and call
             ReshardPolicy(),  # before the split: the partitioner reads its tags
             TagParameterViews(),  # last: of what the split then finds
         ),
         split=(
-            *((CallRegions(),) if regions == "auto" else ()),  # first: what a call costs is then in the graph itself
+            *((CallRegions(),) if outlines else ()),  # first: what a call costs is then in the graph itself
             DedupUnshard(),  # again: a graph without backward has seen no joint stage
             InsertCollectives(),  # after the split: each graph gathers where it reads and reduces where it writes
             BucketCollectives(size=bucket),  # before tensors are cut: the cut is for one launch
@@ -101,7 +102,7 @@ def default(
             AssignStreams(mode=streams),  # last: where a wait stands decides what streams may do until there
         ),
         last=(
-            *((FoldCopies(),) if regions == "auto" else ()),  # after the split stage: launches are final
+            *((FoldCopies(),) if outlines else ()),  # after the split stage: launches are final
             PinOrder(),  # after Inductor's own passes: fusion comes next
         )
         if lower == "inductor"

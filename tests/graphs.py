@@ -251,7 +251,7 @@ def trace(
     frames: list[Frame] = []
     original = copy.deepcopy(module)
     if lowering == "eager":
-        pipeline = dataclasses.replace(pipeline, codegen=default(lower="eager").codegen)
+        pipeline = dataclasses.replace(pipeline, last=(), codegen=default(lower="eager").codegen)
     given = inputs or [torch.ones(2, width, dtype=next(module.parameters()).dtype)]
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Frame:

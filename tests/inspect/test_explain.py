@@ -35,7 +35,7 @@ def test_shows_every_stage_and_pass_of_a_training_step(lower: str) -> None:
     pipeline = default(lower=lower)
     last = {"forward_last": names(pipeline.last), "backward_last": names(pipeline.last)} if pipeline.last else {}
     assert passes_of(explanation) == {
-        "dynamo": ["captured"],
+        "dynamo": names(DEFAULT.dynamo),
         "joint": names(DEFAULT.joint),
         "forward": names(DEFAULT.split),
         "backward": names(DEFAULT.split),
@@ -70,7 +70,7 @@ def test_without_gradients_shows_the_inference_graph() -> None:
         explanation = explain(TwoLayers(), X, world_size=2, options=EAGER)
     codegen = names(default(lower="eager").codegen)
     assert passes_of(explanation) == {
-        "dynamo": ["captured"],
+        "dynamo": names(DEFAULT.dynamo),
         "inference": names(DEFAULT.split),
         "inference_codegen": codegen,
     }
