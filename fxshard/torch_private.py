@@ -140,6 +140,12 @@ def writes_in_place(node: fx.Node) -> bool:
 _OPERATORS = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
 _WRITES = frozenset(("setitem", "__setitem__", *(f"i{o}" for o in _OPERATORS), *(f"__i{o}__" for o in _OPERATORS)))
 
+SET_GRAD_ENABLED, EXIT_AUTOCAST = torch._C._set_grad_enabled, torch.amp.autocast_mode._exit_autocast
+"""What Dynamo's graphs call to change torch's state."""
+
+LOG_USAGE = torch._C._log_api_usage_once
+"""What they call without effect."""
+
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 """What Dynamo makes of `torch.utils.checkpoint`: `tag_activation_checkpoint(function, *inputs)`."""
 

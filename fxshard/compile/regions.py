@@ -117,8 +117,8 @@ class _Traced:
         if len(operands) != num_operands or any(not isinstance(r, fx.Node) for r in results):
             return "it takes or gives something that is not a tensor"
         count = len(meta.output_info)
-        if any(not result.meta["val"].is_contiguous() for result in results[:count]):
-            return "a result is not contiguous"
+        if not all(regions.is_dense(result.meta["val"]) for result in results[:count]):
+            return "a result has gaps in memory"
         if backward is None:
             return regions.remember(Region(name=name, forward=forward, num_results=count))
         differentiable = tuple(i for i, info in enumerate(meta.output_info) if info.requires_grad)

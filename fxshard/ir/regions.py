@@ -122,6 +122,24 @@ def results_of(gm: fx.GraphModule) -> list[fx.Node]:
     return list(results)  # type: ignore[arg-type]
 
 
+def is_dense(value: Tensor) -> bool:
+    """Return whether a tensor has each element once and no gaps between them, in any order of its dimensions."""
+    return value.permute(_order_of(value.stride())).is_contiguous()
+
+
+def _order_of(strides: Sequence[int]) -> list[int]:
+    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
+
+
+def _with_strides(value: Tensor, strides: Sequence[int]) -> Tensor:
+    """Return a tensor that lies in memory as the strides of a dense one of its shape say."""
+    if value.stride() == tuple(strides):
+        return value
+    order = _order_of(strides)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return value.permute(order).contiguous().permute(back)
+
+
 def _like_outputs(gm: fx.GraphModule, like: Tensor) -> list[Tensor]:
     """Make tensors with the layouts of the graph's outputs."""
     values = [node.meta["val"] for node in results_of(gm)]
@@ -162,11 +180,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, None]:
     region, count = ctx.region, ctx.num_operands
     known = [
-        torch.zeros(shape, dtype=dtype, device=device) if (grad := grads[i]) is None else grad.contiguous()
+        torch.zeros(shape, dtype=dtype, device=device) if (grad := grads[i]) is None else grad
         for i, (shape, dtype, device) in zip(region.differentiable, ctx.layouts, strict=True)
     ]
-    kept = iter(ctx.saved_tensors)
-    inputs = [known[source.number] if source.kind == "gradient" else next(kept) for source in region.sources]
+    kept, places = iter(ctx.saved_tensors), region.backward.graph.find_nodes(op="placeholder")
+    inputs = [
+        _with_strides(known[source.number], place.meta["val"].stride()) if source.kind == "gradient" else next(kept)
+        for source, place in zip(region.sources, places, strict=True)
+    ]
     made = torch.ops.fxshard.region_backward(inputs, region.name)
     found: list[Tensor | None] = [None] * count
     for index, grad in zip(region.trained, made, strict=True):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import Tensor, fx, nn
 from torch.fx import GraphModule
 
@@ -26,13 +27,14 @@ class Surroundings:
     """What the rest of a graph says of a part of it.
 
     Attributes:
-        decided_by: the first node that gives no tensor: it may begin autocast, or choose a kernel for attention.
+        decided_by: node -> a node before it that has changed torch's state, for what comes until it is changed back: it
+            gives no tensor, and may begin autocast, or choose a kernel for attention.
         matter: the nodes that backward gives a gradient; a region's backward takes one for each differentiable result.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
         calls = [node for node in graph.nodes if node.op in ("call_function", "call_method")]
-        self.decided_by = next((n for n in calls if not _leaves(n.meta.get("example_value"), Tensor)), None)
+        self.decided_by = _deciding(graph)
         self.matter = _leading_to_a_loss(graph)
         self._writes: dict[int, set[fx.Node]] = defaultdict(set)
         for node in filter(torch_private.writes_in_place, calls):
@@ -66,8 +68,8 @@ class Span:
 
     def refused(self, surroundings: Surroundings) -> str:
         """Say why it cannot be a region, as far as one can tell by looking at it; empty if it can."""
-        if surroundings.decided_by is not None and surroundings.decided_by < self.nodes[0]:
-            return f"it stands behind %{surroundings.decided_by.name}, which may decide what it computes"
+        if (deciding := surroundings.decided_by.get(self.nodes[0])) is not None:
+            return f"it stands behind %{deciding.name}, which may decide what it computes"
         for node in (*self.reads, *self.code):
             if node.op == "get_attr" or isinstance(node.target, torch_private.HigherOrderOperator):
                 return "it calls a subgraph"
@@ -251,6 +253,27 @@ def _plain_spans(graph: fx.Graph) -> Iterator[Span]:
                 yield Span(current[1], nodes)
             current, nodes = call, []
         nodes.append(node)
+
+
+def _deciding(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Map node -> the first of the changes of torch's state that are in force there, if any is."""
+    found: dict[fx.Node, fx.Node] = {}
+    in_force: dict[object, fx.Node] = {}
+    for node in graph.nodes:
+        if in_force:
+            found[node] = next(iter(in_force.values()))
+        is_call = node.op in ("call_function", "call_method") and node.target is not torch_private.LOG_USAGE
+        if not is_call or _leaves(node.meta.get("example_value"), Tensor):
+            continue
+        if node.target is torch_private.EXIT_AUTOCAST:
+            in_force.pop(node.args[0], None)
+        elif node.target is not torch_private.SET_GRAD_ENABLED:
+            in_force[node] = node
+        elif node.args[0] == torch.is_grad_enabled():  # as where the graph begins
+            in_force.pop(torch_private.SET_GRAD_ENABLED, None)
+        else:
+            in_force.setdefault(torch_private.SET_GRAD_ENABLED, node)
+    return found
 
 
 def _leading_to_a_loss(graph: fx.Graph) -> set[fx.Node]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +23,9 @@ from tests import graphs
 from tests.graphs import Layers, Residual, ResidualLayers, assert_changes_nothing, assert_golden, layers_of
 
 
-def outlined(module: nn.Module, width: int = 4) -> PassResult:
+def outlined(module: nn.Module, **kwargs: Any) -> PassResult:
     """Dynamo's graph of a model with layers, after the pass."""
-    traced = graphs.trace(module, units=layers_of, pipeline=default(lower="eager", regions="auto"), width=width)
+    traced = graphs.trace(module, units=layers_of, pipeline=default(lower="eager"), **kwargs)
     return traced.history.stages["dynamo"]["outline_regions"]
 
 
@@ -149,6 +150,31 @@ def test_leaves_what_stands_inside_of_a_context_alone(context: Callable[[], Abst
     result = outlined(Within(context))
     assert not result.changed
     assert "which may decide what it computes" in result.declined[-1].why
+
+
+class After(ResidualLayers):
+    """Runs its layers behind a context that has ended."""
+
+    def __init__(self, context: Callable[[], AbstractContextManager[None]]) -> None:
+        super().__init__()
+        self.context = context
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.context():
+            factor = torch.cos(x).mean()
+        return super().forward(x) * factor
+
+
+@pytest.mark.parametrize(
+    "context",
+    [torch.no_grad, torch.enable_grad, partial(torch.autocast, "cpu", torch.bfloat16)],
+    ids=["no_grad", "enable_grad", "autocast"],
+)
+@pytest.mark.parametrize("train", [True, False])
+def test_a_context_that_has_ended_decides_nothing(
+    context: Callable[[], AbstractContextManager[None]], train: bool
+) -> None:
+    assert outlined(After(context), train=train).changed
 
 
 class WritesToResults(ResidualLayers):
