@@ -83,6 +83,7 @@ def default(
         ConfigError: a value that its pass does not take.
     """
     outlines = regions == "auto" and not cudagraphs
+    folding = (FoldCopies(),) if outlines else ()  # once launches are final
     hand_off = HandOffPrefetch(guess=prefetch not in (0, "off"), hands_over=streams != "off")
     return Pipeline(
         dynamo=(OutlineRegions(),) if outlines else (),  # before AOTAutograd, which then sees each block once
@@ -101,12 +102,7 @@ def default(
             HoistPrefetch(depth=0 if prefetch == "off" else prefetch),  # type: ignore[arg-type]  # the pass checks it
             AssignStreams(mode=streams),  # last: where a wait stands decides what streams may do until there
         ),
-        last=(
-            *((FoldCopies(),) if outlines else ()),  # after the split stage: launches are final
-            PinOrder(),  # after Inductor's own passes: fusion comes next
-        )
-        if lower == "inductor"
-        else (),
+        last=(*folding, PinOrder()) if lower == "inductor" else (),  # after Inductor's own passes: fusion comes next
         codegen=(
             *(() if cudagraphs else (hand_off,)),
             LowerStreams(),  # after it: what is handed over knows its stream
