@@ -228,7 +228,8 @@ class Checkpointed(ResidualLayers):
 
 
 def test_calls_layers_under_activation_checkpointing() -> None:
-    assert_golden(str(outlined(Checkpointed())), "outline_regions_checkpointed")
+    text = str(outlined(Checkpointed())).replace("_dict_fxshard", "_fxshard")  # which torch 2.11 leaves out
+    assert_golden(text, "outline_regions_checkpointed")
 
 
 def test_computes_again_inside_of_the_region_what_checkpointing_does_not_keep() -> None:
