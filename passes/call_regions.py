@@ -28,21 +28,20 @@ class CallRegions(GraphPass):
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
         """Edit `gm.graph` in place; return whether anything changed."""
-        calls = [node for node in gm.graph.nodes if regions.is_call(node)]
+        calls, added = [node for node in gm.graph.nodes if regions.is_call(node)], dict[GraphModule, str]()
         for call in calls:
-            region = regions.region_of(call)
-            is_forward = call.target is ops.REGION
-            code = region.forward if is_forward else region.backward
+            region, kind = regions.region_of(call), "forward" if call.target is ops.REGION else "backward"
+            code = region.forward if kind == "forward" else region.backward
             assert code is not None
-            name = f"{region.label}_{'forward' if is_forward else 'backward'}"
             operands = list(call.args[0])
-            if [_layout(node) for node in operands] == [
-                _layout(node) for node in code.graph.find_nodes(op="placeholder")
-            ]:
-                _call(gm, call, name, code, operands)
-            else:
-                ctx.note(call, f"put in line: it reads other strides than {name} was traced with")
+            places = code.graph.find_nodes(op="placeholder")
+            if list(map(_layout, operands)) != list(map(_layout, places)):
+                ctx.note(call, f"put in line: it reads other strides than {region.label}_{kind} was traced with")
                 _put_in_line(call, code, operands)
+                continue
+            if code not in added:
+                added[code] = regions.add_code(gm, f"{region.label}_{kind}", regions.copied(code))
+            _call(call, added[code], operands)
         return bool(calls)
 
 
@@ -51,11 +50,9 @@ def _layout(node: fx.Node) -> tuple[object, ...]:
     return tuple(value.shape), tuple(value.stride()), value.dtype
 
 
-def _call(gm: GraphModule, call: fx.Node, name: str, code: GraphModule, operands: list[fx.Node]) -> None:
-    if not hasattr(gm, name):
-        gm.add_submodule(name, regions.copied(code))
-    with gm.graph.inserting_before(call):
-        subgraph = gm.graph.get_attr(name)
+def _call(call: fx.Node, name: str, operands: list[fx.Node]) -> None:
+    with call.graph.inserting_before(call):
+        subgraph = call.graph.get_attr(name)
     call.target, call.args = regions.INVOKE, (subgraph, name, *operands)
     call.meta.pop("eager_input_vals", None)  # the strides to keep are those of the present operands
 

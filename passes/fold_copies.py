@@ -57,8 +57,7 @@ class FoldCopies(GraphPass):
             if len(calls) < 2:
                 ctx.decline(calls[0].node, "its copies are like those of no other call, and stay outside")
                 continue
-            name = _free(gm, f"{calls[0].node.args[1]}_with_copies")
-            gm.add_submodule(name, calls[0].code())
+            name = regions.add_code(gm, f"{calls[0].node.args[1]}_with_copies", calls[0].code())
             for call in calls:
                 call.replace_by(name)
             changed = True
@@ -133,7 +132,7 @@ class _FoldedCall:
         for node in self.before:
             if fqn := tags.meta_of(node).param:
                 graph_edit.rename(env[node], self._in_unit(fqn).replace(".", "_"), taken)
-        return regions.marked(GraphModule(old, graph))
+        return GraphModule(old, graph)
 
     def _in_unit(self, fqn: str) -> str:
         """Return the name of a parameter in its unit, which is the same in all calls."""
@@ -235,11 +234,3 @@ def _copied(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.N
 def _layout(node: fx.Node) -> tuple[object, ...]:
     value = node.meta["val"]
     return tuple(value.shape), tuple(value.stride()), value.dtype, str(value.device)
-
-
-def _free(gm: GraphModule, name: str) -> str:
-    candidate, number = name, 1
-    while hasattr(gm, candidate):
-        number += 1
-        candidate = f"{name}_{number}"
-    return candidate

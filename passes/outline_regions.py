@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import GraphModule
 
-from fxshard.ir import ops, tags
+from fxshard.ir import ops, tags, text
 from fxshard.ir.spans import Span, Surroundings, spans_of
 from fxshard.passes._base import GraphPass, PassContext, Property
 
@@ -19,8 +19,8 @@ class OutlineRegions(GraphPass):
 
     Before   %w = unshard(%shard_0)   %x = linear(%input, %w)   %y = relu(%x)
              %v = unshard(%shard_1)   %z = linear(%y, %v)       %u = relu(%z)     return %u
-    After    %w = unshard(%shard_0)   %y = region([%input, %w], 'Block')[0]
-             %v = unshard(%shard_1)   %u = region([%y, %v], 'Block')[0]      return %u
+    After    %w = unshard(%shard_0)   %y = region([%input, %w], 'Block', 0)[0]
+             %v = unshard(%shard_1)   %u = region([%y, %v], 'Block', 1)[0]      return %u
 
     The code of a unit is a span of nodes that Dynamo traced inside of one call of its module; markers move before it.
     So is a block under activation checkpointing, whose markers come out of the checkpointed function: what it computes
@@ -48,19 +48,19 @@ class OutlineRegions(GraphPass):
                 ctx.decline(span.nodes[0], why)
             else:
                 groups[span.module, *span.text(), *span.identities()].append(span)
-        changed, names = False, Counter[str]()
+        num_calls, names = 0, set[str]()
         for spans in groups.values():
             if len(spans) < 2:
                 continue
-            names[spans[0].module] += 1
-            number = "" if names[spans[0].module] == 1 else f"_{names[spans[0].module]}"
+            name = text.free_name(spans[0].module, names)
+            names.add(name)
             code, parameters = spans[0].copied(), [ops.is_unshard(node) for node in spans[0].reads]
-            region = ctx.trace_region(f"{spans[0].module}{number}", repr(spans[0].text()), code, parameters)
+            region = ctx.trace_region(name, repr(spans[0].text()), code, parameters)
             if isinstance(region, str):
                 ctx.decline(spans[0].nodes[0], f"its code occurs {len(spans)} times, but {region}")
                 continue
             for span in spans:
-                span.call(region)
-            changed = True
+                span.call(region, num_calls)
+                num_calls += 1
         tags.tag_markers(gm.graph, ctx.plan)  # some came out of functions
-        return changed
+        return num_calls > 0

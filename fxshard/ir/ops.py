@@ -17,8 +17,8 @@ The other ops:
   a copy.
 - `fxshard::copy(source)` is a contiguous copy in memory of its own: Inductor drops `clone` where a wait hides that the
   source is the caller's.
-- `fxshard::region(operands, name)` and `fxshard::region_backward` call code that a repeated module shares; they are
-  gone before there is code: [Note: regions].
+- `fxshard::region(operands, name, call)` and `fxshard::region_backward` call code that a repeated module shares; they
+  are gone before there is code: [Note: regions].
 - `fxshard::prefetched_all_gather` takes an all_gather that was launched ahead, or launches it: [Note: prefetch across
   graphs].
 - `fxshard::all_gather_on_stream` and `fxshard::reduce_scatter_on_stream` cast and send, `fxshard::copy_out` waits for a
@@ -95,8 +95,9 @@ LIBRARY.define(
 LIBRARY.define("copy_out(Tensor gathered, int[] size, int[] stride, int start, str stream) -> Tensor")
 LIBRARY.define("addmm_acc(Tensor(a!) acc, Tensor left, Tensor right) -> ()")
 LIBRARY.define("copy(Tensor source) -> Tensor")
-LIBRARY.define("region(Tensor[] operands, str name) -> Tensor[]")
-LIBRARY.define("region_backward(Tensor[] inputs, str name) -> Tensor[]")
+_DRAWS = (torch.Tag.nondeterministic_seeded,)  # a region may: so the partitioner computes none again
+LIBRARY.define("region(Tensor[] operands, str name, int call) -> Tensor[]", tags=_DRAWS)
+LIBRARY.define("region_backward(Tensor[] inputs, str name, int call) -> Tensor[]", tags=_DRAWS)
 
 PARAMETER = torch.ops.fxshard.parameter.default
 UNSHARD = torch.ops.fxshard.unshard.default

@@ -3,7 +3,8 @@
 [Note: regions]
 A transformer has the same block many times. Tracing, splitting and lowering each of them costs a second apiece, and all
 come out alike. `passes/outline_regions.py` finds them in Dynamo's graph and puts a call in the place of each:
-`fxshard::region(operands, name)`. Parameters are operands, so the markers stay outside, and what gathers, reduces and
+`fxshard::region(operands, name, call)`. `call` is a number, for torch makes one of calls that are the same, and a
+region may draw random numbers. Parameters are operands, so the markers stay outside, and what gathers, reduces and
 schedules sees units as before, in a graph with a few nodes per block. AOTAutograd traces a region by itself and once;
 in the whole model's graph each of its calls is one node, and `fxshard::region_backward` one node of backward.
 `passes/call_regions.py` replaces both by `invoke_subgraph`, torch's op for a subgraph, which Inductor lowers once.
@@ -70,19 +71,25 @@ class Region:
         return self.name.partition(":")[0]
 
 
-_KNOWN: weakref.WeakValueDictionary[str, Region] = weakref.WeakValueDictionary()  # equal names, equal code
+_KNOWN: dict[str, list[weakref.ref[Region]]] = {}  # equal names, equal code
 
 
 def remember(region: Region) -> Region:
     """Let the ops find a region by its name, for as long as somebody keeps it."""
-    _KNOWN[region.name] = region
+    alive = [reference for reference in _KNOWN.get(region.name, ()) if reference() is not None]
+    _KNOWN[region.name] = [*alive, weakref.ref(region)]
     return region
+
+
+def _known(name: str) -> Region:
+    """Return the newest region of a name."""
+    return next(region for reference in reversed(_KNOWN[name]) if (region := reference()) is not None)
 
 
 def region_of(call: fx.Node) -> Region:
     """Return the region that a node calls, forward or backward."""
     assert isinstance(call.args[1], str)
-    return _KNOWN[call.args[1]]
+    return _known(call.args[1])
 
 
 def is_call(node: fx.Node) -> bool:
@@ -90,15 +97,20 @@ def is_call(node: fx.Node) -> bool:
     return node.target in (ops.REGION, ops.REGION_BACKWARD)
 
 
-def marked(code: fx.GraphModule) -> fx.GraphModule:
-    """Mark a graph as a region's; return it."""
-    code.meta["fxshard_region"] = True
-    return code
-
-
 def copied(code: fx.GraphModule) -> fx.GraphModule:
     """Copy a graph of a region, for one compilation to lower, which edits it."""
-    return marked(fx.GraphModule(code, snapshot(code.graph)))
+    return fx.GraphModule(code, snapshot(code.graph))
+
+
+def add_code(gm: fx.GraphModule, name: str, code: fx.GraphModule) -> str:
+    """Add a region's graph to a module, under a name that nothing there has; return it."""
+    candidate, number = name, 1
+    while hasattr(gm, candidate):
+        number += 1
+        candidate = f"{name}_{number}"
+    code.meta["fxshard_region"] = True
+    gm.add_submodule(candidate, code)
+    return candidate
 
 
 def is_of_region(gm: fx.GraphModule) -> bool:
@@ -146,29 +158,29 @@ def _like_outputs(gm: fx.GraphModule, like: Tensor) -> list[Tensor]:
     return [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
 
 
-def _run_forward(operands: Sequence[Tensor], name: str) -> list[Tensor]:
-    return list(_KNOWN[name].forward(*operands))
+def _run_forward(operands: Sequence[Tensor], name: str, call: int) -> list[Tensor]:
+    return list(_known(name).forward(*operands))
 
 
-def _run_backward(inputs: Sequence[Tensor], name: str) -> list[Tensor]:
-    backward = _KNOWN[name].backward
+def _run_backward(inputs: Sequence[Tensor], name: str, call: int) -> list[Tensor]:
+    backward = _known(name).backward
     assert backward is not None
     return list(backward(*inputs))
 
 
-def _fake_forward(operands: Sequence[Tensor], name: str) -> list[Tensor]:
-    return _like_outputs(_KNOWN[name].forward, operands[0])
+def _fake_forward(operands: Sequence[Tensor], name: str, call: int) -> list[Tensor]:
+    return _like_outputs(_known(name).forward, operands[0])
 
 
-def _fake_backward(inputs: Sequence[Tensor], name: str) -> list[Tensor]:
-    backward = _KNOWN[name].backward
+def _fake_backward(inputs: Sequence[Tensor], name: str, call: int) -> list[Tensor]:
+    backward = _known(name).backward
     assert backward is not None
     return _like_outputs(backward, inputs[0])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    operands, name = inputs
-    ctx.region, ctx.num_operands = _KNOWN[name], len(operands)
+    operands, name, ctx.call = inputs
+    ctx.region, ctx.num_operands = _known(name), len(operands)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*(x for i, x in enumerate(output) if i not in ctx.region.differentiable))
     values = {"operand": operands, "result": output, "saved": output[ctx.region.num_results :]}
@@ -177,7 +189,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     ctx.save_for_backward(*(values[source.kind][source.number] for source in kept))
 
 
-def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, None]:
+def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, None, None]:
     region, count = ctx.region, ctx.num_operands
     known = [
         torch.zeros(shape, dtype=dtype, device=device) if (grad := grads[i]) is None else grad
@@ -188,11 +200,11 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, None]:
         _with_strides(known[source.number], place.meta["val"].stride()) if source.kind == "gradient" else next(kept)
         for source, place in zip(region.sources, places, strict=True)
     ]
-    made = torch.ops.fxshard.region_backward(inputs, region.name)
+    made = torch.ops.fxshard.region_backward(inputs, region.name, ctx.call)
     found: list[Tensor | None] = [None] * count
     for index, grad in zip(region.trained, made, strict=True):
         found[index] = grad
-    return found, None
+    return found, None, None
 
 
 ops.LIBRARY.impl("region", _run_forward, "CompositeExplicitAutograd")

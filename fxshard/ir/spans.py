@@ -120,15 +120,15 @@ class Span:
                 self.nodes[0].prepend(node)
         return self.reads
 
-    def call(self, region: Region) -> None:
-        """Replace it by a call."""
+    def call(self, region: Region, number: int) -> None:
+        """Replace it by a call, numbered among those of the graph."""
         first, graph = self.nodes[0], self.nodes[0].graph
         operands, results = self.operands(), self.results
         stack: dict[str, Any] = {
             key: first.meta[key] for key in ("nn_module_stack", "stack_trace") if key in first.meta
         }
         with graph.inserting_after(self.nodes[-1]):
-            call = graph.call_function(ops.REGION, (operands, region.name))
+            call = graph.call_function(ops.REGION, (operands, region.name, number))
         call.meta = {**stack, "example_value": [node.meta["example_value"] for node in results]}
         inside, after = set(self.nodes), call
         for i, result in enumerate(results):

@@ -161,7 +161,7 @@ def _call(node: fx.Node, names: Names) -> str:
     named = (f"{key}={_arg(value, names)}" for key, value in node.kwargs.items() if key not in _NOT_PRINTED)
     args = node.args
     if node.target in (ops.REGION, ops.REGION_BACKWARD):  # its name ends with a digest, which machines do not share
-        args = (args[0], str(args[1]).partition(":")[0])
+        args = (args[0], str(args[1]).partition(":")[0], *args[2:])
     return f"{target}({', '.join([*(_arg(a, names) for a in args), *named])})"
 
 

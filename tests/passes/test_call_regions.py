@@ -38,7 +38,7 @@ def calling(region: Region, operand: Tensor) -> fx.GraphModule:
     graph = fx.Graph()
     x = graph.placeholder("x")
     x.meta["val"] = operand
-    call = graph.call_function(ops.REGION, ([x], region.name))
+    call = graph.call_function(ops.REGION, ([x], region.name, 0))
     call.meta["val"] = [result.meta["val"] for result in regions.results_of(region.forward)]
     first = graph.call_function(operator.getitem, (call, 0))
     first.meta["val"] = call.meta["val"][0]

@@ -21,6 +21,7 @@ from fxshard.passes.outline_regions import OutlineRegions
 from fxshard.passes.pipeline import default
 from tests import graphs
 from tests.graphs import Layers, Residual, ResidualLayers, assert_changes_nothing, assert_golden, layers_of
+from tests.steps import assert_same_step, reference_step, step
 
 
 def outlined(module: nn.Module, **kwargs: Any) -> PassResult:
@@ -77,12 +78,12 @@ def test_calls_code_that_occurs_twice() -> None:
 # layers.1
 %parameter_2: f32[4, 4] = fxshard.unshard(%shard_layers_1, 'layers.1#0@0', 0, [4, 4], f32)  # param=layers.1.weight
 %parameter_3: f32[4] = fxshard.unshard(%shard_layers_1, 'layers.1#0@0', 1, [4], f32)  # param=layers.1.bias
-%region_default: (f32[2, 4]) = fxshard.region([%x, %parameter_2, %parameter_3], 'Residual')
+%region_default: (f32[2, 4]) = fxshard.region([%x, %parameter_2, %parameter_3], 'Residual', 0)
 %getitem: f32[2, 4] = getitem(%region_default, 0)
 # layers.2
 %parameter_4: f32[4, 4] = fxshard.unshard(%shard_layers_2, 'layers.2#0@0', 0, [4, 4], f32)  # param=layers.2.weight
 %parameter_5: f32[4] = fxshard.unshard(%shard_layers_2, 'layers.2#0@0', 1, [4], f32)  # param=layers.2.bias
-%region_default_1: (f32[2, 4]) = fxshard.region([%getitem, %parameter_4, %parameter_5], 'Residual')
+%region_default_1: (f32[2, 4]) = fxshard.region([%getitem, %parameter_4, %parameter_5], 'Residual', 1)
 %getitem_1: f32[2, 4] = getitem(%region_default_1, 0)
 return %getitem_1""",
     )
@@ -175,6 +176,54 @@ def test_a_context_that_has_ended_decides_nothing(
     context: Callable[[], AbstractContextManager[None]], train: bool
 ) -> None:
     assert outlined(After(context), train=train).changed
+
+
+class DrawsTwice(nn.Module):
+    """Adds noise of two draws to the same values, in code of its own that reads no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def noisy(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(nn.functional.gelu(x) * 1.5 + 0.1, 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.layers
+        x = first(x)
+        left: Tensor = second(self.noisy(x))
+        return left - second(self.noisy(x))
+
+
+def test_calls_that_draw_random_numbers_are_never_one() -> None:
+    inner = DrawsTwice()
+    model = nn.Sequential(inner)
+    traced = graphs.trace(model, units=lambda _: [*inner.layers, inner, model], pipeline=default(lower="eager"))
+    assert len(calls(traced.history.stages["dynamo"]["outline_regions"])) == 2
+    assert len(calls(traced.history.stages["forward"]["captured"])) == 2
+
+
+class Scaled(Residual):
+    """Its code depends on a number."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.factor
+
+
+class Scaled_1(Residual):  # as the second region of the other class would be called
+    """Has a name that a number makes of another."""
+
+
+def test_no_two_regions_have_one_name() -> None:
+    model = layers(Residual(), Scaled(2.0), Scaled(2.0), Scaled(3.0), Scaled(3.0), Scaled_1(), Scaled_1())
+    traced = graphs.trace(model, units=layers_of, pipeline=default(lower="eager"))
+    names = {name.partition(":")[0] for name in calls(traced.history.stages["dynamo"]["outline_regions"])}
+    assert names == {"Scaled", "Scaled_1", "Scaled_1_1"}
+    assert_same_step(step(traced), reference_step(traced))
 
 
 class WritesToResults(ResidualLayers):
