@@ -191,8 +191,9 @@ class DrawsTwice(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         first, second = self.layers
         x = first(x)
-        left: Tensor = second(self.noisy(x))
-        return left - second(self.noisy(x))
+        left, right = second(self.noisy(x)), second(self.noisy(x))
+        result: Tensor = left - right
+        return result
 
 
 def test_calls_that_draw_random_numbers_are_never_one() -> None:
