@@ -171,10 +171,9 @@ def _copies_out(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """Map a call -> the nodes between waits and it that nothing else reads, in order."""
     moves: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.target in ops.MOVEMENT and not _is_elsewhere(node):
-            (source,) = node.all_input_nodes
-            if source in moves or (collectives.is_wait(source) and tags.units_of(source)):
-                moves.add(node)
+        sources = node.all_input_nodes if node.target in ops.MOVEMENT and not _is_elsewhere(node) else []
+        if len(sources) == 1 and (sources[0] in moves or _is_gathered(sources[0])):  # a symbolic size is one, too
+            moves.add(node)
     owner: dict[fx.Node, fx.Node] = {}
     found: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in reversed(graph.nodes):
@@ -216,6 +215,10 @@ def _made(buffer: fx.Node, launch: fx.Node) -> set[fx.Node]:
             todo += node.all_input_nodes
     readers = {user for node in made for user in node.users} - made
     return made if readers == {launch} else set()
+
+
+def _is_gathered(node: fx.Node) -> bool:
+    return collectives.is_wait(node) and bool(tags.units_of(node))
 
 
 def _is_elsewhere(node: fx.Node) -> bool:

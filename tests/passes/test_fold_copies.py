@@ -82,6 +82,16 @@ def test_leaves_copies_on_a_side_stream_alone() -> None:
     assert not FoldCopies().apply(gm, ctx)
 
 
+def test_leaves_a_copy_of_a_symbolic_size_alone() -> None:
+    gm, ctx = graphs.regions().at("forward", after=InsertCollectives)
+    (wait, *_) = [node for node in gm.graph.nodes if collectives.is_wait(node)]
+    with gm.graph.inserting_after(wait):
+        size = gm.graph.call_function(ops.aten.sym_size.int, (wait, 0))
+    with gm.graph.inserting_after(size):
+        gm.graph.call_function(ops.aten.view.default, (wait, [size]))
+    assert FoldCopies().apply(gm, ctx)  # of the other units
+
+
 def test_a_call_that_is_like_no_other_keeps_its_copies() -> None:
     gm, ctx = graphs.regions().at("forward", after=InsertCollectives)
     _, second = gm.graph.find_nodes(op="call_function", target=regions.INVOKE)
