@@ -128,6 +128,12 @@ def code_of(node: fx.Node) -> fx.GraphModule | None:
     return owner.get_submodule(str(subgraph.target))  # type: ignore[return-value]
 
 
+def run(code: fx.GraphModule, name: str, *operands: Tensor) -> Sequence[Tensor]:
+    """Do what `INVOKE` does, which no dispatch mode lets through (FlopCounterMode, a tracker of memory)."""
+    results: Sequence[Tensor] = code(*operands)
+    return results
+
+
 def results_of(gm: fx.GraphModule) -> list[fx.Node]:
     """Return the outputs of a region's graph."""
     (results,) = gm.graph.output_node().args
