@@ -129,7 +129,7 @@ def code_of(node: fx.Node) -> fx.GraphModule | None:
 
 
 def run(code: fx.GraphModule, name: str, *operands: Tensor) -> Sequence[Tensor]:
-    """Do what `INVOKE` does, which no dispatch mode lets through (FlopCounterMode, a tracker of memory)."""
+    """Do what `INVOKE` does, which most dispatch modes refuse (a tracker of memory)."""
     results: Sequence[Tensor] = code(*operands)
     return results
 
