@@ -20,11 +20,14 @@ class CallRegions(GraphPass):
     Before   %y = region([%x, %w], 'Block')
     After    %y = invoke_subgraph(Block_forward, 'Block_forward', %x, %w)
 
+    Graphs that are interpreted call the subgraph by a plain function, which every dispatch mode lets through.
     A call that reads a tensor with other strides than the region was traced with becomes the region's own nodes.
 
     Numerics: unchanged. Memory: unchanged. No-op: a graph without regions.
     Source: torch/_higher_order_ops/invoke_subgraph.py; Inductor's lowering of it (torch/_inductor/ir.py).
     """
+
+    interpreted: bool = False
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
         """Edit `gm.graph` in place; return whether anything changed."""
@@ -41,20 +44,20 @@ class CallRegions(GraphPass):
                 continue
             if code not in added:
                 added[code] = regions.add_code(gm, f"{region.label}_{kind}", regions.copied(code))
-            _call(call, added[code], operands)
+            self._call(call, added[code], operands)
         return bool(calls)
+
+    def _call(self, call: fx.Node, name: str, operands: list[fx.Node]) -> None:
+        with call.graph.inserting_before(call):
+            subgraph = call.graph.get_attr(name)
+        call.target = regions.interpret if self.interpreted else regions.INVOKE
+        call.args = (subgraph, name, *operands)
+        call.meta.pop("eager_input_vals", None)  # the strides to keep are those of the present operands
 
 
 def _layout(node: fx.Node) -> tuple[object, ...]:
     value = node.meta["val"]
     return tuple(value.shape), tuple(value.stride()), value.dtype
-
-
-def _call(call: fx.Node, name: str, operands: list[fx.Node]) -> None:
-    with call.graph.inserting_before(call):
-        subgraph = call.graph.get_attr(name)
-    call.target, call.args = regions.INVOKE, (subgraph, name, *operands)
-    call.meta.pop("eager_input_vals", None)  # the strides to keep are those of the present operands
 
 
 def _put_in_line(call: fx.Node, code: GraphModule, operands: list[fx.Node]) -> None:

@@ -38,7 +38,7 @@ class CopyBiases(GraphPass):
         mode = torch_private.fake_mode_of(gm.graph)
         if not self.needed or mode is None:
             return False
-        called = {code for node in gm.graph.nodes if (code := regions.code_of(node)) is not None}
+        called = regions.codes_in(gm.graph)
         copied = [node for graph in (gm.graph, *(code.graph for code in called)) for node in _copied(graph, mode)]
         for code in called:
             code.recompile()

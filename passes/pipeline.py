@@ -83,6 +83,7 @@ def default(
         ConfigError: a value that its pass does not take.
     """
     outlines = regions == "auto" and not cudagraphs
+    calling = (CallRegions(interpreted=lower == "eager"),) if outlines else ()
     folding = (FoldCopies(),) if outlines else ()  # once launches are final
     hand_off = HandOffPrefetch(guess=prefetch not in (0, "off"), hands_over=streams != "off")
     return Pipeline(
@@ -93,7 +94,7 @@ def default(
             TagParameterViews(),  # last: of what the split then finds
         ),
         split=(
-            *((CallRegions(),) if outlines else ()),  # first: what a call costs is then in the graph itself
+            *calling,  # first: what a call costs is then in the graph itself
             DedupUnshard(),  # again: a graph without backward has seen no joint stage
             InsertCollectives(),  # after the split: each graph gathers where it reads and reduces where it writes
             BucketCollectives(size=bucket),  # before tensors are cut: the cut is for one launch

@@ -375,7 +375,7 @@ def gpt(**kwargs: Any) -> Traced:
 @traced_once
 def regions(**kwargs: Any) -> Traced:
     """Three residual layers, of which the second and the third call one region."""
-    return trace(ResidualLayers(), units=layers_of, pipeline=default(lower="eager", regions="auto"), **kwargs)
+    return trace(ResidualLayers(), units=layers_of, pipeline=default(), **kwargs)
 
 
 EVERY_UNIT = (

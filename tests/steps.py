@@ -10,7 +10,7 @@ import copy
 import dataclasses
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -110,12 +110,8 @@ def _reduce(inputs: list[Tensor], dtype: torch.dtype, op: str, size: int, group:
     return collectives.reduce_scatter([tensor.to(dtype) for tensor in inputs], op, size, group)
 
 
-def _call(code: fx.GraphModule, name: str, *operands: Tensor) -> Sequence[Tensor]:
-    return cast(Sequence[Tensor], code(*operands))
-
-
 _OF_ALL_RANKS = {
-    regions.INVOKE: _call,
+    regions.INVOKE: regions.interpret,
     ops.COPY_OUT: _copy_out,
     ops.PREFETCHED_ALL_GATHER: _prefetched,
     ops.ALL_GATHER_ON_STREAM: _gather,

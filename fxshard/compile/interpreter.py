@@ -12,7 +12,6 @@ from torch.fx.graph import _BoxedCodeGen
 
 from fxshard.compile.cache import CodeOwner
 from fxshard.compile.stages import Stages
-from fxshard.ir import regions
 from fxshard.passes._base import GraphKind
 
 
@@ -49,8 +48,6 @@ def interpret_plain(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., 
 
 def boxed(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """Return the graph's own function, which frees each input after its last use, as Inductor's code does."""
-    for call in gm.graph.find_nodes(op="call_function", target=regions.INVOKE):
-        call.target = regions.run
     gm.graph.set_codegen(_BoxedCodeGen())
     gm.recompile()
     run = functools.partial(gm.forward)

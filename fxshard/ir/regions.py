@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from fxshard.ir import ops
+from fxshard.ir import ops, text
 from fxshard.ir.history import snapshot
 
 INVOKE = torch.ops.higher_order.invoke_subgraph
@@ -104,13 +104,10 @@ def copied(code: fx.GraphModule) -> fx.GraphModule:
 
 def add_code(gm: fx.GraphModule, name: str, code: fx.GraphModule) -> str:
     """Add a region's graph to a module, under a name that nothing there has; return it."""
-    candidate, number = name, 1
-    while hasattr(gm, candidate):
-        number += 1
-        candidate = f"{name}_{number}"
+    name = text.free_name(name, dir(gm))
     code.meta["fxshard_region"] = True
-    gm.add_submodule(candidate, code)
-    return candidate
+    gm.add_submodule(name, code)
+    return name
 
 
 def is_of_region(gm: fx.GraphModule) -> bool:
@@ -118,9 +115,15 @@ def is_of_region(gm: fx.GraphModule) -> bool:
     return bool(gm.meta.get("fxshard_region"))
 
 
+def interpret(code: fx.GraphModule, name: str, *operands: Tensor) -> Sequence[Tensor]:
+    """Do what `INVOKE` does, which most dispatch modes refuse (a tracker of memory)."""
+    results: Sequence[Tensor] = code(*operands)
+    return results
+
+
 def code_of(node: fx.Node) -> fx.GraphModule | None:
     """Return the graph that a node calls, `None` for a node that calls none."""
-    if node.target is not INVOKE:
+    if node.target not in (INVOKE, interpret):
         return None
     subgraph, owner = node.args[0], node.graph.owning_module
     assert isinstance(subgraph, fx.Node)
@@ -128,10 +131,9 @@ def code_of(node: fx.Node) -> fx.GraphModule | None:
     return owner.get_submodule(str(subgraph.target))  # type: ignore[return-value]
 
 
-def run(code: fx.GraphModule, name: str, *operands: Tensor) -> Sequence[Tensor]:
-    """Do what `INVOKE` does, which most dispatch modes refuse (a tracker of memory)."""
-    results: Sequence[Tensor] = code(*operands)
-    return results
+def codes_in(graph: fx.Graph) -> set[fx.GraphModule]:
+    """Return the graphs that the nodes of a graph call."""
+    return {code for node in graph.nodes if (code := code_of(node)) is not None}
 
 
 def results_of(gm: fx.GraphModule) -> list[fx.Node]:

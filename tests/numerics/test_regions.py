@@ -35,7 +35,7 @@ def num_calls(run: Run) -> int:
     for frame in frames_of(getattr(module, "_orig_mod", module)):
         for stage in ("forward", "backward"):
             graph = frame.history.last(stage).graph
-            found += sum(node.target is regions.INVOKE for node in graph.nodes)
+            found += sum(regions.code_of(node) is not None for node in graph.nodes)
     return found
 
 

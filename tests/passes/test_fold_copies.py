@@ -30,7 +30,7 @@ def folded(traced: Traced, kind: GraphKind, *more: CoalesceCollectives) -> tuple
 
 def code_in(gm: fx.GraphModule) -> str:
     """The one graph that calls of regions call."""
-    (code,) = {regions.code_of(call) for call in gm.graph.find_nodes(op="call_function", target=regions.INVOKE)}
+    (code,) = regions.codes_in(gm.graph)
     assert code is not None
     return graph_text(code.graph)
 
