@@ -11,13 +11,11 @@ from dataclasses import dataclass, replace
 from torch.fx import GraphModule
 
 from fxshard.cost import bucket_sizes
-from fxshard.cost.bucket_sizes import Limits
+from fxshard.cost.bucket_sizes import MIB, Limits
 from fxshard.errors import ConfigError
 from fxshard.ir.buckets import CollectiveBuilder, GatherBucket, ReduceBucket, UnitGather, buckets_of, unit_of
 from fxshard.ir.memory_budget import MemoryBudget
 from fxshard.passes._base import GraphPass, PassContext, Property
-
-MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +104,7 @@ class BucketCollectives(GraphPass):
     def _limits(self, units: Iterable[str], ctx: PassContext) -> Limits:
         """Return how full a bucket of these units is to be."""
         world_size = max((ctx.plan.units[unit].world_size for unit in units), default=2)
-        if isinstance(self.size, str):
-            return bucket_sizes.auto_limits(ctx.hardware, world_size)
-        return Limits(enough=self.size * MIB, most=self.size * MIB)
+        return bucket_sizes.limits_of(self.size, ctx.hardware, world_size)
 
 
 def _split_gather(gather: UnitGather, limits: Limits, ctx: PassContext) -> Iterator[UnitGather]:

@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import fx
 from torch.fx import GraphModule
 
-from fxshard.ir import ops, regions
+from fxshard.ir import regions
 from fxshard.passes._base import GraphPass, PassContext
 
 
@@ -33,31 +33,24 @@ class CallRegions(GraphPass):
         """Edit `gm.graph` in place; return whether anything changed."""
         calls, added = [node for node in gm.graph.nodes if regions.is_call(node)], dict[GraphModule, str]()
         for call in calls:
-            region, kind = regions.region_of(call), "forward" if call.target is ops.REGION else "backward"
-            code = region.forward if kind == "forward" else region.backward
+            name, code, operands = regions.called_by(call), regions.code_of(call), regions.operands_of(call)
             assert code is not None
-            operands = list(call.args[0])
             places = code.graph.find_nodes(op="placeholder")
-            if list(map(_layout, operands)) != list(map(_layout, places)):
-                ctx.note(call, f"put in line: it reads other strides than {region.label}_{kind} was traced with")
+            if list(map(regions.layout_of, operands)) != list(map(regions.layout_of, places)):
+                ctx.note(call, f"put in line: it reads other strides than {name} was traced with")
                 _put_in_line(call, code, operands)
                 continue
             if code not in added:
-                added[code] = regions.add_code(gm, f"{region.label}_{kind}", regions.copied(code))
-            self._call(call, added[code], operands)
+                added[code] = regions.add_code(gm, name, regions.copied(code))
+            self._call(call, added[code], name, operands)
         return bool(calls)
 
-    def _call(self, call: fx.Node, name: str, operands: list[fx.Node]) -> None:
+    def _call(self, call: fx.Node, attribute: str, name: str, operands: list[fx.Node]) -> None:
         with call.graph.inserting_before(call):
-            subgraph = call.graph.get_attr(name)
+            subgraph = call.graph.get_attr(attribute)
         call.target = regions.interpret if self.interpreted else regions.INVOKE
         call.args = (subgraph, name, *operands)
         call.meta.pop("eager_input_vals", None)  # the strides to keep are those of the present operands
-
-
-def _layout(node: fx.Node) -> tuple[object, ...]:
-    value = node.meta["val"]
-    return tuple(value.shape), tuple(value.stride()), value.dtype
 
 
 def _put_in_line(call: fx.Node, code: GraphModule, operands: list[fx.Node]) -> None:

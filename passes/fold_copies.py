@@ -82,7 +82,7 @@ class _FoldedCall:
     @property
     def given(self) -> list[fx.Node]:
         """What the region reads now."""
-        return list(self.node.args[2:])  # type: ignore[arg-type]
+        return regions.operands_of(self.node)
 
     @property
     def operands(self) -> list[fx.Node]:
@@ -104,7 +104,7 @@ class _FoldedCall:
         place |= {read: f"result {read.args[1]}" for read in self.node.users}
         place |= {node: f"made {i}" for i, node in enumerate(self.after)}
         named = place.__getitem__
-        lines = [repr(_layout(node)) for node in self.operands]
+        lines = [repr(regions.layout_of(node)) for node in self.operands]
         lines += [f"{n.target} {fx.map_arg((n.args, n.kwargs), named)}" for n in (*self.before, *self.after)]
         return (
             str(self.node.args[1]),
@@ -232,8 +232,3 @@ def _copied(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.N
     copy = graph.node_copy(node, env.__getitem__)
     copy.meta.pop(tags.KEY, None)
     return copy
-
-
-def _layout(node: fx.Node) -> tuple[object, ...]:
-    value = node.meta["val"]
-    return tuple(value.shape), tuple(value.stride()), value.dtype, str(value.device)

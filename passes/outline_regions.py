@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import uuid
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torch.fx import GraphModule
 
+from fxshard.cost import bucket_sizes
 from fxshard.ir import ops, tags, text
-from fxshard.ir.spans import Span, Surroundings, spans_of
+from fxshard.ir.plan import ParameterKey
+from fxshard.ir.spans import Span, spans_of
+from fxshard.ir.surroundings import Surroundings
 from fxshard.passes._base import GraphPass, PassContext, Property
 
 
@@ -24,26 +29,33 @@ class OutlineRegions(GraphPass):
 
     The code of a unit is a span of nodes that Dynamo traced inside of one call of its module; markers move before it.
     So is a block under activation checkpointing, whose markers come out of the checkpointed function: what it computes
-    again is then inside of the region. Spans are alike if their ops, their constants and the layouts of what they read
-    are.
+    again is then inside of the region. Spans are alike if their ops, their constants, the layouts of what they read and
+    the policies of selective checkpointing are.
+
+    Attributes:
+        bucket: as `BucketCollectives` takes it. A unit that it gathers by several launches becomes as many regions, so
+            that each of them can be launched, and its gradients reduced, between two calls.
 
     Numerics: unchanged, but for the order in which gradients of a module that is called twice may be added.
     Memory: unchanged, where the partitioner saves the same of a region as of the whole graph.
     No-op: no unit's code occurs twice.
     Limits: left alone, with a remark: what writes to its inputs, gives out views, has sizes that are not known, makes
-        tensors of constants, is checkpointed by a policy of its own, calls functions that are not torch's, or holds
-        another higher-order op (cond); what stands behind a change of torch's state (autocast, a choice of kernels) or
-        is written to in place.
+        tensors of constants, calls functions that are not torch's, or holds another higher-order op (cond); what stands
+        behind a change of torch's state (autocast, a choice of kernels) or is written to in place. What is checkpointed
+        is not cut. A policy of
+        selective checkpointing is asked once for all blocks that it is given for.
     Source: [Note: regions] in `ir/regions.py`.
     """
 
     requires = frozenset({Property.MARKED})
 
+    bucket: str | float = "unit"
+
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
         """Edit `gm.graph` in place; return whether anything changed."""
         groups: dict[tuple[Any, ...], list[Span]] = defaultdict(list)
-        surroundings = Surroundings(gm.graph)
-        for span in spans_of(gm):
+        surroundings, launch_of = Surroundings(gm.graph), self._launches(ctx)
+        for span in chain.from_iterable(whole.cut(launch_of) for whole in spans_of(gm)):
             if why := span.refused(surroundings):
                 ctx.decline(span.nodes[0], why)
             else:
@@ -55,7 +67,8 @@ class OutlineRegions(GraphPass):
             name = text.free_name(spans[0].module, names)
             names.add(name)
             code, parameters = spans[0].copied(), [ops.is_unshard(node) for node in spans[0].reads]
-            region = ctx.trace_region(name, repr(spans[0].text()), code, parameters)
+            code_text = f"{spans[0].text()}{'' if spans[0].has_a_name else uuid.uuid4()}"
+            region = ctx.trace_region(name, code_text, code, parameters)
             if isinstance(region, str):
                 ctx.decline(spans[0].nodes[0], f"its code occurs {len(spans)} times, but {region}")
                 continue
@@ -64,3 +77,13 @@ class OutlineRegions(GraphPass):
                 num_calls += 1
         tags.tag_markers(gm.graph, ctx.plan)  # some came out of functions
         return num_calls > 0
+
+    def _launches(self, ctx: PassContext) -> dict[ParameterKey, int]:
+        """Number the launches that each unit's parameters will be gathered with, of those that are split."""
+        found: dict[ParameterKey, int] = {}
+        for key, unit in ctx.plan.units.items():
+            slots = [(i, j) for i, shard in enumerate(unit.shards) for j in range(len(shard.slots))]
+            limits = bucket_sizes.limits_of(self.bucket, ctx.hardware, unit.world_size)
+            for number, together in enumerate(bucket_sizes.split(slots, unit.unsharded_bytes_of, limits.most)):
+                found |= {(key, *slot): number for slot in together}
+        return found

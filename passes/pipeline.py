@@ -83,11 +83,12 @@ def default(
         ConfigError: a value that its pass does not take.
     """
     outlines = regions == "auto" and not cudagraphs
+    outlining = (OutlineRegions(bucket=bucket),) if outlines else ()
     calling = (CallRegions(interpreted=lower == "eager"),) if outlines else ()
     folding = (FoldCopies(),) if outlines else ()  # once launches are final
     hand_off = HandOffPrefetch(guess=prefetch not in (0, "off"), hands_over=streams != "off")
     return Pipeline(
-        dynamo=(OutlineRegions(),) if outlines else (),  # before AOTAutograd, which then sees each block once
+        dynamo=outlining,  # before AOTAutograd, which then sees each block once
         joint=(
             DedupUnshard(),  # first: later passes count on one marker per parameter and call
             ReshardPolicy(),  # before the split: the partitioner reads its tags

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxshard import MixedPrecisionPolicy
+from fxshard.cost.bucket_sizes import MIB
 from fxshard.cost.hardware import BUILTIN
 from fxshard.ir import pins
 from fxshard.ir.schedule import schedule_text
 from fxshard.passes._base import GraphKind, GraphPass, PassContext
-from fxshard.passes.bucket_collectives import MIB, BucketCollectives
+from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.passes.insert_collectives import InsertCollectives

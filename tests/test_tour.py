@@ -9,13 +9,14 @@ import inspect
 
 from torch import fx
 
+from fxshard.cost.bucket_sizes import MIB
 from fxshard.ir import regions
 from fxshard.ir.text import graph_text
 from fxshard.ir.variant import Variant
 from fxshard.passes._base import GraphKind, GraphPass, PassContext
 from fxshard.passes.accumulate_gradients import AccumulateGradients
 from fxshard.passes.assign_streams import AssignStreams
-from fxshard.passes.bucket_collectives import MIB, BucketCollectives
+from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.call_regions import CallRegions
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.copy_biases import CopyBiases

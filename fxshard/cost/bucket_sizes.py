@@ -17,6 +17,8 @@ from fxshard.cost.hardware import HardwareSpec
 
 _T = TypeVar("_T")
 
+MIB = 1 << 20
+
 _ENOUGH, _MOST = 1 / 10, 1 / 40
 """Share of latency in the time of a launch."""
 
@@ -42,6 +44,15 @@ def auto_limits(hardware: HardwareSpec, world_size: int) -> Limits:
         return hardware.link_latency * (1 / share - 1) / per_byte
 
     return Limits(enough=nbytes(_ENOUGH), most=nbytes(_MOST))
+
+
+def limits_of(size: str | float, hardware: HardwareSpec, world_size: int) -> Limits:
+    """Limits of the option `bucket`: a number of MiB, "auto", or "unit", which sets none."""
+    if size == "unit":
+        return Limits(enough=math.inf, most=math.inf)
+    if isinstance(size, str):
+        return auto_limits(hardware, world_size)
+    return Limits(enough=size * MIB, most=size * MIB)
 
 
 def copy_seconds(nbytes: float, hardware: HardwareSpec) -> float:

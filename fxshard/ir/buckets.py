@@ -42,8 +42,10 @@ class UnitGather:
 
     @property
     def first_read(self) -> fx.Node:
-        """The first of the nodes that stand for its parameters."""
-        return min(self.reads.values())  # nodes compare by their place in the graph
+        """The first node that reads one of its parameters."""
+        reads = self.reads.values()
+        users = [user for node in reads for user in node.users]
+        return min(users, default=min(reads))  # nodes compare by their place in the graph
 
     def nbytes(self, plan: FramePlan) -> int:
         """Of the gathered parameters, padding included."""

@@ -97,6 +97,13 @@ def is_call(node: fx.Node) -> bool:
     return node.target in (ops.REGION, ops.REGION_BACKWARD)
 
 
+def called_by(node: fx.Node) -> str:
+    """Name the code that a node calls; empty if it calls none."""
+    if is_call(node):
+        return f"{region_of(node).label}_{'forward' if node.target is ops.REGION else 'backward'}"
+    return str(node.args[1]) if node.target in (INVOKE, interpret) else ""
+
+
 def copied(code: fx.GraphModule) -> fx.GraphModule:
     """Copy a graph of a region, for one compilation to lower, which edits it."""
     return fx.GraphModule(code, snapshot(code.graph))
@@ -121,8 +128,16 @@ def interpret(code: fx.GraphModule, name: str, *operands: Tensor) -> Sequence[Te
     return results
 
 
+def operands_of(call: fx.Node) -> list[fx.Node]:
+    """Return what a call gives the code that it calls."""
+    return list(call.args[0] if is_call(call) else call.args[2:])  # type: ignore[arg-type]
+
+
 def code_of(node: fx.Node) -> fx.GraphModule | None:
     """Return the graph that a node calls, `None` for a node that calls none."""
+    if is_call(node):
+        region = region_of(node)
+        return region.forward if node.target is ops.REGION else region.backward
     if node.target not in (INVOKE, interpret):
         return None
     subgraph, owner = node.args[0], node.graph.owning_module
@@ -134,6 +149,12 @@ def code_of(node: fx.Node) -> fx.GraphModule | None:
 def codes_in(graph: fx.Graph) -> set[fx.GraphModule]:
     """Return the graphs that the nodes of a graph call."""
     return {code for node in graph.nodes if (code := code_of(node)) is not None}
+
+
+def layout_of(node: fx.Node) -> tuple[object, ...]:
+    """Return what decides whether code that was traced with one tensor takes another: shape, strides, dtype, device."""
+    value = node.meta["val"]
+    return tuple(value.shape), tuple(value.stride()), value.dtype, str(value.device)
 
 
 def results_of(gm: fx.GraphModule) -> list[fx.Node]:

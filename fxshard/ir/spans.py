@@ -6,44 +6,21 @@ A span is found by what Dynamo says of its nodes, and compared by its text; see 
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-import torch
 from torch import Tensor, fx, nn
 from torch.fx import GraphModule
 
 from fxshard import torch_private
-from fxshard.ir import ops
+from fxshard.ir import closures, ops
+from fxshard.ir.plan import ParameterKey
 from fxshard.ir.regions import Region
+from fxshard.ir.surroundings import Surroundings, leaves, requires_grad
 
 MIN_NODES = 4
 """Fewer nodes are not worth a call."""
-
-
-class Surroundings:
-    """What the rest of a graph says of a part of it.
-
-    Attributes:
-        decided_by: node -> a node before it that has changed torch's state, for what comes until it is changed back: it
-            gives no tensor, and may begin autocast, or choose a kernel for attention.
-        matter: the nodes that backward gives a gradient; a region's backward takes one for each differentiable result.
-    """
-
-    def __init__(self, graph: fx.Graph) -> None:
-        calls = [node for node in graph.nodes if node.op in ("call_function", "call_method")]
-        self.decided_by = _deciding(graph)
-        self.matter = _leading_to_a_loss(graph)
-        self._writes: dict[int, set[fx.Node]] = defaultdict(set)
-        for node in filter(torch_private.writes_in_place, calls):
-            for value in (value for source in node.all_input_nodes for value in _tensors(source)):
-                self._writes[torch_private.storage_id(value)].add(node)
-
-    def writes_to(self, node: fx.Node, inside: list[fx.Node]) -> bool:
-        """Return whether other nodes than these write to the memory of a node."""
-        return any(self._writes[torch_private.storage_id(value)] - set(inside) for value in _tensors(node))
 
 
 @dataclass(eq=False)
@@ -75,14 +52,14 @@ class Span:
                 return "it calls a subgraph"
             if not torch_private.is_of_torch(node):
                 return f"nothing tells what {torch_private.target_text(node)} computes"
-            leaves = _leaves(node.meta.get("example_value"))
-            if not all(isinstance(leaf, Tensor) and torch_private.is_plain_and_static(leaf) for leaf in leaves):
+            values = leaves(node.meta.get("example_value"))
+            if not all(isinstance(value, Tensor) and torch_private.is_plain_and_static(value) for value in values):
                 return "it handles something that is not a tensor of known size"
         if not all(isinstance(node.meta.get("example_value"), Tensor) for node in (*self.reads, *self.results)):
             return "it takes or gives several tensors as one value"
         if any(surroundings.writes_to(node, self.nodes) for node in (*self.reads, *self.results)):
             return "what it reads or gives is written to elsewhere"
-        if any(_requires_grad(node.meta["example_value"]) and node not in surroundings.matter for node in self.results):
+        if any(requires_grad(node.meta["example_value"]) and node not in surroundings.matter for node in self.results):
             return "a result could have a gradient but leads to no loss"
         return "" if self.results else "it has no result"
 
@@ -96,6 +73,19 @@ class Span:
         """What its code gives, in the order of the results."""
         return self.results
 
+    def cut(self, launch_of: Mapping[ParameterKey, int]) -> list[Span]:
+        """Cut it where it first reads a parameter that another launch brings; a few nodes stay with those before."""
+        parts: list[list[fx.Node]] = [[]]
+        last: int | None = None
+        for i, node in enumerate(self.nodes):
+            read = [launch_of[ops.parameter_key_of(n)] for n in node.all_input_nodes if ops.is_unshard(n)]
+            is_new = bool(read) and last not in (None, *read)
+            last = max(read, default=last)
+            if is_new and len(parts[-1]) >= MIN_NODES and len(self.nodes) - i >= MIN_NODES:
+                parts.append([])
+            parts[-1].append(node)
+        return [Span(self.module, part) for part in parts]
+
     def text(self) -> tuple[str, ...]:
         """Return what is equal for equal code in every process: a line per operand and node, and what it gives."""
         place = {node: f"%{i}" for i, node in enumerate([*self.reads, *self.code])}
@@ -105,9 +95,14 @@ class Span:
         )
         return (*read, *done, repr([place.get(node) for node in self.gives]))
 
-    def identities(self) -> tuple[int, ...]:
+    def identities(self) -> tuple[Hashable, ...]:
         """Return what tells functions of one name apart, in this process."""
         return tuple(id(node.target) for node in self.code if node.op == "call_function")
+
+    @property
+    def has_a_name(self) -> bool:
+        """Whether its text tells it apart in every process."""
+        return True
 
     def copied(self) -> GraphModule:
         """Copy it into a graph of its own."""
@@ -175,17 +170,33 @@ class CheckpointedSpan(Span):
 
     def refused(self, surroundings: Surroundings) -> str:
         """Say why it cannot be a region; empty if it can."""
-        if self._body.meta.get("_checkpoint_context_fn") is not None:  # a region's name could not tell two apart
-            return "a policy of its own decides what checkpointing keeps"
         if any(read.target is not operator.getitem for read in self.results):
             return "its results are not read one by one"
         if not all(isinstance(node, fx.Node) for node in self.gives):
             return "it gives something that is not a tensor"
         return super().refused(surroundings)
 
+    def cut(self, launch_of: Mapping[ParameterKey, int]) -> list[Span]:
+        """Leave it as it is: what is computed again is so as a whole."""
+        return [self]
+
+    @property
+    def _policy(self) -> Any:
+        """What decides which values checkpointing keeps, `None` for none of them."""
+        return self._body.meta.get("_checkpoint_context_fn")
+
     def text(self) -> tuple[str, ...]:
         """Return what is equal for equal code, the options of checkpointing included."""
-        return (*super().text(), f"checkpointed {self._call.kwargs}")
+        return (*super().text(), f"checkpointed {self._call.kwargs} {getattr(self._policy, 'cache_hash', None)}")
+
+    def identities(self) -> tuple[Hashable, ...]:
+        """Return what tells functions of one name apart, policies included, in this process."""
+        return (*super().identities(), closures.facts_of(self._policy))
+
+    @property
+    def has_a_name(self) -> bool:
+        """Whether its text tells it apart in every process; of a policy only a `cache_hash` does."""
+        return self._policy is None or hasattr(self._policy, "cache_hash")
 
     def copied(self) -> GraphModule:
         """Copy the call, of a function without markers."""
@@ -255,56 +266,11 @@ def _plain_spans(graph: fx.Graph) -> Iterator[Span]:
         nodes.append(node)
 
 
-def _deciding(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Map node -> the first of the changes of torch's state that are in force there, if any is."""
-    found: dict[fx.Node, fx.Node] = {}
-    in_force: dict[object, fx.Node] = {}
-    for node in graph.nodes:
-        if in_force:
-            found[node] = next(iter(in_force.values()))
-        is_call = node.op in ("call_function", "call_method") and node.target is not torch_private.LOG_USAGE
-        if not is_call or _leaves(node.meta.get("example_value"), Tensor):
-            continue
-        if node.target is torch_private.EXIT_AUTOCAST:
-            in_force.pop(node.args[0], None)
-        elif node.target is not torch_private.SET_GRAD_ENABLED:
-            in_force[node] = node
-        elif node.args[0] == torch.is_grad_enabled():  # as where the graph begins
-            in_force.pop(torch_private.SET_GRAD_ENABLED, None)
-        else:
-            in_force.setdefault(torch_private.SET_GRAD_ENABLED, node)
-    return found
-
-
-def _leading_to_a_loss(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes that backward gives a gradient: a region's backward takes one for each differentiable result."""
-    found: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        leads = node.op == "output" or any(user in found for user in node.users)
-        if leads and (node.op == "output" or _requires_grad(node.meta.get("example_value"))):
-            found.add(node)
-    return found
-
-
-def _requires_grad(value: Any) -> bool:
-    return any(leaf.requires_grad for leaf in _leaves(value, Tensor))
-
-
 def _call_of(node: fx.Node) -> tuple[str, str] | None:
     """Return which call of a sharded module a node belongs to, and the module's class."""
     stack = node.meta.get("nn_module_stack") or {}
     found = [(key, cls) for key, (_, cls) in stack.items() if getattr(cls, "_fxshard_unit", False)]
     return (found[-1][0], found[-1][1].__name__.removeprefix("Sharded")) if found else None
-
-
-def _leaves(value: Any, of: type = object) -> list[Any]:
-    if isinstance(value, list | tuple):
-        return [leaf for each in value for leaf in _leaves(each, of)]
-    return [value] if isinstance(value, of) else []
-
-
-def _tensors(node: fx.Node) -> list[Tensor]:
-    return _leaves(node.meta.get("example_value"), Tensor)
 
 
 def _layout(value: Tensor) -> tuple[Any, ...]:

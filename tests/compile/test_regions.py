@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch._inductor import metrics
+from torch._inductor.utils import fresh_cache
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fxshard.api import fully_shard
 from tests.graphs import ResidualLayers, fake_ranks, layers_of
@@ -67,3 +72,44 @@ def products(regions: str) -> int:
 
 def test_dispatch_modes_see_what_regions_compute() -> None:
     assert products("auto") == products("off") > 0
+
+
+def keep_products(_: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    """A policy of selective activation checkpointing."""
+    is_product = op is torch.ops.aten.mm.default
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Selective(ResidualLayers):
+    """Computes its layers again but for their products."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.contexts = partial(create_selective_checkpoint_contexts, keep_products)
+        if name:
+            self.contexts.cache_hash = name  # type: ignore[attr-defined]  # torch's way to name a policy for its caches
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False, context_fn=self.contexts)
+        return x
+
+
+def found_again(name: str) -> int:
+    """How often the second of two compilations finds code in AOTAutograd's cache."""
+    for _ in range(2):
+        torch._dynamo.reset()
+        counters.clear()
+        model = Selective(name)
+        with fake_ranks(2) as mesh:
+            for layer in layers_of(model):
+                fully_shard(layer, mesh=mesh)
+            torch.compile(model, backend="fxshard")(torch.ones(2, 4)).sum().backward()
+    return int(counters["aot_autograd"]["autograd_cache_hit"])
+
+
+@pytest.mark.slow
+def test_code_under_a_policy_is_cached_if_the_policy_has_a_name() -> None:
+    with fresh_cache():
+        assert found_again("") == 0
+        assert found_again("keep products") == 1

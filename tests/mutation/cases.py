@@ -52,6 +52,27 @@ def partly_used(**kwargs: Any) -> Traced:
     return graphs.trace(PartlyUsed(), **kwargs)
 
 
+class Gated(graphs.Layer):
+    """A layer whose result decides how much of its input is left."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(super().forward(x)) * x
+
+
+class TwoKinds(graphs.ResidualLayers):
+    """Three layers of one kind, of which the first reads what needs no gradient, and two of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.extend([Gated(), Gated()])
+
+
+def two_regions(**kwargs: Any) -> Traced:
+    """Two regions, each called twice, with matrices that have the shape of the activations."""
+    inputs = (torch.ones(graphs.WIDTH, graphs.WIDTH),)
+    return graphs.trace(TwoKinds(), units=graphs.layers_of, inputs=inputs, pipeline=pipeline.default(), **kwargs)
+
+
 def square_batch(**kwargs: Any) -> Traced:
     """Two units whose matrices have the shape of the activations."""
     inputs = (torch.ones(graphs.WIDTH, graphs.WIDTH),)
@@ -72,6 +93,7 @@ MODELS: dict[str, Callable[..., Traced]] = {
     "gpt": graphs.gpt,
     "partly_used": partly_used,
     "square_batch": square_batch,
+    "two_regions": two_regions,
 }
 MUTATED = tuple(model for model in MODELS if model not in ("frozen_weight", "casting", "gpt"))
 ON_FOUR_RANKS = ("two_layers", "uneven", "doubles", "scalar")

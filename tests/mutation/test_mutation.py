@@ -18,7 +18,14 @@ from fxshard.errors import InvariantError
 from fxshard.ir import launches
 from fxshard.ir.verify.verifier import INVARIANTS, Invariant
 from tests.drawn import commit, is_drawn
-from tests.mutation import codegen_mutators, collective_mutators, gradient_mutators, marker_mutators, parameter_mutators
+from tests.mutation import (
+    codegen_mutators,
+    collective_mutators,
+    gradient_mutators,
+    marker_mutators,
+    parameter_mutators,
+    region_mutators,
+)
 from tests.mutation.cases import CODEGEN_GIVEN, MODELS, Case, Mutant, correct_cases, mutants, mutated_cases
 from tests.mutation.edits import Mutator, launch_nodes
 from tests.pages import ROOT, assert_page
@@ -28,6 +35,7 @@ EXPLICIT: tuple[Mutator, ...] = (
     *collective_mutators.MUTATORS,
     *parameter_mutators.MUTATORS,
     *gradient_mutators.MUTATORS,
+    *region_mutators.MUTATORS,
 )
 RESULTS: tuple[Mutator, ...] = (
     gradient_mutators.return_none,
@@ -35,7 +43,7 @@ RESULTS: tuple[Mutator, ...] = (
     gradient_mutators.swap_two_results,
     gradient_mutators.return_an_input,
 )
-MARKED: tuple[Mutator, ...] = (*marker_mutators.MUTATORS, *RESULTS)
+MARKED: tuple[Mutator, ...] = (*marker_mutators.MUTATORS, *RESULTS, *region_mutators.MUTATORS)
 
 
 def mutators_of(case: Case) -> tuple[Mutator, ...]:

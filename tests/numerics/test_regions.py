@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fxshard.compile.backend import frames_of
 from fxshard.ir import regions
@@ -23,9 +24,9 @@ THREE_BLOCKS: Final = replace(REGRESSION, model=partial(MLP, num_blocks=3))  # t
 BF16: Final = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def with_regions(lower: str = "eager") -> System:
+def with_regions(lower: str = "eager", **options: Any) -> System:
     """Return the system under test."""
-    return fxshard_system(lower=lower, regions="auto")
+    return fxshard_system(lower=lower, regions="auto", **options)
 
 
 def num_calls(run: Run) -> int:
@@ -39,9 +40,9 @@ def num_calls(run: Run) -> int:
     return found
 
 
-def check(scenario: Scenario) -> Run:
+def check(scenario: Scenario, **options: Any) -> Run:
     """Hold the interpreted graphs to the bits of those with every block written out."""
-    ours = train(scenario, with_regions())
+    ours = train(scenario, with_regions(**options))
     compare(ours, train(scenario, fxshard_system(regions="off")), rtol=0.0, atol=0.0)
     return ours
 
@@ -53,6 +54,26 @@ class Dropping(MLP):
         super().__init__(num_blocks=3)
         for block in self.blocks:
             cast(Block, block).up.register_forward_hook(lambda module, args, result: nn.functional.dropout(result, 0.5))
+
+
+def keep_products(_: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    """A policy of selective activation checkpointing."""
+    is_product = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Selective(MLP):
+    """Computes its blocks again but for their products, each under a policy object of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            contexts = partial(create_selective_checkpoint_contexts, keep_products)
+            x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+        y: Tensor = self.head(x)
+        return y
 
 
 class SeveralResults(nn.Module):
@@ -110,6 +131,7 @@ class _Pair(nn.Module):
 COMPILED: Final = {
     "a language model": LANGUAGE,
     "accumulation": replace(THREE_BLOCKS, backward=several),
+    "selective checkpointing": replace(REGRESSION, model=Selective, shard_kwargs=RESHARD),
     "activation checkpointing": replace(CHECKPOINTED, shard_kwargs=RESHARD),
     "several results": replace(REGRESSION, model=SeveralResults),
     "strides": replace(REGRESSION, model=Transposing),
@@ -135,6 +157,16 @@ def test_trains(model: type[nn.Module]) -> None:
 @two_ranks
 def test_computes_blocks_again_in_backward() -> None:
     assert num_calls(check(replace(CHECKPOINTED, shard_kwargs=RESHARD))) == 2 * 2
+
+
+@two_ranks
+def test_computes_blocks_again_as_a_policy_says() -> None:
+    assert num_calls(check(replace(REGRESSION, model=Selective, shard_kwargs=RESHARD))) == 2 * 2
+
+
+@two_ranks
+def test_blocks_are_cut_where_their_gathers_are() -> None:
+    assert num_calls(check(LANGUAGE, bucket=0.008)) == 2 * 2 * 2
 
 
 @two_ranks

@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
+from fxshard.cost.bucket_sizes import MIB
 from fxshard.errors import ConfigError
 from fxshard.ir import collectives, liveness
 from fxshard.passes._base import GraphKind, GraphPass, PassContext
-from fxshard.passes.bucket_collectives import MIB, BucketCollectives
+from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.passes.insert_collectives import InsertCollectives

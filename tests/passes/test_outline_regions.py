@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fxshard.ir import ops, regions
+from fxshard.cost.bucket_sizes import MIB
+from fxshard.ir import collectives, ops, regions
 from fxshard.ir.history import PassResult
 from fxshard.ir.text import graph_text
 from fxshard.passes.outline_regions import OutlineRegions
@@ -293,20 +294,87 @@ def nothing(ctx: object, op: object, *args: object, **kwargs: object) -> Checkpo
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def everything(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    """A policy that keeps what it can."""
+    return CheckpointPolicy.MUST_SAVE
+
+
 class Selected(ResidualLayers):
-    """Asks a policy what to keep."""
+    """Asks a policy what to keep, another one in the last layer."""
+
+    def __init__(self, last: Callable[..., CheckpointPolicy]) -> None:
+        super().__init__(4)
+        self.last = last
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            policy = partial(create_selective_checkpoint_contexts, nothing)
+        for i, layer in enumerate(self.layers):
+            policy = partial(create_selective_checkpoint_contexts, self.last if i == 3 else nothing)
             x = checkpoint(layer, x, use_reentrant=False, context_fn=policy)
         return x
 
 
-def test_leaves_selective_checkpointing_alone() -> None:
-    result = outlined(Selected())
-    assert not result.changed
-    assert {remark.why for remark in result.declined} == {"a policy of its own decides what checkpointing keeps"}
+def test_calls_layers_under_one_policy_of_selective_checkpointing() -> None:
+    assert str(outlined(Selected(last=nothing))).count("fxshard.region") == 3  # the first reads what needs no gradient
+    assert str(outlined(Selected(last=everything))).count("fxshard.region") == 2
+
+
+def test_asks_the_policy_what_to_keep() -> None:
+    for policy, recomputed in ((nothing, 1), (everything, 0)):
+        history = graphs.trace(EveryLayerUnder(policy), units=layers_of, pipeline=default(lower="eager")).history
+        (code,) = regions.codes_in(history.last("backward").graph)
+        assert graph_text(code.graph).count("aten.tanh(") == recomputed
+
+
+class EveryLayerUnder(ResidualLayers):
+    """Makes a policy of its own for each layer, of one text."""
+
+    def __init__(self, decide: Callable[..., CheckpointPolicy]) -> None:
+        super().__init__()
+        self.decide = decide
+
+    def forward(self, x: Tensor) -> Tensor:
+        decide = self.decide
+        for layer in self.layers:
+            policy = partial(create_selective_checkpoint_contexts, lambda *args, **kwargs: decide(*args, **kwargs))
+            x = checkpoint(layer, x, use_reentrant=False, context_fn=policy)
+        return x
+
+
+class TwoProducts(graphs.Layer):
+    """A layer with a second matrix, which is read last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Parameter(torch.randn(graphs.WIDTH, graphs.WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(super().forward(x)) + x
+        return torch.tanh(y @ self.last) * y + x
+
+
+def cut(module: nn.Module) -> graphs.Traced:
+    """The same with launches of at most a matrix and a half."""
+    pipeline = default(lower="eager", bucket=6 * graphs.WIDTH**2 / MIB)
+    return graphs.trace(module, units=layers_of, pipeline=pipeline)
+
+
+def test_cuts_a_region_where_a_launch_of_its_own_brings_the_next_parameter() -> None:
+    traced = cut(layers(*(TwoProducts() for _ in range(3))))
+    called = calls(traced.history.stages["dynamo"]["outline_regions"])
+    assert [name.partition(":")[0] for name in called] == ["TwoProducts", "TwoProducts_1"] * 2
+    assert_same_step(step(traced), reference_step(traced))
+
+
+def test_reads_what_each_launch_brings_right_before_its_own_region() -> None:
+    graph = cut(layers(*(TwoProducts() for _ in range(3)))).history.last("forward").graph
+    seen = [node for node in graph.nodes if regions.called_by(node) or collectives.is_wait(node)]
+    text = " ".join("call" if regions.called_by(node) else "wait" for node in seen)
+    assert text.endswith("wait call wait call wait call wait call")
+
+
+def test_does_not_cut_off_a_few_nodes() -> None:
+    result = cut(ResidualLayers()).history.stages["dynamo"]["outline_regions"]
+    assert str(result) == str(graphs.regions().history.stages["dynamo"]["outline_regions"])
 
 
 def test_says_that_nothing_can_trace_a_region() -> None:

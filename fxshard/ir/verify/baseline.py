@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fxshard.ir import collectives, dataflow, launches, ops, signature, tags, text
+from fxshard.ir import collectives, dataflow, launches, ops, regions, signature, tags, text
 from fxshard.ir.dataflow import Dataflow, Value
 from fxshard.ir.plan import FramePlan, ParameterKey, ShardPlan, Slot, UnitPlan, qualified
 from fxshard.ir.properties import GraphKind, Property
@@ -33,6 +34,8 @@ class Baseline:
     sequence: tuple[str, ...]  # the launches of every group, in order
     payloads: tuple[tuple[str, ...], ...]  # what each launch of ours sends, in words; see `payload_of`
     reads: dict[str, tuple[object, tuple[ReadName, ...]]]  # node name -> its target and what it reads
+    calls: dict[str, str]  # name of a region's call -> which code it calls
+    results: dict[str, tuple[str, object]]  # name of a result of such a call -> the call, and which result
     slots: dict[str, ParameterKey]  # name of a `reduce_grad` marker -> whose gradient it reduces
     num_results: int | None  # of a forward graph; its other outputs are saved for backward
     unsharded_budget_bytes: int | None
@@ -139,7 +142,9 @@ def baseline_of(
         had_launches=bool(launched),
         sequence=sequence_of(graph),
         payloads=tuple(payload_of(launch, flow) for launch in launched),
-        reads={n.name: (n.target, tuple(_read_name_of(a, plan) for a in reads_of(n))) for n in graph.nodes},
+        reads={n.name: (target_of(n), tuple(_read_name_of(a, plan) for a in reads_of(n))) for n in graph.nodes},
+        calls={n.name: called for n in graph.nodes if (called := regions.called_by(n))},
+        results=results_of_calls(graph),
         slots={n.name: ops.parameter_key_of(n) for n in graph.nodes if ops.is_reduce_grad(n)},
         num_results=num_results if kind == "forward" else None,
         unsharded_budget_bytes=unsharded_budget_bytes,
@@ -172,11 +177,22 @@ def find(plan: FramePlan, place: ParameterKey) -> tuple[UnitPlan, ShardPlan, Slo
     return unit, shard, shard.slots[place[2]]
 
 
+def target_of(node: fx.Node) -> object:
+    """Return what a node calls; the same for a call of a region in each of its forms."""
+    return regions.INVOKE if regions.called_by(node) else node.target
+
+
 def reads_of(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes that a node reads, in order; each as often as it is read."""
+    """Return the nodes that a node reads, in order; each as often as it is read, but for the code that it calls."""
     found: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), found.append)
-    return found
+    return [source for source in found if source.op != "get_attr"]
+
+
+def results_of_calls(graph: fx.Graph) -> dict[str, tuple[str, object]]:
+    """Map the name of a result of a region's call -> the call's name, and which result it is."""
+    reads = ((node, node.args[0]) for node in graph.find_nodes(op="call_function", target=operator.getitem))
+    return {n.name: (c.name, n.args[1]) for n, c in reads if isinstance(c, fx.Node) and regions.called_by(c)}
 
 
 def _read_name_of(node: fx.Node, plan: FramePlan) -> ReadName:

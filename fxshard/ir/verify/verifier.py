@@ -136,6 +136,8 @@ INVARIANTS: tuple[Invariant, ...] = (
     Invariant(check=invariants.collectives_keep_their_order, applies=_scheduled),
     Invariant(check=invariants.launches_send_what_they_sent, applies=_scheduled),
     Invariant(check=invariants.compute_reads_what_it_read, applies=_always),
+    Invariant(check=invariants.regions_are_called_as_they_were, applies=_always),
+    Invariant(check=invariants.regions_read_what_they_were_traced_with, applies=_always),
     Invariant(check=invariants.unsharded_bytes_stay_within_the_budget, applies=_limited),
     Invariant(check=invariants.types_agree_with_a_fake_run, applies=_always, slow=True),
 )

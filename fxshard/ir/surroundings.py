@@ -1,0 +1,81 @@
+"""What the rest of Dynamo's graph says of a part of it: whether that may be cut out."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxshard import torch_private
+
+
+class Surroundings:
+    """What the rest of a graph says of a part of it.
+
+    Attributes:
+        decided_by: node -> a node before it that has changed torch's state, for what comes until it is changed back: it
+            gives no tensor, and may begin autocast, or choose a kernel for attention.
+        matter: the nodes that backward gives a gradient; a region's backward takes one for each differentiable result.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        calls = [node for node in graph.nodes if node.op in ("call_function", "call_method")]
+        self.decided_by = _deciding(graph)
+        self.matter = _leading_to_a_loss(graph)
+        self._writes: dict[int, set[fx.Node]] = defaultdict(set)
+        for node in filter(torch_private.writes_in_place, calls):
+            for value in (value for source in node.all_input_nodes for value in _tensors(source)):
+                self._writes[torch_private.storage_id(value)].add(node)
+
+    def writes_to(self, node: fx.Node, inside: list[fx.Node]) -> bool:
+        """Return whether other nodes than these write to the memory of a node."""
+        return any(self._writes[torch_private.storage_id(value)] - set(inside) for value in _tensors(node))
+
+
+def _deciding(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Map node -> the first of the changes of torch's state that are in force there, if any is."""
+    found: dict[fx.Node, fx.Node] = {}
+    in_force: dict[object, fx.Node] = {}
+    for node in graph.nodes:
+        if in_force:
+            found[node] = next(iter(in_force.values()))
+        is_call = node.op in ("call_function", "call_method") and node.target is not torch_private.LOG_USAGE
+        if not is_call or leaves(node.meta.get("example_value"), Tensor):
+            continue
+        if node.target is torch_private.EXIT_AUTOCAST:
+            in_force.pop(node.args[0], None)
+        elif node.target is not torch_private.SET_GRAD_ENABLED:
+            in_force[node] = node
+        elif node.args[0] == torch.is_grad_enabled():  # as where the graph begins
+            in_force.pop(torch_private.SET_GRAD_ENABLED, None)
+        else:
+            in_force.setdefault(torch_private.SET_GRAD_ENABLED, node)
+    return found
+
+
+def _leading_to_a_loss(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes that backward gives a gradient: a region's backward takes one for each differentiable result."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        leads = node.op == "output" or any(user in found for user in node.users)
+        if leads and (node.op == "output" or requires_grad(node.meta.get("example_value"))):
+            found.add(node)
+    return found
+
+
+def requires_grad(value: Any) -> bool:
+    """Return whether a value is a tensor that backward reaches, or holds one."""
+    return any(leaf.requires_grad for leaf in leaves(value, Tensor))
+
+
+def leaves(value: Any, of: type = object) -> list[Any]:
+    """Return what lists and tuples hold, at any depth, of a type."""
+    if isinstance(value, list | tuple):
+        return [leaf for each in value for leaf in leaves(each, of)]
+    return [value] if isinstance(value, of) else []
+
+
+def _tensors(node: fx.Node) -> list[Tensor]:
+    return leaves(node.meta.get("example_value"), Tensor)
