@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,7 +11,6 @@ from torch.fx import GraphModule
 
 from fxshard.cost import bucket_sizes
 from fxshard.cost.bucket_sizes import MIB, Limits
-from fxshard.errors import ConfigError
 from fxshard.ir.buckets import CollectiveBuilder, GatherBucket, ReduceBucket, UnitGather, buckets_of, unit_of
 from fxshard.ir.memory_budget import MemoryBudget
 from fxshard.passes._base import GraphPass, PassContext, Property
@@ -46,10 +44,7 @@ class BucketCollectives(GraphPass):
     size: str | float = "unit"
 
     def __post_init__(self) -> None:
-        if self.size in ("unit", "auto"):
-            return
-        if isinstance(self.size, bool | str) or not isinstance(self.size, int | float) or not 0 < self.size < math.inf:
-            raise ConfigError(f'bucket must be "unit", "auto" or a positive number of MiB, got {self.size!r}.')
+        bucket_sizes.check(self.size)
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
         """Edit `gm.graph` in place; return whether anything changed."""

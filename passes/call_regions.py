@@ -23,6 +23,9 @@ class CallRegions(GraphPass):
     Graphs that are interpreted call the subgraph by a plain function, which every dispatch mode lets through.
     A call that reads a tensor with other strides than the region was traced with becomes the region's own nodes.
 
+    Attributes:
+        interpreted: whether the graph is interpreted, not compiled by Inductor.
+
     Numerics: unchanged. Memory: unchanged. No-op: a graph without regions.
     Source: torch/_higher_order_ops/invoke_subgraph.py; Inductor's lowering of it (torch/_inductor/ir.py).
     """

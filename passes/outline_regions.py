@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import chain
@@ -42,14 +41,16 @@ class OutlineRegions(GraphPass):
     Limits: left alone, with a remark: what writes to its inputs, gives out views, has sizes that are not known, makes
         tensors of constants, calls functions that are not torch's, or holds another higher-order op (cond); what stands
         behind a change of torch's state (autocast, a choice of kernels) or is written to in place. What is checkpointed
-        is not cut. A policy of
-        selective checkpointing is asked once for all blocks that it is given for.
+        is not cut. A policy of selective checkpointing is asked once for all blocks that it is given for.
     Source: [Note: regions] in `ir/regions.py`.
     """
 
     requires = frozenset({Property.MARKED})
 
     bucket: str | float = "unit"
+
+    def __post_init__(self) -> None:
+        bucket_sizes.check(self.bucket)
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
         """Edit `gm.graph` in place; return whether anything changed."""
@@ -67,8 +68,7 @@ class OutlineRegions(GraphPass):
             name = text.free_name(spans[0].module, names)
             names.add(name)
             code, parameters = spans[0].copied(), [ops.is_unshard(node) for node in spans[0].reads]
-            code_text = f"{spans[0].text()}{'' if spans[0].has_a_name else uuid.uuid4()}"
-            region = ctx.trace_region(name, code_text, code, parameters)
+            region = ctx.trace_region(name, spans[0].cached_as(), code, parameters)
             if isinstance(region, str):
                 ctx.decline(spans[0].nodes[0], f"its code occurs {len(spans)} times, but {region}")
                 continue

@@ -38,6 +38,9 @@ def test_names_the_option_nearest_to_an_unknown_one(mesh: DeviceMesh, given: str
     ("option", "value"),
     [
         ("lower", "triton"),
+        ("regions", True),
+        ("compile_on", 0),
+        ("bucket", "units"),
         ("param_dtype", "bf16"),
         ("reduce_dtype", torch.int8),
         ("reshard_after_forward", 2),

@@ -109,10 +109,10 @@ def digest(options: Options, plan: FramePlan, pipeline: Pipeline, hardware: Hard
     and sizes of process groups, but nothing of this rank. Passes count by class, `version`, fields and source; of
     `hardware` the content counts, for a file may have changed under its name.
     """
-    # `options.passes` is a function; what it returned is the pipeline.
-    values = (dataclasses.replace(options, passes=None), plan, pipeline, hardware)
+    # `options.passes` is a function; what it returned is the pipeline. Who compiles decides nothing.
+    values = (dataclasses.replace(options, passes=None, compile_on="all"), plan, pipeline, hardware)
     try:
-        parts = [torch.__version__, _own_sources(), *map(_stable, values), *_foreign_sources(pipeline)]
+        parts = [torch.__version__, _own_sources(), *map(stable_text, values), *_foreign_sources(pipeline)]
     except (OSError, TypeError) as error:
         _log.info("fxshard: compiled code is not cached, for a pass has no source file: %s", error)
         return None
@@ -123,20 +123,20 @@ def digest(options: Options, plan: FramePlan, pipeline: Pipeline, hardware: Hard
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _stable(value: Any) -> str:
+def stable_text(value: Any) -> str:
     """Return `repr`, but with all fields of a dataclass, and independent of the order of sets and mappings."""
     if isinstance(value, GraphPass):
         cls = type(value)  # no field need be declared as one
-        return f"{cls.__module__}.{cls.__qualname__} v{value.version} {_stable(vars(value))}"
+        return f"{cls.__module__}.{cls.__qualname__} v{value.version} {stable_text(vars(value))}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return f"{type(value).__qualname__} {_stable(fields)}"
+        return f"{type(value).__qualname__} {stable_text(fields)}"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(sorted(f'{_stable(key)}: {_stable(item)}' for key, item in value.items()))}}}"
+        return f"{{{', '.join(sorted(f'{stable_text(key)}: {stable_text(item)}' for key, item in value.items()))}}}"
     if isinstance(value, Set):
-        return f"{{{', '.join(sorted(map(_stable, value)))}}}"
+        return f"{{{', '.join(sorted(map(stable_text, value)))}}}"
     if isinstance(value, list | tuple):
-        return f"({', '.join(map(_stable, value))})"
+        return f"({', '.join(map(stable_text, value))})"
     return repr(value)
 
 

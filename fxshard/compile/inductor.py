@@ -20,7 +20,7 @@ from torch._inductor.exc import InductorError
 from torch._inductor.output_code import CompiledFxGraph
 
 from fxshard.compile import cudagraphs
-from fxshard.compile.cache import CachedCode, CodeOwner, CompiledFacts
+from fxshard.compile.cache import CachedCode, CodeOwner, CompiledFacts, stable_text
 from fxshard.compile.interpreter import boxed, interpret_plain
 from fxshard.compile.stages import Stages
 from fxshard.errors import ConfigError, FxshardError, InvariantError
@@ -164,7 +164,7 @@ class _LastStages(CustomGraphPass):
             raise _StopBeforeCode
 
     def uuid(self) -> str:
-        return f"{self._stages.digest} {self._kind} {self._stages.variant}"
+        return f"{self._stages.digest} {self._kind} {stable_text(self._stages.variant)}"
 
 
 class _StopBeforeCode(BaseException):

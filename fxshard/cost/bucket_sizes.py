@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from fxshard.cost.hardware import HardwareSpec
+from fxshard.errors import ConfigError
 
 _T = TypeVar("_T")
 
@@ -44,6 +45,14 @@ def auto_limits(hardware: HardwareSpec, world_size: int) -> Limits:
         return hardware.link_latency * (1 / share - 1) / per_byte
 
     return Limits(enough=nbytes(_ENOUGH), most=nbytes(_MOST))
+
+
+def check(size: object) -> None:
+    """Refuse what is no value of the option `bucket`."""
+    if size in ("unit", "auto"):
+        return
+    if isinstance(size, bool | str) or not isinstance(size, int | float) or not 0 < size < math.inf:
+        raise ConfigError(f'bucket must be "unit", "auto" or a positive number of MiB, got {size!r}.')
 
 
 def limits_of(size: str | float, hardware: HardwareSpec, world_size: int) -> Limits:

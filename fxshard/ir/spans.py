@@ -6,6 +6,7 @@ A span is found by what Dynamo says of its nodes, and compared by its text; see 
 from __future__ import annotations
 
 import operator
+import uuid
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -99,10 +100,9 @@ class Span:
         """Return what tells functions of one name apart, in this process."""
         return tuple(id(node.target) for node in self.code if node.op == "call_function")
 
-    @property
-    def has_a_name(self) -> bool:
-        """Whether its text tells it apart in every process."""
-        return True
+    def cached_as(self) -> str:
+        """Return what tells its code apart in every process, for torch's caches."""
+        return str(self.text())
 
     def copied(self) -> GraphModule:
         """Copy it into a graph of its own."""
@@ -193,10 +193,10 @@ class CheckpointedSpan(Span):
         """Return what tells functions of one name apart, policies included, in this process."""
         return (*super().identities(), closures.facts_of(self._policy))
 
-    @property
-    def has_a_name(self) -> bool:
-        """Whether its text tells it apart in every process; of a policy only a `cache_hash` does."""
-        return self._policy is None or hasattr(self._policy, "cache_hash")
+    def cached_as(self) -> str:
+        """Return what tells its code apart in every process; of a policy only a `cache_hash` does, else it is new."""
+        has_a_name = self._policy is None or hasattr(self._policy, "cache_hash")
+        return super().cached_as() if has_a_name else f"{self.text()} {uuid.uuid4()}"
 
     def copied(self) -> GraphModule:
         """Copy the call, of a function without markers."""

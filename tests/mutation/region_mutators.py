@@ -16,9 +16,8 @@ from tests.mutation.edits import Edit, alike, edit, insert, set_argument, swap_a
 def call_another_region(graph: fx.Graph) -> Iterator[Edit]:
     """The code of another region that takes as many operands."""
     for one, other in itertools.combinations(_calls(graph), 2):
-        if regions.called_by(one) != regions.called_by(other) and len(regions.operands_of(one)) == len(
-            regions.operands_of(other)
-        ):
+        as_many = len(regions.operands_of(one)) == len(regions.operands_of(other))
+        if as_many and regions.called_by(one) != regions.called_by(other):
             yield one, edit(_call_as, one, other)
 
 
