@@ -1,4 +1,4 @@
-"""Look into compiled graphs while they run: a context around each forward, and the memory that it takes.
+"""Look into compiled graphs while they run: a context around each forward, the memory it takes; and what is logged.
 
 Dynamo would run a model eagerly under a dispatch mode, so a mode is entered inside what the backend returns. Backward
 needs no such help: the mode goes around `backward()`.
@@ -6,8 +6,9 @@ needs no such help: the mode goes around `backward()`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -94,3 +95,17 @@ def bytes_of_rows(model: nn.Module) -> int:
     """Count the bytes of a rank's rows of all parameters, with rows padded to a multiple of the world size."""
     shapes = [p.shape for p in model.parameters()]
     return sum(-(-shape[0] // dist.get_world_size()) * shape[1:].numel() * 4 for shape in shapes)
+
+
+@contextmanager
+def said_by(module: str) -> Iterator[list[str]]:
+    """Collect what a module of fxshard logs."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(module)
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)

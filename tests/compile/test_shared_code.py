@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, Final
@@ -27,6 +24,7 @@ from fxshard.runtime.rank_check import Timeouts
 from tests.graphs import fake_ranks
 from tests.numerics.harness import compile_module
 from tests.ranks import two_ranks
+from tests.watching import said_by
 
 
 class Model(nn.Module):
@@ -70,20 +68,6 @@ def losses_of(model: Model, mesh: DeviceMesh | None = None, compile_on: str = "o
     return losses
 
 
-@contextmanager
-def warnings() -> Iterator[list[str]]:
-    """Collect what this rank warns of."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger(shared_code.__name__)
-    logger.addHandler(handler)
-    try:
-        yield said
-    finally:
-        logger.removeHandler(handler)
-
-
 def gathered(value: Any) -> list[Any]:
     """Return what both ranks say."""
     found: list[Any] = [None, None]
@@ -93,7 +77,7 @@ def gathered(value: Any) -> list[Any]:
 
 @two_ranks
 def test_each_graph_is_lowered_on_one_rank() -> None:
-    with warnings() as said, fresh_cache():  # a folder for each rank, as on two machines
+    with said_by(shared_code.__name__) as said, fresh_cache():  # a folder for each rank, as on two machines
         shared = losses_of(Model(1))
         hits = sum(gathered(counters["aot_autograd"]["autograd_cache_hit"]))
         hits_of_variants = sum(gathered(counters["inductor"]["fxgraph_cache_hit"]))
@@ -104,7 +88,7 @@ def test_each_graph_is_lowered_on_one_rank() -> None:
 
 @two_ranks
 def test_ranks_with_different_graphs_compile_one_each() -> None:
-    with warnings() as said, fresh_cache():
+    with said_by(shared_code.__name__) as said, fresh_cache():
         losses_of(Model(2 + dist.get_rank()))
         assert counters["aot_autograd"]["autograd_cache_hit"] == 0
     assert said == []
@@ -112,7 +96,7 @@ def test_ranks_with_different_graphs_compile_one_each() -> None:
 
 @two_ranks
 def test_a_rank_says_why_its_graphs_cannot_be_shared() -> None:
-    with warnings() as said, fresh_cache(), functorch_config.patch(enable_autograd_cache=False):
+    with said_by(shared_code.__name__) as said, fresh_cache(), functorch_config.patch(enable_autograd_cache=False):
         losses_of(Model(4))
     assert said[0] == (
         'fxshard: compile_on="one": this rank compiles a graph by itself: '
@@ -123,7 +107,11 @@ def test_a_rank_says_why_its_graphs_cannot_be_shared() -> None:
 @two_ranks
 def test_an_entry_that_torch_does_not_take_is_no_error() -> None:
     """The second rank has Inductor's options otherwise, by an environment that torch reads and we do not."""
-    with warnings() as said, fresh_cache(), inductor_config.patch(epilogue_fusion=dist.get_rank() == 0):
+    with (
+        said_by(shared_code.__name__) as said,
+        fresh_cache(),
+        inductor_config.patch(epilogue_fusion=dist.get_rank() == 0),
+    ):
         losses_of(Model(5))
     texts = [text for each in gathered(said) for text in each]
     assert texts
@@ -208,6 +196,6 @@ def test_what_the_user_records_has_what_was_recorded_for_others() -> None:
 
 
 def test_a_process_alone_has_nobody_to_wait_for() -> None:
-    with fake_ranks(2) as mesh, fresh_cache(), warnings() as said:
+    with fake_ranks(2) as mesh, fresh_cache(), said_by(shared_code.__name__) as said:
         losses_of(Model(1), mesh=mesh)
     assert said == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fxshard
 from fxshard.runtime import gloo
 from tests.ranks import two_ranks
+from tests.watching import said_by
 
 BURSTS, IN_FLIGHT = 2_000, 8
 
@@ -50,14 +50,9 @@ def test_overlapping_gathers_do_not_kill_the_rank() -> None:
 @pytest.fixture
 def said() -> Iterator[list[str]]:
     """What is logged; that it has been said before is forgotten."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger(gloo.__name__)
-    logger.addHandler(handler)
     gloo._say_once.cache_clear()
-    yield lines
-    logger.removeHandler(handler)
+    with said_by(gloo.__name__) as lines:
+        yield lines
 
 
 @two_ranks

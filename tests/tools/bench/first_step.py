@@ -1,10 +1,11 @@
 """What the first step of a deep model costs: `python -m tests.tools.bench.first_step auto 32 gpt`.
 
 One rank of a fake group of eight, in this process; collectives move nothing. Systems: `off` and `auto` are the option
-`regions`, `fsdp2` is FSDP2 with each block compiled. Models: the deep GPT, and a Llama of the same width. Inductor's
-and AOTAutograd's caches of graphs are off, unless a fourth argument says `cached`; the C++ kernels come out of their
-cache where a run before has made them (TORCHINDUCTOR_CACHE_DIR says where), so run each line twice for warm kernels.
-Processor time is that of this process, without the C++ compilers it starts.
+`regions`, `fsdp2` is FSDP2 with each block compiled. Models: the deep GPT, and a Llama of the same width, ours
+(`llama`) and that of Hugging Face (`hf`). Inductor's and AOTAutograd's caches of graphs are off, unless a fourth
+argument says `cached`; the C++ kernels come out of their cache where a run before has made them
+(TORCHINDUCTOR_CACHE_DIR says where), so run each line twice for warm kernels. Processor time is that of this process,
+without the C++ compilers it starts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,8 +32,31 @@ from tests.tools.bench.models import DEEP, GPT, LLAMA, next_token_loss
 WORLD_SIZE, STEPS, WARM_UP = 8, 31, 5
 
 
+class HuggingFace(nn.Module):
+    """A Llama of Hugging Face that gives logits."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes: dict[str, Any] = {
+            "hidden_size": 128,
+            "intermediate_size": 352,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+        }
+        config = LlamaConfig(**sizes, num_hidden_layers=num_layers, vocab_size=DEEP.vocab_size, use_cache=False)
+        self.llama = LlamaForCausalLM(config)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return cast(Tensor, self.llama(tokens).logits)
+
+
 def built(name: str, num_layers: int) -> tuple[nn.Module, nn.ModuleList]:
     """Return a model and its blocks."""
+    if name == "hf":
+        model = HuggingFace(num_layers)
+        return model, cast(Any, model.llama).model.layers
     if name == "llama":
         llama = Llama(replace(LLAMA, num_layers=num_layers, dim=128, ffn_dim=352, vocab_size=DEEP.vocab_size))
         return llama, llama.layers
