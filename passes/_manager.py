@@ -11,7 +11,8 @@ from torch.fx import GraphModule
 from fxshard import torch_private
 from fxshard.errors import InvariantError
 from fxshard.ir import pins, tags
-from fxshard.ir.history import CAPTURED, PassResult, snapshot
+from fxshard.ir.history import CAPTURED, PassResult
+from fxshard.ir.snapshot import Snapshot
 from fxshard.ir.verify import baseline, verifier
 from fxshard.passes._base import GraphPass, PassContext, Property
 
@@ -40,7 +41,7 @@ def run(
     check_properties(passes, given)
     properties = set(given)
     expected = _take_baseline(gm, ctx, properties)
-    kept = snapshot(gm.graph) if follows is None else follows.graph
+    kept = Snapshot(gm.graph) if follows is None else follows.kept
     stage = ctx.history.begin(stage or ctx.kind, kept, "as the stage received it")
     _publish(ctx.history.stages[stage][CAPTURED], "00/00")
     before = len(ctx.history.stages[stage])

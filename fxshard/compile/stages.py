@@ -16,8 +16,8 @@ from fxshard.cost import hardware
 from fxshard.ir import launches, ops, signature
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.graph_edit import TracedCode
-from fxshard.ir.history import snapshot
 from fxshard.ir.regions import Region
+from fxshard.ir.snapshot import Snapshot
 from fxshard.ir.variant import PLAIN, Variant
 from fxshard.options import Options
 from fxshard.passes import _manager
@@ -94,7 +94,7 @@ class Stages:
             _manager.run(gm, self.pipeline.last, self._context(kind), given=LAST_GIVEN, stage=stage, follows=kept)
             kept = self.history.last()
         if not self.generate_code:
-            gm = fx.GraphModule(gm, snapshot(gm.graph))
+            gm = fx.GraphModule(gm, Snapshot(gm.graph).copy())
         given, stage = codegen_given(self.options), f"{self._named(kind)}_codegen"
         _manager.run(gm, self.pipeline.codegen, self._context(kind), given=given, stage=stage, follows=kept)
 

@@ -26,7 +26,7 @@ from fxshard.compile import cudagraphs, inductor, interpreter, shared_code
 from fxshard.compile.cache import CompiledFacts, stable_text
 from fxshard.compile.stages import Stages
 from fxshard.errors import InvariantError
-from fxshard.ir.history import CAPTURED, LazyHistory, PassResult, snapshot, with_variant
+from fxshard.ir.history import CAPTURED, LazyHistory, PassResult, with_variant
 from fxshard.ir.text import graph_text
 from fxshard.ir.variant import Variant
 from fxshard.options import Options
@@ -189,8 +189,8 @@ class Compilation:
 
     def _again(self, variant: Variant, only: GraphKind | None, *, generate_code: bool) -> Compilation:
         """Compile the graph as Dynamo captured it once more, into a frame of its own."""
-        graph = self._captured
-        gm = fx.GraphModule(graph.owning_module or nn.Module(), snapshot(graph))
+        graph = self._history.stages["dynamo"][CAPTURED].kept.copy()
+        gm = fx.GraphModule(graph.owning_module or nn.Module(), graph)
         frame = Frame(
             self._frame.plan,
             hardware=self._frame.hardware,

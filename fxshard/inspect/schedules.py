@@ -22,8 +22,8 @@ from fxshard.cost.stats import GraphStats, graph_stats
 from fxshard.cost.timeline import Timeline
 from fxshard.ir import collectives, launch_groups
 from fxshard.ir.collectives import GATHERS, REDUCTIONS
-from fxshard.ir.history import snapshot
 from fxshard.ir.plan import FramePlan
+from fxshard.ir.snapshot import Snapshot
 from fxshard.passes._base import PassContext
 from fxshard.passes.hoist_prefetch import HoistPrefetch
 
@@ -136,7 +136,7 @@ def _before_hoisting(frame: FrameExplanation, stage: str) -> fx.Graph | None:
 
 def _hoisted(before: fx.Graph, depth: int | Literal["auto"], frame: FrameExplanation, stage: str) -> fx.Graph:
     units = {key: replace(unit, forward_prefetch=(), backward_prefetch=()) for key, unit in frame.plan.units.items()}
-    gm = fx.GraphModule(before.owning_module or nn.Module(), snapshot(before))
+    gm = fx.GraphModule(before.owning_module or nn.Module(), Snapshot(before).copy())
     context = PassContext(
         plan=replace(frame.plan, units=units),
         kind="backward" if stage.startswith("backward") else "forward",

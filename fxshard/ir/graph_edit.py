@@ -86,7 +86,7 @@ class Splicer:
             inputs: each with a fake tensor as `meta["val"]`.
             key: equal for functions that do the same with equal inputs.
         """
-        values = [node.meta["val"].detach() for node in inputs]
+        values = [node.meta["val"] for node in inputs]
         known = (key, tuple((tuple(v.shape), v.stride(), v.dtype, v.device) for v in values))
         if any(isinstance(size, torch.SymInt) for v in values for size in (*v.shape, *v.stride())):
             return self._copy(self._trace(function, values), anchor, inputs, replayed=False)  # symbols have no hash
@@ -97,7 +97,8 @@ class Splicer:
 
     def _trace(self, function: Callable[..., Sequence[Tensor]], values: Sequence[Tensor]) -> fx.Graph:
         with self._mode, torch.no_grad():
-            return make_fx(lambda *args: list(function(*args)), dict(self.decompositions))(*values).graph
+            detached = [value.detach() for value in values]
+            return make_fx(lambda *args: list(function(*args)), dict(self.decompositions))(*detached).graph
 
     def _copy(
         self, traced: fx.Graph, anchor: fx.Node, inputs: Sequence[fx.Node], *, replayed: bool

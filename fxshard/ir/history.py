@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from fxshard.ir import text
+from fxshard.ir.snapshot import Snapshot
 
 CAPTURED = "captured"
 """Name of the pass result of a graph as its stage received it, before the first pass."""
@@ -30,7 +31,7 @@ class PassResult:
         name: of the pass's module; `captured` for the graph before the first pass.
         stage: `dynamo`, `joint`, `forward`, `backward` and so on, see docs/architecture.md.
         description: the pass with its options.
-        graph: a copy; the same object as in the pass result before if the pass changed nothing.
+        kept: the graph, as it was then; the same object as in the pass result before if the pass changed nothing.
         seconds: time that the pass took, with its verification.
         declined: what the pass left alone.
         notes: why the pass did what it did.
@@ -39,11 +40,16 @@ class PassResult:
     name: str
     stage: str
     description: str
-    graph: fx.Graph
+    kept: Snapshot
     changed: bool
     seconds: float
     declined: tuple[Remark, ...] = ()
     notes: tuple[Remark, ...] = ()
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The graph, a copy; to be read, not edited."""
+        return self.kept.graph
 
     def __str__(self) -> str:
         """Return the graph as `ir/text.py` prints it."""
@@ -65,10 +71,10 @@ class PassHistory:
     stages: dict[str, dict[str, PassResult]] = field(default_factory=dict)
     regions: list[object] = field(default_factory=list)
 
-    def begin(self, stage: str, graph: fx.Graph, description: str) -> str:
-        """Begin a stage with a graph that nobody edits any more; return its name, numbered if it is taken."""
+    def begin(self, stage: str, kept: Snapshot, description: str) -> str:
+        """Begin a stage with the graph that it received; return its name, numbered if it is taken."""
         name = _unused(stage, self.stages)
-        first = PassResult(name=CAPTURED, stage=name, description=description, graph=graph, changed=True, seconds=0)
+        first = PassResult(name=CAPTURED, stage=name, description=description, kept=kept, changed=True, seconds=0)
         self.stages[name] = {CAPTURED: first}
         return name
 
@@ -87,12 +93,12 @@ class PassHistory:
         """Keep what a pass made of the stage's graph."""
         records = self.stages[stage]
         name = _unused(name, records)
-        kept = snapshot(graph) if changed else self.last(stage).graph
+        kept = Snapshot(graph) if changed else self.last(stage).kept
         records[name] = PassResult(
             name=name,
             stage=stage,
             description=description,
-            graph=kept,
+            kept=kept,
             changed=changed,
             seconds=seconds,
             declined=tuple(declined),
@@ -122,21 +128,6 @@ class LazyHistory(PassHistory):
         made = self._make()
         del self._make  # it knows the compiled code
         return made
-
-
-_KEPT_META = frozenset(
-    ("val", "example_value", "fxshard", "recompute", "nn_module_stack", "fwd_nn_module_stack", "stack_trace", "desc")
-)
-
-
-def snapshot(graph: fx.Graph) -> fx.Graph:
-    """Return a copy with the same node names; tags and fake values are shared, edits are not."""
-    # The module is kept only for the subgraphs in it: a history that outlives the model must not hold its modules.
-    copied = fx.Graph(owning_module=graph.owning_module if graph.find_nodes(op="get_attr") else None)
-    copied.output(copied.graph_copy(graph, {}))
-    for node, original in zip(copied.nodes, graph.nodes, strict=True):
-        node.meta = {key: value for key, value in original.meta.items() if key in _KEPT_META}
-    return copied
 
 
 def with_variant(history: PassHistory, other: PassHistory, kind: str) -> dict[str, dict[str, PassResult]]:

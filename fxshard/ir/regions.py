@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, fx
 
 from fxshard.ir import ops, text
-from fxshard.ir.history import snapshot
+from fxshard.ir.snapshot import Snapshot
 
 INVOKE = torch.ops.higher_order.invoke_subgraph
 
@@ -106,7 +106,7 @@ def called_by(node: fx.Node) -> str:
 
 def copied(code: fx.GraphModule) -> fx.GraphModule:
     """Copy a graph of a region, for one compilation to lower, which edits it."""
-    return fx.GraphModule(code, snapshot(code.graph))
+    return fx.GraphModule(code, Snapshot(code.graph).copy())
 
 
 def add_code(gm: fx.GraphModule, name: str, code: fx.GraphModule) -> str:

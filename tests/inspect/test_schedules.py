@@ -23,7 +23,7 @@ from fxshard.inspect.explanation import FrameExplanation
 from fxshard.inspect.schedules import OTHERS, Schedule, least_seconds
 from fxshard.ir import launch_groups
 from fxshard.ir.collectives import GATHERS, REDUCTIONS
-from fxshard.ir.history import snapshot
+from fxshard.ir.snapshot import Snapshot
 from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.tools.demo.gpt import GPT
 from tests import graphs
@@ -106,7 +106,7 @@ def test_the_bound_is_the_longest_way_through_compute_and_link(stage: str, laten
 
 def test_gathers_of_different_groups_do_not_stand_in_line() -> None:
     model = model_of("two_layers")
-    graph = snapshot(model.history.last("forward").graph)
+    graph = Snapshot(model.history.last("forward").graph).copy()
     hardware = dataclasses.replace(IDEAL, link_latency=10)
     assert least_seconds(graph, model.plan, hardware) == pytest.approx(10 + 10 + 4)
     (_, second) = graph.find_nodes(op="call_function", target=GATHERS[0])

@@ -18,7 +18,7 @@ from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxshard.ir import tags
-from fxshard.ir.history import snapshot
+from fxshard.ir.snapshot import Snapshot
 from fxshard.ir.tags import NodeMeta, ShardKey
 from fxshard.ir.text import graph_text, name_of, window
 from tests import graphs
@@ -335,7 +335,7 @@ def test_writes_every_node_of_any_graph_once_under_a_name_of_its_own(graph: fx.G
 @given(any_graph())
 @settings(derandomize=True, deadline=None, max_examples=200)
 def test_writes_a_snapshot_as_the_graph_that_it_was_taken_of(graph: fx.Graph) -> None:
-    assert graph_text(snapshot(graph)) == graph_text(graph)
+    assert graph_text(Snapshot(graph).graph) == graph_text(graph)
 
 
 @pytest.mark.parametrize("build", [graphs.two_layers, graphs.two_dtypes, graphs.called_twice])
@@ -344,4 +344,4 @@ def test_writes_nothing_of_this_machine_into_a_traced_graph(build: Callable[...,
     for record in traced.history:
         text = str(record)
         assert not re.search(r"0x[0-9a-f]{4,}|/|cpu|primals_|torch", text)
-        assert text == graph_text(snapshot(record.graph))
+        assert text == graph_text(Snapshot(record.graph).graph)

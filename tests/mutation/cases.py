@@ -15,8 +15,9 @@ from torch._inductor.decomposition import select_decomp_table
 
 from fxshard.errors import InvariantError
 from fxshard.ir import liveness, signature
-from fxshard.ir.history import CAPTURED, PassHistory, snapshot
+from fxshard.ir.history import CAPTURED, PassHistory
 from fxshard.ir.properties import GraphKind, Property
+from fxshard.ir.snapshot import Snapshot
 from fxshard.ir.verify import baseline, verifier
 from fxshard.passes import pipeline
 from fxshard.passes._base import GraphPass
@@ -163,7 +164,7 @@ class Case:
     @property
     def graph(self) -> fx.Graph:
         """A copy that is the caller's to break."""
-        return snapshot(self._correct)
+        return Snapshot(self._correct).copy()
 
     @functools.cached_property
     def _correct(self) -> fx.Graph:
@@ -211,7 +212,7 @@ class Case:
         """The model's step with this graph in the place of the correct one."""
         stages = {kind: dict(records) for kind, records in self.traced.history.stages.items()}
         record = stages[self.kind][self.pass_name]
-        stages[self.kind][self.pass_name] = dataclasses.replace(record, graph=graph)
+        stages[self.kind][self.pass_name] = dataclasses.replace(record, kept=Snapshot(graph))
         return dataclasses.replace(self.traced, history=PassHistory(stages=stages))
 
 
