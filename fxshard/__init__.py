@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from fxshard.api import CompiledGraph, compiled_graphs, fully_shard, no_sync, release_accumulators
+from fxshard.api import (
+    CompiledGraph,
+    adopt,
+    compiled_graphs,
+    fully_shard,
+    no_sync,
+    register_fsdp_forward_method,
+    release,
+    release_accumulators,
+)
 from fxshard.compile.auto_shard import guard_optimizers as _guard_optimizers
 from fxshard.compile.backend import fxshard as _backend
 from fxshard.compile.dynamo import register_backend as _register_backend
@@ -54,6 +63,7 @@ __all__ = [
     "Remark",
     "ShardedModule",
     "UnsupportedGraph",
+    "adopt",
     "bisect_numerics",
     "compiled_graphs",
     "explain",
@@ -65,6 +75,8 @@ __all__ = [
     "load_full_optim_state_dict",
     "load_full_state_dict",
     "no_sync",
+    "register_fsdp_forward_method",
+    "release",
     "release_accumulators",
     "save_checkpoint",
 ]

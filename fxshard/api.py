@@ -17,7 +17,9 @@ from fxshard.compile.backend import frames_of
 from fxshard.errors import ConfigError
 from fxshard.ir import collectives, text
 from fxshard.runtime.frame import Frame
-from fxshard.sharding import shard_module, sharded_module
+from fxshard.sharding import adopt as adopt_module
+from fxshard.sharding import forward_methods, shard_module, sharded_module
+from fxshard.sharding import release as release_module
 from fxshard.sharding.mesh import default_mesh, require_mesh
 from fxshard.sharding.no_sync import without_sync
 from fxshard.sharding.sharded_module import ShardedModule, is_compiled, plain_module
@@ -107,6 +109,67 @@ def fully_shard(
         ignored=ignored_params or (),
     )
     return module
+
+
+def adopt(module: nn.Module) -> nn.Module:
+    """Take over a model that torch's FSDP2 has sharded, in place, for libraries that call it themselves.
+
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # FSDP2's plugin
+        model = torch.compile(fxshard.adopt(model), backend="fxshard")
+
+    The parameters stay the objects that they are, and the optimizer keeps them and its state; gradients that are there
+    stay. FSDP2's settings carry over: units, mesh, mixed precision, resharding, prefetch lists, gradient sync, ignored
+    parameters and registered forward methods. So it works before the first step and after many. How the model was
+    compiled before, whole or block by block, is forgotten. Memory peaks at the shards of one unit more.
+
+    Args:
+        module: the outermost module, compiled or plain. Without a `fully_shard` of its own, what is sharded inside of
+            it is taken over.
+
+    Returns:
+        The module without `torch.compile`'s wrapper.
+
+    Raises:
+        ConfigError: nothing in it is sharded by FSDP2, it is inside of DDP, or FSDP2 was told what fxshard cannot do
+            (each module and setting named); nothing has changed then.
+    """
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"adopt expects the model, got {type(module).__name__}.")
+    return adopt_module.adopt(module)
+
+
+def release(module: nn.Module, *, whole: bool = False) -> nn.Module:
+    """Give a sharded model back to torch's FSDP2, in place: the opposite of `adopt`.
+
+    Parameters stay the objects that they are, also for the optimizer. What fxshard has compiled is forgotten.
+
+    Args:
+        module: the outermost module, compiled or plain, sharded by `fully_shard`, `adopt` or the one-line form.
+        whole: give back a plain model instead, with new and whole parameters on every rank; all ranks call it.
+
+    Returns:
+        The module without `torch.compile`'s wrapper.
+
+    Raises:
+        ConfigError: nothing in it is sharded by fxshard, or gradients wait to be reduced.
+    """
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"release expects the model, got {type(module).__name__}.")
+    return release_module.release(module, whole=whole)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method gather parameters as `forward` does; torch's function of this name, for our modules.
+
+    For methods that read parameters beside those of the modules that they call: `generate` of a model with an encoder,
+    say. On a module that is not sharded it does nothing until it is.
+
+    Raises:
+        ConfigError: `module` is no module, or has no such method.
+    """
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"register_fsdp_forward_method expects a module, got {type(module).__name__}.")
+    forward_methods.register(plain_module(module), method_name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,10 +297,13 @@ def _require_fresh(modules: list[nn.Module]) -> None:
             raise ConfigError(f"fully_shard was called twice on the same module ({name}). Call it once per module.")
         for path, child in module.named_modules():
             where = f"{name}.{path}" if path else name
-            if is_compiled(child) and not isinstance(child, ShardedModule):
+            if is_compiled(child) and not isinstance(child, ShardedModule | dist.fsdp.FSDPModule):
                 raise ConfigError(
                     f"{where} was compiled before fully_shard: its graph would never see the sharding. Call "
                     'fully_shard first, then torch.compile(module, backend="fxshard").'
                 )
             if isinstance(child, dist.fsdp.FSDPModule):
-                raise ConfigError(f"{where} is sharded by torch's fully_shard already. Use one of the two.")
+                raise ConfigError(
+                    f"{where.removeprefix('FSDP')} is sharded by torch's fully_shard already. Take it over with "
+                    "fxshard.adopt(model), or leave torch's fully_shard out."
+                )

@@ -15,7 +15,7 @@ import fxshard
 from tests.pages import ROOT, assert_page
 
 PRIVATE = re.compile(r"^torch(?:\.\w+)*\._(?!_)\w+")
-HOMES = ("torch_private.py", "compile/", "testing/")
+HOMES = ("torch_private.py", "torch_fsdp2.py", "compile/", "testing/")
 """Where torch's private names may be used."""
 
 ALLOWED = ("torch.ops.", "torch._ops", "torch._foreach_", "torch.utils._pytree")
@@ -41,7 +41,20 @@ def tree() -> str:
             titles[folder] = first_line(module)
         else:
             folders.setdefault(folder, []).append(f"| `{file}` | {first_line(module)} |")
-    order = ["", "sharding", "compile", "passes", "cost", "ir", "ir/verify", "runtime", "state", "inspect", "testing"]
+    order = [
+        "",
+        "sharding",
+        "compile",
+        "passes",
+        "cost",
+        "ir",
+        "ir/verify",
+        "runtime",
+        "state",
+        "inspect",
+        "testing",
+        "integrations",
+    ]
     order += sorted(folders.keys() - set(order))
     blocks = []
     for folder in order:

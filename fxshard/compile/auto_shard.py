@@ -28,7 +28,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
-from fxshard.compile import dynamo
+from fxshard.compile import dynamo, foreign
 from fxshard.errors import ConfigError
 from fxshard.live_objects import instances_of, referrers_of
 from fxshard.options import Options, launched_world_size
@@ -68,6 +68,7 @@ def shard_root(gm: fx.GraphModule, unsharded: dict[str, nn.Parameter], options: 
         _announce(dynamo.roots_of(gm))
         return
     roots = dynamo.roots_of(gm)
+    foreign.refuse([dynamo.compiled_around(root) or root for root in roots])
     _require_ready(roots, unsharded)
     for root in roots:
         shard_module.require_shardable(dict(root.named_parameters()), mesh)
@@ -326,7 +327,7 @@ def guard_optimizers() -> RemovableHandle:
 
 
 class _ReplicaGuard:
-    """Refuses to step unsharded parameters of a model that is sharded elsewhere or compiled by fxshard."""
+    """Refuses to step what fxshard was to train and never saw: replicas, and models that FSDP2 still has."""
 
     def __init__(self) -> None:
         # The search for the model is made once per optimizer. A model that was never given to us may be a reference,
@@ -338,8 +339,9 @@ class _ReplicaGuard:
             return
         if optimizer in self._approved or not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        plain = [p for p in parameters if p.grad is not None and not isinstance(p, DTensor)]
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        foreign.refuse_compiled(parameters)
+        plain = [p for p in parameters if not isinstance(p, DTensor)]
         replicas = _replicas(plain) if plain else []
         if replicas:
             raise ConfigError(

@@ -270,7 +270,7 @@ def _call_of(node: fx.Node) -> tuple[str, str] | None:
     """Return which call of a sharded module a node belongs to, and the module's class."""
     stack = node.meta.get("nn_module_stack") or {}
     found = [(key, cls) for key, (_, cls) in stack.items() if getattr(cls, "_fxshard_unit", False)]
-    return (found[-1][0], found[-1][1].__name__.removeprefix("Sharded")) if found else None
+    return (found[-1][0], found[-1][1].__name__) if found else None
 
 
 def _layout(value: Tensor) -> tuple[Any, ...]:

@@ -22,7 +22,10 @@ from fxshard.runtime.step_hooks import Microbatches
 from fxshard.runtime.unit import Unit
 from fxshard.runtime.unsharded_cache import UnshardedCache
 from fxshard.sharding.no_sync import NO_SYNC
-from fxshard.sharding.sharded_module import STATE, ModuleState, state_of, swap_class, units_under
+from fxshard.sharding.sharded_module import STATE, ModuleState, state_of, units_under
+from fxshard.sharding.swapped_class import swap_class
+
+Places = list[tuple[nn.Module, str]]
 
 
 def managed_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
@@ -54,8 +57,8 @@ def shard(
     All checks of the parameters come first: an error leaves the modules untouched.
     """
     skip = frozenset(ignored)
-    paths = _paths(modules)
-    taken = {_join(paths[id(places[0][0])], places[0][1]): (param, places) for param, places in _owners(modules, skip)}
+    paths = module_paths(modules)
+    taken = {join(paths[id(places[0][0])], places[0][1]): (param, places) for param, places in _owners(modules, skip)}
     require_shardable({fqn: param for fqn, (param, _) in taken.items()}, mesh)
     _require_untaken(modules, taken)
     _require_untied(taken, [unit for module in modules for unit in units_under(module)])
@@ -64,17 +67,20 @@ def shard(
     units = (_make_unit(modules, taken, mesh, mp_policy, reshard_after_forward),) if taken else ()
     for unit in units:
         unit.ignored = skip
+    install(modules, units, mp_policy)
+
+
+def install(modules: Sequence[nn.Module], units: tuple[Unit, ...], mp_policy: MixedPrecisionPolicy) -> None:
+    """Make sharded modules of `modules`, which have these units, and name all units inside from there."""
     state = ModuleState(units, mp_policy)
     for module in modules:
         module.__dict__[STATE] = state
-    for module in {id(owner): owner for _, places in taken.values() for owner, _ in places}.values():
-        swap_class(module, is_unit=False)
+    owners = {id(owner): owner for unit in units for member in unit.members for owner, _ in member.owners}
+    for owner in owners.values():
+        swap_class(owner, is_unit=False)
     for module in modules:
         swap_class(module, is_unit=True)
     _name_units(modules, state)
-
-
-Places = list[tuple[nn.Module, str]]
 
 
 def _make_unit(
@@ -112,9 +118,15 @@ def _owners(modules: Sequence[nn.Module], skip: frozenset[nn.Parameter]) -> list
     return list(owners.values())
 
 
+def ignored_under(modules: Sequence[nn.Module]) -> frozenset[nn.Parameter]:
+    """Return the parameters under `modules`, outside of nested sharded modules, that are whole."""
+    found = (p for module in managed_modules(modules) for p in module._parameters.values() if p is not None)
+    return frozenset(p for p in found if not isinstance(p, DTensor))
+
+
 def _require_dense_gradients(modules: Sequence[nn.Module]) -> None:
     """Raise for embeddings with sparse gradients: there is nothing of fixed size to reduce."""
-    paths = _paths(modules)
+    paths = module_paths(modules)
     sparse = [paths[id(m)] for m in managed_modules(modules) if getattr(m, "sparse", False) is True]
     if sparse:
         raise ConfigError(
@@ -149,17 +161,18 @@ def _require_untied(taken: dict[str, tuple[nn.Parameter, Places]], nested: Seque
         originals[id(original)] = fqn
 
 
-def _paths(roots: Sequence[nn.Module]) -> dict[int, str]:
+def module_paths(roots: Sequence[nn.Module]) -> dict[int, str]:
     """Map module id -> its name from the roots; several roots are numbered."""
     paths: dict[int, str] = {}
     for i, root in enumerate(roots):
         prefix = f"{i}" if len(roots) > 1 else ""
         for path, module in root.named_modules():
-            paths.setdefault(id(module), _join(prefix, path))
+            paths.setdefault(id(module), join(prefix, path))
     return paths
 
 
-def _join(*parts: str) -> str:
+def join(*parts: str) -> str:
+    """Join the parts of a dotted name that are not empty."""
     return ".".join(part for part in parts if part)
 
 
@@ -210,11 +223,11 @@ def require_shardable(parameters: dict[str, nn.Parameter], mesh: DeviceMesh) -> 
 
 def _name_units(modules: Sequence[nn.Module], state: ModuleState) -> None:
     """Name all units under `modules` from there, and mark those inside as not the root."""
-    paths = _paths(modules)
+    paths = module_paths(modules)
     nested = {id(unit): unit for module in modules for unit in units_under(module)}
     for unit in nested.values():
         unit.is_root = unit in state.units
-        fqns = [_join(paths.get(id(owner), ""), name) for owner, name in (m.owners[0] for m in unit.members)]
+        fqns = [join(paths.get(id(owner), ""), name) for owner, name in (m.owners[0] for m in unit.members)]
         unit.rename(",".join(filter(None, (paths.get(id(m), "") for m in unit.modules))), fqns)
     unsharded, microbatches = UnshardedCache(), Microbatches(tuple(nested.values()))
     prefetcher = Prefetcher(unsharded)

@@ -1,14 +1,7 @@
-"""What becomes of the modules whose parameters are sharded: their classes, reads, calls and state.
-
-[Note: swapped classes]
-A module that owns a sharded parameter gets a subclass of its class with a property per parameter (`ParameterOwner`);
-a module that was given to `fully_shard` also gets the FSDP methods and a call that opens a scope (`ShardedModule`).
-`isinstance` keeps working, and Dynamo's type guards tell a sharded module from a plain one.
-"""
+"""What a sharded module is: its state, its calls and its methods; `sharding/swapped_class.py` makes its class."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
@@ -20,9 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from fxshard import torch_private
 from fxshard.errors import ConfigError
-from fxshard.runtime import eager, process_groups, uncompiled_warning
+from fxshard.runtime import eager, process_groups
 from fxshard.runtime.flat_shard import Home, home_of
-from fxshard.runtime.parameters import REFS, TRACED, ParameterRef, flat_key, without_offset
+from fxshard.runtime.parameters import REFS, without_offset
 from fxshard.runtime.prefetcher import UnshardHandle
 from fxshard.runtime.unit import Unit
 from fxshard.sharding.mixed_precision import cast_inputs, cast_output
@@ -109,11 +102,11 @@ class ShardedModule(ParameterOwner):
             policy = self.__dict__[STATE].mp_policy
             args, kwargs = cast_inputs(policy, args, kwargs)
             return cast_output(policy, super().__call__(*args, **kwargs))
-        state, args, kwargs = _enter_call(self, args, kwargs)
+        state, args, kwargs = enter_call(self, args, kwargs)
         try:
-            return _end_call(state, super().__call__(*args, **kwargs))
+            return end_call(state, super().__call__(*args, **kwargs))
         finally:
-            _leave_call(state)
+            leave_call(state)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedModule:
         """Repack after `.to(...)`, `.to_empty(...)` and the like, where parameters became other tensors."""
@@ -121,6 +114,14 @@ class ShardedModule(ParameterOwner):
         for unit in _state(self).nested:
             unit.reattach_if_possible()
         return self
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        """Refuse `DistributedDataParallel`, which alone asks for this."""
+        raise ConfigError(
+            f"DistributedDataParallel({type(self).__name__}): fxshard has sharded the module and reduces its "
+            "gradients. Leave DistributedDataParallel out."
+        )
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change `reshard_after_forward` of this module's unit, and of all inside it unless `recurse` is False."""
@@ -307,74 +308,7 @@ def _close_call(state: ModuleState) -> None:
             state.nested[0].prefetcher.end()
 
 
-def _read(module: nn.Module, ref: ParameterRef, name: str) -> Any:
-    if eager.inside_forward():
-        return eager.read(ref, module)
-    unsharded = eager.read_after_forward(ref, module)
-    return module._parameters[name] if unsharded is None else unsharded
-
-
 # While a compiled function runs, Dynamo offers itself every Python frame that is called. These must run as they are.
-_enter_call = torch.compiler.disable(_open_call)
-_leave_call = torch.compiler.disable(_close_call)
-_end_call = torch.compiler.disable(_end_forward)
-_read_eagerly = torch.compiler.disable(_read)
-
-
-def _getter(name: str) -> property:
-    its_flat = flat_key(name)
-
-    @torch_private.run_this_frame_eagerly
-    def get(self: nn.Module) -> Any:
-        if torch.compiler.is_compiling():  # never touch self._parameters here: Dynamo would trace the DTensors in it
-            traced = self.__dict__[TRACED]
-            return torch.ops.fxshard.parameter(traced[its_flat], traced[name])
-        if (
-            callback := torch_private.eval_frame_callback()
-        ) is False:  # a C function: a Python one would be offered to Dynamo
-            uncompiled_warning.refuse_fallback(self, name)
-        if name not in self._parameters:
-            return nn.Module.__getattr__(self, name)
-        if callback is not None and uncompiled_warning.SEEN not in self.__dict__:
-            uncompiled_warning.notice(self, name)
-        return _read_eagerly(self, self.__dict__[REFS][name], name)
-
-    return property(get)
-
-
-@functools.cache
-def _swapped_class(cls: type[nn.Module], names: frozenset[str], is_unit: bool) -> type[nn.Module]:
-    """Return the subclass of `cls` with a property for each of `names`; equal requests give the same class."""
-    mixin = ShardedModule if is_unit else ParameterOwner
-    body: dict[str, Any] = {name: _getter(name) for name in sorted(names)}
-    if issubclass(cls, nn.RNNBase):
-        # RNNs keep their weights in a list of their own beside _parameters.
-        body["_flat_weights"] = property(_rnn_weights, lambda self, weights: None)
-    if is_unit and cls.forward.__module__.startswith("torch.nn"):
-        # torch.compile traces the call of torch.nn's own modules from outside; ours must run first, as it is.
-        body["forward"] = _own_forward(cls)
-    body["_fxshard_base"] = cls
-    name = f"Sharded{cls.__name__}" if is_unit else cls.__name__
-    return type(name, (mixin, cls), body)
-
-
-def _own_forward(cls: type[nn.Module]) -> Callable[..., Any]:
-    @functools.wraps(cls.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return cls.forward(self, *args, **kwargs)
-
-    return forward
-
-
-def _rnn_weights(rnn: nn.RNNBase) -> list[Tensor | None]:
-    return [getattr(rnn, name, None) for name in rnn._flat_weights_names]
-
-
-def swap_class(module: nn.Module, is_unit: bool) -> None:
-    """Give `module` the class that goes with the parameters it has sharded by now."""
-    cls = type(module)
-    base = getattr(cls, "_fxshard_base", cls)
-    names = frozenset(module.__dict__.get(REFS, {}))
-    if issubclass(base, nn.RNNBase):
-        module.__dict__.pop("_flat_weights", None)
-    module.__class__ = _swapped_class(cast(Any, base), names, is_unit or issubclass(cls, ShardedModule))
+enter_call = torch.compiler.disable(_open_call)
+leave_call = torch.compiler.disable(_close_call)
+end_call = torch.compiler.disable(_end_forward)

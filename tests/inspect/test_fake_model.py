@@ -134,7 +134,7 @@ def test_a_compiled_model_is_explained_plain() -> None:
     model.blocks[0] = torch.compile(model.blocks[0], backend="eager")  # type: ignore[assignment]
     model.compile(backend="eager")
     fake_model = fake_model_of(torch.compile(model, backend="eager"), world_size=2)  # type: ignore[arg-type]
-    assert type(fake_model.model).__name__ == "ShardedStack"
+    assert type(fake_model.model).__name__ == "Stack"
     assert [unit.fqn for unit in units_under(fake_model.model)] == ["", "blocks.0", "blocks.1"]
     assert len(traced_shadow(fake_model, rows()).plans) == 1
 

@@ -1,0 +1,73 @@
+"""Models that another data parallelism has taken: FSDP2 and DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from fxshard.compile import dynamo
+from fxshard.errors import ConfigError
+from fxshard.live_objects import instances_of
+from fxshard.sharding.sharded_module import plain_module
+
+
+def refuse(roots: Sequence[nn.Module]) -> None:
+    """Raise if torch's `fully_shard` or DDP has one of `roots`, something in it or something around it.
+
+    Raises:
+        ConfigError: says what to write instead.
+    """
+    for root in roots:
+        for kind, advice in _ADVICE.items():
+            if (taken := _around(root, kind)) is not None:
+                raise ConfigError(advice(taken))
+
+
+def refuse_compiled(parameters: Iterable[Tensor]) -> None:
+    """Raise if an FSDP2 or DDP model with one of `parameters` is compiled by fxshard, which never saw a graph of it.
+
+    Raises:
+        ConfigError: says what to write instead.
+    """
+    wanted = {id(p) for p in parameters}
+    for kind, advice in _ADVICE.items():
+        taken = [m for m in instances_of(kind, thaw=False) if any(id(p) in wanted for p in m.parameters())]
+        compiled = (
+            [m for m in instances_of(nn.Module, thaw=False) if dynamo.is_compiled_by(m, "fxshard")] if taken else []
+        )
+        for model in compiled:
+            if any(id(p) in wanted for p in model.parameters()) and (found := _around(model, kind)) is not None:
+                raise ConfigError(advice(found))
+
+
+def _around(root: nn.Module, kind: type[Any]) -> Any:
+    """Return the outermost live module of a class that contains `root` or is inside of it."""
+    inside = {id(module) for module in root.modules()}
+    found: list[nn.Module] = [
+        module
+        for module in instances_of(kind, thaw=False)
+        if id(module) in inside or any(child is root for child in module.modules())
+    ]
+    return max(found, key=lambda module: sum(1 for _ in module.modules()), default=None)
+
+
+def _adopt(fsdp2: nn.Module) -> str:
+    return (
+        f"{type(fsdp2).__name__.removeprefix('FSDP')} is sharded by torch's fully_shard. Let fxshard take it over "
+        'before compiling it: model = torch.compile(fxshard.adopt(model), backend="fxshard")'
+    )
+
+
+def _leave_out(ddp: nn.Module) -> str:
+    module = plain_module(cast(DistributedDataParallel, ddp).module)
+    return (
+        f"{type(module).__name__} is inside of DistributedDataParallel, which reduces its gradients already. Leave "
+        "DistributedDataParallel out: fxshard shards the model and reduces them itself."
+    )
+
+
+_ADVICE: dict[type[Any], Callable[[nn.Module], str]] = {FSDPModule: _adopt, DistributedDataParallel: _leave_out}

@@ -1,0 +1,154 @@
+"""Take over a model that torch's FSDP2 has sharded: `fxshard.adopt`.
+
+[Note: adopted models]
+Libraries call torch's `fully_shard` themselves. What it leaves on a model is the same as what ours needs: DTensor
+parameters sharded on dimension 0, cut in the same rows. So the parameters stay the objects that they are, with their
+gradients and attributes, and optimizers keep them; a unit copies their rows into its flat and they become views of it.
+All is checked before anything changes. Then units change hands one by one, inner ones first, so that at no time more
+than the rows of one unit exist twice.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, cast
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fxshard import torch_fsdp2
+from fxshard.errors import ConfigError
+from fxshard.runtime import gloo, process_groups
+from fxshard.runtime.flat_shard import Member
+from fxshard.runtime.unit import Unit
+from fxshard.sharding import forward_methods
+from fxshard.sharding.mesh import require_mesh
+from fxshard.sharding.shard_module import ignored_under, install, join, module_paths
+from fxshard.sharding.sharded_module import ModuleState, ShardedModule, is_compiled, plain_module, state_of
+from fxshard.torch_fsdp2 import Fsdp2Unit
+
+
+def adopt(model: nn.Module) -> nn.Module:
+    """Take over `model` from FSDP2, in place, and return it without wrappers of `torch.compile`."""
+    plain = plain_module(model)
+    units = torch_fsdp2.units_of(plain)
+    _require_adoptable(plain, units)
+    for unit in units:
+        unit.reshard()
+    unwrap_compiled(plain)
+    settings = [_Settings(unit) for unit in units]
+    torch_fsdp2.unmark(plain)
+    for each in reversed(settings):
+        each.hand_over()
+    for each in settings:
+        each.apply()
+    return plain
+
+
+def _require_adoptable(model: nn.Module, units: list[Fsdp2Unit]) -> None:
+    """Raise for what cannot be taken over.
+
+    Raises:
+        ConfigError: as `fxshard.adopt` says.
+    """
+    name = type(model).__name__
+    for path, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            raise ConfigError(
+                f"adopt({name}): {path or 'it'} is a DistributedDataParallel, which reduces the gradients itself. Pass "
+                "the module in it, without DDP."
+            )
+        if isinstance(module, ShardedModule):
+            raise ConfigError(f"adopt({name}): {path or 'it'} is sharded by fxshard already. Leave adopt out.")
+    if not units:
+        raise ConfigError(
+            f"adopt({name}): torch's fully_shard has sharded nothing in it. For a plain model call "
+            "fxshard.fully_shard, or compile it as it is."
+        )
+    if (outer := torch_fsdp2.outer_root(units)) is not None:
+        raise ConfigError(
+            f"adopt({name}): it has run inside of {type(outer).__name__}, which torch's fully_shard has sharded as "
+            "well. Pass the outermost module."
+        )
+    paths = module_paths([model])
+    found = []
+    for unit in units:
+        where = ", ".join(paths.get(id(module), "?") or "the root" for module in unit.modules)
+        found += [f"{where}: {obstacle}" for obstacle in unit.obstacles()]
+    if found:
+        raise ConfigError(
+            f"adopt({name}): FSDP2's settings that fxshard cannot take over, nothing was changed:\n  "
+            + "\n  ".join(found)
+            + "\nUndo them before adopt, or keep FSDP2 for this model."
+        )
+    for unit in units:
+        if unit.groups:
+            require_mesh(unit.mesh)
+
+
+def unwrap_compiled(model: nn.Module) -> None:
+    """Forget how the modules in `model` were compiled: `module.compile()` and `torch.compile(module)`."""
+    for module in list(model.modules()):
+        for name, child in list(module._modules.items()):
+            if child is not None and plain_module(child) is not child:
+                module._modules[name] = plain_module(child)
+        if is_compiled(module):
+            module._compiled_call_impl = None
+
+
+class _Settings:
+    """One unit on its way: what FSDP2 was told about it."""
+
+    def __init__(self, unit: Fsdp2Unit) -> None:
+        self.unit = unit
+        self.modules = [plain_module(module) for module in unit.modules]
+        self.sync, self.last = unit.requires_gradient_sync, unit.is_last_backward
+        self.reshard_after_backward = unit.reshard_after_backward
+        self.separate = unit.separate_reduce_scatter_group
+        self.prefetched = {d: [plain_module(m) for m in unit.prefetched(d)] for d in ("forward", "backward")}
+        self.methods = [
+            (module, name, before)
+            for module, outer in zip(self.modules, unit.modules, strict=True)
+            for name, before in torch_fsdp2.forward_methods(outer)
+        ]
+
+    def hand_over(self) -> None:
+        """Take FSDP2 off the modules and make our unit of its parameters."""
+        given, policy = self.unit.parameters(), self.unit.mp_policy
+        mesh = self.unit.mesh if given else None
+        reshard = self.unit.reshard_after_forward
+        paths = module_paths(self.modules)
+        members = [
+            Member(
+                join(paths[id(each.places[0][0])], each.places[0][1]),
+                each.places,
+                each.parameter,
+                cast("weakref.ref[nn.Parameter]", weakref.ref(each.key)),
+            )
+            for each in given
+        ]
+        self.unit.remove()
+        units = []
+        if mesh is not None:
+            gloo.warn_of_two_threads(mesh)
+            units.append(Unit(self.modules, members, mesh, policy, reshard))
+            units[0].ignored = ignored_under(self.modules)
+        install(self.modules, tuple(units), policy)
+
+    def apply(self) -> None:
+        """Set what FSDP2 was told, now that all units are ours."""
+        module: Any = self.modules[0]
+        for direction, listed in self.prefetched.items():
+            if listed:
+                getattr(module, f"set_modules_to_{direction}_prefetch")(listed)
+        if not self.reshard_after_backward:
+            module.set_reshard_after_backward(False, recurse=False)
+        if not self.sync:
+            module.set_requires_gradient_sync(False, recurse=False)
+        if not self.last:
+            module.set_is_last_backward(False)
+        if self.separate:
+            process_groups.separate(cast(ModuleState, state_of(module)).units)
+        for owner, name, before in self.methods:
+            forward_methods.put_back(owner, name, before)
+            forward_methods.register(owner, name)

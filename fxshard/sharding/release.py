@@ -1,0 +1,146 @@
+"""Give a sharded model back: to torch's FSDP2, or as a plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed.fsdp as fsdp2
+from torch import Tensor, nn
+
+from fxshard.errors import ConfigError
+from fxshard.runtime.flat_shard import Member
+from fxshard.runtime.unit import Unit
+from fxshard.sharding import forward_methods
+from fxshard.sharding.adopt import unwrap_compiled
+from fxshard.sharding.sharded_module import ModuleState, plain_module, state_of
+from fxshard.sharding.swapped_class import original_class
+
+
+def release(model: nn.Module, *, whole: bool) -> nn.Module:
+    """Give `model` back in place: to FSDP2, or with whole parameters; return it without wrappers of `torch.compile`."""
+    plain = plain_module(model)
+    states = _states_in(plain)
+    _require_releasable(plain, states)
+    unwrap_compiled(plain)
+    settings = [_Ours(modules, state) for state, modules in states]
+    for module in plain.modules():
+        _strip(module)
+    for each in reversed(settings):
+        each.make_whole() if whole else each.hand_over()
+    for each in settings:
+        each.apply(whole)
+    for module in plain.modules():
+        if isinstance(module, nn.RNNBase):  # it keeps its weights in a list of its own, too
+            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+    return plain
+
+
+def _states_in(model: nn.Module) -> list[tuple[ModuleState, list[nn.Module]]]:
+    """Return what calls of `fully_shard` have left in `model`, with their modules, in `named_modules` order."""
+    found: dict[int, tuple[ModuleState, list[nn.Module]]] = {}
+    for module in model.modules():
+        if (state := state_of(module)) is not None:
+            found.setdefault(id(state), (state, []))[1].append(module)
+    return list(found.values())
+
+
+def _require_releasable(model: nn.Module, states: list[tuple[ModuleState, list[nn.Module]]]) -> None:
+    name = type(model).__name__
+    if not states:
+        raise ConfigError(f"release({name}): fxshard has sharded nothing in it.")
+    units = [unit for state, _ in states for unit in state.units]
+    if any(not set(units).issuperset(unit.microbatches.units) for unit in units):
+        raise ConfigError(f"release({name}): it is part of a sharded model. Pass the outermost module.")
+    if waiting := [unit.label for unit in units if unit.accumulation.waiting]:
+        raise ConfigError(
+            f"release({name}): gradients of {', '.join(waiting)} wait to be reduced. Run a backward outside of "
+            "no_sync() first, or drop them with reset_iter_state()."
+        )
+    for unit in units:
+        unit.check()
+
+
+class _Ours:
+    """What one call of `fully_shard` was told, and what was set since."""
+
+    def __init__(self, modules: list[nn.Module], state: ModuleState) -> None:
+        self.modules, self.policy = modules, state.mp_policy
+        self.unit = state.units[0] if state.units else None
+        self.methods = [(module, *each) for module in modules for each in forward_methods.registered(module)]
+        if self.unit is not None:
+            self.unit.reshard()
+            self.unit.prefetcher.forget()
+
+    def hand_over(self) -> None:
+        """Let FSDP2 shard the modules, of parameters without memory, and put ours in the place of what it made."""
+        if self.unit is None:
+            fsdp2.fully_shard(_one_or_list(self.modules), mp_policy=self.policy)
+            return
+        unit = self.unit
+        _put(unit, lambda member: _whole_on_meta(member.parameter))
+        fsdp2.fully_shard(
+            _one_or_list(self.modules),
+            mesh=unit.mesh,
+            reshard_after_forward=unit.reshard_after_forward,
+            mp_policy=self.policy,
+            ignored_params=set(unit.ignored),
+        )
+        _put(unit, _with_memory_of_its_own)
+
+    def make_whole(self) -> None:
+        """Gather the parameters; all ranks."""
+        if self.unit is not None:
+            with self.unit.agreed("released", "all_gather", "all parameters"):
+                _put(self.unit, lambda member: _whole(member.parameter))
+
+    def apply(self, whole: bool) -> None:
+        """Set again what was set, now that all units have changed hands."""
+        module: Any = self.modules[0]
+        for owner, name, before in self.methods:
+            forward_methods.put_back(owner, name, before)
+            if not whole:
+                fsdp2.register_fsdp_forward_method(owner, name)
+        if whole or self.unit is None:
+            return
+        if self.unit.forward_prefetch:
+            module.set_modules_to_forward_prefetch([unit.modules[0] for unit in self.unit.forward_prefetch])
+        if self.unit.backward_prefetch:
+            module.set_modules_to_backward_prefetch([unit.modules[0] for unit in self.unit.backward_prefetch])
+        module.set_requires_gradient_sync(self.unit.accumulation.sync, recurse=False)
+        module.set_reshard_after_backward(self.unit.reshard_after_backward, recurse=False)
+        module.set_is_last_backward(self.unit.microbatches.last)
+
+
+def _put(unit: Unit, make: Callable[[Member], nn.Parameter]) -> None:
+    for member in unit.members:
+        parameter = make(member)
+        for module, name in member.owners:
+            module._parameters[name] = parameter
+
+
+def _whole_on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    return nn.Parameter(empty, requires_grad=parameter.requires_grad)
+
+
+def _whole(parameter: nn.Parameter) -> nn.Parameter:
+    full: Tensor = parameter.detach().full_tensor()  # type: ignore[attr-defined]
+    return nn.Parameter(full, requires_grad=parameter.requires_grad)
+
+
+def _with_memory_of_its_own(member: Member) -> nn.Parameter:
+    member.attach(member.local.clone())
+    return member.parameter
+
+
+def _strip(module: nn.Module) -> None:
+    """Take everything of ours off a module but its parameters."""
+    for key in [key for key in module.__dict__ if key.startswith("_fxshard_")]:
+        del module.__dict__[key]
+    module.__class__ = original_class(type(module))
+
+
+def _one_or_list(modules: list[nn.Module]) -> Any:
+    return modules[0] if len(modules) == 1 else modules

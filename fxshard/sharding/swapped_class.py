@@ -1,0 +1,127 @@
+"""The classes that modules get when their parameters are sharded.
+
+[Note: swapped classes]
+A module that owns a sharded parameter gets a subclass of its class with a property per parameter (`ParameterOwner`);
+a module that was given to `fully_shard` also gets the FSDP methods and a call that opens a scope (`ShardedModule`).
+`isinstance` keeps working, and Dynamo's type guards tell a sharded module from a plain one. The subclass has the name
+of the class, for whoever prints it or writes it into a file.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fxshard import torch_private
+from fxshard.runtime import eager, uncompiled_warning
+from fxshard.runtime.parameters import REFS, TRACED, ParameterRef, flat_key
+from fxshard.sharding.sharded_module import ParameterOwner, ShardedModule, units_under
+
+
+def _read(module: nn.Module, ref: ParameterRef, name: str) -> Any:
+    if eager.inside_forward():
+        return eager.read(ref, module)
+    unsharded = eager.read_after_forward(ref, module)
+    return module._parameters[name] if unsharded is None else unsharded
+
+
+_read_eagerly = torch.compiler.disable(_read)
+
+
+def _getter(name: str) -> property:
+    its_flat = flat_key(name)
+
+    @torch_private.run_this_frame_eagerly
+    def get(self: nn.Module) -> Any:
+        if torch.compiler.is_compiling():  # never touch self._parameters here: Dynamo would trace the DTensors in it
+            traced = self.__dict__[TRACED]
+            return torch.ops.fxshard.parameter(traced[its_flat], traced[name])
+        if (
+            callback := torch_private.eval_frame_callback()
+        ) is False:  # a C function: a Python one would be offered to Dynamo
+            uncompiled_warning.refuse_fallback(self, name)
+        if name not in self._parameters:
+            return nn.Module.__getattr__(self, name)
+        if callback is not None and uncompiled_warning.SEEN not in self.__dict__:
+            uncompiled_warning.notice(self, name)
+        return _read_eagerly(self, self.__dict__[REFS][name], name)
+
+    return property(get)
+
+
+@functools.cache
+def _swapped_class(cls: type[nn.Module], names: frozenset[str], is_unit: bool) -> type[nn.Module]:
+    """Return the subclass of `cls` with a property for each of `names`; equal requests give the same class."""
+    mixin = ShardedModule if is_unit else ParameterOwner
+    body: dict[str, Any] = {name: _getter(name) for name in sorted(names)}
+    if issubclass(cls, nn.RNNBase):
+        # RNNs keep their weights in a list of their own beside _parameters.
+        body["_flat_weights"] = property(_rnn_weights, lambda self, weights: None)
+    if is_unit and cls.forward.__module__.startswith("torch.nn"):
+        # torch.compile traces the call of torch.nn's own modules from outside; ours must run first, as it is.
+        body["forward"] = _own_forward(cls)
+    if is_unit and callable(save := getattr(cls, "save_pretrained", None)):
+        body["save_pretrained"] = _save_whole(save)
+    body["_fxshard_base"] = cls
+    body["__qualname__"] = cls.__qualname__
+    if not cls.__module__.startswith("torch."):  # Dynamo has rules of its own for classes of torch
+        body["__module__"] = cls.__module__
+    return type(cls.__name__, (mixin, cls), body)
+
+
+def _save_whole(save: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Hugging Face's `save_pretrained` write whole parameters: all ranks call it, the first one writes.
+
+    Another one writes where `is_main_process` says so, and what `state_dict` has where it is given.
+    """
+
+    @functools.wraps(save)
+    def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(save).bind_partial(self, *args, **kwargs).arguments
+        if given.get("state_dict") is not None:
+            return save(self, *args, **kwargs)
+        writes = given.get("is_main_process", not dist.is_initialized() or dist.get_rank() == 0)
+        unit = units_under(self)[0]
+        whole = {}
+        with unit.agreed("saved", "all_gather", "the parameters that save_pretrained writes"):
+            for name, value in self.state_dict().items():
+                full = value.full_tensor() if isinstance(value, DTensor) else value
+                if writes:
+                    whole[name] = full.cpu()
+        return save(self, *args, **kwargs, state_dict=whole) if writes else None
+
+    return save_pretrained
+
+
+def _own_forward(cls: type[nn.Module]) -> Callable[..., Any]:
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return cls.forward(self, *args, **kwargs)
+
+    return forward
+
+
+def _rnn_weights(rnn: nn.RNNBase) -> list[Tensor | None]:
+    return [getattr(rnn, name, None) for name in rnn._flat_weights_names]
+
+
+def swap_class(module: nn.Module, is_unit: bool) -> None:
+    """Give `module` the class that goes with the parameters it has sharded by now."""
+    cls = type(module)
+    base = original_class(cls)
+    names = frozenset(module.__dict__.get(REFS, {}))
+    if issubclass(base, nn.RNNBase):
+        module.__dict__.pop("_flat_weights", None)
+    module.__class__ = _swapped_class(cast(Any, base), names, is_unit or issubclass(cls, ShardedModule))
+
+
+def original_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the class that `swap_class` has replaced, or the class itself."""
+    return cast("type[nn.Module]", getattr(cls, "_fxshard_base", cls))

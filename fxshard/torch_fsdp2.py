@@ -1,0 +1,216 @@
+"""What torch keeps private of its FSDP2, for `fxshard.adopt`: read its state off a model, and take it away.
+
+Names differ between torch 2.11 (one group of parameters per call), 2.13 and 2.15 (several); only this file knows.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import nn
+from torch.distributed import _composable_state as composable_state
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
+
+# The package has a function of the module's name.
+_contract = sys.modules["torch.distributed._composable.contract"]
+
+
+@dataclass(frozen=True)
+class Fsdp2Parameter:
+    """One sharded parameter.
+
+    Attributes:
+        key: torch's own record of it, which nothing else refers to for long.
+        parameter: the DTensor that is registered.
+        places: the modules that register it, with the name there; several where it is tied.
+    """
+
+    key: Any
+    parameter: nn.Parameter
+    places: list[tuple[nn.Module, str]]
+
+
+@dataclass(frozen=True, eq=False)
+class Fsdp2Unit:
+    """What one call of torch's `fully_shard` has left on a model."""
+
+    state: FSDPState
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The modules given to the call."""
+        return tuple(self.state._modules)
+
+    @property
+    def groups(self) -> list[Any]:
+        """Its groups of parameters: none or one, but where parameters have meshes of their own."""
+        found = getattr(self.state, "_fsdp_param_groups", None)
+        if found is None:  # torch 2.11
+            found = [self.state._fsdp_param_group] if self.state._fsdp_param_group is not None else []
+        return list(found)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The ranks that share the parameters."""
+        return cast(DeviceMesh, self.groups[0].mesh_info.mesh)
+
+    @property
+    def mp_policy(self) -> MixedPrecisionPolicy:
+        """As given."""
+        return self.state._mp_policy
+
+    @property
+    def reshard_after_forward(self) -> bool | None:
+        """As given, or set since."""
+        if self.state._auto_reshard_after_forward or not self.groups:
+            return None
+        return bool(self.groups[0]._reshard_after_forward)
+
+    @property
+    def reshard_after_backward(self) -> bool:
+        """Whether backward frees its parameters."""
+        return all(group.reshard_after_backward for group in self.groups)
+
+    @property
+    def requires_gradient_sync(self) -> bool:
+        """Whether backward reduces its gradients."""
+        return all(group.reduce_grads for group in self.groups)
+
+    @property
+    def is_last_backward(self) -> bool:
+        """Whether the next backward is the last one of its step."""
+        return bool(self.state._state_ctx.is_last_backward)
+
+    @property
+    def separate_reduce_scatter_group(self) -> bool:
+        """Whether reductions have a process group of their own."""
+        return any(getattr(group.mesh_info, "reduce_scatter_process_group", None) for group in self.groups)
+
+    def prefetched(self, direction: str) -> list[nn.Module]:
+        """Return the first module of each unit listed to be gathered ahead in "forward" or "backward"."""
+        return [state._modules[0] for state in getattr(self.state, f"_states_to_{direction}_prefetch")]
+
+    def parameters(self) -> list[Fsdp2Parameter]:
+        """Return its parameters in registration order, as they stand in their modules now."""
+        found = []
+        for group in self.groups:
+            for each in group.fsdp_params:
+                info = each._module_info
+                places = [
+                    (info.module, info.param_name),
+                    *zip(info.shared_modules, info.shared_param_names, strict=True),
+                ]
+                found.append(Fsdp2Parameter(each, info.module._parameters[info.param_name], places))
+        return found
+
+    def obstacles(self) -> list[str]:
+        """Say what of its settings and its moment fxshard cannot take over, in FSDP2's words."""
+        groups, params = self.groups, [each for group in self.groups for each in group.fsdp_params]
+        if len(groups) > 1 or any(type(group.mesh_info) is not FSDPMeshInfo for group in groups):
+            return ["a mesh of several axes, or parameters with meshes of their own (HSDP, replicate, expert meshes)"]
+        return [what for what, found in self._checks(groups, params).items() if found]
+
+    def _checks(self, groups: list[Any], params: list[Any]) -> dict[str, bool]:
+        def any_of(owners: Sequence[Any], name: str, usual: Any = None) -> bool:
+            return any(getattr(owner, name, usual) not in (usual, None) for owner in owners)
+
+        comms = [getattr(g, name) for g in groups for name in ("_all_gather_comm", "_reduce_scatter_comm")]
+        return {
+            "a mesh of several axes": any(group.mesh_info.mesh.ndim != 1 for group in groups),
+            "parameters that were DTensors before (tensor parallelism)": any_of(params, "is_dtensor", False),
+            "parameters sharded on another dimension than 0 (shard_placement_fn)": any(
+                each.fsdp_placement.dim != 0 for each in params
+            ),
+            "CPU offload (offload_policy)": any_of(params, "offload_to_cpu", False),
+            "reshard_after_forward as a number of ranks": any(group._use_post_forward_mesh for group in groups),
+            "set_gradient_divide_factor": any_of(groups, "gradient_divide_factor"),
+            "set_force_sum_reduction_for_comms": any_of(groups, "force_sum_reduction_for_comms", False),
+            "set_reduce_scatter_unused_params": any_of(groups, "reduce_scatter_unused_params", False),
+            "set_all_reduce_hook": any_of(groups, "_all_reduce_hook"),
+            "set_custom_all_gather or set_custom_reduce_scatter": any(
+                not type(comm).__module__.startswith("torch.") for comm in comms
+            ),
+            "mp_policy.param_dtype_override_fn": any(
+                getattr(each.mp_policy, "param_dtype_override_fn", None) is not None for each in params
+            ),
+            "an extension (fsdp_pre_all_gather on a tensor subclass)": any(
+                hasattr(each.sharded_param._local_tensor, "fsdp_pre_all_gather") for each in params
+            ),
+            "gradients added up without gradient sync": any(_has_unreduced_gradient(each) for each in params),
+            "a forward or backward that has not ended": self.state._training_state.name != "IDLE",
+        }
+
+    def reshard(self) -> None:
+        """Free what is gathered, so that the sharded parameters are registered."""
+        for group in self.groups:
+            group.reshard()
+
+    def remove(self) -> None:
+        """Take FSDP2 off its modules: hooks, registered forward methods, classes and marks. Parameters stay."""
+        self.state._pre_forward_hook_handle.remove()
+        self.state._post_forward_hook_handle.remove()
+        for group in self.groups:
+            for each in group.fsdp_params:
+                each._post_load_hook_handle.remove()
+            for handles in (
+                group._module_to_pre_save_state_dict_hook_handle,
+                group._module_to_pre_load_state_dict_hook_handle,
+            ):
+                for handle in handles.values():
+                    handle.remove()
+                handles.clear()
+            group.fsdp_params.clear()
+        for module in self.modules:
+            cls = type(module)
+            module.__class__ = cls.__mro__[cls._orig_cls_mro_index]  # type: ignore[attr-defined]
+            composable_state._module_state_mapping.pop(module, None)
+            states = module.__dict__.get(_contract.STATE_KEY, {})
+            for call in [call for call, state in states.items() if state is self.state]:
+                del states[call]
+            module.__dict__.get(_contract.REGISTRY_KEY, {}).pop("fully_shard", None)
+
+
+def _has_unreduced_gradient(param: Any) -> bool:
+    unsharded = getattr(param, "_unsharded_param", None)  # made by the first gather
+    return param.unsharded_accumulated_grad is not None or (unsharded is not None and unsharded.grad is not None)
+
+
+def units_of(model: nn.Module) -> list[Fsdp2Unit]:
+    """Return what torch's `fully_shard` has left on `model` and the modules inside, in `named_modules` order."""
+    found: dict[int, Fsdp2Unit] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and (state := _get_module_fsdp_state(module)) is not None:
+            found.setdefault(id(state), Fsdp2Unit(state))
+    return list(found.values())
+
+
+def outer_root(units: Sequence[Fsdp2Unit]) -> nn.Module | None:
+    """Return the root that FSDP2 has run these units under, if it is none of them."""
+    ours = {id(unit.state) for unit in units}
+    for unit in units:
+        for state in unit.state._state_ctx.all_states:
+            if state._is_root and id(state) not in ours:
+                return cast(nn.Module, state._modules[0])
+    return None
+
+
+def forward_methods(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each method that `register_fsdp_forward_method` has wrapped, and what it was before."""
+    inner = {const for const in register_fsdp_forward_method.__code__.co_consts if hasattr(const, "co_name")}
+    for name, method in list(module.__dict__.items()):
+        function: Any = getattr(method, "__func__", None)
+        if getattr(function, "__code__", None) in inner:
+            yield name, function.__wrapped__
+
+
+def unmark(model: nn.Module) -> None:
+    """Remove the marks for Dynamo that FSDP2 leaves on every module that it manages."""
+    for module in model.modules():
+        for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+            module.__dict__.pop(mark, None)

@@ -1,0 +1,247 @@
+"""What `adopt` and `release` refuse, and that nothing has changed then; what they leave behind."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_forward_method
+from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
+from torch.distributed.tensor import Shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fxshard
+from fxshard import torch_fsdp2
+from fxshard.errors import ConfigError
+from tests.graphs import fake_ranks
+from tests.numerics.harness import EAGER, compile_module
+from tests.numerics.models import MLP, WIDTH
+
+
+def fsdp2_mlp(mesh: DeviceMesh, **kwargs: Any) -> Any:
+    model = MLP()
+    for block in model.blocks:
+        fsdp2_fully_shard(block, mesh=mesh, **kwargs)
+    return fsdp2_fully_shard(model, mesh=mesh, **kwargs)
+
+
+def settings_of(module: Any, name: str, *args: Any) -> Callable[[DeviceMesh], nn.Module]:
+    def make(mesh: DeviceMesh) -> nn.Module:
+        model = fsdp2_mlp(mesh)
+        getattr(model if module is None else model.get_submodule(module), name)(*args)
+        assert isinstance(model, nn.Module)
+        return model
+
+    return make
+
+
+def replicated(mesh: DeviceMesh) -> nn.Module:
+    two = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    model: nn.Module = fsdp2_mlp(two)
+    return model
+
+
+def offloaded(mesh: DeviceMesh) -> nn.Module:
+    model: nn.Module = fsdp2_mlp(mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    return model
+
+
+def sharded_on_columns(mesh: DeviceMesh) -> nn.Module:
+    linear = nn.Linear(WIDTH, WIDTH, bias=False)
+    sharded: Any = fsdp2_fully_shard(linear, mesh=mesh, shard_placement_fn=lambda parameter: Shard(1))
+    assert isinstance(sharded, nn.Module)
+    return sharded
+
+
+def with_gradients_that_wait(mesh: DeviceMesh) -> nn.Module:
+    model = fsdp2_mlp(mesh)
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    assert isinstance(model, nn.Module)
+    return model
+
+
+REFUSED = {
+    "HSDP": (replicated, "the root: a mesh of several axes, or parameters with meshes of their own"),
+    "offload": (offloaded, r"blocks.1: CPU offload (offload_policy)"),
+    "columns": (sharded_on_columns, "the root: parameters sharded on another dimension than 0 (shard_placement_fn)"),
+    "divide factor": (settings_of("blocks.0", "set_gradient_divide_factor", 3.0), "blocks.0: set_gradient_divide_"),
+    "force sum": (settings_of(None, "set_force_sum_reduction_for_comms", True), "the root: set_force_sum_reduction"),
+    "hook": (settings_of("blocks.1", "set_all_reduce_hook", print), "blocks.1: set_all_reduce_hook"),
+    "waiting": (with_gradients_that_wait, "blocks.0: gradients added up without gradient sync"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_names_the_module_and_the_setting_that_cannot_be_taken_over(mesh: DeviceMesh, case: str) -> None:
+    make, expected = REFUSED[case]
+    model = make(mesh)
+    before = [(id(p), type(m)) for m in model.modules() for p in m._parameters.values()]
+    with pytest.raises(ConfigError, match=r"(?s)nothing was changed.*" + re.escape(expected) + ".*keep FSDP2"):
+        fxshard.adopt(model)
+    assert [(id(p), type(m)) for m in model.modules() for p in m._parameters.values()] == before
+    assert isinstance(model, FSDPModule)
+
+
+def test_refuses_to_keep_parameters_on_fewer_ranks() -> None:
+    with fake_ranks(4) as mesh:
+        model = fsdp2_mlp(mesh, reshard_after_forward=2)
+        with pytest.raises(ConfigError, match=r"blocks.0: reshard_after_forward as a number of ranks"):
+            fxshard.adopt(model)
+
+
+class OwnGather:
+    """What a user may put in the place of FSDP2's all_gather."""
+
+    def __init__(self) -> None:
+        self.called = 0
+
+
+def test_refuses_communication_of_the_user(mesh: DeviceMesh) -> None:
+    model = fsdp2_mlp(mesh)
+    model.set_custom_all_gather(OwnGather())
+    with pytest.raises(ConfigError, match="the root: set_custom_all_gather or set_custom_reduce_scatter"):
+        fxshard.adopt(model)
+
+
+@pytest.mark.parametrize("what", ["plain", "ours", "ddp", "inner"])
+def test_refuses_what_it_was_not_made_for(mesh: DeviceMesh, what: str) -> None:
+    model: Any = MLP()
+    expected = {
+        "plain": r"adopt\(MLP\): torch's fully_shard has sharded nothing in it. .*call fxshard.fully_shard",
+        "ours": r"adopt\(MLP\): it is sharded by fxshard already. Leave adopt out.",
+        "ddp": r"adopt\(DistributedDataParallel\): it is a DistributedDataParallel.*without DDP",
+        "inner": r"adopt\(FSDPBlock\): it has run inside of FSDPMLP.*Pass the outermost module",
+    }[what]
+    if what == "ours":
+        fxshard.fully_shard(model, mesh=mesh)
+    if what == "ddp":
+        model = DistributedDataParallel(model)
+    if what == "inner":
+        whole = fsdp2_mlp(mesh)
+        whole(torch.ones(2, WIDTH))
+        model = whole.blocks[0]
+    with pytest.raises(ConfigError, match=expected):
+        fxshard.adopt(model)
+
+
+def test_refuses_what_is_no_module() -> None:
+    with pytest.raises(ConfigError, match="adopt expects the model, got list"):
+        fxshard.adopt([nn.Linear(2, 2)])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="release expects the model, got str"):
+        fxshard.release("model")  # type: ignore[arg-type]
+
+
+def test_gives_every_module_its_own_class(mesh: DeviceMesh) -> None:
+    model = fsdp2_mlp(mesh)
+    parameters = list(model.parameters())
+    assert id(fxshard.adopt(model)) == id(model)
+    assert [type(m).__name__ for m in (model, model.blocks[0], model.head)] == ["MLP", "Block", "Linear"]
+    assert type(model).__module__ == MLP.__module__
+    assert not isinstance(model, FSDPModule)
+    assert isinstance(model, MLP)
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert repr(model).startswith("MLP(")
+    assert torch_fsdp2.units_of(model) == []
+    back = fxshard.release(model)
+    assert type(back).__name__ == "FSDPMLP"
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert len(torch_fsdp2.units_of(back)) == 3
+
+
+@pytest.mark.parametrize("how", ["whole", "blocks", "in place"])
+def test_forgets_how_the_model_was_compiled(mesh: DeviceMesh, how: str) -> None:
+    model = fsdp2_mlp(mesh)
+    given: Any = model
+    if how == "whole":
+        given = torch.compile(model, backend="eager")
+    for i, block in enumerate(model.blocks):
+        if how == "blocks":
+            model.blocks[i] = torch.compile(block, backend="eager")
+        elif how == "in place":
+            block.compile(backend="eager")
+    assert id(fxshard.adopt(given)) == id(model)
+    assert [type(block).__name__ for block in model.blocks] == ["Block", "Block"]
+    assert all(m._compiled_call_impl is None for m in model.modules())
+    assert all(not name.startswith("_orig_mod") for name, _ in model.named_parameters())
+
+
+def test_carries_settings_there_and_back(mesh: DeviceMesh) -> None:
+    model = fsdp2_mlp(mesh)
+    first, second = model.blocks
+    model.set_modules_to_forward_prefetch([first])
+    second.set_modules_to_backward_prefetch([first])
+    first.set_requires_gradient_sync(False)
+    second.set_reshard_after_backward(False)
+    model.set_is_last_backward(False)
+    register_fsdp_forward_method(second, "extra_repr")
+    before = settings(model)
+    fxshard.adopt(model)
+    assert "extra_repr" in second.__dict__
+    assert second.extra_repr() == ""
+    fxshard.release(model)
+    assert settings(model) == before
+    fxshard.release(fxshard.adopt(model), whole=False)
+    assert settings(model) == before
+
+
+def settings(model: nn.Module) -> list[Any]:
+    found: list[Any] = []
+    for unit in torch_fsdp2.units_of(model):
+        found += [unit.modules, unit.mesh, unit.mp_policy, unit.reshard_after_forward, unit.reshard_after_backward]
+        found += [unit.requires_gradient_sync]
+        found += [unit.prefetched("forward"), unit.prefetched("backward")]
+        found += [name for module in unit.modules for name, _ in torch_fsdp2.forward_methods(module)]
+    # FSDP2 tells the modules inside of the root with the first forward.
+    return [*found, torch_fsdp2.units_of(model)[0].is_last_backward]
+
+
+def test_release_refuses_what_fxshard_has_not_sharded_whole(mesh: DeviceMesh) -> None:
+    with pytest.raises(ConfigError, match=r"release\(MLP\): fxshard has sharded nothing in it."):
+        fxshard.release(MLP())
+    model = fxshard.adopt(fsdp2_mlp(mesh))
+    block = model.get_submodule("blocks.0")
+    with pytest.raises(ConfigError, match=r"release\(Block\): it is part of a sharded model. Pass the outermost"):
+        fxshard.release(block)
+
+
+def test_release_refuses_gradients_that_wait(mesh: DeviceMesh) -> None:
+    model = fxshard.adopt(fsdp2_mlp(mesh))
+    with fxshard.no_sync(model):
+        compile_module(model, options=EAGER)(torch.ones(2, WIDTH)).sum().backward()
+    with pytest.raises(ConfigError, match=r"gradients of .*blocks.0.* wait to be reduced. Run a backward outside"):
+        fxshard.release(model)
+
+
+class Encoder(nn.Module):
+    """Reads a parameter of the root outside of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, WIDTH)
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.table(x))
+        return y
+
+    def encode(self, x: Tensor) -> Tensor:
+        return nn.functional.embedding(x, self.table.weight)
+
+
+def test_a_registered_method_gathers(mesh: DeviceMesh) -> None:
+    model = Encoder()
+    fxshard.fully_shard(model, mesh=mesh)
+    with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):
+        model.encode(torch.ones(2, dtype=torch.long))
+    fxshard.register_fsdp_forward_method(model, "encode")
+    assert model.encode(torch.ones(2, dtype=torch.long)).shape == (2, WIDTH)
+    with pytest.raises(ConfigError, match=r"Encoder has no method 'decode'"):
+        fxshard.register_fsdp_forward_method(model, "decode")
+    with pytest.raises(ConfigError, match="register_fsdp_forward_method expects a module, got str"):
+        fxshard.register_fsdp_forward_method("model", "decode")  # type: ignore[arg-type]
