@@ -111,7 +111,7 @@ def fully_shard(
     return module
 
 
-def adopt(module: nn.Module) -> nn.Module:
+def adopt(module: nn.Module | dist.fsdp.FSDPModule) -> nn.Module:
     """Take over a model that torch's FSDP2 has sharded, in place, for libraries that call it themselves.
 
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # FSDP2's plugin

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ class FxshardTrainer(Trainer):
         fxshard_options: `options` of `torch.compile`; set it in a derived class.
     """
 
-    fxshard_options: Mapping[str, Any] = {}
+    fxshard_options: ClassVar[Mapping[str, Any]] = {}
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """Shard the model, then make the optimizer of its parameters.
