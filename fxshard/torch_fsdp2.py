@@ -158,6 +158,7 @@ class Fsdp2Unit:
         for group in self.groups:
             for each in group.fsdp_params:
                 each._post_load_hook_handle.remove()
+                vars(each).clear()  # it is in a cycle, and would keep the rows until the next garbage collection
             for handles in (
                 group._module_to_pre_save_state_dict_hook_handle,
                 group._module_to_pre_load_state_dict_hook_handle,

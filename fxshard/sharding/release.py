@@ -88,12 +88,14 @@ class _Ours:
             ignored_params=set(unit.ignored),
         )
         _put(unit, _with_memory_of_its_own)
+        _free(unit)
 
     def make_whole(self) -> None:
         """Gather the parameters; all ranks."""
         if self.unit is not None:
             with self.unit.agreed("released", "all_gather", "all parameters"):
                 _put(self.unit, lambda member: _whole(member.parameter))
+            _free(self.unit)
 
     def apply(self, whole: bool) -> None:
         """Set again what was set, now that all units have changed hands."""
@@ -118,6 +120,12 @@ def _put(unit: Unit, make: Callable[[Member], nn.Parameter]) -> None:
         parameter = make(member)
         for module, name in member.owners:
             module._parameters[name] = parameter
+
+
+def _free(unit: Unit) -> None:
+    """Give back the memory of the flats, which nothing views any more, before the next unit takes some."""
+    for shard in unit.shards:
+        shard.flat.data = shard.flat.data.new_empty(0)
 
 
 def _whole_on_meta(parameter: nn.Parameter) -> nn.Parameter:
