@@ -45,6 +45,7 @@ LLAMA_200M = LlamaConfig(
     num_attention_heads=16,
     use_cache=False,
 )
+ADOPTED: dict[str, dict[str, Any]] = {"adopt": {}, "adopt_auto": {"prefetch": "auto", "bucket": "auto"}}
 
 
 def tokens(step: int) -> torch.Tensor:
@@ -65,9 +66,12 @@ def accelerated(system: str) -> Callable[[int], float]:
     with accelerator_with_fsdp2(dynamo_plugin=regional) as accelerator:
         plain = model()
         prepared, optimizer = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3))
-        call = prepared
-        if system == "adopt":
-            call = torch.compile(fxshard.adopt(prepared), backend="fxshard")
+        optimizer, call = (
+            optimizer.optimizer,
+            prepared,
+        )  # accelerate has one state for all its optimizers
+        if system in ADOPTED:
+            call = torch.compile(fxshard.adopt(prepared), backend="fxshard", options=ADOPTED[system])
 
     def step(index: int) -> float:
         batch = tokens(index)
@@ -177,6 +181,7 @@ def measure_trainer(system: str, rounds: int) -> dict[str, Any]:
     times = [end - begin for begin, end in zip(watch.ended, watch.ended[1:], strict=False)]
     return {
         "system": system,
+        "class": type(trainer.model_wrapped).__name__,
         "first_step_s": round(times[0], 1),
         "step_ms": round(1e3 * statistics.median(times[3:]), 1),
         "peak_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
@@ -207,7 +212,8 @@ def measure_adopt() -> dict[str, Any]:
     unit = max(sum(p.to_local().numel() for p in m.parameters()) for m in (*module.model.layers, module.lm_head)) * 4
     root = sum(p.to_local().numel() for n, p in module.named_parameters() if ".layers." not in n) * 4
     told: dict[str, Any] = {"parameters": count, "block_shard_mib": unit / 2**20, "root_shard_mib": root / 2**20}
-    for name, change in {"adopt": fxshard.adopt, "release": fxshard.release}.items():
+    changes: dict[str, Callable[[Any], Any]] = {"adopt": fxshard.adopt, "release": fxshard.release}
+    for name, change in changes.items():
         dist.barrier()
         before = resident_mib()
         peak_mib()
