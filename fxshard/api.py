@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast, overload
 
+import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from fxshard.compile.backend import frames_of
 from fxshard.errors import ConfigError
 from fxshard.ir import collectives, text
+from fxshard.runtime import step_hooks
 from fxshard.runtime.frame import Frame
 from fxshard.sharding import adopt as adopt_module
 from fxshard.sharding import forward_methods, shard_module, sharded_module
@@ -25,6 +27,7 @@ from fxshard.sharding.no_sync import without_sync
 from fxshard.sharding.sharded_module import ShardedModule, is_compiled, plain_module
 
 Module = TypeVar("Module", bound=nn.Module)
+AnyOptimizer = TypeVar("AnyOptimizer")
 
 
 @overload
@@ -170,6 +173,31 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not isinstance(module, nn.Module):
         raise ConfigError(f"register_fsdp_forward_method expects a module, got {type(module).__name__}.")
     forward_methods.register(plain_module(module), method_name)
+
+
+def overlap_step(optimizer: AnyOptimizer) -> AnyOptimizer:
+    """Let each step of an optimizer end with the launch of the gather that the next forward begins with.
+
+        optimizer = fxshard.overlap_step(torch.optim.AdamW(model.parameters()))
+
+    Nothing else in a step can hide that gather; `zero_grad`, logging, the data loader and the copy of the batch can.
+    The optimizer is the same object, and nothing about its step changes. A write to parameters that torch counts
+    (`copy_`, `load_state_dict`, another optimizer) has the gather repeated. Memory: the buffers of one launch are held
+    from the step until the forward. A step that is itself compiled launches nothing.
+
+    Args:
+        optimizer: of torch, or a wrapper with one in its attribute `optimizer`, as accelerate has. Where several own
+            parameters of the module that is read first, the one that steps last.
+
+    Raises:
+        ConfigError: it is no optimizer of torch. In a forward, `UnsupportedGraph`: parameters of the first launch were
+            written after the step in a way that torch does not count (`.data`, `torch._foreach_*`).
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise ConfigError(f"overlap_step expects an optimizer of torch, got {type(optimizer).__name__}.")
+    step_hooks.overlap_step(inner)
+    return optimizer
 
 
 @dataclass(frozen=True, kw_only=True)

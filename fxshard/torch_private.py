@@ -400,6 +400,14 @@ def named_groups(sizes: Mapping[str, int]) -> Iterator[None]:
             _unregister_process_group(cast(Any, name))
 
 
+def holds(condition: Tensor, message: str) -> bool:
+    """Return whether a one-element condition holds; on a GPU, whose stream fails if it does not, always."""
+    if condition.is_cuda:
+        torch._assert_async(condition, message)
+        return True
+    return bool(condition)
+
+
 def process_group_of(name: str) -> dist.ProcessGroup:
     """Return the process group that graphs call `name`."""
     group: dist.ProcessGroup = _resolve_process_group(cast(Any, name))

@@ -136,6 +136,8 @@ class ForwardDispatch(Dispatch):
 
     def _begin(self, units: Units) -> None:
         """Choose for the call that comes next; here, because nothing can be compiled inside an autograd function."""
+        for prefetcher in dict.fromkeys(unit.prefetcher for unit in units.values()):
+            prefetcher.require_seen_writes()
         budget, trains = self._frame.resident_budget_bytes, bool(self._frame.trained)
         chosen = torch_private.as_in_forward(
             lambda: unsharded_cache.chosen_for(units, self._reads, budget, trains=trains)

@@ -9,20 +9,28 @@ before: it remembers what was taken after what, separately for forward and backw
 
 Nothing reaches over the end of the outermost module's call or of a backward: an optimizer may step there. A call that
 activation checkpointing repeats is part of its backward.
+
+[Note: after a step]
+When an optimizer that the user gave to `overlap_step` has stepped, what the next forward takes first is launched:
+`zero_grad`, logging and the copy of the next batch hide it. A write that torch counts makes it old; it is then dropped
+and launched again, on all ranks, for they all write. A write that torch does not count (`.data`, `torch._foreach_*`,
+`to_local()`) may change one rank's rows and no other's, so it cannot be repeated: each rank compares a fingerprint of
+its rows before the forward, and an unseen write is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from fxshard import torch_private
 from fxshard.errors import UnsupportedGraph
 from fxshard.ir import ops
-from fxshard.runtime import eager, profiler_ranges, streams, unsharded_cache
+from fxshard.runtime import eager, profiler_ranges, rank_check, streams, unsharded_cache
 from fxshard.runtime.flat_shard import home_of
 from fxshard.runtime.unsharded_cache import Gathered, UnshardedCache, Why
 
@@ -103,6 +111,7 @@ class Prefetcher:
         self._following: dict[tuple[bool, int, Key], AllGatherRequest] = {}  # also by how many were taken so far
         self._of_unit: dict[tuple[bool, Unit], dict[Key, AllGatherRequest]] = {}
         self._units: set[Unit] = set()  # whose requests of this scope are in `_of_unit`
+        self._first: Unit | None = None  # that the last forward took first
 
     def take_or_launch(self, request: AllGatherRequest, unit: Unit) -> list[Tensor]:
         """What a request of a unit gathers: taken over, or launched now."""
@@ -113,6 +122,9 @@ class Prefetcher:
             self._begin(scope)
         self._remember(request, unit, scope)
         found = self._cache.get(request.key)
+        if found is not None and found.why == "stepped" and not found.is_current:
+            self._cache.drop(request.key)  # on all ranks: `Unit.epoch`
+            found = None
         if found is None or not _can_be_saved(found):
             self._cache.drop(request.key)
             self._cache.drop_if(lambda other: other.why == "next")  # the model took another way than before
@@ -126,9 +138,32 @@ class Prefetcher:
             )
         return list(self._cache.pop(request.key).tensors.values())
 
+    def require_seen_writes(self) -> None:
+        """Raise if what was launched after a step has other values by now, and torch has counted no write.
+
+        Raises:
+            UnsupportedGraph: says how to write.
+        """
+        stepped = [found for found in self._cache.values() if found.why == "stepped" and found.is_current]
+        for gathered in stepped:
+            assert gathered.sent is not None
+            unit, (request, fingerprint) = gathered.unit, gathered.sent
+            message = (
+                f"parameters of unit {unit.label!r} were written after the optimizer's step in a way that torch does "
+                "not count (.data, torch._foreach_*, to_local(), numpy), and overlap_step had launched their gather. "
+                "Write them with copy_() and the like under torch.no_grad(), call reshard() on the module after the "
+                "write, or leave overlap_step out."
+            )
+            if not torch_private.holds(fingerprint == _fingerprint(request.flat), message):
+                self.drop_stepped()
+                rank_check.report_failure({request.group}, message)  # the others need not wait for this rank
+                raise UnsupportedGraph(message)
+
     def _remember(self, request: AllGatherRequest, unit: Unit, scope: eager.Running) -> None:
         if self._taken:
             self._following[scope.is_backward, len(self._taken), self._taken[-1]] = request
+        elif not scope.is_backward:
+            self._first = unit
         if unit not in self._units:
             self._units.add(unit)
             self._of_unit[scope.is_backward, unit] = {}
@@ -163,14 +198,23 @@ class Prefetcher:
         self._scope = scope
         self._taken.clear()
         self._units.clear()
+        if not scope.is_backward:
+            self._first = None
 
     def end(self) -> None:
         """The outermost call ends: drop what it did not take, unless backward repeats the call and goes on."""
         if eager.running() is None:
             self._drop_guesses()
+            self.drop_stepped()
 
     def _drop_guesses(self) -> None:
         self._cache.drop_if(lambda gathered: gathered.why in ("next", "listed"))
+
+    def drop_stepped(self) -> None:
+        """Drop what was launched after a step and not taken."""
+        if stepped := [key for key, gathered in self._cache.items() if gathered.why == "stepped"]:
+            self._cache.drop(*stepped)
+            self._first = None  # this forward began with something else
 
     def launch_for_next_call(self, unit: Unit) -> list[Tensor]:
         """Launch what the unit's forward takes, for the next call of the outermost module."""
@@ -178,6 +222,17 @@ class Prefetcher:
         self._cache.drop(*requests)  # may be of old weights
         launched = [self._launch(request, "asked") for request in requests.values()]
         return [tensor for gathered in launched for tensor in gathered.tensors.values()]
+
+    def launch_after_step(self, stepped: Collection[Unit]) -> None:
+        """Launch what the next forward takes first, if it is of these units; see [Note: after a step]."""
+        unit = self._first
+        self.drop_stepped()
+        self._first = unit
+        if unit is None or unit not in stepped:
+            return
+        with unit.agreed("step", "all_gather", "what the next forward reads first"), torch.no_grad():
+            for request in self._of_unit[False, unit].values():
+                self._launch(request, "stepped").sent = request, _fingerprint(request.flat)
 
     def prefetch_next(self, unit: Unit, *, guess: bool) -> None:
         """Launch what comes next: what the unit lists, or if it lists nothing, what was taken next the last time."""
@@ -203,11 +258,17 @@ class Prefetcher:
     def forget(self) -> None:
         """Drop what is in flight, and what was remembered."""
         self._cache.drop_if(lambda gathered: gathered.why != "resident")
-        self._scope = None
+        self._scope = self._first = None
         self._taken.clear()
         self._units.clear()
         self._following.clear()
         self._of_unit.clear()
+
+
+def _fingerprint(flat: Tensor) -> Tensor:
+    """Return the sum of a flat's bits, read as integers."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return flat.detach().view(integers[flat.element_size()]).sum(dtype=torch.int64)
 
 
 def _can_be_saved(gathered: Gathered) -> bool:

@@ -13,6 +13,7 @@ a step raises versions), unless something waits or is resident.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import weakref
 from collections.abc import Collection, Iterable, Sequence
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -144,6 +146,11 @@ class Microbatches:
             unit.generation += 1
             unsharded_cache.reshard_resident(unit)
 
+    def launch_after_step(self, written: Collection[int]) -> None:
+        """Launch what the next forward takes first, if these parameters are of it."""
+        if units := self._units_of(written):
+            units[0].prefetcher.launch_after_step(units)
+
     def _units_of(self, written: Collection[int]) -> list[Unit]:
         return [unit for unit in self.units if any(id(p) in written for m in unit.members for p in m.registered())]
 
@@ -154,9 +161,11 @@ class _StepHooks:
     Attributes:
         models: that live.
         holds: whether anything of any model waits or is resident. Dynamo guards on it where a step is compiled.
+        overlapped: the optimizers whose steps end with the first gather of the next one.
     """
 
     def __init__(self) -> None:
+        self.overlapped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.models: weakref.WeakSet[Microbatches] = weakref.WeakSet()
         self.holds = False
 
@@ -177,6 +186,9 @@ class _StepHooks:
         written = _written_by(optimizer)
         for model in list(self.models):
             model.step_ends(written)
+        if optimizer in self.overlapped:
+            for model in _in_order_of(optimizer, list(self.models)):  # the same on all ranks
+                model.launch_after_step(written)
 
 
 _step_begins_eagerly = torch.compiler.disable(_StepHooks.step_begins)
@@ -190,6 +202,32 @@ def _step_hooks() -> _StepHooks:
     register_optimizer_step_pre_hook(hooks.begins)
     register_optimizer_step_post_hook(hooks.ends)
     return hooks
+
+
+def overlap_step(optimizer: torch.optim.Optimizer) -> None:
+    """From now on let the steps of an optimizer end with the launch of what the next forward takes first."""
+    if not _step_hooks().overlapped:
+        atexit.register(_wait_for_last_step)
+    _step_hooks().overlapped.add(optimizer)
+
+
+def _wait_for_last_step() -> None:
+    """Wait for what no forward took any more, once its group is gone: torch warns of what nobody waited for."""
+    if not dist.is_initialized():  # else another rank may be gone, and the wait be long
+        for model in list(_step_hooks().models):
+            for unit in model.units:
+                unit.prefetcher.drop_stepped()
+
+
+def _in_order_of(optimizer: torch.optim.Optimizer, models: list[Microbatches]) -> list[Microbatches]:
+    """Return the models whose parameters an optimizer has, in the order in which it has them."""
+    places = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    first: dict[Microbatches, int] = {}
+    for model in models:
+        owned = [places[id(p)] for u in model.units for m in u.members for p in m.registered() if id(p) in places]
+        if owned:
+            first[model] = min(owned)
+    return sorted(first, key=lambda model: first[model])
 
 
 def _written_by(optimizer: torch.optim.Optimizer) -> frozenset[int]:

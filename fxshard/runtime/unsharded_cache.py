@@ -14,6 +14,7 @@ and is waited for at once.
     launched ahead, "next"        flat, dtype, parts         the request of something else; as below
     launched ahead, "listed"      flat, dtype, parts         the next call or backward; the end of the call
     launched ahead, "asked"       flat, dtype, parts         becomes "listed" when the next call begins
+    launched ahead, "stepped"     flat, dtype, parts         the end of the next call; the next step
     "resident"                    unit                       the backward that reduces; a step; another layout
     all of these                                             `reshard()`, `reset_iter_state()`, the end of the model
     in `eager.py`: of a call      unit, modes of autograd    the end of the call (`_Scope`)
@@ -49,10 +50,12 @@ from fxshard.runtime import profiler_ranges
 from fxshard.runtime.accumulation import Units
 
 if TYPE_CHECKING:
+    from fxshard.runtime.prefetcher import AllGatherRequest
     from fxshard.runtime.unit import Unit
 
-Why = Literal["next", "listed", "asked", "resident"]
-"""Its graph came next the last time, a unit has listed it, the user has asked for it, or it stays."""
+Why = Literal["next", "listed", "asked", "stepped", "resident"]
+"""Its graph came next the last time, a unit has listed it, the user has asked for it, an optimizer that `overlap_step`
+knows has written it, or it stays."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,11 +67,13 @@ class Gathered:
         tensors: by parameter, or by their place in a request.
         why: it is kept.
         epoch: of the unit, when it was launched.
+        sent: the request and a fingerprint of its rows, where somebody may write to them unseen.
     """
 
     unit: Unit
     tensors: Mapping[Any, Tensor]
     why: Why
+    sent: tuple[AllGatherRequest, Tensor] | None = None
     epoch: int = field(init=False)
 
     def __post_init__(self) -> None:

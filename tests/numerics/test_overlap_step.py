@@ -1,0 +1,232 @@
+"""`overlap_step`: the first gather of a forward is launched when the optimizer has stepped."""
+
+from __future__ import annotations
+
+import gc
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+import fxshard
+from fxshard.errors import ConfigError, UnsupportedGraph
+from fxshard.sharding.sharded_module import units_under
+from tests.numerics.harness import (
+    EAGER,
+    Run,
+    Scenario,
+    adamw,
+    compare,
+    compile_module,
+    full,
+    fxshard_system,
+    shard_and_compile,
+    start,
+    train,
+    train_step,
+)
+from tests.numerics.models import GPT, MLP, cross_entropy, rows, tokens
+from tests.numerics.scenarios import REGRESSION
+from tests.numerics.writes import WRITES
+from tests.pairwise import slow
+from tests.ranks import two_ranks
+
+
+def overlapped(parameters: Any) -> Optimizer:
+    return fxshard.overlap_step(adamw(parameters))
+
+
+def in_flight(model: nn.Module) -> int:
+    """How many gathers were launched after a step and wait for the forward."""
+    cache = units_under(model)[0].unsharded
+    return sum(gathered.why == "stepped" for gathered in cache.values())
+
+
+SCENARIOS = {
+    "MLP": Scenario(model=MLP, batch=rows(), prepare=shard_and_compile),
+    "GPT": Scenario(model=GPT, batch=tokens(), loss=cross_entropy, prepare=shard_and_compile),
+}
+
+
+@two_ranks
+@pytest.mark.parametrize("lower", ["eager", slow("inductor")])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_trains_like_the_plain_step(name: str, lower: str) -> None:
+    scenario = SCENARIOS[name]
+    system = fxshard_system(lower=lower)
+    compare(train(replace(scenario, optimizer=overlapped), system), train(scenario, system), rtol=0.0, atol=0.0)
+
+
+@two_ranks
+def test_the_forward_takes_over_what_the_step_launched() -> None:
+    run = start(REGRESSION, fxshard_system())
+    kept = run.optim
+    assert fxshard.overlap_step(kept) is kept
+    train_step(run, 0)
+    assert in_flight(run.model) > 0
+    with torch.no_grad():
+        run.loss(1)
+    assert in_flight(run.model) == 0
+    train_step(run, 1)
+    assert in_flight(run.model) > 0
+    with fxshard.no_sync(run.model):
+        run.loss(2).backward()
+    assert in_flight(run.model) == 0
+    run.loss(2).backward()
+    assert in_flight(run.model) == 0
+
+
+@two_ranks
+def test_sees_every_write_after_the_step() -> None:
+    runs = [start(REGRESSION, fxshard_system()) for _ in range(2)]
+    for name, write in WRITES.items():
+        losses = []
+        for run, overlaps in zip(runs, (False, True), strict=True):
+            optim = torch.optim.SGD(run.model.parameters(), lr=0.1)
+            if overlaps:
+                fxshard.overlap_step(optim)
+            run.loss(0).backward()
+            optim.step()
+            assert (in_flight(run.model) > 0) == overlaps, name
+            write(run)
+            losses.append([run.loss(0).detach(), run.loss(1).detach()])
+            for parameter in run.model.parameters():
+                parameter.grad = None
+        assert losses[0] == losses[1], name
+
+
+def write_data(run: Run) -> None:
+    for parameter in run.model.parameters():
+        parameter.data.mul_(0.5)
+
+
+def write_foreach(run: Run) -> None:
+    torch._foreach_mul_([cast(DTensor, p).to_local() for p in run.model.parameters()], 0.5)
+
+
+def write_locally_unseen(run: Run) -> None:
+    for parameter in run.model.parameters():
+        cast(DTensor, parameter).to_local().mul_(0.5)
+
+
+@two_ranks
+@pytest.mark.parametrize("write", [write_data, slow(write_foreach), slow(write_locally_unseen)])
+def test_refuses_a_write_that_torch_does_not_count(write: Callable[[Run], None]) -> None:
+    run = start(REGRESSION, fxshard_system())
+    fxshard.overlap_step(run.optim)
+    train_step(run, 0)
+    with torch.no_grad():
+        write(run)
+    with pytest.raises(UnsupportedGraph, match=r"(?s)written after the optimizer's step.*copy_\(\).*reshard\(\)"):
+        run.loss(1)
+    assert in_flight(run.model) == 0
+    train_step(run, 1)  # of the values of now
+
+
+def random_life(run: Run, seed: int) -> list[Tensor]:
+    """Train with evaluation, accumulation, loads, skipped steps and exceptions in between; the same on every rank."""
+    choose, told = random.Random(seed), []
+    for step in range(30):
+        what = choose.choice(["train", "train", "train", "evaluate", "accumulate", "load", "skip", "raise", "second"])
+        if what == "evaluate":
+            with torch.no_grad():
+                told.append(run.loss(step).detach())
+        if what == "load":
+            run.model.load_state_dict({name: value * 0.9 for name, value in run.model.state_dict().items()})
+        if what == "raise":
+            with pytest.raises(RuntimeError):
+                run.model(torch.ones(2, 3))
+        if what == "accumulate":
+            with fxshard.no_sync(run.model):
+                run.loss(step).backward()
+        loss = run.loss(step)
+        loss.backward()
+        told.append(loss.detach())
+        if what == "second":
+            torch.optim.SGD(list(run.model.parameters())[:2], lr=0.1).step()
+        if what != "skip":
+            run.optim.step()
+        run.optim.zero_grad()
+    return [*told, *(full(p) for p in run.named_parameters().values())]
+
+
+@two_ranks
+@pytest.mark.parametrize("seed", [0, slow(1), slow(2)])
+def test_a_random_life_is_the_same_to_the_bit(seed: int) -> None:
+    plain, ours = (start(SCENARIOS["MLP"], fxshard_system()) for _ in range(2))
+    fxshard.overlap_step(ours.optim)
+    expected, found = random_life(plain, seed), random_life(ours, seed)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@two_ranks
+def test_launches_nothing_where_parameters_stay_resident() -> None:
+    run = start(SCENARIOS["MLP"], fxshard_system(resident_gib=1))
+    fxshard.overlap_step(run.optim)
+    for evaluates in (False, True, False, False):
+        with fxshard.no_sync(run.model):
+            run.loss(0).backward()
+        assert in_flight(run.model) == 0
+        train_step(run, 0)
+        if evaluates:
+            with torch.no_grad():
+                run.loss(1)
+            train_step(run, 1)
+            assert in_flight(run.model) > 0
+        else:
+            assert in_flight(run.model) == 0
+
+
+@two_ranks
+def test_several_models_of_one_optimizer_launch_in_the_order_of_its_parameters() -> None:
+    models = [MLP() for _ in range(3)]
+    for model in models:
+        fxshard.fully_shard(model)
+    calls = [compile_module(model, options=EAGER) for model in models]
+    optim = fxshard.overlap_step(torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1))
+    for step in range(3):
+        x, y = rows()(step, dist.get_rank())
+        for call in calls:
+            (call(x) - y).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+        assert all(in_flight(model) == 1 for model in models)
+    del models, calls, model, call, optim
+    torch._dynamo.reset()
+    gc.collect()
+
+
+PROGRAM = """
+import torch, fxshard
+from fxshard.testing import emulated_link
+with emulated_link(2) as link:
+    model = torch.nn.Linear(4, 4)
+    fxshard.fully_shard(model, mesh=link.mesh)
+    optim = fxshard.overlap_step(torch.optim.SGD(model.parameters(), lr=0.1))
+    step = torch.compile(model, backend="fxshard", options={"lower": "eager"})
+    for _ in range(2):
+        step(torch.ones(2, 4)).sum().backward()
+        optim.step()
+    print("in flight", len(model.__dict__["_fxshard_state"].units[0].unsharded))
+"""
+
+
+@pytest.mark.commands
+def test_a_program_that_ends_after_a_step_leaves_nothing_behind() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "in flight 1\n"
+    assert "unwaited" not in done.stderr
+
+
+def test_refuses_what_is_no_optimizer() -> None:
+    with pytest.raises(ConfigError, match="overlap_step expects an optimizer of torch, got Linear"):
+        fxshard.overlap_step(nn.Linear(2, 2))
