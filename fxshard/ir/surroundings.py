@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from typing import Any
 
@@ -9,6 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from fxshard import torch_private
+
+_STATELESS = (torch_private.LOG_USAGE, operator.setitem)
+"""What gives no tensor and changes no state of torch's."""
 
 
 class Surroundings:
@@ -25,8 +29,8 @@ class Surroundings:
         self.decided_by = _deciding(graph)
         self.matter = _leading_to_a_loss(graph)
         self._writes: dict[int, set[fx.Node]] = defaultdict(set)
-        for node in filter(torch_private.writes_in_place, calls):
-            for value in (value for source in node.all_input_nodes for value in _tensors(source)):
+        for node in calls:
+            for value in (value for source in torch_private.written_by(node) for value in _tensors(source)):
                 self._writes[torch_private.storage_id(value)].add(node)
 
     def writes_to(self, node: fx.Node, inside: list[fx.Node]) -> bool:
@@ -41,8 +45,8 @@ def _deciding(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     for node in graph.nodes:
         if in_force:
             found[node] = next(iter(in_force.values()))
-        is_call = node.op in ("call_function", "call_method") and node.target is not torch_private.LOG_USAGE
-        if not is_call or leaves(node.meta.get("example_value"), Tensor):
+        is_call = node.op in ("call_function", "call_method")
+        if not is_call or node.target in _STATELESS or leaves(node.meta.get("example_value"), Tensor):
             continue
         if node.target is torch_private.EXIT_AUTOCAST:
             in_force.pop(node.args[0], None)

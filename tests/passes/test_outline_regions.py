@@ -131,6 +131,52 @@ def test_leaves_what_writes_to_its_input_alone() -> None:
     assert_expected_inline(result.declined[-1].why, """what it reads or gives is written to elsewhere""")
 
 
+class OfStatistics(Residual):
+    """Reads statistics that another module takes of its batches."""
+
+    def __init__(self, statistics: nn.BatchNorm1d) -> None:
+        super().__init__()
+        self.statistics = [statistics]  # of the model's
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = self.statistics[0].running_mean
+        assert mean is not None
+        return super().forward(x * (1 + mean))
+
+
+class TakesStatistics(ResidualLayers):
+    """Normalizes between its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(graphs.WIDTH)
+        self.layers = nn.ModuleList(OfStatistics(self.norm) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.norm(layer(x))
+        return x
+
+
+def test_leaves_what_reads_statistics_of_a_norm_alone() -> None:
+    result = outlined(TakesStatistics())
+    assert not result.changed
+    assert_expected_inline(result.declined[-1].why, """what it reads or gives is written to elsewhere""")
+
+
+class BehindAnAssignment(ResidualLayers):
+    """Masks its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        x[:, 0] = 0
+        return super().forward(x + 1)
+
+
+def test_an_assignment_decides_nothing() -> None:
+    assert outlined(BehindAnAssignment()).changed
+
+
 class Within(ResidualLayers):
     """Runs its layers inside of a context."""
 
