@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import builtins
 import copy
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -128,35 +127,6 @@ def is_of_torch(node: fx.Node) -> bool:
     name = target_text(node)
     return name.partition(".")[0] in ("torch", "_operator", "math") or hasattr(builtins, name)
 
-
-def written_by(node: fx.Node) -> list[fx.Node]:
-    """Return what a node of Dynamo's graph may write to, of what it is given, as far as names and arguments say."""
-    if isinstance(node.target, OpOverload):
-        return node.all_input_nodes if node.target._schema.is_mutable else []
-    name = target_text(node).rpartition(".")[2]
-    by_name = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
-    if by_name or node.kwargs.get("out") is not None or node.kwargs.get("inplace") or not is_of_torch(node):
-        return node.all_input_nodes
-    given = dict(zip(_argument_names(node.target), node.args, strict=False)) | node.kwargs
-    written = ["running_mean", "running_var"]  # of a norm over the batch
-    if given.get("max_norm") is not None:  # of an embedding
-        written.append("weight")
-    return [value for value in map(given.get, written) if isinstance(value, fx.Node)]
-
-
-@functools.cache
-def _argument_names(target: Any) -> list[str]:
-    try:
-        return list(inspect.signature(target).parameters)
-    except (TypeError, ValueError):  # a function of C++ or the name of a method
-        name = getattr(target, "__name__", target)
-        packet = getattr(torch.ops.aten, name, None) if isinstance(name, str) else None
-        default = getattr(packet, "default", None)
-        return [argument.name for argument in default._schema.arguments] if default is not None else []
-
-
-_OPERATORS = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
-_WRITES = frozenset(("setitem", "__setitem__", *(f"i{o}" for o in _OPERATORS), *(f"__i{o}__" for o in _OPERATORS)))
 
 SET_GRAD_ENABLED, EXIT_AUTOCAST = torch._C._set_grad_enabled, torch.amp.autocast_mode._exit_autocast
 """What Dynamo's graphs call to change torch's state."""

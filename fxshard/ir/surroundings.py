@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import operator
 from collections import defaultdict
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload, OpOverloadPacket
 
 from fxshard import torch_private
+
+_OPERATORS = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
+_WRITES = frozenset(("setitem", "__setitem__", *(f"i{o}" for o in _OPERATORS), *(f"__i{o}__" for o in _OPERATORS)))
 
 _STATELESS = (torch_private.LOG_USAGE, operator.setitem)
 """What gives no tensor and changes no state of torch's."""
@@ -30,12 +36,46 @@ class Surroundings:
         self.matter = _leading_to_a_loss(graph)
         self._writes: dict[int, set[fx.Node]] = defaultdict(set)
         for node in calls:
-            for value in (value for source in torch_private.written_by(node) for value in _tensors(source)):
+            for value in (value for source in _written_by(node) for value in _tensors(source)):
                 self._writes[torch_private.storage_id(value)].add(node)
 
     def writes_to(self, node: fx.Node, inside: list[fx.Node]) -> bool:
         """Return whether other nodes than these write to the memory of a node."""
         return any(self._writes[torch_private.storage_id(value)] - set(inside) for value in _tensors(node))
+
+
+def _written_by(node: fx.Node) -> list[fx.Node]:
+    """Return what a node of Dynamo's graph may write to, of what it is given, as far as names and arguments say."""
+    if isinstance(node.target, OpOverload):
+        return node.all_input_nodes if node.target._schema.is_mutable else []
+    if isinstance(node.target, OpOverloadPacket):
+        overloads = [getattr(node.target, name) for name in node.target.overloads()]
+        return node.all_input_nodes if any(each._schema.is_mutable for each in overloads) else []
+    name = torch_private.target_text(node).rpartition(".")[2]
+    by_name = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+    if (
+        by_name
+        or node.kwargs.get("out") is not None
+        or node.kwargs.get("inplace")
+        or not torch_private.is_of_torch(node)
+    ):
+        return node.all_input_nodes
+    given = dict(zip(_argument_names(node.target), node.args, strict=False)) | node.kwargs
+    written = ["running_mean", "running_var"]  # of a norm over the batch
+    if given.get("max_norm") is not None:  # of an embedding
+        written.append("weight")
+    return [value for value in map(given.get, written) if isinstance(value, fx.Node)]
+
+
+@functools.cache
+def _argument_names(target: Any) -> list[str]:
+    try:
+        return list(inspect.signature(target).parameters)
+    except (TypeError, ValueError):  # a function of C++ or the name of a method
+        name = getattr(target, "__name__", target)
+        packet = getattr(torch.ops.aten, name, None) if isinstance(name, str) else None
+        default = getattr(packet, "default", None)
+        return [argument.name for argument in default._schema.arguments] if default is not None else []
 
 
 def _deciding(graph: fx.Graph) -> dict[fx.Node, fx.Node]:

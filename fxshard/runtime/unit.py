@@ -183,7 +183,7 @@ class Unit:
         """Around one collective outside of graphs, on which the ranks agree first.
 
         Args:
-            kind: of run, one word: "read", "resident" or "waiting".
+            kind: of run, one word: "read", "resident", "step" or "waiting".
             op: "all_gather" or "reduce_scatter".
             what: is gathered or reduced: "all parameters".
         """

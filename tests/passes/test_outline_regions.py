@@ -164,6 +164,38 @@ def test_leaves_what_reads_statistics_of_a_norm_alone() -> None:
     assert_expected_inline(result.declined[-1].why, """what it reads or gives is written to elsewhere""")
 
 
+@torch.library.custom_op("fxshard_tests::count", mutates_args=("counts",))
+def count(counts: Tensor) -> None:
+    """Write to what it is given, as an op of a user's library does."""
+    counts.add_(1)
+
+
+class OfCounts(Residual):
+    """Takes counts."""
+
+    def forward(self, x: Tensor, counts: Tensor | None = None) -> Tensor:
+        return super().forward(x if counts is None else x + counts)
+
+
+class CountsInside(ResidualLayers):
+    """Gives its layers what an op of a user's library writes to in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(OfCounts() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        counts = torch.ones_like(x)
+        for layer in self.layers:
+            x = layer(x, counts)
+            torch.ops.fxshard_tests.count(counts)
+        return x
+
+
+def test_leaves_what_reads_a_tensor_that_an_op_writes_to_alone() -> None:
+    assert not outlined(CountsInside()).changed
+
+
 class BehindAnAssignment(ResidualLayers):
     """Masks its input."""
 
