@@ -85,8 +85,9 @@ def test_an_adopted_model_is_saved_and_loaded_by_accelerate() -> None:
         accelerator.wait_for_everyone()
 
 
+@pytest.mark.slow
 @two_ranks
-@pytest.mark.parametrize("sharded", [True, slow(False)])
+@pytest.mark.parametrize("sharded", [True, False])
 def test_accelerate_prepares_what_belongs_to_a_model_of_ours(sharded: bool) -> None:
     """Sharded by `fully_shard`, or by its first call; the model itself is not given to `prepare`."""
     reference = eagerly()

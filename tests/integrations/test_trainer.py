@@ -18,7 +18,6 @@ import fxshard
 from fxshard.errors import ConfigError
 from fxshard.integrations.trainer import FxshardTrainer
 from tests.integrations.llama import accelerate_state, llama, sequences, shared_folder
-from tests.pairwise import slow
 from tests.ranks import two_ranks
 
 STEPS = 4
@@ -109,8 +108,9 @@ def test_logs_evaluates_and_saves_what_ddp_does() -> None:
         dist.barrier()
 
 
+@pytest.mark.slow
 @two_ranks
-@pytest.mark.parametrize("case", [{"bf16": True}, slow({"gradient_checkpointing": True})])
+@pytest.mark.parametrize("case", [{"bf16": True}, {"gradient_checkpointing": True}])
 def test_trains_with_other_arguments(case: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as own, accelerate_state():
         folder = shared_folder(own)
@@ -124,6 +124,7 @@ def test_trains_with_other_arguments(case: dict[str, Any]) -> None:
     assert dtypes == {torch.float32}
 
 
+@pytest.mark.slow
 @two_ranks
 def test_takes_a_model_that_is_sharded_already() -> None:
     with tempfile.TemporaryDirectory() as own, accelerate_state():

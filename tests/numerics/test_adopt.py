@@ -210,6 +210,7 @@ def test_a_run_goes_on_with_its_optimizer_after_release() -> None:
     )
 
 
+@pytest.mark.slow
 @two_ranks
 def test_a_run_goes_there_and_back_and_there() -> None:
     def change(run: Run, step: int) -> None:
