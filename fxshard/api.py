@@ -182,8 +182,8 @@ def overlap_step(optimizer: AnyOptimizer) -> AnyOptimizer:
 
     Nothing else in a step can hide that gather; `zero_grad`, logging, the data loader and the copy of the batch can.
     The optimizer is the same object, and nothing about its step changes. A write to parameters that torch counts
-    (`copy_`, `load_state_dict`, another optimizer) has the gather repeated. Memory: the buffers of one launch are held
-    from the step until the forward. A step that is itself compiled launches nothing.
+    (`copy_`, `load_state_dict`, another optimizer) has the gather repeated. Memory: the buffers of one launch, and
+    a copy of this rank's rows of it, are held from the step until the forward. A compiled step launches nothing.
 
     Args:
         optimizer: of torch, or a wrapper with one in its attribute `optimizer`, as accelerate has. Where several own

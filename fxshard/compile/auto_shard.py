@@ -28,7 +28,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
-from fxshard.compile import dynamo, foreign
+from fxshard.compile import dynamo, fsdp2_or_ddp
 from fxshard.errors import ConfigError
 from fxshard.live_objects import instances_of, referrers_of
 from fxshard.options import Options, launched_world_size
@@ -68,7 +68,7 @@ def shard_root(gm: fx.GraphModule, unsharded: dict[str, nn.Parameter], options: 
         _announce(dynamo.roots_of(gm))
         return
     roots = dynamo.roots_of(gm)
-    foreign.refuse([dynamo.compiled_around(root) or root for root in roots])
+    fsdp2_or_ddp.refuse([dynamo.compiled_around(root) or root for root in roots])
     _require_ready(roots, unsharded)
     for root in roots:
         shard_module.require_shardable(dict(root.named_parameters()), mesh)
@@ -340,7 +340,7 @@ class _ReplicaGuard:
         if optimizer in self._approved or not dist.is_initialized() or dist.get_world_size() == 1:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        foreign.refuse_compiled(parameters)
+        fsdp2_or_ddp.refuse_compiled(parameters)
         plain = [p for p in parameters if not isinstance(p, DTensor)]
         replicas = _replicas(plain) if plain else []
         if replicas:

@@ -14,8 +14,8 @@ activation checkpointing repeats is part of its backward.
 When an optimizer that the user gave to `overlap_step` has stepped, what the next forward takes first is launched:
 `zero_grad`, logging and the copy of the next batch hide it. A write that torch counts makes it old; it is then dropped
 and launched again, on all ranks, for they all write. A write that torch does not count (`.data`, `torch._foreach_*`,
-`to_local()`) may change one rank's rows and no other's, so it cannot be repeated: each rank compares a fingerprint of
-its rows before the forward, and an unseen write is an error.
+`to_local()`) may change one rank's rows and no other's, so it cannot be repeated: each rank keeps a copy of the rows
+that it sent and compares it before the forward, and an unseen write is an error.
 """
 
 from __future__ import annotations
@@ -147,14 +147,14 @@ class Prefetcher:
         stepped = [found for found in self._cache.values() if found.why == "stepped" and found.is_current]
         for gathered in stepped:
             assert gathered.sent is not None
-            unit, (request, fingerprint) = gathered.unit, gathered.sent
+            unit, (request, rows) = gathered.unit, gathered.sent
             message = (
                 f"parameters of unit {unit.label!r} were written after the optimizer's step in a way that torch does "
                 "not count (.data, torch._foreach_*, to_local(), numpy), and overlap_step had launched their gather. "
                 "Write them with copy_() and the like under torch.no_grad(), call reshard() on the module after the "
                 "write, or leave overlap_step out."
             )
-            if not torch_private.holds(fingerprint == _fingerprint(request.flat), message):
+            if not torch_private.holds((_bits(request.flat) == rows).all(), message):
                 self.drop_stepped()
                 rank_check.report_failure({request.group}, message)  # the others need not wait for this rank
                 raise UnsupportedGraph(message)
@@ -232,7 +232,7 @@ class Prefetcher:
             return
         with unit.agreed("step", "all_gather", "what the next forward reads first"), torch.no_grad():
             for request in self._of_unit[False, unit].values():
-                self._launch(request, "stepped").sent = request, _fingerprint(request.flat)
+                self._launch(request, "stepped").sent = request, _bits(request.flat).clone()
 
     def prefetch_next(self, unit: Unit, *, guess: bool) -> None:
         """Launch what comes next: what the unit lists, or if it lists nothing, what was taken next the last time."""
@@ -265,10 +265,10 @@ class Prefetcher:
         self._of_unit.clear()
 
 
-def _fingerprint(flat: Tensor) -> Tensor:
-    """Return the sum of a flat's bits, read as integers."""
+def _bits(flat: Tensor) -> Tensor:
+    """Read a flat as integers, which are equal to themselves also where a number is NaN."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return flat.detach().view(integers[flat.element_size()]).sum(dtype=torch.int64)
+    return flat.detach().view(integers[flat.element_size()])
 
 
 def _can_be_saved(gathered: Gathered) -> bool:

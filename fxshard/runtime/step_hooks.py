@@ -16,7 +16,7 @@ from __future__ import annotations
 import atexit
 import functools
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -140,16 +140,16 @@ class Microbatches:
                 )
             unsharded_cache.reshard_resident(unit)
 
-    def step_ends(self, written: Collection[int]) -> None:
-        """An optimizer has written parameters: forwards are void now, and what a closure gathered is old."""
-        for unit in self._units_of(written):
+    def step_ends(self, written: Collection[int]) -> list[Unit]:
+        """An optimizer has written parameters, of the units that are returned.
+
+        Forwards are void now, and what a closure gathered is old.
+        """
+        units = self._units_of(written)
+        for unit in units:
             unit.generation += 1
             unsharded_cache.reshard_resident(unit)
-
-    def launch_after_step(self, written: Collection[int]) -> None:
-        """Launch what the next forward takes first, if these parameters are of it."""
-        if units := self._units_of(written):
-            units[0].prefetcher.launch_after_step(units)
+        return units
 
     def _units_of(self, written: Collection[int]) -> list[Unit]:
         return [unit for unit in self.units if any(id(p) in written for m in unit.members for p in m.registered())]
@@ -184,11 +184,11 @@ class _StepHooks:
 
     def step_ends(self, optimizer: torch.optim.Optimizer) -> None:
         written = _written_by(optimizer)
-        for model in list(self.models):
-            model.step_ends(written)
+        stepped = [units for model in list(self.models) if (units := model.step_ends(written))]
         if optimizer in self.overlapped:
-            for model in _in_order_of(optimizer, list(self.models)):  # the same on all ranks
-                model.launch_after_step(written)
+            # The models are in no order, but that of their parameters is the same on all ranks.
+            for units in sorted(stepped, key=lambda units: _place_of(units[0], written)):
+                units[0].prefetcher.launch_after_step(units)
 
 
 _step_begins_eagerly = torch.compiler.disable(_StepHooks.step_begins)
@@ -219,19 +219,15 @@ def _wait_for_last_step() -> None:
                 unit.prefetcher.drop_stepped()
 
 
-def _in_order_of(optimizer: torch.optim.Optimizer, models: list[Microbatches]) -> list[Microbatches]:
-    """Return the models whose parameters an optimizer has, in the order in which it has them."""
-    places = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
-    first: dict[Microbatches, int] = {}
-    for model in models:
-        owned = [places[id(p)] for u in model.units for m in u.members for p in m.registered() if id(p) in places]
-        if owned:
-            first[model] = min(owned)
-    return sorted(first, key=lambda model: first[model])
+def _place_of(unit: Unit, written: Mapping[int, int]) -> int:
+    """Return the place of a unit's first parameter among those that an optimizer has written."""
+    return min(written[id(p)] for member in unit.members for p in member.registered() if id(p) in written)
 
 
-def _written_by(optimizer: torch.optim.Optimizer) -> frozenset[int]:
-    return frozenset(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+def _written_by(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """Map the id of each parameter of an optimizer -> its place in it."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return {id(parameter): place for place, parameter in enumerate(parameters)}
 
 
 def _reduce(unit: Unit, slots: Waiting) -> list[ReducedFlat]:

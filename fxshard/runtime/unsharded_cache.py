@@ -67,7 +67,7 @@ class Gathered:
         tensors: by parameter, or by their place in a request.
         why: it is kept.
         epoch: of the unit, when it was launched.
-        sent: the request and a fingerprint of its rows, where somebody may write to them unseen.
+        sent: the request and the bits of its rows, where somebody may write to them unseen.
     """
 
     unit: Unit

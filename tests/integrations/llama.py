@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,19 +57,37 @@ def accelerate_state() -> Iterator[None]:
         os.environ.update(before)
 
 
+class Sequences(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Tokens, and what is to be predicted, as the Trainer takes them."""
+
+    def __init__(self, tokens: Sequence[Tensor] | Tensor) -> None:
+        self.tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+
+
+def use_fsdp2(accelerator: Any, **kwargs: Any) -> None:
+    """Have accelerate use its FSDP2 plugin, which it would not on the CPU by itself."""
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        **kwargs,
+    )
+    for state in (accelerator.state, PartialState()):
+        vars(state).update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
+
+
 @contextmanager
 def accelerator_with_fsdp2(**kwargs: Any) -> Iterator[Any]:
-    """Return accelerate with its FSDP2 plugin, which it would not use on the CPU by itself."""
+    """Return accelerate with its FSDP2 plugin."""
     with accelerate_state():
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-            state_dict_type="SHARDED_STATE_DICT",
-        )
-        accelerator = Accelerator(fsdp_plugin=plugin, cpu=True, **kwargs)
-        for state in (accelerator.state, PartialState()):
-            vars(state).update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
+        accelerator = Accelerator(cpu=True, **kwargs)
+        use_fsdp2(accelerator, state_dict_type="SHARDED_STATE_DICT")
         yield accelerator
 
 

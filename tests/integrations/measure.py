@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.state import PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, TorchDynamoPlugin
+from accelerate.utils import TorchDynamoPlugin
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import fxshard
 from fxshard.integrations.trainer import FxshardTrainer
-from tests.integrations.llama import accelerator_with_fsdp2
+from tests.integrations.llama import Sequences, accelerator_with_fsdp2, use_fsdp2
 
 ROWS, LENGTH = 2, 128
 LLAMA_32M = LlamaConfig(
@@ -134,25 +133,11 @@ class Steps(TrainerCallback):
             self.losses.append(float(logs["loss"]))
 
 
-class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Random tokens."""
-
-    def __init__(self, count: int) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.tokens = torch.randint(1, LLAMA_32M.vocab_size, (count, LENGTH), generator=generator)
-
-    def __len__(self) -> int:
-        """Return how many."""
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Return one sequence."""
-        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
-
-
 def measure_trainer(system: str, rounds: int) -> dict[str, Any]:
     """Train with Hugging Face's Trainer: on "ddp", "fsdp2" or "ours"."""
     watch = Steps()
+    shape = (4 * ROWS * rounds, LENGTH)
+    data = torch.randint(1, LLAMA_32M.vocab_size, shape, generator=torch.Generator().manual_seed(1))
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
@@ -167,15 +152,9 @@ def measure_trainer(system: str, rounds: int) -> dict[str, Any]:
             dataloader_pin_memory=False,
         )
         kind: Any = FxshardTrainer if system == "ours" else Trainer
-        trainer = kind(model(), arguments, train_dataset=Sequences(4 * ROWS * rounds), callbacks=[watch])
-        if system == "fsdp2":  # which accelerate would not use on the CPU by itself
-            plugin = FullyShardedDataParallelPlugin(
-                fsdp_version=2,
-                auto_wrap_policy="transformer_based_wrap",
-                transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-            )
-            for state in (trainer.accelerator.state, PartialState()):
-                vars(state).update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
+        trainer = kind(model(), arguments, train_dataset=Sequences(data), callbacks=[watch])
+        if system == "fsdp2":
+            use_fsdp2(trainer.accelerator)
             trainer.is_fsdp_enabled = True
         trainer.train()
     times = [end - begin for begin, end in zip(watch.ended, watch.ended[1:], strict=False)]

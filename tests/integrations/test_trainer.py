@@ -11,13 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import fxshard
 from fxshard.errors import ConfigError
 from fxshard.integrations.trainer import FxshardTrainer
-from tests.integrations.llama import accelerate_state, llama, sequences, shared_folder
+from tests.integrations.llama import Sequences, accelerate_state, llama, sequences, shared_folder
 from tests.ranks import two_ranks
 
 STEPS = 4
@@ -27,19 +26,6 @@ class Ours(FxshardTrainer):
     """Without the time that Inductor takes."""
 
     fxshard_options: ClassVar[dict[str, Any]] = {"lower": "eager"}
-
-
-class Sequences(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Tokens, and what is to be predicted."""
-
-    def __init__(self, count: int) -> None:
-        self.tokens = sequences(count)
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
 
 
 def trainer_of(kind: type[Any], folder: str, model: Any = None, **kwargs: Any) -> Any:
@@ -64,7 +50,7 @@ def trainer_of(kind: type[Any], folder: str, model: Any = None, **kwargs: Any) -
             **kwargs,
         }
     )
-    given = {"train_dataset": Sequences(64), "eval_dataset": Sequences(6)}
+    given = {"train_dataset": Sequences(sequences(64)), "eval_dataset": Sequences(sequences(6))}
     return kind(llama() if model is None else model, arguments, **given)
 
 
@@ -98,7 +84,7 @@ def test_logs_evaluates_and_saves_what_ddp_does() -> None:
         weights = load_file(folder / "saved/model.safetensors")
         expected = load_file(folder / f"ddp/checkpoint-{STEPS}/model.safetensors")
         assert weights.keys() == expected.keys()
-        for name, value in expected.items():
+        for name, value in expected.items():  # float32: DDP and a reduce_scatter add in other orders, AdamW divides
             torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
         assert type(LlamaForCausalLM.from_pretrained(folder / "saved")).__name__ == "LlamaForCausalLM"
         with accelerate_state():

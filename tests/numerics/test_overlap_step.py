@@ -118,8 +118,15 @@ def write_locally_unseen(run: Run) -> None:
         cast(DTensor, parameter).to_local().mul_(0.5)
 
 
+def swap_values_unseen(run: Run) -> None:
+    """Leave every sum as it is."""
+    for parameter in run.model.parameters():
+        rows = cast(DTensor, parameter).to_local().data
+        rows.copy_(rows.flip(-1))
+
+
 @two_ranks
-@pytest.mark.parametrize("write", [write_data, slow(write_foreach), slow(write_locally_unseen)])
+@pytest.mark.parametrize("write", [write_data, swap_values_unseen, slow(write_foreach), slow(write_locally_unseen)])
 def test_refuses_a_write_that_torch_does_not_count(write: Callable[[Run], None]) -> None:
     run = start(REGRESSION, fxshard_system())
     fxshard.overlap_step(run.optim)

@@ -1,4 +1,4 @@
-"""Models that another data parallelism has taken: FSDP2 and DDP."""
+"""Refuse to compile a model that FSDP2 has sharded, or one in DistributedDataParallel, and say what to write."""
 
 from __future__ import annotations
 
