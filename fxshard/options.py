@@ -46,11 +46,14 @@ class Options:
         reshard_after_forward: as in `fully_shard`, for the one-line path only.
         param_dtype: dtype of gathered parameters and compute, for the one-line path only.
         reduce_dtype: dtype of gradient reduction, for the one-line path only.
+        schedule: "auto" lets the cost model choose what a launch moves and when it starts; "fsdp2" makes FSDP2's
+            launches, one by one: each unit's own, one unit ahead. `None` is "auto" where Inductor lowers, "fsdp2" where
+            graphs are run node by node, to be FSDP2's to the bit.
         bucket: what one launch moves: "unit", "auto" (merge what is too small for the link, split what is too large),
-            or MiB of the whole buffer that a launch is filled up to.
+            or MiB of the whole buffer that a launch is filled up to; `None` is what `schedule` says.
         prefetch: how many units ahead an all_gather is launched; 0 or "off": none; "auto": for each unit as many as the
             cost model needs to hide it, and without a memory budget the last unit of forward stays for backward, unless
-            `reshard_after_forward` says otherwise. The modules' own prefetch lists win.
+            `reshard_after_forward` says otherwise; `None` is what `schedule` says. The modules' own prefetch lists win.
         reduce_scatter_max_input_buffers: reductions whose inputs may be alive at once.
         memory_budget_gib: what unsharded parameters may take at any time in a graph; gathers are merged and launched
             ahead only within it, and for another graph only where a list says so.
@@ -79,8 +82,9 @@ class Options:
     reshard_after_forward: bool | None = None
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
-    bucket: str | float = "unit"
-    prefetch: int | str = 1
+    schedule: str | None = None
+    bucket: str | float | None = None
+    prefetch: int | str | None = None
     reduce_scatter_max_input_buffers: int = 2
     memory_budget_gib: float | None = None
     resident_gib: float = 0
@@ -139,6 +143,8 @@ class Options:
         self._require_consistent_flags()
 
     def _require_consistent_flags(self) -> None:
+        if self.schedule not in (None, "auto", "fsdp2"):
+            raise ConfigError(f'schedule must be "auto", "fsdp2" or None, got {self.schedule!r}.')
         owned = sorted(set(self.inductor) & set(OWNED_INDUCTOR_FLAGS))
         if owned:
             raise ConfigError(
@@ -157,6 +163,24 @@ class Options:
                 'cudagraphs=True and streams="side": what a side stream reads is not freed until a recording ends. '
                 "Leave one out."
             )
+
+    @property
+    def chosen_bucket(self) -> str | float:
+        """What a launch moves, as `bucket` says, else `schedule`."""
+        if self.bucket is not None:
+            return self.bucket
+        return "unit" if self._launches_as_fsdp2 else "auto"
+
+    @property
+    def chosen_prefetch(self) -> int | str:
+        """How far ahead gathers are launched, as `prefetch` says, else `schedule`."""
+        if self.prefetch is not None:
+            return self.prefetch
+        return 1 if self._launches_as_fsdp2 else "auto"
+
+    @property
+    def _launches_as_fsdp2(self) -> bool:
+        return self.schedule == "fsdp2" or (self.schedule is None and self.lower == "eager")
 
     @property
     def one_line_only(self) -> tuple[str, ...]:

@@ -142,8 +142,8 @@ def chosen(options: Options) -> Pipeline:
         ConfigError: `passes` returned no pipeline, or one that does not shard: a property is missing, and which.
     """
     pipeline = default(
-        bucket=options.bucket,
-        prefetch=options.prefetch,
+        bucket=options.chosen_bucket,
+        prefetch=options.chosen_prefetch,
         reduce_scatter_max_input_buffers=options.reduce_scatter_max_input_buffers,
         streams=options.streams,
         lower=options.lower,

@@ -117,7 +117,7 @@ def _compile(
     plan = dynamo.bind_markers(gm, flats)
     dynamo.refuse_writes(gm, example_inputs, plan)
     dynamo.refuse_replaced_parameters()
-    if options.prefetch == "auto" and budget is None:
+    if options.chosen_prefetch == "auto" and budget is None:
         plan = keep_last_unit_unsharded(gm, plan, flats)
     frame = Frame(
         plan,

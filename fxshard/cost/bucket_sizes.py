@@ -70,13 +70,16 @@ def copy_seconds(nbytes: float, hardware: HardwareSpec) -> float:
 
 
 def split(things: Sequence[_T], nbytes: Callable[[_T], int], most: float) -> list[list[_T]]:
-    """Cut a row of things into spans of about equal size, none above `most` unless one thing alone is."""
+    """Cut a row of things into spans of about equal size, none above `most` unless one thing alone is.
+
+    What moves in less than a launch's latency begins no span: a bias is read with the weight before it.
+    """
     total = sum(map(nbytes, things))
-    target = total / max(1, math.ceil(total / most))
+    target, small = total / max(1, math.ceil(total / most)), most * _MOST
     spans: list[list[_T]] = []
     size = 0
     for thing in things:
-        if not spans or size >= target or size + nbytes(thing) > most:
+        if not spans or (size >= target and nbytes(thing) > small) or size + nbytes(thing) > most:
             spans.append([])
             size = 0
         spans[-1].append(thing)

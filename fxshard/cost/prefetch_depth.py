@@ -35,12 +35,19 @@ def depths_that_hide(
     def place_of(k: int) -> fx.Node:
         return hoist.earliest(groups[k], needed_at[k - depths[k]])[0]
 
-    moved = {launch: place_of(k) for k, group in enumerate(groups) for launch in group.launches}
+    moved: dict[fx.Node, fx.Node] = {}
+
+    def launch_before(place: fx.Node, k: int) -> None:
+        for launch in groups[k].launches:
+            moved[launch] = min(launch, place)  # what stands earlier stays: nodes compare by their place in the graph
+
+    for k in range(len(groups)):
+        launch_before(place_of(k), k)
     for k, group in enumerate(groups):
         exposed: dict[int, float] = {}  # depth -> seconds
         while True:
             place = place_of(k)
-            moved |= dict.fromkeys(group.launches, place)
+            launch_before(place, k)
             transfers = timeline.run(moved).transfers
             exposed[depths[k]] = sum(transfers[launch].exposed for launch in group.launches)
             is_hidden = exposed[depths[k]] < _NOTHING
@@ -51,6 +58,6 @@ def depths_that_hide(
             depths[k] += 1
         depths[k] = min(exposed, key=lambda depth: (round(exposed[depth], 6), depth))
         place = place_of(k)
-        moved |= dict.fromkeys(group.launches, place)
+        launch_before(place, k)
         hoist.launch(group, place)
     return depths

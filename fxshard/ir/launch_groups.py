@@ -9,6 +9,7 @@ never before what it reads.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -41,12 +42,6 @@ class LaunchGroup:
         """What its nodes read of others."""
         return {source for node in self.nodes for source in node.all_input_nodes} - set(self.nodes)
 
-    @property
-    def launched_bytes(self) -> int:
-        """Bytes of the buffers that its launches fill."""
-        tensors = [tensor for launch in self.launches for tensor in liveness.tensors_in(launch)]
-        return sum(liveness.hint_of(tensor.untyped_storage().nbytes()) for tensor in tensors)
-
 
 def groups_of(graph: fx.Graph, targets: Collection[object]) -> list[LaunchGroup]:
     """Return the launch groups of launches that passes inserted, in program order.
@@ -68,6 +63,11 @@ def groups_of(graph: fx.Graph, targets: Collection[object]) -> list[LaunchGroup]
         group.nodes.sort()  # nodes compare by their place in the graph
         group.waits.sort()
     return found
+
+
+def launched_bytes(launch: fx.Node) -> int:
+    """Return the bytes of the buffers that a launch fills."""
+    return sum(liveness.hint_of(tensor.untyped_storage().nbytes()) for tensor in liveness.tensors_in(launch))
 
 
 def _prepared_for(launches: Sequence[fx.Node]) -> set[fx.Node]:
@@ -123,18 +123,21 @@ class Hoist:
         if (latest := max(group.inputs)) >= place:  # nodes compare by their place in the graph
             place = self.following(latest)
             limits.append(f"it reads %{latest.name}")
-        if place < group.nodes[0]:
-            free = self.budget.earliest(place, group.nodes[0], group.launched_bytes)
-            if free != place:
-                place = self.following(free.prev)
-                limits.append(self.budget.full_before(free, group.launched_bytes))
+        nbytes = 0  # of the launches that have come up to here
+        behind = [launch for launch in group.launches if launch > place]
+        for before, launch in reversed([*itertools.pairwise([place, *behind])]):
+            nbytes += launched_bytes(launch)
+            free = self.budget.earliest(before, launch, nbytes)
+            if free != before:
+                return self.following(free.prev), [*limits, self.budget.full_before(free, nbytes)]
         return place, limits
 
     def launch(self, group: LaunchGroup, place: fx.Node) -> None:
-        """Launch a group right before `place`, if that is earlier than now."""
-        if place < group.nodes[0]:
-            self.budget.reserve(place, group.nodes[0], group.launched_bytes)
-            self.places |= dict.fromkeys(group.nodes, place)
+        """Launch right before `place` what of a group is launched later now."""
+        for launch in group.launches:
+            if launch > place:
+                self.budget.reserve(place, launch, launched_bytes(launch))
+        self.places |= dict.fromkeys((node for node in group.nodes if node > place), place)
 
     def move(self) -> None:
         """Move the groups to where they are launched; several at one place in the order of the `launch` calls."""

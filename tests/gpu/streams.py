@@ -97,7 +97,7 @@ def profiled_step(device: str, shape: Shape, **options: Any) -> list[Event]:
     Args:
         device: "cuda" or "cpu".
         shape: of the model.
-        **options: of the backend.
+        **options: of the backend; launches are FSDP2's unless they say otherwise.
     """
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -105,7 +105,7 @@ def profiled_step(device: str, shape: Shape, **options: Any) -> list[Event]:
         model = Chain(shape)
     for module in (*model.blocks, model):
         fxshard.fully_shard(cast(nn.Module, module), mesh=world_mesh(device), mp_policy=BF16)
-    compiled: Any = torch.compile(model, backend="fxshard", options=options)
+    compiled: Any = torch.compile(model, backend="fxshard", options={"schedule": "fsdp2", **options})
     x = torch.randn(shape.rows, shape.width, device=device)
 
     def step() -> None:

@@ -194,4 +194,4 @@ def test_hoists_no_further_than_the_budget_and_says_so() -> None:
     used, position = hoist.budget.used, hoist.budget.places[place]
     before = used[position]
     hoist.launch(groups[1], place)
-    assert used[position] == before + groups[1].launched_bytes <= 200
+    assert used[position] == before + launch_groups.launched_bytes(groups[1].launches[0]) <= 200

@@ -125,13 +125,13 @@ def num_kernels(code: str) -> Counter[str]:
 
 
 def compiled(model: nn.Module, x: Tensor, **options: Any) -> tuple[list[str], list[fx.Graph]]:
-    """The code of forward and backward, and the graphs that it was made of."""
+    """The code of forward and backward, and the graphs that it was made of; each unit has launches of its own."""
     with graphs.fake_ranks(2) as mesh, functorch_config.patch(enable_autograd_cache=False):
         policy = options.pop("policy", fxshard.MixedPrecisionPolicy())
         for unit in graphs.layers_of(model):
             fxshard.fully_shard(unit, mesh=mesh, mp_policy=policy)
         inductor = {**NO_CACHE, **options.pop("inductor", {})}
-        run = compile_module(model, {**options, "inductor": inductor})
+        run = compile_module(model, {"schedule": "fsdp2", **options, "inductor": inductor})
 
         def train_step() -> None:
             results = run(x)

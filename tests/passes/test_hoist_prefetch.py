@@ -147,6 +147,17 @@ def test_has_the_first_gather_run_from_the_start(kind: GraphKind) -> None:
     assert collectives.is_launch(first)
 
 
+@pytest.mark.parametrize("kind", SPLIT)
+@pytest.mark.parametrize("depth", [1, 2, "auto"])
+@pytest.mark.parametrize("size", [0.5, 0.9, 2])
+@pytest.mark.parametrize("model", ["four_layers", "root", "tied_head"])
+def test_keeps_the_order_in_which_gathers_are_needed(model: str, size: float, depth: Any, kind: GraphKind) -> None:
+    before, _ = after_passes(model_of(model), kind, BucketCollectives(size=size * LAYER))
+    gm, _ = hoisted(model_of(model), kind, depth, BucketCollectives(size=size * LAYER))
+    needed, launched = (map(str, collectives.unshard_launches(each.graph)) for each in (before, gm))
+    assert list(launched) == list(needed)
+
+
 # ---- lists
 
 

@@ -85,14 +85,14 @@ TWO_TENSORS = Counter({"fxshard::wait(layers.0)": 1, "fxshard::wait(layers.1)": 
 
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
 def test_a_compiled_step_names_each_launch_and_wait_of_each_unit(link: EmulatedLink, lowering: str) -> None:
-    step = step_of(link, {"lower": lowering})
+    step = step_of(link, {"lower": lowering, "schedule": "fsdp2"})
     step()
     assert ranges_of(step) == ONCE_PER_UNIT + GATHERED_AGAIN + TWO_TENSORS
 
 
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
 def test_a_step_with_side_streams_names_the_same_launches(link: EmulatedLink, lowering: str) -> None:
-    step = step_of(link, {"lower": lowering, "streams": "side"})
+    step = step_of(link, {"lower": lowering, "schedule": "fsdp2", "streams": "side"})
     step()
     found, expected = ranges_of(step), ONCE_PER_UNIT + GATHERED_AGAIN
     assert found.keys() == expected.keys()

@@ -1,0 +1,34 @@
+"""Where a row of parameters is cut into launches."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxshard.cost import bucket_sizes
+
+BIAS, MOST = 1, 100
+
+
+@pytest.mark.parametrize(
+    ("sizes", "spans"),
+    [
+        ([60, 60], [[60], [60]]),
+        ([60, 30, 60], [[60, 30], [60]]),
+        ([60, BIAS, 60, BIAS], [[60, BIAS], [60, BIAS]]),  # a bias stays with its weight
+        ([100, BIAS, 60], [[100], [BIAS, 60]]),  # but for what is full
+        ([300, 50], [[300], [50]]),
+        ([10, 10], [[10, 10]]),
+        ([], []),
+    ],
+)
+def test_cuts_where_a_large_thing_begins(sizes: list[int], spans: list[list[int]]) -> None:
+    assert bucket_sizes.split(sizes, int, MOST) == spans
+
+
+@given(st.lists(st.integers(1, 150)))
+def test_loses_nothing_and_fills_no_span_beyond_the_most(sizes: list[int]) -> None:
+    spans = bucket_sizes.split(sizes, int, MOST)
+    assert [size for span in spans for size in span] == sizes
+    assert all(len(span) == 1 or sum(span) <= MOST for span in spans)
