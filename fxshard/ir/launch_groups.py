@@ -2,9 +2,10 @@
 
 [Note: launch groups]
 A *launch group* is what is launched for one unit, or for one bucket of units, with no launch for others between: the
-launches of the two dtypes of a unit, or the pieces of one that was split. With a launch go the nodes that prepare what
-it sends (casts, slices, a concat) and the ones that pick its results. A wait never moves before its launch, a launch
-never before what it reads.
+launches of the two dtypes of a unit, or the pieces of one that was split. A launch that serves several units belongs to
+the first of them: were it to tie their groups together, a row of units would be one group, all gathered at once. With a
+launch go the nodes that prepare what it sends (casts, slices, a concat) and the ones that pick its results. A wait
+never moves before its launch, a launch never before what it reads.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fxshard.ir.memory_budget import MemoryBudget
 
 @dataclass(eq=False, kw_only=True)
 class LaunchGroup:
-    """Launches for the same units, one after the other, in program order; see [Note: launch groups]."""
+    """Launches whose first unit is the same, one after the other, in program order; see [Note: launch groups]."""
 
     launches: list[fx.Node] = field(default_factory=list)
     nodes: list[fx.Node] = field(default_factory=list)  # `launches` and what goes with them; they move together
@@ -49,10 +50,11 @@ def groups_of(graph: fx.Graph, targets: Collection[object]) -> list[LaunchGroup]
     `targets` says which kind: `collectives.GATHERS` or `collectives.REDUCTIONS`.
     """
     found: list[LaunchGroup] = []
+    first_unit: tuple[str, str] | None = None
     for node in graph.nodes:
         units = tags.units_of(node) if node.target in targets else {}
         if units:
-            if not found or found[-1].units.items().isdisjoint(units.items()):
+            if first_unit != (first_unit := next(iter(units.items()))):
                 found.append(LaunchGroup())
             results = list(node.users) if node.target in collectives.COALESCED else [node]
             found[-1].launches.append(node)
