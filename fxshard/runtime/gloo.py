@@ -8,12 +8,22 @@ then or later. torch 2.11, 2.13 and 2.15 do (`docs/adr/0013-gloo.md` has the lin
 overlap are what fxshard makes. torch passes no options to its gloo, so a backend of another name makes it with one
 thread: `torch.distributed.init_process_group("fxshard_gloo")`, or "cpu:fxshard_gloo,cuda:nccl". It is also faster, for
 two threads fight over the same connections.
+
+That thread also gives back the tensors of a collective, after it has told who waits that it is done, and needs Python's
+lock for it. Where the process ends in between, Python ends the thread inside of a C++ destructor, and the rank dies of
+"terminate called without an active exception", which fails the whole job after its last step (2 of 113 runs of an
+example on a busy machine). A mesh keeps the group, and so the thread, alive beyond `destroy_process_group()`, so the
+process waits at its end until the thread has nothing left to do.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
 import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -23,6 +33,9 @@ from fxshard import torch_private
 from fxshard.options import gloo_interfaces
 
 BACKEND = "fxshard_gloo"
+
+_THREAD = "pt_gloo_runloop"
+"""What torch calls the thread; Linux shows it."""
 
 _log = logging.getLogger(__name__)
 
@@ -53,4 +66,35 @@ def _say_once() -> None:
 
 
 def _make(given: Any, _: object) -> Any:
+    _settle_at_exit()
     return torch_private.gloo_of_one_thread(given, gloo_interfaces())  # which torch's own gloo heeds, too
+
+
+@functools.cache
+def _settle_at_exit() -> None:
+    atexit.register(_settle)
+
+
+def _settle(seconds: float = 1.0) -> None:
+    """Let gloo's threads give back what they hold, while they can still have Python's lock; see [Note: gloo]."""
+    end = time.monotonic() + seconds
+    time.sleep(0.001)  # others may have the lock meanwhile
+    while any(_is_busy(thread) for thread in _threads()) and time.monotonic() < end:
+        time.sleep(0.001)
+
+
+def _threads() -> Iterator[Path]:
+    for thread in Path("/proc/self/task").glob("*"):
+        try:
+            if (thread / "comm").read_text().strip() == _THREAD:
+                yield thread
+        except OSError:  # it has ended
+            pass
+
+
+def _is_busy(thread: Path) -> bool:
+    """Whether it runs or wants to: one that has nothing to do sleeps."""
+    try:
+        return (thread / "stat").read_text().rpartition(")")[2].split()[0] != "S"
+    except OSError:
+        return False

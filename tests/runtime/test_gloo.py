@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,3 +86,46 @@ def test_another_backend_is_not_warned_of(mesh: DeviceMesh, said: list[str]) -> 
     gloo.warn_of_two_threads(mesh)
     gloo.warn_of_two_threads(init_device_mesh("cpu", (2,)))
     assert said == []
+
+
+@two_ranks
+def test_finds_the_thread_of_a_group() -> None:
+    assert len(list(gloo._threads())) >= 1
+
+
+def test_the_process_ends_when_the_thread_has_nothing_left_to_do() -> None:
+    """Otherwise Python ends the thread while it gives back tensors, and the rank dies: [Note: gloo]."""
+    data, ended = b"0" * (1 << 26), []
+
+    def be_busy() -> None:
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(gloo._THREAD)
+        began.set()
+        for _ in range(4):
+            hashlib.sha256(data)  # without Python's lock
+        ended.append(True)
+
+    began, thread = threading.Event(), threading.Thread(target=be_busy)
+    thread.start()
+    assert began.wait(10)
+    gloo._settle(60)
+    assert ended
+    thread.join()
+
+
+def test_the_process_ends_though_the_thread_hangs() -> None:
+    stop, began = threading.Event(), threading.Event()
+
+    def be_busy() -> None:
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(gloo._THREAD)
+        began.set()
+        while not stop.is_set():
+            hashlib.sha256(b"0" * (1 << 20))
+
+    thread = threading.Thread(target=be_busy)
+    thread.start()
+    assert began.wait(10)
+    before = time.monotonic()
+    gloo._settle(0.05)
+    assert time.monotonic() - before < 10
+    stop.set()
+    thread.join()
