@@ -16,6 +16,7 @@ from fxshard.passes.call_regions import CallRegions
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.copy_biases import CopyBiases
 from fxshard.passes.dedup_unshard import DedupUnshard
+from fxshard.passes.defer_weight_gradients import DeferWeightGradients
 from fxshard.passes.enforce_order import EnforceOrder
 from fxshard.passes.fold_copies import FoldCopies
 from fxshard.passes.fuse_grad_accumulation import FuseGradAccumulation
@@ -84,7 +85,8 @@ def default(
     """
     outlines = regions == "auto" and not cudagraphs
     outlining = (OutlineRegions(bucket=bucket),) if outlines else ()
-    calling = (CallRegions(interpreted=lower == "eager"),) if outlines else ()
+    defers = prefetch == "auto"
+    calling = (CallRegions(interpreted=lower == "eager", parts_last=defers),) if outlines else ()
     folding = (FoldCopies(),) if outlines else ()  # once launches are final
     hand_off = HandOffPrefetch(guess=prefetch not in (0, "off"), hands_over=streams != "off")
     return Pipeline(
@@ -100,6 +102,7 @@ def default(
             InsertCollectives(),  # after the split: each graph gathers where it reads and reduces where it writes
             BucketCollectives(size=bucket),  # before tensors are cut: the cut is for one launch
             CoalesceCollectives(same_sums=lower == "eager"),
+            *((DeferWeightGradients(),) if defers else ()),  # before waits sink: these go behind what is deferred
             SinkWaits(max_buffers=reduce_scatter_max_input_buffers),
             HoistPrefetch(depth=0 if prefetch == "off" else prefetch),  # type: ignore[arg-type]  # the pass checks it
             AssignStreams(mode=streams),  # last: where a wait stands decides what streams may do until there

@@ -21,6 +21,7 @@ from fxshard.passes.call_regions import CallRegions
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.copy_biases import CopyBiases
 from fxshard.passes.dedup_unshard import DedupUnshard
+from fxshard.passes.defer_weight_gradients import DeferWeightGradients
 from fxshard.passes.enforce_order import EnforceOrder
 from fxshard.passes.fold_copies import FoldCopies
 from fxshard.passes.fuse_grad_accumulation import FuseGradAccumulation
@@ -37,6 +38,7 @@ from fxshard.passes.tag_parameter_views import TagParameterViews
 from tests import graphs
 from tests.graphs import SPLIT, Traced, convolution, run_pass, text
 from tests.pages import assert_filled, assert_page, code_block, described
+from tests.schedules import model_of
 
 Pairs = list[tuple[str, str]]
 """Title and graph, in the order of the page."""
@@ -253,6 +255,16 @@ def test_keeps_the_page_of_sink_waits_in_step() -> None:
     pairs = rewritten(traced, "backward", SinkWaits(max_buffers=2))
     example = "Two layers, `x @ weight + bias`, on two ranks, with two reductions in flight."
     assert_page("docs/passes/sink_waits.md", page_of(SinkWaits, example, pairs))
+
+
+def test_keeps_the_page_of_defer_weight_gradients_in_step() -> None:
+    gm, ctx = model_of("root").at("backward", after=InsertCollectives)
+    slow = dataclasses.replace(ctx.hardware, kernel_overhead=250e-6, link_latency=0.0, link_bandwidth=64e3)
+    before = code_block(text(gm))
+    run_pass(DeferWeightGradients(), gm, dataclasses.replace(ctx, hardware=slow))
+    pairs = [("The backward graph before", before), ("The backward graph after", code_block(text(gm)))]
+    example = "Three layers between two matrices of the root, on two ranks, and a link that is slow beside the kernels."
+    assert_page("docs/passes/defer_weight_gradients.md", page_of(DeferWeightGradients, example, pairs))
 
 
 def test_keeps_the_page_of_pin_order_in_step() -> None:

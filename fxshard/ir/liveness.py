@@ -106,7 +106,7 @@ def unsharded_bytes(graph: fx.Graph) -> list[tuple[fx.Node, int]]:
 
 def written_in_use(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Find each op that writes what a launch or a copy on a side stream is using; yield the user and the op."""
-    written = {node: found for node in graph.nodes if (found := _written_by(node))}
+    written = {node: found for node in graph.nodes if (found := written_by(node))}
     if not written:
         return
     live = liveness(graph)
@@ -121,7 +121,7 @@ def written_in_use(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
                 yield user, node
 
 
-def _written_by(node: fx.Node) -> list[fx.Node]:
+def written_by(node: fx.Node) -> list[fx.Node]:
     """Return the inputs that an op writes to."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:

@@ -1,0 +1,120 @@
+"""Compute gradients of weights that nothing waits for behind the launch of the last reduction, to hide it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import GraphModule
+
+from fxshard.cost.sizes import sizes_of
+from fxshard.cost.timeline import Timeline
+from fxshard.ir import collectives, launch_groups, liveness
+from fxshard.ir.launch_groups import LaunchGroup
+from fxshard.passes._base import GraphPass, PassContext, Property
+
+_NOTHING = 1e-6
+"""Seconds that are not worth a change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeferWeightGradients(GraphPass):
+    """Put what the last reduction of a backward needs first, and the rest of the compute before it behind it.
+
+    Before   %dw = mm(%x, %dy)  reduce_scatter(%dw)  %dx = mm(%dy, %w)  %de = embedding(%dx)  reduce_scatter(%de)
+    After    %dx = mm(%dy, %w)  %de = embedding(%dx)  reduce_scatter(%de)  %dw = mm(%x, %dy)  reduce_scatter(%dw)
+
+    Nothing hides the reduction that a backward ends with: that of the embedding, as a rule, and a large one. But what
+    comes before it also makes gradients of weights, which its own gradient is not made of. From one node on, the cut,
+    the pass puts what the last reduction is made of first, and all else, in its order, behind its launch; what is last
+    then is the reduction of one weight, and the pass looks again. Of all cuts it takes the one with which compute and
+    link are done first, as far as costs tell.
+
+    Numerics: unchanged. Memory: what the deferred gradients are made of lives until then, where little else does.
+    No-op: a graph without reductions, one rank, or where all compute leads to the last reduction.
+    Limits: nothing moves across a write, an all_gather, or an op that draws random numbers. Blocks that are called as
+        regions are moved as a whole or not at all; `CallRegions` puts the last one in line.
+    Source: Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024), which fills the gaps of pipelines so.
+    """
+
+    requires = frozenset({Property.COLLECTIVES})
+    reorders_only = True
+
+    def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
+        """Edit `gm.graph` in place; return whether anything changed."""
+        if not collectives.reduce_launches(gm.graph):
+            return False
+        seconds = Timeline(sizes_of(gm.graph, ctx.plan), ctx.hardware).seconds
+        changed = False
+        while moved := _defer(gm.graph, seconds):  # the last one is another one then
+            ctx.note(*moved)
+            changed = True
+        return changed
+
+
+def _defer(graph: fx.Graph, seconds: Mapping[fx.Node, float]) -> tuple[fx.Node, str] | None:
+    """Put behind the last reduction what hides the most; return it, and what that saves."""
+    last = launch_groups.groups_of(graph, collectives.REDUCTIONS)[-1]
+    needed, nodes = _made_of(last), list(graph.nodes)
+    before = _end(nodes, seconds)
+    best, first = before - _NOTHING, None
+    for cut in _cuts(last, needed, seconds):
+        place = nodes.index(cut)
+        end = _end([*nodes[:place], *_parted(nodes[place:], needed)], seconds)
+        if end < best - _NOTHING:
+            best, first = end, place
+    if first is None:
+        return None
+    launch_groups.move(dict.fromkeys((node for node in nodes[first:-1] if node not in needed), graph.output_node()))
+    return last.launches[0], f"gradients that it does not need are computed behind it: {1e6 * (before - best):,.0f} us"
+
+
+def _parted(nodes: Sequence[fx.Node], needed: set[fx.Node]) -> list[fx.Node]:
+    """Return the nodes with those first that are needed."""
+    return sorted(nodes, key=lambda node: node not in needed)
+
+
+def _end(nodes: Iterable[fx.Node], seconds: Mapping[fx.Node, float]) -> float:
+    """Return when compute and reductions are done, in seconds, if nothing is waited for; gathers are gone by then."""
+    compute = link = 0.0
+    for node in nodes:
+        if node.target in collectives.REDUCTIONS:
+            link = max(compute, link) + seconds[node]
+        elif not collectives.is_launch(node):
+            compute += seconds.get(node, 0.0)
+    return max(compute, link)
+
+
+def _made_of(group: LaunchGroup) -> set[fx.Node]:
+    """Return the nodes of a group and all that they are made of."""
+    found, todo = set(group.nodes), list(group.nodes)
+    while todo:
+        new = [source for source in todo.pop().all_input_nodes if source not in found]
+        found.update(new)
+        todo += new
+    return found
+
+
+def _cuts(last: LaunchGroup, needed: set[fx.Node], seconds: Mapping[fx.Node, float]) -> Iterator[fx.Node]:
+    """Return the nodes from which on the others may go behind the last launch, the latest first.
+
+    Up to the first that may not, or until twice as much would be deferred as the launch takes.
+    """
+    enough, node = 2 * sum(seconds[launch] for launch in last.launches), last.launches[-1].prev
+    while enough > 0 and node.op != "placeholder" and not liveness.written_by(node) and (node in needed or _may_move(node)):
+        if node not in needed and seconds.get(node):
+            yield node
+            enough -= seconds[node]
+        node = node.prev
+
+
+def _may_move(node: fx.Node) -> bool:
+    """Return whether a node computes the same elsewhere, and is no all_gather, which HoistPrefetch places."""
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target not in collectives.GATHERS and torch.Tag.nondeterministic_seeded not in target.tags
+    return target is operator.getitem
