@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from fxshard.compile.backend import frames_of
 from fxshard.errors import ConfigError
 from fxshard.ir import collectives, text
-from fxshard.runtime import step_hooks
+from fxshard.runtime import overlapped_step
 from fxshard.runtime.frame import Frame
 from fxshard.sharding import adopt as adopt_module
 from fxshard.sharding import forward_methods, shard_module, sharded_module
@@ -176,14 +176,16 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def overlap_step(optimizer: AnyOptimizer) -> AnyOptimizer:
-    """Let each step of an optimizer end with the launch of the gather that the next forward begins with.
+    """Let each step of an optimizer launch the gather that the next forward begins with.
 
         optimizer = fxshard.overlap_step(torch.optim.AdamW(model.parameters()))
 
-    Nothing else in a step can hide that gather; `zero_grad`, logging, the data loader and the copy of the batch can.
-    The optimizer is the same object, and nothing about its step changes. A write to parameters that torch counts
-    (`copy_`, `load_state_dict`, another optimizer) has the gather repeated. Memory: the buffers of one launch, and
-    a copy of this rank's rows of it, are held from the step until the forward. A compiled step launches nothing.
+    Nothing before it in a step can hide that gather; the rest of the step, `zero_grad`, logging, the data loader and
+    the copy of the batch can. The optimizer is the same object, and computes the same: torch's own (but LBFGS) step the
+    parameters that the next forward reads first, then the others, and all others step as a whole, as these do with a
+    closure or with hooks around their steps. A write to parameters that torch counts (`copy_`, `load_state_dict`,
+    another optimizer) has the gather repeated. Memory: the buffers of one launch, and a copy of this rank's rows of
+    it, are held from the step until the forward. A compiled step launches nothing.
 
     Args:
         optimizer: of torch, or a wrapper with one in its attribute `optimizer`, as accelerate has. Where several own
@@ -196,7 +198,7 @@ def overlap_step(optimizer: AnyOptimizer) -> AnyOptimizer:
     inner = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(inner, torch.optim.Optimizer):
         raise ConfigError(f"overlap_step expects an optimizer of torch, got {type(optimizer).__name__}.")
-    step_hooks.overlap_step(inner)
+    overlapped_step.overlap_step(inner)
     return optimizer
 
 

@@ -49,6 +49,7 @@ from torch.autograd import Variable, profiler
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.fx.node import _get_qualified_name
+from torch.optim import optimizer as optim_module
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -420,6 +421,14 @@ def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
     except RuntimeError:
         return None
     return getattr(getattr(backend, "options", None), "_timeout", None)
+
+
+def step_hooks_of(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """Return what torch calls before and after each step of an optimizer: its own hooks, and those of all of them."""
+    own: Any = optimizer
+    everybody = (optim_module._global_optimizer_pre_hooks, optim_module._global_optimizer_post_hooks)
+    hooks = (*everybody, own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks)
+    return [hook for registered in hooks for hook in registered.values()]
 
 
 def when_backward_ends(call: Callable[[], None]) -> None:

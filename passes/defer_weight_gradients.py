@@ -105,7 +105,12 @@ def _cuts(last: LaunchGroup, needed: set[fx.Node], seconds: Mapping[fx.Node, flo
     Up to the first that may not, or until twice as much would be deferred as the launch takes.
     """
     enough, node = 2 * sum(seconds[launch] for launch in last.launches), last.launches[-1].prev
-    while enough > 0 and node.op != "placeholder" and not liveness.written_by(node) and (node in needed or _may_move(node)):
+    while (
+        enough > 0
+        and node.op != "placeholder"
+        and not liveness.written_by(node)
+        and (node in needed or _may_move(node))
+    ):
         if node not in needed and seconds.get(node):
             yield node
             enough -= seconds[node]

@@ -83,10 +83,9 @@ def default(
     Raises:
         ConfigError: a value that its pass does not take.
     """
-    outlines = regions == "auto" and not cudagraphs
-    outlining = (OutlineRegions(bucket=bucket),) if outlines else ()
-    defers = prefetch == "auto"
-    calling = (CallRegions(interpreted=lower == "eager", parts_last=defers),) if outlines else ()
+    outlining = (OutlineRegions(bucket=bucket),) if (outlines := regions == "auto" and not cudagraphs) else ()
+    deferring = (DeferWeightGradients(),) if prefetch == "auto" else ()
+    calling = (CallRegions(interpreted=lower == "eager", parts_last=bool(deferring)),) if outlines else ()
     folding = (FoldCopies(),) if outlines else ()  # once launches are final
     hand_off = HandOffPrefetch(guess=prefetch not in (0, "off"), hands_over=streams != "off")
     return Pipeline(
@@ -102,7 +101,7 @@ def default(
             InsertCollectives(),  # after the split: each graph gathers where it reads and reduces where it writes
             BucketCollectives(size=bucket),  # before tensors are cut: the cut is for one launch
             CoalesceCollectives(same_sums=lower == "eager"),
-            *((DeferWeightGradients(),) if defers else ()),  # before waits sink: these go behind what is deferred
+            *deferring,  # before waits sink: these go behind what is deferred
             SinkWaits(max_buffers=reduce_scatter_max_input_buffers),
             HoistPrefetch(depth=0 if prefetch == "off" else prefetch),  # type: ignore[arg-type]  # the pass checks it
             AssignStreams(mode=streams),  # last: where a wait stands decides what streams may do until there

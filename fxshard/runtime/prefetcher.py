@@ -99,6 +99,7 @@ class Prefetcher:
 
     Attributes:
         after: what the next forward's first launch waits for in place of the current stream.
+        first: the unit of what the last forward took first, if that was launched for it.
     """
 
     def __init__(self, cache: UnshardedCache) -> None:
@@ -111,7 +112,7 @@ class Prefetcher:
         self._following: dict[tuple[bool, int, Key], AllGatherRequest] = {}  # also by how many were taken so far
         self._of_unit: dict[tuple[bool, Unit], dict[Key, AllGatherRequest]] = {}
         self._units: set[Unit] = set()  # whose requests of this scope are in `_of_unit`
-        self._first: Unit | None = None  # that the last forward took first
+        self.first: Unit | None = None
 
     def take_or_launch(self, request: AllGatherRequest, unit: Unit) -> list[Tensor]:
         """What a request of a unit gathers: taken over, or launched now."""
@@ -163,7 +164,7 @@ class Prefetcher:
         if self._taken:
             self._following[scope.is_backward, len(self._taken), self._taken[-1]] = request
         elif not scope.is_backward:
-            self._first = unit
+            self.first = unit
         if unit not in self._units:
             self._units.add(unit)
             self._of_unit[scope.is_backward, unit] = {}
@@ -199,7 +200,7 @@ class Prefetcher:
         self._taken.clear()
         self._units.clear()
         if not scope.is_backward:
-            self._first = None
+            self.first = None
 
     def end(self) -> None:
         """The outermost call ends: drop what it did not take, unless backward repeats the call and goes on."""
@@ -214,7 +215,7 @@ class Prefetcher:
         """Drop what was launched after a step and not taken."""
         if stepped := [key for key, gathered in self._cache.items() if gathered.why == "stepped"]:
             self._cache.drop(*stepped)
-            self._first = None  # this forward began with something else
+            self.first = None  # this forward began with something else
 
     def launch_for_next_call(self, unit: Unit) -> list[Tensor]:
         """Launch what the unit's forward takes, for the next call of the outermost module."""
@@ -225,11 +226,11 @@ class Prefetcher:
 
     def launch_after_step(self, stepped: Collection[Unit]) -> None:
         """Launch what the next forward takes first, if it is of these units; see [Note: after a step]."""
-        unit = self._first
-        self.drop_stepped()
-        self._first = unit
+        unit = self.first
         if unit is None or unit not in stepped:
             return
+        self.drop_stepped()
+        self.first = unit
         with unit.agreed("step", "all_gather", "what the next forward reads first"), torch.no_grad():
             for request in self._of_unit[False, unit].values():
                 self._launch(request, "stepped").sent = request, _bits(request.flat).clone()
@@ -258,7 +259,7 @@ class Prefetcher:
     def forget(self) -> None:
         """Drop what is in flight, and what was remembered."""
         self._cache.drop_if(lambda gathered: gathered.why != "resident")
-        self._scope = self._first = None
+        self._scope = self.first = None
         self._taken.clear()
         self._units.clear()
         self._following.clear()

@@ -13,15 +13,13 @@ a step raises versions), unless something waits or is resident.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -55,7 +53,7 @@ class Microbatches:
 
     def __post_init__(self) -> None:
         """Watch the optimizers' steps from now on, for as long as the model lives."""
-        _step_hooks().models.add(self)
+        step_hooks().models.add(self)
 
     def backward_runs(self, *, of_forward: bool = True) -> None:
         """Called by the graphs of a backward: at the first one see to what begins, and later to what ends with it.
@@ -116,12 +114,12 @@ class Microbatches:
     @staticmethod
     def watch_steps() -> None:
         """Something waits or is resident: see to it before an optimizer steps."""
-        _step_hooks().holds = True
+        step_hooks().holds = True
 
     @staticmethod
     def stop_watching_if_idle() -> None:
         """Let optimizers step as they like, if nothing of any model waits or is resident."""
-        hooks = _step_hooks()
+        hooks = step_hooks()
         hooks.holds = any(model.holds for model in list(hooks.models))
 
     def step_begins(self, written: Collection[int]) -> None:
@@ -155,34 +153,44 @@ class Microbatches:
         return [unit for unit in self.units if any(id(p) in written for m in unit.members for p in m.registered())]
 
 
-class _StepHooks:
+class StepHooks:
     """The hooks around all optimizers' steps, one pair for all models.
 
     Attributes:
         models: that live.
         holds: whether anything of any model waits or is resident. Dynamo guards on it where a step is compiled.
-        overlapped: the optimizers whose steps end with the first gather of the next one.
+        overlapped: the optimizers whose steps launch the first gather of the next forward.
     """
 
     def __init__(self) -> None:
+        """Watch nothing yet."""
         self.overlapped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.models: weakref.WeakSet[Microbatches] = weakref.WeakSet()
         self.holds = False
 
     def begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Called by torch before each step."""
         if self.holds:
             _step_begins_eagerly(self, optimizer)
 
     def ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Called by torch after each step."""
         if self.holds or not torch.compiler.is_compiling():
             _step_ends_eagerly(self, optimizer)
 
+    def read_first(self) -> set[int]:
+        """The ids of the parameters that the forwards of all models need whole before they compute anything."""
+        units = {model.units[0].prefetcher.first for model in list(self.models) if model.units} - {None}
+        return {id(member.parameter) for unit in units for member in cast("Unit", unit).members}
+
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer is about to write the parameters in its groups."""
         written = _written_by(optimizer)
         for model in list(self.models):
             model.step_begins(written)
 
     def step_ends(self, optimizer: torch.optim.Optimizer) -> None:
+        """It has written them."""
         written = _written_by(optimizer)
         stepped = [units for model in list(self.models) if (units := model.step_ends(written))]
         if optimizer in self.overlapped:
@@ -191,32 +199,17 @@ class _StepHooks:
                 units[0].prefetcher.launch_after_step(units)
 
 
-_step_begins_eagerly = torch.compiler.disable(_StepHooks.step_begins)
-_step_ends_eagerly = torch.compiler.disable(_StepHooks.step_ends)
+_step_begins_eagerly = torch.compiler.disable(StepHooks.step_begins)
+_step_ends_eagerly = torch.compiler.disable(StepHooks.step_ends)
 
 
 @functools.cache
-def _step_hooks() -> _StepHooks:
+def step_hooks() -> StepHooks:
     """Registered with the first model, and never removed: the garbage collector may come while torch calls hooks."""
-    hooks = _StepHooks()
+    hooks = StepHooks()
     register_optimizer_step_pre_hook(hooks.begins)
     register_optimizer_step_post_hook(hooks.ends)
     return hooks
-
-
-def overlap_step(optimizer: torch.optim.Optimizer) -> None:
-    """From now on let the steps of an optimizer end with the launch of what the next forward takes first."""
-    if not _step_hooks().overlapped:
-        atexit.register(_wait_for_last_step)
-    _step_hooks().overlapped.add(optimizer)
-
-
-def _wait_for_last_step() -> None:
-    """Wait for what no forward took any more, once its group is gone: torch warns of what nobody waited for."""
-    if not dist.is_initialized():  # else another rank may be gone, and the wait be long
-        for model in list(_step_hooks().models):
-            for unit in model.units:
-                unit.prefetcher.drop_stepped()
 
 
 def _place_of(unit: Unit, written: Mapping[int, int]) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -16,9 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxshard
 from fxshard.errors import ConfigError, UnsupportedGraph
+from fxshard.runtime import overlapped_step
 from fxshard.sharding.sharded_module import units_under
 from tests.numerics.harness import (
     EAGER,
@@ -39,6 +43,7 @@ from tests.numerics.scenarios import REGRESSION
 from tests.numerics.writes import WRITES
 from tests.pairwise import slow
 from tests.ranks import two_ranks
+from tests.watching import said_by
 
 
 def overlapped(parameters: Any) -> Optimizer:
@@ -233,6 +238,109 @@ def test_a_program_that_ends_after_a_step_leaves_nothing_behind() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "in flight 1\n"
     assert "unwaited" not in done.stderr
+
+
+class Ops(TorchDispatchMode):
+    """Writes down what runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def ops_of_a_step(run: Run) -> list[str]:
+    run.loss(0).backward()
+    with Ops() as ops:
+        run.optim.step()
+    wanted = ("all_gather", "addcdiv_")
+    found = (next((name for name in wanted if name in op), "") for op in ops.names)
+    return [name for name, _ in itertools.groupby(filter(None, found))]
+
+
+@two_ranks
+def test_steps_the_rest_while_the_gather_is_on_the_link() -> None:
+    run = start(SCENARIOS["MLP"], fxshard_system(lower="eager"))
+    fxshard.overlap_step(run.optim)
+    train_step(run, 0)
+    assert ops_of_a_step(run) == ["addcdiv_", "all_gather", "addcdiv_"]
+    run.optim.register_step_pre_hook(lambda *_: None)  # it may look at all parameters, as clipping does
+    assert ops_of_a_step(run) == ["addcdiv_", "all_gather"]
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "AdamW": lambda p: torch.optim.AdamW([{"params": p[:1], "weight_decay": 0.0}, {"params": p[1:]}], lr=0.1),
+    "fused AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "Adam, one by one": lambda p: torch.optim.Adam(p, lr=0.1, foreach=False, amsgrad=True),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.1),
+}
+
+
+def scheduled(run: Run, make: Callable[[Any], Optimizer], *, overlaps: bool, before: bool) -> tuple[list[Tensor], Any]:
+    """Train under a scheduler that is made before or after `overlap_step`."""
+    optim = make(list(run.model.parameters()))
+    if overlaps and not before:
+        fxshard.overlap_step(optim)
+    schedule = torch.optim.lr_scheduler.StepLR(optim, step_size=1, gamma=0.5)
+    if overlaps and before:
+        fxshard.overlap_step(optim)
+    for step in range(4):
+        run.loss(step).backward()
+        torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
+        optim.step()
+        schedule.step()
+        optim.zero_grad()
+    return [full(p) for p in run.named_parameters().values()], optim.state_dict()
+
+
+@two_ranks
+@pytest.mark.parametrize("name", ["AdamW", "SGD", *(slow(name) for name in OPTIMIZERS if name not in ("AdamW", "SGD"))])
+def test_steps_like_the_plain_optimizer_under_a_scheduler(name: str) -> None:
+    scenario = replace(SCENARIOS["MLP"])
+    runs = [start(scenario, fxshard_system(lower="eager")) for _ in range(3)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a scheduler's, if it saw no step
+        plain, after, before = (
+            scheduled(run, OPTIMIZERS[name], overlaps=i > 0, before=i == 2) for i, run in enumerate(runs)
+        )
+    for found in (after, before):
+        assert all(torch.equal(a, b) for a, b in zip(found[0], plain[0], strict=True))
+        assert found[1]["param_groups"] == plain[1]["param_groups"]
+        assert found[1]["state"].keys() == plain[1]["state"].keys()
+
+
+@two_ranks
+def test_leaves_the_groups_as_they_were_when_a_step_fails() -> None:
+    run = start(SCENARIOS["MLP"], fxshard_system(lower="eager"))
+    fxshard.overlap_step(run.optim)
+    train_step(run, 0)
+    before = [list(group["params"]) for group in run.optim.param_groups]
+    run.loss(1).backward()
+    last = list(run.model.parameters())[-1]
+    run.optim.state[last]["exp_avg"] = torch.ones(3, 3, 3)
+    with pytest.raises(RuntimeError):
+        run.optim.step()
+    assert all(
+        a is b
+        for now, old in zip(run.optim.param_groups, before, strict=True)
+        for a, b in zip(now["params"], old, strict=True)
+    )
+
+
+@two_ranks
+def test_says_that_an_optimizer_that_looks_at_all_parameters_steps_as_a_whole() -> None:
+    run = start(SCENARIOS["MLP"], fxshard_system(lower="eager"))
+    with said_by(overlapped_step.__name__) as lines:
+        optim = fxshard.overlap_step(torch.optim.LBFGS(run.model.parameters(), lr=0.1, max_iter=2))
+    assert any("takes the steps of LBFGS as a whole" in line for line in lines)
+    optim.step(lambda: run.loss(0))
 
 
 def test_refuses_what_is_no_optimizer() -> None:

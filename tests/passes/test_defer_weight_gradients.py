@@ -43,7 +43,10 @@ def test_computes_what_the_last_reduction_does_not_need_behind_it() -> None:
 
 def test_says_how_much_it_hides() -> None:
     _, ctx = deferred("root")
-    assert_expected_inline("\n".join(f"{note.node}: {note.why}" for note in ctx.notes), """reduce_root: gradients that it does not need are computed behind it: 125 us""")
+    assert_expected_inline(
+        "\n".join(f"{note.node}: {note.why}" for note in ctx.notes),
+        """reduce_root: gradients that it does not need are computed behind it: 125 us""",
+    )
 
 
 @pytest.mark.parametrize("model", [model for model in MODELS if model not in ("root", "tied_head")])

@@ -1,0 +1,117 @@
+"""A step that launches the next forward's first gather as soon as its parameters are stepped: `fxshard.overlap_step`.
+
+[Note: a step in two parts]
+The gather that a forward begins with can be launched when the parameters of its unit have been stepped; the others are
+stepped while it is on the link. torch's own optimizers treat parameters one by one, so the same step is taken for some
+of them first, then for the rest: `param_groups` show only these meanwhile. What else is called around a step (torch's
+hooks, a scheduler's counter) is called once, with the rest. A step is taken as a whole where that could be seen: with
+an optimizer that is not torch's or looks at all parameters (LBFGS), a closure, hooks of others (which may clip
+gradients), or in a compiled step.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import types
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from fxshard import torch_private
+from fxshard.runtime.step_hooks import StepHooks, step_hooks
+
+_BY_PARAMETER = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop"),
+        *("Rprop", "SGD"),
+    )
+    if hasattr(torch.optim, name)
+)
+"""Optimizers whose step of one parameter does not depend on the others."""
+
+_log = logging.getLogger(__name__)
+
+
+def overlap_step(optimizer: Optimizer) -> None:
+    """From now on launch in the steps of an optimizer what the next forward takes first."""
+    hooks = step_hooks()
+    if optimizer in hooks.overlapped:
+        return
+    if not hooks.overlapped:
+        atexit.register(_wait_for_last_step)
+    hooks.overlapped.add(optimizer)
+    if type(optimizer) in _BY_PARAMETER:
+        optimizer.step = types.MethodType(_in_two_parts(optimizer.step), optimizer)  # type: ignore[method-assign]
+    else:
+        _log.warning(
+            "fxshard: overlap_step takes the steps of %s as a whole: it is not known to treat parameters one by one.",
+            type(optimizer).__name__,
+        )
+
+
+def _in_two_parts(whole: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(whole)
+    def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or torch.compiler.is_compiling():
+            return whole(*args, **kwargs)
+        return _step_eagerly(optimizer, whole)
+
+    return step
+
+
+def _step(optimizer: Optimizer, whole: Callable[[], Any]) -> Any:
+    hooks = step_hooks()
+    owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    first = owned & hooks.read_first()
+    if not first or first == owned or any(map(_is_foreign, torch_private.step_hooks_of(optimizer))):
+        return whole()
+    with _only(optimizer, first):
+        _step_first(optimizer, hooks)
+    with _only(optimizer, owned - first):
+        return whole()
+
+
+# A whole train step may be compiled: then Dynamo is on, and must leave the first part alone.
+_step_eagerly = torch.compiler.disable(_step)
+
+
+def _step_first(optimizer: Optimizer, hooks: StepHooks) -> None:
+    hooks.step_begins(optimizer)
+    plain = cast(Any, type(optimizer).step).__wrapped__  # without torch's hooks, which the other part calls
+    plain(optimizer)
+    hooks.step_ends(optimizer)
+
+
+@contextmanager
+def _only(optimizer: Optimizer, chosen: Collection[int]) -> Iterator[None]:
+    """Let an optimizer have some of its parameters alone, by their ids."""
+    groups = optimizer.param_groups
+    given = [group["params"] for group in groups]
+    try:
+        for group, parameters in zip(groups, given, strict=True):
+            group["params"] = [parameter for parameter in parameters if id(parameter) in chosen]
+        optimizer.param_groups = [group for group in groups if group["params"]]
+        yield
+    finally:
+        optimizer.param_groups = groups
+        for group, parameters in zip(groups, given, strict=True):
+            group["params"] = parameters
+
+
+def _is_foreign(hook: Callable[..., Any]) -> bool:
+    return not str(getattr(hook, "__module__", "")).startswith("fxshard.")
+
+
+def _wait_for_last_step() -> None:
+    """Wait for what no forward took any more, once its group is gone: torch warns of what nobody waited for."""
+    if not dist.is_initialized():  # else another rank may be gone, and the wait be long
+        for model in list(step_hooks().models):
+            for unit in model.units:
+                unit.prefetcher.drop_stepped()
