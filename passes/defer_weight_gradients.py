@@ -48,7 +48,7 @@ class DeferWeightGradients(GraphPass):
         """Edit `gm.graph` in place; return whether anything changed."""
         if not collectives.reduce_launches(gm.graph):
             return False
-        seconds = Timeline(sizes_of(gm.graph, ctx.plan), ctx.hardware).seconds
+        seconds = _seconds(gm.graph, ctx)
         changed = False
         while moved := _defer(gm.graph, seconds):  # the last one is another one then
             ctx.note(*moved)
@@ -56,37 +56,52 @@ class DeferWeightGradients(GraphPass):
         return changed
 
 
+def _seconds(graph: fx.Graph, ctx: PassContext) -> dict[fx.Node, float]:
+    """Return what reductions and compute take, without what is made of reduced gradients: it waits for them."""
+    waiting = set[fx.Node]()
+    for node in graph.nodes:
+        if any(source in waiting or source.target in collectives.REDUCTIONS for source in node.all_input_nodes):
+            waiting.add(node)
+    seconds = Timeline(sizes_of(graph, ctx.plan), ctx.hardware).seconds
+    return {node: taken for node, taken in seconds.items() if node not in waiting}
+
+
 def _defer(graph: fx.Graph, seconds: Mapping[fx.Node, float]) -> tuple[fx.Node, str] | None:
     """Put behind the last reduction what hides the most; return it, and what that saves."""
     last = launch_groups.groups_of(graph, collectives.REDUCTIONS)[-1]
     needed, nodes = _made_of(last), list(graph.nodes)
-    before = _end(nodes, seconds)
-    best, first = before - _NOTHING, None
-    for cut in _cuts(last, needed, seconds):
-        place = nodes.index(cut)
-        end = _end([*nodes[:place], *_parted(nodes[place:], needed)], seconds)
-        if end < best - _NOTHING:
-            best, first = end, place
-    if first is None:
+    places = {node: i for i, node in enumerate(nodes)}
+    cuts = [places[cut] for cut in _cuts(last, needed, seconds)]
+    if not cuts:
+        return None
+    fixed, tail = _run(nodes[: cuts[-1]], seconds), nodes[cuts[-1] :]
+    ends = {cut: max(_run(_parted(tail, cut - cuts[-1], needed), seconds, *fixed)) for cut in cuts}
+    first, before = min(cuts, key=ends.__getitem__), max(_run(tail, seconds, *fixed))
+    if ends[first] > before - _NOTHING:
         return None
     launch_groups.move(dict.fromkeys((node for node in nodes[first:-1] if node not in needed), graph.output_node()))
-    return last.launches[0], f"gradients that it does not need are computed behind it: {1e6 * (before - best):,.0f} us"
+    saved = 1e6 * (before - ends[first])
+    return last.launches[0], f"gradients that it does not need are computed behind it: {saved:,.0f} us"
 
 
-def _parted(nodes: Sequence[fx.Node], needed: set[fx.Node]) -> list[fx.Node]:
-    """Return the nodes with those first that are needed."""
-    return sorted(nodes, key=lambda node: node not in needed)
+def _parted(nodes: Sequence[fx.Node], cut: int, needed: set[fx.Node]) -> list[fx.Node]:
+    """Return the nodes, from the cut on with those first that are needed."""
+    return [*nodes[:cut], *sorted(nodes[cut:], key=lambda node: node not in needed)]
 
 
-def _end(nodes: Iterable[fx.Node], seconds: Mapping[fx.Node, float]) -> float:
-    """Return when compute and reductions are done, in seconds, if nothing is waited for; gathers are gone by then."""
-    compute = link = 0.0
+def _run(
+    nodes: Iterable[fx.Node], seconds: Mapping[fx.Node, float], compute: float = 0.0, link: float = 0.0
+) -> tuple[float, float]:
+    """Return when compute and link have done these nodes, in seconds, if nothing is waited for.
+
+    Gathers are left out: when a backward ends, they are done.
+    """
     for node in nodes:
         if node.target in collectives.REDUCTIONS:
             link = max(compute, link) + seconds[node]
         elif not collectives.is_launch(node):
             compute += seconds.get(node, 0.0)
-    return max(compute, link)
+    return compute, link
 
 
 def _made_of(group: LaunchGroup) -> set[fx.Node]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import random
 import subprocess
 import sys
@@ -44,6 +45,9 @@ from tests.numerics.writes import WRITES
 from tests.pairwise import slow
 from tests.ranks import two_ranks
 from tests.watching import said_by
+
+LIVES = int(os.environ.get("FXSHARD_LIVES", "3"))
+"""Of 24 steps each."""
 
 
 def overlapped(parameters: Any) -> Optimizer:
@@ -172,7 +176,7 @@ def random_life(run: Run, seed: int) -> list[Tensor]:
 
 
 @two_ranks
-@pytest.mark.parametrize("seed", [0, slow(1), slow(2)])
+@pytest.mark.parametrize("seed", [0, *(slow(seed) for seed in range(1, LIVES))])
 def test_a_random_life_is_the_same_to_the_bit(seed: int) -> None:
     plain, ours = (start(SCENARIOS["MLP"], fxshard_system()) for _ in range(2))
     fxshard.overlap_step(ours.optim)

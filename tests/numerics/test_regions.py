@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, cast
 
 import pytest
@@ -13,10 +15,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fxshard.compile.backend import frames_of
+from fxshard.cost.hardware import BUILTIN
 from fxshard.ir import regions
 from tests.numerics.harness import FSDP2, Run, Scenario, System, compare, fxshard_system, train
 from tests.numerics.microbatches import several
-from tests.numerics.models import MLP, WIDTH, Block
+from tests.numerics.models import GPT, MLP, WIDTH, Block
 from tests.numerics.scenarios import CHECKPOINTED, LANGUAGE, REGRESSION, RESHARD, SCENARIOS, Lane, names
 from tests.ranks import two_ranks
 
@@ -172,6 +175,32 @@ def test_blocks_are_cut_where_their_gathers_are() -> None:
 @two_ranks
 def test_trains_in_mixed_precision() -> None:
     assert num_calls(check(replace(LANGUAGE, shard_kwargs={"mp_policy": BF16, **RESHARD})))
+
+
+class Embedded(Dropping):
+    """A layer of the root's before the blocks, whose gradient is the last one, and large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(WIDTH, 64 * WIDTH), nn.Linear(64 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.first(x))
+
+
+@two_ranks
+@pytest.mark.parametrize("model", [Embedded, partial(GPT, checkpointing=True)])
+def test_takes_apart_the_block_whose_gradients_hide_the_last_reduction(
+    model: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    slow_kernels = replace(BUILTIN["cpu"], link_latency=1e-6, kernel_overhead=1e-3, link_bandwidth=1e6)
+    (hardware := tmp_path / "cpu.json").write_text(slow_kernels.to_json())
+    scenario = replace(REGRESSION if model is Embedded else LANGUAGE, model=model, shard_kwargs=RESHARD)
+    ours = check(scenario, prefetch="auto", hardware=str(hardware))
+    module = cast(Any, ours.model)
+    stages = frames_of(getattr(module, "_orig_mod", module))[0].history.stages
+    assert stages["backward"]["defer_weight_gradients"].changed
+    assert num_calls(ours) < 2 * len(module.blocks)
 
 
 @pytest.mark.slow

@@ -12,9 +12,10 @@ import torch
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import fx
+from torch import Tensor, fx, nn
 
 from fxshard.cost.bucket_sizes import MIB
+from fxshard.cost.hardware import BUILTIN
 from fxshard.errors import ConfigError
 from fxshard.ir import collectives, liveness
 from fxshard.passes._base import GraphKind, GraphPass, PassContext
@@ -156,6 +157,30 @@ def test_keeps_the_order_in_which_gathers_are_needed(model: str, size: float, de
     gm, _ = hoisted(model_of(model), kind, depth, BucketCollectives(size=size * LAYER))
     needed, launched = (map(str, collectives.unshard_launches(each.graph)) for each in (before, gm))
     assert list(launched) == list(needed)
+
+
+class Shifted(nn.Module):
+    """A layer with a vector before its matrix, and one behind it: neighbours share a launch for these two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.weight, self.bias = (nn.Parameter(torch.randn(*size)) for size in ((4,), (4, 4), (4,)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.shift) @ self.weight + self.bias
+
+
+@pytest.mark.parametrize("depth", [1, "auto"])
+def test_gathers_no_row_of_units_at_once_because_neighbours_share_launches(depth: Any) -> None:
+    model = Layers(0)
+    model.layers = nn.ModuleList(Shifted() for _ in range(6))
+    traced = trace(model, units=layers_of, reshard_after_forward=True)
+    small = dataclasses.replace(BUILTIN["cpu"], link_latency=1e-6, link_bandwidth=0.897e6)  # 16 bytes are too little
+    buckets = BucketCollectives(size="auto")
+    before, _ = after_passes(traced, "forward", buckets, hardware=small)
+    gm, _ = hoisted(traced, "forward", depth, buckets, hardware=small)
+    assert "launch0_to_layers_1" in gathers(gm)
+    assert peak(gm) <= peak(before) + 2 * 96 < 6 * 96
 
 
 # ---- lists
