@@ -59,7 +59,8 @@ def overlap_step(optimizer: Optimizer) -> None:
 def _in_two_parts(whole: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(whole)
     def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs or torch.compiler.is_compiling():
+        has_closure = any(given is not None for given in (*args, *kwargs.values()))
+        if has_closure or torch.compiler.is_compiling():
             return whole(*args, **kwargs)
         return _step_eagerly(optimizer, whole)
 

@@ -259,7 +259,7 @@ class Ops(TorchDispatchMode):
 def ops_of_a_step(run: Run) -> list[str]:
     run.loss(0).backward()
     with Ops() as ops:
-        run.optim.step()
+        run.optim.step(None)  # type: ignore[call-overload] # as wrappers call it
     wanted = ("all_gather", "addcdiv_")
     found = (next((name for name in wanted if name in op), "") for op in ops.names)
     return [name for name, _ in itertools.groupby(filter(None, found))]
@@ -273,6 +273,30 @@ def test_steps_the_rest_while_the_gather_is_on_the_link() -> None:
     assert ops_of_a_step(run) == ["addcdiv_", "all_gather", "addcdiv_"]
     run.optim.register_step_pre_hook(lambda *_: None)  # it may look at all parameters, as clipping does
     assert ops_of_a_step(run) == ["addcdiv_", "all_gather"]
+
+
+@two_ranks
+def test_a_closure_and_a_compiled_step_run_once_and_whole() -> None:
+    runs = [start(SCENARIOS["MLP"], fxshard_system(lower="eager")) for _ in range(2)]
+    fxshard.overlap_step(runs[1].optim)
+    for step in range(2):
+        losses = []
+        for run in runs:
+            called: list[int] = []
+
+            def closure(run: Run = run, called: list[int] = called, step: int = step) -> Tensor:
+                called.append(step)
+                run.optim.zero_grad()
+                loss = run.loss(step)
+                loss.backward()
+                return loss
+
+            losses.append(run.optim.step(closure))  # type: ignore[arg-type]
+            assert called == [step]
+            run.loss(step).backward()
+            torch.compile(run.optim.step, backend="eager")()
+            run.optim.zero_grad()
+        assert losses[0] == losses[1]
 
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
