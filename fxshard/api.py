@@ -73,12 +73,14 @@ def fully_shard(
 
     Call it bottom-up, then `torch.compile(module, backend="fxshard")`. Each call makes one unit of the parameters that
     no earlier call has taken: they are gathered together and their gradients are reduced together. Parameters become
-    `DTensor(Shard(0))`; optimizers, `state_dict`, `torch.distributed.checkpoint` and `clip_grad_norm_` work on them.
+    `DTensor(Shard(0))`, on a mesh of two axes `(Replicate(), Shard(0))`; optimizers, `state_dict`,
+    `torch.distributed.checkpoint` and `clip_grad_norm_` work on them.
 
     Args:
         module: the module, or a list of modules that make one unit together.
-        mesh: 1-D device mesh of the ranks that share the parameters; default: all ranks, with a new process group if
-            there is none.
+        mesh: device mesh of the ranks that share the parameters; default: all ranks, with a new process group if there
+            is none. With two axes, which need names, the first one replicates and the second shards (hybrid sharding):
+            gradients are reduced over the second and then averaged over the first.
         reshard_after_forward: True frees the gathered parameters after forward and gathers them again in backward;
             False keeps them; None is False for the outermost module and True for the others. Compiled code only: a
             model that runs eagerly keeps what autograd saved until its backward.
@@ -207,7 +209,8 @@ class CompiledGraph:
     Attributes:
         kind: "forward", "backward" or "inference".
         text: one node per line (`ir/text.py`).
-        collectives: "all_gather" and "reduce_scatter" -> how many the graph launches; absent where none.
+        collectives: "all_gather", "reduce_scatter" and "all_reduce" (over replicas, or the user's own) -> how many the
+            graph launches; absent where none.
     """
 
     kind: str
@@ -234,6 +237,7 @@ def _compiled_graph(kind: str, graph: fx.Graph) -> CompiledGraph:
     launches = {
         "all_gather": len(collectives.unshard_launches(graph)),
         "reduce_scatter": len(collectives.reduce_launches(graph)),
+        "all_reduce": len(collectives.all_reduce_launches(graph)),
     }
     used = {op: count for op, count in launches.items() if count}
     return CompiledGraph(kind=kind, text=text.graph_text(graph), collectives=used)

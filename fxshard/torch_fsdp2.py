@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed import _composable_state as composable_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 
 # The package has a function of the module's name.
@@ -112,8 +112,8 @@ class Fsdp2Unit:
     def obstacles(self) -> list[str]:
         """Say what of its settings and its moment fxshard cannot take over, in FSDP2's words."""
         groups, params = self.groups, [each for group in self.groups for each in group.fsdp_params]
-        if len(groups) > 1 or any(type(group.mesh_info) is not FSDPMeshInfo for group in groups):
-            return ["a mesh of several axes, or parameters with meshes of their own (HSDP, replicate, expert meshes)"]
+        if len(groups) > 1 or any(not _is_our_kind(group.mesh_info) for group in groups):
+            return ["parameters with meshes of their own, or another mesh than (shard) or (replicate, shard)"]
         return [what for what, found in self._checks(groups, params).items() if found]
 
     def _checks(self, groups: list[Any], params: list[Any]) -> dict[str, bool]:
@@ -122,7 +122,8 @@ class Fsdp2Unit:
 
         comms = [getattr(g, name) for g in groups for name in ("_all_gather_comm", "_reduce_scatter_comm")]
         return {
-            "a mesh of several axes": any(group.mesh_info.mesh.ndim != 1 for group in groups),
+            "set_requires_all_reduce(False)": any_of(groups, "all_reduce_grads", True),
+            "reduced gradients that wait for an all_reduce": any_of(groups, "_partial_reduce_output"),
             "parameters that were DTensors before (tensor parallelism)": any_of(params, "is_dtensor", False),
             "parameters sharded on another dimension than 0 (shard_placement_fn)": any(
                 each.fsdp_placement.dim != 0 for each in params
@@ -175,6 +176,13 @@ class Fsdp2Unit:
             for call in [call for call, state in states.items() if state is self.state]:
                 del states[call]
             module.__dict__.get(_contract.REGISTRY_KEY, {}).pop("fully_shard", None)
+
+
+def _is_our_kind(mesh_info: Any) -> bool:
+    """Whether a mesh has an axis that shards, and at most one before it, which replicates."""
+    if type(mesh_info) is HSDPMeshInfo:
+        return mesh_info.mesh.ndim == 2 and (mesh_info.replicate_mesh_dim, mesh_info.shard_mesh_dim) == (0, 1)
+    return type(mesh_info) is FSDPMeshInfo and mesh_info.mesh.ndim == 1
 
 
 def _has_unreduced_gradient(param: Any) -> bool:

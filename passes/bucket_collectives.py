@@ -128,8 +128,8 @@ def _join(pieces: Sequence[ReduceBucket]) -> ReduceBucket:
 
 
 def _can_share_launch(units: Sequence[str], ctx: PassContext) -> bool:
-    """Return whether one launch can serve these units: all different, and of one process group."""
-    groups = {(ctx.plan.units[unit].group, ctx.plan.units[unit].reduce_group) for unit in units}
+    """Return whether one launch can serve these units: all different, and of the same process groups."""
+    groups = {tuple(ctx.plan.units[unit].groups) for unit in units}
     return len(set(units)) == len(units) and len(groups) == 1
 
 

@@ -119,7 +119,7 @@ class Dispatch(ABC):
             try:
                 self._code[which] = self._compile(which)
             except (FxshardError, NotImplementedError) as error:
-                groups = {unit.group for unit in self._frame.plan.units.values()}
+                groups = {name for unit in self._frame.plan.units.values() for name in unit.groups}
                 rank_check.report_failure(groups, str(error))  # the others need not wait for this rank
                 raise
         return self._code[which]

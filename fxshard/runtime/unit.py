@@ -18,7 +18,7 @@ from fxshard import torch_private
 from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.ir.launches import Launch
 from fxshard.ir.plan import ShardPlan, UnitPlan, lay_out, prefetch_words
-from fxshard.runtime import parameters, unsharded_cache
+from fxshard.runtime import mesh_axes, parameters, unsharded_cache
 from fxshard.runtime.accumulation import Accumulation
 from fxshard.runtime.eager import AfterForward
 from fxshard.runtime.flat_shard import FlatShard, Home, Member
@@ -92,8 +92,8 @@ class Unit:
 
     @property
     def world_size(self) -> int:
-        """Ranks that share the unit."""
-        return self.mesh.size()
+        """Ranks that share the unit: those of the axis that shards."""
+        return mesh_axes.num_shards(self.mesh)
 
     @property
     def label(self) -> str:
@@ -145,13 +145,15 @@ class Unit:
 
     def publish(self) -> None:
         """Refresh the plan and what the modules' getters read; called whenever layout, name or policy changed."""
-        given = self.reshard_after_forward
+        given, outer = self.reshard_after_forward, mesh_axes.replicate_group(self.mesh)
         self.plan = UnitPlan(
             fqn=self.fqn,
             shards=tuple(shard.plan for shard in self.shards),
             world_size=self.world_size,
-            group=self.mesh.get_group().group_name,
+            group=mesh_axes.shard_group(self.mesh).group_name,
             reduce_group=self.reduce_group.group_name if self.reduce_group and self.uses_reduce_group else "",
+            replicas=mesh_axes.num_replicas(self.mesh),
+            replicate_group=outer.group_name if outer is not None else "",
             param_dtype=self.mp_policy.param_dtype,
             reduce_dtype=self.mp_policy.reduce_dtype,
             reshard_after_forward=not self.is_root if given is None else given,
@@ -180,17 +182,21 @@ class Unit:
         self.after_forward.end()
 
     def agreed(self, kind: str, op: str, what: str) -> AbstractContextManager[None]:
-        """Around one collective outside of graphs, on which the ranks agree first.
+        """Around one collective outside of graphs, on which the ranks agree first; an all_reduce may follow it.
 
         Args:
             kind: of run, one word: "read", "resident", "step" or "waiting".
             op: "all_gather" or "reduce_scatter".
             what: is gathered or reduced: "all parameters".
         """
-        group = self.plan.group if op == "all_gather" else self.plan.reducing_group
-        text = f"{op} of {what} on group {group!r} for {self.label}"
-        launch = Launch(group, text, "outside of graphs", op, self.label)
-        return self._agreements.setdefault((kind, what), Agreement(kind)).before((launch,))
+        groups = {op: self.plan.group if op == "all_gather" else self.plan.reducing_group}
+        if op == "reduce_scatter" and self.plan.replicas > 1:
+            groups["all_reduce"] = self.plan.replicate_group
+        launches = tuple(
+            Launch(group, f"{op} of {what} on group {group!r} for {self.label}", "outside of graphs", op, self.label)
+            for op, group in groups.items()
+        )
+        return self._agreements.setdefault((kind, what), Agreement(kind)).before(launches)
 
     def rename(self, fqn: str, member_fqns: Sequence[str]) -> None:
         """Name the unit and its members from a new outermost module."""

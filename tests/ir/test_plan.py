@@ -158,11 +158,11 @@ def test_gives_every_rank_its_rows_of_the_mean_however_gradients_are_cut(
     grads = {(0, i): values[slot.fqn] for i, slot in enumerate(shard.slots) if i not in missing}
     segments = list(cut(data.draw(st.permutations(list(grads))), data))
     tensors = [[grads[slot] for slot in segment] for segment in segments]
-    inputs = collectives.reduce_inputs(tensors, world_size, torch.float32)  # the same on every rank, so is their mean
+    inputs = collectives.reduce_inputs(tensors, unit, torch.float32)  # the same on every rank, so is their mean
     expected = {s.fqn: values[s.fqn] if (0, i) in grads else values[s.fqn] * 0 for i, s in enumerate(shard.slots)}
     for rank in range(world_size):
         launched = [tensor.chunk(world_size)[rank] for tensor in inputs] if world_size > 1 else inputs
-        reduced = collectives.reduced_in(launched, torch.float32, world_size)
+        reduced = collectives.reduced_in(launched, torch.float32, unit)
         found = collectives.shard_grads(dict(zip(segments, reduced, strict=True)), unit)
         assert torch.equal(found[0], shard_of(shard, expected, rank, world_size))
 

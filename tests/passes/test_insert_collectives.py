@@ -10,7 +10,7 @@ from expecttest import assert_expected_inline
 from torch import fx
 
 from fxshard.errors import InvariantError, UnsupportedGraph
-from fxshard.ir import ops
+from fxshard.ir import collectives, ops
 from fxshard.passes._base import GraphKind, Property
 from fxshard.passes.dedup_unshard import DedupUnshard
 from fxshard.passes.insert_collectives import InsertCollectives
@@ -32,6 +32,31 @@ def test_gathers_each_unit_where_forward_first_reads_it() -> None:
 
 def test_reduces_each_unit_right_after_its_last_gradient() -> None:
     assert_golden(inserted(graphs.two_layers(), "backward"), "insert_collectives_backward")
+
+
+def test_averages_what_each_unit_has_reduced_over_its_replicas() -> None:
+    assert_golden(inserted(graphs.two_layers(replicas=2), "backward"), "insert_collectives_replicas")
+
+
+def test_divides_behind_the_second_of_two_reductions() -> None:
+    assert_golden(inserted(graphs.doubles(replicas=2), "backward"), "insert_collectives_replicas_of_doubles")
+
+
+def test_averages_a_unit_that_is_replicated_and_not_sharded() -> None:
+    gm, ctx = graphs.two_layers(world_size=1, replicas=2).at("backward", after=DedupUnshard)
+    assert run_pass(InsertCollectives(), gm, ctx)
+    assert [node.name for node in collectives.all_reduce_launches(gm.graph)] == [
+        "all_reduce_layers_1",
+        "all_reduce_layers_0",
+    ]
+    assert not collectives.reduce_launches(gm.graph)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("model", ["two_layers", "uneven", "doubles", "scalar", "called_twice"])
+def test_replicas_have_the_gradients_of_the_whole_batch(model: str, world_size: int) -> None:
+    traced = getattr(graphs, model)(world_size=world_size, replicas=2)
+    assert_same_step(step(traced), reference_step(traced))
 
 
 def test_gathers_in_a_graph_without_backward() -> None:
