@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast, overload
 
@@ -20,7 +20,7 @@ from fxshard.ir import collectives, text
 from fxshard.runtime import step_hooks
 from fxshard.runtime.frame import Frame
 from fxshard.sharding import adopt as adopt_module
-from fxshard.sharding import forward_methods, shard_module, sharded_module
+from fxshard.sharding import forward_methods, fsdp2_settings, shard_module, sharded_module
 from fxshard.sharding import release as release_module
 from fxshard.sharding.mesh import default_mesh, require_mesh
 from fxshard.sharding.no_sync import without_sync
@@ -175,6 +175,20 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not isinstance(module, nn.Module):
         raise ConfigError(f"register_fsdp_forward_method expects a module, got {type(module).__name__}.")
     forward_methods.register(plain_module(module), method_name)
+
+
+def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
+    """Set nothing, and say so once: torch's function of this name lets models share streams, which graphs do anyway.
+
+    Raises:
+        ConfigError: one of `modules` is not sharded.
+    """
+    for module in modules:
+        if not isinstance(module, nn.Module) or not isinstance(plain_module(module), ShardedModule):
+            raise ConfigError(
+                f"share_comm_ctx expects modules that fully_shard has sharded, got {type(module).__name__}."
+            )
+    fsdp2_settings.say_once("share_comm_ctx")
 
 
 def overlap_step(optimizer: AnyOptimizer) -> AnyOptimizer:

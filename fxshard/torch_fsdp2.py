@@ -88,6 +88,21 @@ class Fsdp2Unit:
         return bool(self.state._state_ctx.is_last_backward)
 
     @property
+    def gradient_divide_factor(self) -> float | None:
+        """By which gradients are divided; `None` for the number of ranks."""
+        return next((group.gradient_divide_factor for group in self.groups), None)
+
+    @property
+    def sums_only(self) -> bool:
+        """Whether reductions use no average."""
+        return any(group.force_sum_reduction_for_comms for group in self.groups)
+
+    @property
+    def all_reduce_hook(self) -> Any:
+        """What is called with reduced gradients."""
+        return next((group._all_reduce_hook for group in self.groups), None)
+
+    @property
     def separate_reduce_scatter_group(self) -> bool:
         """Whether reductions have a process group of their own."""
         return any(getattr(group.mesh_info, "reduce_scatter_process_group", None) for group in self.groups)
@@ -122,7 +137,9 @@ class Fsdp2Unit:
 
         comms = [getattr(g, name) for g in groups for name in ("_all_gather_comm", "_reduce_scatter_comm")]
         return {
-            "set_requires_all_reduce(False)": any_of(groups, "all_reduce_grads", True),
+            "set_requires_all_reduce(False)": any(
+                group._is_hsdp and group.reduce_grads and not group.all_reduce_grads for group in groups
+            ),
             "reduced gradients that wait for an all_reduce": any_of(groups, "_partial_reduce_output"),
             "parameters that were DTensors before (tensor parallelism)": any_of(params, "is_dtensor", False),
             "parameters sharded on another dimension than 0 (shard_placement_fn)": any(
@@ -130,10 +147,8 @@ class Fsdp2Unit:
             ),
             "CPU offload (offload_policy)": any_of(params, "offload_to_cpu", False),
             "reshard_after_forward as a number of ranks": any(group._use_post_forward_mesh for group in groups),
-            "set_gradient_divide_factor": any_of(groups, "gradient_divide_factor"),
-            "set_force_sum_reduction_for_comms": any_of(groups, "force_sum_reduction_for_comms", False),
             "set_reduce_scatter_unused_params": any_of(groups, "reduce_scatter_unused_params", False),
-            "set_all_reduce_hook": any_of(groups, "_all_reduce_hook"),
+            "set_all_reduce_hook with a stream": any_of(groups, "_all_reduce_hook_stream"),
             "set_custom_all_gather or set_custom_reduce_scatter": any(
                 not type(comm).__module__.startswith("torch.") for comm in comms
             ),

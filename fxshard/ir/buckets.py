@@ -237,7 +237,8 @@ class CollectiveBuilder:
             return list(itertools.chain.from_iterable(parts))
 
         anchor, name = _after(terms), self._name(list(bucket.calls))
-        key = (*unit.groups.items(), bucket.dtype, str(counts), str(numels))
+        rule = collectives.division_of(unit, bucket.dtype)
+        key = (*unit.groups.items(), rule, bucket.dtype, str(counts), str(numels))
         launched, created = self._splicer.insert(anchor, launch, terms, ("reduce", *key))
         self._tag(created, f"reduce_{name}", bucket.calls)
         last, prefix = launched, "reduced"

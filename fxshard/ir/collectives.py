@@ -240,22 +240,44 @@ class Division:
     """How a sum over ranks becomes a mean; FSDP2's `_get_gradient_divide_factors`, for one mesh axis or two."""
 
     before: float  # divisor before the first reduction, 1 for none
-    op: str  # "sum" or "avg", of the reductions over each axis
+    op: str  # "sum" or "avg", of the reduction over the axis that shards
     after: float  # divisor after the last reduction, 1 for none
+    outer: str = "sum"  # "sum" or "avg", of the reduction over the axis that replicates
 
 
-def division(num_ranks: int, dtype: torch.dtype) -> Division:
-    """Return the division rule for a reduction in `dtype`; `num_ranks` are those of both mesh axes.
+def division(
+    num_ranks: int, dtype: torch.dtype, *, world_size: int = 0, factor: float | None = None, sums_only: bool = False
+) -> Division:
+    """Return the division rule for a reduction in `dtype`.
 
     fp32 and bf16 cannot overflow here and use the group's own average. Other dtypes divide by about sqrt(num_ranks)
     before and by the rest after: fp16 sums then stay in range.
+
+    Args:
+        num_ranks: of both mesh axes.
+        dtype: of the reduction.
+        world_size: ranks of the axis that shards; asked only where a `factor` is given.
+        factor: by which to divide instead of by the number of ranks.
+        sums_only: whether to use no average of the group's.
     """
-    if dtype in (torch.float32, torch.bfloat16):
-        return Division(before=1, op="avg" if num_ranks > 1 else "sum", after=1)
-    before = 1
-    while num_ranks % before == 0 and num_ranks / before > before:
+    cannot_overflow = dtype in (torch.float32, torch.bfloat16)
+    if cannot_overflow and not sums_only:
+        if factor is None:
+            op = "avg" if num_ranks > 1 else "sum"
+            return Division(before=1, op=op, after=1, outer=op)
+        if factor == world_size > 1:
+            return Division(before=1, op="avg", after=1)
+    total, before = factor or num_ranks, 1
+    while not cannot_overflow and total % before == 0 and total / before > before:
         before *= 2
-    return Division(before=before, op="sum", after=num_ranks / before)
+    return Division(before=before, op="sum", after=total / before)
+
+
+def division_of(unit: UnitPlan, dtype: torch.dtype) -> Division:
+    """Return the division rule for a unit's reductions in `dtype`."""
+    return division(
+        unit.num_ranks, dtype, world_size=unit.world_size, factor=unit.divide_factor, sums_only=unit.sums_only
+    )
 
 
 def reduce_dtypes(dtypes: Mapping[SlotIndex, torch.dtype], plan: UnitPlan) -> dict[torch.dtype, tuple[SlotIndex, ...]]:
@@ -286,7 +308,7 @@ def reduce_inputs(grads: Sequence[Sequence[Tensor]], unit: UnitPlan, dtype: torc
 
     A gradient alone in its group is sent as it is, padded if its rows are uneven; several are concatenated.
     """
-    inputs, world_size, rule = [], unit.world_size, division(unit.num_ranks, dtype)
+    inputs, world_size, rule = [], unit.world_size, division_of(unit, dtype)
     for group in grads:
         rows = [(grad.expand(world_size) if grad.dim() == 0 else grad) for grad in group]
         filled = [row.to(dtype) for row in rows if row.numel()]
@@ -309,17 +331,17 @@ def launch_reduce(inputs: list[Tensor], dtype: torch.dtype, unit: UnitPlan) -> l
     """Start one reduce_scatter of all `inputs`; each result is `[numel / world_size]`, to be waited for."""
     if unit.world_size == 1 or not any(tensor.numel() for tensor in inputs):
         return inputs
-    return reduce_scatter(inputs, division(unit.num_ranks, dtype).op, unit.world_size, unit.reducing_group)
+    return reduce_scatter(inputs, division_of(unit, dtype).op, unit.world_size, unit.reducing_group)
 
 
 def launch_all_reduce(launched: Sequence[Tensor], dtype: torch.dtype, unit: UnitPlan) -> list[Tensor]:
     """Wait for the results of `launch_reduce` and start one all_reduce of them over the replicas, if there are any."""
     if unit.replicas == 1 or not any(tensor.numel() for tensor in launched):
         return list(launched)
-    rule, shards = division(unit.num_ranks, dtype), _waited_for(launched, unit.world_size)
+    rule, shards = division_of(unit, dtype), _waited_for(launched, unit.world_size)
     if len(shards) == 1:
-        return [_c10d.all_reduce(shards[0], rule.op, unit.replicate_group)]
-    return list(_c10d.all_reduce_coalesced(shards, rule.op, unit.replicate_group))
+        return [_c10d.all_reduce(shards[0], rule.outer, unit.replicate_group)]
+    return list(_c10d.all_reduce_coalesced(shards, rule.outer, unit.replicate_group))
 
 
 def reduce_scatter(inputs: list[Tensor], op: str, world_size: int, group: str) -> list[Tensor]:
@@ -331,7 +353,7 @@ def reduce_scatter(inputs: list[Tensor], op: str, world_size: int, group: str) -
 
 def reduced_in(launched: Sequence[Tensor], dtype: torch.dtype, unit: UnitPlan) -> list[Tensor]:
     """Wait for what was launched last, over the one axis or the other, and finish the mean."""
-    after = division(unit.num_ranks, dtype).after
+    after = division_of(unit, dtype).after
     done = _waited_for(launched, unit.num_ranks)
     return [t / after if after != 1 else t for t in done]
 

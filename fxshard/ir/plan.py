@@ -93,6 +93,8 @@ class UnitPlan:
     reduce_group: str = ""  # of reductions, if they have a process group of their own
     replicas: int = 1  # ranks that hold the same shard, along the mesh axis that replicates
     replicate_group: str = ""  # name of their process group; none for one replica
+    divide_factor: float | None = None  # by which gradients are divided; `None`: by the number of ranks
+    sums_only: bool = False  # whether reductions may only add
 
     @property
     def reducing_group(self) -> str:
@@ -151,6 +153,8 @@ class UnitPlan:
         layout = [(str(s.dtype), s.trainable, [slot.shape for slot in s.slots]) for s in self.shards]
         digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:8]
         policy = "reshard" if self.reshard_after_forward else "keep"
+        policy += f" /{self.divide_factor:g}" if self.divide_factor is not None else ""
+        policy += " sums" if self.sums_only else ""
         ranks = f"{self.replicas}x{self.world_size}" if self.replicas > 1 else f"{self.world_size}"
         return f"{ranks}@{groups} {'/'.join(names)} {policy} {digest}"
 

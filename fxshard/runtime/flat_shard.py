@@ -177,6 +177,7 @@ class FlatShard:
         self.flat = nn.Parameter(flat, requires_grad=plan.trainable)
         self.flat._fxshard_home = home  # type: ignore[attr-defined]
         self.sink = GradientSink([member.parameter for member in members], plan)
+        self.sink.hook = home.unit.all_reduce_hook
         if plan.trainable:
             self.flat.register_post_accumulate_grad_hook(self.sink.hand_over)
         self.attach()

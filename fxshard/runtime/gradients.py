@@ -46,6 +46,7 @@ class GradientSink:
         """One sink per flat; `parameters` in slot order."""
         self.parameters = list(parameters)
         self.plan = plan
+        self.hook: Callable[[Tensor], None] | None = None  # the user's, for what has been reduced
         # By backward: reentrant checkpointing runs backwards inside of a backward.
         self._expected: dict[int | None, set[int]] = {}
         self._separate: dict[int | None, Tensor] = {}
@@ -88,7 +89,11 @@ class GradientSink:
             grad, separate = separate + grad, None
         give = _give_one_by_one if has_hooks else _give_together
         for part in (grad,) if separate is None else (separate, grad):
-            grads = map(_wrap, self._slices(part.contiguous(), slots, parameters), map(_SPEC, parameters))
+            part = part.contiguous()
+            if self.hook is not None:
+                with torch.no_grad():
+                    self.hook(part)
+            grads = map(_wrap, self._slices(part, slots, parameters), map(_SPEC, parameters))
             give(parameters, list(grads))
 
     def _slices(self, grad: Tensor, slots: Sequence[int], parameters: Sequence[nn.Parameter]) -> Iterable[Tensor]:

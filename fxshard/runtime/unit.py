@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -51,6 +51,9 @@ class Unit:
         frames: the captured graphs that read it, weakly.
         accumulation: its gradients of microbatches that were not reduced.
         after_forward: its parameters while they may be read between forward and backward.
+        divide_factor: by which gradients are divided, `None` for the number of ranks.
+        sums_only: whether reductions use no average of the group's.
+        all_reduce_hook: called with each reduced gradient of a flat, which it may change in place.
         reduce_group: for reductions alone, once it was made.
         uses_reduce_group: whether they use it, and not the mesh's.
         microbatches, prefetcher, unsharded: of the model, whose units share them from when they are named.
@@ -87,6 +90,9 @@ class Unit:
         self._agreements: dict[tuple[str, str], Agreement] = {}
         self.reduce_group: dist.ProcessGroup | None = None
         self.uses_reduce_group = False
+        self.divide_factor: float | None = None
+        self.sums_only = False
+        self.all_reduce_hook: Callable[[Tensor], None] | None = None
         self.plan: UnitPlan
         self.pack()
 
@@ -154,6 +160,8 @@ class Unit:
             reduce_group=self.reduce_group.group_name if self.reduce_group and self.uses_reduce_group else "",
             replicas=mesh_axes.num_replicas(self.mesh),
             replicate_group=outer.group_name if outer is not None else "",
+            divide_factor=self.divide_factor,
+            sums_only=self.sums_only,
             param_dtype=self.mp_policy.param_dtype,
             reduce_dtype=self.mp_policy.reduce_dtype,
             reshard_after_forward=not self.is_root if given is None else given,

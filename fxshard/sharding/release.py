@@ -110,6 +110,11 @@ class _Ours:
             module.set_modules_to_forward_prefetch([unit.modules[0] for unit in self.unit.forward_prefetch])
         if self.unit.backward_prefetch:
             module.set_modules_to_backward_prefetch([unit.modules[0] for unit in self.unit.backward_prefetch])
+        if self.unit.divide_factor is not None:
+            module.set_gradient_divide_factor(self.unit.divide_factor)
+        module.set_force_sum_reduction_for_comms(self.unit.sums_only)
+        if self.unit.all_reduce_hook is not None:
+            module.set_all_reduce_hook(self.unit.all_reduce_hook)
         module.set_requires_gradient_sync(self.unit.accumulation.sync, recurse=False)
         module.set_reshard_after_backward(self.unit.reshard_after_backward, recurse=False)
         module.set_is_last_backward(self.unit.microbatches.last)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
@@ -21,6 +21,8 @@ import fxshard
 from tests.numerics.harness import (
     FSDP2,
     Scenario,
+    Tools,
+    blocks_of,
     check,
     check_bitwise,
     check_inductor,
@@ -169,6 +171,43 @@ def adopted_and_released(mesh: DeviceMesh) -> None:
     assert given_back.weight.placements == (Replicate(), Shard(0))
 
 
+def setting(name: str, value: Any, every: bool = True) -> Callable[[nn.Module, Tools], nn.Module]:
+    """Shard, and set something on each sharded module, or on the root alone."""
+
+    def prepare(model: nn.Module, tools: Tools) -> nn.Module:
+        sharded = only_shard(model, tools)
+        for module in [*blocks_of(model), model] if every else [model]:
+            if hasattr(module, name):
+                getattr(module, name)(value)
+        return tools.compile(sharded)
+
+    return prepare
+
+
+def gradients_are_divided_as_said(mesh: DeviceMesh) -> None:
+    """In float64 by any factor, in float32 by one for which FSDP2 takes no operator that only NCCL has.
+
+    Where one rank holds all rows FSDP2 divides by a factor twice.
+    """
+    shards = float(mesh.size(1))
+    factors = [("set_gradient_divide_factor", 6.0)] if shards > 1 else []
+    for name, value in (*factors, ("set_force_sum_reduction_for_comms", True)):
+        ours, theirs = (replace(of, dtype=torch.float64) for of in (fxshard_system(), FSDP2))
+        scenario = on(mesh, prepare=setting(name, value))
+        compare(train(scenario, ours), train(scenario, theirs), rtol=0.0, atol=0.0)
+    check_bitwise(on(mesh, prepare=setting("set_force_sum_reduction_for_comms", True)))
+    if shards > 1:
+        check_bitwise(on(mesh, prepare=setting("set_gradient_divide_factor", shards, every=False)))
+
+
+def halve(reduced: Tensor) -> None:
+    reduced.mul_(0.5)
+
+
+def hooks_see_what_was_reduced(mesh: DeviceMesh) -> None:
+    check_bitwise(on(mesh, prepare=setting("set_all_reduce_hook", halve)))
+
+
 EXACT: dict[str, Body] = {
     "compiled": lambda mesh: check(on(mesh)),
     "not compiled": lambda mesh: check(on(mesh, prepare=only_shard)),
@@ -183,6 +222,8 @@ EXACT: dict[str, Body] = {
     "checkpoints": checkpoints_load_on_other_meshes,
     "rows written once": rows_are_written_once,
     "adopt and release": adopted_and_released,
+    "divided otherwise": gradients_are_divided_as_said,
+    "a hook": hooks_see_what_was_reduced,
 }
 COMPILED: dict[str, Body] = {
     "inductor": lambda mesh: check_inductor(on(mesh)),
