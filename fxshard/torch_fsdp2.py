@@ -83,6 +83,11 @@ class Fsdp2Unit:
         return all(group.reduce_grads for group in self.groups)
 
     @property
+    def requires_all_reduce(self) -> bool:
+        """Whether backward averages over replicas what it reduces."""
+        return all(group.all_reduce_grads for group in self.groups)
+
+    @property
     def is_last_backward(self) -> bool:
         """Whether the next backward is the last one of its step."""
         return bool(self.state._state_ctx.is_last_backward)
@@ -137,9 +142,6 @@ class Fsdp2Unit:
 
         comms = [getattr(g, name) for g in groups for name in ("_all_gather_comm", "_reduce_scatter_comm")]
         return {
-            "set_requires_all_reduce(False)": any(
-                group._is_hsdp and group.reduce_grads and not group.all_reduce_grads for group in groups
-            ),
             "reduced gradients that wait for an all_reduce": any_of(groups, "_partial_reduce_output"),
             "parameters that were DTensors before (tensor parallelism)": any_of(params, "is_dtensor", False),
             "parameters sharded on another dimension than 0 (shard_placement_fn)": any(

@@ -68,7 +68,8 @@ METHODS: Mapping[str, Row] = {
         "differs", "the flag is read when backward runs; sums are kept unsharded in the reduce dtype"
     ),
     "set_requires_all_reduce": Row(
-        "refused", "False with replicas; `set_requires_gradient_sync(False)` leaves out both collectives"
+        "differs",
+        "the all_reduce of what was added up runs outside of the graph; what no backward touched is averaged too",
     ),
     "set_reshard_after_forward": Row("same"),
     "set_reshard_after_backward": Row("differs", "compiled code only; parameters stay until a step or a write"),

@@ -238,11 +238,11 @@ class CollectiveBuilder:
 
         anchor, name = _after(terms), self._name(list(bucket.calls))
         rule = collectives.division_of(unit, bucket.dtype)
-        key = (*unit.groups.items(), rule, bucket.dtype, str(counts), str(numels))
+        key = (*unit.groups.items(), rule, unit.all_reduces, bucket.dtype, str(counts), str(numels))
         launched, created = self._splicer.insert(anchor, launch, terms, ("reduce", *key))
         self._tag(created, f"reduce_{name}", bucket.calls)
         last, prefix = launched, "reduced"
-        if unit.replicas > 1:
+        if unit.averages_replicas:
             last, outer = self._splicer.insert(anchor, launch_outer, launched, ("all_reduce", *key))
             self._tag([node for node in outer if collectives.is_wait(node)], f"reduced_{name}", bucket.calls)
             self._tag([node for node in outer if collectives.is_launch(node)], f"all_reduce_{name}", bucket.calls)

@@ -335,8 +335,8 @@ def launch_reduce(inputs: list[Tensor], dtype: torch.dtype, unit: UnitPlan) -> l
 
 
 def launch_all_reduce(launched: Sequence[Tensor], dtype: torch.dtype, unit: UnitPlan) -> list[Tensor]:
-    """Wait for the results of `launch_reduce` and start one all_reduce of them over the replicas, if there are any."""
-    if unit.replicas == 1 or not any(tensor.numel() for tensor in launched):
+    """Wait for the results of `launch_reduce` and start one all_reduce of them over replicas, if the plan has it."""
+    if not unit.averages_replicas or not any(tensor.numel() for tensor in launched):
         return list(launched)
     rule, shards = division_of(unit, dtype), _waited_for(launched, unit.world_size)
     if len(shards) == 1:
@@ -353,9 +353,16 @@ def reduce_scatter(inputs: list[Tensor], op: str, world_size: int, group: str) -
 
 def reduced_in(launched: Sequence[Tensor], dtype: torch.dtype, unit: UnitPlan) -> list[Tensor]:
     """Wait for what was launched last, over the one axis or the other, and finish the mean."""
-    after = division_of(unit, dtype).after
-    done = _waited_for(launched, unit.num_ranks)
+    is_last = unit.averages_replicas or unit.replicas == 1
+    after = division_of(unit, dtype).after if is_last else 1
+    done = _waited_for(launched, unit.num_ranks if unit.averages_replicas else unit.world_size)
     return [t / after if after != 1 else t for t in done]
+
+
+def all_reduce_now(tensor: Tensor, rule: Division, group: str) -> Tensor:
+    """Average over the replicas what a plan without their all_reduce has reduced, and finish the mean."""
+    averaged: Tensor = _c10d.wait_tensor(_c10d.all_reduce(tensor, rule.outer, group))
+    return averaged / rule.after if rule.after != 1 else averaged
 
 
 def _waited_for(launched: Sequence[Tensor], num_ranks: int) -> list[Tensor]:

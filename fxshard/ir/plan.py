@@ -93,6 +93,7 @@ class UnitPlan:
     reduce_group: str = ""  # of reductions, if they have a process group of their own
     replicas: int = 1  # ranks that hold the same shard, along the mesh axis that replicates
     replicate_group: str = ""  # name of their process group; none for one replica
+    all_reduces: bool = True  # whether graphs average over the replicas, and not the runtime after them
     divide_factor: float | None = None  # by which gradients are divided; `None`: by the number of ranks
     sums_only: bool = False  # whether reductions may only add
 
@@ -106,6 +107,11 @@ class UnitPlan:
         """Names of all its process groups -> how many ranks are in each."""
         found = {self.group: self.world_size, self.reducing_group: self.world_size}
         return found | ({self.replicate_group: self.replicas} if self.replicas > 1 else {})
+
+    @property
+    def averages_replicas(self) -> bool:
+        """Whether an all_reduce follows each reduction."""
+        return self.replicas > 1 and self.all_reduces
 
     @property
     def num_ranks(self) -> int:

@@ -172,7 +172,8 @@ class BackwardDispatch(Dispatch):
         sums = accumulation.variant_for(units, trained, separate)
         chosen = unsharded_cache.chosen_for(units, self._reads, self._frame.resident_budget_bytes, trains=True)
         chosen |= call.forward.resident  # of these the forward saved what is not the graph's to write into
-        which = dataclasses.replace(sums, resident=chosen)
+        apart = frozenset(key for key in trained if key not in sums.accumulates and units[key].replica_sums.apart())
+        which = dataclasses.replace(sums, resident=chosen, apart=apart)
         code = self._compiled(which)  # before anything is launched
         for key, slots in separate.items():
             units[key].microbatches.reduce_separately(units[key], slots)

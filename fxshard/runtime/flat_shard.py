@@ -11,6 +11,7 @@ the truth: its values are copied into the flat, never back.
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Iterator, Sequence
@@ -178,6 +179,8 @@ class FlatShard:
         self.flat._fxshard_home = home  # type: ignore[attr-defined]
         self.sink = GradientSink([member.parameter for member in members], plan)
         self.sink.hook = home.unit.all_reduce_hook
+        if mesh_axes.num_replicas(mesh) > 1:
+            self.sink.take_apart = functools.partial(home.unit.replica_sums.take, home.shard)
         if plan.trainable:
             self.flat.register_post_accumulate_grad_hook(self.sink.hand_over)
         self.attach()

@@ -25,6 +25,7 @@ from fxshard.runtime.flat_shard import FlatShard, Home, Member
 from fxshard.runtime.parameters import ParameterRef
 from fxshard.runtime.prefetcher import Prefetcher
 from fxshard.runtime.rank_check import Agreement
+from fxshard.runtime.replica_sums import ReplicaSums
 from fxshard.runtime.step_hooks import Microbatches
 from fxshard.runtime.unsharded_cache import UnshardedCache
 
@@ -50,6 +51,7 @@ class Unit:
         after_first_call: run once, when a compiled graph with this unit has run for the first time.
         frames: the captured graphs that read it, weakly.
         accumulation: its gradients of microbatches that were not reduced.
+        replica_sums: its gradients that were reduced and not averaged over replicas.
         after_forward: its parameters while they may be read between forward and backward.
         divide_factor: by which gradients are divided, `None` for the number of ranks.
         sums_only: whether reductions use no average of the group's.
@@ -85,6 +87,7 @@ class Unit:
         self.after_first_call: Callable[[], None] | None = None
         self.frames: list[weakref.ref[Any]] = []
         self.accumulation, self.after_forward = Accumulation(self), AfterForward(self)
+        self.replica_sums = ReplicaSums(self)
         self.unsharded = UnshardedCache()
         self.microbatches, self.prefetcher = Microbatches((self,)), Prefetcher(self.unsharded)
         self._agreements: dict[tuple[str, str], Agreement] = {}
@@ -189,22 +192,24 @@ class Unit:
         self.unsharded.drop_if(lambda gathered: gathered.unit is self)
         self.after_forward.end()
 
-    def agreed(self, kind: str, op: str, what: str) -> AbstractContextManager[None]:
+    def agreed(self, kind: str, wanted: str, what: str) -> AbstractContextManager[None]:
         """Around one collective outside of graphs, on which the ranks agree first; an all_reduce may follow it.
 
         Args:
-            kind: of run, one word: "read", "resident", "step" or "waiting".
-            op: "all_gather" or "reduce_scatter".
+            kind: of run, one word: "read", "resident", "step", "waiting" or "averaged".
+            wanted: "all_gather", "reduce_scatter" or "all_reduce".
             what: is gathered or reduced: "all parameters".
         """
-        groups = {op: self.plan.group if op == "all_gather" else self.plan.reducing_group}
-        if op == "reduce_scatter" and self.plan.replicas > 1:
-            groups["all_reduce"] = self.plan.replicate_group
+        plan = self.plan
+        groups = {"all_gather": plan.group, "reduce_scatter": plan.reducing_group, "all_reduce": plan.replicate_group}
+        averages = wanted == "reduce_scatter" and plan.replicas > 1 and not self.replica_sums.apart()
         launches = tuple(
             Launch(group, f"{op} of {what} on group {group!r} for {self.label}", "outside of graphs", op, self.label)
             for op, group in groups.items()
+            if op == wanted or (op == "all_reduce" and averages)
         )
-        return self._agreements.setdefault((kind, what), Agreement(kind)).before(launches)
+        key = kind, f"{what} {len(launches)}"
+        return self._agreements.setdefault(key, Agreement(kind)).before(launches)
 
     def rename(self, fqn: str, member_fqns: Sequence[str]) -> None:
         """Name the unit and its members from a new outermost module."""
@@ -225,6 +230,8 @@ class Unit:
         """
         if not self._is_attached():
             self.reattach()
+        if torch_private.backward_id() is None:
+            self.replica_sums.forget()
         for shard in self.shards:
             if torch_private.backward_id() is None:
                 shard.sink.forget()

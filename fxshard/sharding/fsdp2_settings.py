@@ -81,21 +81,6 @@ def _on_stream(hook: Callable[[Tensor], object], stream: object) -> Callable[[Te
     return run
 
 
-def require_all_reduce(units: Iterable[Unit], requires: bool) -> None:
-    """Refuse to leave out the all_reduce; without replicas there is none.
-
-    Raises:
-        NotImplementedError: some unit has replicas.
-    """
-    replicated = [unit.label for unit in units if unit.plan.replicas > 1]
-    if not requires and replicated:
-        raise NotImplementedError(
-            f"set_requires_all_reduce(False) is not implemented yet (units: {', '.join(replicated)}). For microbatches "
-            "that are not the last one call set_requires_gradient_sync(False), or use no_sync: neither the "
-            "reduce_scatter nor the all_reduce runs then, and gradients are added up unsharded."
-        )
-
-
 def refuse_reduction_of_unused(reduce_unused: bool) -> None:
     """Refuse to reduce zeros for parameters without a gradient.
 

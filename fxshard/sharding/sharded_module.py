@@ -139,7 +139,7 @@ class ShardedModule(ParameterOwner):
         """
         _require_bool("requires_gradient_sync", requires_gradient_sync)
         for unit in _state(self).chosen(recurse):
-            unit.accumulation.sync = requires_gradient_sync
+            unit.accumulation.sync = unit.replica_sums.averages = requires_gradient_sync
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Say whether graphs that run from now on free the parameters; compiled code only.
@@ -208,6 +208,7 @@ class ShardedModule(ParameterOwner):
         """Forget what a step that was interrupted by an exception left behind: gathers, and gradients that wait."""
         for unit in _state(self).nested:
             unit.accumulation.waiting.clear()
+            unit.replica_sums.drop()
             unit.reshard()
             unit.microbatches.stop_watching_if_idle()
             unit.prefetcher.forget()
@@ -250,12 +251,15 @@ class ShardedModule(ParameterOwner):
         fsdp2_settings.set_all_reduce_hook(_state(self).units, hook, stream)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Say whether backwards average over replicas what they reduce; only True is implemented where there are any.
+        """Say whether backwards average over replicas what they reduce; without replicas it sets nothing.
 
-        For several microbatches use `set_requires_gradient_sync` or `no_sync`, which leave out both collectives.
+        Without, reduced gradients are added up, a shard each, and `.grad` stays as it is. The first backward with it
+        averages what was added up; that all_reduce runs outside of the graph, and is not hidden.
+        `set_requires_gradient_sync` and `no_sync` leave out both collectives, and keep whole gradients.
         """
         _require_bool("requires_all_reduce", requires_all_reduce)
-        fsdp2_settings.require_all_reduce(_state(self).chosen(recurse), requires_all_reduce)
+        for unit in _state(self).chosen(recurse):
+            unit.replica_sums.averages = requires_all_reduce
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Refuse True: all ranks run the same graphs, which reduce the same parameters."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -18,8 +19,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
 
 import fxshard
+from fxshard.errors import UnsupportedGraph
 from tests.numerics.harness import (
     FSDP2,
+    Run,
     Scenario,
     Tools,
     blocks_of,
@@ -34,7 +37,7 @@ from tests.numerics.harness import (
     with_a_break,
 )
 from tests.numerics.loops import clip_and_update
-from tests.numerics.microbatches import several
+from tests.numerics.microbatches import NUM_MICROBATCHES, loss_of, several
 from tests.numerics.models import MLP, rows
 from tests.state.states import adamw, assert_same, net, take_steps, trained
 
@@ -200,6 +203,57 @@ def gradients_are_divided_as_said(mesh: DeviceMesh) -> None:
         check_bitwise(on(mesh, prepare=setting("set_gradient_divide_factor", shards, every=False)))
 
 
+def averaged_once(run: Run, step: int) -> Tensor:
+    """Three microbatches, each reduced, of which the last one averages over replicas."""
+    model: Any = run.model
+    losses = []
+    for i in range(NUM_MICROBATCHES):
+        if hasattr(model, "set_requires_all_reduce"):
+            model.set_requires_all_reduce(i == NUM_MICROBATCHES - 1)
+        losses.append(loss_of(run, step, i))
+        losses[-1].backward()
+    return torch.stack([loss.detach() for loss in losses]).sum()
+
+
+def averaged_after_some_were_added_up(run: Run, step: int) -> Tensor:
+    """Four microbatches: whole gradients are added up, reduced, reduced again, and then averaged."""
+    model: Any = run.model
+    losses = []
+    for i, (sync, averages) in enumerate(((False, False), (True, False), (True, False), (True, True))):
+        if hasattr(model, "set_requires_all_reduce"):
+            model.set_requires_gradient_sync(sync)
+            model.set_requires_all_reduce(averages)
+        losses.append(loss_of(run, step, i))
+        losses[-1].backward()
+    return torch.stack([loss.detach() for loss in losses]).sum()
+
+
+def what_no_backward_touched_is_averaged(mesh: DeviceMesh) -> None:
+    """Of two units the last backward reads one; steps before that are refused, and what waits can be dropped."""
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in (*model, model):
+        fxshard.fully_shard(layer, mesh=mesh)
+    x = torch.full((2, 4), 1.0 + dist.get_rank())
+    optim = torch.optim.SGD(model.parameters())
+    model(x).sum().backward()
+    expected = [p.grad.to_local().clone() for p in model.parameters()]
+    model.zero_grad()
+    model.set_requires_all_reduce(False)
+    model(x).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+    with pytest.raises(UnsupportedGraph, match="an optimizer steps while reduced gradients of unit '0' wait"):
+        optim.step()
+    model.set_requires_all_reduce(True)
+    (model[1](x).sum() * 0).backward()
+    found = [p.grad.to_local() for p in model.parameters()]
+    assert all(map(torch.equal, found, expected))
+    optim.step()
+    model.set_requires_all_reduce(False)
+    model(x).sum().backward()
+    model.reset_iter_state()
+    optim.step()
+
+
 def halve(reduced: Tensor) -> None:
     reduced.mul_(0.5)
 
@@ -223,6 +277,10 @@ EXACT: dict[str, Body] = {
     "rows written once": rows_are_written_once,
     "adopt and release": adopted_and_released,
     "divided otherwise": gradients_are_divided_as_said,
+    "averaged once": lambda mesh: check(on(mesh, backward=averaged_once)),
+    "averaged once, not compiled": lambda mesh: check(on(mesh, backward=averaged_once, prepare=only_shard)),
+    "averaged after sums": lambda mesh: check(on(mesh, backward=averaged_after_some_were_added_up)),
+    "averaged without a backward": what_no_backward_touched_is_averaged,
     "a hook": hooks_see_what_was_reduced,
 }
 COMPILED: dict[str, Body] = {

@@ -9,8 +9,8 @@ from tests.pairwise import slow
 from tests.ranks import two_ranks
 from tests.state import processes
 
-DEFAULT = ("compiled", "placements")
-ON_FOUR_RANKS = ("compiled", "accumulation", "float16 sums", "one line", "full state")
+DEFAULT = ("compiled", "placements", "averaged without a backward")
+ON_FOUR_RANKS = ("compiled", "accumulation", "averaged once", "float16 sums", "one line", "full state")
 
 
 @two_ranks

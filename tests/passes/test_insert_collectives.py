@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,8 @@ from torch import fx
 
 from fxshard.errors import InvariantError, UnsupportedGraph
 from fxshard.ir import collectives, ops
-from fxshard.passes._base import GraphKind, Property
+from fxshard.ir.variant import Variant
+from fxshard.passes._base import GraphKind, PassContext, Property
 from fxshard.passes.dedup_unshard import DedupUnshard
 from fxshard.passes.insert_collectives import InsertCollectives
 from tests import graphs
@@ -50,6 +52,28 @@ def test_averages_a_unit_that_is_replicated_and_not_sharded() -> None:
         "all_reduce_layers_0",
     ]
     assert not collectives.reduce_launches(gm.graph)
+
+
+@pytest.mark.parametrize("model", [graphs.two_layers, graphs.doubles])
+def test_leaves_the_all_reduce_to_the_runtime_where_the_variant_says_so(model: Callable[..., Traced]) -> None:
+    traced = model(replicas=2)
+    gm, ctx = traced.at("backward", after=DedupUnshard)
+    apart = Variant(apart=frozenset(traced.plan.units)).plan(traced.plan)
+    assert run_pass(InsertCollectives(), gm, dataclasses.replace(ctx, plan=apart))
+    assert collectives.reduce_launches(gm.graph)
+    assert not collectives.all_reduce_launches(gm.graph)
+
+
+def test_the_verifier_knows_which_variant_averages() -> None:
+    gm, ctx = graphs.two_layers(replicas=2).at("backward", after=DedupUnshard)
+    apart = Variant(apart=frozenset(ctx.plan.units)).plan(ctx.plan)
+
+    class Forget(InsertCollectives):
+        def apply(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+            return super().apply(gm, dataclasses.replace(ctx, plan=apart))
+
+    with pytest.raises(InvariantError, match="no all_reduce averages it over the 2 replicas"):
+        run_pass(Forget(), gm, ctx)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -30,13 +30,6 @@ def fsdp2_mlp(mesh: DeviceMesh, **kwargs: Any) -> Any:
     return fsdp2_fully_shard(model, mesh=mesh, **kwargs)
 
 
-def without_all_reduce(mesh: DeviceMesh) -> nn.Module:
-    model = fsdp2_mlp(init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
-    model.blocks[1].set_requires_all_reduce(False)
-    assert isinstance(model, nn.Module)
-    return model
-
-
 def offloaded(mesh: DeviceMesh) -> nn.Module:
     model: nn.Module = fsdp2_mlp(mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
     return model
@@ -60,7 +53,6 @@ def with_gradients_that_wait(mesh: DeviceMesh) -> nn.Module:
 REFUSED = {
     "offload": (offloaded, r"blocks.1: CPU offload (offload_policy)"),
     "columns": (sharded_on_columns, "the root: parameters sharded on another dimension than 0 (shard_placement_fn)"),
-    "no all_reduce": (without_all_reduce, "blocks.1: set_requires_all_reduce(False)"),
     "waiting": (with_gradients_that_wait, "blocks.0: gradients added up without gradient sync"),
 }
 
@@ -81,12 +73,14 @@ def test_takes_over_a_mesh_of_two_axes_and_settings_of_reductions(fake_group: No
     model.set_gradient_divide_factor(3.0)
     model.blocks[0].set_force_sum_reduction_for_comms(True)
     model.blocks[1].set_all_reduce_hook(print)
+    model.blocks[1].set_requires_all_reduce(False)
     units = {unit.fqn: unit for unit in units_under(fxshard.adopt(model))}
     plans = {fqn: unit.plan for fqn, unit in units.items()}
     assert all((plan.replicas, plan.world_size) == (2, 1) for plan in plans.values())
     assert [plans[fqn].divide_factor for fqn in ("", "blocks.0")] == [3.0, None]
     assert [plans[fqn].sums_only for fqn in ("", "blocks.0")] == [False, True]
     assert [units[fqn].all_reduce_hook for fqn in ("", "blocks.1")] == [None, print]
+    assert [units[fqn].replica_sums.averages for fqn in ("", "blocks.1")] == [True, False]
 
 
 def test_refuses_to_keep_parameters_on_fewer_ranks() -> None:

@@ -75,15 +75,21 @@ def test_a_setter_says_what_it_does_not_take(mesh: DeviceMesh, name: str) -> Non
         getattr(sharded(mesh), name)(value)
 
 
-def test_leaves_out_the_all_reduce_only_where_there_is_none(fake_group: None) -> None:
-    replicas = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    sharded(init_device_mesh("cpu", (2,))).set_requires_all_reduce(False)
-    model = sharded(replicas)
-    model.set_requires_all_reduce(True)
-    with pytest.raises(NotImplementedError, match=r"units: root.*set_requires_gradient_sync\(False\), or use no_sync"):
-        model.set_requires_all_reduce(False)
+def test_a_hook_beside_replicas_has_no_stream_of_its_own(fake_group: None) -> None:
+    model = sharded(init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
     with pytest.raises(ConfigError, match="a stream is for a mesh of one axis"):
         model.set_all_reduce_hook(print, stream=object())
+    with pytest.raises(ConfigError, match=r"stream must be a torch.Stream, got object"):
+        sharded(init_device_mesh("cpu", (2,))).set_all_reduce_hook(print, stream=object())
+
+
+def test_gradient_sync_brings_the_all_reduce_back_as_in_fsdp2(fake_group: None) -> None:
+    model = sharded(init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+    (unit,) = units_under(model)
+    model.set_requires_all_reduce(False)
+    assert (unit.replica_sums.averages, unit.accumulation.sync) == (False, True)
+    model.set_requires_gradient_sync(True)
+    assert unit.replica_sums.averages
 
 
 def test_settings_of_the_division_are_part_of_what_a_graph_is_compiled_for(mesh: DeviceMesh) -> None:

@@ -130,11 +130,11 @@ def wrong_all_reduce(piece: Piece, unit: UnitPlan) -> Iterator[str]:
     """Say how a reduced gradient is averaged over replicas otherwise than planned."""
     launch, rule = piece.all_reduce, collectives.division_of(unit, piece.concat.dtype)
     if launch is None:
-        if unit.replicas > 1:
+        if unit.averages_replicas:
             yield f"no all_reduce averages it over the {unit.replicas} replicas"
         return
-    if unit.replicas == 1:
-        yield "its unit has no replicas"
+    if not unit.averages_replicas:
+        yield "its unit is not averaged over replicas here"
     elif collectives.group_of(launch) != unit.replicate_group:
         yield f"expected group {unit.replicate_group!r}, found {collectives.group_of(launch)!r}"
     operator = collectives.arguments_of(launch)["reduce_op"]
@@ -148,7 +148,8 @@ def wrong_result(piece: Piece, unit: UnitPlan, shard: ShardPlan) -> Iterator[str
     """Say how a reduced gradient is finished otherwise than planned."""
     rule = collectives.division_of(unit, piece.concat.dtype)
     is_sent = piece.launch or piece.all_reduce
-    after = rule.after if is_sent else rule.before * rule.after
+    last = rule.after if unit.averages_replicas or unit.replicas == 1 else 1
+    after = last if is_sent else rule.before * last
     found = piece.divisor if is_sent else piece.divisor * piece.concat.divisor
     if piece.launch is None and unit.world_size > 1:
         yield "no launch reduced it: it is this rank's own gradient"
