@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from hypothesis import given, settings
@@ -96,6 +97,15 @@ def test_counts_the_bytes_of_a_gathered_unit_in_its_unsharded_dtype() -> None:
     unit = UnitPlan(fqn="", shards=shards, world_size=2, group="0", param_dtype=torch.bfloat16)
     assert unit.unsharded_bytes == 2 * 9 * 2 + 2 * 2 * 8
     assert [unit.unsharded_dtype(shard) for shard in shards] == [torch.bfloat16, torch.int64]
+
+
+def test_blocks_share_a_graph_only_with_as_many_replicas_of_one_group() -> None:
+    one = UnitPlan(fqn="", shards=(one_shard([(4,)], 2),), world_size=2, group="0")
+    several = replace(one, replicas=4, replicate_group="1")
+    others = [one, several, replace(several, replicate_group="2"), replace(several, replicas=2)]
+    assert len({unit.sharing_key for unit in others}) == 4
+    assert (several.num_ranks, several.groups) == (8, {"0": 2, "1": 4})
+    assert (one.num_ranks, one.groups) == (2, {"0": 2})
 
 
 @QUICK

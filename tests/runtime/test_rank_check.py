@@ -263,7 +263,8 @@ def test_replicas_compare_the_order_of_what_they_launch_over_both_axes() -> None
         pass
     in_another_order = [run[0], run[2], run[1], run[3]] if dist.get_rank() else run
     expected = (
-        r"collective 2 is the first that differs:\n    rank 0 \(backward\): all_reduce f32\[4\] for a  # %all_reduce_a\n"
+        r"collective 2 is the first that differs:\n"
+        r"    rank 0 \(backward\): all_reduce f32\[4\] for a  # %all_reduce_a\n"
         r"    rank 1 \(backward\): reduce_scatter f32\[4\] for b  # %reduce_scatter_b\n"
     )
     with pytest.raises(RankMismatchError, match=expected), Agreement("backward").before(in_another_order):
