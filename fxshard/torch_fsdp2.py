@@ -95,17 +95,17 @@ class Fsdp2Unit:
     @property
     def gradient_divide_factor(self) -> float | None:
         """By which gradients are divided; `None` for the number of ranks."""
-        return next((group.gradient_divide_factor for group in self.groups), None)
+        return next((getattr(group, "gradient_divide_factor", None) for group in self.groups), None)
 
     @property
     def sums_only(self) -> bool:
         """Whether reductions use no average."""
-        return any(group.force_sum_reduction_for_comms for group in self.groups)
+        return any(getattr(group, "force_sum_reduction_for_comms", False) for group in self.groups)
 
     @property
     def all_reduce_hook(self) -> Any:
         """What is called with reduced gradients."""
-        return next((group._all_reduce_hook for group in self.groups), None)
+        return next((getattr(group, "_all_reduce_hook", None) for group in self.groups), None)
 
     @property
     def separate_reduce_scatter_group(self) -> bool:

@@ -112,7 +112,8 @@ class _Ours:
             module.set_modules_to_backward_prefetch([unit.modules[0] for unit in self.unit.backward_prefetch])
         if self.unit.divide_factor is not None:
             module.set_gradient_divide_factor(self.unit.divide_factor)
-        module.set_force_sum_reduction_for_comms(self.unit.sums_only)
+        if self.unit.sums_only:
+            module.set_force_sum_reduction_for_comms(True)
         if self.unit.all_reduce_hook is not None:
             module.set_all_reduce_hook(self.unit.all_reduce_hook)
         module.set_requires_gradient_sync(self.unit.accumulation.sync, recurse=False)
