@@ -17,6 +17,7 @@ from fxshard.api import (
     register_fsdp_forward_method,
     release,
     release_accumulators,
+    share_comm_ctx,
 )
 from fxshard.compile.auto_shard import guard_optimizers as _guard_optimizers
 from fxshard.compile.backend import fxshard as _backend
@@ -81,6 +82,7 @@ __all__ = [
     "release",
     "release_accumulators",
     "save_checkpoint",
+    "share_comm_ctx",
 ]
 
 _register_backend(_backend, "fxshard")

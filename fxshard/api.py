@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast, overload
 
@@ -20,7 +20,7 @@ from fxshard.ir import collectives, text
 from fxshard.runtime import overlapped_step
 from fxshard.runtime.frame import Frame
 from fxshard.sharding import adopt as adopt_module
-from fxshard.sharding import forward_methods, shard_module, sharded_module
+from fxshard.sharding import forward_methods, fsdp2_settings, shard_module, sharded_module
 from fxshard.sharding import release as release_module
 from fxshard.sharding.mesh import default_mesh, require_mesh
 from fxshard.sharding.no_sync import without_sync
@@ -73,12 +73,14 @@ def fully_shard(
 
     Call it bottom-up, then `torch.compile(module, backend="fxshard")`. Each call makes one unit of the parameters that
     no earlier call has taken: they are gathered together and their gradients are reduced together. Parameters become
-    `DTensor(Shard(0))`; optimizers, `state_dict`, `torch.distributed.checkpoint` and `clip_grad_norm_` work on them.
+    `DTensor(Shard(0))`, on a mesh of two axes `(Replicate(), Shard(0))`; optimizers, `state_dict`,
+    `torch.distributed.checkpoint` and `clip_grad_norm_` work on them.
 
     Args:
         module: the module, or a list of modules that make one unit together.
-        mesh: 1-D device mesh of the ranks that share the parameters; default: all ranks, with a new process group if
-            there is none.
+        mesh: device mesh of the ranks that share the parameters; default: all ranks, with a new process group if there
+            is none. With two axes, which need names, the first one replicates and the second shards (hybrid sharding):
+            gradients are reduced over the second and then averaged over the first.
         reshard_after_forward: True frees the gathered parameters after forward and gathers them again in backward;
             False keeps them; None is False for the outermost module and True for the others. Compiled code only: a
             model that runs eagerly keeps what autograd saved until its backward.
@@ -175,6 +177,20 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     forward_methods.register(plain_module(module), method_name)
 
 
+def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
+    """Set nothing, and say so once: torch's function of this name lets models share streams, which graphs do anyway.
+
+    Raises:
+        ConfigError: one of `modules` is not sharded.
+    """
+    for module in modules:
+        if not isinstance(module, nn.Module) or not isinstance(plain_module(module), ShardedModule):
+            raise ConfigError(
+                f"share_comm_ctx expects modules that fully_shard has sharded, got {type(module).__name__}."
+            )
+    fsdp2_settings.say_once("share_comm_ctx")
+
+
 def overlap_step(optimizer: AnyOptimizer) -> AnyOptimizer:
     """Let each step of an optimizer launch the gather that the next forward begins with.
 
@@ -209,7 +225,8 @@ class CompiledGraph:
     Attributes:
         kind: "forward", "backward" or "inference".
         text: one node per line (`ir/text.py`).
-        collectives: "all_gather" and "reduce_scatter" -> how many the graph launches; absent where none.
+        collectives: "all_gather", "reduce_scatter" and "all_reduce" (over replicas, or the user's own) -> how many the
+            graph launches; absent where none.
     """
 
     kind: str
@@ -236,6 +253,7 @@ def _compiled_graph(kind: str, graph: fx.Graph) -> CompiledGraph:
     launches = {
         "all_gather": len(collectives.unshard_launches(graph)),
         "reduce_scatter": len(collectives.reduce_launches(graph)),
+        "all_reduce": len(collectives.all_reduce_launches(graph)),
     }
     used = {op: count for op, count in launches.items() if count}
     return CompiledGraph(kind=kind, text=text.graph_text(graph), collectives=used)

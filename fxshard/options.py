@@ -42,7 +42,8 @@ class Options:
     """What `torch.compile(..., backend="fxshard", options={...})` accepts.
 
     Attributes:
-        mesh: 1-D mesh of the one-line path; `None` is all ranks. An error for a model that `fully_shard` sharded.
+        mesh: of the one-line path, with one axis or (replicate, shard); `None` is all ranks. An error for a model that
+            `fully_shard` sharded.
         reshard_after_forward: as in `fully_shard`, for the one-line path only.
         param_dtype: dtype of gathered parameters and compute, for the one-line path only.
         reduce_dtype: dtype of gradient reduction, for the one-line path only.

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed import _composable_state as composable_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 
 # The package has a function of the module's name.
@@ -83,9 +83,29 @@ class Fsdp2Unit:
         return all(group.reduce_grads for group in self.groups)
 
     @property
+    def requires_all_reduce(self) -> bool:
+        """Whether backward averages over replicas what it reduces."""
+        return all(group.all_reduce_grads for group in self.groups)
+
+    @property
     def is_last_backward(self) -> bool:
         """Whether the next backward is the last one of its step."""
         return bool(self.state._state_ctx.is_last_backward)
+
+    @property
+    def gradient_divide_factor(self) -> float | None:
+        """By which gradients are divided; `None` for the number of ranks."""
+        return next((getattr(group, "gradient_divide_factor", None) for group in self.groups), None)
+
+    @property
+    def sums_only(self) -> bool:
+        """Whether reductions use no average."""
+        return any(getattr(group, "force_sum_reduction_for_comms", False) for group in self.groups)
+
+    @property
+    def all_reduce_hook(self) -> Any:
+        """What is called with reduced gradients."""
+        return next((getattr(group, "_all_reduce_hook", None) for group in self.groups), None)
 
     @property
     def separate_reduce_scatter_group(self) -> bool:
@@ -112,8 +132,8 @@ class Fsdp2Unit:
     def obstacles(self) -> list[str]:
         """Say what of its settings and its moment fxshard cannot take over, in FSDP2's words."""
         groups, params = self.groups, [each for group in self.groups for each in group.fsdp_params]
-        if len(groups) > 1 or any(type(group.mesh_info) is not FSDPMeshInfo for group in groups):
-            return ["a mesh of several axes, or parameters with meshes of their own (HSDP, replicate, expert meshes)"]
+        if len(groups) > 1 or any(not _is_our_kind(group.mesh_info) for group in groups):
+            return ["parameters with meshes of their own, or another mesh than (shard) or (replicate, shard)"]
         return [what for what, found in self._checks(groups, params).items() if found]
 
     def _checks(self, groups: list[Any], params: list[Any]) -> dict[str, bool]:
@@ -122,17 +142,15 @@ class Fsdp2Unit:
 
         comms = [getattr(g, name) for g in groups for name in ("_all_gather_comm", "_reduce_scatter_comm")]
         return {
-            "a mesh of several axes": any(group.mesh_info.mesh.ndim != 1 for group in groups),
+            "reduced gradients that wait for an all_reduce": any_of(groups, "_partial_reduce_output"),
             "parameters that were DTensors before (tensor parallelism)": any_of(params, "is_dtensor", False),
             "parameters sharded on another dimension than 0 (shard_placement_fn)": any(
                 each.fsdp_placement.dim != 0 for each in params
             ),
             "CPU offload (offload_policy)": any_of(params, "offload_to_cpu", False),
             "reshard_after_forward as a number of ranks": any(group._use_post_forward_mesh for group in groups),
-            "set_gradient_divide_factor": any_of(groups, "gradient_divide_factor"),
-            "set_force_sum_reduction_for_comms": any_of(groups, "force_sum_reduction_for_comms", False),
             "set_reduce_scatter_unused_params": any_of(groups, "reduce_scatter_unused_params", False),
-            "set_all_reduce_hook": any_of(groups, "_all_reduce_hook"),
+            "set_all_reduce_hook with a stream": any_of(groups, "_all_reduce_hook_stream"),
             "set_custom_all_gather or set_custom_reduce_scatter": any(
                 not type(comm).__module__.startswith("torch.") for comm in comms
             ),
@@ -175,6 +193,13 @@ class Fsdp2Unit:
             for call in [call for call, state in states.items() if state is self.state]:
                 del states[call]
             module.__dict__.get(_contract.REGISTRY_KEY, {}).pop("fully_shard", None)
+
+
+def _is_our_kind(mesh_info: Any) -> bool:
+    """Whether a mesh has an axis that shards, and at most one before it, which replicates."""
+    if type(mesh_info) is HSDPMeshInfo:
+        return mesh_info.mesh.ndim == 2 and (mesh_info.replicate_mesh_dim, mesh_info.shard_mesh_dim) == (0, 1)
+    return type(mesh_info) is FSDPMeshInfo and mesh_info.mesh.ndim == 1
 
 
 def _has_unreduced_gradient(param: Any) -> bool:

@@ -62,7 +62,8 @@ class AssignStreams(GraphPass):
         gathers = launch_groups.groups_of(gm.graph, collectives.GATHERS)
         reductions = launch_groups.groups_of(gm.graph, collectives.REDUCTIONS)
         if self.mode == "off":
-            return any([_wait_at_once(group) for group in (*gathers, *reductions)])
+            outer = launch_groups.groups_of(gm.graph, collectives.ALL_REDUCES)
+            return any([_wait_at_once(group) for group in (*gathers, *reductions, *outer)])
         if self.mode != "side":
             return False
         flow = dataflow.dataflow_of(gm.graph, ctx.plan)

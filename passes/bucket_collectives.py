@@ -128,9 +128,10 @@ def _join(pieces: Sequence[ReduceBucket]) -> ReduceBucket:
 
 
 def _can_share_launch(units: Sequence[str], ctx: PassContext) -> bool:
-    """Return whether one launch can serve these units: all different, and of one process group."""
-    groups = {(ctx.plan.units[unit].group, ctx.plan.units[unit].reduce_group) for unit in units}
-    return len(set(units)) == len(units) and len(groups) == 1
+    """Return whether one launch can serve these units: all different, of the same process groups and division."""
+    plans = [ctx.plan.units[unit] for unit in units]
+    ways = {(tuple(plan.groups), plan.divide_factor, plan.sums_only) for plan in plans}
+    return len(set(units)) == len(units) and len(ways) == 1
 
 
 def _why(nbytes: int, limits: Limits) -> str:

@@ -104,7 +104,7 @@ def _copy_in_seconds(reduction: ReduceBucket, gradient: UnitSlot, ctx: PassConte
         bool(shape)
         and shape[0] % unit.world_size == 0
         and sum_dtype(reduction.terms[gradient]) is reduction.dtype
-        and collectives.division(unit.world_size, reduction.dtype).before == 1
+        and collectives.division_of(unit, reduction.dtype).before == 1
     )
     nbytes = reduction.unsharded_bytes_of(gradient, ctx.plan)
     return copy_seconds(nbytes, ctx.hardware) if is_sent_as_it_is else 0.0

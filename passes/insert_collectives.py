@@ -28,6 +28,9 @@ class InsertCollectives(GraphPass):
     The launch reads the shard itself (or its one cast), so nothing is copied in. Gradients of several reads of one
     parameter are added before the reduction, in the order in which autograd would add them.
 
+    Where replicas hold the same shard (a mesh of two axes), what a reduction leaves is averaged over them by one
+    all_reduce of the same tensors, and divided or cast after it.
+
     Numerics: equal to FSDP2's, operation for operation: same buffer order, reduce dtype and division rule.
     Memory: the gathered buffer lives until its last parameter is copied out of it, the parameters until their last use.
     No-op: a graph without markers.

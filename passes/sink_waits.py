@@ -24,6 +24,10 @@ class SinkWaits(GraphPass):
     next one sends is put together. FSDP2 has one. What is made of a reduced gradient (casts, divisions, its place in
     the shard's gradient) goes with the wait.
 
+    Where replicas hold the same shard, an all_reduce needs what the reduction gives. So a reduction is waited for no
+    later than right behind the launch of the next one, which lets the all_reduce run beside the compute that follows;
+    the all_reduces, whose buffers are shards, are waited for at the end.
+
     Numerics: unchanged. Memory: the inputs of `max_buffers` reductions, each as large as a unit's unsharded gradients.
     No-op: a graph without reductions, or where nothing stands between a wait and the end.
     Source: FSDP2 `_fsdp_param_group.py` (`reduce_scatter_state`), which lets one reduction run beside the compute.
@@ -41,22 +45,53 @@ class SinkWaits(GraphPass):
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
         """Edit `gm.graph` in place; return whether anything changed."""
         found = launch_groups.groups_of(gm.graph, collectives.REDUCTIONS)
+        outer = launch_groups.groups_of(gm.graph, collectives.ALL_REDUCES)
+        last = {wait for group in outer for wait in group.waits}
         before = list(gm.graph.nodes)
-        places: dict[fx.Node, fx.Node] = {}
+        places: dict[fx.Node, fx.Node] = dict.fromkeys(last, gm.graph.output_node())
         for i, group in enumerate(found):
             place, why = self._place(found, i, gm.graph)
             places |= dict.fromkeys(group.waits, place)
             ctx.note(group.launches[0], why)
+        for group in outer:
+            ctx.note(group.launches[0], "launched once the reduction is there, waited for at the end")
         for node in gm.graph.nodes:
             sunk = [places[source] for source in node.all_input_nodes if source in places]
             if sunk and node not in places and node.op != "output":
                 places[node] = max(sunk)  # nodes compare by their place in the graph
-        launch_groups.move({node: places[node] for node in sorted(places)})
+                last.update({node} if not last.isdisjoint(node.all_input_nodes) else ())
+        in_order = sorted(places, key=lambda node: (node in last, node))  # no all_reduce is launched behind a wait
+        launch_groups.move({node: places[node] for node in in_order})
         return before != list(gm.graph.nodes)
 
     def _place(self, found: list[LaunchGroup], i: int, graph: fx.Graph) -> tuple[fx.Node, str]:
+        latest, why = self._latest(found, i, graph)
+        if i + 1 < len(found) and _is_all_reduced(found[i]):
+            waited_for = {wait for group in found for wait in group.waits}
+            behind = launch_groups.following(found[i + 1].nodes[-1], _with_readers(waited_for))
+            if behind < latest:
+                return behind, f"waited for when {found[i + 1].name} is launched, so that its all_reduce can start"
+        return latest, why
+
+    def _latest(self, found: list[LaunchGroup], i: int, graph: fx.Graph) -> tuple[fx.Node, str]:
         if i + self.max_buffers >= len(found):
             return graph.output_node(), "waited for at the end"
         later = found[i + self.max_buffers]
         why = f"waited for before {later.name} is reduced: {self.max_buffers} may be in flight"
         return next(node for node in later.nodes if node > found[i].nodes[-1]), why
+
+
+def _is_all_reduced(group: LaunchGroup) -> bool:
+    """Whether what the launches of a group leave is averaged over replicas."""
+    return any(user.target in collectives.ALL_REDUCES for wait in group.waits for user in wait.users)
+
+
+def _with_readers(nodes: set[fx.Node]) -> set[fx.Node]:
+    """Return nodes, and all that reads them, but for the graph's end."""
+    found, todo = set(nodes), list(nodes)
+    while todo:
+        for user in todo.pop().users:
+            if user not in found and user.op != "output":
+                found.add(user)
+                todo.append(user)
+    return found

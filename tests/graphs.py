@@ -48,11 +48,14 @@ SPLIT: tuple[GraphKind, GraphKind] = ("forward", "backward")
 
 
 @contextmanager
-def fake_ranks(world_size: int) -> Iterator[DeviceMesh]:
-    """Pretend to be rank 0 of `world_size`; collectives return at once and move nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+def fake_ranks(world_size: int, replicas: int = 1) -> Iterator[DeviceMesh]:
+    """Pretend to be rank 0 of `world_size`, or of so many replicas; collectives return at once and move nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size * replicas)
     try:
-        yield init_device_mesh("cpu", (world_size,))
+        if replicas > 1:
+            yield init_device_mesh("cpu", (replicas, world_size), mesh_dim_names=("replicate", "shard"))
+        else:
+            yield init_device_mesh("cpu", (world_size,))
     finally:
         torch._dynamo.reset()
         dist.destroy_process_group()
@@ -217,8 +220,13 @@ class Traced:
 
     @property
     def world_size(self) -> int:
-        """Ranks that the graphs were traced for."""
+        """Ranks that share the parameters."""
         return next(iter(self.plan.units.values())).world_size
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks hold the same shard."""
+        return next(iter(self.plan.units.values())).replicas
 
 
 def trace(
@@ -226,6 +234,7 @@ def trace(
     *,
     units: Callable[[nn.Module], Sequence[nn.Module]] = lambda module: [module],
     world_size: int = 2,
+    replicas: int = 1,
     pipeline: Pipeline = DEFAULT,
     train: bool = True,
     width: int = WIDTH,
@@ -239,7 +248,8 @@ def trace(
     Args:
         module: takes `inputs`.
         units: the modules to make units of, inner ones first.
-        world_size: number of fake ranks.
+        world_size: number of fake ranks that share the parameters.
+        replicas: how many of them hold the same shard.
         pipeline: the passes; those that only Inductor can run are left out for the interpreter.
         train: whether to run with autograd.
         width: of the module's input.
@@ -260,7 +270,7 @@ def trace(
         lower(gm, inputs, frame, pipeline, Options(lower=lowering, verify=verify), generate_code=lowering == "eager")
         return frame
 
-    with fake_ranks(world_size) as mesh, torch.set_grad_enabled(train):
+    with fake_ranks(world_size, replicas) as mesh, torch.set_grad_enabled(train):
         for unit in units(module):
             fully_shard(unit, mesh=mesh, **shard_kwargs)
         result = torch.compile(module, backend=backend)(*given)

@@ -66,11 +66,11 @@ _STEPS: dict[Hashable, Step] = {}
 
 def _run(traced: Traced, passes: Sequence[GraphPass], hardware: HardwareSpec | None) -> Step:
     forward, backward = (_rewritten(traced, kind, passes, hardware) for kind in SPLIT)
-    world_size = traced.world_size
-    batches = [batch_of(traced, rank) for rank in range(world_size)]
+    world_size, num_ranks = traced.world_size, traced.world_size * traced.replicas
+    batches = [batch_of(traced, rank) for rank in range(num_ranks)]
     arguments = list(_forward_inputs(traced, forward, [x for x, _ in batches]))
     tangent = _on_all_ranks([dy for _, dy in batches])
-    with fake_ranks(world_size), LocalTensorMode(world_size), torch.no_grad():
+    with fake_ranks(world_size, traced.replicas), LocalTensorMode(num_ranks), torch.no_grad():
         results = forward(*arguments)
         saved = dict(zip(_result_names(forward), results, strict=True))
         inputs = [node.name for node in backward.graph.find_nodes(op="placeholder")]
@@ -123,11 +123,11 @@ _OF_ALL_RANKS = {
 def reference_step(traced: Traced) -> Step:
     """The same step without sharding: the original module on every rank's batch, gradients averaged."""
     module = copy.deepcopy(traced.module)
-    outputs = []
-    for rank in range(traced.world_size):
+    outputs, num_ranks = [], traced.world_size * traced.replicas
+    for rank in range(num_ranks):
         x, dy = batch_of(traced, rank)
         outputs.append(module(x))
-        outputs[-1].backward(dy / traced.world_size)
+        outputs[-1].backward(dy / num_ranks)
     grads = {fqn: p.grad for fqn, p in module.named_parameters() if p.grad is not None}
     return Step(outputs=[y.detach() for y in outputs], grads=grads)
 
@@ -159,7 +159,8 @@ def _forward_inputs(traced: Traced, forward: fx.GraphModule, xs: Sequence[Tensor
         if i in traced.plan.shard_inputs:
             unit, shard = traced.plan.shard_inputs[i]
             plan = traced.plan.units[unit].shards[shard]
-            yield _on_all_ranks([shard_of(plan, parameters, r, traced.world_size) for r in range(traced.world_size)])
+            shards = [shard_of(plan, parameters, r, traced.world_size) for r in range(traced.world_size)]
+            yield _on_all_ranks(shards * traced.replicas)
         else:
             yield _on_all_ranks(xs)
 
@@ -179,7 +180,9 @@ def _full_grads(traced: Traced, grads: Sequence[Any]) -> dict[str, Tensor]:
     for i, (unit, shard) in traced.plan.shard_inputs.items():
         if grads[i] is None:
             continue
-        ranks = _per_rank(grads[i])
+        ranks, size = _per_rank(grads[i]), traced.world_size
+        assert all(torch.equal(grad, ranks[rank % size]) for rank, grad in enumerate(ranks)), "replicas differ"
+        ranks = ranks[:size]
         for slot in traced.plan.units[unit].shards[shard].slots:
             pieces = [flat[slot.offset : slot.offset + slot.numel] for flat in ranks]
             whole = pieces[0] if slot.replicated else torch.cat(pieces)[: slot.full_numel]

@@ -32,7 +32,7 @@ from fxshard.compile import dynamo, fsdp2_or_ddp
 from fxshard.errors import ConfigError
 from fxshard.live_objects import instances_of, referrers_of
 from fxshard.options import Options, launched_world_size
-from fxshard.runtime import process_groups, rank_values
+from fxshard.runtime import mesh_axes, process_groups, rank_values
 from fxshard.runtime.flat_shard import Home
 from fxshard.runtime.parameters import as_dtensor, shard_rows
 from fxshard.runtime.unit import Unit
@@ -73,8 +73,9 @@ def shard_root(gm: fx.GraphModule, unsharded: dict[str, nn.Parameter], options: 
     for root in roots:
         shard_module.require_shardable(dict(root.named_parameters()), mesh)
     for root in roots:
-        _require_no_averages(root, mesh.get_group())
-        _agree_on_values(root, mesh.get_group())
+        for group in mesh_axes.groups(mesh):
+            _require_no_averages(root, group)
+            _agree_on_values(root, group)
         _shard(root, mesh, options)
     dynamo.restart("fxshard sharded the model")
 
@@ -286,7 +287,7 @@ def _rebind_optimizers(replaced: dict[int, tuple[nn.Parameter, nn.Parameter]]) -
 def _like(value: Tensor, new: nn.Parameter) -> Tensor:
     """Return this rank's rows of an optimizer state tensor that is shaped like the parameter."""
     mesh = new.device_mesh  # type: ignore[attr-defined]
-    rows = shard_rows(value, mesh.get_local_rank(), mesh.size()).clone()
+    rows = shard_rows(value, mesh_axes.shard_rank(mesh), mesh_axes.num_shards(mesh)).clone()
     return as_dtensor(value, rows, mesh).detach()
 
 

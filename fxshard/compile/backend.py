@@ -46,7 +46,7 @@ def fxshard(
     try:
         return _dispatch(gm, example_inputs, parse(options, mode))
     except (FxshardError, NotImplementedError) as error:
-        groups = {home.unit.plan.group for home in dynamo.flats_of(example_inputs).values()}
+        groups = {name for home in dynamo.flats_of(example_inputs).values() for name in home.unit.plan.groups}
         rank_check.report_failure(groups, str(error))
         raise dynamo.as_raised_by_backend(error) from error.__cause__
 

@@ -124,7 +124,7 @@ class Stages:
 
     def _context(self, kind: GraphKind) -> PassContext:
         return PassContext(
-            plan=self.frame.plan,
+            plan=self.variant.plan(self.frame.plan),
             kind=kind,
             decompositions=self._decompositions,
             traced=self.traced,

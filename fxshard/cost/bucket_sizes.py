@@ -38,7 +38,9 @@ class Limits:
 
 
 def auto_limits(hardware: HardwareSpec, world_size: int) -> Limits:
-    """Limits that follow from the link; see [Note: bucket sizes]."""
+    """Limits that follow from the link; see [Note: bucket sizes]. One rank sends nothing: there are none."""
+    if world_size == 1:
+        return Limits(enough=math.inf, most=math.inf)
     per_byte = (world_size - 1) / world_size / hardware.link_bandwidth
 
     def nbytes(share: float) -> float:

@@ -45,7 +45,8 @@ def launches_of(sizes: Sizes, hardware: HardwareSpec) -> dict[fx.Node, LaunchCos
     for node, nbytes in sizes.of_launch.items():
         given = collectives.arguments_of(node)
         op, group = kind_of(node), str(given.get("group_name"))
-        ranks = WORLD_SIZE if group in sizes.open_groups else given.get("group_size", sizes.point.world_size)
+        known_ranks = sizes.group_sizes.get(group, sizes.point.world_size)
+        ranks = WORLD_SIZE if group in sizes.open_groups else given.get("group_size", known_ranks)
         key = (op, nbytes, ranks)
         if key not in known:
             known[key] = transfer_seconds(op, nbytes, ranks, hardware)

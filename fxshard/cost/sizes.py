@@ -10,7 +10,7 @@ expression is used only if it gives the traced number of bytes at the traced wor
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import sympy
@@ -36,6 +36,7 @@ class Sizes:
         of_storage: bytes of each of `live.storages`.
         of_launch: bytes of the whole buffer (all ranks' shards) of each launch.
         open_groups: process groups whose size is the world size.
+        group_sizes: of all of the plan, as traced.
     """
 
     live: Liveness
@@ -43,6 +44,7 @@ class Sizes:
     of_storage: tuple[Quantity, ...]
     of_launch: dict[fx.Node, Quantity]
     open_groups: frozenset[str]
+    group_sizes: Mapping[str, int]
 
 
 def sizes_of(graph: fx.Graph, plan: FramePlan, *, donated: bool = False) -> Sizes:
@@ -50,7 +52,8 @@ def sizes_of(graph: fx.Graph, plan: FramePlan, *, donated: bool = False) -> Size
     world_size = max((unit.world_size for unit in plan.units.values()), default=1)
     point = Point(world_size=world_size, hints=hints_of(graph))
     units = {key: unit for key, unit in plan.units.items() if unit.world_size == world_size}
-    return _Measurement(liveness(graph, donated=donated), point, units).run()
+    group_sizes = {name: size for unit in plan.units.values() for name, size in unit.groups.items()}
+    return _Measurement(liveness(graph, donated=donated), point, units, group_sizes).run()
 
 
 def numel_of(tensor: Tensor) -> Quantity:
@@ -81,8 +84,10 @@ def _chunk(rows: int) -> Quantity:
 class _Measurement:
     """One walk over a graph that finds what the plan knows about its storages."""
 
-    def __init__(self, live: Liveness, point: Point, units: dict[str, UnitPlan]) -> None:
-        self.live, self.point, self.units = live, point, units
+    def __init__(
+        self, live: Liveness, point: Point, units: dict[str, UnitPlan], group_sizes: Mapping[str, int]
+    ) -> None:
+        self.live, self.point, self.units, self.group_sizes = live, point, units, group_sizes
         self.slots = {
             qualified(key, slot.fqn): slot
             for key, unit in units.items()
@@ -105,6 +110,7 @@ class _Measurement:
             of_storage=tuple(self.sizes),
             of_launch=self.launches,
             open_groups=frozenset(g for unit in self.units.values() for g in (unit.group, unit.reducing_group)),
+            group_sizes=self.group_sizes,
         )
 
     def _set(self, storage: int, elements: Quantity) -> None:
@@ -133,7 +139,13 @@ class _Measurement:
         """Fill in `launches`, and what the plan knows of the launch's storages."""
         filled, read = self.live.storages_of[launch], [t for s in launch.all_input_nodes for t in tensors_in(s)]
         nbytes = Sum()
-        if launch.target in collectives.LAUNCHES:
+        if launch.target in collectives.ALL_REDUCES and tags.units_of(launch):
+            for sent, storage in zip(launch.all_input_nodes, filled, strict=True):
+                (origin,) = self.live.storages_of[sent]
+                if origin in self.elements:
+                    self._set(storage, self.elements[origin])
+                nbytes.add(self.sizes[storage])
+        elif launch.target in collectives.LAUNCHES and launch.target not in collectives.ALL_REDUCES:
             known = self._slots_reduced if launch.target in collectives.REDUCTIONS else self._slots_gathered
             inputs = collectives.launch_inputs(launch)
             for i, (storage, result, source) in enumerate(zip(filled, tensors_in(launch), inputs, strict=True)):

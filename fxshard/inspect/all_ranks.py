@@ -4,7 +4,8 @@
 All ranks run the same graph, so one interpreter can walk it for all of them: at each node it computes the value of
 every rank, and a collective is a function of the values that the ranks have there. That takes no process group, so a
 live one is left alone. Reductions add in the order of the ranks; the network may add in another, but always the same
-one is what comparing two graphs needs. Values that the network moves are exact either way.
+one is what comparing two graphs needs. Values that the network moves are exact either way. Of replicas (a mesh of two
+axes) there is one: the others are taken to have the same gradients, or in a sum none.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fxshard import torch_private
 from fxshard.errors import UnsupportedGraph
 from fxshard.inspect.fake_model import FakeModel
-from fxshard.ir import collectives, ops
+from fxshard.ir import collectives, ops, tags
 from fxshard.ir.plan import ShardPlan
+from fxshard.runtime import mesh_axes
 from fxshard.runtime.flat_shard import Home, home_of
 from fxshard.runtime.frame import Frame
 from fxshard.sharding.sharded_module import units_under
@@ -101,7 +103,7 @@ def _fill(flat: Tensor, plan: ShardPlan, parameters: Sequence[Tensor], rank: int
     """Write a rank's rows of each parameter into its slot."""
     for slot, parameter in zip(plan.slots, parameters, strict=True):
         if isinstance(parameter, DTensor):
-            own = parameter.device_mesh.get_local_rank()
+            own = mesh_axes.shard_rank(parameter.device_mesh)
             rows = parameter.to_local().reshape(-1).roll(rank - own)
         else:
             rows = (parameter if slot.replicated else parameter[slice(*slot.rows_of(rank, num_ranks))]).reshape(-1)
@@ -218,9 +220,11 @@ def _cut(gathered: Tensor, size: list[int], stride: list[int], start: int) -> Te
 
 
 def _spans(node: fx.Node, num_ranks: int) -> bool:
-    """Whether a launch is over all ranks, and moves or averages."""
+    """Whether a launch is over all ranks, or over replicas, and moves or averages."""
     given = collectives.arguments_of(node)
     moves_or_averages = given.get("reduce_op", "sum") in ("sum", "avg")
+    if node.target in collectives.ALL_REDUCES:
+        return moves_or_averages and bool(tags.units_of(node))
     return moves_or_averages and collectives.world_size_of(node) == num_ranks
 
 
@@ -248,6 +252,10 @@ def _reduce_all(ranks: Sequence[tuple[Any, ...]]) -> PerRank:
     return tuple(list(parts) for parts in zip(*reduced, strict=True))
 
 
+def _all_reduce(ranks: Sequence[tuple[Any, ...]]) -> PerRank:
+    return tuple(copied(args[0]) for args in ranks)
+
+
 def _gather_parts(ranks: Sequence[tuple[Any, ...]]) -> PerRank:
     def parts(flat: Tensor, dtype: torch.dtype, starts: list[int], numels: list[int]) -> list[Tensor]:
         cast = flat.to(dtype)
@@ -269,6 +277,8 @@ _COLLECTIVES: dict[Any, Callable[[Sequence[tuple[Any, ...]]], PerRank]] = {
     collectives.ALL_GATHER_COALESCED: _gather_all,
     collectives.REDUCE_SCATTER: _reduce,
     collectives.REDUCE_SCATTER_COALESCED: _reduce_all,
+    collectives.ALL_REDUCE: _all_reduce,
+    collectives.ALL_REDUCE_COALESCED: _all_reduce,
     ops.PREFETCHED_ALL_GATHER: _gather_parts,
     ops.ALL_GATHER_ON_STREAM: _gather_cast,
     ops.REDUCE_SCATTER_ON_STREAM: _reduce_cast,

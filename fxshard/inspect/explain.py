@@ -22,6 +22,7 @@ from fxshard.inspect.fake_model import fake_model_of
 from fxshard.options import parse
 from fxshard.passes import pipeline
 from fxshard.runtime.frame import Frame
+from fxshard.runtime.unit import Unit
 from fxshard.sharding.sharded_module import plain_module, units_under
 
 DEFAULT_HARDWARE = "h100"
@@ -30,7 +31,7 @@ DEFAULT_HARDWARE = "h100"
 def explain(
     model: nn.Module,
     *args: Any,
-    world_size: int | None = None,
+    world_size: int | tuple[int, int] | None = None,
     mesh: DeviceMesh | None = None,
     options: Mapping[str, Any] | None = None,
     **kwargs: Any,
@@ -47,7 +48,8 @@ def explain(
     Args:
         model: sharded by `fully_shard` or not, compiled or not; may be on the meta device.
         *args: of the model's forward; tensors may be on meta, too.
-        world_size: ranks of a model that is not sharded; default: those of the process group, if there is one.
+        world_size: ranks of a model that is not sharded; default: those of the process group, if there is one. Two
+            numbers are a mesh of two axes: how many replicas, and over how many ranks each is sharded.
         mesh: instead of `world_size`.
         options: as for `torch.compile(model, backend="fxshard", options=...)`.
         **kwargs: of the model's forward.
@@ -78,7 +80,7 @@ def explain(
         ) from error
     if not frames:
         raise nothing_captured(name)
-    return explanation(name, fake_model.world_size, fake_model.replica.device, frames)
+    return explanation(name, units_under(fake_model.model), fake_model.replica.device, frames)
 
 
 def explanation_of(model: nn.Module) -> Explanation:
@@ -108,11 +110,11 @@ def explanation_of(model: nn.Module) -> Explanation:
             f"nothing has been compiled for {type_name(model)} yet. Compile it with backend='fxshard' and call it "
             "once, or use fxshard.explain(model, *args)."
         )
-    return explanation(type_name(model), units[0].world_size, units[0].shards[0].flat.device, frames)
+    return explanation(type_name(model), units, units[0].shards[0].flat.device, frames)
 
 
-def explanation(name: str, world_size: int, device: torch.device, frames: Sequence[Frame]) -> Explanation:
-    """The explanation of captured frames."""
+def explanation(name: str, units: Sequence[Unit], device: torch.device, frames: Sequence[Frame]) -> Explanation:
+    """The explanation of captured frames of a model with these units, the outermost one first."""
     spec = hardware.load(frames[0].hardware or DEFAULT_HARDWARE)
     kept = tuple(
         FrameExplanation(
@@ -123,7 +125,14 @@ def explanation(name: str, world_size: int, device: torch.device, frames: Sequen
         )
         for frame in frames
     )
-    return Explanation(model=name, world_size=world_size, frames=kept, hardware=spec, device=device.type)
+    return Explanation(
+        model=name,
+        world_size=units[0].world_size,
+        replicas=units[0].plan.replicas,
+        frames=kept,
+        hardware=spec,
+        device=device.type,
+    )
 
 
 def nothing_captured(name: str) -> ConfigError:

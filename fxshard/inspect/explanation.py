@@ -18,7 +18,7 @@ from fxshard.inspect import schedules as scheduling
 from fxshard.inspect.captured import kernels, remark
 from fxshard.inspect.schedules import Schedule
 from fxshard.ir import launch_groups
-from fxshard.ir.collectives import GATHERS, REDUCTIONS, is_launch
+from fxshard.ir.collectives import ALL_REDUCES, GATHERS, REDUCTIONS, is_launch
 from fxshard.ir.history import CAPTURED, PassHistory, PassResult, Remark
 from fxshard.ir.plan import FramePlan
 
@@ -167,6 +167,7 @@ class Explanation:
     Attributes:
         model: name of the model's class.
         world_size: ranks that the outermost unit is sharded over.
+        replicas: ranks that hold the same shard of it.
         frames: one for each captured graph with sharded parameters, in the order of their capture.
         hardware: what the costs are estimates for.
         device: the kind that the graphs were captured for; see [Note: the device of the capture].
@@ -177,6 +178,7 @@ class Explanation:
     frames: tuple[FrameExplanation, ...]
     hardware: HardwareSpec
     device: str
+    replicas: int = 1
 
     @property
     def graphs(self) -> Mapping[str, Mapping[str, PassResult]]:
@@ -302,7 +304,7 @@ def _reasons(record: PassResult) -> dict[str, list[str]]:
     for reason in reasons:
         said.setdefault(reason.node, []).append(f"{record.name}: {reason.why}")
     found = dict(said)
-    kinds = (GATHERS, REDUCTIONS) if said else ()
+    kinds = (GATHERS, REDUCTIONS, ALL_REDUCES) if said else ()
     for group in itertools.chain.from_iterable(launch_groups.groups_of(record.graph, kind) for kind in kinds):
         first = said.get(group.launches[0].name, [])
         found |= {launch.name: said.get(launch.name, first) for launch in group.launches}

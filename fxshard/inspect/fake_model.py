@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -27,26 +27,55 @@ from fxshard.compile import auto_shard
 from fxshard.errors import ConfigError
 from fxshard.inspect.replica import Replica
 from fxshard.options import Options, launched_world_size
+from fxshard.runtime import mesh_axes
 from fxshard.runtime.unit import Unit
 from fxshard.sharding import shard_module
 from fxshard.sharding.mesh import require_mesh
 from fxshard.sharding.sharded_module import ModuleState, plain_module, state_of, units_under
 
 
-class StandInMesh(DeviceMesh):
-    """Rank 0 of a 1-D mesh of `world_size` ranks that do not exist; what takes no communication works.
+class MeshSize(NamedTuple):
+    """How many replicas, and over how many ranks each is sharded."""
 
-    Its axis has a name of its own, so that it equals no real mesh: torch caches what it knows of DTensors by mesh.
+    replicas: int
+    shards: int
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> MeshSize:
+        """Return the size of a mesh of one or two axes."""
+        return cls(mesh_axes.num_replicas(mesh), mesh_axes.num_shards(mesh))
+
+    @classmethod
+    def parse(cls, world_size: object) -> MeshSize:
+        """Read the argument `world_size`."""
+        numbers = world_size if isinstance(world_size, tuple) and len(world_size) == 2 else (1, world_size)
+        if any(type(number) is not int or number < 1 for number in numbers):
+            raise ConfigError(f"world_size must be a positive int, or (replicas, shards), got {world_size!r}.")
+        return cls(*numbers)
+
+    def __str__(self) -> str:
+        """As messages have it."""
+        return f"{self.shards}" if self.replicas == 1 else f"{self.replicas} x {self.shards}"
+
+
+class StandInMesh(DeviceMesh):
+    """Rank 0 of a mesh of ranks that do not exist; what takes no communication works.
+
+    Its axes have names of their own, so that it equals no real mesh: torch caches what it knows of DTensors by mesh.
     """
 
-    def __init__(self, device_type: str, world_size: int, group: str = "fsdp") -> None:
-        ranks = torch.arange(world_size, device="cpu")
-        super().__init__(device_type, ranks, mesh_dim_names=("fxshard_fake",), _init_backend=False, _rank=0)
-        self._group = cast(dist.ProcessGroup, SimpleNamespace(group_name=group))
+    def __init__(self, device_type: str, size: MeshSize, group: str = "fsdp") -> None:
+        axes = {"fxshard_fake_replicas": size.replicas, "fxshard_fake": size.shards}
+        names = tuple(axes)[-2 if size.replicas > 1 else -1 :]
+        shape = [axes[name] for name in names]
+        ranks = torch.arange(size.replicas * size.shards, device="cpu").view(shape)
+        super().__init__(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=0)
+        named = [SimpleNamespace(group_name=name) for name in (f"{group}_replicas", group)[-len(shape) :]]
+        self._groups = cast("list[dist.ProcessGroup]", named)
 
     def get_group(self, mesh_dim: int | str | None = None) -> dist.ProcessGroup:
         """Return something with the name of a group."""
-        return self._group
+        return self._groups[mesh_dim if isinstance(mesh_dim, int) else -1]
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         """Return 0."""
@@ -76,7 +105,7 @@ class FakeModel:
         """Compile the model with `backend` and call it once, on fake copies of the arguments; may raise `NO_VALUE`."""
         fake_args, fake_kwargs = self.inputs(args, kwargs)
         plans = [unit.plan for unit in units_under(self.model)]
-        groups = {name: plan.world_size for plan in plans for name in (plan.group, plan.reducing_group)}
+        groups = {name: size for plan in plans for name, size in plan.groups.items()}
         with torch_private.named_groups(groups), self.tracing():
             torch.compile(self.model, backend=backend)(*fake_args, **fake_kwargs)
 
@@ -84,7 +113,7 @@ class FakeModel:
 def fake_model_of(
     model: nn.Module,
     *,
-    world_size: int | None = None,
+    world_size: int | tuple[int, int] | None = None,
     mesh: DeviceMesh | None = None,
     options: Options | None = None,
 ) -> FakeModel:
@@ -92,7 +121,8 @@ def fake_model_of(
 
     Args:
         model: as for `explain`.
-        world_size: ranks of an unsharded model; default: of the mesh, the process group or the launcher.
+        world_size: ranks of an unsharded model, or (replicas, shards); default: of the mesh, the process group or the
+            launcher.
         mesh: instead of `world_size`; `options.mesh` by default.
         options: how an unsharded model is sharded.
 
@@ -105,7 +135,7 @@ def fake_model_of(
     if mesh is not None:
         require_mesh(mesh)
     units = units_under(model)
-    size = _world_size(units, world_size, mesh)
+    size = _size(units, world_size, mesh)
     replica = Replica(_device(model, units[0].mesh if units else mesh))
     with torch.inference_mode(False), torch.enable_grad():
         outside = {id(module): module for unit in units for module in unit.modules}
@@ -118,28 +148,29 @@ def fake_model_of(
                 made = auto_shard.make_units(copied, mesh, options)
                 if options.separate_reduce_scatter_group:
                     _give_reduce_groups(made)
-    return FakeModel(model=copied, world_size=size, replica=replica)
+    return FakeModel(model=copied, world_size=size.shards, replica=replica)
 
 
-def _world_size(units: tuple[Unit, ...], world_size: int | None, mesh: DeviceMesh | None) -> int:
-    if world_size is not None and (type(world_size) is not int or world_size < 1):
-        raise ConfigError(f"world_size must be a positive int, got {world_size!r}.")
-    if world_size is not None and mesh is not None and mesh.size() != world_size:
-        raise ConfigError(f"world_size is {world_size}, but the mesh has {mesh.size()} ranks. Give only one of them.")
-    asked = world_size if mesh is None else mesh.size()
+def _size(units: tuple[Unit, ...], world_size: object, mesh: DeviceMesh | None) -> MeshSize:
+    given = None if world_size is None else MeshSize.parse(world_size)
+    of_mesh = None if mesh is None else MeshSize.of(mesh)
+    if given is not None and of_mesh is not None and given != of_mesh:
+        raise ConfigError(f"world_size is {given}, but the mesh has {of_mesh} ranks. Give only one of them.")
+    asked = of_mesh or given
     if units:
-        if asked not in (None, units[0].world_size):
+        found = MeshSize.of(units[0].mesh)
+        if asked not in (None, found):
             raise ConfigError(
-                f"asked for {asked} ranks, but the model is sharded over {units[0].world_size}. Leave out world_size "
-                "and mesh, or pass an unsharded model."
+                f"asked for {asked} ranks, but the model is sharded over {found}. Leave out world_size and mesh, or "
+                "pass an unsharded model."
             )
-        return units[0].world_size
+        return found
     if asked is not None:
         return asked
     if dist.is_initialized():
-        return dist.get_world_size()
+        return MeshSize(1, dist.get_world_size())
     if launched_world_size() > 1:
-        return launched_world_size()
+        return MeshSize(1, launched_world_size())
     raise ConfigError(
         "explain needs to know over how many ranks to shard: the model is not sharded and there is no process group. "
         "Pass world_size=..."
@@ -161,7 +192,7 @@ def _shard_alike(model: nn.Module, units: tuple[Unit, ...], replica: Replica) ->
     meshes: dict[DeviceMesh, DeviceMesh] = {}
     for unit in units:
         group = f"fsdp_{len(meshes)}" if meshes else "fsdp"
-        meshes.setdefault(unit.mesh, StandInMesh(replica.device.type, unit.world_size, group))
+        meshes.setdefault(unit.mesh, StandInMesh(replica.device.type, MeshSize.of(unit.mesh), group))
     with replica.faking():
         for state, modules in _calls(model, units):
             # A call that found all parameters taken made no unit: only casts of inputs and outputs.
@@ -214,6 +245,7 @@ def _take_over(unit: Unit, replica: Replica) -> None:
     names = {(id(replica.of(owner)), name): m.fqn for m in unit.members for owner, name in m.owners}
     places = [(member, member.owners[0]) for member in copied.members]
     copied.is_root, copied.from_one_line = unit.is_root, unit.from_one_line
+    copied.divide_factor, copied.sums_only = unit.divide_factor, unit.sums_only
     copied.ignored = frozenset(replica.of(parameter) for parameter in unit.ignored)
     copied.rename(unit.fqn, [names.get((id(owner), name), member.fqn) for member, (owner, name) in places])
 

@@ -21,7 +21,7 @@ from fxshard.cost.sizes import sizes_of
 from fxshard.cost.stats import GraphStats, graph_stats
 from fxshard.cost.timeline import Timeline
 from fxshard.ir import collectives, launch_groups
-from fxshard.ir.collectives import GATHERS, REDUCTIONS
+from fxshard.ir.collectives import ALL_REDUCES, GATHERS, REDUCTIONS
 from fxshard.ir.plan import FramePlan
 from fxshard.ir.snapshot import Snapshot
 from fxshard.passes._base import PassContext
@@ -84,7 +84,8 @@ def least_seconds(graph: fx.Graph, plan: FramePlan, hardware: HardwareSpec) -> f
     launches = timeline.launches.keys()
     waits = {node: launches & sources for node, sources in timeline.needs.items() if collectives.is_wait(node)}
     goes_up = {node for group in launch_groups.groups_of(graph, GATHERS) for node in group.nodes}
-    goes_down = _with_readers(wait for group in launch_groups.groups_of(graph, REDUCTIONS) for wait in group.waits)
+    reductions = (group for kind in (REDUCTIONS, ALL_REDUCES) for group in launch_groups.groups_of(graph, kind))
+    goes_down = _with_readers(wait for group in reductions for wait in group.waits)
     waited: set[fx.Node] = set().union(*waits.values())
     to_come = waited - goes_up - goes_down
     needed: set[fx.Node] = set()

@@ -107,9 +107,10 @@ def text(explanation: Explanation) -> str:
 
 def headline(explanation: Explanation) -> str:
     """Model, ranks, units and frames, on one line."""
+    replicas = f"{explanation.replicas} replicas of " if explanation.replicas > 1 else ""
     counted = (
         number(len(explanation.units), "unit"),
-        f"world size {explanation.world_size}",
+        f"{replicas}world size {explanation.world_size}",
         number(len(explanation.frames), "frame"),
     )
     return f"Explanation of {explanation.model}: {', '.join(counted)}"

@@ -3,7 +3,8 @@
 [Note: buckets]
 A *bucket* is what one launch moves: segments of one unit, or of several. An all_gather stands before the first node
 that reads any of its parameters; each unit's waits, and what they become, stand before the first node that reads that
-unit. A reduce_scatter and its waits stand after the last gradient of the bucket.
+unit. A reduce_scatter and its waits stand after the last gradient of the bucket; where replicas hold the same shard, so
+does the all_reduce of what it leaves, which sends the same tensors.
 """
 
 from __future__ import annotations
@@ -224,20 +225,30 @@ class CollectiveBuilder:
         def launch(*tensors: Tensor) -> Sequence[Tensor]:
             values = iter(tensors)
             sums = [[_sum([next(values) for _ in range(n)]) for n in ns] for ns in counts]
-            inputs = collectives.reduce_inputs(sums, unit.world_size, bucket.dtype)
-            return collectives.launch_reduce(inputs, bucket.dtype, unit.world_size, unit.reducing_group)
+            inputs = collectives.reduce_inputs(sums, unit, bucket.dtype)
+            return collectives.launch_reduce(inputs, bucket.dtype, unit)
+
+        def launch_outer(*tensors: Tensor) -> Sequence[Tensor]:
+            return collectives.launch_all_reduce(tensors, bucket.dtype, unit)
 
         def wait(*tensors: Tensor) -> Sequence[Tensor]:
-            reduced = collectives.reduced_in(tensors, bucket.dtype, unit.world_size)
+            reduced = collectives.reduced_in(tensors, bucket.dtype, unit)
             parts = [torch.split(t, n) if len(n) > 1 else [t] for t, n in zip(reduced, numels, strict=True)]
             return list(itertools.chain.from_iterable(parts))
 
         anchor, name = _after(terms), self._name(list(bucket.calls))
-        key = (unit.world_size, unit.reducing_group, bucket.dtype, str(counts), str(numels))
+        rule = collectives.division_of(unit, bucket.dtype)
+        key = (*unit.groups.items(), rule, unit.all_reduces, bucket.dtype, str(counts), str(numels))
         launched, created = self._splicer.insert(anchor, launch, terms, ("reduce", *key))
         self._tag(created, f"reduce_{name}", bucket.calls)
-        results, waits = self._splicer.insert(anchor, wait, launched, ("reduced", *key))
-        self._tag(waits, f"reduced_{name}", bucket.calls)
+        last, prefix = launched, "reduced"
+        if unit.averages_replicas:
+            last, outer = self._splicer.insert(anchor, launch_outer, launched, ("all_reduce", *key))
+            self._tag([node for node in outer if collectives.is_wait(node)], f"reduced_{name}", bucket.calls)
+            self._tag([node for node in outer if collectives.is_launch(node)], f"all_reduce_{name}", bucket.calls)
+            created, prefix = [*created, *outer], "all_reduced"
+        results, waits = self._splicer.insert(anchor, wait, last, ("reduced", *key))
+        self._tag(waits, f"{prefix}_{name}", bucket.calls)
         found: Reduced = {}
         for span, node in zip(itertools.chain.from_iterable(spans), results, strict=True):
             found.setdefault(span[0][0], {})[tuple(slot for _, slot in span)] = node
@@ -293,7 +304,7 @@ def _layout(unit: UnitPlan) -> Hashable:
     slots = tuple(
         (shard.dtype, tuple((slot.shape, slot.offset, slot.numel) for slot in shard.slots)) for shard in unit.shards
     )
-    return slots, unit.world_size, unit.group, unit.reduce_group, unit.param_dtype, unit.reduce_dtype
+    return slots, *unit.groups.items(), unit.param_dtype, unit.reduce_dtype
 
 
 def _launch_among(nodes: Sequence[fx.Node]) -> fx.Node | None:

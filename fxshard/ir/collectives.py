@@ -25,18 +25,23 @@ ALL_GATHER = _c10d.all_gather_into_tensor.default
 ALL_GATHER_COALESCED = _c10d.all_gather_into_tensor_coalesced.default
 REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
 REDUCE_SCATTER_COALESCED = _c10d.reduce_scatter_tensor_coalesced.default
+ALL_REDUCE = _c10d.all_reduce.default
+ALL_REDUCE_COALESCED = _c10d.all_reduce_coalesced.default
 WAIT = _c10d.wait_tensor.default
 GATHERS = (ALL_GATHER, ALL_GATHER_COALESCED, ops.PREFETCHED_ALL_GATHER, ops.ALL_GATHER_ON_STREAM)
 REDUCTIONS = (REDUCE_SCATTER, REDUCE_SCATTER_COALESCED, ops.REDUCE_SCATTER_ON_STREAM)
+ALL_REDUCES = (ALL_REDUCE, ALL_REDUCE_COALESCED)
+"""Of reduced shards, over the mesh axis that replicates."""
 COALESCED = (
     ALL_GATHER_COALESCED,
     REDUCE_SCATTER_COALESCED,
+    ALL_REDUCE_COALESCED,
     ops.PREFETCHED_ALL_GATHER,
     ops.ALL_GATHER_ON_STREAM,
     ops.REDUCE_SCATTER_ON_STREAM,
 )
 """Launches of a list of tensors."""
-LAUNCHES = (*GATHERS, *REDUCTIONS)
+LAUNCHES = (*GATHERS, *REDUCTIONS, *ALL_REDUCES)
 
 SlotIndex = tuple[int, int]
 """(shard, slot): a parameter of a unit."""
@@ -72,6 +77,11 @@ def unshard_launches(graph: fx.Graph) -> list[fx.Node]:
 def reduce_launches(graph: fx.Graph) -> list[fx.Node]:
     """Return the reduce_scatter nodes of `graph`, in program order."""
     return [n for n in graph.nodes if n.op == "call_function" and n.target in REDUCTIONS]
+
+
+def all_reduce_launches(graph: fx.Graph) -> list[fx.Node]:
+    """Return the all_reduce nodes of `graph`, in program order."""
+    return [n for n in graph.nodes if n.op == "call_function" and n.target in ALL_REDUCES]
 
 
 def arguments_of(launch: fx.Node) -> dict[str, Any]:
@@ -114,7 +124,7 @@ def sent_dtype(launch: fx.Node) -> torch.dtype | None:
 
 
 def world_size_of(launch: fx.Node) -> int:
-    """Return the number of ranks that a launch names."""
+    """Return the number of ranks that a launch names; 0 for an all_reduce, which names none."""
     size = arguments_of(launch).get("group_size")
     return size if isinstance(size, int) else 0
 
@@ -227,25 +237,47 @@ def _trim(block: Tensor, slot: Slot) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """How a sum over ranks becomes a mean; FSDP2's `_get_gradient_divide_factors` for one data-parallel group."""
+    """How a sum over ranks becomes a mean; FSDP2's `_get_gradient_divide_factors`, for one mesh axis or two."""
 
-    before: float  # divisor before the reduction, 1 for none
-    op: str  # "sum" or "avg"
-    after: float  # divisor after the reduction, 1 for none
+    before: float  # divisor before the first reduction, 1 for none
+    op: str  # "sum" or "avg", of the reduction over the axis that shards
+    after: float  # divisor after the last reduction, 1 for none
+    outer: str = "sum"  # "sum" or "avg", of the reduction over the axis that replicates
 
 
-def division(world_size: int, dtype: torch.dtype) -> Division:
+def division(
+    num_ranks: int, dtype: torch.dtype, *, world_size: int = 0, factor: float | None = None, sums_only: bool = False
+) -> Division:
     """Return the division rule for a reduction in `dtype`.
 
-    fp32 and bf16 cannot overflow here and use the group's own average. Other dtypes divide by about sqrt(world_size)
+    fp32 and bf16 cannot overflow here and use the group's own average. Other dtypes divide by about sqrt(num_ranks)
     before and by the rest after: fp16 sums then stay in range.
+
+    Args:
+        num_ranks: of both mesh axes.
+        dtype: of the reduction.
+        world_size: ranks of the axis that shards; asked only where a `factor` is given.
+        factor: by which to divide instead of by the number of ranks.
+        sums_only: whether to use no average of the group's.
     """
-    if dtype in (torch.float32, torch.bfloat16):
-        return Division(before=1, op="avg" if world_size > 1 else "sum", after=1)
-    before = 1
-    while world_size % before == 0 and world_size / before > before:
+    cannot_overflow = dtype in (torch.float32, torch.bfloat16)
+    if cannot_overflow and not sums_only:
+        if factor is None:
+            op = "avg" if num_ranks > 1 else "sum"
+            return Division(before=1, op=op, after=1, outer=op)
+        if factor == world_size > 1:
+            return Division(before=1, op="avg", after=1)
+    total, before = factor or num_ranks, 1
+    while not cannot_overflow and total % before == 0 and total / before > before:
         before *= 2
-    return Division(before=before, op="sum", after=world_size / before)
+    return Division(before=before, op="sum", after=total / before)
+
+
+def division_of(unit: UnitPlan, dtype: torch.dtype) -> Division:
+    """Return the division rule for a unit's reductions in `dtype`."""
+    return division(
+        unit.num_ranks, dtype, world_size=unit.world_size, factor=unit.divide_factor, sums_only=unit.sums_only
+    )
 
 
 def reduce_dtypes(dtypes: Mapping[SlotIndex, torch.dtype], plan: UnitPlan) -> dict[torch.dtype, tuple[SlotIndex, ...]]:
@@ -258,25 +290,25 @@ def reduce_dtypes(dtypes: Mapping[SlotIndex, torch.dtype], plan: UnitPlan) -> di
 
 
 def reduce_grads(grads: Mapping[SlotIndex, Tensor], plan: UnitPlan) -> dict[int, Tensor]:
-    """Average gradients over the group, with one launch per reduce dtype, and return this rank's shard of them.
+    """Average gradients over the group, with one reduction per reduce dtype, and return this rank's shard of them.
 
     `grads` are unsharded, in their parameters' shapes and registration order. Returns shard index -> `[shard_numel]` in
     the shard's dtype, zeros where no gradient was given.
     """
     reduced: dict[Segment, Tensor] = {}
     for dtype, segment in reduce_dtypes({slot: grad.dtype for slot, grad in grads.items()}, plan).items():
-        inputs = reduce_inputs([[grads[slot] for slot in segment]], plan.world_size, dtype)
-        launched = launch_reduce(inputs, dtype, plan.world_size, plan.reducing_group)
-        (reduced[segment],) = reduced_in(launched, dtype, plan.world_size)
+        inputs = reduce_inputs([[grads[slot] for slot in segment]], plan, dtype)
+        launched = launch_all_reduce(launch_reduce(inputs, dtype, plan), dtype, plan)
+        (reduced[segment],) = reduced_in(launched, dtype, plan)
     return shard_grads(reduced, plan)
 
 
-def reduce_inputs(grads: Sequence[Sequence[Tensor]], world_size: int, dtype: torch.dtype) -> list[Tensor]:
+def reduce_inputs(grads: Sequence[Sequence[Tensor]], unit: UnitPlan, dtype: torch.dtype) -> list[Tensor]:
     """Return what a rank sends of its gradients: per group one tensor, `[world_size * n]`, cast and divided.
 
     A gradient alone in its group is sent as it is, padded if its rows are uneven; several are concatenated.
     """
-    inputs, rule = [], division(world_size, dtype)
+    inputs, world_size, rule = [], unit.world_size, division_of(unit, dtype)
     for group in grads:
         rows = [(grad.expand(world_size) if grad.dim() == 0 else grad) for grad in group]
         filled = [row.to(dtype) for row in rows if row.numel()]
@@ -295,11 +327,21 @@ def _padded(rows: Tensor, world_size: int) -> Tensor:
     return _aten.constant_pad_nd(rows, [0, 0] * (rows.dim() - 1) + [0, missing]) if missing else rows
 
 
-def launch_reduce(inputs: list[Tensor], dtype: torch.dtype, world_size: int, group: str) -> list[Tensor]:
+def launch_reduce(inputs: list[Tensor], dtype: torch.dtype, unit: UnitPlan) -> list[Tensor]:
     """Start one reduce_scatter of all `inputs`; each result is `[numel / world_size]`, to be waited for."""
-    if world_size == 1 or not any(tensor.numel() for tensor in inputs):
+    if unit.world_size == 1 or not any(tensor.numel() for tensor in inputs):
         return inputs
-    return reduce_scatter(inputs, division(world_size, dtype).op, world_size, group)
+    return reduce_scatter(inputs, division_of(unit, dtype).op, unit.world_size, unit.reducing_group)
+
+
+def launch_all_reduce(launched: Sequence[Tensor], dtype: torch.dtype, unit: UnitPlan) -> list[Tensor]:
+    """Wait for the results of `launch_reduce` and start one all_reduce of them over replicas, if the plan has it."""
+    if not unit.averages_replicas or not any(tensor.numel() for tensor in launched):
+        return list(launched)
+    rule, shards = division_of(unit, dtype), _waited_for(launched, unit.world_size)
+    if len(shards) == 1:
+        return [_c10d.all_reduce(shards[0], rule.outer, unit.replicate_group)]
+    return list(_c10d.all_reduce_coalesced(shards, rule.outer, unit.replicate_group))
 
 
 def reduce_scatter(inputs: list[Tensor], op: str, world_size: int, group: str) -> list[Tensor]:
@@ -309,11 +351,23 @@ def reduce_scatter(inputs: list[Tensor], op: str, world_size: int, group: str) -
     return list(_c10d.reduce_scatter_tensor_coalesced(inputs, op, world_size, group))
 
 
-def reduced_in(launched: Sequence[Tensor], dtype: torch.dtype, world_size: int) -> list[Tensor]:
-    """Wait for the results of `launch_reduce` and finish the mean."""
-    after = division(world_size, dtype).after
-    done = [_c10d.wait_tensor(t) if world_size > 1 and t.numel() else t for t in launched]
+def reduced_in(launched: Sequence[Tensor], dtype: torch.dtype, unit: UnitPlan) -> list[Tensor]:
+    """Wait for what was launched last, over the one axis or the other, and finish the mean."""
+    is_last = unit.averages_replicas or unit.replicas == 1
+    after = division_of(unit, dtype).after if is_last else 1
+    done = _waited_for(launched, unit.num_ranks if unit.averages_replicas else unit.world_size)
     return [t / after if after != 1 else t for t in done]
+
+
+def all_reduce_now(tensor: Tensor, rule: Division, group: str) -> Tensor:
+    """Average over the replicas what a plan without their all_reduce has reduced, and finish the mean."""
+    averaged: Tensor = _c10d.wait_tensor(_c10d.all_reduce(tensor, rule.outer, group))
+    return averaged / rule.after if rule.after != 1 else averaged
+
+
+def _waited_for(launched: Sequence[Tensor], num_ranks: int) -> list[Tensor]:
+    """Wait for what was launched over so many ranks; one launches nothing."""
+    return [_c10d.wait_tensor(tensor) if num_ranks > 1 and tensor.numel() else tensor for tensor in launched]
 
 
 def shard_grads(reduced: Mapping[Segment, Tensor], plan: UnitPlan) -> dict[int, Tensor]:

@@ -8,6 +8,7 @@ and describes each value that comes from a flat or a gradient. It reads ops from
 
 Forward   Flat -> (cast) -> InFlight -> wait -> Window -> views, copies -> Window tagged `param`
 Backward  tagged `grad` -> GradientRow -> Concat -> (divide) -> InFlight -> wait -> Piece -> (divide, cast) -> Assembled
+Replicas  Piece -> InFlight -> wait -> Piece, with the all_reduce
 
 A description stops at a node tagged `param` (what reads it is compute) and starts at a node tagged `grad`.
 """
@@ -90,6 +91,7 @@ class Piece:
     view: View
     dtype: torch.dtype
     divisor: float = 1.0
+    all_reduce: fx.Node | None = None  # of the whole buffer over the replicas
 
 
 @dataclass(frozen=True)
@@ -304,6 +306,8 @@ def _getitem(node: fx.Node, flow: Dataflow, plan: FramePlan) -> Value | None:
 
 
 def _launch(node: fx.Node, flow: Dataflow, plan: FramePlan) -> Value | None:
+    if node.target in collectives.ALL_REDUCES and not tags.meta_of(node).calls:
+        return None  # the user's own
     return InFlight(node, None if node.target in collectives.COALESCED else 0)
 
 
@@ -331,6 +335,8 @@ def _wait(node: fx.Node, flow: Dataflow, plan: FramePlan) -> Value | None:
     if not isinstance(value, InFlight) or value.index is None:
         return None
     sent = _sent(value.launch, value.index, flow)
+    if value.launch.target in collectives.ALL_REDUCES:
+        return _all_reduced(on_one_rank(sent), value.launch)
     if isinstance(sent, Flat):
         gathered = whole(sent.numel * collectives.world_size_of(value.launch))
         if value.copied is not None:
@@ -342,6 +348,15 @@ def _wait(node: fx.Node, flow: Dataflow, plan: FramePlan) -> Value | None:
         numel = sum(row_numel(row, sent.world_size) for row in sent.rows)
         return Piece(sent, value.launch, whole(numel), sent.dtype)
     return None
+
+
+def _all_reduced(sent: Value | tuple[Value, ...] | None, launch: fx.Node) -> Value | None:
+    """Follow a reduced buffer over the replicas, whole and once."""
+    if not isinstance(sent, Piece) or sent.all_reduce is not None:
+        return None
+    numel = sum(row_numel(row, sent.concat.world_size) for row in sent.concat.rows)
+    is_whole = sent.view.is_contiguous() and (sent.view.start, sent.view.numel) == (0, numel)
+    return replace(sent, all_reduce=launch) if is_whole else None
 
 
 def _zeros(node: fx.Node, flow: Dataflow, plan: FramePlan) -> Value | None:

@@ -47,7 +47,7 @@ class LaunchGroup:
 def groups_of(graph: fx.Graph, targets: Collection[object]) -> list[LaunchGroup]:
     """Return the launch groups of launches that passes inserted, in program order.
 
-    `targets` says which kind: `collectives.GATHERS` or `collectives.REDUCTIONS`.
+    `targets` says which kind: `collectives.GATHERS`, `REDUCTIONS` or `ALL_REDUCES`.
     """
     found: list[LaunchGroup] = []
     first_unit: tuple[str, str] | None = None
@@ -80,7 +80,8 @@ def _prepared_for(launches: Sequence[fx.Node]) -> set[fx.Node]:
         node = pending.pop()  # the last one: its readers are known by now
         alone = all(user in launches or user in found for user in node.users)
         meta = tags.meta_of(node)
-        if node.op == "call_function" and alone and not (meta.grads or meta.param):
+        is_compute = node.op == "call_function" and not collectives.is_wait(node)  # what was launched stays where it is
+        if is_compute and alone and not (meta.grads or meta.param):
             found.add(node)
             pending = sorted({*pending, *node.all_input_nodes})
     return found

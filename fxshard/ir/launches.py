@@ -20,7 +20,7 @@ _MORE_KERNELS = (
 )
 """Kernels that torch's table of FLOPs leaves out."""
 
-_KINDS = ("all_gather", "reduce_scatter")
+_KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 _NOT_COMPARED = ("group_name", "role", "stream")
 """Arguments in words that do not change what the other ranks see."""
 
@@ -33,6 +33,11 @@ class Launch(NamedTuple):
     name: str  # of the node
     kind: str = ""  # such as `all_gather`
     serves: str = ""  # the units: `layers.0, layers.1`; empty for the user's own collectives
+
+    @property
+    def on_any_group(self) -> Launch:
+        """The same without the name of its group, which is another one for each replica."""
+        return self._replace(text=self.text.replace(f" on group {self.group!r}", ""))
 
     def renamed(self, names: Mapping[str, str]) -> Launch:
         """Return the same for units of other `names`: blocks that are compiled one by one share a graph."""
@@ -83,6 +88,8 @@ def _sizes(launch: fx.Node, given: Mapping[str, Any]) -> str:
 def _sent(launch: fx.Node, result: Any) -> str:
     """Return how many elements go in for a result of a launch of ours, which may send a part of its input."""
     numel, ranks = _numel(result), collectives.world_size_of(launch)
+    if launch.target in collectives.ALL_REDUCES:
+        return numel
     if numel == "?" or not ranks:
         return "?"
     return str(int(numel) * ranks if launch.target in collectives.REDUCTIONS else int(numel) // ranks)

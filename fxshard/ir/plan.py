@@ -8,6 +8,9 @@ chunk, zero-padded, is the parameter's *slot* in the shard. Slots follow each ot
 all_gather of the shard fills `[world_size, shard_numel]`, and slot `i` is a block of its columns. A scalar cannot be
 cut: its slot holds the whole value on every rank (replicated), and its gradient is reduced into every rank's slot.
 
+On a mesh of two axes the second one shards as described, and the first one replicates: the ranks along it hold the same
+shard. `world_size` and `group` are those of the axis that shards.
+
 The layout is that of FSDP2's all_gather and reduce_scatter buffers; bitwise parity depends on it.
 """
 
@@ -88,11 +91,32 @@ class UnitPlan:
     forward_prefetch: tuple[str, ...] | None = ()  # to launch right after the wait for this one; `None`: nothing
     backward_prefetch: tuple[str, ...] | None = ()  # the same in backward
     reduce_group: str = ""  # of reductions, if they have a process group of their own
+    replicas: int = 1  # ranks that hold the same shard, along the mesh axis that replicates
+    replicate_group: str = ""  # name of their process group; none for one replica
+    all_reduces: bool = True  # whether graphs average over the replicas, and not the runtime after them
+    divide_factor: float | None = None  # by which gradients are divided; `None`: by the number of ranks
+    sums_only: bool = False  # whether reductions may only add
 
     @property
     def reducing_group(self) -> str:
         """Name of the process group that reductions are launched on."""
         return self.reduce_group or self.group
+
+    @property
+    def groups(self) -> dict[str, int]:
+        """Names of all its process groups -> how many ranks are in each."""
+        found = {self.group: self.world_size, self.reducing_group: self.world_size}
+        return found | ({self.replicate_group: self.replicas} if self.replicas > 1 else {})
+
+    @property
+    def averages_replicas(self) -> bool:
+        """Whether an all_reduce follows each reduction."""
+        return self.replicas > 1 and self.all_reduces
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks over which a gradient is averaged: those of both mesh axes."""
+        return self.world_size * self.replicas
 
     def unsharded_dtype(self, shard: ShardPlan) -> torch.dtype:
         """Return the dtype of the shard's parameters while they are gathered."""
@@ -130,12 +154,15 @@ class UnitPlan:
     def sharing_key(self) -> str:
         """Return what two units must have in common to run through one compiled graph, their layout included."""
         names = (str(d).removeprefix("torch.") for d in (self.param_dtype, self.reduce_dtype))
-        groups = "+".join(dict.fromkeys((self.group, self.reducing_group)))
+        groups = "+".join(filter(None, dict.fromkeys((self.group, self.reducing_group, self.replicate_group))))
         # A graph may read a part of a unit; the rest decides where that part lies.
         layout = [(str(s.dtype), s.trainable, [slot.shape for slot in s.slots]) for s in self.shards]
         digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:8]
         policy = "reshard" if self.reshard_after_forward else "keep"
-        return f"{self.world_size}@{groups} {'/'.join(names)} {policy} {digest}"
+        policy += f" /{self.divide_factor:g}" if self.divide_factor is not None else ""
+        policy += " sums" if self.sums_only else ""
+        ranks = f"{self.replicas}x{self.world_size}" if self.replicas > 1 else f"{self.world_size}"
+        return f"{ranks}@{groups} {'/'.join(names)} {policy} {digest}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -119,7 +119,7 @@ class Dispatch(ABC):
             try:
                 self._code[which] = self._compile(which)
             except (FxshardError, NotImplementedError) as error:
-                groups = {unit.group for unit in self._frame.plan.units.values()}
+                groups = {name for unit in self._frame.plan.units.values() for name in unit.groups}
                 rank_check.report_failure(groups, str(error))  # the others need not wait for this rank
                 raise
         return self._code[which]
@@ -172,7 +172,8 @@ class BackwardDispatch(Dispatch):
         sums = accumulation.variant_for(units, trained, separate)
         chosen = unsharded_cache.chosen_for(units, self._reads, self._frame.resident_budget_bytes, trains=True)
         chosen |= call.forward.resident  # of these the forward saved what is not the graph's to write into
-        which = dataclasses.replace(sums, resident=chosen)
+        apart = frozenset(key for key in trained if key not in sums.accumulates and units[key].replica_sums.apart())
+        which = dataclasses.replace(sums, resident=chosen, apart=apart)
         code = self._compiled(which)  # before anything is launched
         for key, slots in separate.items():
             units[key].microbatches.reduce_separately(units[key], slots)

@@ -289,5 +289,5 @@ class _UnshardUnit(torch.autograd.Function):
         for i, j in written:
             unit.shards[i].sink.expect((j,))
         with profiler_ranges.of_unit(unit.fqn):
-            reduced = collectives.reduce_grads(written, unit.plan)
+            reduced = collectives.reduce_grads(written, unit.replica_sums.plan())
         return (None, None, None, *(reduced.get(i) for i in range(len(unit.shards))))

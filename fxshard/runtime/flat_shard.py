@@ -11,6 +11,7 @@ the truth: its values are copied into the flat, never back.
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Iterator, Sequence
@@ -22,10 +23,11 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from fxshard.errors import ConfigError
 from fxshard.ir.plan import ParameterSpec, ShardPlan
+from fxshard.runtime import mesh_axes
 from fxshard.runtime.gradients import GradientSink
 from fxshard.runtime.parameters import adopt_attributes, local_of
 
@@ -151,14 +153,14 @@ class Member:
                 "under torch.no_grad(), and back after backward (noise on weights); or use a model that is not sharded "
                 "where gradients through an update are wanted (MAML)."
             )
-        placement = Replicate() if not tuple(old.shape) else Shard(0)
+        placements = mesh_axes.placements(mesh, is_scalar=not old.shape)
         fits = isinstance(new, DTensor) and tuple(new.shape) == tuple(old.shape)
-        if fits and isinstance(new, DTensor) and new.device_mesh == mesh and tuple(new.placements) == (placement,):
+        if fits and isinstance(new, DTensor) and new.device_mesh == mesh and tuple(new.placements) == placements:
             return
         found = f"{type(new).__name__}{list(getattr(new, 'shape', []))}"
         raise ConfigError(
             f"{self.fqn} is sharded: it can only be replaced by a DTensor of shape {list(old.shape)} with placements "
-            f"({placement},) on its mesh, got {found}. To change its values use parameter.copy_(dtensor) under "
+            f"{placements} on its mesh, got {found}. To change its values use parameter.copy_(dtensor) under "
             "torch.no_grad(), or load_state_dict; to replace it, do so before fully_shard."
         )
 
@@ -176,13 +178,16 @@ class FlatShard:
         self.flat = nn.Parameter(flat, requires_grad=plan.trainable)
         self.flat._fxshard_home = home  # type: ignore[attr-defined]
         self.sink = GradientSink([member.parameter for member in members], plan)
+        self.sink.hook = home.unit.all_reduce_hook
+        if mesh_axes.num_replicas(mesh) > 1:
+            self.sink.take_apart = functools.partial(home.unit.replica_sums.take, home.shard)
         if plan.trainable:
             self.flat.register_post_accumulate_grad_hook(self.sink.hand_over)
         self.attach()
 
     def attach(self) -> None:
         """Copy the members' rows into the flat, and make the members views of it."""
-        rank, world_size = self._mesh.get_local_rank(), self._mesh.size()
+        rank, world_size = mesh_axes.shard_rank(self._mesh), mesh_axes.num_shards(self._mesh)
         for slot, member in zip(self.plan.slots, self.members, strict=True):
             shape = slot.local_shape(rank, world_size)
             view = self.flat.detach()[slot.offset : slot.offset + math.prod(shape)].view(shape)

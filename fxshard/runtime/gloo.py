@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard import torch_private
 from fxshard.options import gloo_interfaces
+from fxshard.runtime import mesh_axes
 
 BACKEND = "fxshard_gloo"
 
@@ -48,7 +49,7 @@ def register() -> None:
 
 def warn_of_two_threads(mesh: DeviceMesh) -> None:
     """Say once what may happen, where the collectives of a mesh run on torch's own gloo."""
-    group = mesh.get_group()
+    group = mesh_axes.shard_group(mesh)
     is_real = isinstance(group, dist.ProcessGroup)  # `explain` has stand-ins
     if mesh.device_type != "cpu" or mesh.size() == 1 or not is_real:
         return

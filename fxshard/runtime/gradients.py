@@ -46,6 +46,8 @@ class GradientSink:
         """One sink per flat; `parameters` in slot order."""
         self.parameters = list(parameters)
         self.plan = plan
+        self.take_apart: Callable[[Tensor, list[int]], tuple[Tensor, list[int]] | None] | None = None  # with replicas
+        self.hook: Callable[[Tensor], None] | None = None  # the user's, for what has been reduced
         # By backward: reentrant checkpointing runs backwards inside of a backward.
         self._expected: dict[int | None, set[int]] = {}
         self._separate: dict[int | None, Tensor] = {}
@@ -81,6 +83,10 @@ class GradientSink:
         if grad is None or not slots:
             names = ", ".join(slot.fqn for slot in self.plan.slots)
             raise InvariantError(f"a gradient arrived that no forward announced, for the shard of {names}.")
+        if self.take_apart is not None:
+            if (taken := self.take_apart(grad if separate is None else separate + grad, slots)) is None:
+                return  # reduced, and to be averaged over replicas in a later backward
+            (grad, slots), separate = taken, None
         slots = [i for i in slots if self.parameters[i].requires_grad]  # what was frozen since forward gets none
         parameters = [self.parameters[i] for i in slots]
         has_hooks = any(map(_HOOKS, parameters)) or any(map(_POST_HOOKS, parameters))
@@ -88,7 +94,11 @@ class GradientSink:
             grad, separate = separate + grad, None
         give = _give_one_by_one if has_hooks else _give_together
         for part in (grad,) if separate is None else (separate, grad):
-            grads = map(_wrap, self._slices(part.contiguous(), slots, parameters), map(_SPEC, parameters))
+            part = part.contiguous()
+            if self.hook is not None:
+                with torch.no_grad():
+                    self.hook(part)
+            grads = map(_wrap, self._slices(part, slots, parameters), map(_SPEC, parameters))
             give(parameters, list(grads))
 
     def _slices(self, grad: Tensor, slots: Sequence[int], parameters: Sequence[nn.Parameter]) -> Iterable[Tensor]:

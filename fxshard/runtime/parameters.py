@@ -14,10 +14,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from fxshard.ir import ops
 from fxshard.ir.plan import Slot
+from fxshard.runtime import mesh_axes
 
 REFS = "_fxshard_refs"
 """Key in a module's `__dict__`: name of each sharded parameter -> `ParameterRef`."""
@@ -74,10 +75,10 @@ def shard_rows(parameter: Tensor, rank: int, world_size: int) -> Tensor:
 
 def as_dtensor(full: Tensor, rows: Tensor, mesh: DeviceMesh) -> nn.Parameter:
     """The DTensor parameter whose local tensor is `rows` of `full`."""
-    placement = Replicate() if full.dim() == 0 else Shard(0)
+    placements = mesh_axes.placements(mesh, is_scalar=full.dim() == 0)
     shape = full.shape
     stride = torch.empty(shape, device="meta").stride()
-    dtensor = DTensor.from_local(rows, mesh, (placement,), run_check=False, shape=shape, stride=stride)
+    dtensor = DTensor.from_local(rows, mesh, placements, run_check=False, shape=shape, stride=stride)
     return nn.Parameter(dtensor, requires_grad=full.requires_grad)
 
 

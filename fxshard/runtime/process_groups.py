@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fxshard import torch_private
 from fxshard.errors import ConfigError
-from fxshard.runtime import rank_values
+from fxshard.runtime import mesh_axes, rank_values
 from fxshard.runtime.unit import Unit
 
 TOPIC = "set_separate_reduce_scatter_group"
@@ -41,14 +41,14 @@ def separate(units: Iterable[Unit], enable: bool = True) -> None:
 
 def _known(unit: Unit) -> dist.ProcessGroup | None:
     """The group that another unit of the model has for the same ranks."""
-    ranks = dist.get_process_group_ranks(unit.mesh.get_group())
+    ranks = dist.get_process_group_ranks(mesh_axes.shard_group(unit.mesh))
     made = (other.reduce_group for other in unit.microbatches.units)
     return next((g for g in made if g is not None and dist.get_process_group_ranks(g) == ranks), None)
 
 
 def _twin_of(unit: Unit) -> dist.ProcessGroup:
     """Another group of the same ranks, backends and timeout."""
-    group = unit.mesh.get_group()
+    group = mesh_axes.shard_group(unit.mesh)
     ranks = dist.get_process_group_ranks(group)
     world = dist.group.WORLD
     if getattr(world, "bound_device_id", None) is not None and len(ranks) < dist.get_world_size():

@@ -14,6 +14,8 @@ Everybody writes before it waits here or in a collective, so this wait ends wher
 
 - What differs without harm is not in the digest: batch sizes, recompilations, cache hits, forward against inference.
 - A graph break on one rank only is a difference: a graph is compared before it is known which ones follow.
+- Ranks that hold the same shard (a mesh of two axes) compare all of a run that all_reduces gradients, with the gathers
+  and reductions over the other axis: in another order across the axes the ranks would wait for each other in a circle.
 - A failed compilation takes a number too, with its message, so that the others need not wait for it.
 - A rank that turns off a known path raises alone, while the others stand in a collective already. When that fails (the
   rank has ended, or the group's timeout has passed), what is in the store explains it: `RankGroup.compare`.
@@ -321,12 +323,15 @@ class Agreement:
         self._ran = self._ran or bool(begun)
         return sequences
 
-    def _by_rank_group(self, launches: Iterable[Launch]) -> dict[RankGroup, CollectiveSequence]:
+    def _by_rank_group(self, launches: Sequence[Launch]) -> dict[RankGroup, CollectiveSequence]:
         found: dict[RankGroup, list[Launch]] = {}
         for launch in launches:
             rank_group = _rank_group_of(launch.group)
             if rank_group is not None:
                 found.setdefault(rank_group, []).append(launch)
+        for rank_group, mine in found.items():
+            if any(launch.kind == "all_reduce" and launch.serves for launch in mine):
+                found[rank_group] = [each.on_any_group for each in launches if each.serves or each in mine]
         return {rank_group: CollectiveSequence.of(self._kind, mine) for rank_group, mine in found.items()}
 
 

@@ -75,6 +75,8 @@ class Microbatches:
     def _backward_ends(self) -> None:
         if self.last:
             self.reduce(unit for unit in self.units if unit.accumulation.sync)
+            for unit in self.units:
+                unit.replica_sums.finish()
         for unit in self.units:
             unsharded_cache.reshard_if_reduced(unit)
         self.stop_watching_if_idle()
@@ -109,7 +111,10 @@ class Microbatches:
     @property
     def holds(self) -> bool:
         """Whether anything of the model waits or is resident."""
-        return any(unit.accumulation.waiting or unsharded_cache.is_resident(unit) for unit in self.units)
+        return any(
+            unit.accumulation.waiting or unit.replica_sums.waiting or unsharded_cache.is_resident(unit)
+            for unit in self.units
+        )
 
     @staticmethod
     def watch_steps() -> None:
@@ -134,6 +139,12 @@ class Microbatches:
                     f"an optimizer steps while gradients of unit {unit.label!r} wait to be reduced: it would "
                     "leave them behind. Let the last backward before the step run outside of no_sync() (or with "
                     "set_requires_gradient_sync(True)), call reduce_waiting_gradients(), or drop what waits with "
+                    "reset_iter_state()."
+                )
+            if unit.replica_sums.waiting:
+                raise UnsupportedGraph(
+                    f"an optimizer steps while reduced gradients of unit {unit.label!r} wait for their all_reduce. Let "
+                    "the last backward before the step run with set_requires_all_reduce(True), or drop what waits with "
                     "reset_iter_state()."
                 )
             unsharded_cache.reshard_resident(unit)
@@ -231,5 +242,5 @@ def _reduce(unit: Unit, slots: Waiting) -> list[ReducedFlat]:
         profiler_ranges.of_unit(unit.fqn),
         torch.no_grad(),
     ):
-        reduced = collectives.reduce_grads(unit.accumulation.take(slots), unit.plan)
+        reduced = collectives.reduce_grads(unit.accumulation.take(slots), unit.replica_sums.plan())
     return [(unit.shards[i], grad, [slot for index, slot in slots if index == i]) for i, grad in reduced.items()]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -18,13 +18,14 @@ from fxshard import torch_private
 from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.ir.launches import Launch
 from fxshard.ir.plan import ShardPlan, UnitPlan, lay_out, prefetch_words
-from fxshard.runtime import parameters, unsharded_cache
+from fxshard.runtime import mesh_axes, parameters, unsharded_cache
 from fxshard.runtime.accumulation import Accumulation
 from fxshard.runtime.eager import AfterForward
 from fxshard.runtime.flat_shard import FlatShard, Home, Member
 from fxshard.runtime.parameters import ParameterRef
 from fxshard.runtime.prefetcher import Prefetcher
 from fxshard.runtime.rank_check import Agreement
+from fxshard.runtime.replica_sums import ReplicaSums
 from fxshard.runtime.step_hooks import Microbatches
 from fxshard.runtime.unsharded_cache import UnshardedCache
 
@@ -50,7 +51,11 @@ class Unit:
         after_first_call: run once, when a compiled graph with this unit has run for the first time.
         frames: the captured graphs that read it, weakly.
         accumulation: its gradients of microbatches that were not reduced.
+        replica_sums: its gradients that were reduced and not averaged over replicas.
         after_forward: its parameters while they may be read between forward and backward.
+        divide_factor: by which gradients are divided, `None` for the number of ranks.
+        sums_only: whether reductions use no average of the group's.
+        all_reduce_hook: called with each reduced gradient of a flat, which it may change in place.
         reduce_group: for reductions alone, once it was made.
         uses_reduce_group: whether they use it, and not the mesh's.
         microbatches, prefetcher, unsharded: of the model, whose units share them from when they are named.
@@ -82,18 +87,22 @@ class Unit:
         self.after_first_call: Callable[[], None] | None = None
         self.frames: list[weakref.ref[Any]] = []
         self.accumulation, self.after_forward = Accumulation(self), AfterForward(self)
+        self.replica_sums = ReplicaSums(self)
         self.unsharded = UnshardedCache()
         self.microbatches, self.prefetcher = Microbatches((self,)), Prefetcher(self.unsharded)
         self._agreements: dict[tuple[str, str], Agreement] = {}
         self.reduce_group: dist.ProcessGroup | None = None
         self.uses_reduce_group = False
+        self.divide_factor: float | None = None
+        self.sums_only = False
+        self.all_reduce_hook: Callable[[Tensor], None] | None = None
         self.plan: UnitPlan
         self.pack()
 
     @property
     def world_size(self) -> int:
-        """Ranks that share the unit."""
-        return self.mesh.size()
+        """Ranks that share the unit: those of the axis that shards."""
+        return mesh_axes.num_shards(self.mesh)
 
     @property
     def label(self) -> str:
@@ -145,13 +154,17 @@ class Unit:
 
     def publish(self) -> None:
         """Refresh the plan and what the modules' getters read; called whenever layout, name or policy changed."""
-        given = self.reshard_after_forward
+        given, outer = self.reshard_after_forward, mesh_axes.replicate_group(self.mesh)
         self.plan = UnitPlan(
             fqn=self.fqn,
             shards=tuple(shard.plan for shard in self.shards),
             world_size=self.world_size,
-            group=self.mesh.get_group().group_name,
+            group=mesh_axes.shard_group(self.mesh).group_name,
             reduce_group=self.reduce_group.group_name if self.reduce_group and self.uses_reduce_group else "",
+            replicas=mesh_axes.num_replicas(self.mesh),
+            replicate_group=outer.group_name if outer is not None else "",
+            divide_factor=self.divide_factor,
+            sums_only=self.sums_only,
             param_dtype=self.mp_policy.param_dtype,
             reduce_dtype=self.mp_policy.reduce_dtype,
             reshard_after_forward=not self.is_root if given is None else given,
@@ -179,18 +192,24 @@ class Unit:
         self.unsharded.drop_if(lambda gathered: gathered.unit is self)
         self.after_forward.end()
 
-    def agreed(self, kind: str, op: str, what: str) -> AbstractContextManager[None]:
-        """Around one collective outside of graphs, on which the ranks agree first.
+    def agreed(self, kind: str, wanted: str, what: str) -> AbstractContextManager[None]:
+        """Around one collective outside of graphs, on which the ranks agree first; an all_reduce may follow it.
 
         Args:
-            kind: of run, one word: "read", "resident", "step" or "waiting".
-            op: "all_gather" or "reduce_scatter".
+            kind: of run, one word: "read", "resident", "step", "waiting" or "averaged".
+            wanted: "all_gather", "reduce_scatter" or "all_reduce".
             what: is gathered or reduced: "all parameters".
         """
-        group = self.plan.group if op == "all_gather" else self.plan.reducing_group
-        text = f"{op} of {what} on group {group!r} for {self.label}"
-        launch = Launch(group, text, "outside of graphs", op, self.label)
-        return self._agreements.setdefault((kind, what), Agreement(kind)).before((launch,))
+        plan = self.plan
+        groups = {"all_gather": plan.group, "reduce_scatter": plan.reducing_group, "all_reduce": plan.replicate_group}
+        averages = wanted == "reduce_scatter" and plan.replicas > 1 and not self.replica_sums.apart()
+        launches = tuple(
+            Launch(group, f"{op} of {what} on group {group!r} for {self.label}", "outside of graphs", op, self.label)
+            for op, group in groups.items()
+            if op == wanted or (op == "all_reduce" and averages)
+        )
+        key = kind, f"{what} {len(launches)}"
+        return self._agreements.setdefault(key, Agreement(kind)).before(launches)
 
     def rename(self, fqn: str, member_fqns: Sequence[str]) -> None:
         """Name the unit and its members from a new outermost module."""
@@ -211,6 +230,8 @@ class Unit:
         """
         if not self._is_attached():
             self.reattach()
+        if torch_private.backward_id() is None:
+            self.replica_sums.forget()
         for shard in self.shards:
             if torch_private.backward_id() is None:
                 shard.sink.forget()

@@ -105,6 +105,8 @@ class _Settings:
         self.sync, self.last = unit.requires_gradient_sync, unit.is_last_backward
         self.reshard_after_backward = unit.reshard_after_backward
         self.separate = unit.separate_reduce_scatter_group
+        self.averages = unit.requires_all_reduce
+        self.factor, self.sums_only, self.hook = unit.gradient_divide_factor, unit.sums_only, unit.all_reduce_hook
         self.prefetched = {d: [plain_module(m) for m in unit.prefetched(d)] for d in ("forward", "backward")}
         self.methods = [
             (module, name, before)
@@ -145,8 +147,16 @@ class _Settings:
             module.set_reshard_after_backward(False, recurse=False)
         if not self.sync:
             module.set_requires_gradient_sync(False, recurse=False)
+        if not self.averages:
+            module.set_requires_all_reduce(False, recurse=False)
         if not self.last:
             module.set_is_last_backward(False)
+        if self.factor is not None:
+            module.set_gradient_divide_factor(self.factor)
+        if self.sums_only:
+            module.set_force_sum_reduction_for_comms(True)
+        if self.hook is not None:
+            module.set_all_reduce_hook(self.hook)
         if self.separate:
             process_groups.separate(cast(ModuleState, state_of(module)).units)
         for owner, name, before in self.methods:

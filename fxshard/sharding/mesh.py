@@ -12,14 +12,18 @@ from fxshard.runtime import gloo
 
 
 def require_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Raise unless `mesh` is a 1-D mesh on a device that exists and this rank is part of it."""
+    """Raise unless `mesh` has an axis that shards, at most one before it, a device that exists and this rank in it."""
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}.")
-    if mesh.ndim == 2:
-        raise NotImplementedError("fully_shard: mesh with 2 axes (HSDP) is not implemented yet; pass a 1-D mesh.")
-    if mesh.ndim != 1:
+    if mesh.ndim not in (1, 2):
         raise ConfigError(
-            f"mesh: expected a 1-D mesh, got one with {mesh.ndim} axes: {mesh}. Slice an axis: mesh[name]."
+            f"mesh: expected one axis, which shards, or two, of which the first replicates and the second shards; got "
+            f'{mesh.ndim} axes: {mesh}. Slice them: mesh[name] or mesh["replicate", "shard"].'
+        )
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise ConfigError(
+            f"mesh: two axes need names, got {mesh}. Build it with init_device_mesh(device, (replicas, shards), "
+            'mesh_dim_names=("replicate", "shard")).'
         )
     if not _is_here(mesh.device_type):
         raise ConfigError(f"the mesh is on {mesh.device_type!r}, but this machine has no such device.")

@@ -53,7 +53,7 @@ def _require_releasable(model: nn.Module, states: list[tuple[ModuleState, list[n
     units = [unit for state, _ in states for unit in state.units]
     if any(not set(units).issuperset(unit.microbatches.units) for unit in units):
         raise ConfigError(f"release({name}): it is part of a sharded model. Pass the outermost module.")
-    if waiting := [unit.label for unit in units if unit.accumulation.waiting]:
+    if waiting := [unit.label for unit in units if unit.accumulation.waiting or unit.replica_sums.waiting]:
         raise ConfigError(
             f"release({name}): gradients of {', '.join(waiting)} wait to be reduced. Run a backward outside of "
             "no_sync() first, or drop them with reset_iter_state()."
@@ -110,7 +110,14 @@ class _Ours:
             module.set_modules_to_forward_prefetch([unit.modules[0] for unit in self.unit.forward_prefetch])
         if self.unit.backward_prefetch:
             module.set_modules_to_backward_prefetch([unit.modules[0] for unit in self.unit.backward_prefetch])
+        if self.unit.divide_factor is not None:
+            module.set_gradient_divide_factor(self.unit.divide_factor)
+        if self.unit.sums_only:
+            module.set_force_sum_reduction_for_comms(True)
+        if self.unit.all_reduce_hook is not None:
+            module.set_all_reduce_hook(self.unit.all_reduce_hook)
         module.set_requires_gradient_sync(self.unit.accumulation.sync, recurse=False)
+        module.set_requires_all_reduce(self.unit.replica_sums.averages, recurse=False)
         module.set_reshard_after_backward(self.unit.reshard_after_backward, recurse=False)
         module.set_is_last_backward(self.unit.microbatches.last)
 

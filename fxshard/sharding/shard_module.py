@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from fxshard.errors import ConfigError
-from fxshard.runtime import gloo
+from fxshard.runtime import gloo, mesh_axes
 from fxshard.runtime.flat_shard import Member, home_of
 from fxshard.runtime.parameters import REFS, adopt_attributes, as_dtensor, shard_rows
 from fxshard.runtime.prefetcher import Prefetcher
@@ -91,7 +91,7 @@ def _make_unit(
     reshard_after_forward: bool | None,
 ) -> Unit:
     """Cut the parameters to this rank's rows and register the DTensors in their place."""
-    rank, world_size = mesh.get_local_rank(), mesh.size()
+    rank, world_size = mesh_axes.shard_rank(mesh), mesh_axes.num_shards(mesh)
     members = []
     with torch.no_grad(), torch.inference_mode(False):
         for fqn, (param, places) in taken.items():

@@ -18,6 +18,7 @@ from fxshard.runtime.flat_shard import Home, home_of
 from fxshard.runtime.parameters import REFS, without_offset
 from fxshard.runtime.prefetcher import UnshardHandle
 from fxshard.runtime.unit import Unit
+from fxshard.sharding import fsdp2_settings
 from fxshard.sharding.mixed_precision import cast_inputs, cast_output
 
 STATE = "_fxshard_state"
@@ -138,7 +139,7 @@ class ShardedModule(ParameterOwner):
         """
         _require_bool("requires_gradient_sync", requires_gradient_sync)
         for unit in _state(self).chosen(recurse):
-            unit.accumulation.sync = requires_gradient_sync
+            unit.accumulation.sync = unit.replica_sums.averages = requires_gradient_sync
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Say whether graphs that run from now on free the parameters; compiled code only.
@@ -207,6 +208,7 @@ class ShardedModule(ParameterOwner):
         """Forget what a step that was interrupted by an exception left behind: gathers, and gradients that wait."""
         for unit in _state(self).nested:
             unit.accumulation.waiting.clear()
+            unit.replica_sums.drop()
             unit.reshard()
             unit.microbatches.stop_watching_if_idle()
             unit.prefetcher.forget()
@@ -222,6 +224,73 @@ class ShardedModule(ParameterOwner):
             raise ConfigError(f"set_post_optim_event expects a torch.Event, got {type(event).__name__}.")
         for unit in _state(self).nested:
             unit.prefetcher.after = event
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide this module's gradients by `factor`, and not by the number of ranks; the next forward compiles anew.
+
+        As FSDP2's, but that fp32 and bf16 sums are divided after the reduction, where FSDP2 has NCCL do it before.
+        """
+        fsdp2_settings.set_divide_factor(_state(self).units, factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Reduce this module's gradients by sums, and divide after; the next forward compiles anew."""
+        _require_bool("enable", enable)
+        fsdp2_settings.set_sums_only(_state(self).units, enable)
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: torch.Stream | None = None) -> None:
+        """Call `hook` with each reduced gradient of this module's unit, to be changed in place.
+
+        After the reduce_scatter, and the all_reduce if the mesh has replicas; a hook may all_reduce over ranks that
+        the mesh does not know. It runs outside of graphs, when backward hands the gradient over: so it overlaps with
+        nothing of its graph. It gets one tensor per dtype of the unit, in that dtype, divided already.
+
+        Args:
+            hook: called in the same order on all ranks.
+            stream: to run it on; not with replicas.
+        """
+        fsdp2_settings.set_all_reduce_hook(_state(self).units, hook, stream)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Say whether backwards average over replicas what they reduce; without replicas it sets nothing.
+
+        Without, reduced gradients are added up, a shard each, and `.grad` stays as it is. The first backward with it
+        averages what was added up; that all_reduce runs outside of the graph, and is not hidden.
+        `set_requires_gradient_sync` and `no_sync` leave out both collectives, and keep whole gradients.
+        """
+        _require_bool("requires_all_reduce", requires_all_reduce)
+        for unit in _state(self).chosen(recurse):
+            unit.replica_sums.averages = requires_all_reduce
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Refuse True: all ranks run the same graphs, which reduce the same parameters."""
+        _require_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
+        fsdp2_settings.refuse_reduction_of_unused(reduce_scatter_unused_params)
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Refuse a communication that is not torch's own: a pass may replace the nodes of a graph instead."""
+        fsdp2_settings.refuse_custom_comm("set_custom_all_gather", comm)
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Refuse a communication that is not torch's own: a pass may replace the nodes of a graph instead."""
+        fsdp2_settings.refuse_custom_comm("set_custom_reduce_scatter", comm)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Set nothing, and say so once: backward gathers what it reads, and nothing else."""
+        _require_bool("unshard_in_backward", unshard_in_backward)
+        fsdp2_settings.say_once("set_unshard_in_backward")
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Set nothing, and say so once: Inductor allocates the buffers of a graph."""
+        _require_bool("enable", enable)
+        fsdp2_settings.say_once("set_allocate_memory_from_process_group_for_comm")
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Set nothing, and say so once: Inductor allocates the buffers of a graph."""
+        fsdp2_settings.say_once("set_symm_mem_for_comm")
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Set nothing, and say so once: it is the option of that name of `torch.compile`."""
+        fsdp2_settings.say_once("set_reduce_scatter_max_input_buffers")
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
         """Say which modules' parameters to gather ahead in forward; compiled code only.

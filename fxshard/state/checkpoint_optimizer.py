@@ -185,7 +185,9 @@ class OptimizerStaging:
             return torch.empty_like(parameter.detach(), dtype=dtype, device="cpu")
         if (dims := self._placements.get(key)) is None:
             return torch.empty(shape, dtype=dtype)
-        placed: list[Placement] = [Replicate() if dim is None else Shard(dim) for dim in dims]
+        # Saved on a mesh of one axis or two: the last one shards, and one before it replicates.
+        outer = [None] * (parameter.device_mesh.ndim - 1)
+        placed: list[Placement] = [Replicate() if dim is None else Shard(dim) for dim in (*outer, *dims[-1:])]
         return empty_dtensor(*shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=placed)
 
     def _problems_of(self, path: KeyPath, key: str, saved: TensorStorageMetadata) -> Iterator[str]:

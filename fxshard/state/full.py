@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fxshard.errors import ConfigError
+from fxshard.runtime import mesh_axes
 from fxshard.state.local_shards import LocalShard, value_text
 from fxshard.state.ranks import Ranks
 
@@ -156,9 +157,7 @@ def out_of_reach(full: FullState, targets: Sequence[LocalShard]) -> list[str]:
     unreached = [
         each.name
         for each, target in zip(full.announced, targets, strict=True)
-        if target.mesh is not None
-        and full.source is not None
-        and full.source not in dist.get_process_group_ranks(target.mesh.get_group())
+        if target.mesh is not None and full.source is not None and full.source not in mesh_axes.ranks_of(target.mesh)
     ]
     if not unreached:
         return []

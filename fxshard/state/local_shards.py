@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from fxshard.errors import ConfigError
+from fxshard.runtime import mesh_axes
 from fxshard.runtime.parameters import local_of
 from fxshard.runtime.rank_values import checksum
 from fxshard.runtime.raw import as_bytes
@@ -33,7 +34,7 @@ class LocalShard:
     shape: tuple[int, ...]  # of the full tensor
     dtype: torch.dtype
     local: Tensor  # this rank's rows; the tensor itself if whole or sharded in another way
-    mesh: DeviceMesh | None = None  # the ranks that have rows of it, `None` if it is not cut into rows
+    mesh: DeviceMesh | None = None  # whose last axis has rows of it, `None` if it is not cut into rows
     other: bool = False  # a DTensor sharded in another way; its ranks make it full together
     replica: bool = False  # a DTensor, all of it on every rank: reductions may round differently
 
@@ -107,7 +108,9 @@ def gather_all(
         if mesh is not None:
             key = id(mesh), each.is_on_device
             if key not in known:
-                known[key] = by_mesh.setdefault((mesh, each.is_on_device), []) if mesh.size() > 1 else None
+                known[key] = (
+                    by_mesh.setdefault((mesh, each.is_on_device), []) if mesh_axes.num_shards(mesh) > 1 else None
+                )
             indices = known[key]
             if indices is not None:
                 indices.append(i)
@@ -137,7 +140,7 @@ def _gather_mesh(
 ) -> list[Tensor]:
     """Gather what one mesh holds on one device; nothing on ranks that do not want it, or are not in it."""
     mesh = cast(DeviceMesh, held[0].mesh)
-    group = mesh.get_group()
+    group = mesh_axes.shard_group(mesh)
     ranks = dist.get_process_group_ranks(group)
     if recipient is not None and recipient not in ranks:
         return []
@@ -189,19 +192,36 @@ def deliver(
             wire = Wire(ranks.group, ranks.device)
             transport.broadcast(wire, [each.local for each in chosen], ranks.members.index(source), given, bucket_bytes)
             continue
-        wire = Wire(mesh.get_group(), device_of(chosen))
-        items = [each.item(wire.world_size, straight=wire.device.type == "cpu") for each in chosen]
+        _deliver_rows(mesh, chosen, given, source, bucket_bytes)
+
+
+def _deliver_rows(
+    mesh: DeviceMesh, targets: Sequence[LocalShard], fulls: Sequence[Tensor] | None, source: int, bucket_bytes: int
+) -> None:
+    """Give each rank its rows: first those of the source's replica, then from each of them the other replicas."""
+    rows, wire = [each.local for each in targets], Wire(mesh_axes.shard_group(mesh), device_of(targets))
+    sharing = dist.get_process_group_ranks(wire.group)
+    if source in sharing:
+        items = [each.item(wire.world_size, straight=wire.device.type == "cpu") for each in targets]
         rounds = rounds_of(items, wire.world_size, bucket_bytes)
-        rank = dist.get_process_group_ranks(wire.group).index(source)
-        transport.scatter(wire, items, [each.local for each in chosen], rounds, rank, given)
+        transport.scatter(wire, items, rows, rounds, sharing.index(source), fulls)
+    if (outer := mesh_axes.replicate_group(mesh)) is not None:
+        replica = mesh_axes.replica_of(mesh, source)
+        given = rows if mesh.get_local_rank(0) == replica else None
+        transport.broadcast(Wire(outer, wire.device), rows, replica, given, bucket_bytes)
 
 
 def _cut(target: LocalShard, full: Tensor) -> None:
     """Take this rank's part of a full tensor that it has itself."""
     start, end = 0, target.nbytes
     if target.mesh is not None and target.nbytes:
-        start, end = target.item(target.mesh.size(), straight=False).held_by(target.mesh.get_local_rank())
+        start, end = _held_rows(target, target.mesh)
     as_bytes(target.local).copy_(part(full, start, end))
+
+
+def _held_rows(target: LocalShard, mesh: DeviceMesh) -> tuple[int, int]:
+    """Return the first and last (exclusive) byte of this rank's rows."""
+    return target.item(mesh_axes.num_shards(mesh), straight=False).held_by(mesh_axes.shard_rank(mesh))
 
 
 def require_bucket(bucket_mib: object) -> None:

@@ -183,9 +183,7 @@ def _require_registered(model: nn.Module, own: Mapping[str, Any]) -> None:
     require_writable(tensors)
     elsewhere = [name for name, value in tensors.items() if isinstance(value, DTensor) and hold(value).other]
     if elsewhere:
-        raise ConfigError(
-            f"{', '.join(elsewhere)} is not sharded by rows on a 1-D mesh. Load with model.load_state_dict."
-        )
+        raise ConfigError(f"{', '.join(elsewhere)} is not sharded by rows. Load with model.load_state_dict.")
 
 
 def _tied_otherwise(given: Mapping[str, Tensor], own: Mapping[str, Any]) -> Iterator[str]:

@@ -9,14 +9,15 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Adafactor, Optimizer
 
 from fxshard.errors import ConfigError
+from fxshard.runtime import mesh_axes
 from fxshard.runtime.parameters import shard_rows
 from fxshard.state import full
 from fxshard.state.full import Announced, FullState
-from fxshard.state.local_shards import LocalShard, deliver, require_bucket
+from fxshard.state.local_shards import LocalShard, deliver, hold, require_bucket
 from fxshard.state.names import GROUPS, PARAMS, STATE, ParameterNames, module_in, names_of
 from fxshard.state.optimizer_state import is_step, parameter_states, simple, state_fact, unknown_keys
 from fxshard.state.pytree import KeyPath, LeafMark, put_back, take_out
@@ -192,17 +193,17 @@ class _LoadTarget:
         mesh = self.held.mesh
         assert mesh is not None
         whole = torch.empty(self.held.shape, device="meta")
-        return shard_rows(whole, mesh.get_local_rank(), mesh.size()).shape
+        return shard_rows(whole, mesh_axes.shard_rank(mesh), mesh_axes.num_shards(mesh)).shape
 
     def finished(self) -> Tensor:
         held = self.held
         if not self.as_dtensor:
             return held.local
         mesh = cast(DTensor, self.existing if isinstance(self.existing, DTensor) else self.parameter).device_mesh
-        placement = Replicate() if held.mesh is None else Shard(0)
+        placements = mesh_axes.placements(mesh, is_scalar=held.mesh is None)
         stride = torch.empty(held.shape, device="meta").stride()
         shape = torch.Size(held.shape)
-        return DTensor.from_local(held.local, mesh, (placement,), run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(held.local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _is_strict(optim: Optimizer) -> bool:
@@ -293,10 +294,10 @@ def _placed_otherwise(contents: _GivenState, names: ParameterNames) -> list[str]
     found = []
     for fqn in contents.states:
         parameter = names.parameters[fqn]
-        if isinstance(parameter, DTensor) and tuple(parameter.placements) not in ((Shard(0),), (Replicate(),)):
+        if isinstance(parameter, DTensor) and hold(parameter).other:
             placements = ", ".join(map(str, parameter.placements))
             found.append(
-                f"{fqn} is not sharded by rows on a 1-D mesh, but {placements}: use "
+                f"{fqn} is not sharded by rows, but {placements}: use "
                 "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
             )
     return found

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fxshard.errors import CheckpointError, ConfigError, FxshardError, RankMismatchError
+from fxshard.runtime import mesh_axes
 from fxshard.runtime.parameters import local_of
 from fxshard.runtime.rank_values import first_difference
 from fxshard.sharding.sharded_module import plain_module
@@ -74,7 +75,7 @@ class Ranks:
         """
         meshes = list(_meshes(plain_module(model).parameters())) if isinstance(model, nn.Module) else []
         device = torch.empty(0, device=meshes[0].device_type).device if meshes else torch.device("cpu")
-        ranks = {id(mesh): set(cast("list[int]", mesh.mesh.flatten().tolist())) for mesh in meshes}
+        ranks = {id(mesh): set(mesh_axes.ranks_of(mesh)) for mesh in meshes}
         for mesh in meshes:
             if mesh.ndim == 1 and all(other <= ranks[id(mesh)] for other in ranks.values()):
                 return cls(mesh.get_group(), device)
@@ -83,7 +84,7 @@ class Ranks:
             raise ConfigError(
                 f"the model is sharded over ranks {members} of {dist.get_world_size()} by meshes of which none is 1-D "
                 "and has them all, so there is no process group in which they could agree. Shard the root over such a "
-                "mesh."
+                "mesh, or the replicas over all ranks."
             )
         return cls(dist.group.WORLD if dist.is_initialized() else None, device)
 
@@ -238,13 +239,13 @@ def ranks_of(parameter: Tensor) -> tuple[int, ...]:
     """Return the ranks that share a parameter, none for one that is not shared."""
     if not isinstance(parameter, DTensor):
         return ()
-    return tuple(cast("list[int]", parameter.device_mesh.mesh.flatten().tolist()))
+    return tuple(mesh_axes.ranks_of(parameter.device_mesh))
 
 
 def is_sharded(tensor: DTensor) -> bool:
-    """Return whether each rank of a 1-D mesh has rows of it."""
-    placements = tensor.placements
-    return len(placements) == 1 and type(placements[0]) is Shard and placements[0].dim == 0
+    """Return whether each rank of the last mesh axis has rows of it, and those of an axis before it the same."""
+    *outer, last = tensor.placements
+    return type(last) is Shard and last.dim == 0 and len(outer) <= 1 and all(type(p) is Replicate for p in outer)
 
 
 def has_no_rows(parameter: Tensor) -> bool:

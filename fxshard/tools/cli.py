@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fxshard.errors import ConfigError, FxshardError
 from fxshard.options import launched
 from fxshard.tools.cli_bench import BENCH_TEXT, add_bench
-from fxshard.tools.cli_common import EXIT_ERROR, at_least, device_for, num_ranks, output_folder
+from fxshard.tools.cli_common import EXIT_ERROR, at_least, device_for, mesh_size, num_ranks, output_folder
 from fxshard.tools.cli_state import add_state
 from fxshard.tools.demo.config import LOWERINGS, MAX_DIFFERENCE, MODELS, DemoConfig
 from fxshard.tools.launch.console import open_console, print_line
@@ -96,7 +96,12 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
             "torch.device('meta') if it is large. The current directory is importable"
         ),
     )
-    add("--world-size", type=at_least(1), metavar="N", help="ranks; not needed for a model that is sharded already")
+    add(
+        "--world-size",
+        type=mesh_size,
+        metavar="N",
+        help="ranks, or replicas x shards (4x8); not needed for a model that is sharded already",
+    )
     add("--pass", dest="pass_name", metavar="NAME", help='print the graphs after this pass; "captured" is before any')
     add("--stage", metavar="NAME", help="with --pass: only this stage (joint, forward, backward, inference, ...)")
     add("--frame", type=at_least(0), metavar="N", help="with --pass: only this captured graph, counted from 0")

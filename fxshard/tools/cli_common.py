@@ -25,6 +25,14 @@ def at_least(least: int) -> Callable[[str], int]:
     return parse
 
 
+def mesh_size(text: str) -> int | tuple[int, int]:
+    """What argparse turns `8`, or `4x8`, into."""
+    numbers = text.split("x")
+    if len(numbers) > 2 or not all(number.isdecimal() and int(number) > 0 for number in numbers):
+        raise argparse.ArgumentTypeError(f"must be a number of ranks, or replicas x shards such as 4x8, got {text!r}")
+    return int(text) if len(numbers) == 1 else (int(numbers[0]), int(numbers[1]))
+
+
 def positive(text: str) -> float:
     """What argparse turns a number above 0 into."""
     try:

@@ -280,6 +280,11 @@ def digest_of(mesh: DeviceMesh, pipeline: Pipeline = DEFAULT, **options: Any) ->
     return cache.digest(Options(**options), frame.plan, pipeline, hardware.load(options.get("hardware", "cpu")))
 
 
+def test_the_digest_knows_the_replicas(fake_group: None) -> None:
+    meshes = [init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))]
+    assert len({digest_of(mesh) for mesh in meshes}) == 2
+
+
 def test_the_digest_does_not_depend_on_the_order_of_sets_and_mappings(mesh: DeviceMesh) -> None:
     words = [f"word{i}" for i in range(50)]
     one, other = (in_split(Idle(words=frozenset(order)))(DEFAULT) for order in (words, words[::-1]))

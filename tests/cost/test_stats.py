@@ -71,6 +71,17 @@ def test_backward_of_two_layers() -> None:
     assert stats.peak_bytes == LAYER / 2 + 2 * X + LAYER / 2 + LAYER + graphs.WIDTH**2 * 4
 
 
+def test_an_all_reduce_over_replicas_moves_the_shard_twice_on_a_queue_of_its_own() -> None:
+    stats = stats_of("backward", graphs.two_layers(replicas=4))
+    at = stats.evaluate()
+    transfer, all_reduce = 2.0 + LAYER / 2 / 8, 2.0 + 2 * 3 / 4 * LAYER / 2 / 8
+    assert at.collectives == {"all_gather": 1, "reduce_scatter": 2, "all_reduce": 2}
+    assert at.comm_seconds == pytest.approx(3 * transfer + 2 * all_reduce)
+    assert at.reduced_bytes == 2 * LAYER
+    of_four = 3 * (2.0 + LAYER * 3 / 4 / 8) + 2 * (2.0 + 2 * 3 / 4 * LAYER / 4 / 8)
+    assert stats.evaluate(4).comm_seconds == pytest.approx(of_four)
+
+
 def test_markers_cost_no_communication() -> None:
     gm, ctx = graphs.two_layers().at("joint")
     stats = graph_stats(gm.graph, ctx.plan, HARDWARE)

@@ -293,7 +293,7 @@ def test_an_unknown_number_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) 
         fake_model_of(Stack())
 
 
-@pytest.mark.parametrize("world_size", [0, -1, 2.0, True, "2"])
+@pytest.mark.parametrize("world_size", [0, -1, 2.0, True, "2", (2, 0), (1, 2, 3)])
 def test_a_number_of_ranks_that_means_nothing_is_refused(world_size: Any) -> None:
     with pytest.raises(ConfigError, match="world_size must be a positive int"):
         fake_model_of(Stack(), world_size=world_size)
@@ -302,12 +302,18 @@ def test_a_number_of_ranks_that_means_nothing_is_refused(world_size: Any) -> Non
 def test_contradictory_numbers_of_ranks_are_refused(mesh: DeviceMesh) -> None:
     with pytest.raises(ConfigError, match="world_size is 4, but the mesh has 2 ranks"):
         fake_model_of(Stack(), world_size=4, mesh=mesh)
+    with pytest.raises(ConfigError, match="world_size is 2 x 2, but the mesh has 2 ranks"):
+        fake_model_of(Stack(), world_size=(2, 2), mesh=mesh)
     model = Stack()
     whole(model, mesh)
     with pytest.raises(ConfigError, match="asked for 4 ranks, but the model is sharded over 2"):
         fake_model_of(model, world_size=4)
 
 
-def test_a_mesh_of_several_axes_is_refused(mesh: DeviceMesh) -> None:
-    with pytest.raises(NotImplementedError, match="2 axes"):
-        fake_model_of(Stack(), mesh=init_device_mesh("cpu", (1, 2)))
+def test_replicas_are_copied_as_such(fake_group: None) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = Stack()
+    whole(model, mesh)
+    plans = [unit.plan for found in (model, Stack()) for unit in units_under(fake_model_of(found, mesh=mesh).model)]
+    assert plans
+    assert all((plan.replicas, plan.world_size, plan.replicate_group) == (2, 1, "fsdp_replicas") for plan in plans)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from hypothesis import given, settings
@@ -98,6 +99,15 @@ def test_counts_the_bytes_of_a_gathered_unit_in_its_unsharded_dtype() -> None:
     assert [unit.unsharded_dtype(shard) for shard in shards] == [torch.bfloat16, torch.int64]
 
 
+def test_blocks_share_a_graph_only_with_as_many_replicas_of_one_group() -> None:
+    one = UnitPlan(fqn="", shards=(one_shard([(4,)], 2),), world_size=2, group="0")
+    several = replace(one, replicas=4, replicate_group="1")
+    others = [one, several, replace(several, replicate_group="2"), replace(several, replicas=2)]
+    assert len({unit.sharing_key for unit in others}) == 4
+    assert (several.num_ranks, several.groups) == (8, {"0": 2, "1": 4})
+    assert (one.num_ranks, one.groups) == (2, {"0": 2})
+
+
 @QUICK
 @given(SHAPES, WORLD_SIZES)
 def test_tiles_the_shard_with_slots(shapes: list[tuple[int, ...]], world_size: int) -> None:
@@ -158,11 +168,11 @@ def test_gives_every_rank_its_rows_of_the_mean_however_gradients_are_cut(
     grads = {(0, i): values[slot.fqn] for i, slot in enumerate(shard.slots) if i not in missing}
     segments = list(cut(data.draw(st.permutations(list(grads))), data))
     tensors = [[grads[slot] for slot in segment] for segment in segments]
-    inputs = collectives.reduce_inputs(tensors, world_size, torch.float32)  # the same on every rank, so is their mean
+    inputs = collectives.reduce_inputs(tensors, unit, torch.float32)  # the same on every rank, so is their mean
     expected = {s.fqn: values[s.fqn] if (0, i) in grads else values[s.fqn] * 0 for i, s in enumerate(shard.slots)}
     for rank in range(world_size):
         launched = [tensor.chunk(world_size)[rank] for tensor in inputs] if world_size > 1 else inputs
-        reduced = collectives.reduced_in(launched, torch.float32, world_size)
+        reduced = collectives.reduced_in(launched, torch.float32, unit)
         found = collectives.shard_grads(dict(zip(segments, reduced, strict=True)), unit)
         assert torch.equal(found[0], shard_of(shard, expected, rank, world_size))
 

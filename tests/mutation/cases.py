@@ -80,6 +80,16 @@ def square_batch(**kwargs: Any) -> Traced:
     return graphs.trace(graphs.TwoLayers(), units=graphs.layers_of, inputs=inputs, **kwargs)
 
 
+def two_replicas(**kwargs: Any) -> Traced:
+    """Two units, each held by two groups of ranks."""
+    return graphs.two_layers(replicas=2, **kwargs)
+
+
+def two_replicas_of_doubles(**kwargs: Any) -> Traced:
+    """A unit whose gradients are divided before the first reduction and after the second."""
+    return graphs.doubles(replicas=2, **kwargs)
+
+
 MODELS: dict[str, Callable[..., Traced]] = {
     "two_layers": graphs.two_layers,
     "uneven": graphs.uneven,
@@ -95,10 +105,12 @@ MODELS: dict[str, Callable[..., Traced]] = {
     "partly_used": partly_used,
     "square_batch": square_batch,
     "two_regions": two_regions,
+    "two_replicas": two_replicas,
+    "two_replicas_of_doubles": two_replicas_of_doubles,
 }
 MUTATED = tuple(model for model in MODELS if model not in ("frozen_weight", "casting", "gpt"))
 ON_FOUR_RANKS = ("two_layers", "uneven", "doubles", "scalar")
-REWRITTEN = ("two_layers", "uneven", "two_dtypes", "doubles", "called_twice")
+REWRITTEN = ("two_layers", "uneven", "two_dtypes", "doubles", "called_twice", "two_replicas")
 ASIDE = ("two_layers", "two_dtypes", "mixed_precision")
 REWRITES: dict[str, tuple[GraphPass, ...]] = {
     "coalesced": (CoalesceCollectives(),),

@@ -121,13 +121,13 @@ def name_another_group(graph: fx.Graph) -> Iterator[Edit]:
 
 
 def name_another_number_of_ranks(graph: fx.Graph) -> Iterator[Edit]:
-    for launch in launch_nodes(graph):
+    for launch in nodes_of(graph, *collectives.GATHERS, *collectives.REDUCTIONS):
         for world_size in (1, 8):
             yield launch, edit(set_argument, launch, index_of(launch, "group_size"), world_size)
 
 
 def name_another_operator(graph: fx.Graph) -> Iterator[Edit]:
-    for launch in nodes_of(graph, *collectives.REDUCTIONS):
+    for launch in nodes_of(graph, *collectives.REDUCTIONS, *collectives.ALL_REDUCES):
         index = index_of(launch, "reduce_op")
         for operator in sorted({"sum", "avg", "max"} - {str(launch.args[index])}):
             yield launch, edit(set_argument, launch, index, operator)

@@ -25,6 +25,7 @@ from tests.mutation import (
     marker_mutators,
     parameter_mutators,
     region_mutators,
+    replica_mutators,
 )
 from tests.mutation.cases import CODEGEN_GIVEN, MODELS, Case, Mutant, correct_cases, mutants, mutated_cases
 from tests.mutation.edits import Mutator, launch_nodes
@@ -36,6 +37,7 @@ EXPLICIT: tuple[Mutator, ...] = (
     *parameter_mutators.MUTATORS,
     *gradient_mutators.MUTATORS,
     *region_mutators.MUTATORS,
+    *replica_mutators.MUTATORS,
 )
 RESULTS: tuple[Mutator, ...] = (
     gradient_mutators.return_none,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -10,8 +11,9 @@ from expecttest import assert_expected_inline
 from torch import fx
 
 from fxshard.errors import InvariantError, UnsupportedGraph
-from fxshard.ir import ops
-from fxshard.passes._base import GraphKind, Property
+from fxshard.ir import collectives, ops
+from fxshard.ir.variant import Variant
+from fxshard.passes._base import GraphKind, PassContext, Property
 from fxshard.passes.dedup_unshard import DedupUnshard
 from fxshard.passes.insert_collectives import InsertCollectives
 from tests import graphs
@@ -32,6 +34,53 @@ def test_gathers_each_unit_where_forward_first_reads_it() -> None:
 
 def test_reduces_each_unit_right_after_its_last_gradient() -> None:
     assert_golden(inserted(graphs.two_layers(), "backward"), "insert_collectives_backward")
+
+
+def test_averages_what_each_unit_has_reduced_over_its_replicas() -> None:
+    assert_golden(inserted(graphs.two_layers(replicas=2), "backward"), "insert_collectives_replicas")
+
+
+def test_divides_behind_the_second_of_two_reductions() -> None:
+    assert_golden(inserted(graphs.doubles(replicas=2), "backward"), "insert_collectives_replicas_of_doubles")
+
+
+def test_averages_a_unit_that_is_replicated_and_not_sharded() -> None:
+    gm, ctx = graphs.two_layers(world_size=1, replicas=2).at("backward", after=DedupUnshard)
+    assert run_pass(InsertCollectives(), gm, ctx)
+    assert [node.name for node in collectives.all_reduce_launches(gm.graph)] == [
+        "all_reduce_layers_1",
+        "all_reduce_layers_0",
+    ]
+    assert not collectives.reduce_launches(gm.graph)
+
+
+@pytest.mark.parametrize("model", [graphs.two_layers, graphs.doubles])
+def test_leaves_the_all_reduce_to_the_runtime_where_the_variant_says_so(model: Callable[..., Traced]) -> None:
+    traced = model(replicas=2)
+    gm, ctx = traced.at("backward", after=DedupUnshard)
+    apart = Variant(apart=frozenset(traced.plan.units)).plan(traced.plan)
+    assert run_pass(InsertCollectives(), gm, dataclasses.replace(ctx, plan=apart))
+    assert collectives.reduce_launches(gm.graph)
+    assert not collectives.all_reduce_launches(gm.graph)
+
+
+def test_the_verifier_knows_which_variant_averages() -> None:
+    gm, ctx = graphs.two_layers(replicas=2).at("backward", after=DedupUnshard)
+    apart = Variant(apart=frozenset(ctx.plan.units)).plan(ctx.plan)
+
+    class Forget(InsertCollectives):
+        def apply(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+            return super().apply(gm, dataclasses.replace(ctx, plan=apart))
+
+    with pytest.raises(InvariantError, match="no all_reduce averages it over the 2 replicas"):
+        run_pass(Forget(), gm, ctx)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("model", ["two_layers", "uneven", "doubles", "scalar", "called_twice"])
+def test_replicas_have_the_gradients_of_the_whole_batch(model: str, world_size: int) -> None:
+    traced = getattr(graphs, model)(world_size=world_size, replicas=2)
+    assert_same_step(step(traced), reference_step(traced))
 
 
 def test_gathers_in_a_graph_without_backward() -> None:

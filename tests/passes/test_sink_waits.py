@@ -72,6 +72,34 @@ def test_waits_for_the_oldest_before_one_too_many_is_launched(max_buffers: int, 
     assert reductions(sunk("four_layers", max_buffers)[0]) == expected
 
 
+@pytest.mark.parametrize("max_buffers", [1, 2, 4])
+def test_all_reduces_beside_the_compute_of_the_next_units(max_buffers: int) -> None:
+    """What four may be in flight of is waited for no later than two, or no all_reduce would start before the end."""
+    gm, ctx = after_passes(model_of("four_layers", replicas=2), "backward", SinkWaits(max_buffers=max_buffers))
+    found = events(gm, launch="all_reduce_", wait="all_reduced_")
+    assert found == "mm mm mm launch3 mm mm launch2 mm mm launch1 launch0 wait3 wait2 wait1 wait0"
+    assert_changes_nothing(SinkWaits(max_buffers=max_buffers), gm, ctx)
+
+
+def test_waits_for_a_reduction_when_the_next_one_is_launched_where_an_all_reduce_follows() -> None:
+    gm, _ = after_passes(
+        model_of("four_layers", replicas=2), "backward", *BUCKETS["coalesced"], SinkWaits(), hardware=DEAR_COPIES
+    )
+    assert_schedule(gm, "sink_waits_replicas", whole=True)
+
+
+@pairwise(model=["two_layers", "doubles", "called_twice", "two_dtypes"], before=BUCKETS, max_buffers=[1, 2])
+def test_changes_no_bit_of_what_replicas_get(model: str, before: str, max_buffers: int) -> None:
+    traced = model_of(model, replicas=2)
+    passes = (*BUCKETS[before], SinkWaits(max_buffers=max_buffers))
+    assert_same_step(
+        step(traced, *passes, hardware=DEAR_COPIES),
+        step(traced, *BUCKETS[before], hardware=DEAR_COPIES),
+        rtol=0,
+        atol=0,
+    )
+
+
 @pairwise(model=MODELS, before=BUCKETS, max_buffers=[1, 2, 3])
 def test_never_has_more_in_flight_than_buffers(model: str, before: str, max_buffers: int) -> None:
     gm, _ = sunk(model, max_buffers, *BUCKETS[before])

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import pytest
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from fxshard.errors import RankMismatchError
 from fxshard.ir.launches import Launch
 from fxshard.runtime import rank_check, rank_values
 from fxshard.runtime.dispatch import GuardedCode
-from fxshard.runtime.rank_check import RING, CollectiveSequence, RankGroup, Timeouts
+from fxshard.runtime.rank_check import RING, Agreement, CollectiveSequence, RankGroup, Timeouts
 from tests.ranks import fresh_ranks, join_group, two_ranks
 
 HASTY = Timeouts(warn=0.2, limit=1.0)
@@ -246,6 +247,28 @@ def test_a_new_process_group_begins_at_its_first_run() -> None:
         if generation == 0:
             join_group("another")
     assert runs == [2] * (5 + rank)
+
+
+@two_ranks
+def test_replicas_compare_the_order_of_what_they_launch_over_both_axes() -> None:
+    """The reductions of each go over a group of its own, under another name."""
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()].group_name
+    together = cast(dist.ProcessGroup, dist.group.WORLD).group_name
+
+    def launch(kind: str, group: str, unit: str) -> Launch:
+        return Launch(group, f"{kind} f32[4] on group {group!r} for {unit}", f"%{kind}_{unit}", kind, unit)
+
+    run = [launch(*of) for unit in "ab" for of in (("reduce_scatter", alone, unit), ("all_reduce", together, unit))]
+    with Agreement("backward").before(run):
+        pass
+    in_another_order = [run[0], run[2], run[1], run[3]] if dist.get_rank() else run
+    expected = (
+        r"collective 2 is the first that differs:\n"
+        r"    rank 0 \(backward\): all_reduce f32\[4\] for a  # %all_reduce_a\n"
+        r"    rank 1 \(backward\): reduce_scatter f32\[4\] for b  # %reduce_scatter_b\n"
+    )
+    with pytest.raises(RankMismatchError, match=expected), Agreement("backward").before(in_another_order):
+        pass
 
 
 def test_one_process_alone_never_waits(fake_group: None) -> None:

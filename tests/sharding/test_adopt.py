@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fxshard
 from fxshard import torch_fsdp2
 from fxshard.errors import ConfigError
+from fxshard.sharding.sharded_module import units_under
 from tests.graphs import fake_ranks
 from tests.numerics.harness import EAGER, compile_module
 from tests.numerics.models import MLP, WIDTH
@@ -28,22 +28,6 @@ def fsdp2_mlp(mesh: DeviceMesh, **kwargs: Any) -> Any:
     for block in model.blocks:
         fsdp2_fully_shard(block, mesh=mesh, **kwargs)
     return fsdp2_fully_shard(model, mesh=mesh, **kwargs)
-
-
-def settings_of(module: Any, name: str, *args: Any) -> Callable[[DeviceMesh], nn.Module]:
-    def make(mesh: DeviceMesh) -> nn.Module:
-        model = fsdp2_mlp(mesh)
-        getattr(model if module is None else model.get_submodule(module), name)(*args)
-        assert isinstance(model, nn.Module)
-        return model
-
-    return make
-
-
-def replicated(mesh: DeviceMesh) -> nn.Module:
-    two = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
-    model: nn.Module = fsdp2_mlp(two)
-    return model
 
 
 def offloaded(mesh: DeviceMesh) -> nn.Module:
@@ -67,12 +51,8 @@ def with_gradients_that_wait(mesh: DeviceMesh) -> nn.Module:
 
 
 REFUSED = {
-    "HSDP": (replicated, "the root: a mesh of several axes, or parameters with meshes of their own"),
     "offload": (offloaded, r"blocks.1: CPU offload (offload_policy)"),
     "columns": (sharded_on_columns, "the root: parameters sharded on another dimension than 0 (shard_placement_fn)"),
-    "divide factor": (settings_of("blocks.0", "set_gradient_divide_factor", 3.0), "blocks.0: set_gradient_divide_"),
-    "force sum": (settings_of(None, "set_force_sum_reduction_for_comms", True), "the root: set_force_sum_reduction"),
-    "hook": (settings_of("blocks.1", "set_all_reduce_hook", print), "blocks.1: set_all_reduce_hook"),
     "waiting": (with_gradients_that_wait, "blocks.0: gradients added up without gradient sync"),
 }
 
@@ -86,6 +66,21 @@ def test_names_the_module_and_the_setting_that_cannot_be_taken_over(mesh: Device
         fxshard.adopt(model)
     assert [(id(p), type(m)) for m in model.modules() for p in m._parameters.values()] == before
     assert isinstance(model, FSDPModule)
+
+
+def test_takes_over_a_mesh_of_two_axes_and_settings_of_reductions(fake_group: None) -> None:
+    model = fsdp2_mlp(init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+    model.set_gradient_divide_factor(3.0)
+    model.blocks[0].set_force_sum_reduction_for_comms(True)
+    model.blocks[1].set_all_reduce_hook(print)
+    model.blocks[1].set_requires_all_reduce(False)
+    units = {unit.fqn: unit for unit in units_under(fxshard.adopt(model))}
+    plans = {fqn: unit.plan for fqn, unit in units.items()}
+    assert all((plan.replicas, plan.world_size) == (2, 1) for plan in plans.values())
+    assert [plans[fqn].divide_factor for fqn in ("", "blocks.0")] == [3.0, None]
+    assert [plans[fqn].sums_only for fqn in ("", "blocks.0")] == [False, True]
+    assert [units[fqn].all_reduce_hook for fqn in ("", "blocks.1")] == [None, print]
+    assert [units[fqn].replica_sums.averages for fqn in ("", "blocks.1")] == [True, False]
 
 
 def test_refuses_to_keep_parameters_on_fewer_ranks() -> None:

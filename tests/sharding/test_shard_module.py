@@ -104,13 +104,6 @@ def test_refuses_a_mesh_on_a_device_that_is_not_here(fake_group: None, device_ty
         fully_shard(model, mesh=mesh)
 
 
-def test_refuses_a_mesh_of_three_axes(fake_group: None) -> None:
-    model = MLP()
-    mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("a", "b", "c"))
-    with left_as_it_was(model), pytest.raises(ConfigError, match=r"1-D mesh.*3 axes"):
-        fully_shard(model, mesh=mesh)
-
-
 def test_refuses_what_is_no_mesh(fake_group: None) -> None:
     model = MLP()
     with left_as_it_was(model), pytest.raises(ConfigError, match=r"(?s)mesh.*DeviceMesh"):
@@ -165,11 +158,18 @@ def test_names_the_argument_that_a_later_release_brings(mesh: DeviceMesh, argume
         fully_shard(model, mesh=mesh, **{argument: LATER[argument]})  # type: ignore[call-overload]
 
 
-def test_names_the_two_axes_of_a_mesh_that_a_later_release_brings(fake_group: None) -> None:
+def test_says_what_is_wrong_with_the_axes_of_a_mesh(fake_group: None) -> None:
     model = MLP()
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
-    with left_as_it_was(model), pytest.raises(NotImplementedError, match=r"(?s)mesh.*(2-D|HSDP)"):
-        fully_shard(model, mesh=mesh)
+    three = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("pipeline", "replicate", "shard"))
+    with left_as_it_was(model), pytest.raises(ConfigError) as refused:
+        fully_shard(model, mesh=three)
+    assert str(refused.value).startswith(
+        "mesh: expected one axis, which shards, or two, of which the first replicates and the second shards; got 3 axes"
+    )
+    assert str(refused.value).endswith('Slice them: mesh[name] or mesh["replicate", "shard"].')
+    fully_shard(model, mesh=three["replicate", "shard"])
+    with pytest.raises(ConfigError, match=r'mesh: two axes need names.*mesh_dim_names=\("replicate", "shard"\)'):
+        fully_shard(MLP(), mesh=init_device_mesh("cpu", (1, 2)))
 
 
 @pytest.mark.parametrize("reshard_after_forward", [1.5, "yes"])

@@ -169,6 +169,15 @@ def test_explain_prints_a_table_of_all_graphs(target: Path, capsys: pytest.Captu
     assert text.count("no schedule can beat") == 2
 
 
+def test_explain_shows_replicas(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_status("explain", "my_module:build", "--world-size", "4x8", "--lower", "eager") == 0
+    text = capsys.readouterr().out
+    assert text.startswith("Explanation of TwoLayers: 2 units, 4 replicas of world size 8, 1 frame")
+    assert "2 all_reduce" in text  # in a line below the others
+    assert exit_status("explain", "my_module:build", "--world-size", "4x") == 2
+    assert "must be a number of ranks, or replicas x shards such as 4x8, got '4x'" in capsys.readouterr().err
+
+
 def test_explain_estimates_for_the_hardware_of_a_file(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec = dataclasses.replace(BUILTIN["h100"], name="slow link", link_latency=1.0)
     (target / "slow.json").write_text(spec.to_json())

@@ -61,14 +61,19 @@ class Subject:
 
     def is_ours(self, launch: fx.Node) -> bool:
         """Return whether a launch is tagged with a unit or sends something that belongs to one."""
-        if tags.meta_of(launch).calls:
-            return True
+        if tags.meta_of(launch).calls or launch.target in collectives.ALL_REDUCES:
+            return bool(tags.meta_of(launch).calls)
         return Property.LOWERED not in self.properties and any(n in self.flow.values for n in launch.all_input_nodes)
 
     @functools.cached_property
     def reductions(self) -> list[fx.Node]:
         """Those of them that reduce gradients."""
         return [launch for launch in self.launches if launch.target in collectives.REDUCTIONS]
+
+    @functools.cached_property
+    def all_reduces(self) -> list[fx.Node]:
+        """Those that average what the reductions leave over the replicas."""
+        return [launch for launch in self.launches if launch.target in collectives.ALL_REDUCES]
 
     @functools.cached_property
     def slots(self) -> dict[str, list[tuple[str, int, Slot]]]:

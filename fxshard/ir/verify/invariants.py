@@ -306,6 +306,26 @@ def reductions_match_the_plan(subject: Subject) -> Iterator[Violation]:
                 yield from ((reduced_by, f"{slot.fqn}: {why}") for why in wrong)
 
 
+def reduced_shards_are_averaged_over_replicas(subject: Subject) -> Iterator[Violation]:
+    """A reduced gradient goes through one all_reduce over the ranks that hold the same shard, if there are any."""
+    used: set[fx.Node | None] = set()
+    for output, (key, _) in subject.baseline.gradients.items():
+        unit, node = subject.baseline.plan.units[key], _result_node(subject, output)
+        for _, _, piece in slot_layout.parts_of_gradient(subject.value_of(output)) or []:
+            if isinstance(piece, dataflow.Piece):
+                used.add(piece.all_reduce)
+                yield from ((piece.all_reduce or node, why) for why in slot_layout.wrong_all_reduce(piece, unit))
+    for launch in subject.all_reduces:
+        sent = [dataflow.on_one_rank(value) for value in subject.flow.sent_by(launch)]
+        for value in sent:
+            if not isinstance(value, dataflow.Piece):
+                yield launch, "it sends something that is not a reduced gradient"
+            elif value.divisor != 1 or value.dtype is not value.concat.dtype:
+                yield launch, "what it sends was divided or cast before: that comes after the all_reduce"
+        if launch not in used and not subject.baseline.had_launches:
+            yield launch, "nothing of what it averages is the gradient of a shard"
+
+
 # ---- the whole graph
 
 

@@ -116,7 +116,7 @@ def wrong_reduction(launch: fx.Node, sent: Concat, row: GradientRow, unit: UnitP
     """Say how a launch reduces a gradient otherwise than planned."""
     default = shard.dtype if REDUCES_IN_STORAGE_DTYPE else _dtype_of(row)
     expected = unit.reduce_dtype or default
-    rule = collectives.division(unit.world_size, expected)
+    rule = collectives.division_of(unit, expected)
     if sent.dtype is not expected:
         yield f"expected a reduction in {expected}, found {sent.dtype}"
     operator = collectives.arguments_of(launch)["reduce_op"]
@@ -126,14 +126,35 @@ def wrong_reduction(launch: fx.Node, sent: Concat, row: GradientRow, unit: UnitP
         yield f"expected division by {rule.before:g} before the reduction, found {sent.divisor:g}"
 
 
+def wrong_all_reduce(piece: Piece, unit: UnitPlan) -> Iterator[str]:
+    """Say how a reduced gradient is averaged over replicas otherwise than planned."""
+    launch, rule = piece.all_reduce, collectives.division_of(unit, piece.concat.dtype)
+    if launch is None:
+        if unit.averages_replicas:
+            yield f"no all_reduce averages it over the {unit.replicas} replicas"
+        return
+    if not unit.averages_replicas:
+        yield "its unit is not averaged over replicas here"
+    elif collectives.group_of(launch) != unit.replicate_group:
+        yield f"expected group {unit.replicate_group!r}, found {collectives.group_of(launch)!r}"
+    operator = collectives.arguments_of(launch)["reduce_op"]
+    if operator != rule.outer:
+        yield f"expected operator {rule.outer!r}, found {operator!r}"
+    if piece.launch is None and piece.concat.divisor != rule.before:
+        yield f"expected division by {rule.before:g} before the all_reduce, found {piece.concat.divisor:g}"
+
+
 def wrong_result(piece: Piece, unit: UnitPlan, shard: ShardPlan) -> Iterator[str]:
     """Say how a reduced gradient is finished otherwise than planned."""
-    rule = collectives.division(unit.world_size, piece.concat.dtype)
-    after = rule.after if piece.launch is not None else rule.before * rule.after
+    rule = collectives.division_of(unit, piece.concat.dtype)
+    is_sent = piece.launch or piece.all_reduce
+    last = rule.after if unit.averages_replicas or unit.replicas == 1 else 1
+    after = last if is_sent else rule.before * last
+    found = piece.divisor if is_sent else piece.divisor * piece.concat.divisor
     if piece.launch is None and unit.world_size > 1:
         yield "no launch reduced it: it is this rank's own gradient"
-    if piece.divisor != after:
-        yield f"expected division by {after:g} after the reduction, found {piece.divisor:g}"
+    if found != after:
+        yield f"expected division by {after:g} after the reduction, found {found:g}"
     if piece.dtype is not shard.dtype:
         yield f"expected the gradient in {shard.dtype}, found {piece.dtype}"
 

@@ -138,6 +138,7 @@ INVARIANTS: tuple[Invariant, ...] = (
     Invariant(check=invariants.gradients_reach_their_slots, applies=_followed),
     Invariant(check=invariants.gradients_are_reduced_once, applies=_followed),
     Invariant(check=invariants.reductions_match_the_plan, applies=_followed),
+    Invariant(check=invariants.reduced_shards_are_averaged_over_replicas, applies=_followed),
     Invariant(check=invariants.collectives_keep_their_order, applies=_scheduled),
     Invariant(check=invariants.launches_send_what_they_sent, applies=_scheduled),
     Invariant(check=invariants.compute_reads_what_it_read, applies=_always),

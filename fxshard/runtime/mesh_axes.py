@@ -1,0 +1,62 @@
+"""The axes of a mesh: the last one shards; the one before it, if there is one, replicates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+
+def shard_axis(mesh: DeviceMesh) -> int:
+    """Return the number of the axis that shards."""
+    return mesh.ndim - 1
+
+
+def shard_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return the group of the ranks that share the parameters with this one."""
+    return mesh.get_group(shard_axis(mesh))
+
+
+def num_shards(mesh: DeviceMesh) -> int:
+    """Return over how many ranks the parameters are sharded."""
+    return mesh.size(shard_axis(mesh))
+
+
+def shard_rank(mesh: DeviceMesh) -> int:
+    """Return the place of this rank among those that share the parameters with it."""
+    return mesh.get_local_rank(shard_axis(mesh))
+
+
+def num_replicas(mesh: DeviceMesh) -> int:
+    """Return how many ranks hold the same shard."""
+    return mesh.size(0) if mesh.ndim > 1 else 1
+
+
+def replicate_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """Return the group of the ranks that hold the same shard as this one, `None` if there is no other."""
+    return mesh.get_group(0) if num_replicas(mesh) > 1 else None
+
+
+def groups(mesh: DeviceMesh) -> Iterator[dist.ProcessGroup]:
+    """Return the group of each axis, inner one first: what each of them agrees on in turn, all ranks agree on."""
+    yield shard_group(mesh)
+    if (outer := replicate_group(mesh)) is not None:
+        yield outer
+
+
+def placements(mesh: DeviceMesh, *, is_scalar: bool = False) -> tuple[Placement, ...]:
+    """Return how a parameter lies on the mesh; a scalar cannot be cut."""
+    return (*(Replicate() for _ in range(mesh.ndim - 1)), Replicate() if is_scalar else Shard(0))
+
+
+def ranks_of(mesh: DeviceMesh) -> list[int]:
+    """Return the global ranks of all axes."""
+    return cast("list[int]", mesh.mesh.flatten().tolist())
+
+
+def replica_of(mesh: DeviceMesh, rank: int) -> int:
+    """Return the place of a global rank on the axis that replicates."""
+    return ranks_of(mesh).index(rank) // num_shards(mesh)

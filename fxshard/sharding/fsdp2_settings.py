@@ -1,0 +1,110 @@
+"""FSDP2's settings of gradient reduction, and those that mean nothing here: what they set, refuse or say."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from fxshard.errors import ConfigError
+from fxshard.runtime.unit import Unit
+
+_log = logging.getLogger(__name__)
+
+MEANINGLESS = {
+    "set_unshard_in_backward": "backward gathers what it reads, and nothing else",
+    "set_custom_all_gather": "torch's own changes where buffers lie, which Inductor decides",
+    "set_custom_reduce_scatter": "torch's own changes where buffers lie, which Inductor decides",
+    "set_allocate_memory_from_process_group_for_comm": "Inductor allocates the buffers of a graph",
+    "set_symm_mem_for_comm": "Inductor allocates the buffers of a graph",
+    "set_reduce_scatter_max_input_buffers": (
+        'it is the option of the same name: torch.compile(..., options={"reduce_scatter_max_input_buffers": 2})'
+    ),
+    "share_comm_ctx": "models of one mesh share its process groups, and graphs have no streams of their own to share",
+}
+"""Names of FSDP2 that set nothing here -> why."""
+
+
+@functools.cache
+def say_once(name: str) -> None:
+    """Say that a call of FSDP2's sets nothing."""
+    _log.warning("fxshard: %s has no meaning here and sets nothing: %s.", name, MEANINGLESS[name])
+
+
+def set_divide_factor(units: Iterable[Unit], factor: object) -> None:
+    """Divide gradients by `factor`, not by the number of ranks."""
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf:
+        raise ConfigError(f"set_gradient_divide_factor: factor must be a positive number, got {factor!r}.")
+    for unit in units:
+        unit.divide_factor = float(factor)
+        unit.publish()
+
+
+def set_sums_only(units: Iterable[Unit], enable: bool) -> None:
+    """Reduce by sums alone, or as the dtype allows."""
+    for unit in units:
+        unit.sums_only = enable
+        unit.publish()
+
+
+def set_all_reduce_hook(units: Iterable[Unit], hook: object, stream: object) -> None:
+    """Call `hook` with each reduced gradient of a flat."""
+    if not callable(hook):
+        raise ConfigError(f"set_all_reduce_hook expects a function of a tensor, got {type(hook).__name__}.")
+    for unit in units:
+        if stream is not None and unit.plan.replicas > 1:
+            raise ConfigError(
+                "set_all_reduce_hook: a stream is for a mesh of one axis; with replicas the hook runs behind the "
+                "all_reduce of the graph. Leave stream out."
+            )
+        unit.all_reduce_hook = hook if stream is None else _on_stream(hook, stream)
+        for shard in unit.shards:
+            shard.sink.hook = unit.all_reduce_hook
+
+
+def _on_stream(hook: Callable[[Tensor], object], stream: object) -> Callable[[Tensor], None]:
+    """Run `hook` on a stream between what was there before and what comes."""
+    if not isinstance(stream, torch.Stream):
+        raise ConfigError(f"set_all_reduce_hook: stream must be a torch.Stream, got {type(stream).__name__}.")
+
+    def run(grad: Tensor) -> None:
+        current = torch.accelerator.current_stream(grad.device)
+        stream.wait_stream(current)
+        with stream:
+            hook(grad)
+        current.wait_stream(stream)
+
+    return run
+
+
+def refuse_reduction_of_unused(reduce_unused: bool) -> None:
+    """Refuse to reduce zeros for parameters without a gradient.
+
+    Raises:
+        NotImplementedError: `reduce_unused` is True.
+    """
+    if reduce_unused:
+        raise NotImplementedError(
+            "set_reduce_scatter_unused_params(True) is not implemented: all ranks run the same graphs, which reduce "
+            "the same parameters, and ranks that differ get an error. Let each rank read every parameter, with a "
+            "factor of 0 where it does not count."
+        )
+
+
+def refuse_custom_comm(name: str, comm: object) -> None:
+    """Refuse a communication of the user's; torch's own change where buffers lie, which Inductor decides.
+
+    Raises:
+        NotImplementedError: it is not one of torch's.
+    """
+    if not type(comm).__module__.startswith("torch."):
+        raise NotImplementedError(
+            f"{name}({type(comm).__name__}()) is not implemented: collectives are nodes of the graph. Replace them "
+            'there with a pass of your own, torch.compile(..., options={"passes": ...}): docs/contributing.md, "A new '
+            'pass".'
+        )
+    say_once(name)

@@ -1,0 +1,301 @@
+"""What is trained on replicas, and what is done with such a model besides: bodies that ranks of a 2-D mesh run."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import Replicate, Shard
+
+import fxshard
+from fxshard.errors import UnsupportedGraph
+from tests.numerics.harness import (
+    FSDP2,
+    Run,
+    Scenario,
+    Tools,
+    blocks_of,
+    check,
+    check_bitwise,
+    check_inductor,
+    compare,
+    fxshard_system,
+    only_compile,
+    only_shard,
+    train,
+    with_a_break,
+)
+from tests.numerics.loops import clip_and_update
+from tests.numerics.microbatches import NUM_MICROBATCHES, loss_of, several
+from tests.numerics.models import MLP, rows
+from tests.state.states import adamw, assert_same, net, take_steps, trained
+
+Body = Callable[[DeviceMesh], object]
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+FP16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float16)
+
+
+def mesh_of(replicas: int) -> DeviceMesh:
+    """Return the mesh of all ranks in so many replicas."""
+    shape = (replicas, dist.get_world_size() // replicas)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+
+def on(mesh: DeviceMesh, **changes: Any) -> Scenario:
+    kwargs = {"mesh": mesh, **changes.pop("shard_kwargs", {})}
+    return replace(Scenario(model=MLP, batch=rows()), shard_kwargs=kwargs, **changes)
+
+
+def one_line(mesh: DeviceMesh) -> None:
+    """The ranks start from different parameters, and all take rank 0's."""
+    scenario, dtype = on(mesh, prepare=only_compile, model=different_on_each_rank), torch.float64
+    ours = train(scenario, fxshard_system(dtype=dtype, mesh=mesh))
+    compare(ours, train(replace(scenario, model=MLP), replace(FSDP2, dtype=dtype)), rtol=0.0, atol=0.0)
+
+
+def different_on_each_rank() -> nn.Module:
+    model = MLP()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(dist.get_rank())
+    return model
+
+
+def sharded_on(mesh: DeviceMesh, seed: int = 0) -> Any:
+    """Shard a model with uneven rows, a scalar, a frozen and a tied parameter."""
+    model = net(seed)
+    for block in model.blocks:
+        fxshard.fully_shard(block, mesh=mesh)
+    return fxshard.fully_shard(model, mesh=mesh)
+
+
+def parameters_lie_as_those_of_fsdp2(mesh: DeviceMesh) -> None:
+    model: Any = fxshard.fully_shard(nn.Linear(5, 3), mesh=mesh)
+    model(torch.ones(2, 5)).sum().backward()
+    weight = model.weight
+    assert (weight.device_mesh, weight.placements) == (mesh, (Replicate(), Shard(0)))
+    assert weight.grad.placements == (Replicate(), Shard(0))
+
+
+def full_state_travels(mesh: DeviceMesh) -> None:
+    """From one rank to all replicas, and back to any rank."""
+    plain, reference = trained()
+    model = sharded_on(mesh, seed=1)
+    optim = adamw(model)
+    mine = dist.get_rank() == dist.get_world_size() - 1
+    fxshard.load_full_state_dict(model, plain.state_dict() if mine else {})
+    fxshard.load_full_optim_state_dict(model, optim, reference.state_dict() if mine else {})
+    for recipient in (0, dist.get_world_size() - 1, None):
+        wanted = recipient in (None, dist.get_rank())
+        weights = fxshard.full_state_dict(model, recipient_rank=recipient)
+        state = fxshard.full_optim_state_dict(model, optim, recipient_rank=recipient)
+        assert_same(weights, plain.state_dict() if wanted else {})
+        assert_same(state, reference.state_dict() if wanted else {})
+
+
+def parameters_of(model: nn.Module) -> dict[str, Any]:
+    """Return whole parameters; buffers are each rank's own."""
+    names = dict(model.named_parameters())
+    found = fxshard.full_state_dict(model, recipient_rank=None)
+    return {name: value for name, value in found.items() if name in names}
+
+
+def shared_folder() -> str:
+    """Return a folder that all ranks see."""
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    return folder[0]
+
+
+def checkpoints_load_on_other_meshes(mesh: DeviceMesh) -> None:
+    """Ours and torch's: from replicas to shards of all ranks, and back."""
+    folder, model = shared_folder(), sharded_on(mesh)
+    optim = adamw(model)
+    take_steps(model, optim)
+    expected = fxshard.full_optim_state_dict(model, optim, recipient_rank=None, keys="fqn")
+    weights = parameters_of(model)
+    fxshard.save_checkpoint(f"{folder}/ours", model, optim, extra=3)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/torch")
+    flat = init_device_mesh("cpu", (dist.get_world_size(),))
+    for other_mesh in (flat, mesh):
+        other = sharded_on(other_mesh, seed=1)
+        other_optim = adamw(other)
+        assert fxshard.load_checkpoint(f"{folder}/ours", other, other_optim) == 3
+        assert_same(parameters_of(other), weights)
+        assert_same(fxshard.full_optim_state_dict(other, other_optim, recipient_rank=None, keys="fqn"), expected)
+        third = sharded_on(other_mesh, seed=2)
+        state = {"model": third.state_dict()}
+        dcp.load(state, checkpoint_id=f"{folder}/torch")
+        third.load_state_dict(state["model"])
+        assert_same(parameters_of(third), weights)
+
+
+def rows_are_written_once(mesh: DeviceMesh) -> None:
+    """The files of a checkpoint are as large as one replica, and little more."""
+    folder, model = shared_folder(), nn.Linear(256, 256)
+    fxshard.save_checkpoint(f"{folder}/once", fxshard.fully_shard(model, mesh=mesh))
+    dist.barrier()
+    sizes = [os.path.getsize(os.path.join(at, name)) for at, _, names in os.walk(f"{folder}/once") for name in names]
+    assert 256 * 256 * 4 <= sum(sizes) < 1.5 * 256 * 256 * 4
+
+
+def adopted_and_released(mesh: DeviceMesh) -> None:
+    """An FSDP2 model on two axes trains on under fxshard, and goes back."""
+
+    def take_over(model: nn.Module, tools: Any) -> nn.Module:
+        sharded = only_shard(model, replace(tools, system=FSDP2))
+        return tools.compile(fxshard.adopt(sharded)) if tools.system.ours else sharded
+
+    def there_and_back(model: nn.Module, tools: Any) -> nn.Module:
+        sharded = only_shard(model, tools)
+        return fxshard.release(sharded) if tools.system.ours else sharded
+
+    check_bitwise(on(mesh, prepare=take_over))
+    check_bitwise(on(mesh, prepare=there_and_back))
+    torch.manual_seed(0)
+    weight = torch.nn.Linear(5, 3).weight
+    torch.manual_seed(0)
+    whole: Any = fxshard.release(fxshard.fully_shard(nn.Linear(5, 3), mesh=mesh), whole=True)
+    assert torch.equal(whole.weight, weight)
+    given_back: Any = fxshard.release(fxshard.fully_shard(nn.Linear(5, 3), mesh=mesh))
+    assert FSDPModule in type(given_back).__mro__
+    assert given_back.weight.placements == (Replicate(), Shard(0))
+
+
+def setting(name: str, value: Any, every: bool = True) -> Callable[[nn.Module, Tools], nn.Module]:
+    """Shard, and set something on each sharded module, or on the root alone."""
+
+    def prepare(model: nn.Module, tools: Tools) -> nn.Module:
+        sharded = only_shard(model, tools)
+        for module in [*blocks_of(model), model] if every else [model]:
+            if hasattr(module, name):
+                getattr(module, name)(value)
+        return tools.compile(sharded)
+
+    return prepare
+
+
+def gradients_are_divided_as_said(mesh: DeviceMesh) -> None:
+    """In float64 by any factor, in float32 by one for which FSDP2 takes no operator that only NCCL has.
+
+    Where one rank holds all rows FSDP2 divides by a factor twice.
+    """
+    shards = float(mesh.size(1))
+    factors = [("set_gradient_divide_factor", 6.0)] if shards > 1 else []
+    for name, value in (*factors, ("set_force_sum_reduction_for_comms", True)):
+        ours, theirs = (replace(of, dtype=torch.float64) for of in (fxshard_system(), FSDP2))
+        scenario = on(mesh, prepare=setting(name, value))
+        compare(train(scenario, ours), train(scenario, theirs), rtol=0.0, atol=0.0)
+    check_bitwise(on(mesh, prepare=setting("set_force_sum_reduction_for_comms", True)))
+    if shards > 1:
+        check_bitwise(on(mesh, prepare=setting("set_gradient_divide_factor", shards, every=False)))
+
+
+def averaged_once(run: Run, step: int) -> Tensor:
+    """Three microbatches, each reduced, of which the last one averages over replicas."""
+    model: Any = run.model
+    losses = []
+    for i in range(NUM_MICROBATCHES):
+        if hasattr(model, "set_requires_all_reduce"):
+            model.set_requires_all_reduce(i == NUM_MICROBATCHES - 1)
+        losses.append(loss_of(run, step, i))
+        losses[-1].backward()
+    return torch.stack([loss.detach() for loss in losses]).sum()
+
+
+def averaged_after_some_were_added_up(run: Run, step: int) -> Tensor:
+    """Four microbatches: whole gradients are added up, reduced, reduced again, and then averaged."""
+    model: Any = run.model
+    losses = []
+    for i, (sync, averages) in enumerate(((False, False), (True, False), (True, False), (True, True))):
+        if hasattr(model, "set_requires_all_reduce"):
+            model.set_requires_gradient_sync(sync)
+            model.set_requires_all_reduce(averages)
+        losses.append(loss_of(run, step, i))
+        losses[-1].backward()
+    return torch.stack([loss.detach() for loss in losses]).sum()
+
+
+def what_no_backward_touched_is_averaged(mesh: DeviceMesh) -> None:
+    """Of two units the last backward reads one; steps before that are refused, and what waits can be dropped."""
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in (*model, model):
+        fxshard.fully_shard(layer, mesh=mesh)
+    x = torch.full((2, 4), 1.0 + dist.get_rank())
+    optim = torch.optim.SGD(model.parameters())
+    model(x).sum().backward()
+    expected = [p.grad.to_local().clone() for p in model.parameters()]
+    model.zero_grad()
+    model.set_requires_all_reduce(False)
+    model(x).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+    with pytest.raises(UnsupportedGraph, match="an optimizer steps while reduced gradients of unit '0' wait"):
+        optim.step()
+    model.set_requires_all_reduce(True)
+    (model[1](x).sum() * 0).backward()
+    found = [p.grad.to_local() for p in model.parameters()]
+    assert all(map(torch.equal, found, expected))
+    optim.step()
+    model.set_requires_all_reduce(False)
+    model(x).sum().backward()
+    model.reset_iter_state()
+    optim.step()
+
+
+def halve(reduced: Tensor) -> None:
+    reduced.mul_(0.5)
+
+
+def hooks_see_what_was_reduced(mesh: DeviceMesh) -> None:
+    check_bitwise(on(mesh, prepare=setting("set_all_reduce_hook", halve)))
+
+
+EXACT: dict[str, Body] = {
+    "compiled": lambda mesh: check(on(mesh)),
+    "not compiled": lambda mesh: check(on(mesh, prepare=only_shard)),
+    "accumulation": lambda mesh: check(on(mesh, backward=several)),
+    "a graph break": lambda mesh: check(on(mesh, prepare=with_a_break)),
+    "bfloat16": lambda mesh: check_bitwise(on(mesh, shard_kwargs={"mp_policy": BF16})),
+    "float16 sums": lambda mesh: check_bitwise(on(mesh, shard_kwargs={"mp_policy": FP16})),
+    "clipped gradients": lambda mesh: check(on(mesh, update=partial(clip_and_update, foreach=None))),
+    "one line": one_line,
+    "placements": parameters_lie_as_those_of_fsdp2,
+    "full state": full_state_travels,
+    "checkpoints": checkpoints_load_on_other_meshes,
+    "rows written once": rows_are_written_once,
+    "adopt and release": adopted_and_released,
+    "divided otherwise": gradients_are_divided_as_said,
+    "averaged once": lambda mesh: check(on(mesh, backward=averaged_once)),
+    "averaged once, not compiled": lambda mesh: check(on(mesh, backward=averaged_once, prepare=only_shard)),
+    "averaged after sums": lambda mesh: check(on(mesh, backward=averaged_after_some_were_added_up)),
+    "averaged without a backward": what_no_backward_touched_is_averaged,
+    "a hook": hooks_see_what_was_reduced,
+}
+COMPILED: dict[str, Body] = {
+    "inductor": lambda mesh: check_inductor(on(mesh)),
+    "inductor, accumulation": lambda mesh: check_inductor(on(mesh, backward=several)),
+}
+
+
+def run(replicas: int, *names: str) -> None:
+    """Run some bodies on a mesh of all ranks in so many replicas."""
+    mesh = mesh_of(replicas)
+    for name in names:
+        torch.manual_seed(0)
+        try:
+            (EXACT | COMPILED)[name](mesh)
+        except Exception as error:
+            error.add_note(f"in {name!r}")
+            raise

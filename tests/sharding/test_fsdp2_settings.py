@@ -1,0 +1,103 @@
+"""FSDP2's setters on our modules: what is refused, what only says that it sets nothing, and what reaches the plan."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import fxshard
+from fxshard.errors import ConfigError
+from fxshard.sharding import fsdp2_settings
+from fxshard.sharding.sharded_module import units_under
+
+
+def sharded(mesh: DeviceMesh) -> Any:
+    return fxshard.fully_shard(nn.Linear(4, 4), mesh=mesh)
+
+
+SILENT = {
+    "set_unshard_in_backward": False,
+    "set_allocate_memory_from_process_group_for_comm": True,
+    "set_symm_mem_for_comm": "NCCL",
+    "set_reduce_scatter_max_input_buffers": 2,
+}
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_a_setter_without_meaning_says_so_once(mesh: DeviceMesh, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    fsdp2_settings.say_once.cache_clear()
+    model = sharded(mesh)
+    with caplog.at_level(logging.WARNING):
+        getattr(model, name)(SILENT[name])
+        getattr(model, name)(SILENT[name])
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == f"fxshard: {name} has no meaning here and sets nothing: {fsdp2_settings.MEANINGLESS[name]}."
+
+
+def test_models_share_streams_without_being_asked(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
+    fsdp2_settings.say_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        fxshard.share_comm_ctx([sharded(mesh), sharded(mesh)])
+    assert "share_comm_ctx has no meaning here" in caplog.text
+    with pytest.raises(ConfigError, match="share_comm_ctx expects modules that fully_shard has sharded, got Linear"):
+        fxshard.share_comm_ctx([nn.Linear(2, 2)])
+
+
+class Own:
+    """What a user may put in the place of a collective."""
+
+
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "set_gradient_divide_factor": (0, ConfigError, "factor must be a positive number, got 0"),
+    "set_force_sum_reduction_for_comms": ("yes", ConfigError, "enable must be a bool, got 'yes'"),
+    "set_requires_all_reduce": (1, ConfigError, "requires_all_reduce must be a bool, got 1"),
+    "set_all_reduce_hook": (3, ConfigError, "set_all_reduce_hook expects a function of a tensor, got int"),
+    "set_reduce_scatter_unused_params": (
+        True,
+        NotImplementedError,
+        "set_reduce_scatter_unused_params(True) is not implemented: all ranks run the same graphs",
+    ),
+    "set_custom_all_gather": (Own(), NotImplementedError, "set_custom_all_gather(Own()) is not implemented"),
+    "set_custom_reduce_scatter": (Own(), NotImplementedError, "with a pass of your own"),
+    "set_unshard_in_backward": (None, ConfigError, "unshard_in_backward must be a bool, got None"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_setter_says_what_it_does_not_take(mesh: DeviceMesh, name: str) -> None:
+    value, error, message = REFUSED[name]
+    with pytest.raises(error, match=re.escape(message)):
+        getattr(sharded(mesh), name)(value)
+
+
+def test_a_hook_beside_replicas_has_no_stream_of_its_own(fake_group: None) -> None:
+    model = sharded(init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+    with pytest.raises(ConfigError, match="a stream is for a mesh of one axis"):
+        model.set_all_reduce_hook(print, stream=object())
+    with pytest.raises(ConfigError, match=r"stream must be a torch.Stream, got object"):
+        sharded(init_device_mesh("cpu", (2,))).set_all_reduce_hook(print, stream=object())
+
+
+def test_gradient_sync_brings_the_all_reduce_back_as_in_fsdp2(fake_group: None) -> None:
+    model = sharded(init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+    (unit,) = units_under(model)
+    model.set_requires_all_reduce(False)
+    assert (unit.replica_sums.averages, unit.accumulation.sync) == (False, True)
+    model.set_requires_gradient_sync(True)
+    assert unit.replica_sums.averages
+
+
+def test_settings_of_the_division_are_part_of_what_a_graph_is_compiled_for(mesh: DeviceMesh) -> None:
+    model = sharded(mesh)
+    (unit,) = units_under(model)
+    before = unit.plan.sharing_key
+    model.set_gradient_divide_factor(3)
+    assert unit.plan.sharing_key != before
+    model.set_force_sum_reduction_for_comms(True)
+    assert (unit.plan.divide_factor, unit.plan.sums_only) == (3.0, True)
+    assert unit.plan.sharing_key.count("/3 sums") == 1
