@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fxshard.compile.backend import frames_of
+from fxshard.cost import measured
 from fxshard.errors import ConfigError
 from fxshard.ir import collectives, text
 from fxshard.runtime import step_hooks
@@ -111,6 +112,7 @@ def fully_shard(
         reshard_after_forward=cast("bool | None", reshard_after_forward),
         ignored=ignored_params or (),
     )
+    measured.agree(chosen.get_group(), chosen.device_type)
     return module
 
 
@@ -138,7 +140,10 @@ def adopt(module: nn.Module | dist.fsdp.FSDPModule) -> nn.Module:
     """
     if not isinstance(module, nn.Module):
         raise ConfigError(f"adopt expects the model, got {type(module).__name__}.")
-    return adopt_module.adopt(module)
+    adopted = adopt_module.adopt(module)
+    for unit in sharded_module.units_under(adopted):
+        measured.agree(unit.mesh.get_group(), unit.mesh.device_type)
+    return adopted
 
 
 def release(module: nn.Module, *, whole: bool = False) -> nn.Module:

@@ -35,6 +35,7 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import lowering
 from torch._inductor.fx_passes.control_dependencies import control_deps, preserve_node_ordering
 from torch._inductor.kernel import conv
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir as default_cache_dir
 from torch._logging import trace_structured
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload, OpOverloadPacket
@@ -420,6 +421,14 @@ def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
     except RuntimeError:
         return None
     return getattr(getattr(backend, "options", None), "_timeout", None)
+
+
+def num_collectives(group: dist.ProcessGroup, device: torch.device) -> int:
+    """Return how many collectives of such a device this rank has launched on the group; 0 where nobody counts."""
+    try:
+        return int(cast(Any, group)._get_backend(device)._get_sequence_number_for_group())
+    except RuntimeError:
+        return 0
 
 
 def when_backward_ends(call: Callable[[], None]) -> None:

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from fxshard.compile import auto_shard, cudagraphs, dynamo
@@ -15,7 +16,8 @@ from fxshard.compile.inductor import compile_plain, require_known_flags
 from fxshard.compile.interpreter import interpret_plain
 from fxshard.compile.last_unit import keep_last_unit_unsharded
 from fxshard.compile.variants import lower
-from fxshard.cost import hardware
+from fxshard.cost import hardware, measured
+from fxshard.cost.hardware import HardwareSpec
 from fxshard.errors import ConfigError, FxshardError
 from fxshard.ir.memory_budget import GIB
 from fxshard.options import Options, parse
@@ -124,7 +126,7 @@ def _compile(
         reads=dynamo.reads_of(gm),
         returned=dynamo.returned_by(gm),
         reduced_separately=reduced_separately(gm, plan, flats) if options.lower == "eager" else {},
-        hardware=options.hardware or hardware.of_device(device).name,
+        hardware=_hardware(options, flats, device).to_json(),
         unsharded_budget_bytes=None if budget is None else int(budget * GIB),
         resident_budget_bytes=int(options.resident_gib * GIB),
         replays=options.cudagraphs,
@@ -143,6 +145,13 @@ def _compile(
     lower(gm, example_inputs, frame, pipeline.chosen(options), options, generate_code=generate_code)
     _log.info("captured %d units: %s", len(frame.plan.units), ", ".join(name or "root" for name in frame.plan.units))
     return frame
+
+
+def _hardware(options: Options, flats: dict[int, Home], device: torch.device) -> HardwareSpec:
+    """Return what the cost model counts on: what the options name, else what the ranks have agreed on."""
+    if options.hardware is not None:
+        return hardware.load(options.hardware)
+    return measured.numbers_for({home.unit.mesh.get_group() for home in flats.values()}, device)
 
 
 def _require_one_way(options: Options, flats: dict[int, Home]) -> None:

@@ -113,17 +113,16 @@ def explanation_of(model: nn.Module) -> Explanation:
 
 def explanation(name: str, world_size: int, device: torch.device, frames: Sequence[Frame]) -> Explanation:
     """The explanation of captured frames."""
-    spec = hardware.load(frames[0].hardware or DEFAULT_HARDWARE)
     kept = tuple(
         FrameExplanation(
             plan=frame.plan,
             history=frame.history,
-            hardware=spec,
+            hardware=hardware.load(frame.hardware or DEFAULT_HARDWARE),
             unsharded_budget_bytes=frame.unsharded_budget_bytes,
         )
         for frame in frames
     )
-    return Explanation(model=name, world_size=world_size, frames=kept, hardware=spec, device=device.type)
+    return Explanation(model=name, world_size=world_size, frames=kept, hardware=kept[0].hardware, device=device.type)
 
 
 def nothing_captured(name: str) -> ConfigError:
