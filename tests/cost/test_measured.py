@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -155,7 +156,7 @@ def test_fully_shard_measures_and_the_compiled_graphs_count_on_it() -> None:
         assert explanation.hardware == found()
         assert explanation.hardware.source.startswith("measured on 2 ranks of fxshard_gloo, ")
         torch._dynamo.reset()
-        named = {"lower": "eager", "hardware": "h200"}
+        named: dict[str, Any] = {"lower": "eager", "hardware": "h200"}
         torch.compile(model, backend="fxshard", options=named)(torch.ones(2, 8)).sum().backward()
         assert fxshard.explanation_of(model).frames[-1].hardware.label == "h200 (assumed)"  # options win
 
@@ -163,7 +164,7 @@ def test_fully_shard_measures_and_the_compiled_graphs_count_on_it() -> None:
 @two_ranks
 def test_the_one_line_form_measures_where_the_ranks_compare_their_models() -> None:
     with new_group("one_line"):
-        model = torch.compile(nn.Sequential(nn.Linear(8, 8)), backend="fxshard", options={"lower": "eager"})
+        model: Any = torch.compile(nn.Sequential(nn.Linear(8, 8)), backend="fxshard", options={"lower": "eager"})
         model(torch.ones(2, 8)).sum().backward()
         assert fxshard.explanation_of(model).hardware.source.startswith("measured on 2 ranks")
 
