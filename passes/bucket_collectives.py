@@ -162,11 +162,14 @@ class _Splitter:
 def _split_gather(gather: UnitGather, splitter: _Splitter, limits: Limits, ctx: PassContext) -> Iterator[UnitGather]:
     """Cut `gather` into pieces that are not too large, without those that nothing reads."""
 
-    def place(slot: SlotIndex) -> fx.Node | None:
-        return min(gather.reads[slot].users, default=None) if slot in gather.reads else None
-
+    places: dict[SlotIndex, fx.Node | None] = {}
+    place: fx.Node | None = None
+    for slot in gather.slots:
+        if slot in gather.reads:
+            place = min(gather.reads[slot].users, default=place)
+        places[slot] = place  # what nobody reads goes with what stands before it
     nbytes = ctx.plan.units[gather.unit].unsharded_bytes_of
-    for slots in splitter.split(gather.slots, nbytes, place, limits, ctx.hardware.link_latency):
+    for slots in splitter.split(gather.slots, nbytes, places.__getitem__, limits, ctx.hardware.link_latency):
         by_shard = itertools.groupby(slots, key=lambda slot: slot[0])
         piece = gather.sending(tuple(slots_of_shard) for _, slots_of_shard in by_shard)
         if piece.reads:

@@ -122,14 +122,16 @@ def test_auto_gives_what_is_too_small_no_launch_of_its_own() -> None:
 
 
 class ThreeProducts(nn.Module):
-    """A unit whose parameters are read one after the other; each is just enough for a launch."""
+    """A unit whose matrices are read one after the other; each is just enough for a launch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two, self.three = (nn.Parameter(torch.randn(4, 4)) for _ in range(3))
+        self.one = nn.Parameter(torch.randn(4, 4))
+        self.bias = nn.Parameter(torch.randn(4))  # which backward does not read
+        self.two, self.three = (nn.Parameter(torch.randn(4, 4)) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x @ self.one @ self.two @ self.three
+        return (x @ self.one + self.bias) @ self.two @ self.three
 
 
 @functools.cache
