@@ -161,7 +161,6 @@ class _Splitter:
 
 def _split_gather(gather: UnitGather, splitter: _Splitter, limits: Limits, ctx: PassContext) -> Iterator[UnitGather]:
     """Cut `gather` into pieces that are not too large, without those that nothing reads."""
-
     places: dict[SlotIndex, fx.Node | None] = {}
     place: fx.Node | None = None
     for slot in gather.slots:

@@ -151,7 +151,7 @@ def _hardware(options: Options, flats: dict[int, Home], device: torch.device) ->
     """Return what the cost model counts on: what the options name, else what the ranks have agreed on."""
     if options.hardware is not None:
         return hardware.load(options.hardware)
-    return measured.numbers_for({home.unit.mesh.get_group() for home in flats.values()}, device)
+    return measured.numbers_for([home.unit.mesh.get_group() for home in flats.values()], device)
 
 
 def _require_one_way(options: Options, flats: dict[int, Home]) -> None:
