@@ -75,7 +75,8 @@ class Options:
             fake tensors.
         passes: a function from the default `Pipeline` to the one to run; passes of your own get the same checks.
         hardware: what the cost model counts on: "h100", "h200", "cpu" or the path of a JSON file (`cost/hardware.py`);
-            `None` is "cpu" for a model on the CPU, else "h100". Decides estimates, buckets and copies; no results.
+            `None` is what the ranks measured where they were sharded (`cost/measured.py`), or, where they did not,
+            "cpu" for a model on the CPU, else "h100". Decides estimates, buckets and copies; no results.
         inductor: config patches passed to Inductor as they are.
     """
 
@@ -269,3 +270,27 @@ def _number(name: str, default: str = "") -> int:
 def gloo_interfaces() -> list[str]:
     """Return the names of the network interfaces that gloo is told to use, none if it may choose."""
     return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+
+
+def ranks_per_machine() -> int | None:
+    """Return how many ranks the launcher started on this machine, `None` if it did not say."""
+    return _number("LOCAL_WORLD_SIZE") or None if "LOCAL_WORLD_SIZE" in os.environ else None
+
+
+def compile_cache_dir() -> str | None:
+    """Return the folder of torch's compile caches, `None` where that is torch's choice."""
+    return os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+
+
+def measures_hardware() -> bool:
+    """Return whether ranks may measure their link: FXSHARD_CALIBRATE is not 0.
+
+    Raises:
+        ConfigError: it is neither 0 nor 1.
+    """
+    given = os.environ.get("FXSHARD_CALIBRATE", "1")
+    if given not in ("0", "1"):
+        raise ConfigError(
+            f"the environment variable FXSHARD_CALIBRATE must be 0 (count on fxshard's table) or 1, got {given!r}."
+        )
+    return given == "1"

@@ -9,7 +9,7 @@ import builtins
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from types import CodeType, FunctionType
 from typing import Any, TypeVar, cast
@@ -35,6 +35,7 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import lowering
 from torch._inductor.fx_passes.control_dependencies import control_deps, preserve_node_ordering
 from torch._inductor.kernel import conv
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir as default_cache_dir
 from torch._logging import trace_structured
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload, OpOverloadPacket
@@ -399,8 +400,7 @@ def holds(condition: Tensor, message: str) -> bool:
 
 def process_group_of(name: str) -> dist.ProcessGroup:
     """Return the process group that graphs call `name`."""
-    group: dist.ProcessGroup = _resolve_process_group(cast(Any, name))
-    return group
+    return cast(dist.ProcessGroup, _resolve_process_group(cast(Any, name)))
 
 
 def gloo_of_one_thread(given: Any, interfaces: Sequence[str]) -> Any:
@@ -416,33 +416,36 @@ def gloo_of_one_thread(given: Any, interfaces: Sequence[str]) -> Any:
 
 def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
     """Return after which a collective of the group fails; `None` where it has no such thing, as a group in Python."""
-    try:
+    with suppress(RuntimeError):
         backend: Any = cast(Any, group)._get_backend(torch.device(device_type))
-    except RuntimeError:
-        return None
-    return getattr(getattr(backend, "options", None), "_timeout", None)
+        return getattr(getattr(backend, "options", None), "_timeout", None)
+    return None
 
 
 def step_hooks_of(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
     """Return what torch calls before and after each step of an optimizer: its own hooks, and those of all of them."""
     own: Any = optimizer
     everybody = (optim_module._global_optimizer_pre_hooks, optim_module._global_optimizer_post_hooks)
-    hooks = (*everybody, own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks)
-    return [hook for registered in hooks for hook in registered.values()]
+    registered = (*everybody, own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks)
+    return [hook for each in registered for hook in each.values()]
+
+
+def num_collectives(group: dist.ProcessGroup, device: torch.device) -> int:
+    """Return how many collectives of such a device this rank has launched on the group; 0 where nobody counts."""
+    with suppress(RuntimeError):
+        return int(cast(Any, group)._get_backend(device)._get_sequence_number_for_group())
+    return 0
 
 
 def when_backward_ends(call: Callable[[], None]) -> None:
     """Call something when the backward that runs now is done."""
-    engine: Any = Variable._execution_engine
-    engine.queue_callback(call)
+    cast(Any, Variable._execution_engine).queue_callback(call)
 
 
 def _is_group(name: str) -> bool:
-    try:
-        _resolve_process_group(cast(Any, name))
-    except RuntimeError:
-        return False
-    return True
+    with suppress(RuntimeError):
+        return bool(_resolve_process_group(cast(Any, name)))
+    return False
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar, cast
 
+from torch import fx
 from torch.fx import GraphModule
 
 from fxshard.cost import bucket_sizes
 from fxshard.cost.bucket_sizes import MIB, Limits
+from fxshard.cost.sizes import sizes_of
+from fxshard.cost.timeline import Timeline
 from fxshard.ir.buckets import CollectiveBuilder, GatherBucket, ReduceBucket, UnitGather, buckets_of, unit_of
+from fxshard.ir.collectives import SlotIndex, UnitSlot
 from fxshard.ir.memory_budget import MemoryBudget
 from fxshard.passes._base import GraphPass, PassContext, Property
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +36,9 @@ class BucketCollectives(GraphPass):
             `cost/bucket_sizes.py` finds for `hardware`; or MiB (of the whole buffer) that a bucket is filled up to.
 
     Buckets are filled in the order in which forward and backward meet the units, within a bucket in registration order.
-    What a split launch brings is gathered where it is first read, or reduced after its last gradient.
+    What a split launch brings is gathered where it is first read, or reduced after its last gradient. Besides, "auto"
+    splits a unit where others come in between (an embedding and a head), and makes small what is read first and what is
+    reduced last: [Note: the two ends of a graph] in `cost/bucket_sizes.py`.
 
     Numerics: unchanged; but a ring adds several ranks' gradients in an order that depends on their place in the buffer,
         so sums over three ranks or more may be rounded differently.
@@ -54,8 +64,10 @@ class BucketCollectives(GraphPass):
         for launch in launched.unread:
             ctx.decline(launch, "it moves something that is not a unit's parameters or gradients")
         budget = MemoryBudget(gm.graph, ctx.unsharded_budget_bytes)
-        gathers = self._bucket_gathers([part for bucket in launched.gathers.values() for part in bucket], ctx, budget)
-        reductions = self._bucket_reductions(list(launched.reductions.values()), ctx)
+        timeline = Timeline(sizes_of(gm.graph, ctx.plan), ctx.hardware) if self.size == "auto" else None
+        parts = [part for bucket in launched.gathers.values() for part in bucket]
+        gathers = self._bucket_gathers(parts, timeline, ctx, budget)
+        reductions = self._bucket_reductions(list(launched.reductions.values()), timeline, ctx)
         builder = CollectiveBuilder(gm.graph, ctx.plan, ctx.decompositions, ctx.traced)
         made = builder.rewrite(launched, gathers, reductions)
         for launch, why in made:
@@ -63,11 +75,15 @@ class BucketCollectives(GraphPass):
         return bool(made)
 
     def _bucket_gathers(
-        self, gathers: Sequence[UnitGather], ctx: PassContext, budget: MemoryBudget
+        self, gathers: Sequence[UnitGather], timeline: Timeline | None, ctx: PassContext, budget: MemoryBudget
     ) -> list[tuple[GatherBucket, str]]:
         """Split the large ones, then merge neighbours among them in the order in which they are read."""
         limits = self._limits([gather.unit for gather in gathers], ctx)
-        pieces = [piece for gather in gathers for piece in _split_gather(gather, limits, ctx)]
+        places = sorted(gather.first_read for gather in gathers)
+        splitters = [_Splitter(timeline, places, at_end=gather.first_read is places[0]) for gather in gathers]
+        pieces = [
+            p for gather, s in zip(gathers, splitters, strict=True) for p in _split_gather(gather, s, limits, ctx)
+        ]
         pieces.sort(key=lambda piece: piece.first_read)
 
         def may_join(bucket: Sequence[UnitGather], piece: UnitGather) -> bool:
@@ -82,11 +98,15 @@ class BucketCollectives(GraphPass):
         return [(tuple(bucket), _why(sum(piece.nbytes(ctx.plan) for piece in bucket), limits)) for bucket in merged]
 
     def _bucket_reductions(
-        self, reductions: Sequence[ReduceBucket], ctx: PassContext
+        self, reductions: Sequence[ReduceBucket], timeline: Timeline | None, ctx: PassContext
     ) -> list[tuple[ReduceBucket, str]]:
         """Split the large ones, then merge neighbours among them in the order in which their gradients are there."""
         limits = self._limits([unit for reduction in reductions for unit in reduction.calls], ctx)
-        pieces = [piece for reduction in reductions for piece in _split_reduction(reduction, limits, ctx)]
+        places = sorted(reduction.last_term for reduction in reductions)
+        splitters = [_Splitter(timeline, places, at_end=reduction.last_term is places[-1]) for reduction in reductions]
+        pieces = [
+            p for each, s in zip(reductions, splitters, strict=True) for p in _split_reduction(each, s, limits, ctx)
+        ]
         pieces.sort(key=lambda piece: piece.last_term)
 
         def may_join(bucket: Sequence[ReduceBucket], piece: ReduceBucket) -> bool:
@@ -102,20 +122,70 @@ class BucketCollectives(GraphPass):
         return bucket_sizes.limits_of(self.size, ctx.hardware, world_size)
 
 
-def _split_gather(gather: UnitGather, limits: Limits, ctx: PassContext) -> Iterator[UnitGather]:
+@dataclass(frozen=True)
+class _Splitter:
+    """Where a launch is cut besides for its size; nowhere without a `timeline`.
+
+    Attributes:
+        timeline: of the graph.
+        others: where launches of the graph are needed, or may start, in order; its own among them.
+        at_end: whether nothing hides it; see [Note: the two ends of a graph].
+    """
+
+    timeline: Timeline | None
+    others: Sequence[fx.Node]
+    at_end: bool
+
+    def split(
+        self,
+        things: Sequence[_T],
+        nbytes: Callable[[_T], int],
+        place: Callable[[_T], fx.Node | None],
+        limits: Limits,
+        latency: float,
+    ) -> Iterator[list[_T]]:
+        """Cut a row of parameters or gradients, each of which is read or there at its `place`, into pieces."""
+
+        def are_apart(one: _T, other: _T) -> bool:
+            places = place(one), place(other)
+            if self.timeline is None or None in places:
+                return False
+            first, last = sorted(cast("tuple[fx.Node, fx.Node]", places))
+            between = bisect.bisect_left(self.others, last) - bisect.bisect_right(self.others, first)
+            seconds = self.timeline.computed_before(last) - self.timeline.computed_before(first)
+            return between > 0 or (self.at_end and seconds > latency)
+
+        for span in bucket_sizes.cut(things, nbytes, are_apart, limits.enough if self.at_end else limits.small):
+            yield from bucket_sizes.split(span, nbytes, limits.most)
+
+
+def _split_gather(gather: UnitGather, splitter: _Splitter, limits: Limits, ctx: PassContext) -> Iterator[UnitGather]:
     """Cut `gather` into pieces that are not too large, without those that nothing reads."""
-    for slots in bucket_sizes.split(gather.slots, ctx.plan.units[gather.unit].unsharded_bytes_of, limits.most):
+    places: dict[SlotIndex, fx.Node | None] = {}
+    place: fx.Node | None = None
+    for slot in gather.slots:
+        if slot in gather.reads:
+            place = min(gather.reads[slot].users, default=place)
+        places[slot] = place  # what nobody reads goes with what stands before it
+    nbytes = ctx.plan.units[gather.unit].unsharded_bytes_of
+    for slots in splitter.split(gather.slots, nbytes, places.__getitem__, limits, ctx.hardware.link_latency):
         by_shard = itertools.groupby(slots, key=lambda slot: slot[0])
         piece = gather.sending(tuple(slots_of_shard) for _, slots_of_shard in by_shard)
         if piece.reads:
             yield piece
 
 
-def _split_reduction(reduction: ReduceBucket, limits: Limits, ctx: PassContext) -> Iterator[ReduceBucket]:
+def _split_reduction(
+    reduction: ReduceBucket, splitter: _Splitter, limits: Limits, ctx: PassContext
+) -> Iterator[ReduceBucket]:
     """Cut `reduction` into pieces of one unit each that are not too large."""
+
+    def place(gradient: UnitSlot) -> fx.Node:
+        return max(reduction.terms[gradient])
+
     nbytes = functools.partial(reduction.unsharded_bytes_of, plan=ctx.plan)
     for unit, gradients in itertools.groupby(sorted(reduction.gradients), key=unit_of):
-        for tensor in bucket_sizes.split(list(gradients), nbytes, limits.most):
+        for tensor in splitter.split(list(gradients), nbytes, place, limits, ctx.hardware.link_latency):
             terms = {gradient: reduction.terms[gradient] for gradient in tensor}
             yield replace(reduction, tensors=(tuple(tensor),), terms=terms, calls={unit: reduction.calls[unit]})
 

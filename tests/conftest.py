@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -26,11 +27,14 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def pytest_configure() -> None:
-    """Keep pytest from listening to torch's structured trace: every graph would be printed for it.
+    """Have tests, and what they start, count on fxshard's table: graphs must not depend on the machine's noise.
+
+    And keep pytest from listening to torch's structured trace: every graph would be printed for it.
 
     It listens to each logger that does not propagate, and torch prints for whoever listens to this one. With no other
     listener (TORCH_TRACE) nothing is printed, so nothing propagates.
     """
+    os.environ["FXSHARD_CALIBRATE"] = "0"
     logging.getLogger("torch.__trace").propagate = True
 
 

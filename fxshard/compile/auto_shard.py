@@ -29,6 +29,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
 from fxshard.compile import dynamo, fsdp2_or_ddp
+from fxshard.cost import measured
 from fxshard.errors import ConfigError
 from fxshard.live_objects import instances_of, referrers_of
 from fxshard.options import Options, launched_world_size
@@ -76,6 +77,8 @@ def shard_root(gm: fx.GraphModule, unsharded: dict[str, nn.Parameter], options: 
         for group in mesh_axes.groups(mesh):
             _require_no_averages(root, group)
             _agree_on_values(root, group)
+        if options.hardware is None and mesh_axes.num_replicas(mesh) == 1:
+            measured.agree(mesh_axes.shard_group(mesh), mesh.device_type)
         _shard(root, mesh, options)
     dynamo.restart("fxshard sharded the model")
 

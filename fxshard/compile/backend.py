@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from fxshard.compile import auto_shard, cudagraphs, dynamo
@@ -15,12 +16,13 @@ from fxshard.compile.inductor import compile_plain, require_known_flags
 from fxshard.compile.interpreter import interpret_plain
 from fxshard.compile.last_unit import keep_last_unit_unsharded
 from fxshard.compile.variants import lower
-from fxshard.cost import hardware
+from fxshard.cost import hardware, measured
+from fxshard.cost.hardware import HardwareSpec
 from fxshard.errors import ConfigError, FxshardError
 from fxshard.ir.memory_budget import GIB
 from fxshard.options import Options, parse
 from fxshard.passes import pipeline
-from fxshard.runtime import rank_check
+from fxshard.runtime import mesh_axes, rank_check
 from fxshard.runtime.flat_shard import Home
 from fxshard.runtime.frame import Frame
 from fxshard.sharding.sharded_module import plain_module, units_under
@@ -124,7 +126,7 @@ def _compile(
         reads=dynamo.reads_of(gm),
         returned=dynamo.returned_by(gm),
         reduced_separately=reduced_separately(gm, plan, flats) if options.lower == "eager" else {},
-        hardware=options.hardware or hardware.of_device(device).name,
+        hardware=_hardware(options, flats, device).to_json(),
         unsharded_budget_bytes=None if budget is None else int(budget * GIB),
         resident_budget_bytes=int(options.resident_gib * GIB),
         replays=options.cudagraphs,
@@ -143,6 +145,14 @@ def _compile(
     lower(gm, example_inputs, frame, pipeline.chosen(options), options, generate_code=generate_code)
     _log.info("captured %d units: %s", len(frame.plan.units), ", ".join(name or "root" for name in frame.plan.units))
     return frame
+
+
+def _hardware(options: Options, flats: dict[int, Home], device: torch.device) -> HardwareSpec:
+    """Return what the cost model counts on: what the options name, else what the ranks have agreed on."""
+    if options.hardware is not None:
+        return hardware.load(options.hardware)
+    groups = [group for home in flats.values() for group in mesh_axes.groups(home.unit.mesh)]
+    return measured.numbers_for(groups, device)
 
 
 def _require_one_way(options: Options, flats: dict[int, Home]) -> None:

@@ -107,10 +107,11 @@ def digest(options: Options, plan: FramePlan, pipeline: Pipeline, hardware: Hard
 
     Returns `None` if no text can stand for a value, such as a function: then nothing may be cached. `plan` holds names
     and sizes of process groups, but nothing of this rank. Passes count by class, `version`, fields and source; of
-    `hardware` the content counts, for a file may have changed under its name.
+    `hardware` the numbers count, for a file may have changed under its name.
     """
     # `options.passes` is a function; what it returned is the pipeline. Who compiles decides nothing.
-    values = (dataclasses.replace(options, passes=None, compile_on="all"), plan, pipeline, hardware)
+    numbers = dataclasses.replace(hardware, source="")
+    values = (dataclasses.replace(options, passes=None, compile_on="all"), plan, pipeline, numbers)
     try:
         parts = [torch.__version__, _own_sources(), *map(stable_text, values), *_foreign_sources(pipeline)]
     except (OSError, TypeError) as error:

@@ -4,6 +4,12 @@
 A launch that moves too little is all latency: `Limits.enough` is where latency is a tenth of its time. One that moves
 too much keeps what waits for it from starting: `Limits.most` is where latency is a fortieth, so that halves of it would
 cost almost nothing more.
+
+[Note: the two ends of a graph]
+Nothing hides the first gather of a graph, and nothing its last reduction. So what they move should be no more than the
+first node reads, and no more than the last one gives, as far as the link can use it well: there a launch is cut where
+compute lies between, down to `Limits.enough`. In the middle it is cut only where another unit comes in between: the
+root's embedding is read first and its head last.
 """
 
 from __future__ import annotations
@@ -35,6 +41,11 @@ class Limits:
 
     enough: float
     most: float
+
+    @property
+    def small(self) -> float:
+        """What moves in less than a launch's latency, and so is worth none of its own."""
+        return self.most * _MOST
 
 
 def auto_limits(hardware: HardwareSpec, world_size: int) -> Limits:
@@ -87,6 +98,24 @@ def split(things: Sequence[_T], nbytes: Callable[[_T], int], most: float) -> lis
         spans[-1].append(thing)
         size += nbytes(thing)
     return spans
+
+
+def cut(
+    things: Sequence[_T], nbytes: Callable[[_T], int], are_apart: Callable[[_T, _T], bool], least: float
+) -> list[list[_T]]:
+    """Cut a row of things wherever neighbours are apart, into spans of at least so many bytes, if there are as many."""
+    spans: list[list[_T]] = []
+    for i, thing in enumerate(things):
+        if not spans or are_apart(things[i - 1], thing):
+            spans.append([])
+        spans[-1].append(thing)
+    joined: list[list[_T]] = []
+    for span in spans:
+        if joined and min(sum(map(nbytes, span)), sum(map(nbytes, joined[-1]))) < least:
+            joined[-1] += span
+        else:
+            joined.append(span)
+    return joined
 
 
 def merge(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,9 @@ import torch
 
 from fxshard.errors import ConfigError, nearest
 from fxshard.ir.text import dtype_text
+
+TABLE = "assumed"
+"""The source of numbers that nobody measured here."""
 
 _DTYPES = sorted({dtype_text(value) for value in vars(torch).values() if isinstance(value, torch.dtype)})
 
@@ -31,6 +34,7 @@ class HardwareSpec:
         kernel_overhead: seconds that each kernel costs besides its work.
         gather_tensor_overhead: seconds that each tensor after the first adds to a coalesced all_gather.
         reduce_tensor_overhead: the same for a coalesced reduce_scatter.
+        source: where the numbers are from, in words; decides nothing.
     """
 
     name: str
@@ -42,6 +46,7 @@ class HardwareSpec:
     kernel_overhead: float
     gather_tensor_overhead: float
     reduce_tensor_overhead: float
+    source: str = field(default=TABLE, compare=False)
 
     def __post_init__(self) -> None:
         """Reject numbers that no hardware has."""
@@ -57,6 +62,11 @@ class HardwareSpec:
         if wrong:
             listed = ", ".join(f"{name}={numbers[name]!r}" for name in wrong)
             raise ConfigError(f"hardware {self.name!r}: must be positive finite numbers: {listed}.")
+
+    @property
+    def label(self) -> str:
+        """Its name, and where the numbers are from."""
+        return f"{self.name} ({self.source})"
 
     def peak(self, dtype: torch.dtype) -> float:
         """FLOP/s in `dtype`; for a dtype that is not listed the slowest listed one."""
@@ -138,32 +148,43 @@ def describes(spec: HardwareSpec, device_type: str) -> bool:
     return (spec.name == BUILTIN["cpu"].name) == (device_type == "cpu")
 
 
-def load(name_or_path: str | Path) -> HardwareSpec:
-    """The spec of a builtin name (`h100`, `h200`, `cpu`) or of a JSON file.
+def load(given: str | Path) -> HardwareSpec:
+    """The spec of a builtin name (`h100`, `h200`, `cpu`), of a JSON file, or of its text.
 
     Raises:
         ConfigError: for a name that is neither, and for a file with missing, unknown or impossible fields.
     """
-    builtin = BUILTIN.get(str(name_or_path))
+    builtin = BUILTIN.get(str(given))
     if builtin is not None:
         return builtin
-    path = Path(name_or_path)
+    if str(given).startswith("{"):
+        return read(str(given))
+    path = Path(given)
     if not path.is_file():
-        raise ConfigError(
-            f"hardware {_near(str(name_or_path), BUILTIN)} is neither a file nor one of {', '.join(BUILTIN)}."
-        )
+        raise ConfigError(f"hardware {_near(str(given), BUILTIN)} is neither a file nor one of {', '.join(BUILTIN)}.")
     try:
-        fields = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        text = path.read_text()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not a JSON file: {error}.") from error
+    spec = read(text, path)
+    return dataclasses.replace(spec, source=str(path) if spec.source == TABLE else f"{path}, {spec.source}")
+
+
+def read(text: str, path: Path | str = "the text") -> HardwareSpec:
+    """The spec that `HardwareSpec.to_json` wrote; `path` is what errors call it."""
+    try:
+        fields = json.loads(text)
+    except json.JSONDecodeError as error:
         raise ConfigError(f"{path} is not a JSON file: {error}.") from error
     return _from_fields(fields, path)
 
 
-def _from_fields(fields: Any, path: Path) -> HardwareSpec:
-    known = [field.name for field in dataclasses.fields(HardwareSpec)]
+def _from_fields(fields: Any, path: Path | str) -> HardwareSpec:
+    known = {field.name: field for field in dataclasses.fields(HardwareSpec)}
     if not isinstance(fields, dict) or not isinstance(fields.get("peak_flops", {}), dict):
         raise ConfigError(f"{path}: a hardware file is a JSON object, and so is its peak_flops.")
-    wrong = [f"missing {name!r}" for name in known if name not in fields]
+    needed = [name for name, field in known.items() if field.default is dataclasses.MISSING]
+    wrong = [f"missing {name!r}" for name in needed if name not in fields]
     wrong += [f"unknown {_near(name, known)}" for name in fields if name not in known]
     if wrong:
         raise ConfigError(f"{path}: fields of the hardware do not fit: {', '.join(wrong)}.")

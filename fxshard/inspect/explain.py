@@ -115,12 +115,11 @@ def explanation_of(model: nn.Module) -> Explanation:
 
 def explanation(name: str, units: Sequence[Unit], device: torch.device, frames: Sequence[Frame]) -> Explanation:
     """The explanation of captured frames of a model with these units, the outermost one first."""
-    spec = hardware.load(frames[0].hardware or DEFAULT_HARDWARE)
     kept = tuple(
         FrameExplanation(
             plan=frame.plan,
             history=frame.history,
-            hardware=spec,
+            hardware=hardware.load(frame.hardware or DEFAULT_HARDWARE),
             unsharded_budget_bytes=frame.unsharded_budget_bytes,
         )
         for frame in frames
@@ -130,7 +129,7 @@ def explanation(name: str, units: Sequence[Unit], device: torch.device, frames: 
         world_size=units[0].world_size,
         replicas=units[0].plan.replicas,
         frames=kept,
-        hardware=spec,
+        hardware=kept[0].hardware,
         device=device.type,
     )
 

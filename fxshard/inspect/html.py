@@ -77,7 +77,7 @@ def page(explanation: Explanation) -> str:
         longest=max((time for row in launches for time in (row.seconds, row.exposed)), default=0) or 1,
         size=tables.size,
         duration=tables.duration,
-        hardware=explanation.hardware.name,
+        hardware=explanation.hardware.label,
         caption=tables.caption(explanation),
         data=graphs_data(explanation),
     )
@@ -152,7 +152,7 @@ def _facts(explanation: Explanation) -> list[tuple[str, str]]:
         ("units", str(len(explanation.units))),
         ("frames", str(len(explanation.frames))),
         ("captured for", explanation.device),
-        ("estimated for", explanation.hardware.name),
+        ("estimated for", explanation.hardware.label),
         ("torch", torch.__version__),
     ]
 

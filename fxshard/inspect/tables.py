@@ -201,7 +201,7 @@ def html_tables(explanation: Explanation) -> str:
 
 def caption(explanation: Explanation) -> str:
     """What the numbers are."""
-    numbers = f"of one rank and one step; times are estimates for {explanation.hardware.name}"
+    numbers = f"of one rank and one step; times are estimates for {explanation.hardware.label}"
     return "; ".join(filter(None, [numbers, _remark(explanation)]))
 
 

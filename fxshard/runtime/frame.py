@@ -34,7 +34,7 @@ class Frame:
         reduced_separately: unit key -> those of which what earlier microbatches left is reduced by itself: see
             `compile/fsdp2_order.py`.
         history: its graphs after every pass; a backward may be compiled as late as its first run.
-        hardware: what the user's options name for estimates.
+        hardware: what the cost model counts on: a name, or the text that `HardwareSpec.to_json` gives.
         resident_budget_bytes: what they let parameters take that stay gathered while gradients accumulate.
         unsharded_budget_bytes: what the user's options let unsharded parameters take, `None` for no limit.
         replays: whether its graphs are CUDA graphs, which run no Python.

@@ -53,8 +53,19 @@ def warn_of_two_threads(mesh: DeviceMesh) -> None:
     is_real = isinstance(group, dist.ProcessGroup)  # `explain` has stand-ins
     if mesh.device_type != "cpu" or mesh.size() == 1 or not is_real:
         return
-    if "cpu:gloo" in dist.get_backend_config(group).split(","):
+    if has_two_threads(group):
         _say_once()
+
+
+def has_two_threads(group: dist.ProcessGroup) -> bool:
+    """Whether collectives of CPU tensors that overlap may corrupt memory: torch's own gloo has them."""
+    return backend_of(group, "cpu") == "gloo"
+
+
+def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
+    """Name of the backend that serves tensors of such a device, empty if none does."""
+    backends = dict(part.split(":") for part in dist.get_backend_config(group).split(",") if ":" in part)
+    return backends.get(device_type, "")
 
 
 @functools.cache

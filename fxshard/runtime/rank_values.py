@@ -14,6 +14,9 @@ from fxshard import torch_private
 from fxshard.errors import ConfigError
 from fxshard.runtime.raw import as_bytes
 
+EMULATED = "emulated"
+"""Name in torch.distributed of the backend whose other ranks are emulated."""
+
 
 def checksum(tensors: Iterable[Tensor]) -> int:
     """CRC32 over the bytes of all tensors, in order."""

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 
+from fxshard.runtime import rank_values
 from fxshard.testing.link_engine import Engine, Move
 
-BACKEND = "emulated"
+BACKEND = rank_values.EMULATED
 """Name of the groups' backend in torch.distributed."""
 
 _AS_THEY_ARE = (dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX)  # of equal values

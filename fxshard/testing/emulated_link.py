@@ -35,6 +35,7 @@ from torch._C._distributed_c10d import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import Work
 
+from fxshard.cost import measured
 from fxshard.errors import ConfigError
 from fxshard.testing.cpu_engine import CpuEngine
 from fxshard.testing.emulated_group import BACKEND, EmulatedGroup
@@ -67,6 +68,8 @@ class EmulatedLink:
     def set_speed(self, *, gigabytes_per_s: float = math.inf, latency_us: float = 0.0, ctas: int | None = None) -> None:
         """Change the speed of what is launched from now on; what is under way arrives first.
 
+        The cost model counts on the new speed for what is sharded from now on, and measures it then.
+
         Arguments are those of `emulated_link`; with `ctas=None` these stay as they are.
 
         Raises:
@@ -75,6 +78,7 @@ class EmulatedLink:
         speed = Speed(gigabytes_per_s=gigabytes_per_s, latency_us=latency_us)
         _require_ctas(ctas, self.mesh.device_type)
         self.engine.set_speed(speed, ctas)
+        measured.forget()
 
 
 @contextmanager
@@ -120,6 +124,7 @@ def emulated_link(
     try:
         with _python_groups_in_out_variants():
             mesh = init_device_mesh(kind.type, (world_size,))
+            measured.agree(mesh.get_group(), kind.type)  # here, where what it sends is not yet counted
             engine.clear()
             yield EmulatedLink(mesh=mesh, engine=engine)
     finally:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fxshard.errors import ConfigError, FxshardError
 from fxshard.options import launched
 from fxshard.tools.cli_bench import BENCH_TEXT, add_bench
+from fxshard.tools.cli_calibrate import add_calibrate
 from fxshard.tools.cli_common import EXIT_ERROR, at_least, device_for, mesh_size, num_ranks, output_folder
 from fxshard.tools.cli_state import add_state
 from fxshard.tools.demo.config import LOWERINGS, MAX_DIFFERENCE, MODELS, DemoConfig
@@ -77,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
             description=BENCH_TEXT,
         )
     )
+    add_calibrate(commands)
     add_state(commands.add_parser("state", help="work on checkpoints, without ranks", description=_STATE_TEXT))
     return parser
 

@@ -32,3 +32,23 @@ def test_loses_nothing_and_fills_no_span_beyond_the_most(sizes: list[int]) -> No
     spans = bucket_sizes.split(sizes, int, MOST)
     assert [size for span in spans for size in span] == sizes
     assert all(len(span) == 1 or sum(span) <= MOST for span in spans)
+
+
+@pytest.mark.parametrize(
+    ("things", "spans"),
+    [
+        ([1, 2, 11, 12], [[1, 2], [11, 12]]),
+        ([1, 11, 21], [[1], [11], [21]]),
+        ([11, 1], [[11], [1]]),
+        ([], []),
+    ],
+)
+def test_cuts_where_things_are_apart(things: list[int], spans: list[list[int]]) -> None:
+    assert bucket_sizes.cut(things, lambda thing: 10, lambda a, b: a // 10 != b // 10, least=10) == spans
+
+
+@pytest.mark.parametrize(
+    ("sizes", "spans"), [([50, 5, 50], [[50, 5], [50]]), ([5, 50], [[5, 50]]), ([5, 5, 5], [[5, 5, 5]])]
+)
+def test_makes_no_span_of_less_than_asked_for(sizes: list[int], spans: list[list[int]]) -> None:
+    assert bucket_sizes.cut(sizes, int, lambda a, b: True, least=15) == spans

@@ -11,7 +11,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, fx, nn
 
-from fxshard.cost.hardware import BUILTIN
+from fxshard.cost.hardware import BUILTIN, HardwareSpec
 from fxshard.errors import ConfigError
 from fxshard.ir import collectives, liveness, tags
 from fxshard.passes._base import GraphKind, PassContext
@@ -102,6 +102,56 @@ def test_auto_splits_what_takes_forty_times_the_latency() -> None:
     assert gathered(gm) == ["layers.0", "layers.0", "layers.1", "layers.1"]
 
 
+# Of 2 ranks: a launch of 63 bytes is enough, 273 are the most, and the latency is longer or shorter than any kernel.
+LONG, SHORT = (
+    dataclasses.replace(BUILTIN["cpu"], link_bandwidth=3.5 / latency, link_latency=latency) for latency in (3.5, 1e-9)
+)
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_auto_gives_what_the_root_reads_first_and_last_launches_of_their_own(kind: GraphKind) -> None:
+    gm, _ = bucketed(model_of("root"), kind, "auto", hardware=LONG)
+    assert_golden(text(gm), f"bucket_collectives_ends_{kind}")
+
+
+def test_auto_gives_what_is_too_small_no_launch_of_its_own() -> None:
+    # What is read last of the root moves in less than the latency: it is worth no launch.
+    link = dataclasses.replace(BUILTIN["cpu"], link_bandwidth=10.0, link_latency=3.5)
+    gm, _ = bucketed(model_of("root"), "forward", "auto", hardware=link)
+    assert gathered(gm) == [" layers.0 layers.1 layers.2"]
+
+
+class ThreeProducts(nn.Module):
+    """A unit whose matrices are read one after the other; each is just enough for a launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.randn(4, 4))
+        self.bias = nn.Parameter(torch.randn(4))  # which backward does not read
+        self.two, self.three = (nn.Parameter(torch.randn(4, 4)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.one + self.bias) @ self.two @ self.three
+
+
+@functools.cache
+def two_of_three() -> Traced:
+    return graphs.trace(nn.Sequential(ThreeProducts(), ThreeProducts()), units=lambda m: [*m.children(), m])
+
+
+def test_auto_makes_small_what_is_read_first_and_what_is_reduced_last() -> None:
+    forward, _ = bucketed(two_of_three(), "forward", "auto", hardware=SHORT)
+    assert gathered(forward) == ["0", "0", "0", "1"]
+    backward, _ = bucketed(two_of_three(), "backward", "auto", hardware=SHORT)
+    assert gathered(backward) == ["1", "1", "1", "0"]
+    assert reduced(backward) == ["1", "0", "0", "0"]
+
+
+def test_auto_cuts_nothing_at_the_ends_that_is_there_within_a_latency() -> None:
+    backward, _ = bucketed(two_of_three(), "backward", "auto", hardware=LONG)
+    assert (gathered(backward), reduced(backward)) == (["1", "0"], ["1", "0"])
+
+
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_stays_within_the_budget(layers: int) -> None:
     traced = model_of("four_layers")
@@ -146,6 +196,21 @@ def test_refuses_what_is_no_size(size: object) -> None:
 def test_changes_nothing_when_run_again(kind: GraphKind, size: float) -> None:
     gm, ctx = bucketed(model_of("four_layers"), kind, size)
     assert_changes_nothing(BucketCollectives(size=size), gm, ctx)
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+@pytest.mark.parametrize("model", [two_of_three, functools.partial(model_of, "root")])
+def test_auto_changes_nothing_when_run_again(kind: GraphKind, model: Callable[[], Traced]) -> None:
+    for link in (LONG, SHORT):
+        gm, ctx = bucketed(model(), kind, "auto", hardware=link)
+        assert_changes_nothing(BucketCollectives(size="auto"), gm, ctx)
+
+
+@pytest.mark.parametrize("link", [LONG, SHORT], ids=["long", "short"])
+@pytest.mark.parametrize("model", ["root", "tied_head", "two_dtypes"])
+def test_auto_computes_the_same_bits(model: str, link: HardwareSpec) -> None:
+    traced = model_of(model)
+    assert_same_step(step(traced, BucketCollectives(size="auto"), hardware=link), step(traced), rtol=0, atol=0)
 
 
 @pairwise(build=graphs.EVERY_UNIT, size=[1e-5, 100.0], world_size=[1, 4])

@@ -124,7 +124,7 @@ def dtensor_parametrisation(module: nn.Sequential, link: EmulatedLink) -> Forwar
 
 
 def compiled_with_fxshard(module: nn.Module, lower: str) -> Forward:
-    compiled: Forward = torch.compile(module, backend="fxshard", options={"lower": lower})
+    compiled: Forward = torch.compile(module, backend="fxshard", options={"lower": lower, "schedule": "fsdp2"})
     return compiled
 
 

@@ -49,7 +49,7 @@ def test_no_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert "COMMAND" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["bench", "demo", "explain"])
+@pytest.mark.parametrize("command", ["bench", "calibrate", "demo", "explain"])
 def test_help_explains_every_argument(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_status(command, "--help") == 0
     text = capsys.readouterr().out
@@ -184,7 +184,7 @@ def test_explain_estimates_for_the_hardware_of_a_file(target: Path, capsys: pyte
     argv = ("explain", "my_module:build", "--world-size", "64", "--lower", "eager", "--hardware", "slow.json")
     assert exit_status(*argv) == 0
     text = capsys.readouterr().out
-    assert "times are estimates for slow link" in text
+    assert "times are estimates for slow link (slow.json)" in text
     # Two gathers; a gather and two reductions.
     assert re.findall(r"no schedule can beat +(\S+ \S+)", text) == ["2 s", "3 s"]
 

@@ -52,6 +52,7 @@ def rank_main(place: RankPlace, job: Job, parent: Connection) -> None:
     """Hold the system of `job` and do what the parent says, until there is nothing more or the parent is gone."""
     with reporting(place, job.out, parent):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(job.folder / "cache")
+        os.environ["FXSHARD_CALIBRATE"] = "0"  # one schedule for all speeds of the link, which changes under it
         gate = Gate(job.folder / "gate")
         with build.open_link(job.world_size, job.device) as link, _for(job, gate), contextlib.suppress(EOFError):
             worker = Worker(job, link, gate)

@@ -1,0 +1,208 @@
+"""Measure what a rank and its link can do, together with the other ranks.
+
+[Note: calibration]
+The cost model asks how long the link is busy with a launch, not how long one who waits for it stands: so the latency is
+what a launch takes in a row of launches under way, and the bandwidth what each further byte adds to one.
+Kernels are timed on every rank by itself, collectives on all ranks at once; of a few tries the shortest counts, which
+nothing else on the machine has disturbed. Each rank tells the others what it found, and the slowest counts: they wait
+for each other. Numbers have two digits, for the third one is another one each time.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fxshard import torch_private
+from fxshard.cost import hardware
+from fxshard.cost.hardware import HardwareSpec
+from fxshard.ir.text import dtype_text
+from fxshard.runtime import gloo
+
+_c10d = torch.ops._c10d_functional
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_TRIES, _TRIES_OF_LARGE = 9, 3
+_ROW = 16  # launches under way at a time
+_KERNELS = 128  # that are launched in a row
+_MANY = 16  # tensors of one launch
+_SMALL = 16  # elements that each rank sends where only the latency counts
+_LEAST_SHARE = 20  # latencies that a transfer takes which shows the bandwidth
+_LEAST_SECONDS, _MOST_SECONDS = 0.01, 0.05  # that it takes
+_LONG = 2e-3  # seconds of one launch, where few tries must do
+
+
+class _Probe(NamedTuple):
+    """What is timed on one kind of device."""
+
+    buffer_bytes: int  # of the largest whole tensor that is gathered, and of the largest that is copied
+    side: int  # of the largest matrix that is multiplied
+    seconds: float  # that a kernel must take to be believed
+
+
+_ON_CPU, _ON_ACCELERATOR = _Probe(1 << 24, 512, 5e-4), _Probe(1 << 27, 4096, 2e-4)
+
+
+def calibrate(group: dist.ProcessGroup, device: torch.device) -> HardwareSpec:
+    """Return what this rank and its link can do: all ranks of the group call it, and all get the same numbers.
+
+    It takes a fraction of a second, and memory for 128 MiB on an accelerator, 16 MiB on a CPU, three times.
+
+    Args:
+        group: the ranks that take part; nothing else of theirs may be under way on it.
+        device: of this rank's tensors.
+    """
+    return Calibration(group, device).run()
+
+
+class Calibration:
+    """What `calibrate` does, in two steps: the first takes what memory it needs, by itself; the second cannot fail."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Take memory; other ranks take no part.
+
+        Raises:
+            RuntimeError: there is too little of it.
+        """
+        self._group, self._device = group, device
+        self._ranks, self._tries = dist.get_world_size(group), _TRIES
+        self._sizes = _ON_CPU if device.type == "cpu" else _ON_ACCELERATOR
+        self._largest = max(2 * _SMALL, self._sizes.buffer_bytes // 4 // self._ranks)  # elements that each rank sends
+        with torch_private.without_modes(), torch.inference_mode(False):
+            numel = max(self._sizes.buffer_bytes // 4, 2 * _SMALL * self._ranks)
+            self._buffers = [torch.zeros(numel, device=device) for _ in range(3)][:2]  # a gather will need the third
+            self._row = [torch.zeros(_SMALL * self._ranks, device=device) for _ in range(_MANY)]
+
+    def run(self) -> HardwareSpec:
+        """Measure, with all ranks."""
+        # The caller may trace, record or infer at the moment; none of it is to see this.
+        plain = torch.autocast(self._device.type, enabled=False)
+        with torch_private.without_modes(), torch.inference_mode(False), torch.no_grad(), plain:
+            kernels = self._kernels()
+            link = self._link()
+            numbers = [_rounded(number) for number in (*self._slowest(kernels), *link)]
+        peaks = {dtype_text(dtype): 1 / numbers[i] for i, dtype in enumerate(_DTYPES)}
+        per_byte, overhead, latency, per_sent, per_gathered, per_reduced = numbers[len(_DTYPES) :]
+        return HardwareSpec(
+            name=self._device.type,
+            peak_flops={name: _rounded(peak) for name, peak in peaks.items()},
+            memory_bandwidth=_rounded(1 / per_byte),
+            link_latency=latency,
+            link_bandwidth=_rounded(1 / per_sent),
+            memory_gib=self._memory_gib(),
+            kernel_overhead=overhead,
+            gather_tensor_overhead=per_gathered,
+            reduce_tensor_overhead=per_reduced,
+            source=f"measured on {self._ranks} ranks of {gloo.backend_of(self._group, self._device.type)}",
+        )
+
+    # ---- of this rank alone
+
+    def _kernels(self) -> list[float]:
+        """Seconds per FLOP of each dtype, per byte of a copy, and per kernel."""
+        into, source = self._buffers
+        small = source[:1]
+        copy = self._shortest(lambda: into.copy_(source))
+        row = self._shortest(lambda: [small.clone() for _ in range(_KERNELS)])
+        return [*map(self._per_flop, _DTYPES), copy / (2 * source.nbytes), row / _KERNELS]
+
+    def _per_flop(self, dtype: torch.dtype) -> float:
+        """Seconds per FLOP of a matrix product, the smallest that takes long enough to be believed."""
+        side = 64
+        while True:
+            matrix = torch.ones(side, side, dtype=dtype, device=self._device)
+            seconds = self._shortest(partial(torch.mm, matrix, matrix))
+            if seconds >= self._sizes.seconds or side >= self._sizes.side:
+                return seconds / (2 * side**3)
+            side *= 2
+
+    def _shortest(self, action: Callable[[], Any]) -> float:
+        action()
+        return min(self._seconds(action) for _ in range(_TRIES))
+
+    def _memory_gib(self) -> float:
+        if self._device.type == "cuda":
+            return _rounded(torch.cuda.get_device_properties(self._device).total_memory / 2**30)
+        return hardware.of_device(self._device).memory_gib
+
+    # ---- of all ranks at once
+
+    def _link(self) -> list[float]:
+        """Seconds per launch, per byte that a rank moves, and per further tensor of a gather and of a reduction."""
+        small = [row[:_SMALL] for row in self._row]
+        if self._together(partial(self._gather, small[:1]), tries=1) > _LONG:
+            self._tries = 2
+        one = latency = self._together(partial(self._gather, small[:1]))
+        if self._device.type != "cpu" or not gloo.has_two_threads(self._group):  # overlapping launches would break it
+            latency = min(one, self._together(partial(self._gather, small[:1], launches=_ROW)) / _ROW)
+        sent, seconds = self._telling_transfer(latency)
+        moved = (sent.nbytes - small[0].nbytes) * (self._ranks - 1)
+        gathered = self._together(partial(self._gather, small))
+        reduced, alone = (self._together(partial(self._reduce, self._row[:count])) for count in (_MANY, 1))
+        return [
+            latency,
+            max(seconds - one, 0.1 * seconds) / moved,
+            max(0.0, gathered - one) / (_MANY - 1),
+            max(0.0, reduced - alone) / (_MANY - 1),
+        ]
+
+    def _telling_transfer(self, latency: float) -> tuple[Tensor, float]:
+        """What each rank sends in a transfer that is long beside the latency, and how long it takes."""
+        enough = min(max(_LEAST_SHARE * latency, _LEAST_SECONDS), _MOST_SECONDS)
+        numel, tries = _SMALL, min(self._tries, _TRIES_OF_LARGE)
+        while True:
+            numel = min(2 * numel, self._largest)
+            sent = self._buffers[0][:numel]
+            seconds = self._together(partial(self._gather, [sent]), tries)
+            if seconds >= enough or numel == self._largest:
+                return sent, seconds
+
+    def _gather(self, sent: Sequence[Tensor], launches: int = 1) -> None:
+        """All_gathers, launched one after the other."""
+        name = self._group.group_name
+        _wait([_c10d.all_gather_into_tensor_coalesced(sent, self._ranks, name) for _ in range(launches)])
+
+    def _reduce(self, sent: Sequence[Tensor]) -> None:
+        name = self._group.group_name
+        _wait([_c10d.reduce_scatter_tensor_coalesced(sent, "sum", self._ranks, name)])
+
+    def _together(self, action: Callable[[], Any], tries: int | None = None) -> float:
+        """The shortest of all tries, each as long as on the slowest rank: the same on all ranks."""
+        action()
+        return min(self._slowest([self._seconds(action) for _ in range(tries or self._tries)]))
+
+    def _slowest(self, seconds: Sequence[float]) -> list[float]:
+        """Of each of these times the longest that any rank has."""
+        slowest = torch.tensor(seconds, dtype=torch.float64, device=self._device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self._group)
+        found: list[float] = slowest.tolist()
+        return found
+
+    def _seconds(self, action: Callable[[], Any]) -> float:
+        self._settle()
+        begun = time.perf_counter()
+        action()
+        self._settle()
+        return time.perf_counter() - begun
+
+    def _settle(self) -> None:
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).synchronize(self._device)
+
+
+def _wait(launched: Sequence[Sequence[Tensor]]) -> None:
+    for tensors in launched:
+        for tensor in tensors:
+            _c10d.wait_tensor(tensor)
+
+
+def _rounded(number: float) -> float:
+    """To two significant digits."""
+    return 0.0 if number == 0 else round(number, 1 - math.floor(math.log10(abs(number))))

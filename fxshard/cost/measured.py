@@ -1,0 +1,265 @@
+"""The numbers of this machine and its link: measured once, kept beside the compile cache, the same on all ranks.
+
+[Note: measured hardware]
+What the cost model counts on decides graphs, so all ranks of a group must count on the same, and must find it where
+they are together anyway: at the first `fully_shard` on the group, or where the one-line form compares their models;
+never while a graph is compiled. Nobody can be sure that all come there, so nothing is sent over the group before the
+store has said that they have. One rank decides for all, by the first write to one key of the store of the default
+process group (`compare_set`), and nobody waits longer for it than `PATIENCE`:
+
+- a rank that has a file of this kind of machine writes its numbers: the file of the first one counts for all;
+- a rank that has none says that it has come, and waits. The last one to come decides that they measure: all of them
+  stand here, and will. Where the group has seen other collectives on one rank than on another, something is under way
+  on it, and they do not;
+- a rank that has waited in vain, that is told not to measure or has no memory for it decides for the table.
+
+So ranks that shard over crossing meshes in different orders, or without each other, wait once and count on the table.
+Rank 0 of the group writes the file, and the store forgets nothing: who comes after the decision takes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+import os
+import platform
+import time
+import weakref
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+import torch
+import torch.distributed as dist
+
+from fxshard import options, torch_private
+from fxshard.cost import hardware
+from fxshard.cost.calibration import Calibration
+from fxshard.cost.hardware import HardwareSpec
+from fxshard.errors import ConfigError
+from fxshard.runtime import gloo
+from fxshard.runtime.rank_values import EMULATED, is_in_process
+
+PATIENCE = 5.0
+"""Seconds that a rank waits for the others: as much as building a model may take longer on one than on another."""
+
+_TABLE, _MEASURE = "table", "measure"  # what may be decided, besides numbers
+
+_log = logging.getLogger(__name__)
+
+_GroupKey = tuple[str, tuple[int, ...]]  # type of device, ranks
+
+
+def agree(group: object, device_type: str, patience: float = PATIENCE) -> None:
+    """Have the ranks of a group count on the same numbers from now on; see [Note: measured hardware].
+
+    Once per group, where all its ranks come together, or some of them in vain. Does nothing for a group that has one
+    rank, or whose ranks do not exist.
+
+    Args:
+        group: a process group, or a stand-in for one.
+        device_type: of the parameters.
+        patience: seconds to wait for the others.
+    """
+    if not isinstance(group, dist.ProcessGroup) or not _is_real(group):
+        return
+    known, key = _known(), _key(group, device_type)
+    if key not in known:
+        known[key] = _Meeting(group, device_type, patience).decide()
+        _log.info("fxshard: %d ranks count on %s.", len(key[1]), known[key].label)
+
+
+def forget() -> None:
+    """Measure anew at the next `agree`: for a link in this process, whose speed has changed."""
+    _known().clear()
+
+
+def numbers_for(groups: Iterable[object], device: torch.device) -> HardwareSpec:
+    """What all ranks count on that run a graph over these groups; the table's numbers where that is nothing.
+
+    Ranks that meet in one group may be in different ones beside it: where there are several, only what all ranks of the
+    job have agreed on is the same on all.
+    """
+    known = _known() if dist.is_initialized() else {}
+    keys = {_key(group, device.type) for group in groups if isinstance(group, dist.ProcessGroup)}
+    if len(keys) > 1:
+        keys = {key for key in keys if len(key[1]) == dist.get_world_size()}
+    found = [known[key] for key in keys if key in known]
+    return found[0] if found else hardware.of_device(device)
+
+
+def measure(group: dist.ProcessGroup, device: torch.device) -> tuple[HardwareSpec, Path]:
+    """Measure now, with all ranks of the group, and keep the numbers for `agree`; and the file where they are."""
+    spec = _named(Calibration(group, device).run(), device)
+    file = _file_of(group, device)
+    if dist.get_rank(group) == 0:
+        _write(file, spec.to_json())
+    return spec, file
+
+
+@functools.cache
+def _by_world() -> weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_GroupKey, HardwareSpec]]:
+    """What was agreed on in each default process group that lives."""
+    return weakref.WeakKeyDictionary()
+
+
+def _known() -> dict[_GroupKey, HardwareSpec]:
+    world = dist.group.WORLD
+    assert world is not None
+    return _by_world().setdefault(world, {})
+
+
+def _key(group: dist.ProcessGroup, device_type: str) -> _GroupKey:
+    return device_type, tuple(dist.get_process_group_ranks(group))
+
+
+def _is_real(group: dist.ProcessGroup) -> bool:
+    """Whether collectives of the group take time: it has several ranks, here or on an emulated link."""
+    backend = dist.get_backend(group)
+    if dist.get_world_size(group) == 1 or backend == "fake":
+        return False
+    return backend == EMULATED or not is_in_process(torch_private.default_store())
+
+
+class _Meeting:
+    """How the ranks of one group come to the same numbers."""
+
+    def __init__(self, group: dist.ProcessGroup, device_type: str, patience: float) -> None:
+        self._group, self._device, self._patience = group, _here(device_type), patience
+        self._store = torch_private.default_store()
+        ranks = hashlib.sha256(repr(_key(group, device_type)).encode()).hexdigest()[:16]
+        self._place = f"fxshard/hardware/{ranks}"
+
+    def decide(self) -> HardwareSpec:
+        """Return the numbers of all ranks."""
+        is_alone = is_in_process(self._store)
+        if not options.measures_hardware():
+            return self._table() if is_alone else self._take(self._propose(_TABLE))
+        if is_alone:  # the speed of an emulated link is in no file's name
+            return _named(Calibration(self._group, self._device).run(), self._device)
+        kept = _read(_file_of(self._group, self._device))
+        if kept is not None:
+            return self._take(self._propose(kept.to_json()))
+        try:
+            calibration = Calibration(self._group, self._device)
+        except RuntimeError as error:
+            _log.warning("fxshard: no memory to measure the link in, so its speed is assumed: %s", error)
+            return self._take(self._propose(_TABLE))
+        said = self._meet()
+        return self._measured(calibration) if said == _MEASURE else self._take(said)
+
+    def _meet(self) -> str:
+        """Say that this rank has come, and wait for what is decided; `_MEASURE` only if all stand here."""
+        ranks = dist.get_process_group_ranks(self._group)
+        ours = str(torch_private.num_collectives(self._group, self._device))
+        self._store.set(f"{self._place}/collectives/{dist.get_rank()}", ours)
+        if self._store.add(f"{self._place}/came", 1) == len(ranks):
+            theirs = {self._store.get(f"{self._place}/collectives/{rank}").decode() for rank in ranks}
+            return self._propose(_MEASURE if theirs == {ours} else _TABLE)
+        began = time.monotonic()
+        while not self._store.check([self._place]):
+            waited = time.monotonic() - began
+            if waited > self._patience:
+                return self._give_up(len(ranks))
+            time.sleep(min(0.1, max(0.001, waited / 10)))
+        return self._store.get(self._place).decode()
+
+    def _give_up(self, num_ranks: int) -> str:
+        said = self._propose(_TABLE)
+        if said == _TABLE:
+            _log.warning(
+                "fxshard: the %d ranks of a process group did not come to fully_shard within %.0f s of each other, so "
+                "the speed of their link is assumed. `fxshard calibrate`, started as training is, measures it once.",
+                num_ranks,
+                self._patience,
+            )
+        return said
+
+    def _propose(self, decision: str) -> str:
+        """Decide, unless somebody has; return what is decided."""
+        return self._store.compare_set(self._place, "", decision).decode()
+
+    def _measured(self, calibration: Calibration) -> HardwareSpec:
+        spec = _named(calibration.run(), self._device)
+        if dist.get_rank(self._group) == 0:
+            _write(_file_of(self._group, self._device), spec.to_json())
+            self._store.set(self._place, spec.to_json())  # for groups of the same ranks that meet at this store later
+        return spec
+
+    def _take(self, decision: str) -> HardwareSpec:
+        # Nobody is told to measure without having met: those who were are gone, and so is their group.
+        return self._table() if decision in (_TABLE, _MEASURE) else hardware.load(decision)
+
+    def _table(self) -> HardwareSpec:
+        return hardware.of_device(self._device)
+
+
+# ---- the file
+
+
+def _here(device_type: str) -> torch.device:
+    """This rank's device."""
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())
+
+
+def _named(spec: HardwareSpec, device: torch.device) -> HardwareSpec:
+    return dataclasses.replace(spec, source=f"{spec.source}, {_device_name(device)}")
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return _processor()
+
+
+@functools.cache
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _file_of(group: dist.ProcessGroup, device: torch.device) -> Path:
+    """Where numbers of such a machine and such a group are kept: beside the compile cache."""
+    ranks, per_machine = dist.get_process_group_ranks(group), options.ranks_per_machine()
+    what: Mapping[str, object] = {
+        "device": (device.type, _device_name(device)),
+        "host": (platform.machine(), _processor(), torch.get_num_threads() if device.type == "cpu" else 0),
+        "backend": gloo.backend_of(group, device.type),
+        "world_size": dist.get_world_size(),
+        "group": (len(ranks), len({rank // per_machine for rank in ranks}) if per_machine else 0),
+        "torch": torch.__version__,
+    }
+    digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+    name = f"{device.type}-{len(ranks)}-of-{dist.get_world_size()}-{digest}.json"
+    return Path(options.compile_cache_dir() or torch_private.default_cache_dir()) / "fxshard" / "hardware" / name
+
+
+def _read(file: Path) -> HardwareSpec | None:
+    """What is kept in a file; nothing if it is not there or is damaged."""
+    if not file.is_file():
+        return None
+    try:
+        return hardware.read(file.read_text(), file)
+    except (ConfigError, OSError, UnicodeDecodeError) as error:
+        _log.warning("fxshard: measured numbers could not be read, and are measured again: %s", error)
+        return None
+
+
+def _write(file: Path, text: str) -> None:
+    """Write all of it, or nothing."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile("w", dir=file.parent, suffix=".part", delete=False) as part:
+            part.write(text)
+        os.replace(part.name, file)
+    except OSError as error:
+        _log.warning("fxshard: measured numbers could not be kept, and will be measured again: %s", error)

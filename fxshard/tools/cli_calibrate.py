@@ -1,0 +1,70 @@
+"""The `fxshard calibrate` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from fxshard.errors import ConfigError
+from fxshard.options import launched
+from fxshard.tools.cli_common import device_for
+
+CALIBRATE_TEXT = """\
+Measure what the ranks and the link between them can do, in about a second, and keep the numbers that the cost model
+counts on beside torch's compile cache. Training that is started in the same way finds them there; it measures by itself
+where it finds none and all ranks come to the first fully_shard together. Example:
+  torchrun --nproc-per-node 8 -m fxshard calibrate"""
+
+
+def add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the parser of `fxshard calibrate`."""
+    parser = commands.add_parser(
+        "calibrate",
+        help="measure what your ranks and their link can do",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=CALIBRATE_TEXT,
+    )
+    parser.set_defaults(command=_calibrate)
+    parser.add_argument(
+        "out", metavar="OUT", type=Path, nargs="?", help='also write them to this JSON file, for options["hardware"]'
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="cuda: NCCL between GPUs; cpu: gloo between processes; auto: cuda if there is a GPU (default: auto)",
+    )
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    launch = launched()
+    if launch is None or launch.world_size < 2:
+        raise ConfigError(
+            "fxshard calibrate measures the link between ranks, and there is one. Start it as you start training: "
+            "torchrun --nproc-per-node N -m fxshard calibrate"
+        )
+    out: Path | None = args.out
+    if out is not None and not out.absolute().parent.is_dir():
+        raise ConfigError(f"there is no folder {out.parent} to write {out.name} to.")
+    import torch
+    import torch.distributed as dist
+
+    from fxshard.cost import measured
+    from fxshard.runtime import gloo
+
+    device = torch.device("cpu")
+    if device_for(args.device) == "cuda":
+        device = torch.device("cuda", launch.local_rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else gloo.BACKEND)
+    try:
+        assert dist.group.WORLD is not None
+        spec, kept = measured.measure(dist.group.WORLD, device)
+    finally:
+        dist.destroy_process_group()
+    if launch.rank == 0:
+        if out is not None:
+            out.write_text(spec.to_json())
+        sys.stdout.write(f"{spec.to_json()}wrote {kept}{f' and {out}' if out else ''}\n")
+    return 0

@@ -1,0 +1,76 @@
+"""calibrate: what it finds of a link whose speed is known, and of ranks."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fxshard.cost.calibration import calibrate
+from fxshard.cost.hardware import HardwareSpec
+from fxshard.testing import emulated_link
+from tests.ranks import two_ranks
+
+CPU = torch.device("cpu")
+
+
+def on_link(world_size: int, gigabytes_per_s: float = math.inf, latency_us: float = 0.0) -> HardwareSpec:
+    with emulated_link(world_size, gigabytes_per_s=gigabytes_per_s, latency_us=latency_us):
+        assert dist.group.WORLD is not None
+        return calibrate(dist.group.WORLD, CPU)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "gigabytes_per_s", "latency_us"), [(8, 0.2, 400.0), (2, 0.05, 1000.0), (64, 0.2, 2000.0)]
+)
+def test_finds_bandwidth_and_latency_of_an_emulated_link(
+    world_size: int, gigabytes_per_s: float, latency_us: float
+) -> None:
+    spec = on_link(world_size, gigabytes_per_s=gigabytes_per_s, latency_us=latency_us)
+    assert spec.link_bandwidth == pytest.approx(gigabytes_per_s * 1e9, rel=0.1)
+    assert spec.link_latency == pytest.approx(latency_us * 1e-6, rel=0.2)
+    assert spec.source == f"measured on {world_size} ranks of emulated"
+
+
+def test_a_link_that_takes_no_time_has_a_speed_all_the_same() -> None:
+    spec = on_link(4)
+    assert spec.link_bandwidth > 1e8
+    assert 0 < spec.link_latency < 0.1
+
+
+def test_every_number_has_two_digits() -> None:
+    spec = on_link(2, gigabytes_per_s=1.0, latency_us=50.0)
+    numbers = [spec.link_bandwidth, spec.link_latency, spec.memory_bandwidth, *spec.peak_flops.values()]
+    assert [float(f"{number:.1e}") for number in numbers] == pytest.approx(numbers, rel=1e-12)
+
+
+def test_takes_about_a_second_at_most_also_where_a_launch_takes_long() -> None:
+    with emulated_link(8, gigabytes_per_s=0.05, latency_us=5000.0):
+        assert dist.group.WORLD is not None
+        began = time.perf_counter()
+        calibrate(dist.group.WORLD, CPU)
+        assert time.perf_counter() - began < 3  # on a machine that does other things, too
+
+
+def test_leaves_random_numbers_modes_and_gradients_alone() -> None:
+    with emulated_link(2, latency_us=50.0):
+        assert dist.group.WORLD is not None
+        before = torch.random.get_rng_state()
+        with torch.inference_mode(), torch.autocast("cpu"), torch.device("meta"):
+            spec = calibrate(dist.group.WORLD, CPU)
+            assert torch.is_inference_mode_enabled()
+        assert torch.equal(torch.random.get_rng_state(), before)
+    assert spec.peak_flops.keys() == {"bf16", "f16", "f32", "f64"}
+
+
+@two_ranks
+def test_all_ranks_get_the_same_numbers() -> None:
+    assert dist.group.WORLD is not None
+    spec = calibrate(dist.group.WORLD, CPU)
+    texts: list[str | None] = [None, None]
+    dist.all_gather_object(texts, spec.to_json())
+    assert texts[0] == texts[1]
+    assert spec.source == "measured on 2 ranks of fxshard_gloo"

@@ -1,0 +1,215 @@
+"""Ranks come to the same numbers: measured, from a file, or of the table; and never hang over it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fxshard
+from fxshard.cost import hardware, measured
+from fxshard.cost.hardware import TABLE, HardwareSpec
+from fxshard.errors import ConfigError
+from fxshard.testing import emulated_link
+from tests.ranks import group_folder, join_group, two_ranks
+
+CPU = torch.device("cpu")
+SLOW = hardware.BUILTIN["cpu"].to_json().replace(TABLE, "a file of another day").replace("1000000000.0", "12000000.0")
+
+
+@contextlib.contextmanager
+def measuring(folder: Path, switch: str = "1") -> Iterator[None]:
+    """Measuring is on, and its files are here."""
+    folder.mkdir(exist_ok=True)
+    with mock.patch.dict(os.environ, FXSHARD_CALIBRATE=switch, TORCHINDUCTOR_CACHE_DIR=str(folder)):
+        yield
+
+
+@contextlib.contextmanager
+def new_group(name: str, *, switch: str = "1", own_disk: bool = False) -> Iterator[Path]:
+    """Both ranks in a group of their own, with a folder for files; yields it."""
+    dist.destroy_process_group()
+    join_group(name)
+    folder = group_folder() / f"{name}_cache{dist.get_rank() if own_disk else ''}"
+    with measuring(folder, switch):
+        yield folder
+
+
+def agreed(patience: float = 60.0) -> HardwareSpec:
+    """What the two ranks count on, which is the same."""
+    assert dist.group.WORLD is not None
+    measured.agree(dist.group.WORLD, "cpu", patience)
+    return found()
+
+
+def found() -> HardwareSpec:
+    """The same of a rank that has agreed already."""
+    spec = measured.numbers_for([dist.group.WORLD], CPU)
+    texts: list[str | None] = [None, None]
+    dist.all_gather_object(texts, spec.to_json())
+    assert texts[0] == texts[1]
+    return spec
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+@two_ranks
+def test_ranks_measure_once_and_rank_0_keeps_the_numbers_in_a_file() -> None:
+    with new_group("measured_once") as folder:
+        spec = agreed()
+        assert spec.source.startswith("measured on 2 ranks of fxshard_gloo, ")
+        (file,) = files(folder)
+        assert (file.parent.parent.name, file.suffix) == ("fxshard", ".json")
+        assert hardware.load(file) == spec
+        with mock.patch.object(measured, "Calibration", side_effect=AssertionError("measured twice")):
+            assert agreed() == spec  # they know
+            dist.barrier()
+            dist.destroy_process_group()
+            join_group("measured_later")
+            assert agreed() == spec  # from the file
+
+
+@two_ranks
+def test_the_file_of_one_rank_counts_for_all_whichever_has_it() -> None:
+    for owner in (0, 1):
+        with new_group(f"disks_{owner}", own_disk=True) as folder:
+            assert dist.group.WORLD is not None
+            file = measured._file_of(dist.group.WORLD, CPU)
+            if dist.get_rank() == owner:
+                file.parent.mkdir(parents=True)
+                file.write_text(SLOW)
+            spec = agreed()
+            assert (spec.link_bandwidth, spec.source) == (12e6, "a file of another day")
+            assert (files(folder) == []) == (dist.get_rank() != owner)
+
+
+@two_ranks
+def test_a_damaged_file_is_measured_and_written_anew() -> None:
+    with new_group("damaged"):
+        assert dist.group.WORLD is not None
+        file = measured._file_of(dist.group.WORLD, CPU)
+        if dist.get_rank() == 0:
+            file.parent.mkdir(parents=True)
+            file.write_text('{"name": "cpu"')
+        dist.barrier()
+        spec = agreed()
+        assert spec.source.startswith("measured")
+        dist.barrier()
+        assert hardware.load(file) == spec
+
+
+@two_ranks
+def test_a_rank_that_waits_in_vain_counts_on_the_table_and_so_does_who_comes_later() -> None:
+    with new_group("in_vain") as folder:
+        if dist.get_rank() == 0:
+            began = time.monotonic()
+            measured.agree(dist.group.WORLD, "cpu", patience=0.5)
+            assert 0.5 <= time.monotonic() - began < 20
+        dist.barrier()
+        if dist.get_rank() == 1:
+            measured.agree(dist.group.WORLD, "cpu", patience=60.0)  # which it need not wait
+        assert found().source == TABLE
+        assert files(folder) == []
+
+
+@two_ranks
+def test_where_one_rank_is_told_not_to_measure_all_count_on_the_table() -> None:
+    with new_group("one_is_off", switch=str(dist.get_rank())) as folder:
+        assert agreed().source == TABLE
+        assert files(folder) == []
+
+
+@two_ranks
+def test_nothing_is_measured_where_the_ranks_have_launched_different_collectives() -> None:
+    with new_group("under_way") as folder:
+        if dist.get_rank() == 0:
+            work = dist.all_reduce(torch.ones(1), async_op=True)
+        measured.agree(dist.group.WORLD, "cpu", patience=60.0)
+        if dist.get_rank() == 1:
+            work = dist.all_reduce(torch.ones(1), async_op=True)
+        assert work is not None
+        work.wait()
+        assert found().source == TABLE
+        assert files(folder) == []
+
+
+@two_ranks
+def test_fully_shard_measures_and_the_compiled_graphs_count_on_it() -> None:
+    with new_group("fully_shard"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        for module in (*model, model):
+            fxshard.fully_shard(module)
+        torch.compile(model, backend="fxshard", options={"lower": "eager"})(torch.ones(2, 8)).sum().backward()
+        explanation = fxshard.explanation_of(model)
+        assert explanation.hardware == found()
+        assert explanation.hardware.source.startswith("measured on 2 ranks of fxshard_gloo, ")
+        torch._dynamo.reset()
+        named: dict[str, Any] = {"lower": "eager", "hardware": "h200"}
+        torch.compile(model, backend="fxshard", options=named)(torch.ones(2, 8)).sum().backward()
+        assert fxshard.explanation_of(model).frames[-1].hardware.label == "h200 (assumed)"  # options win
+
+
+@two_ranks
+def test_the_one_line_form_measures_where_the_ranks_compare_their_models() -> None:
+    with new_group("one_line"):
+        model: Any = torch.compile(nn.Sequential(nn.Linear(8, 8)), backend="fxshard", options={"lower": "eager"})
+        model(torch.ones(2, 8)).sum().backward()
+        assert fxshard.explanation_of(model).hardware.source.startswith("measured on 2 ranks")
+
+
+def test_an_emulated_link_is_measured_where_it_is_made_and_its_transfers_are_not_shown(tmp_path: Path) -> None:
+    with measuring(tmp_path), emulated_link(8, gigabytes_per_s=0.1, latency_us=1000.0) as link:
+        spec = measured.numbers_for([link.mesh.get_group()], CPU)
+        assert spec.source.startswith("measured on 8 ranks of emulated, ")
+        assert spec.link_bandwidth == pytest.approx(0.1e9, rel=0.1)
+        assert link.transfers == []
+        link.set_speed(gigabytes_per_s=0.2, latency_us=1000.0)
+        fxshard.fully_shard(nn.Linear(8, 8), mesh=link.mesh)
+        spec = measured.numbers_for([link.mesh.get_group()], CPU)
+        assert spec.link_bandwidth == pytest.approx(0.2e9, rel=0.1)
+    assert files(tmp_path) == []  # its speed is in no file's name
+
+
+def test_one_rank_and_a_fake_group_measure_nothing(tmp_path: Path) -> None:
+    failure = AssertionError("measured")
+    with measuring(tmp_path), mock.patch.object(measured, "Calibration", side_effect=failure):
+        fxshard.fully_shard(nn.Linear(8, 8))  # one rank
+        dist.destroy_process_group()
+        dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
+        try:
+            fxshard.fully_shard(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (2,)))
+            assert measured.numbers_for([dist.group.WORLD], CPU).source == TABLE
+        finally:
+            dist.destroy_process_group()
+        fxshard.explain(nn.Linear(8, 8), torch.ones(2, 8), world_size=4, options={"lower": "eager"})
+
+
+def test_graphs_over_several_groups_count_on_what_all_ranks_have_agreed_on(fake_group: None) -> None:
+    world, part = dist.group.WORLD, dist.new_group([0])
+    assert world is not None
+    known = measured._known()
+    of_world, of_part = (hardware.read(SLOW.replace("12000000.0", speed)) for speed in ("2.0", "3.0"))
+    known["cpu", (0,)] = of_part
+    assert measured.numbers_for([part], CPU) == of_part
+    assert measured.numbers_for([part, world], CPU) == hardware.BUILTIN["cpu"]  # another rank is in another part
+    known["cpu", (0, 1)] = of_world
+    assert measured.numbers_for([part, world], CPU) == of_world
+    assert measured.numbers_for([object()], CPU) == hardware.BUILTIN["cpu"]  # `explain` has stand-ins
+
+
+def test_the_switch_must_be_0_or_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXSHARD_CALIBRATE", "off")
+    with pytest.raises(ConfigError, match=r"FXSHARD_CALIBRATE must be 0 .* or 1, got 'off'"):
+        fxshard.options.measures_hardware()
