@@ -55,7 +55,9 @@ def auto_limits(hardware: HardwareSpec, world_size: int) -> Limits:
     per_byte = (world_size - 1) / world_size / hardware.link_bandwidth
 
     def nbytes(share: float) -> float:
-        return hardware.link_latency * (1 / share - 1) / per_byte
+        return max(
+            1.0, hardware.link_latency * (1 / share - 1) / per_byte
+        )  # a launch that costs nothing moves something
 
     return Limits(enough=nbytes(_ENOUGH), most=nbytes(_MOST))
 

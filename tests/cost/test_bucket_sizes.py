@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fxshard.cost import bucket_sizes
+from fxshard.cost.hardware import BUILTIN
 
 BIAS, MOST = 1, 100
 
@@ -52,3 +55,8 @@ def test_cuts_where_things_are_apart(things: list[int], spans: list[list[int]]) 
 )
 def test_makes_no_span_of_less_than_asked_for(sizes: list[int], spans: list[list[int]]) -> None:
     assert bucket_sizes.cut(sizes, int, lambda a, b: True, least=15) == spans
+
+
+def test_a_link_without_latency_has_each_thing_go_by_itself() -> None:
+    limits = bucket_sizes.auto_limits(dataclasses.replace(BUILTIN["cpu"], link_latency=0.0), world_size=4)
+    assert bucket_sizes.split([60, 1, 60], int, limits.most) == [[60], [1], [60]]
