@@ -111,7 +111,7 @@ def test_one_line_refuses_complex_parameters_by_name(mesh: DeviceMesh) -> None:
 
 def test_one_line_refuses_a_mesh_of_three_axes(fake_group: None) -> None:
     mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("a", "b", "c"))
-    with pytest.raises(ConfigError, match=r"1-D mesh.*3 axes"):
+    with pytest.raises(ConfigError, match=r"the first replicates and the second shards; got 3 axes"):
         call(MLP(), {"mesh": mesh})
 
 

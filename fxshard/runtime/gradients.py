@@ -46,7 +46,12 @@ class GradientSink:
         """One sink per flat; `parameters` in slot order."""
         self.parameters = list(parameters)
         self.plan = plan
-        self.take_apart: Callable[[Tensor, list[int]], tuple[Tensor, list[int]] | None] | None = None  # with replicas
+        # With replicas: whether the all_reduce is still to come, and what then becomes of a gradient.
+        self.is_apart: Callable[[], bool] = bool
+        self.take_apart: Callable[[Tensor, list[int]], tuple[Tensor, list[int]] | None] = lambda grad, slots: (
+            grad,
+            slots,
+        )
         self.hook: Callable[[Tensor], None] | None = None  # the user's, for what has been reduced
         # By backward: reentrant checkpointing runs backwards inside of a backward.
         self._expected: dict[int | None, set[int]] = {}
@@ -83,7 +88,7 @@ class GradientSink:
         if grad is None or not slots:
             names = ", ".join(slot.fqn for slot in self.plan.slots)
             raise InvariantError(f"a gradient arrived that no forward announced, for the shard of {names}.")
-        if self.take_apart is not None:
+        if self.is_apart():
             if (taken := self.take_apart(grad if separate is None else separate + grad, slots)) is None:
                 return  # reduced, and to be averaged over replicas in a later backward
             (grad, slots), separate = taken, None

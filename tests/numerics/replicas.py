@@ -286,6 +286,7 @@ EXACT: dict[str, Body] = {
 COMPILED: dict[str, Body] = {
     "inductor": lambda mesh: check_inductor(on(mesh)),
     "inductor, accumulation": lambda mesh: check_inductor(on(mesh, backward=several)),
+    "inductor, averaged once": lambda mesh: check_inductor(on(mesh, backward=averaged_once)),
 }
 
 
