@@ -1,9 +1,9 @@
 """How much a launch should move: latency against size, and copies against tensors.
 
 [Note: bucket sizes]
-A launch that moves too little is all latency: `Limits.enough` is where latency is a tenth of its time. One that moves
-too much keeps what waits for it from starting: `Limits.most` is where latency is a fortieth, so that halves of it would
-cost almost nothing more.
+A launch that moves too little is all latency, of the link and of the rank that launches: `Limits.enough` is where it is
+a tenth of the time. One that moves too much keeps what waits for it from starting: `Limits.most` is where latency is a
+fortieth, so that halves of it would cost almost nothing more.
 
 [Note: the two ends of a graph]
 Nothing hides the first gather of a graph, and nothing its last reduction. So what they move should be no more than the
@@ -53,7 +53,7 @@ def auto_limits(hardware: HardwareSpec, world_size: int) -> Limits:
     per_byte = (world_size - 1) / world_size / hardware.link_bandwidth
 
     def nbytes(share: float) -> float:
-        return hardware.link_latency * (1 / share - 1) / per_byte
+        return (hardware.link_latency + hardware.launch_overhead) * (1 / share - 1) / per_byte
 
     return Limits(enough=nbytes(_ENOUGH), most=nbytes(_MOST))
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fxshard.cost import bucket_sizes
+from fxshard.cost.hardware import BUILTIN
 
 BIAS, MOST = 1, 100
 
@@ -52,3 +55,9 @@ def test_cuts_where_things_are_apart(things: list[int], spans: list[list[int]]) 
 )
 def test_makes_no_span_of_less_than_asked_for(sizes: list[int], spans: list[list[int]]) -> None:
     assert bucket_sizes.cut(sizes, int, lambda a, b: True, least=15) == spans
+
+
+def test_what_a_launch_costs_the_rank_counts_as_latency() -> None:
+    quick = dataclasses.replace(BUILTIN["cpu"], link_latency=1e-4)
+    dear = dataclasses.replace(quick, launch_overhead=1e-4)
+    assert bucket_sizes.auto_limits(dear, 2).enough == pytest.approx(2 * bucket_sizes.auto_limits(quick, 2).enough)
