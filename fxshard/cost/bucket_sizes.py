@@ -1,9 +1,9 @@
 """How much a launch should move: latency against size, and copies against tensors.
 
 [Note: bucket sizes]
-A launch that moves too little is all latency: `Limits.enough` is where latency is a tenth of its time. One that moves
-too much keeps what waits for it from starting: `Limits.most` is where latency is a fortieth, so that halves of it would
-cost almost nothing more.
+A launch that moves too little is all latency, of the link and of the rank that launches: `Limits.enough` is where it is
+a tenth of the time. One that moves too much keeps what waits for it from starting: `Limits.most` is where latency is a
+fortieth, so that halves of it would cost almost nothing more.
 
 [Note: the two ends of a graph]
 Nothing hides the first gather of a graph, and nothing its last reduction. So what they move should be no more than the
@@ -55,9 +55,8 @@ def auto_limits(hardware: HardwareSpec, world_size: int) -> Limits:
     per_byte = (world_size - 1) / world_size / hardware.link_bandwidth
 
     def nbytes(share: float) -> float:
-        return max(
-            1.0, hardware.link_latency * (1 / share - 1) / per_byte
-        )  # a launch that costs nothing moves something
+        seconds = hardware.link_latency + hardware.launch_overhead
+        return max(1.0, seconds * (1 / share - 1) / per_byte)  # what costs nothing moves something all the same
 
     return Limits(enough=nbytes(_ENOUGH), most=nbytes(_MOST))
 

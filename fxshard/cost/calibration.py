@@ -89,7 +89,7 @@ class Calibration:
             link = self._link()
             numbers = [_rounded(number) for number in (*self._slowest(kernels), *link)]
         peaks = {dtype_text(dtype): 1 / numbers[i] for i, dtype in enumerate(_DTYPES)}
-        per_byte, overhead, latency, per_sent, per_gathered, per_reduced = numbers[len(_DTYPES) :]
+        per_byte, overhead, latency, per_launch, per_sent, per_gathered, per_reduced = numbers[len(_DTYPES) :]
         return HardwareSpec(
             name=self._device.type,
             peak_flops={name: _rounded(peak) for name, peak in peaks.items()},
@@ -100,6 +100,7 @@ class Calibration:
             kernel_overhead=overhead,
             gather_tensor_overhead=per_gathered,
             reduce_tensor_overhead=per_reduced,
+            launch_overhead=per_launch,
             source=f"measured on {self._ranks} ranks of {gloo.backend_of(self._group, self._device.type)}",
         )
 
@@ -148,6 +149,7 @@ class Calibration:
         reduced, alone = (self._together(partial(self._reduce, self._row[:count])) for count in (_MANY, 1))
         return [
             latency,
+            one - latency,
             max(seconds - one, 0.1 * seconds) / moved,
             max(0.0, gathered - one) / (_MANY - 1),
             max(0.0, reduced - alone) / (_MANY - 1),

@@ -34,6 +34,7 @@ class HardwareSpec:
         kernel_overhead: seconds that each kernel costs besides its work.
         gather_tensor_overhead: seconds that each tensor after the first adds to a coalesced all_gather.
         reduce_tensor_overhead: the same for a coalesced reduce_scatter.
+        launch_overhead: seconds that a launch and its wait cost the rank besides what the link takes.
         source: where the numbers are from, in words; decides nothing.
     """
 
@@ -46,6 +47,7 @@ class HardwareSpec:
     kernel_overhead: float
     gather_tensor_overhead: float
     reduce_tensor_overhead: float
+    launch_overhead: float = 0.0
     source: str = field(default=TABLE, compare=False)
 
     def __post_init__(self) -> None:
@@ -57,7 +59,8 @@ class HardwareSpec:
             raise ConfigError(f"hardware {self.name!r}: peak_flops has unknown dtypes: {', '.join(unknown)}.")
         numbers = {f"peak_flops.{dtype}": value for dtype, value in self.peak_flops.items()}
         numbers |= {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type == "float"}
-        may_be_zero = ("link_latency", "kernel_overhead", "gather_tensor_overhead", "reduce_tensor_overhead")
+        overheads = ("kernel_overhead", "gather_tensor_overhead", "reduce_tensor_overhead", "launch_overhead")
+        may_be_zero = ("link_latency", *overheads)
         wrong = [name for name, value in numbers.items() if not _positive(value, or_zero=name in may_be_zero)]
         if wrong:
             listed = ", ".join(f"{name}={numbers[name]!r}" for name in wrong)

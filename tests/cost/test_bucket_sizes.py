@@ -60,3 +60,9 @@ def test_makes_no_span_of_less_than_asked_for(sizes: list[int], spans: list[list
 def test_a_link_without_latency_has_each_thing_go_by_itself() -> None:
     limits = bucket_sizes.auto_limits(dataclasses.replace(BUILTIN["cpu"], link_latency=0.0), world_size=4)
     assert bucket_sizes.split([60, 1, 60], int, limits.most) == [[60], [1], [60]]
+
+
+def test_what_a_launch_costs_the_rank_counts_as_latency() -> None:
+    quick = dataclasses.replace(BUILTIN["cpu"], link_latency=1e-4)
+    dear = dataclasses.replace(quick, launch_overhead=1e-4)
+    assert bucket_sizes.auto_limits(dear, 2).enough == pytest.approx(2 * bucket_sizes.auto_limits(quick, 2).enough)

@@ -27,7 +27,7 @@ def on_link(world_size: int, gigabytes_per_s: float = math.inf, latency_us: floa
 
 
 @pytest.mark.parametrize(
-    ("world_size", "gigabytes_per_s", "latency_us"), [(8, 0.2, 400.0), (2, 0.05, 1000.0), (64, 0.2, 2000.0)]
+    ("world_size", "gigabytes_per_s", "latency_us"), [(8, 0.2, 1500.0), (2, 0.05, 1000.0), (64, 0.2, 2000.0)]
 )
 def test_finds_bandwidth_and_latency_of_an_emulated_link(
     world_size: int, gigabytes_per_s: float, latency_us: float
