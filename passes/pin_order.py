@@ -16,15 +16,17 @@ from fxshard.passes._base import GraphPass, PassContext, Property
 class PinOrder(GraphPass):
     """Say of collectives which kernel they come after, and of kernels which launch.
 
-    Before   %a1 = all_gather  %m = mm  %w0 = wait  %n = mm                  (in this order, until something fuses)
-    After    %a1 = all_gather  %m = mm  # after=a1  %w0 = wait  # after=m  %n = mm
+    Before   %a1 = all_gather  %m = mm  %w0 = wait  %a2 = all_gather  %w1 = wait  (in this order, until something fuses)
+    After    %a1 = all_gather  %m = mm  # after=a1  %w0 = wait  # after=m  %a2 = all_gather  # after=m
+             %w1 = wait  # after=a2
 
     Inductor keeps the order of a graph, but a kernel fused of an early and a late node runs at the place of the early
     one, and all that the late one reads runs before it: a wait could come ahead of the compute that was to hide it.
     Pins go to kernels that fuse with nothing (matrix products, attention, convolutions) next to a collective: a launch
-    or wait comes after the last of them before it, and the first of them behind a launch comes after that launch. Among
-    themselves collectives keep their order anyway. `EnforceOrder` turns pins into dependencies. A call of a region is
-    such a kernel, too, but needs no pin; nor does a gather which only such calls read.
+    or wait comes after the last of them before it, and the first of them behind a launch comes after that launch. A
+    wait with a launch between that kernel and itself comes after the launch. Among themselves launches keep their order
+    anyway. `EnforceOrder` turns pins into dependencies. A call of a region is such a kernel, too, but needs no pin; nor
+    does a gather which only such calls read.
 
     Numerics: unchanged. Memory: unchanged. No-op: a graph without collectives, or without such kernels.
     Source: torch's `control_dependencies.py`, which Inductor's own overlap scheduling uses.
@@ -40,9 +42,10 @@ class PinOrder(GraphPass):
         changed = False
         for node in gm.graph.nodes:
             before = None
-            if collectives.is_launch(node) or collectives.is_wait(node):
-                launch = node if collectives.is_launch(node) else launch
-                before = None if _is_read_by_calls_alone(node) else kernel
+            if collectives.is_launch(node):
+                before, launch = None if _is_read_by_calls_alone(node) else kernel, node
+            elif collectives.is_wait(node):
+                before = None if _is_read_by_calls_alone(node) else launch or kernel
             elif node.target is regions.INVOKE:
                 kernel, launch = node, None
             elif launches.is_kernel(node):

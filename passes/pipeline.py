@@ -15,6 +15,7 @@ from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.call_regions import CallRegions
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.copy_biases import CopyBiases
+from fxshard.passes.copy_in_gradients import CopyInGradients
 from fxshard.passes.dedup_unshard import DedupUnshard
 from fxshard.passes.defer_weight_gradients import DeferWeightGradients
 from fxshard.passes.enforce_order import EnforceOrder
@@ -106,7 +107,7 @@ def default(
             HoistPrefetch(depth=0 if prefetch == "off" else prefetch),  # type: ignore[arg-type]  # the pass checks it
             AssignStreams(mode=streams),  # last: where a wait stands decides what streams may do until there
         ),
-        last=(*folding, PinOrder()) if lower == "inductor" else (),  # after Inductor's own passes: fusion comes next
+        last=(CopyInGradients(), *folding, PinOrder()) if lower == "inductor" else (),  # fusion comes next
         codegen=(
             *(() if cudagraphs else (hand_off,)),
             LowerStreams(),  # after it: what is handed over knows its stream

@@ -108,7 +108,7 @@ def test_the_page_shows_the_tree_as_it_is() -> None:
     assert_page("docs/architecture.md", page)
 
 
-OF_THE_WHOLE = ("attacks", "gpu", "gpu_dry", "mutation", "numerics", "typing")
+OF_THE_WHOLE = ("attacks", "cross_cuda", "gpu", "gpu_dry", "mutation", "numerics", "typing")
 """Folders of tests of the package as a whole."""
 
 HARNESSES = ("tools/bench/gpu",)

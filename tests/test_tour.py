@@ -20,6 +20,7 @@ from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.call_regions import CallRegions
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.copy_biases import CopyBiases
+from fxshard.passes.copy_in_gradients import CopyInGradients
 from fxshard.passes.dedup_unshard import DedupUnshard
 from fxshard.passes.defer_weight_gradients import DeferWeightGradients
 from fxshard.passes.enforce_order import EnforceOrder
@@ -297,6 +298,12 @@ def test_keeps_the_page_of_lower_streams_in_step() -> None:
         "has run with the mode `side`."
     )
     assert_page("docs/passes/lower_streams.md", page_of(LowerStreams, example, pairs))
+
+
+def test_keeps_the_page_of_copy_in_gradients_in_step() -> None:
+    pairs = rewritten(model_of("mixed_precision"), "backward", CopyInGradients(devices=("cpu",)))
+    example = "Three layers that are gathered in bfloat16 and reduced in float32; the pass is told that a CPU wants it."
+    assert_page("docs/passes/copy_in_gradients.md", page_of(CopyInGradients, example, pairs))
 
 
 def test_keeps_the_page_of_copy_biases_in_step() -> None:

@@ -100,6 +100,7 @@ class _SplitCompiler:
             cudagraphs.left_out(options, inputs, kwargs)
             return boxed(gm, inputs)
         facts = stages.split(gm, kind, inputs)
+        _forget_absent_results(gm.graph)
         inputs = [*inputs, *(node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(inputs) :])]
         static = cudagraphs.static_inputs(options, gm.graph, kwargs.get("static_input_idxs", ()))
         with inductor_config.patch(post_grad_custom_post_pass=_LastStages(stages, kind)):
@@ -122,6 +123,14 @@ class _SplitCompiler:
         if bundled and isinstance(code, CompiledFxGraph):
             return CachedCode.of(code, facts, self._owner)
         return self._owner.prepared(code, facts)
+
+
+def _forget_absent_results(graph: fx.Graph) -> None:
+    """Take results that passes have made `None` off Inductor's list of those whose strides the caller sees."""
+    output = graph.output_node()
+    results: Any = output.args[0]
+    if (visible := output.meta.get("user_visible_output_idxs")) is not None:
+        output.meta["user_visible_output_idxs"] = [i for i in visible if results[i] is not None]
 
 
 class Partitioner(CustomPartitionerFn):
@@ -207,6 +216,7 @@ def _as_collective(op: torch._ops.OpOverload) -> Callable[..., Any]:
     return lower
 
 
+lowering.make_fallback(ops.COPY_IN, lowering.require_contiguous)
 for _op in (ops.ALL_GATHER_ON_STREAM, ops.REDUCE_SCATTER_ON_STREAM, ops.COPY_OUT):
     lowering.add_layout_constraint(_op, lowering.constrain_to_fx_strides)
     lowering.register_lowering(_op, type_promotion_kind=None)(_as_collective(_op))

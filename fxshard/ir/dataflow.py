@@ -297,6 +297,16 @@ def _concat(node: fx.Node, flow: Dataflow, plan: FramePlan) -> Value | None:
     return Assembled(pieces) if pieces and len(pieces) == len(parts) and list(rest) in ([], [0]) else None
 
 
+def _copy_in(node: fx.Node, flow: Dataflow, plan: FramePlan) -> Value | None:
+    """Follow the op that casts gradients, pads their rows and puts them side by side."""
+    members, world_size, dtype = node.args
+    if not isinstance(members, list | tuple) or not isinstance(world_size, int) or not isinstance(dtype, torch.dtype):
+        return None
+    parts = [flow.values.get(member) if isinstance(member, fx.Node) else None for member in members]
+    rows = tuple(replace(part, dtype=dtype) for part in parts if isinstance(part, GradientRow) and part.divisor == 1)
+    return Concat(rows, world_size, dtype) if rows and len(rows) == len(parts) else None
+
+
 def _getitem(node: fx.Node, flow: Dataflow, plan: FramePlan) -> Value | None:
     value, index = _input(node, flow), node.args[1]
     if isinstance(value, InFlight) and value.index is None and isinstance(index, int):
@@ -400,6 +410,7 @@ def _rules() -> dict[Any, Rule]:
         ((aten.div.Tensor, aten.div.Scalar), _divide),
         ((aten.mul.Tensor, aten.mul.Scalar), _multiply),
         ((aten._chunk_cat.default, aten.cat.default), _concat),
+        ((ops.COPY_IN,), _copy_in),
         ((operator.getitem,), _getitem),
         (collectives.LAUNCHES, _launch),
         ((collectives.WAIT,), _wait),

@@ -15,6 +15,8 @@ The other ops:
 
 - `fxshard::addmm_acc(acc, left, right)` adds a matrix product to `acc`: of `acc.addmm_` Inductor makes a temporary and
   a copy.
+- `fxshard::copy_in(gradients, world_size, dtype)` makes what a reduction sends, in one kernel on CUDA; of the ops that
+  say the same Inductor makes a kernel per gradient.
 - `fxshard::copy(source)` is a contiguous copy in memory of its own: Inductor drops `clone` where a wait hides that the
   source is the caller's.
 - `fxshard::region(operands, name, call)` and `fxshard::region_backward` call code that a repeated module shares; they
@@ -93,6 +95,7 @@ LIBRARY.define(
     "str stream) -> Tensor[]"
 )
 LIBRARY.define("copy_out(Tensor gathered, int[] size, int[] stride, int start, str stream) -> Tensor")
+LIBRARY.define("copy_in(Tensor[] gradients, int world_size, ScalarType dtype) -> Tensor")
 LIBRARY.define("addmm_acc(Tensor(a!) acc, Tensor left, Tensor right) -> ()")
 LIBRARY.define("copy(Tensor source) -> Tensor")
 _DRAWS = (torch.Tag.nondeterministic_seeded,)  # a region may: so the partitioner computes none again
@@ -108,6 +111,7 @@ COPY = torch.ops.fxshard.copy.default
 ALL_GATHER_ON_STREAM = torch.ops.fxshard.all_gather_on_stream.default
 REDUCE_SCATTER_ON_STREAM = torch.ops.fxshard.reduce_scatter_on_stream.default
 COPY_OUT = torch.ops.fxshard.copy_out.default
+COPY_IN = torch.ops.fxshard.copy_in.default
 REGION = torch.ops.fxshard.region.default
 REGION_BACKWARD = torch.ops.fxshard.region_backward.default
 
@@ -234,12 +238,25 @@ def _addmm_acc(acc: Tensor, left: Tensor, right: Tensor) -> None:
     acc.addmm_(left, right)
 
 
+def _copy_in(gradients: list[Tensor], world_size: int, dtype: torch.dtype) -> Tensor:
+    made = _fake_copy_in(gradients, world_size, dtype)
+    aten._chunk_cat.out(gradients, 0, world_size, out=made.view(world_size, -1))  # casts, pads and copies in one kernel
+    return made
+
+
+def _fake_copy_in(gradients: list[Tensor], world_size: int, dtype: torch.dtype) -> Tensor:
+    rows = [-(-gradient.shape[0] // world_size) * gradient[0].numel() for gradient in gradients]
+    return gradients[0].new_empty((world_size * sum(rows),), dtype=dtype)
+
+
 def _copy(source: Tensor) -> Tensor:
     return source.clone(memory_format=torch.contiguous_format)
 
 
 LIBRARY.impl("addmm_acc", _addmm_acc, "CompositeExplicitAutograd")
+LIBRARY.impl("copy_in", _copy_in, "CompositeExplicitAutograd")
 LIBRARY.impl("copy", _copy, "CompositeExplicitAutograd")
+torch.library.register_fake("fxshard::copy_in", _fake_copy_in, lib=LIBRARY)
 torch.library.register_fake("fxshard::copy", _copy, lib=LIBRARY)
 torch.library.register_fake("fxshard::addmm_acc", lambda acc, left, right: None, lib=LIBRARY)
 torch.library.register_fake("fxshard::prefetched_all_gather", _fake_prefetched_all_gather, lib=LIBRARY)

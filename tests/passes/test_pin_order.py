@@ -95,23 +95,44 @@ def test_points_backwards_to_tensors_that_are_not_read_anyway(model: str, before
 
 
 @in_every_graph
-def test_pins_collectives_to_kernels_and_kernels_to_launches(model: str, before: str, kind: GraphKind) -> None:
+def test_pins_collectives_to_kernels_and_kernels_and_waits_to_launches(
+    model: str, before: str, kind: GraphKind
+) -> None:
     _, after = pins_of(model, before, kind)
     for node, earlier in after.items():
-        assert is_collective(node) != is_collective(earlier)
-        assert launches.is_kernel(earlier if is_collective(node) else node)
+        if is_collective(earlier):
+            assert not collectives.is_wait(earlier)
+            assert collectives.is_wait(node) or launches.is_kernel(node)
+        else:
+            assert is_collective(node)
+            assert launches.is_kernel(earlier)
 
 
 @in_every_graph
 def test_leaves_no_collective_free_to_pass_the_kernel_before_it(model: str, before: str, kind: GraphKind) -> None:
-    """Every launch or wait comes after the last kernel before it, be it by a pin or by what it reads."""
+    """Every launch or wait comes after the last kernel before it, by itself or with the launch before it."""
     graph, after = pins_of(model, before, kind)
-    kernel: fx.Node | None = None
+    last: set[fx.Node] = set()
     for node in graph.nodes:
-        if (collectives.is_launch(node) or collectives.is_wait(node)) and kernel is not None:
-            assert after.get(node) is kernel or kernel in node.all_input_nodes
+        if (collectives.is_launch(node) or collectives.is_wait(node)) and last:
+            assert after.get(node) in last or last & set(node.all_input_nodes)
+            last |= {node, *node.users} if collectives.is_launch(node) else set()
         elif launches.is_kernel(node):
-            kernel = node
+            last = {node, *node.users}
+
+
+@in_every_graph
+def test_leaves_no_wait_free_to_pass_the_launch_before_it(model: str, before: str, kind: GraphKind) -> None:
+    """Between two kernels every wait comes after the last launch: a kernel fused around it could pull it ahead."""
+    graph, after = pins_of(model, before, kind)
+    launched: set[fx.Node] = set()
+    for node in graph.nodes:
+        if collectives.is_launch(node):
+            launched = {node, *node.users}
+        elif launches.is_kernel(node):
+            launched = set()
+        elif collectives.is_wait(node) and launched:
+            assert after.get(node) in launched or launched & set(node.all_input_nodes)
 
 
 @in_every_graph

@@ -1,0 +1,33 @@
+"""What the lane compiles and runs: each mode, variant and dtype, and the GPUs it is compiled for."""
+
+from __future__ import annotations
+
+from tests.cross_cuda.clocks import Seeded
+from tests.cross_cuda.gpus import A100, B200
+from tests.cross_cuda.training import FP32, Broken, Case
+
+FAULTS = (Seeded(forgets_record_stream=True), Seeded(forgets_fork=True), Seeded(forgets_join=True))
+
+FSDP2 = ("schedule", "fsdp2")
+"""One launch per unit, so that there are several in a small model."""
+
+NCCL = Case(options=(FSDP2, ("regions", "off")), num_layers=3)
+SIDE = Case(options=(FSDP2, ("streams", "side")), num_layers=3, microbatches=2, faults=FAULTS)
+CUDAGRAPHS = Case(options=(FSDP2, ("cudagraphs", True)))
+BROKEN = Case(model=Broken, options=(FSDP2, ("resident_gib", 4.0)), microbatches=2, overlaps_step=True)
+
+QUICK = {"nccl": NCCL, "side": SIDE, "cudagraphs": CUDAGRAPHS, "graph breaks, resident": BROKEN}
+"""What CI compiles, for sm_90."""
+
+MORE = {
+    "defaults": Case(),
+    "defaults, accumulating": Case(microbatches=2, overlaps_step=True),
+    "nccl, regions": Case(options=(FSDP2,), num_layers=3, microbatches=2),
+    "nccl, fp32": Case(options=(FSDP2,), policy=FP32),
+    "side, fp32": Case(options=(FSDP2, ("streams", "side")), policy=FP32),
+    "side, graph breaks": Case(model=Broken, options=(FSDP2, ("streams", "side")), num_layers=3, overlaps_step=True),
+    "cudagraphs, accumulating": Case(options=(FSDP2, ("cudagraphs", True)), microbatches=2),
+    "nccl, dim 2048": Case(options=(FSDP2,), dim=2048, batch=4),
+}
+
+OTHER_GPUS = (A100, B200)

@@ -1,0 +1,190 @@
+"""Streams without a GPU: who has waited for whom, told by vector clocks, and which accesses race.
+
+[Note: races]
+Each stream has a clock: for every stream, up to which of its ops all has been waited for. An op on a stream may touch
+what another stream has written, or write what another one has touched, only if the clock says that it has waited for
+it. Memory belongs to the stream on which it was allocated. When it is freed the allocator hands it out to the next who
+allocates there, so all that touched it must have been waited for by then, unless it was recorded with a stream: the
+allocator itself then waits for what that stream had been given when the memory was freed.
+
+Memory is told apart by storage, not by byte. The device runs streams as late or as early as waits allow, so what is
+found here need not go wrong in any one run; what goes wrong in a run is found.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Clock = dict[str, int]
+
+
+class Access(NamedTuple):
+    """One op that touched a storage."""
+
+    stream: str
+    time: int  # by the stream's own clock
+    op: str
+
+    def is_before(self, clock: Clock) -> bool:
+        """Return whether who has this clock has waited for it."""
+        return clock.get(self.stream, 0) >= self.time
+
+
+class Seeded(NamedTuple):
+    """Faults to put in, which must then be found."""
+
+    forgets_record_stream: bool = False
+    forgets_fork: bool = False
+    forgets_join: bool = False
+
+
+NO_FAULT = Seeded()
+
+
+class MockEvent:
+    """What `torch.cuda.Event` is for streams here."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = dict(clock)
+
+
+class MockStream:
+    """What `torch.cuda.Stream` is: an order of ops, and a clock."""
+
+    def __init__(self, streams: Streams, name: str) -> None:
+        self.streams, self.name, self.clock = streams, name, {name: 1}
+        self.device = torch.device("cuda", 0)
+
+    def tick(self) -> None:
+        """Tell what comes next from what was."""
+        self.clock[self.name] += 1
+
+    def wait_stream(self, other: MockStream) -> None:
+        """Wait for all that another stream has been given."""
+        if not self.streams.seeded.forgets_fork:
+            self.follow(other.clock)
+        other.tick()
+
+    def record_event(self, event: MockEvent | None = None) -> MockEvent:
+        """Return an event behind all that the stream has been given."""
+        made = MockEvent(self.clock)
+        self.tick()
+        return made
+
+    def wait_event(self, event: MockEvent) -> None:
+        """Wait for an event."""
+        if not self.streams.seeded.forgets_join:
+            self.follow(event.clock)
+
+    def follow(self, clock: Clock) -> None:
+        """Wait for what a clock has waited for."""
+        for name, time in clock.items():
+            self.clock[name] = max(self.clock.get(name, 0), time)
+
+    def synchronize(self) -> None:
+        """Refuse: the host would wait."""
+        raise AssertionError(f"the host waits for stream {self.name}")
+
+
+@dataclass
+class _Storage:
+    """What is known of a storage."""
+
+    number: int  # another one for each
+    home: str  # the stream on which it was allocated
+    write: Access | None = None
+    reads: list[Access] = field(default_factory=list)
+    recorded: set[str] = field(default_factory=set)
+
+
+@dataclass
+class Streams:
+    """All streams of a run, their memory, and the races among them; see [Note: races]."""
+
+    seeded: Seeded = field(default_factory=Seeded)
+    races: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._by_name: dict[str, MockStream] = {}
+        self._storages: dict[int, _Storage] = {}
+        self._freed: dict[str, list[Access]] = {}
+        self._numbers = itertools.count()
+        self.main = self.current = self.named("main")
+
+    def named(self, name: str) -> MockStream:
+        """Return the stream of that name, made when first asked for."""
+        if name not in self._by_name:
+            self._by_name[name] = MockStream(self, name)
+        return self._by_name[name]
+
+    def made(self, *_: Any, **__: Any) -> MockStream:
+        """Make a stream, as `torch.cuda.Stream(...)` does."""
+        return self.named(f"side{len(self._by_name)}")
+
+    @contextmanager
+    def using(self, stream: MockStream) -> Iterator[None]:
+        """Run on a stream, as `torch.cuda.stream(...)` does."""
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def number_of(self, tensor: Tensor) -> int:
+        """Return a number that no other storage has had."""
+        return self._storage_of(tensor, "an op").number
+
+    def allocate(self, tensors: Iterable[Tensor], op: str) -> None:
+        """Note memory that an op on the current stream makes."""
+        for tensor in tensors:
+            self._storage_of(tensor, op)
+
+    def run(self, op: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
+        """Run an op on the current stream."""
+        stream = self.current
+        access = Access(stream.name, stream.clock[stream.name], op)
+        for tensor in reads:
+            storage = self._storage_of(tensor, op)
+            self._require_before(storage.write, stream, f"{op} on {stream.name} reads what was not waited for")
+            storage.reads.append(access)
+        for tensor in writes:
+            storage = self._storage_of(tensor, op)
+            for earlier in (storage.write, *storage.reads):
+                self._require_before(earlier, stream, f"{op} on {stream.name} overwrites what is in use")
+            storage.write, storage.reads = access, []
+        stream.tick()
+
+    def record(self, tensor: Tensor, stream: MockStream) -> None:
+        """Tell the allocator that a stream uses a tensor, as `Tensor.record_stream` does."""
+        if not self.seeded.forgets_record_stream:
+            self._storage_of(tensor, "record_stream").recorded.add(stream.name)
+
+    def _require_before(self, access: Access | None, stream: MockStream, what: str) -> None:
+        if access is not None and not access.is_before(stream.clock):
+            self.races.append(f"{what}: {access.op} on {access.stream}")
+
+    def _storage_of(self, tensor: Tensor, op: str) -> _Storage:
+        memory = tensor.untyped_storage()
+        key = memory._cdata
+        if key not in self._storages:
+            stream = self.current
+            for access in self._freed.pop(stream.name, []):
+                self._require_before(access, stream, f"{op} on {stream.name} is given memory that is in use")
+            self._storages[key] = _Storage(next(self._numbers), stream.name)
+            weakref.finalize(memory, self._free, key)
+        return self._storages[key]
+
+    def _free(self, key: int) -> None:
+        storage = self._storages.pop(key)
+        waited_for = [self._by_name[name].clock for name in storage.recorded]
+        touched = [access for access in (storage.write, *storage.reads) if access is not None]
+        in_use = [access for access in touched if not any(access.is_before(clock) for clock in waited_for)]
+        self._freed.setdefault(storage.home, []).extend(in_use)

@@ -1,0 +1,91 @@
+"""All that is compiled for CUDA compiles, in the order that the graphs say, and runs without a race or a wait."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cross_cuda import patches, reading
+from tests.cross_cuda.cases import CUDAGRAPHS, MORE, NCCL, OTHER_GPUS, QUICK
+from tests.cross_cuda.gpus import Gpu
+from tests.cross_cuda.lane import installed
+from tests.cross_cuda.training import Case, Trained, trained_once
+
+pytestmark = [pytest.mark.cuda_lane, pytest.mark.timeout(900)]
+
+
+LOOKS_FOR = {"torch.cuda.synchronize"}
+"""Patches that are there to be called by nobody."""
+
+
+def _cases() -> Iterator[object]:
+    for name, case in QUICK.items():
+        yield pytest.param(case, id=name)
+        for gpu in OTHER_GPUS:
+            other = dataclasses.replace(case, gpu=gpu, faults=())
+            yield pytest.param(other, id=f"{name}, {gpu.architecture}", marks=pytest.mark.slow)
+    for name, case in MORE.items():
+        yield pytest.param(case, id=name, marks=pytest.mark.slow)
+
+
+@pytest.fixture(params=_cases())
+def case(request: pytest.FixtureRequest) -> Case:
+    """One of all cases."""
+    found: Case = request.param
+    return found
+
+
+@pytest.fixture
+def made(case: Case) -> Trained:
+    """What came of a case."""
+    return trained_once(case)
+
+
+def test_compiles_and_runs_in_order_without_a_race(case: Case, made: Trained) -> None:
+    assert made.compiled.failed == []
+    assert {kernel.architecture for kernel in made.compiled.kernels} == {case.gpu.architecture}
+    assert made.compiled.order.num_launches > 0
+    assert made.compiled.order.problems == []
+    assert made.run.streams.races == []
+    assert made.run.unwaited == {}, "launched, and never waited for"
+    for seeded, faulty in zip(case.faults, made.faulty, strict=True):
+        assert faulty.streams.races, f"{seeded} went unseen"
+
+
+def test_waits_launches_and_kernels_run_as_the_graphs_say() -> None:
+    made = trained_once(NCCL)
+    (graphs,) = made.graphs
+    said = reading.scheduled([graphs["forward"], graphs["backward"]])
+    assert "gather" in said
+    assert "reduce" in said
+    assert reading.ran(made.run.steps) == said
+
+
+def test_gradients_reach_the_buffer_of_a_reduction_by_one_kernel() -> None:
+    copies = reading.copies_in(trained_once(NCCL).run.steps)
+    assert copies == [1] * len(copies)
+    assert len(copies) == NCCL.num_layers + 1
+
+
+@pytest.mark.slow
+def test_large_parameters_are_not_copied_out_of_what_was_gathered() -> None:
+    steps = trained_once(MORE["nccl, dim 2048"]).run.steps
+    assert reading.copied_bytes(steps) <= 0.02 * reading.gathered_bytes(steps)
+
+
+@pytest.mark.parametrize("gpu", OTHER_GPUS, ids=lambda gpu: str(gpu.architecture))
+@pytest.mark.slow
+def test_keeps_its_order_on_other_gpus(gpu: Gpu) -> None:
+    made = trained_once(dataclasses.replace(NCCL, gpu=gpu))
+    (graphs,) = made.graphs
+    assert reading.ran(made.run.steps) == reading.scheduled([graphs["forward"], graphs["backward"]])
+
+
+def test_every_patch_is_needed() -> None:
+    lane = installed()
+    for case in (NCCL, CUDAGRAPHS):
+        trained_once(case)
+    called = {patch.name for patch in patches.patches(lane) if not patch.is_read}
+    assert called - lane.used == LOOKS_FOR

@@ -1,0 +1,97 @@
+"""The lane itself: patches that do not apply are errors, and the dry run finds what it looks for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.cross_cuda.clocks import Streams
+from tests.cross_cuda.dry_run import dry_run
+from tests.cross_cuda.lane import installed
+from tests.cross_cuda.patches import Dead, Patch, Synchronised
+
+pytestmark = [pytest.mark.cuda_lane, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize(
+    ("patch", "state"),
+    [
+        (Patch(name="torch.cuda.no_such_name", value=None, why="of a test"), "lacks"),
+        (Patch(name="torch.cuda.is_available", value=None, why="of a test", is_new=True), "has"),
+    ],
+)
+def test_a_patch_that_does_not_apply_is_an_error(patch: Patch, state: str) -> None:
+    with pytest.raises(Dead, match=f"{state} {patch.name}, which is patched because of a test"):
+        patch.apply(set())
+
+
+@pytest.fixture
+def tensor() -> Tensor:
+    """A fake tensor on CUDA."""
+    installed()
+    with FakeTensorMode():
+        return torch.empty(1, device="cuda")
+
+
+@pytest.mark.parametrize("wait", [Tensor.item, Tensor.cpu, Tensor.nonzero])
+def test_finds_a_host_that_waits_for_a_tensor(wait: object, tensor: Tensor) -> None:
+    mode: FakeTensorMode = tensor.fake_mode  # type: ignore[attr-defined]
+    with dry_run(mode), pytest.raises(AssertionError, match="the host wait"):
+        wait(tensor)  # type: ignore[operator]
+
+
+def test_finds_a_host_that_synchronises() -> None:
+    installed()
+    with pytest.raises(Synchronised, match="the host waits for the GPU"):
+        torch.cuda.synchronize()
+
+
+class Memory:
+    """Three streams and a tensor on the main one."""
+
+    def __init__(self) -> None:
+        installed()
+        self.streams = Streams()
+        self.side = self.streams.made()
+        self.mode = FakeTensorMode()
+
+    def tensor(self) -> Tensor:
+        with self.mode:
+            return torch.empty(4, device="cuda")
+
+
+def test_finds_a_read_that_does_not_wait() -> None:
+    memory = Memory()
+    streams, read = memory.streams, memory.tensor()
+    streams.run("write", [], [read])
+    with streams.using(memory.side):
+        streams.run("read", [read], [])
+    assert streams.races == ["read on side1 reads what was not waited for: write on main"]
+
+
+def test_finds_a_write_to_what_is_in_use() -> None:
+    memory = Memory()
+    streams, read = memory.streams, memory.tensor()
+    memory.side.wait_stream(streams.main)
+    with streams.using(memory.side):
+        streams.run("read", [read], [])
+    streams.run("write", [], [read])
+    assert streams.races == ["write on main overwrites what is in use: read on side1"]
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_finds_memory_that_is_given_away_while_it_is_in_use(is_recorded: bool) -> None:
+    memory = Memory()
+    streams, read = memory.streams, memory.tensor()
+    streams.run("write", [], [read])
+    memory.side.wait_stream(streams.main)
+    with streams.using(memory.side):
+        streams.run("read", [read], [])
+    if is_recorded:
+        streams.record(read, memory.side)
+    del read
+    streams.run("other", [], [memory.tensor()])
+    expected = ["other on main is given memory that is in use: read on side1"]
+    assert streams.races == ([] if is_recorded else expected)
