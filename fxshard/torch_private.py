@@ -400,7 +400,7 @@ def holds(condition: Tensor, message: str) -> bool:
 
 def process_group_of(name: str) -> dist.ProcessGroup:
     """Return the process group that graphs call `name`."""
-    return cast(dist.ProcessGroup, _resolve_process_group(cast(Any, name)))
+    return _resolve_process_group(cast(Any, name))
 
 
 def gloo_of_one_thread(given: Any, interfaces: Sequence[str]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,8 @@ def on_link(world_size: int, gigabytes_per_s: float = math.inf, latency_us: floa
 def test_finds_bandwidth_and_latency_of_an_emulated_link(
     world_size: int, gigabytes_per_s: float, latency_us: float
 ) -> None:
-    bandwidth, latency = pytest.approx(gigabytes_per_s * 1e9, rel=0.1), pytest.approx(latency_us * 1e-6, rel=0.2)
+    bandwidth: Any = pytest.approx(gigabytes_per_s * 1e9, rel=0.1)
+    latency: Any = pytest.approx(latency_us * 1e-6, rel=0.2)
     for _ in range(TIMES):
         spec = on_link(world_size, gigabytes_per_s=gigabytes_per_s, latency_us=latency_us)
         if spec.link_bandwidth == bandwidth and spec.link_latency == latency:

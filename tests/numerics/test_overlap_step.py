@@ -248,7 +248,7 @@ class Ops(TorchDispatchMode):
     """Writes down what runs."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -259,7 +259,7 @@ class Ops(TorchDispatchMode):
 def ops_of_a_step(run: Run) -> list[str]:
     run.loss(0).backward()
     with Ops() as ops:
-        run.optim.step(None)  # type: ignore[call-overload] # as wrappers call it
+        run.optim.step(None)  # as wrappers call it
     wanted = ("all_gather", "addcdiv_")
     found = (next((name for name in wanted if name in op), "") for op in ops.names)
     return [name for name, _ in itertools.groupby(filter(None, found))]

@@ -95,7 +95,7 @@ def test_finds_the_thread_of_a_group() -> None:
 
 def test_the_process_ends_when_the_thread_has_nothing_left_to_do() -> None:
     """Otherwise Python ends the thread while it gives back tensors, and the rank dies: [Note: gloo]."""
-    data, ended = b"0" * (1 << 26), []
+    data, ended = b"0" * (1 << 26), list[bool]()
 
     def be_busy() -> None:
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(gloo._THREAD)
