@@ -5,8 +5,8 @@ The gather that a forward begins with can be launched when the parameters of its
 stepped while it is on the link. torch's own optimizers treat parameters one by one, so the same step is taken for some
 of them first, then for the rest: `param_groups` show only these meanwhile. What else is called around a step (torch's
 hooks, a scheduler's counter) is called once, with the rest. A step is taken as a whole where that could be seen: with
-an optimizer that is not torch's or looks at all parameters (LBFGS), a closure, hooks of others (which may clip
-gradients), or in a compiled step.
+an optimizer that is not torch's or looks at all parameters (LBFGS), a closure, hooks or wrappers of others (which may
+clip gradients), or in a compiled step. As within a step, what fails in the second part leaves the first one taken.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ import atexit
 import functools
 import logging
 import types
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
 from fxshard import torch_private
-from fxshard.runtime.step_hooks import StepHooks, step_hooks
+from fxshard.runtime.step_hooks import step_hooks
 
 _BY_PARAMETER = frozenset(
     getattr(torch.optim, name)
@@ -48,7 +49,9 @@ def overlap_step(optimizer: Optimizer) -> None:
         atexit.register(_wait_for_last_step)
     hooks.overlapped.add(optimizer)
     if type(optimizer) in _BY_PARAMETER:
-        optimizer.step = types.MethodType(_in_two_parts(optimizer.step), optimizer)  # type: ignore[method-assign]
+        # Nothing here holds the optimizer, which would hold its state until the garbage collector comes.
+        step = types.MethodType(_in_two_parts(optimizer), weakref.proxy(optimizer))
+        optimizer.step = step  # type: ignore[method-assign]
     else:
         _log.warning(
             "fxshard: overlap_step takes the steps of %s as a whole: it is not known to treat parameters one by one.",
@@ -56,9 +59,14 @@ def overlap_step(optimizer: Optimizer) -> None:
         )
 
 
-def _in_two_parts(whole: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(whole)
-    def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+def _in_two_parts(optimizer: Optimizer) -> Callable[..., Any]:
+    reference, replaced = weakref.ref(optimizer), optimizer.__dict__.get("step")  # a scheduler's, for one
+
+    @functools.wraps(replaced or type(optimizer).step)
+    def step(_: object, *args: Any, **kwargs: Any) -> Any:
+        optimizer = reference()
+        assert optimizer is not None
+        whole = replaced or functools.partial(type(optimizer).step, optimizer)
         has_closure = any(given is not None for given in (*args, *kwargs.values()))
         if has_closure or torch.compiler.is_compiling():
             return whole(*args, **kwargs)
@@ -68,13 +76,16 @@ def _in_two_parts(whole: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _step(optimizer: Optimizer, whole: Callable[[], Any]) -> Any:
-    hooks = step_hooks()
+    hooks, plain = step_hooks(), _without_hooks(type(optimizer).step)
     owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     first = owned & hooks.read_first()
-    if not first or first == owned or any(map(_is_foreign, torch_private.step_hooks_of(optimizer))):
+    is_seen = plain is None or any(map(_is_foreign, torch_private.step_hooks_of(optimizer)))
+    if is_seen or plain is None or not first or first == owned:
         return whole()
+    hooks.step_begins(optimizer)  # what may not be stepped is an error before anything is
     with _only(optimizer, first):
-        _step_first(optimizer, hooks)
+        plain(optimizer)
+        hooks.step_ends(optimizer)
     with _only(optimizer, owned - first):
         return whole()
 
@@ -83,11 +94,11 @@ def _step(optimizer: Optimizer, whole: Callable[[], Any]) -> Any:
 _step_eagerly = torch.compiler.disable(_step)
 
 
-def _step_first(optimizer: Optimizer, hooks: StepHooks) -> None:
-    hooks.step_begins(optimizer)
-    plain = cast(Any, type(optimizer).step).__wrapped__  # without torch's hooks, which the other part calls
-    plain(optimizer)
-    hooks.step_ends(optimizer)
+def _without_hooks(step: Any) -> Callable[[Optimizer], Any] | None:
+    """Return what torch's `Optimizer` has wrapped with its hooks; `None` if somebody has wrapped that once more."""
+    plain = getattr(step, "__wrapped__", None)
+    is_torchs = hasattr(step, "hooked") and plain is not None and not hasattr(plain, "hooked")
+    return plain if is_torchs else None
 
 
 @contextmanager

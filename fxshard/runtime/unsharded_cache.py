@@ -96,9 +96,13 @@ class UnshardedCache(dict[Hashable, Gathered]):
     """Gathered parameters of one model; see [Note: unsharded cache]. Whoever takes some pops them."""
 
     def __del__(self) -> None:
-        """Wait for what is left of a model that is gone; at the end of the process there may be nobody to wait for."""
-        if not sys.is_finalizing():
-            self.drop_if()
+        """Wait for what is left of a model that is gone; at the end of the process there may be nobody to wait for.
+
+        The garbage collector may come while somebody traces, who must not see it.
+        """
+        if self and not sys.is_finalizing():
+            with torch_private.without_modes():
+                self.drop_if()
 
     def drop(self, *keys: Hashable) -> None:
         """Free what is there, if anything."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import os
@@ -9,15 +10,18 @@ import random
 import subprocess
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -360,6 +364,71 @@ def test_leaves_the_groups_as_they_were_when_a_step_fails() -> None:
         for now, old in zip(run.optim.param_groups, before, strict=True)
         for a, b in zip(now["params"], old, strict=True)
     )
+
+
+@two_ranks
+def test_an_optimizer_is_freed_when_it_is_dropped() -> None:
+    run = start(SCENARIOS["MLP"], fxshard_system(lower="eager"))
+    optim = fxshard.overlap_step(adamw(run.model.parameters()))
+    torch.optim.lr_scheduler.StepLR(optim, step_size=1)
+    alive = weakref.ref(optim)
+    gc.disable()
+    try:
+        del optim
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+@two_ranks
+@pytest.mark.parametrize("wraps", [True, False])
+def test_a_patched_class_steps_as_a_whole_through_the_patch(wraps: bool) -> None:
+    run = start(SCENARIOS["MLP"], fxshard_system(lower="eager"))
+    fxshard.overlap_step(run.optim)
+    train_step(run, 0)
+    plain, seen = torch.optim.AdamW.step, []
+
+    def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(len(self.param_groups[0]["params"]))
+        return plain(self, *args, **kwargs)
+
+    with mock.patch.object(torch.optim.AdamW, "step", functools.wraps(plain)(patched) if wraps else patched):
+        train_step(run, 1)
+    assert seen == [len(list(run.model.parameters()))]
+
+
+@two_ranks
+def test_nothing_is_stepped_where_gradients_of_any_unit_wait() -> None:
+    run = start(SCENARIOS["MLP"], fxshard_system(lower="eager"))
+    fxshard.overlap_step(run.optim)
+    train_step(run, 0)
+    before = [full(p).clone() for p in run.named_parameters().values()]
+    run.loss(1).backward()
+    last = units_under(run.model)[0]  # not the one that is read first
+    assert last is not last.prefetcher.first
+    last.accumulation.waiting.add((0, 0))
+    last.microbatches.watch_steps()
+    with pytest.raises(UnsupportedGraph, match="an optimizer steps while gradients of unit"):
+        run.optim.step()
+    last.accumulation.waiting.clear()
+    assert all(torch.equal(full(p), old) for p, old in zip(run.named_parameters().values(), before, strict=True))
+
+
+@two_ranks
+def test_a_model_that_is_collected_while_somebody_traces_leaves_no_trace() -> None:
+    run = start(SCENARIOS["MLP"], fxshard_system(lower="eager"))
+    fxshard.overlap_step(run.optim)
+    train_step(run, 0)
+    cache = units_under(run.model)[0].unsharded
+    assert cache
+
+    def collected(x: Tensor) -> Tensor:
+        cache.__del__()  # as the garbage collector does, at any time
+        return x + 1
+
+    graph = make_fx(collected)(torch.ones(2)).graph
+    assert [node.op for node in graph.nodes] == ["placeholder", "call_function", "output"]
+    assert not cache
 
 
 @two_ranks
