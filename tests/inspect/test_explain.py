@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fxshard
 from fxshard import ConfigError, Explanation, UnsupportedGraph, explain, explanation_of
-from fxshard.passes.pipeline import DEFAULT, default
+from fxshard.options import parse
+from fxshard.passes.pipeline import DEFAULT, chosen, default
 from fxshard.sharding.sharded_module import ShardedModule
 from tests.graphs import Layer, Scale, TwoLayers
 from tests.inspect.models import EAGER, Broken, Doing, X, add_decliner, compiled_by_us, explained, names, shard
@@ -32,13 +33,13 @@ def passes_of(explanation: Explanation, frame: int = 0) -> dict[str, list[str]]:
 @pytest.mark.parametrize("lower", ["eager", "inductor"])
 def test_shows_every_stage_and_pass_of_a_training_step(lower: str) -> None:
     explanation = explain(TwoLayers(), X, world_size=64, options={"lower": lower})
-    pipeline = default(lower=lower)
+    pipeline = chosen(parse({"lower": lower}))
     last = {"forward_last": names(pipeline.last), "backward_last": names(pipeline.last)} if pipeline.last else {}
     assert passes_of(explanation) == {
         "dynamo": names(DEFAULT.dynamo),
         "joint": names(DEFAULT.joint),
-        "forward": names(DEFAULT.split),
-        "backward": names(DEFAULT.split),
+        "forward": names(pipeline.split),
+        "backward": names(pipeline.split),
         "forward_codegen": names(pipeline.codegen),
         "backward_codegen": names(pipeline.codegen),
         **last,
@@ -101,7 +102,7 @@ def test_later_passes_do_not_edit_the_graphs_of_earlier_ones() -> None:
 @pytest.mark.parametrize("lower", ["eager", "inductor"])
 def test_shows_the_users_passes_and_what_they_declined(lower: str) -> None:
     explanation = explain(TwoLayers(), X, world_size=2, options={"lower": lower, "passes": add_decliner})
-    assert passes_of(explanation)["forward"] == [*names(DEFAULT.split), "decliner"]
+    assert passes_of(explanation)["forward"] == [*names(chosen(parse({"lower": lower})).split), "decliner"]
     assert passes_of(explanation)["backward_last"] == ["captured", "decliner"]
     (declined,) = explanation.graphs["forward"]["decliner"].declined
     assert declined.why == "it is only an input"

@@ -37,7 +37,7 @@ def pass_of(module: str) -> type[GraphPass]:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_finds_every_pass_in_the_pipeline_or_among_the_optional_ones(module: str) -> None:
-    pipelines = (DEFAULT, default(regions="auto"))
+    pipelines = (DEFAULT, default(regions="auto", prefetch="auto"))
     used = {type(step) for each in pipelines for stage in fields(each) for step in getattr(each, stage.name)}
     assert pass_of(module) in used | set(OPTIONAL)
 
