@@ -49,13 +49,13 @@ class Setup:
 
     def build(self) -> nn.Module:
         """Build, shard and compile."""
-        model = self.model()
+        model, options = self.model(), {"lower": self.lower, "schedule": "fsdp2"}  # a launch for each unit
         for block in model.get_submodule("blocks").children():
             fully_shard(block, **self.shard)
             if self.per_block:
-                block.compile(backend="fxshard", options={"lower": self.lower})
+                block.compile(backend="fxshard", options=options)
         fully_shard(model, **self.shard)
-        return model if self.per_block else compile_module(model, {"lower": self.lower})
+        return model if self.per_block else compile_module(model, options)
 
 
 def of_rank(*values: Any) -> Any:
