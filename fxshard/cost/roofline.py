@@ -91,7 +91,7 @@ class ComputeModel:
         arguments = _freeze((node.args, node.kwargs), self._shapes_of) if formula is not None else None
         key = (node.target, read, written, arguments)
         if key not in self._costs:
-            flops = self._flops(formula, arguments, written) if formula is not None else 0
+            flops = self._flops(formula, arguments, node.meta["val"]) if formula is not None else 0
             self._costs[key] = self._roofline(flops, _bytes_moved(node.target, read, written), (*read, *written))
         return self._costs[key]
 
@@ -125,17 +125,19 @@ class ComputeModel:
             self._shapes[node] = tuple(map(_shape_of, tensors_in(node)))
         return self._shapes[node]
 
-    def _flops(self, formula: Any, arguments: Any, written: tuple[_Shape, ...]) -> Quantity:
+    def _flops(self, formula: Any, arguments: Any, value: Any) -> Quantity:
         """By torch's table; at the traced sizes where a formula compares symbolic ones.
 
-        0 where a formula wants real tensors: torch's are so for attention over sequences of different lengths.
+        0 where a formula wants real tensors: torch's are so for attention over sequences of different lengths. Results
+        keep their places: of a convolution's backward the first is `None` where its input needs no gradient.
         """
-        results = tuple(shape.sizes for shape in written)
+        values = value if isinstance(value, tuple | list) else (value,)
+        results = tuple(_shape_of(each).sizes if isinstance(each, Tensor) else None for each in values)
         result = results[0] if len(results) == 1 else results
         for given in ((arguments, result), _at((arguments, result), self._point)):
             try:
                 return _apply(formula, *given)
-            except (AssertionError, AttributeError, TypeError):
+            except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError):
                 continue
         return 0
 

@@ -141,6 +141,20 @@ def test_a_convolution_costs_a_product_per_output_pixel() -> None:
     assert cost_of(convolution).flops == 2 * 6 * 8 * 8 * 3 * 3 * 3
 
 
+@pytest.mark.parametrize(("mask", "products"), [([False, True, True], 1), ([True, True, False], 2)])
+def test_a_convolutions_backward_costs_a_product_for_each_gradient(mask: list[bool], products: int) -> None:
+    """The first convolution of a model gives its input none: then the first result is no tensor."""
+
+    def backward(build: Builder) -> fx.Node:
+        grad, x, weight = (
+            build.input(*each) for each in (("g", (1, 6, 8, 8)), ("x", (1, 3, 8, 8)), ("w", (6, 3, 3, 3)))
+        )
+        sizes = [1, 1], [1, 1], [1, 1]
+        return build.call(aten.convolution_backward.default, grad, x, weight, [6], *sizes, False, [0, 0], 1, mask)
+
+    assert cost_of(backward).flops == products * 2 * 6 * 8 * 8 * 3 * 3 * 3
+
+
 def test_a_symbolic_product_costs_an_expression_of_its_rows() -> None:
     cost = cost_of(mm, dynamic=True)
     (rows,) = cost.flops.free_symbols
