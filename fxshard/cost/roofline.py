@@ -91,7 +91,7 @@ class ComputeModel:
         arguments = _freeze((node.args, node.kwargs), self._shapes_of) if formula is not None else None
         key = (node.target, read, written, arguments)
         if key not in self._costs:
-            flops = self._flops(formula, arguments, node.meta["val"]) if formula is not None else 0
+            flops = self._flops(formula, arguments, node.meta.get("val")) if formula is not None else 0
             self._costs[key] = self._roofline(flops, _bytes_moved(node.target, read, written), (*read, *written))
         return self._costs[key]
 
