@@ -18,7 +18,7 @@ from fxshard.compile.backend import frames_of
 from fxshard.cost import measured
 from fxshard.errors import ConfigError
 from fxshard.ir import collectives, text
-from fxshard.runtime import mesh_axes, overlapped_step
+from fxshard.runtime import overlapped_step
 from fxshard.runtime.frame import Frame
 from fxshard.sharding import adopt as adopt_module
 from fxshard.sharding import forward_methods, fsdp2_settings, shard_module, sharded_module
@@ -114,7 +114,7 @@ def fully_shard(
         reshard_after_forward=cast("bool | None", reshard_after_forward),
         ignored=ignored_params or (),
     )
-    _agree_on_hardware(chosen)
+    measured.agree(chosen)
     return module
 
 
@@ -144,14 +144,8 @@ def adopt(module: nn.Module | dist.fsdp.FSDPModule) -> nn.Module:
         raise ConfigError(f"adopt expects the model, got {type(module).__name__}.")
     adopted = adopt_module.adopt(module)
     for unit in sharded_module.units_under(adopted):
-        _agree_on_hardware(unit.mesh)
+        measured.agree(unit.mesh)
     return adopted
-
-
-def _agree_on_hardware(mesh: DeviceMesh) -> None:
-    """Measure what the cost model counts on; ranks on two axes would each agree on one, and count on the table."""
-    if mesh_axes.num_replicas(mesh) == 1:
-        measured.agree(mesh_axes.shard_group(mesh), mesh.device_type)
 
 
 def release(module: nn.Module, *, whole: bool = False) -> nn.Module:

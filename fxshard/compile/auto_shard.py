@@ -77,8 +77,8 @@ def shard_root(gm: fx.GraphModule, unsharded: dict[str, nn.Parameter], options: 
         for group in mesh_axes.groups(mesh):
             _require_no_averages(root, group)
             _agree_on_values(root, group)
-        if options.hardware is None and mesh_axes.num_replicas(mesh) == 1:
-            measured.agree(mesh_axes.shard_group(mesh), mesh.device_type)
+        if options.hardware is None:
+            measured.agree(mesh)
         _shard(root, mesh, options)
     dynamo.restart("fxshard sharded the model")
 

@@ -10,6 +10,7 @@ for each other. Numbers have two digits, for the third one is another one each t
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -50,35 +51,37 @@ class _Probe(NamedTuple):
 _ON_CPU, _ON_ACCELERATOR = _Probe(1 << 24, 512, 5e-4), _Probe(1 << 27, 4096, 2e-4)
 
 
-def calibrate(group: dist.ProcessGroup, device: torch.device) -> HardwareSpec:
-    """Return what this rank and its link can do: all ranks of the group call it, and all get the same numbers.
+def calibrate(groups: Sequence[dist.ProcessGroup], device: torch.device) -> HardwareSpec:
+    """Return what this rank and its links can do: all ranks of a mesh call it, and all get the same numbers.
 
     It takes a fraction of a second, and memory for 128 MiB on an accelerator, 16 MiB on a CPU, three times.
 
     Args:
-        group: the ranks that take part; nothing else of theirs may be under way on it.
+        groups: of this rank, one for each axis: that which shards, and if there is one that between replicas. Nothing
+            else may be under way on them.
         device: of this rank's tensors.
     """
-    return Calibration(group, device).run()
+    return Calibration(groups, device).run()
 
 
 class Calibration:
     """What `calibrate` does, in two steps: the first takes what memory it needs, by itself; the second cannot fail."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
         """Take memory; other ranks take no part.
 
         Raises:
             RuntimeError: there is too little of it.
         """
-        self._group, self._device = group, device
-        self._ranks, self._tries = dist.get_world_size(group), _TRIES
+        self._groups, self._device = groups, device
+        self._group, self._tries = groups[0], _TRIES
+        ranks = [dist.get_world_size(group) for group in groups]
         self._sizes = _ON_CPU if device.type == "cpu" else _ON_ACCELERATOR
-        self._largest = max(2 * _SMALL, self._sizes.buffer_bytes // 4 // self._ranks)  # elements that each rank sends
+        self._largest = max(2 * _SMALL, self._sizes.buffer_bytes // 4 // max(ranks))  # elements that each rank sends
         with torch_private.without_modes(), torch.inference_mode(False):
-            numel = max(self._sizes.buffer_bytes // 4, 2 * _SMALL * self._ranks)
+            numel = max(self._sizes.buffer_bytes // 4, 2 * _SMALL * max(ranks))
             self._buffers = [torch.zeros(numel, device=device) for _ in range(3)][:2]  # a gather will need the third
-            self._row = [torch.zeros(_SMALL * self._ranks, device=device) for _ in range(_MANY)]
+            self._row = [torch.zeros(_SMALL * ranks[0], device=device) for _ in range(_MANY)]
 
     def run(self) -> HardwareSpec:
         """Measure, with all ranks."""
@@ -86,10 +89,11 @@ class Calibration:
         plain = torch.autocast(self._device.type, enabled=False)
         with torch_private.without_modes(), torch.inference_mode(False), torch.no_grad(), plain:
             kernels = self._kernels()
-            link = self._link()
-            numbers = [_rounded(number) for number in (*self._slowest(kernels), *link)]
+            links = [self._link(), *(self._link_of(group) for group in self._groups[1:])]
+            numbers = [_rounded(number) for number in (*self._slowest(kernels), *itertools.chain(*links))]
+        ranks = " x ".join(str(dist.get_world_size(group)) for group in reversed(self._groups))
         peaks = {dtype_text(dtype): 1 / numbers[i] for i, dtype in enumerate(_DTYPES)}
-        per_byte, overhead, latency, per_launch, per_sent, per_gathered, per_reduced = numbers[len(_DTYPES) :]
+        per_byte, overhead, latency, per_launch, per_sent, per_gathered, per_reduced, *between = numbers[len(_DTYPES) :]
         return HardwareSpec(
             name=self._device.type,
             peak_flops={name: _rounded(peak) for name, peak in peaks.items()},
@@ -101,7 +105,9 @@ class Calibration:
             gather_tensor_overhead=per_gathered,
             reduce_tensor_overhead=per_reduced,
             launch_overhead=per_launch,
-            source=f"measured on {self._ranks} ranks of {gloo.backend_of(self._group, self._device.type)}",
+            replica_latency=between[0] if between else None,
+            replica_bandwidth=_rounded(1 / between[1]) if between else None,
+            source=f"measured on {ranks} ranks of {gloo.backend_of(self._group, self._device.type)}",
         )
 
     # ---- of this rank alone
@@ -135,25 +141,32 @@ class Calibration:
 
     # ---- of all ranks at once
 
+    def _link_of(self, group: dist.ProcessGroup) -> list[float]:
+        """Seconds per launch on another axis, and per byte that a rank moves."""
+        self._group, self._tries = group, _TRIES
+        _, latency, per_byte = self._speed()
+        return [latency, per_byte]
+
     def _link(self) -> list[float]:
-        """Seconds per launch, per byte that a rank moves, and per further tensor of a gather and of a reduction."""
+        """The same, what a lone launch adds, and each further tensor of a gather and of a reduction."""
         small = [row[:_SMALL] for row in self._row]
-        if self._together(partial(self._gather, small[:1]), tries=1) > _LONG:
-            self._tries = 2
-        one = latency = self._together(partial(self._gather, small[:1]))
-        if self._device.type != "cpu" or not gloo.has_two_threads(self._group):  # overlapping launches would break it
-            latency = min(one, self._together(partial(self._gather, small[:1], launches=_ROW)) / _ROW)
-        sent, seconds = self._telling_transfer(latency)
-        moved = (sent.nbytes - small[0].nbytes) * (self._ranks - 1)
+        one, latency, per_byte = self._speed()
         gathered = self._together(partial(self._gather, small))
         reduced, alone = (self._together(partial(self._reduce, self._row[:count])) for count in (_MANY, 1))
-        return [
-            latency,
-            one - latency,
-            max(seconds - one, 0.1 * seconds) / moved,
-            max(0.0, gathered - one) / (_MANY - 1),
-            max(0.0, reduced - alone) / (_MANY - 1),
-        ]
+        tensors = (max(0.0, several - single) / (_MANY - 1) for several, single in ((gathered, one), (reduced, alone)))
+        return [latency, one - latency, per_byte, *tensors]
+
+    def _speed(self) -> tuple[float, float, float]:
+        """Seconds of a lone launch, of one in a row of them, and per byte that a rank moves."""
+        small = [self._row[0][:_SMALL]]
+        if self._together(partial(self._gather, small), tries=1) > _LONG:
+            self._tries = 2
+        one = latency = self._together(partial(self._gather, small))
+        if self._device.type != "cpu" or not gloo.has_two_threads(self._group):  # overlapping launches would break it
+            latency = min(one, self._together(partial(self._gather, small, launches=_ROW)) / _ROW)
+        sent, seconds = self._telling_transfer(latency)
+        moved = (sent.nbytes - small[0].nbytes) * (dist.get_world_size(self._group) - 1)
+        return one, latency, max(seconds - one, 0.1 * seconds) / moved
 
     def _telling_transfer(self, latency: float) -> tuple[Tensor, float]:
         """What each rank sends in a transfer that is long beside the latency, and how long it takes."""
@@ -168,12 +181,12 @@ class Calibration:
 
     def _gather(self, sent: Sequence[Tensor], launches: int = 1) -> None:
         """All_gathers, launched one after the other."""
-        name = self._group.group_name
-        _wait([_c10d.all_gather_into_tensor_coalesced(sent, self._ranks, name) for _ in range(launches)])
+        ranks, name = dist.get_world_size(self._group), self._group.group_name
+        _wait([_c10d.all_gather_into_tensor_coalesced(sent, ranks, name) for _ in range(launches)])
 
     def _reduce(self, sent: Sequence[Tensor]) -> None:
-        name = self._group.group_name
-        _wait([_c10d.reduce_scatter_tensor_coalesced(sent, "sum", self._ranks, name)])
+        ranks, name = dist.get_world_size(self._group), self._group.group_name
+        _wait([_c10d.reduce_scatter_tensor_coalesced(sent, "sum", ranks, name)])
 
     def _together(self, action: Callable[[], Any], tries: int | None = None) -> float:
         """The shortest of all tries, each as long as on the slowest rank: the same on all ranks."""
@@ -183,7 +196,8 @@ class Calibration:
     def _slowest(self, seconds: Sequence[float]) -> list[float]:
         """Of each of these times the longest that any rank has."""
         slowest = torch.tensor(seconds, dtype=torch.float64, device=self._device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self._group)
+        for group in self._groups:  # along each axis in turn: of all ranks
+            dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
         found: list[float] = slowest.tolist()
         return found
 

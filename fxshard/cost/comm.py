@@ -40,16 +40,19 @@ class LaunchCost:
 
 def launches_of(sizes: Sizes, hardware: HardwareSpec) -> dict[fx.Node, LaunchCost]:
     """The launches of a graph, in program order."""
-    known: dict[tuple[str, Quantity, Quantity], Quantity] = {}
+    known: dict[tuple[str, Quantity, Quantity, bool], Quantity] = {}
     found = {}
     for node, nbytes in sizes.of_launch.items():
         given = collectives.arguments_of(node)
         op, group = kind_of(node), str(given.get("group_name"))
         known_ranks = sizes.group_sizes.get(group, sizes.point.world_size)
         ranks = WORLD_SIZE if group in sizes.open_groups else given.get("group_size", known_ranks)
-        key = (op, nbytes, ranks)
+        # Of the collectives that are ours, all_reduces alone go between replicas.
+        between = op == "all_reduce" and bool(tags.units_of(node))
+        key = (op, nbytes, ranks, between)
         if key not in known:
-            known[key] = transfer_seconds(op, nbytes, ranks, hardware)
+            link = hardware.replica_link if between else (hardware.link_latency, hardware.link_bandwidth)
+            known[key] = transfer_seconds(op, nbytes, ranks, *link)
         found[node] = LaunchCost(
             node=node,
             unit=", ".join(tags.units_of(node)) if tags.units_of(node) else None,
@@ -62,7 +65,7 @@ def launches_of(sizes: Sizes, hardware: HardwareSpec) -> dict[fx.Node, LaunchCos
     return found
 
 
-def transfer_seconds(op: str, nbytes: Quantity, ranks: Quantity, hardware: HardwareSpec) -> Quantity:
+def transfer_seconds(op: str, nbytes: Quantity, ranks: Quantity, latency: float, bandwidth: float) -> Quantity:
     """Time of one collective: `latency + factor * (ranks - 1) / ranks * nbytes / bandwidth`, of the whole buffer.
 
     The alpha-beta (Hockney) model in the form of nccl-tests' bus bandwidth: each rank sends and receives
@@ -73,4 +76,4 @@ def transfer_seconds(op: str, nbytes: Quantity, ranks: Quantity, hardware: Hardw
     Collective Communication Operations in MPICH" (2005).
     """
     factor = 2 if op == "all_reduce" else 1
-    return hardware.link_latency + factor * (ranks - 1) * nbytes / ranks / hardware.link_bandwidth
+    return latency + factor * (ranks - 1) * nbytes / ranks / bandwidth

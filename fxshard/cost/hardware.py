@@ -35,6 +35,8 @@ class HardwareSpec:
         gather_tensor_overhead: seconds that each tensor after the first adds to a coalesced all_gather.
         reduce_tensor_overhead: the same for a coalesced reduce_scatter.
         launch_overhead: seconds that a launch and its wait cost the rank besides what the link takes.
+        replica_latency: `link_latency` between ranks that hold the same shard; `None`: no other link is between them.
+        replica_bandwidth: `link_bandwidth` there.
         source: where the numbers are from, in words; decides nothing.
     """
 
@@ -48,6 +50,8 @@ class HardwareSpec:
     gather_tensor_overhead: float
     reduce_tensor_overhead: float
     launch_overhead: float = 0.0
+    replica_latency: float | None = None
+    replica_bandwidth: float | None = None
     source: str = field(default=TABLE, compare=False)
 
     def __post_init__(self) -> None:
@@ -60,7 +64,9 @@ class HardwareSpec:
         numbers = {f"peak_flops.{dtype}": value for dtype, value in self.peak_flops.items()}
         numbers |= {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type == "float"}
         overheads = ("kernel_overhead", "gather_tensor_overhead", "reduce_tensor_overhead", "launch_overhead")
-        may_be_zero = ("link_latency", *overheads)
+        between = ("replica_latency", "replica_bandwidth")
+        numbers |= {name: value for name in between if (value := getattr(self, name)) is not None}
+        may_be_zero = ("link_latency", "replica_latency", *overheads)
         wrong = [name for name, value in numbers.items() if not _positive(value, or_zero=name in may_be_zero)]
         if wrong:
             listed = ", ".join(f"{name}={numbers[name]!r}" for name in wrong)
@@ -74,6 +80,15 @@ class HardwareSpec:
     def peak(self, dtype: torch.dtype) -> float:
         """FLOP/s in `dtype`; for a dtype that is not listed the slowest listed one."""
         return self.peak_flops.get(dtype_text(dtype)) or min(self.peak_flops.values())
+
+    @property
+    def replica_link(self) -> tuple[float, float]:
+        """Latency in seconds and bandwidth in B/s of the link between ranks that hold the same shard."""
+        latency, bandwidth = self.replica_latency, self.replica_bandwidth
+        return (
+            self.link_latency if latency is None else latency,
+            self.link_bandwidth if bandwidth is None else bandwidth,
+        )
 
     def to_json(self) -> str:
         """What `load` reads."""

@@ -35,13 +35,14 @@ from tempfile import NamedTemporaryFile
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard import options, torch_private
 from fxshard.cost import hardware
 from fxshard.cost.calibration import Calibration
 from fxshard.cost.hardware import HardwareSpec
 from fxshard.errors import ConfigError
-from fxshard.runtime import gloo
+from fxshard.runtime import gloo, mesh_axes
 from fxshard.runtime.rank_values import EMULATED, is_in_process
 
 PATIENCE = 5.0
@@ -51,26 +52,26 @@ _TABLE, _MEASURE = "table", "measure"  # what may be decided, besides numbers
 
 _log = logging.getLogger(__name__)
 
-_GroupKey = tuple[str, tuple[int, ...]]  # type of device, ranks
+_GroupKey = tuple[str, frozenset[tuple[int, ...]]]  # type of device, ranks of each group
 
 
-def agree(group: object, device_type: str, patience: float = PATIENCE) -> None:
-    """Have the ranks of a group count on the same numbers from now on; see [Note: measured hardware].
+def agree(mesh: DeviceMesh, patience: float = PATIENCE) -> None:
+    """Have the ranks of a mesh count on the same numbers from now on; see [Note: measured hardware].
 
-    Once per group, where all its ranks come together, or some of them in vain. Does nothing for a group that has one
+    Once per mesh, where all its ranks come together, or some of them in vain. Does nothing for a mesh that has one
     rank, or whose ranks do not exist.
 
     Args:
-        group: a process group, or a stand-in for one.
-        device_type: of the parameters.
+        mesh: what parameters are sharded over; its groups may be stand-ins.
         patience: seconds to wait for the others.
     """
-    if not isinstance(group, dist.ProcessGroup) or not _is_real(group):
+    groups = list(mesh_axes.groups(mesh))
+    if not all(isinstance(group, dist.ProcessGroup) for group in groups) or not _axes(mesh):
         return
-    known, key = _known(), _key(group, device_type)
+    known, key = _known(), _key(groups, mesh.device_type)
     if key not in known:
-        known[key] = _Meeting(group, device_type, patience).decide()
-        _log.info("fxshard: %d ranks count on %s.", len(key[1]), known[key].label)
+        known[key] = _Meeting(mesh, patience).decide()
+        _log.info("fxshard: %d ranks count on %s.", mesh.size(), known[key].label)
 
 
 def forget() -> None:
@@ -81,22 +82,24 @@ def forget() -> None:
 def numbers_for(groups: Iterable[object], device: torch.device) -> HardwareSpec:
     """What all ranks count on that run a graph over these groups; the table's numbers where that is nothing.
 
-    Ranks that meet in one group may be in different ones beside it: where there are several, only what all ranks of the
-    job have agreed on is the same on all.
+    Ranks that meet in one group may be in different ones beside it: where there are several, and they are not the axes
+    of one mesh, only what all ranks of the job have agreed on is the same on all.
     """
     known = _known() if dist.is_initialized() else {}
-    keys = {_key(group, device.type) for group in groups if isinstance(group, dist.ProcessGroup)}
-    if len(keys) > 1:
-        keys = {key for key in keys if len(key[1]) == dist.get_world_size()}
-    found = [known[key] for key in keys if key in known]
-    return found[0] if found else hardware.of_device(device)
+    real = [group for group in groups if isinstance(group, dist.ProcessGroup)]
+    found = known.get(_key(real, device.type))
+    whole = [group for group in real if dist.get_world_size(group) == dist.get_world_size()]
+    if found is None and whole:
+        found = known.get(_key(whole[:1], device.type))
+    return found or hardware.of_device(device)
 
 
-def measure(group: dist.ProcessGroup, device: torch.device) -> tuple[HardwareSpec, Path]:
-    """Measure now, with all ranks of the group, and keep the numbers for `agree`; and the file where they are."""
-    spec = _named(Calibration(group, device).run(), device)
-    file = _file_of(group, device)
-    if dist.get_rank(group) == 0:
+def measure(mesh: DeviceMesh) -> tuple[HardwareSpec, Path]:
+    """Measure now, with all ranks of the mesh, and keep the numbers for `agree`; and the file where they are."""
+    device = _here(mesh.device_type)
+    spec = _named(Calibration(_axes(mesh), device).run(), device)
+    file = _file_of(mesh)
+    if dist.get_rank() == mesh_axes.ranks_of(mesh)[0]:
         _write(file, spec.to_json())
     return spec, file
 
@@ -113,8 +116,13 @@ def _known() -> dict[_GroupKey, HardwareSpec]:
     return _by_world().setdefault(world, {})
 
 
-def _key(group: dist.ProcessGroup, device_type: str) -> _GroupKey:
-    return device_type, tuple(dist.get_process_group_ranks(group))
+def _key(groups: Iterable[dist.ProcessGroup], device_type: str) -> _GroupKey:
+    return device_type, frozenset(tuple(dist.get_process_group_ranks(group)) for group in groups)
+
+
+def _axes(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """The groups of a mesh that send anything."""
+    return [group for group in mesh_axes.groups(mesh) if _is_real(group)]
 
 
 def _is_real(group: dist.ProcessGroup) -> bool:
@@ -126,13 +134,14 @@ def _is_real(group: dist.ProcessGroup) -> bool:
 
 
 class _Meeting:
-    """How the ranks of one group come to the same numbers."""
+    """How the ranks of one mesh come to the same numbers."""
 
-    def __init__(self, group: dist.ProcessGroup, device_type: str, patience: float) -> None:
-        self._group, self._device, self._patience = group, _here(device_type), patience
+    def __init__(self, mesh: DeviceMesh, patience: float) -> None:
+        self._mesh, self._axes, self._device, self._patience = mesh, _axes(mesh), _here(mesh.device_type), patience
+        self._ranks = mesh_axes.ranks_of(mesh)
         self._store = torch_private.default_store()
-        ranks = hashlib.sha256(repr(_key(group, device_type)).encode()).hexdigest()[:16]
-        self._place = f"fxshard/hardware/{ranks}"
+        what = repr((mesh.device_type, mesh.shape, self._ranks))
+        self._place = f"fxshard/hardware/{hashlib.sha256(what.encode()).hexdigest()[:16]}"
 
     def decide(self) -> HardwareSpec:
         """Return the numbers of all ranks."""
@@ -140,12 +149,12 @@ class _Meeting:
         if not options.measures_hardware():
             return self._table() if is_alone else self._take(self._propose(_TABLE))
         if is_alone:  # the speed of an emulated link is in no file's name
-            return _named(Calibration(self._group, self._device).run(), self._device)
-        kept = _read(_file_of(self._group, self._device))
+            return _named(Calibration(self._axes, self._device).run(), self._device)
+        kept = _read(_file_of(self._mesh))
         if kept is not None:
             return self._take(self._propose(kept.to_json()))
         try:
-            calibration = Calibration(self._group, self._device)
+            calibration = Calibration(self._axes, self._device)
         except RuntimeError as error:
             _log.warning("fxshard: no memory to measure the link in, so its speed is assumed: %s", error)
             return self._take(self._propose(_TABLE))
@@ -154,8 +163,8 @@ class _Meeting:
 
     def _meet(self) -> str:
         """Say that this rank has come, and wait for what is decided; `_MEASURE` only if all stand here."""
-        ranks = dist.get_process_group_ranks(self._group)
-        ours = str(torch_private.num_collectives(self._group, self._device))
+        ranks = self._ranks
+        ours = str([torch_private.num_collectives(group, self._device) for group in self._axes])
         self._store.set(f"{self._place}/collectives/{dist.get_rank()}", ours)
         if self._store.add(f"{self._place}/came", 1) == len(ranks):
             theirs = {self._store.get(f"{self._place}/collectives/{rank}").decode() for rank in ranks}
@@ -172,7 +181,7 @@ class _Meeting:
         said = self._propose(_TABLE)
         if said == _TABLE:
             _log.warning(
-                "fxshard: the %d ranks of a process group did not come to fully_shard within %.0f s of each other, so "
+                "fxshard: the %d ranks of a mesh did not come to fully_shard within %.0f s of each other, so "
                 "the speed of their link is assumed. `fxshard calibrate`, started as training is, measures it once.",
                 num_ranks,
                 self._patience,
@@ -185,8 +194,8 @@ class _Meeting:
 
     def _measured(self, calibration: Calibration) -> HardwareSpec:
         spec = _named(calibration.run(), self._device)
-        if dist.get_rank(self._group) == 0:
-            _write(_file_of(self._group, self._device), spec.to_json())
+        if dist.get_rank() == self._ranks[0]:
+            _write(_file_of(self._mesh), spec.to_json())
             self._store.set(self._place, spec.to_json())  # for groups of the same ranks that meet at this store later
         return spec
 
@@ -227,19 +236,21 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _file_of(group: dist.ProcessGroup, device: torch.device) -> Path:
-    """Where numbers of such a machine and such a group are kept: beside the compile cache."""
-    ranks, per_machine = dist.get_process_group_ranks(group), options.ranks_per_machine()
+def _file_of(mesh: DeviceMesh) -> Path:
+    """Where numbers of such a machine and such a mesh are kept: beside the compile cache."""
+    device, axes, per_machine = _here(mesh.device_type), _axes(mesh), options.ranks_per_machine()
+    on = [{rank // per_machine for rank in dist.get_process_group_ranks(axis)} if per_machine else () for axis in axes]
     what: Mapping[str, object] = {
         "device": (device.type, _device_name(device)),
         "host": (platform.machine(), _processor(), torch.get_num_threads() if device.type == "cpu" else 0),
-        "backend": gloo.backend_of(group, device.type),
+        "backend": gloo.backend_of(axes[0], device.type),
         "world_size": dist.get_world_size(),
-        "group": (len(ranks), len({rank // per_machine for rank in ranks}) if per_machine else 0),
+        "axes": [(dist.get_world_size(axis), len(machines)) for axis, machines in zip(axes, on, strict=True)],
         "torch": torch.__version__,
     }
     digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
-    name = f"{device.type}-{len(ranks)}-of-{dist.get_world_size()}-{digest}.json"
+    shape = "x".join(map(str, mesh.shape))
+    name = f"{device.type}-{shape}-of-{dist.get_world_size()}-{digest}.json"
     return Path(options.compile_cache_dir() or torch_private.default_cache_dir()) / "fxshard" / "hardware" / name
 
 

@@ -35,7 +35,7 @@ class CpuEngine:
         launched = time.perf_counter()
         if self.speed.is_instant:
             _run(moves)
-            self._record(op, num_bytes, launched, time.perf_counter())
+            self._record(op, num_bytes, 0.0, launched, time.perf_counter())
             return _DoneWork(outputs)
         seconds = self.speed.seconds(op, num_bytes, num_ranks)
         arrival = self._mover.submit(self._carry, op, num_bytes, seconds, moves, launched)
@@ -62,11 +62,12 @@ class CpuEngine:
         _run(moves)
         start = max(launched, self._free_at)
         end = self._free_at = start + max(seconds, time.perf_counter() - began)
-        self._record(op, num_bytes, start, end)
+        self._record(op, num_bytes, seconds, start, end)
         return end
 
-    def _record(self, op: str, num_bytes: int, start: float, end: float) -> None:
-        self.transfers.append(LinkTransfer(op, num_bytes, (start - self._origin) * 1e6, (end - self._origin) * 1e6))
+    def _record(self, op: str, num_bytes: int, seconds: float, start: float, end: float) -> None:
+        times = (1e6 * each for each in (start - self._origin, end - self._origin, seconds))
+        self.transfers.append(LinkTransfer(op, num_bytes, *times))
 
 
 def _run(moves: Sequence[Move]) -> None:

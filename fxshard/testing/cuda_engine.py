@@ -33,6 +33,7 @@ CTAS = 16
 class _TimedTransfer(NamedTuple):
     op: str
     bytes: int
+    seconds: float  # that it should take
     begin: Event
     end: Event
 
@@ -65,12 +66,12 @@ class CudaEngine:
         records, self._records = self._records, []
         if records:
             records[-1].end.synchronize()
-        for op, num_bytes, begin, end in records:
+        for op, num_bytes, seconds, begin, end in records:
             # From one to the next: an event tells the time since another in a float of 32 bits.
             self._last_us += self._last.elapsed_time(begin) * 1e3
             self._last = begin
             end_us = self._last_us + begin.elapsed_time(end) * 1e3
-            self._resolved.append(LinkTransfer(op, num_bytes, self._last_us, end_us))
+            self._resolved.append(LinkTransfer(op, num_bytes, self._last_us, end_us, seconds * 1e6))
         return self._resolved
 
     def clear(self) -> None:
@@ -98,6 +99,7 @@ class CudaEngine:
         """Launch as `Engine` says; a move that does not fit its tensors raises here."""
         if outputs and not any(tensor.is_cuda for tensor in outputs):
             return self._host.launch(op, num_bytes, num_ranks, moves, outputs)
+        seconds = self.speed.seconds(op, num_bytes, num_ranks)
         self._side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.inference_mode(), torch.cuda.stream(self._side):
             is_captured = torch.cuda.is_current_stream_capturing()
@@ -107,10 +109,10 @@ class CudaEngine:
             if self.speed.is_instant:
                 _run(moves)
             else:
-                self._carry(moves, self.speed.seconds(op, num_bytes, num_ranks))
+                self._carry(moves, seconds)
             end.record(self._side)
         if not is_captured:
-            self._records.append(_TimedTransfer(op, num_bytes, begin, end))
+            self._records.append(_TimedTransfer(op, num_bytes, seconds, begin, end))
         return _StreamWork(self._side, end, moves, outputs)
 
     def _carry(self, moves: Sequence[Move], seconds: float) -> None:

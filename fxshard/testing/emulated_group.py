@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 
 from fxshard.runtime import rank_values
-from fxshard.testing.link_engine import Engine, Move
+from fxshard.testing.link_engine import Engine, Links, Move
 
 BACKEND = rank_values.EMULATED
 """Name of the groups' backend in torch.distributed."""
@@ -35,9 +35,10 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc] # see above
     Methods have torch's names, old and new: 2.11 knows the `_base` and `_tensor_coalesced` ones.
     """
 
-    def __init__(self, rank: int, world_size: int, engine: Engine) -> None:
+    def __init__(self, rank: int, world_size: int, engine: Engine, links: Links | None = None) -> None:
         super().__init__(rank, world_size)
         self.engine = engine
+        self.links = links  # of the default group: what its subgroups have
         self._rank, self._world_size, self._name, self._about = rank, world_size, "", ""
         self._coalesced: list[Work] | None = None
 

@@ -39,7 +39,7 @@ from fxshard.cost import measured
 from fxshard.errors import ConfigError
 from fxshard.testing.cpu_engine import CpuEngine
 from fxshard.testing.emulated_group import BACKEND, EmulatedGroup
-from fxshard.testing.link_engine import Engine, LinkTransfer, Speed
+from fxshard.testing.link_engine import Engine, Links, LinkTransfer, Speed
 
 PROBE = "fxshard/emulated_link/probe"
 """Name of a group that is asked what torch can reach."""
@@ -50,23 +50,30 @@ class EmulatedLink:
     """What `emulated_link` yields."""
 
     mesh: DeviceMesh  # all ranks, on one axis
-    engine: Engine  # what carries the transfers
+    links: Links  # what carries the transfers
+
+    @property
+    def engine(self) -> Engine:
+        """What carries the transfers within a machine."""
+        return self.links.within
 
     @property
     def transfers(self) -> list[LinkTransfer]:
         """The transfers in the order in which the link carried them; one is there once it has been waited for.
 
-        On a GPU it is there once it has been launched outside of a capture; looking blocks the host until all have
-        arrived.
+        Those between machines are behind those within this one. On a GPU one is there once it has been launched outside
+        of a capture; looking blocks the host until all have arrived.
         """
-        return self.engine.transfers
+        within, *others = (engine.transfers for engine in self.links.engines)
+        return within + others[0] if others else within
 
     def clear(self) -> None:
         """Forget the transfers so far."""
-        self.engine.clear()
+        for engine in self.links.engines:
+            engine.clear()
 
     def set_speed(self, *, gigabytes_per_s: float = math.inf, latency_us: float = 0.0, ctas: int | None = None) -> None:
-        """Change the speed of what is launched from now on; what is under way arrives first.
+        """Change the speed of what is launched from now on within a machine; what is under way arrives first.
 
         The cost model counts on the new speed for what is sharded from now on, and measures it then.
 
@@ -89,6 +96,8 @@ def emulated_link(
     latency_us: float = 0.0,
     device: str | torch.device | None = None,
     ctas: int | None = None,
+    ranks_per_machine: int | None = None,
+    between_machines: Speed | None = None,
 ) -> Iterator[EmulatedLink]:
     """Make a default process group whose other ranks are emulated, and destroy it at the end.
 
@@ -101,6 +110,8 @@ def emulated_link(
         latency_us: of each collective.
         device: "cpu" (or `None`) or "cuda", of the tensors to communicate.
         ctas: how many thread blocks of a GPU copy, like the channels of NCCL; 16 if `None`. The CPU has none.
+        ranks_per_machine: how many ranks in a row are on one machine; all of them if `None`. On the CPU alone.
+        between_machines: speed of another link, for groups whose ranks are on several machines.
 
     Raises:
         ConfigError: an argument means nothing, or there is a default process group already, or "cuda" lacks something.
@@ -110,7 +121,7 @@ def emulated_link(
     _require_world_size(world_size)
     kind = torch.device("cpu" if device is None else device)
     _require_ctas(ctas, kind.type)
-    engine = _engine_for(kind, speed, ctas)
+    links = _links_for(kind, speed, ctas, _machines(world_size, ranks_per_machine, between_machines, kind.type))
     if dist.is_initialized():
         raise ConfigError(
             "emulated_link: there is a default process group already. Call torch.distributed.destroy_process_group() "
@@ -119,16 +130,18 @@ def emulated_link(
     if BACKEND not in dist.Backend.backend_list:  # torch has no way to take a backend back
         dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=["cpu", "cuda"])
     # Nobody else can reach a HashStore, which tells fxshard that there is nobody to compare texts with.
-    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=world_size, pg_options=engine)
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=world_size, pg_options=links)
     group = dist.group.WORLD
     try:
         with _python_groups_in_out_variants():
             mesh = init_device_mesh(kind.type, (world_size,))
-            measured.agree(mesh.get_group(), kind.type)  # here, where what it sends is not yet counted
-            engine.clear()
-            yield EmulatedLink(mesh=mesh, engine=engine)
+            measured.agree(mesh)  # here, where what it sends is not yet counted
+            link = EmulatedLink(mesh=mesh, links=links)
+            link.clear()
+            yield link
     finally:
-        engine.close()
+        for engine in links.engines:
+            engine.close()
         if dist.group.WORLD is group:
             dist.destroy_process_group()
 
@@ -147,6 +160,24 @@ def _require_ctas(ctas: int | None, device_type: str) -> None:
         )
     if not isinstance(ctas, int) or isinstance(ctas, bool) or ctas < 1:
         raise ConfigError(f"emulated_link: ctas must be a positive int, got {ctas!r}.")
+
+
+def _machines(world_size: int, ranks: int | None, between: Speed | None, device_type: str) -> tuple[int, Speed] | None:
+    """How many ranks each machine has, and how fast the link between machines is, if there are several."""
+    if ranks is None and between is None:
+        return None
+    if ranks is None or between is None:
+        raise ConfigError("emulated_link: ranks_per_machine and between_machines belong together; give both.")
+    if device_type != "cpu":
+        raise ConfigError(f"emulated_link: ranks_per_machine is for the CPU, and this link is on {device_type!r}.")
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1 or world_size % ranks:
+        raise ConfigError(f"emulated_link: ranks_per_machine must divide world_size={world_size}, got {ranks!r}.")
+    return ranks, between
+
+
+def _links_for(device: torch.device, speed: Speed, ctas: int | None, machines: tuple[int, Speed] | None) -> Links:
+    within = _engine_for(device, speed, ctas)
+    return Links(within) if machines is None else Links(within, CpuEngine(machines[1]), machines[0])
 
 
 def _engine_for(device: torch.device, speed: Speed, ctas: int | None) -> Engine:
@@ -169,11 +200,13 @@ def _engine_for(device: torch.device, speed: Speed, ctas: int | None) -> Engine:
     return CudaEngine(speed, device, CTAS if ctas is None else ctas)
 
 
-def _make_group(options: Any, engine: Engine | None) -> EmulatedGroup:
-    """Make the default group when torch calls, and without an engine groups of some of its ranks."""
-    if engine is None:
-        engine = cast(EmulatedGroup, dist.group.WORLD).engine
-    return EmulatedGroup(options.group_rank, options.group_size, engine)
+def _make_group(options: Any, links: Links | None) -> EmulatedGroup:
+    """Make the default group when torch calls, and without links groups of some of its ranks."""
+    if links is not None:
+        return EmulatedGroup(options.group_rank, options.group_size, links.of(range(options.group_size)), links)
+    links = cast(EmulatedGroup, dist.group.WORLD).links
+    assert links is not None
+    return EmulatedGroup(options.group_rank, options.group_size, links.of(options.global_ranks_in_group))
 
 
 @contextmanager

@@ -22,6 +22,7 @@ class LinkTransfer(NamedTuple):
     bytes: int  # of all tensors, unsharded
     start_us: float  # when the link began, after it was made
     end_us: float  # when the data had arrived
+    expected_us: float = 0.0  # how long it should have taken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,3 +101,23 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Carry what has been launched and stop."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """What connects the ranks: one link, or one within each machine and another between machines."""
+
+    within: Engine
+    between: Engine | None = None
+    ranks_per_machine: int = 0  # if there is a link between them
+
+    def of(self, ranks: Sequence[int]) -> Engine:
+        """The link of a group: that between machines if its ranks are on several."""
+        if self.between is None or len({rank // self.ranks_per_machine for rank in ranks}) == 1:
+            return self.within
+        return self.between
+
+    @property
+    def engines(self) -> list[Engine]:
+        """All of them."""
+        return [self.within] if self.between is None else [self.within, self.between]

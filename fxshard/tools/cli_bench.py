@@ -29,6 +29,7 @@ from fxshard.tools.cli_common import (
     EXIT_PROBLEM,
     at_least,
     device_for,
+    mesh_size,
     num_ranks,
     output_folder,
     positive,
@@ -95,9 +96,11 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
 def _add_link(parser: argparse.ArgumentParser) -> None:
     link = parser.add_argument_group("of --group emulated: one process, whose peers are identical to it")
     add = link.add_argument
-    add("--world-size", type=at_least(1), metavar="N", help="ranks on the link (default: 8)")
+    add("--world-size", type=mesh_size, metavar="N", help="ranks on the link, or machines x ranks: 2x4 (default: 8)")
     add("--gigabytes-per-s", type=positive, metavar="X", help="bandwidth (default: unlimited)")
     add("--latency-us", type=positive, metavar="X", help="latency per transfer (default: none)")
+    add("--between-gigabytes-per-s", type=positive, metavar="X", help="bandwidth between machines (default: the same)")
+    add("--between-latency-us", type=positive, metavar="X", help="latency between machines (default: the same)")
     add("--device", choices=("cpu", "cuda"), help="where the model is; cuda: one GPU (default: cpu)")
     add(
         "--ctas",
@@ -179,15 +182,20 @@ def _config(args: argparse.Namespace, peers: Peers) -> BenchConfig:
     group = peers.gather(args.group or auto)[0]  # machines may differ
     ranks = peers.require(functools.partial(_num_ranks, args, group, peers.launched))
     entries = peers.require(lambda: parse_entries([text for text in args.systems.split(",") if text], args.options))
+    size = args.world_size or 8
+    shape = size if isinstance(size, tuple) else (1, size)
     return BenchConfig(
         target=args.target,
         entries=entries,
         out=_output_folder(args.out, peers),
         group=group,
         ranks=ranks,
-        world_size=args.world_size or 8 if group == "emulated" else ranks,
+        world_size=math.prod(shape) if group == "emulated" else ranks,
+        replicas=shape[0],
         gigabytes_per_s=args.gigabytes_per_s or math.inf,
         latency_us=args.latency_us or 0.0,
+        between_gigabytes_per_s=args.between_gigabytes_per_s or args.gigabytes_per_s or math.inf,
+        between_latency_us=args.between_latency_us or args.latency_us or 0.0,
         link_device=args.device or "cpu",
         ctas=args.ctas or DEFAULT_CTAS,
         machines=len(set(peers.gather(socket.gethostname()))),
@@ -235,10 +243,13 @@ def _num_ranks(args: argparse.Namespace, group: str, launch: LauncherEnvironment
 
 
 def _check_link(args: argparse.Namespace, group: str) -> None:
-    names = ("world_size", "gigabytes_per_s", "latency_us", "device", "ctas")
+    between = ("between_gigabytes_per_s", "between_latency_us")
+    names = ("world_size", "gigabytes_per_s", "latency_us", *between, "device", "ctas")
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) is not None]
     if given and group != "emulated":
         raise ConfigError(f"{', '.join(given)} needs --group emulated, and the group is {group}.")
+    if not isinstance(args.world_size, tuple) and any(getattr(args, name) is not None for name in between):
+        raise ConfigError("--between-... needs several machines: --world-size MACHINESxRANKS, such as 2x4.")
     if args.device == "cuda":
         device_for("cuda")
     elif args.ctas is not None:

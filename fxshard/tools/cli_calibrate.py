@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fxshard.errors import ConfigError
 from fxshard.options import launched
-from fxshard.tools.cli_common import device_for
+from fxshard.tools.cli_common import at_least, device_for
 
 CALIBRATE_TEXT = """\
 Measure what the ranks and the link between them can do, in about a second, and keep the numbers that the cost model
@@ -30,6 +30,13 @@ def add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "out", metavar="OUT", type=Path, nargs="?", help='also write them to this JSON file, for options["hardware"]'
     )
     parser.add_argument(
+        "--replicas",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="of hybrid sharding: measure the link between replicas, too (default: 1)",
+    )
+    parser.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
@@ -44,11 +51,14 @@ def _calibrate(args: argparse.Namespace) -> int:
             "fxshard calibrate measures the link between ranks, and there is one. Start it as you start training: "
             "torchrun --nproc-per-node N -m fxshard calibrate"
         )
+    if launch.world_size % args.replicas:
+        raise ConfigError(f"--replicas {args.replicas} does not divide the {launch.world_size} ranks.")
     out: Path | None = args.out
     if out is not None and not out.absolute().parent.is_dir():
         raise ConfigError(f"there is no folder {out.parent} to write {out.name} to.")
     import torch
     import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
 
     from fxshard.cost import measured
     from fxshard.runtime import gloo
@@ -59,8 +69,9 @@ def _calibrate(args: argparse.Namespace) -> int:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else gloo.BACKEND)
     try:
-        assert dist.group.WORLD is not None
-        spec, kept = measured.measure(dist.group.WORLD, device)
+        shards = launch.world_size // args.replicas
+        shape, names = ((args.replicas, shards), ("replicate", "shard")) if args.replicas > 1 else ((shards,), None)
+        spec, kept = measured.measure(init_device_mesh(device.type, shape, mesh_dim_names=names))
     finally:
         dist.destroy_process_group()
     if launch.rank == 0:

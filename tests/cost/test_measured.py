@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fxshard
 from fxshard.cost import hardware, measured
 from fxshard.cost.hardware import TABLE, HardwareSpec
 from fxshard.errors import ConfigError
-from fxshard.testing import emulated_link
+from fxshard.testing import Speed, emulated_link
 from tests.ranks import group_folder, join_group, two_ranks
 
 CPU = torch.device("cpu")
@@ -45,10 +45,13 @@ def new_group(name: str, *, switch: str = "1", own_disk: bool = False) -> Iterat
         yield folder
 
 
+def both() -> DeviceMesh:
+    return init_device_mesh("cpu", (2,))
+
+
 def agreed(patience: float = 60.0) -> HardwareSpec:
     """What the two ranks count on, which is the same."""
-    assert dist.group.WORLD is not None
-    measured.agree(dist.group.WORLD, "cpu", patience)
+    measured.agree(both(), patience)
     return found()
 
 
@@ -85,8 +88,7 @@ def test_ranks_measure_once_and_rank_0_keeps_the_numbers_in_a_file() -> None:
 def test_the_file_of_one_rank_counts_for_all_whichever_has_it() -> None:
     for owner in (0, 1):
         with new_group(f"disks_{owner}", own_disk=True) as folder:
-            assert dist.group.WORLD is not None
-            file = measured._file_of(dist.group.WORLD, CPU)
+            file = measured._file_of(both())
             if dist.get_rank() == owner:
                 file.parent.mkdir(parents=True)
                 file.write_text(SLOW)
@@ -98,8 +100,7 @@ def test_the_file_of_one_rank_counts_for_all_whichever_has_it() -> None:
 @two_ranks
 def test_a_damaged_file_is_measured_and_written_anew() -> None:
     with new_group("damaged"):
-        assert dist.group.WORLD is not None
-        file = measured._file_of(dist.group.WORLD, CPU)
+        file = measured._file_of(both())
         if dist.get_rank() == 0:
             file.parent.mkdir(parents=True)
             file.write_text('{"name": "cpu"')
@@ -115,11 +116,11 @@ def test_a_rank_that_waits_in_vain_counts_on_the_table_and_so_does_who_comes_lat
     with new_group("in_vain") as folder:
         if dist.get_rank() == 0:
             began = time.monotonic()
-            measured.agree(dist.group.WORLD, "cpu", patience=0.5)
+            measured.agree(both(), patience=0.5)
             assert 0.5 <= time.monotonic() - began < 20
         dist.barrier()
         if dist.get_rank() == 1:
-            measured.agree(dist.group.WORLD, "cpu", patience=60.0)  # which it need not wait
+            measured.agree(both(), patience=60.0)  # which it need not wait
         assert found().source == TABLE
         assert files(folder) == []
 
@@ -136,7 +137,7 @@ def test_nothing_is_measured_where_the_ranks_have_launched_different_collectives
     with new_group("under_way") as folder:
         if dist.get_rank() == 0:
             work = dist.all_reduce(torch.ones(1), async_op=True)
-        measured.agree(dist.group.WORLD, "cpu", patience=60.0)
+        measured.agree(both(), patience=60.0)
         if dist.get_rank() == 1:
             work = dist.all_reduce(torch.ones(1), async_op=True)
         assert work is not None
@@ -182,6 +183,20 @@ def test_an_emulated_link_is_measured_where_it_is_made_and_its_transfers_are_not
     assert files(tmp_path) == []  # its speed is in no file's name
 
 
+def test_a_mesh_of_two_axes_is_measured_along_both_and_its_graphs_count_on_it(tmp_path: Path) -> None:
+    slow = Speed(gigabytes_per_s=0.05, latency_us=2000.0)
+    model = nn.Linear(8, 8)
+    with measuring(tmp_path), emulated_link(4, latency_us=100.0, ranks_per_machine=2, between_machines=slow):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        fxshard.fully_shard(model, mesh=mesh)
+        torch.compile(model, backend="fxshard", options={"lower": "eager"})(torch.ones(2, 8)).sum().backward()
+        spec = fxshard.explanation_of(model).hardware
+        assert spec.source.startswith("measured on 2 x 2 ranks of emulated, ")
+        assert spec.replica_link[1] <= 0.055e9 < spec.link_bandwidth
+        assert spec.link_latency < spec.replica_link[0]
+    assert fxshard.explanation_of(model).hardware == spec
+
+
 def test_one_rank_and_a_fake_group_measure_nothing(tmp_path: Path) -> None:
     failure = AssertionError("measured")
     with measuring(tmp_path), mock.patch.object(measured, "Calibration", side_effect=failure):
@@ -201,10 +216,10 @@ def test_graphs_over_several_groups_count_on_what_all_ranks_have_agreed_on(fake_
     assert world is not None
     known = measured._known()
     of_world, of_part = (hardware.read(SLOW.replace("12000000.0", speed)) for speed in ("2.0", "3.0"))
-    known["cpu", (0,)] = of_part
+    known["cpu", frozenset({(0,)})] = of_part
     assert measured.numbers_for([part], CPU) == of_part
     assert measured.numbers_for([part, world], CPU) == hardware.BUILTIN["cpu"]  # another rank is in another part
-    known["cpu", (0, 1)] = of_world
+    known["cpu", frozenset({(0, 1)})] = of_world
     assert measured.numbers_for([part, world], CPU) == of_world
     assert measured.numbers_for([object()], CPU) == hardware.BUILTIN["cpu"]  # `explain` has stand-ins
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from fxshard.errors import ConfigError
-from fxshard.testing import EmulatedLink, Transfer, emulated_link
+from fxshard.testing import EmulatedLink, Speed, Transfer, emulated_link
 from tests.testing.link import OPS, TIMED, W, group_name, ramp
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # names that torch 2.11 has
@@ -206,6 +207,25 @@ def test_an_instant_transfer_that_fails_raises_at_once() -> None:
         dist.all_gather_into_tensor(torch.empty(7), torch.empty(3), async_op=True)
 
 
+def test_groups_whose_ranks_are_on_several_machines_have_a_link_of_their_own() -> None:
+    between = Speed(gigabytes_per_s=1.0, latency_us=500.0)
+    with emulated_link(4, **TIMED, ranks_per_machine=2, between_machines=between) as link:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        works = [
+            dist.all_reduce(torch.ones(25_000), group=mesh[name].get_group(), async_op=True)
+            for name in ("shard", "replicate")
+        ]
+        works.append(dist.all_reduce(torch.ones(25_000), async_op=True))  # all ranks
+        for work in works:
+            work.wait()
+        within, replicas, everybody = link.transfers
+        assert [t.expected_us for t in link.transfers] == pytest.approx([30.0, 600.0, 650.0])
+        assert within.start_us < replicas.end_us, "one link waited for the other"
+        assert everybody.start_us >= replicas.end_us
+        link.clear()
+        assert link.transfers == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -216,6 +236,10 @@ def test_an_instant_transfer_that_fails_raises_at_once() -> None:
         ({"latency_us": "3"}, "latency_us must be a number"),
         ({"latency_us": -1.0}, "latency_us must be finite and not negative"),
         ({"latency_us": math.inf}, "latency_us must be finite and not negative"),
+        ({"ranks_per_machine": 2}, "ranks_per_machine and between_machines belong together"),
+        ({"between_machines": Speed()}, "ranks_per_machine and between_machines belong together"),
+        ({"between_machines": Speed(), "ranks_per_machine": 3}, f"must divide world_size={W}, got 3"),
+        ({"between_machines": Speed(), "ranks_per_machine": True}, f"must divide world_size={W}, got True"),
     ],
 )
 def test_meaningless_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:

@@ -67,7 +67,8 @@ class BenchConfig:
     Attributes:
         out: Folder for logs and compiled code; it exists.
         ranks: Processes that train together, over all machines; 1 for the emulated link.
-        world_size: Ranks that share the parameters.
+        world_size: Ranks of the emulated link, or that share the parameters.
+        replicas: Machines of the emulated link, each of which holds all parameters.
         link_device: "cpu" or "cuda": where the model is on an emulated link.
         machines: That the ranks are on.
         num_threads: Of each rank.
@@ -82,8 +83,11 @@ class BenchConfig:
     group: str = "gloo"
     ranks: int = 2
     world_size: int = 2
+    replicas: int = 1
     gigabytes_per_s: float = math.inf
     latency_us: float = 0.0
+    between_gigabytes_per_s: float = math.inf
+    between_latency_us: float = 0.0
     link_device: str = "cpu"
     ctas: int = DEFAULT_CTAS
     machines: int = 1

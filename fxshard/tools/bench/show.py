@@ -80,6 +80,9 @@ def describe_group(config: BenchConfig) -> str:
         return f"{config.ranks} ranks ({config.group})" + f" on {config.machines} machines" * (config.machines > 1)
     kind = f"rank 0 of {config.world_size} on an emulated link"
     speed = f"{config.gigabytes_per_s:g} GB/s, latency {config.latency_us:g} us"
+    if config.replicas > 1:
+        between = f"{config.between_gigabytes_per_s:g} GB/s, {config.between_latency_us:g} us"
+        kind, speed = f"{kind}, {config.replicas} replicas on a machine each", f"{speed}; between machines {between}"
     if config.device == "cuda":
         return f"{ONE_GPU}: {kind} ({speed}, {config.ctas} CTAs)"
     return f"{kind} ({speed})"

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from fxshard.testing.link_engine import LinkTransfer, Speed
+from fxshard.testing.link_engine import LinkTransfer
 
 # Collective -> the ops of process groups that are it. The first or second input is the unsharded tensor.
 _OPS: Final = {
@@ -107,19 +107,19 @@ def count(events: Iterable[dict[str, Any]], itemsize: int) -> dict[str, Traffic]
     return _by_name(found)
 
 
-def of_link(transfers: Iterable[LinkTransfer], speed: Speed, world_size: int) -> dict[str, Traffic]:
+def of_link(transfers: Iterable[LinkTransfer]) -> dict[str, Traffic]:
     """Add up what an emulated link carried, by name of the collective; rare ones are left out."""
     return _by_name(
         (
-            op,
+            moved.op,
             Traffic(
                 launches=1,
-                nbytes=nbytes,
-                seconds=1e-6 * (end_us - start_us),
-                expected_s=speed.seconds(op, nbytes, world_size),
+                nbytes=moved.bytes,
+                seconds=1e-6 * (moved.end_us - moved.start_us),
+                expected_s=1e-6 * moved.expected_us,
             ),
         )
-        for op, nbytes, start_us, end_us in transfers
+        for moved in transfers
     )
 
 

@@ -88,15 +88,15 @@ class SystemRank:
             **known,
         )
 
-    def traffic(self, speed: Speed) -> dict[str, Traffic]:
-        """Take a step and count its collectives; `speed` is what an emulated link was told."""
+    def traffic(self) -> dict[str, Traffic]:
+        """Take a step and count its collectives."""
         if self.link is None:
             return traffic.measure(self.trainer.step, self.dtype.itemsize)
         self.synchronize()
         self.link.clear()
         self.trainer.step()
         self.synchronize()
-        found = traffic.of_link(self.link.transfers, speed, self.link.mesh.size())
+        found = traffic.of_link(self.link.transfers)
         self.link.clear()
         return found
 
@@ -121,15 +121,24 @@ def rank_main(place: RankPlace, job: BenchJob, parent: Connection) -> None:
 def _group(place: RankPlace, config: BenchConfig) -> Iterator[tuple[DeviceMesh, EmulatedLink | None]]:
     if config.group == "emulated":
         with _link(config) as link:
-            yield link.mesh, link
+            yield (link.mesh if config.replicas == 1 else _hybrid_mesh(config)), link
         return
     join(place, config.ranks, device=config.device, stall_s=config.stall_s)
     yield init_device_mesh(config.device, (config.ranks,)), None
     dist.destroy_process_group()
 
 
+def _hybrid_mesh(config: BenchConfig) -> DeviceMesh:
+    shape = (config.replicas, config.world_size // config.replicas)
+    return init_device_mesh(config.device, shape, mesh_dim_names=("replicate", "shard"))
+
+
 def _link(config: BenchConfig) -> contextlib.AbstractContextManager[EmulatedLink]:
     on_link: dict[str, Any] = {"gigabytes_per_s": config.gigabytes_per_s, "latency_us": config.latency_us}
+    if config.replicas > 1:
+        shards = config.world_size // config.replicas
+        between = Speed(gigabytes_per_s=config.between_gigabytes_per_s, latency_us=config.between_latency_us)
+        on_link |= {"ranks_per_machine": shards, "between_machines": between}
     if config.device == "cuda":
         torch.cuda.set_device(0)
         on_link |= {"device": "cuda", "ctas": config.ctas}
@@ -163,7 +172,7 @@ class _SteppingRank(SystemRank):
             first_step_s,
             losses,
             memory_peak_bytes=torch.cuda.max_memory_allocated() if self.on_gpu else None,
-            traffic=self.traffic(Speed(gigabytes_per_s=config.gigabytes_per_s, latency_us=config.latency_us)),
+            traffic=self.traffic(),
             unsharded_peak_bytes=systems.unsharded_peak_bytes(self._job.entry, self.task.model),
         )
 
