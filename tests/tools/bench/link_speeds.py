@@ -25,7 +25,7 @@ Report = dict[str, Any]
 
 def bench(target: str, systems: str, rounds: int, path: Path, *link: object) -> Report:
     """What `fxshard bench` tells."""
-    given = ["--group", "emulated", "--world-size", WORLD_SIZE, *link, "--systems", systems, "--rounds", rounds]
+    given = ["--group", "emulated", *link, "--systems", systems, "--rounds", rounds]
     code = cli.main([str(word) for word in ("bench", target, *given, "--json", path)])
     if code:
         raise SystemExit(code)
@@ -89,10 +89,11 @@ def main(model: str, folder: Path, rounds: int) -> None:
     """Measure, and write everything into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     target = f"tests.tools.bench.models:{model}"
-    alone = bench(target, f"{FLOOR},fsdp2", rounds, folder / "alone.json")
+    size = ("--world-size", WORLD_SIZE)
+    alone = bench(target, f"{FLOOR},fsdp2", rounds, folder / "alone.json", *size)
     reports: dict[float, Report] = {}
     for load in LOADS:
-        link = ("--gigabytes-per-s", gigabytes_per_s(load, alone), "--latency-us", LATENCY_US)
+        link = (*size, "--gigabytes-per-s", gigabytes_per_s(load, alone), "--latency-us", LATENCY_US)
         reports[load] = bench(target, ",".join([FLOOR, *SYSTEMS]), rounds, folder / f"{load}.json", *link)
     draw(reports, folder / "link_speeds.png")
     (folder / "link_speeds.md").write_text(table(reports))

@@ -79,6 +79,22 @@ def test_a_system_that_fails_is_a_line_of_the_table_and_the_others_go_on(tmp_pat
 
 
 @pytest.mark.commands
+def test_hybrid_sharding_is_compared_on_two_links(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    systems = ("--systems", "ddp,fsdp2,fxshard:lower=eager", "--rounds", "1", "--json", str(path))
+    between = ("--between-gigabytes-per-s", "0.5", "--between-latency-us", "50")
+    link = ("--group", "emulated", "--world-size", "2x2", "--gigabytes-per-s", "1", *between)
+    done = bench("tests.tools.bench.toys:regression", *systems, *link)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rank 0 of 4 on an emulated link, 2 replicas on a machine each" in " ".join(done.stdout.split())
+    found = by_name(json.loads(path.read_text()))
+    for name in ("fsdp2", "fxshard:lower=eager"):
+        moved = found[name]["collectives"]
+        assert moved["all_reduce"]["bytes"] == moved["reduce_scatter"]["bytes"] / 2
+    assert found["ddp"]["collectives"].keys() == {"all_reduce"}
+
+
+@pytest.mark.commands
 def test_a_model_that_trains_nowhere_ends_the_run_with_the_reason() -> None:
     done = bench("tests.tools.bench.toys:no_loss", "--group", "emulated", "--systems", "local")
     assert done.returncode == 2
@@ -147,6 +163,10 @@ def test_bad_input_says_what_to_do(
         (("--group", "emulated", "--device", "cuda"), "--device cuda needs a GPU that torch can use, and found none"),
         (("--group", "emulated", "--ctas", "8"), "--ctas needs --device cuda: on the CPU no kernel plays the link"),
         (("--device", "cuda", "--ctas", "8"), "--device, --ctas needs --group emulated, and the group is gloo"),
+        (
+            ("--group", "emulated", "--between-latency-us", "9"),
+            "--between-... needs several machines: --world-size MACHINESxRANKS, such as 2x4",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
