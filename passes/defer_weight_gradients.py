@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -32,7 +32,7 @@ class DeferWeightGradients(GraphPass):
     comes before it also makes gradients of weights, which its own gradient is not made of. From one node on, the cut,
     the pass puts what the last reduction is made of first, and all else, in its order, behind its launch; what is last
     then is the reduction of one weight, and the pass looks again. Of all cuts it takes the one with which compute and
-    link are done first, as far as costs tell.
+    link are done first, as far as costs tell. Between replicas an all_reduce follows each reduction, on its own link.
 
     Numerics: unchanged. Memory: what the deferred gradients are made of lives until then, where little else does.
     No-op: a graph without reductions, one rank, or where all compute leads to the last reduction.
@@ -48,35 +48,50 @@ class DeferWeightGradients(GraphPass):
         """Edit `gm.graph` in place; return whether anything changed."""
         if not collectives.reduce_launches(gm.graph):
             return False
-        seconds = _seconds(gm.graph, ctx)
+        costs = _costs(gm.graph, ctx)
         changed = False
-        while moved := _defer(gm.graph, seconds):  # the last one is another one then
+        while moved := _defer(gm.graph, costs):  # the last one is another one then
             ctx.note(*moved)
             changed = True
         return changed
 
 
-def _seconds(graph: fx.Graph, ctx: PassContext) -> dict[fx.Node, float]:
-    """Return what reductions and compute take, without what is made of reduced gradients: it waits for them."""
-    waiting = set[fx.Node]()
-    for node in graph.nodes:
-        if any(source in waiting or source.target in collectives.REDUCTIONS for source in node.all_input_nodes):
-            waiting.add(node)
+class _Costs(NamedTuple):
+    """Seconds of reductions and compute, and for each reduction of the all_reduces that follow it."""
+
+    seconds: Mapping[fx.Node, float]
+    between: Mapping[fx.Node, float]
+
+    def of(self, launches: Iterable[fx.Node]) -> float:
+        """Return what launches keep the links busy, one after the other."""
+        return sum(self.seconds[launch] + self.between[launch] for launch in launches)
+
+
+def _costs(graph: fx.Graph, ctx: PassContext) -> _Costs:
+    """Return the costs, without what is made of reduced gradients: it waits for them."""
     seconds = Timeline(sizes_of(graph, ctx.plan), ctx.hardware).seconds
-    return {node: taken for node, taken in seconds.items() if node not in waiting}
+    made_of: dict[fx.Node, fx.Node] = {}  # what is made of a reduced gradient -> the reduction
+    between = dict.fromkeys(collectives.reduce_launches(graph), 0.0)
+    for node in graph.nodes:
+        reductions = [made_of.get(source, source) for source in node.all_input_nodes]
+        if found := next((reduction for reduction in reductions if reduction in between), None):
+            made_of[node] = found
+            if node.target in collectives.ALL_REDUCES:
+                between[found] += seconds[node]
+    return _Costs({node: taken for node, taken in seconds.items() if node not in made_of}, between)
 
 
-def _defer(graph: fx.Graph, seconds: Mapping[fx.Node, float]) -> tuple[fx.Node, str] | None:
+def _defer(graph: fx.Graph, costs: _Costs) -> tuple[fx.Node, str] | None:
     """Put behind the last reduction what hides the most; return it, and what that saves."""
     last = launch_groups.groups_of(graph, collectives.REDUCTIONS)[-1]
     needed, nodes = _made_of(last), list(graph.nodes)
     places = {node: i for i, node in enumerate(nodes)}
-    cuts = [places[cut] for cut in _cuts(last, needed, seconds)]
+    cuts = [places[cut] for cut in _cuts(last, needed, costs)]
     if not cuts:
         return None
-    fixed, tail = _run(nodes[: cuts[-1]], seconds), nodes[cuts[-1] :]
-    ends = {cut: max(_run(_parted(tail, cut - cuts[-1], needed), seconds, *fixed)) for cut in cuts}
-    first, before = min(cuts, key=ends.__getitem__), max(_run(tail, seconds, *fixed))
+    fixed, tail = _run(nodes[: cuts[-1]], costs), nodes[cuts[-1] :]
+    ends = {cut: max(_run(_parted(tail, cut - cuts[-1], needed), costs, *fixed)) for cut in cuts}
+    first, before = min(cuts, key=ends.__getitem__), max(_run(tail, costs, *fixed))
     if ends[first] > before - _NOTHING:
         return None
     launch_groups.move(dict.fromkeys((node for node in nodes[first:-1] if node not in needed), graph.output_node()))
@@ -90,18 +105,20 @@ def _parted(nodes: Sequence[fx.Node], cut: int, needed: set[fx.Node]) -> list[fx
 
 
 def _run(
-    nodes: Iterable[fx.Node], seconds: Mapping[fx.Node, float], compute: float = 0.0, link: float = 0.0
-) -> tuple[float, float]:
-    """Return when compute and link have done these nodes, in seconds, if nothing is waited for.
+    nodes: Iterable[fx.Node], costs: _Costs, compute: float = 0.0, link: float = 0.0, between: float = 0.0
+) -> tuple[float, float, float]:
+    """Return when compute and the links have done these nodes, in seconds, if nothing is waited for.
 
     Gathers are left out: when a backward ends, they are done.
     """
     for node in nodes:
         if node.target in collectives.REDUCTIONS:
-            link = max(compute, link) + seconds[node]
+            link = max(compute, link) + costs.seconds[node]
+            if costs.between[node]:
+                between = max(link, between) + costs.between[node]
         elif not collectives.is_launch(node):
-            compute += seconds.get(node, 0.0)
-    return compute, link
+            compute += costs.seconds.get(node, 0.0)
+    return compute, link, between
 
 
 def _made_of(group: LaunchGroup) -> set[fx.Node]:
@@ -114,21 +131,21 @@ def _made_of(group: LaunchGroup) -> set[fx.Node]:
     return found
 
 
-def _cuts(last: LaunchGroup, needed: set[fx.Node], seconds: Mapping[fx.Node, float]) -> Iterator[fx.Node]:
+def _cuts(last: LaunchGroup, needed: set[fx.Node], costs: _Costs) -> Iterator[fx.Node]:
     """Return the nodes from which on the others may go behind the last launch, the latest first.
 
     Up to the first that may not, or until twice as much would be deferred as the launch takes.
     """
-    enough, node = 2 * sum(seconds[launch] for launch in last.launches), last.launches[-1].prev
+    enough, node = 2 * costs.of(last.launches), last.launches[-1].prev
     while (
         enough > 0
         and node.op != "placeholder"
         and not liveness.written_by(node)
         and (node in needed or _may_move(node))
     ):
-        if node not in needed and seconds.get(node):
+        if node not in needed and (taken := costs.seconds.get(node)):
             yield node
-            enough -= seconds[node]
+            enough -= taken
         node = node.prev
 
 

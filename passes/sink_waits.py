@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import fx
 from torch.fx import GraphModule
 
+from fxshard.cost.sizes import sizes_of
+from fxshard.cost.timeline import Timeline
 from fxshard.errors import ConfigError
 from fxshard.ir import collectives, launch_groups
 from fxshard.ir.launch_groups import LaunchGroup
@@ -24,9 +27,9 @@ class SinkWaits(GraphPass):
     next one sends is put together. FSDP2 has one. What is made of a reduced gradient (casts, divisions, its place in
     the shard's gradient) goes with the wait.
 
-    Where replicas hold the same shard, an all_reduce needs what the reduction gives. So a reduction is waited for no
-    later than right behind the launch of the next one, which lets the all_reduce run beside the compute that follows;
-    the all_reduces, whose buffers are shards, are waited for at the end.
+    Where replicas hold the same shard, an all_reduce needs what the reduction gives. So a reduction is waited for as
+    soon as it has arrived by the costs, which lets the all_reduce run beside the compute that follows; the all_reduces,
+    whose buffers are shards, are waited for at the end.
 
     Numerics: unchanged. Memory: the inputs of `max_buffers` reductions, each as large as a unit's unsharded gradients.
     No-op: a graph without reductions, or where nothing stands between a wait and the end.
@@ -49,9 +52,14 @@ class SinkWaits(GraphPass):
         last = {wait for group in outer for wait in group.waits}
         before = list(gm.graph.nodes)
         places: dict[fx.Node, fx.Node] = dict.fromkeys(last, gm.graph.output_node())
+        arrivals = Timeline(sizes_of(gm.graph, ctx.plan), ctx.hardware).arrivals() if outer else {}
+        moving = _with_readers({wait for group in found for wait in group.waits})
         for i, group in enumerate(found):
-            place, why = self._place(found, i, gm.graph)
-            places |= dict.fromkeys(group.waits, place)
+            latest, why = self._latest(found, i, gm.graph)
+            places |= dict.fromkeys(group.waits, latest)
+            if _is_all_reduced(group):
+                places |= _arrived(group, latest, arrivals, moving)
+                why = "waited for where it has arrived by the costs, so that its all_reduce can start"
             ctx.note(group.launches[0], why)
         for group in outer:
             ctx.note(group.launches[0], "launched once the reduction is there, waited for at the end")
@@ -64,15 +72,6 @@ class SinkWaits(GraphPass):
         launch_groups.move({node: places[node] for node in in_order})
         return before != list(gm.graph.nodes)
 
-    def _place(self, found: list[LaunchGroup], i: int, graph: fx.Graph) -> tuple[fx.Node, str]:
-        latest, why = self._latest(found, i, graph)
-        if i + 1 < len(found) and _is_all_reduced(found[i]):
-            waited_for = {wait for group in found for wait in group.waits}
-            behind = launch_groups.following(found[i + 1].nodes[-1], _with_readers(waited_for))
-            if behind < latest:
-                return behind, f"waited for when {found[i + 1].name} is launched, so that its all_reduce can start"
-        return latest, why
-
     def _latest(self, found: list[LaunchGroup], i: int, graph: fx.Graph) -> tuple[fx.Node, str]:
         if i + self.max_buffers >= len(found):
             return graph.output_node(), "waited for at the end"
@@ -84,6 +83,18 @@ class SinkWaits(GraphPass):
 def _is_all_reduced(group: LaunchGroup) -> bool:
     """Whether what the launches of a group leave is averaged over replicas."""
     return any(user.target in collectives.ALL_REDUCES for wait in group.waits for user in wait.users)
+
+
+def _arrived(
+    group: LaunchGroup, latest: fx.Node, arrivals: Mapping[fx.Node, fx.Node], moving: set[fx.Node]
+) -> dict[fx.Node, fx.Node]:
+    """Return for each wait of a group the node before which its launch has arrived."""
+    found = {}
+    for wait in group.waits:
+        (source,) = wait.all_input_nodes
+        launch = source if source in arrivals else source.all_input_nodes[0]
+        found[wait] = min(latest, launch_groups.following(arrivals[launch].prev, moving))
+    return found
 
 
 def _with_readers(nodes: set[fx.Node]) -> set[fx.Node]:

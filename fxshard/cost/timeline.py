@@ -12,6 +12,7 @@ and so an expression again. It is exact as long as other shapes would decide ali
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -114,6 +115,18 @@ class Timeline:
     def computed_before(self, node: fx.Node) -> float:
         """Return the seconds of compute that stand before a node."""
         return self._before[self._places[node]]
+
+    def arrivals(self) -> dict[fx.Node, fx.Node]:
+        """Return for each launch the first node that compute comes to when it is done, if compute waits for nothing."""
+        found: dict[fx.Node, fx.Node] = {}
+        free: dict[str, float] = {}
+        nodes = list(self._places)
+        for node in self.launches:
+            queue = self.queues[node]
+            free[queue] = max(self.computed_before(node), free.get(queue, 0.0)) + self.seconds[node]
+            place = bisect.bisect_left(self._before, free[queue], lo=self._places[node] + 1, hi=len(nodes) - 1)
+            found[node] = nodes[place]
+        return found
 
     def run(self, moved: Mapping[fx.Node, fx.Node] | None = None) -> Timing:
         """Run a schedule on the clock.

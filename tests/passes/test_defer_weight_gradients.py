@@ -41,6 +41,13 @@ def test_computes_what_the_last_reduction_does_not_need_behind_it() -> None:
     assert_schedule(gm, "defer_weight_gradients_root", whole=True)
 
 
+@pytest.mark.parametrize(("bytes_per_s", "is_hidden"), [(64e3, True), (1e15, False)])
+def test_hides_the_all_reduce_that_follows_between_replicas(bytes_per_s: float, is_hidden: bool) -> None:
+    hardware = dataclasses.replace(SLOW_LINK, link_bandwidth=1e15, replica_bandwidth=bytes_per_s)
+    gm, ctx = model_of("root", replicas=2).at("backward", after=InsertCollectives)
+    assert run_pass(DeferWeightGradients(), gm, dataclasses.replace(ctx, hardware=hardware)) == is_hidden
+
+
 def test_says_how_much_it_hides() -> None:
     _, ctx = deferred("root")
     assert_expected_inline(

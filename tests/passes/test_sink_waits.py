@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import fx
 
+from fxshard.cost.hardware import HardwareSpec
 from fxshard.errors import ConfigError
 from fxshard.ir import collectives, launch_groups, liveness, tags
 from fxshard.passes._base import GraphPass, PassContext
@@ -72,20 +74,38 @@ def test_waits_for_the_oldest_before_one_too_many_is_launched(max_buffers: int, 
     assert reductions(sunk("four_layers", max_buffers)[0]) == expected
 
 
-@pytest.mark.parametrize("max_buffers", [1, 2, 4])
-def test_all_reduces_beside_the_compute_of_the_next_units(max_buffers: int) -> None:
-    """What four may be in flight of is waited for no later than two, or no all_reduce would start before the end."""
-    gm, ctx = after_passes(model_of("four_layers", replicas=2), "backward", SinkWaits(max_buffers=max_buffers))
-    found = events(gm, launch="all_reduce_", wait="all_reduced_")
-    assert found == "mm mm mm launch3 mm mm launch2 mm mm launch1 launch0 wait3 wait2 wait1 wait0"
-    assert_changes_nothing(SinkWaits(max_buffers=max_buffers), gm, ctx)
+@pytest.mark.parametrize(
+    ("latency_in_products", "max_buffers", "expected"),
+    [
+        (0.5, 4, "mm launch3 mm mm launch2 mm mm launch1 mm mm launch0 wait3 wait2 wait1 wait0"),
+        (1.5, 4, "mm mm launch3 mm mm launch2 mm mm launch1 mm launch0 wait3 wait2 wait1 wait0"),
+        (1.5, 1, "mm mm launch3 mm mm launch2 mm mm launch1 mm launch0 wait3 wait2 wait1 wait0"),
+        (9.0, 2, "mm mm mm mm mm launch3 mm mm launch2 launch1 launch0 wait3 wait2 wait1 wait0"),
+        (9.0, 4, "mm mm mm mm mm launch3 mm mm launch2 launch1 launch0 wait3 wait2 wait1 wait0"),
+    ],
+)
+def test_all_reduces_what_has_arrived_beside_the_compute_that_follows(
+    latency_in_products: float, max_buffers: int, expected: str
+) -> None:
+    """What has not arrived by the costs is waited for later, but no later than the buffers allow."""
+    hardware = link_of(latency_in_products)
+    sink = SinkWaits(max_buffers=max_buffers)
+    gm, ctx = after_passes(model_of("four_layers", replicas=2), "backward", sink, hardware=hardware)
+    assert events(gm, launch="all_reduce_", wait="all_reduced_") == expected
+    assert_changes_nothing(sink, gm, ctx)
 
 
-def test_waits_for_a_reduction_when_the_next_one_is_launched_where_an_all_reduce_follows() -> None:
-    gm, _ = after_passes(
-        model_of("four_layers", replicas=2), "backward", *BUCKETS["coalesced"], SinkWaits(), hardware=DEAR_COPIES
-    )
+def test_waits_for_each_launch_by_itself_where_an_all_reduce_follows() -> None:
+    model, hardware = model_of("four_layers", replicas=2), link_of(latency_in_products=0.5)
+    gm, _ = after_passes(model, "backward", *BUCKETS["split"], SinkWaits(), hardware=hardware)
     assert_schedule(gm, "sink_waits_replicas", whole=True)
+
+
+def link_of(latency_in_products: float) -> HardwareSpec:
+    """A link whose transfers take so many times as long as a matrix product."""
+    product = 1e-3
+    latency = latency_in_products * product
+    return dataclasses.replace(DEAR_COPIES, kernel_overhead=product, link_latency=latency, link_bandwidth=1e15)
 
 
 @pairwise(model=["two_layers", "doubles", "called_twice", "two_dtypes"], before=BUCKETS, max_buffers=[1, 2])
