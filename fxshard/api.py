@@ -21,7 +21,7 @@ from fxshard.ir import collectives, text
 from fxshard.runtime import mesh_axes, overlapped_step
 from fxshard.runtime.frame import Frame
 from fxshard.sharding import adopt as adopt_module
-from fxshard.sharding import forward_methods, fsdp2_settings, shard_module, sharded_module
+from fxshard.sharding import forward_methods, fsdp2_settings, per_parameter, shard_module, sharded_module
 from fxshard.sharding import release as release_module
 from fxshard.sharding.mesh import default_mesh, require_mesh
 from fxshard.sharding.no_sync import without_sync
@@ -100,19 +100,17 @@ def fully_shard(
     """
     _require_kinds(reshard_after_forward, mp_policy)
     _refuse_later_arguments(reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims)
-    if getattr(mp_policy, "param_dtype_override_fn", None) is not None:
-        raise NotImplementedError(
-            "fully_shard: mp_policy.param_dtype_override_fn is not implemented yet; leave it out."
-        )
     modules = _modules(module)
     _require_fresh(modules)
+    policy = mp_policy or MixedPrecisionPolicy()
     chosen = require_mesh(mesh if mesh is not None else default_mesh())
     shard_module.shard(
         modules,
         chosen,
-        mp_policy=mp_policy or MixedPrecisionPolicy(),
+        mp_policy=policy,
         reshard_after_forward=cast("bool | None", reshard_after_forward),
         ignored=ignored_params or (),
+        settings_of=per_parameter.chooser(policy),
     )
     _agree_on_hardware(chosen)
     return module

@@ -29,11 +29,13 @@ class Fsdp2Parameter:
         key: torch's own record of it, which nothing else refers to for long.
         parameter: the DTensor that is registered.
         places: the modules that register it, with the name there; several where it is tied.
+        keeps_dtype: whether it is gathered in its own dtype, whatever its unit's policy says.
     """
 
     key: Any
     parameter: nn.Parameter
     places: list[tuple[nn.Module, str]]
+    keeps_dtype: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +128,9 @@ class Fsdp2Unit:
                     (info.module, info.param_name),
                     *zip(info.shared_modules, info.shared_param_names, strict=True),
                 ]
-                found.append(Fsdp2Parameter(each, info.module._parameters[info.param_name], places))
+                own = getattr(each, "mp_policy", self.mp_policy)  # from torch 2.15 on
+                keeps_dtype = own.param_dtype != self.mp_policy.param_dtype
+                found.append(Fsdp2Parameter(each, info.module._parameters[info.param_name], places, keeps_dtype))
         return found
 
     def obstacles(self) -> list[str]:
@@ -153,9 +157,6 @@ class Fsdp2Unit:
             "set_all_reduce_hook with a stream": any_of(groups, "_all_reduce_hook_stream"),
             "set_custom_all_gather or set_custom_reduce_scatter": any(
                 not type(comm).__module__.startswith("torch.") for comm in comms
-            ),
-            "mp_policy.param_dtype_override_fn": any(
-                getattr(each.mp_policy, "param_dtype_override_fn", None) is not None for each in params
             ),
             "an extension (fsdp_pre_all_gather on a tensor subclass)": any(
                 hasattr(each.sharded_param._local_tensor, "fsdp_pre_all_gather") for each in params

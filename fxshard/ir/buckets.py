@@ -302,7 +302,8 @@ class CollectiveBuilder:
 def _layout(unit: UnitPlan) -> Hashable:
     """Return all of a unit that its collectives depend on: everything but names."""
     slots = tuple(
-        (shard.dtype, tuple((slot.shape, slot.offset, slot.numel) for slot in shard.slots)) for shard in unit.shards
+        (shard.dtype, shard.keeps_dtype, tuple((slot.shape, slot.offset, slot.numel) for slot in shard.slots))
+        for shard in unit.shards
     )
     return slots, *unit.groups.items(), unit.param_dtype, unit.reduce_dtype
 

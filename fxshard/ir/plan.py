@@ -1,12 +1,13 @@
 """The plan: which parameter lies where in which shard, and what a captured graph may assume about it.
 
 [Note: layout of a unit]
-A *unit* is the set of parameters that are gathered and reduced together. Parameters of one storage dtype and one
-`requires_grad` share a *shard*: one contiguous 1-D tensor per rank. A parameter of shape `[rows, ...]` is cut into
-`world_size` chunks of `ceil(rows / world_size)` rows, as `torch.chunk` and `DTensor(Shard(0))` cut it. This rank's
-chunk, zero-padded, is the parameter's *slot* in the shard. Slots follow each other in registration order, so an
-all_gather of the shard fills `[world_size, shard_numel]`, and slot `i` is a block of its columns. A scalar cannot be
-cut: its slot holds the whole value on every rank (replicated), and its gradient is reduced into every rank's slot.
+A *unit* is the set of parameters that are gathered and reduced together. Parameters of one storage dtype, one dtype
+while they are gathered and one `requires_grad` share a *shard*: one contiguous 1-D tensor per rank. A parameter of
+shape `[rows, ...]` is cut into `world_size` chunks of `ceil(rows / world_size)` rows, as `torch.chunk` and
+`DTensor(Shard(0))` cut it. This rank's chunk, zero-padded, is the parameter's *slot* in the shard. Slots follow each
+other in registration order, so an all_gather of the shard fills `[world_size, shard_numel]`, and slot `i` is a block of
+its columns. A scalar cannot be cut: its slot holds the whole value on every rank (replicated), and its gradient is
+reduced into every rank's slot.
 
 On a mesh of two axes the second one shards as described, and the first one replicates: the ranks along it hold the same
 shard. `world_size` and `group` are those of the axis that shards.
@@ -20,6 +21,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 
@@ -61,11 +63,12 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardPlan:
-    """One flat 1-D tensor per rank: the slots of all parameters with the same dtype and `requires_grad`."""
+    """One flat 1-D tensor per rank: the slots of all parameters with the same dtypes and `requires_grad`."""
 
     dtype: torch.dtype
     trainable: bool
     slots: tuple[Slot, ...]
+    keeps_dtype: bool = False  # whether it is gathered in `dtype`, whatever the unit's `param_dtype`
 
     @property
     def numel(self) -> int:
@@ -120,7 +123,8 @@ class UnitPlan:
 
     def unsharded_dtype(self, shard: ShardPlan) -> torch.dtype:
         """Return the dtype of the shard's parameters while they are gathered."""
-        return self.param_dtype if self.param_dtype and shard.dtype.is_floating_point else shard.dtype
+        casts = self.param_dtype is not None and shard.dtype.is_floating_point and not shard.keeps_dtype
+        return cast(torch.dtype, self.param_dtype) if casts else shard.dtype
 
     def slot(self, index: tuple[int, int]) -> Slot:
         """Return the slot of a parameter: (shard, slot)."""
@@ -156,7 +160,7 @@ class UnitPlan:
         names = (str(d).removeprefix("torch.") for d in (self.param_dtype, self.reduce_dtype))
         groups = "+".join(filter(None, dict.fromkeys((self.group, self.reducing_group, self.replicate_group))))
         # A graph may read a part of a unit; the rest decides where that part lies.
-        layout = [(str(s.dtype), s.trainable, [slot.shape for slot in s.slots]) for s in self.shards]
+        layout = [(str(s.dtype), s.keeps_dtype, s.trainable, [slot.shape for slot in s.slots]) for s in self.shards]
         digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:8]
         policy = "reshard" if self.reshard_after_forward else "keep"
         policy += f" /{self.divide_factor:g}" if self.divide_factor is not None else ""
@@ -221,16 +225,18 @@ class ParameterSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     trainable: bool
+    keeps_dtype: bool = False
 
 
 def lay_out(parameters: Iterable[ParameterSpec], world_size: int) -> tuple[ShardPlan, ...]:
     """Assign each parameter, in registration order, a slot; see [Note: layout of a unit]."""
-    groups: dict[tuple[torch.dtype, bool], list[ParameterSpec]] = {}
+    groups: dict[tuple[torch.dtype, bool, bool], list[ParameterSpec]] = {}
     for parameter in parameters:
-        groups.setdefault((parameter.dtype, parameter.trainable), []).append(parameter)
+        key = parameter.dtype, parameter.trainable, parameter.keeps_dtype
+        groups.setdefault(key, []).append(parameter)
     return tuple(
-        ShardPlan(dtype=dtype, trainable=trainable, slots=_slots(members, world_size))
-        for (dtype, trainable), members in groups.items()
+        ShardPlan(dtype=dtype, trainable=trainable, keeps_dtype=keeps_dtype, slots=_slots(members, world_size))
+        for (dtype, trainable, keeps_dtype), members in groups.items()
     )
 
 

@@ -27,6 +27,12 @@ TRACED = "_fxshard_traced"
 """Key in a module's `__dict__`: name -> `ParameterRef.text`, `flat_key(name)` -> its flat; for tracing."""
 
 
+class ParameterSettings(NamedTuple):
+    """How one parameter is sharded otherwise than its unit."""
+
+    keeps_dtype: bool = False  # whether it is gathered in its own dtype, whatever the policy's `param_dtype`
+
+
 class ParameterRef(NamedTuple):
     """All that reading a parameter needs."""
 

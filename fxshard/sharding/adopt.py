@@ -20,6 +20,7 @@ from fxshard import torch_fsdp2
 from fxshard.errors import ConfigError
 from fxshard.runtime import gloo, process_groups
 from fxshard.runtime.flat_shard import Member
+from fxshard.runtime.parameters import ParameterSettings
 from fxshard.runtime.unit import Unit
 from fxshard.sharding import forward_methods
 from fxshard.sharding.mesh import require_mesh
@@ -126,6 +127,7 @@ class _Settings:
                 each.places,
                 each.parameter,
                 cast("weakref.ref[nn.Parameter]", weakref.ref(each.key)),
+                ParameterSettings(keeps_dtype=each.keeps_dtype),
             )
             for each in given
         ]

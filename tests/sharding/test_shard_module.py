@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import register_parametrization
@@ -170,6 +171,26 @@ def test_says_what_is_wrong_with_the_axes_of_a_mesh(fake_group: None) -> None:
     fully_shard(model, mesh=three["replicate", "shard"])
     with pytest.raises(ConfigError, match=r'mesh: two axes need names.*mesh_dim_names=\("replicate", "shard"\)'):
         fully_shard(MLP(), mesh=init_device_mesh("cpu", (1, 2)))
+
+
+@dataclass(frozen=True)
+class Choosing(MixedPrecisionPolicy):
+    """torch's policy with a field of torch 2.15."""
+
+    param_dtype_override_fn: Any = None
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ("bfloat16", "must return a torch.dtype or None, for blocks.0.norm.weight it returned 'bfloat16'"),
+        (torch.float16, r"returned torch.float16 for blocks.0.norm.weight, which is stored in torch.float32"),
+    ],
+)
+def test_names_the_parameter_for_which_a_wrong_dtype_was_chosen(mesh: DeviceMesh, chosen: Any, message: str) -> None:
+    model, policy = MLP(), Choosing(param_dtype=torch.bfloat16, param_dtype_override_fn=lambda p: chosen)
+    with left_as_it_was(model), pytest.raises(ConfigError, match=message):
+        fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 @pytest.mark.parametrize("reshard_after_forward", [1.5, "yes"])
