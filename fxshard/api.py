@@ -6,7 +6,7 @@ import contextlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast, overload
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from fxshard.runtime.frame import Frame
 from fxshard.sharding import adopt as adopt_module
 from fxshard.sharding import forward_methods, fsdp2_settings, per_parameter, shard_module, sharded_module
 from fxshard.sharding import release as release_module
-from fxshard.sharding.mesh import default_mesh, require_mesh
+from fxshard.sharding.mesh import default_mesh, require_mesh, resharding
 from fxshard.sharding.no_sync import without_sync
 from fxshard.sharding.sharded_module import ShardedModule, is_compiled, plain_module
 
@@ -83,8 +83,9 @@ def fully_shard(
             is none. With two axes, which need names, the first one replicates and the second shards (hybrid sharding):
             gradients are reduced over the second and then averaged over the first.
         reshard_after_forward: True frees the gathered parameters after forward and gathers them again in backward;
-            False keeps them; None is False for the outermost module and True for the others. Compiled code only: a
-            model that runs eagerly keeps what autograd saved until its backward.
+            False keeps them; None is False for the outermost module and True for the others. A number is one of ranks
+            that share them in between: with 8, ranks 0 to 7 have all of them, ranks 8 to 15 too, and backward gathers
+            within these. Compiled code only: a model that runs eagerly keeps what autograd saved until its backward.
         shard_placement_fn: not implemented yet.
         mp_policy: dtypes of gathered parameters, of gradient reduction, of inputs and outputs; torch's dataclass.
         offload_policy: only the default; offloading is not implemented yet.
@@ -99,7 +100,7 @@ def fully_shard(
         NotImplementedError: an argument of a later release, named.
     """
     _require_kinds(reshard_after_forward, mp_policy)
-    _refuse_later_arguments(reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims)
+    _refuse_later_arguments(shard_placement_fn, offload_policy, dp_mesh_dims)
     modules = _modules(module)
     _require_fresh(modules)
     policy = mp_policy or MixedPrecisionPolicy()
@@ -108,7 +109,7 @@ def fully_shard(
         modules,
         chosen,
         mp_policy=policy,
-        reshard_after_forward=cast("bool | None", reshard_after_forward),
+        reshard_after_forward=resharding(chosen, reshard_after_forward),
         ignored=ignored_params or (),
         settings_of=per_parameter.chooser(policy),
     )
@@ -313,14 +314,13 @@ def release_accumulators(module: nn.Module) -> None:
 
 def _require_kinds(reshard: object, mp_policy: object) -> None:
     if not isinstance(reshard, bool | int | None):
-        raise ConfigError(f"reshard_after_forward must be True, False or None, got {reshard!r}.")
+        raise ConfigError(f"reshard_after_forward must be True, False, None or a number of ranks, got {reshard!r}.")
     if not isinstance(mp_policy, MixedPrecisionPolicy | None):
         raise ConfigError(f"mp_policy must be a MixedPrecisionPolicy, got {mp_policy!r}.")
 
 
-def _refuse_later_arguments(reshard: Any, placement_fn: Any, offload: OffloadPolicy | None, dp_mesh_dims: Any) -> None:
+def _refuse_later_arguments(placement_fn: Any, offload: OffloadPolicy | None, dp_mesh_dims: Any) -> None:
     later = {
-        "reshard_after_forward (an int)": reshard is not None and not isinstance(reshard, bool),
         "shard_placement_fn": placement_fn is not None,
         "offload_policy": offload is not None and type(offload) is not OffloadPolicy,
         "dp_mesh_dims": dp_mesh_dims is not None,

@@ -68,11 +68,14 @@ class Fsdp2Unit:
         return self.state._mp_policy
 
     @property
-    def reshard_after_forward(self) -> bool | None:
+    def reshard_after_forward(self) -> bool | int | None:
         """As given, or set since."""
         if self.state._auto_reshard_after_forward or not self.groups:
             return None
-        return bool(self.groups[0]._reshard_after_forward)
+        group = self.groups[0]
+        if group._use_post_forward_mesh:
+            return int(group.post_forward_mesh_info.shard_mesh_size)
+        return bool(group._reshard_after_forward)
 
     @property
     def reshard_after_backward(self) -> bool:
@@ -152,7 +155,6 @@ class Fsdp2Unit:
                 each.fsdp_placement.dim != 0 for each in params
             ),
             "CPU offload (offload_policy)": any_of(params, "offload_to_cpu", False),
-            "reshard_after_forward as a number of ranks": any(group._use_post_forward_mesh for group in groups),
             "set_reduce_scatter_unused_params": any_of(groups, "reduce_scatter_unused_params", False),
             "set_all_reduce_hook with a stream": any_of(groups, "_all_reduce_hook_stream"),
             "set_custom_all_gather or set_custom_reduce_scatter": any(

@@ -42,7 +42,7 @@ ARGUMENTS: Mapping[str, Row] = {
     "mesh": Row("same", "one axis, or (replicate, shard); without a process group one is made"),
     "reshard_after_forward": Row(
         "differs",
-        "True, False and None; a number of ranks is refused. Code that is not compiled keeps what autograd saved",
+        "True, False, None and a number of ranks. Code that is not compiled keeps what autograd saved",
     ),
     "shard_placement_fn": Row("refused", "parameters are sharded by rows"),
     "mp_policy": Row("same", "a unit may also have parameters of several dtypes, which FSDP2 asserts that it has not"),

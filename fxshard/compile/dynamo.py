@@ -97,13 +97,14 @@ def bind_markers(gm: fx.GraphModule, flats: dict[int, Home]) -> FramePlan:
         if isinstance(module, fx.GraphModule):
             module.recompile()
     units = {keys[id(home.unit)]: _with_prefetch(home.unit, keys) for home in flats.values()}
-    return FramePlan(
+    plan = FramePlan(
         units=units,
         shard_inputs={i: (keys[id(h.unit)], h.shard) for i, h in flats.items()},
         input_names=tuple(
             "" if i in flats else source_name(node).removeprefix("self.") for i, node in enumerate(placeholders)
         ),
     )
+    return plan.with_subgroups()
 
 
 def _with_prefetch(unit: Unit, keys: Mapping[int, str]) -> UnitPlan:
@@ -187,11 +188,12 @@ def returned_by(gm: fx.GraphModule) -> dict[int, ParameterKey]:
 def read_shares(gm: fx.GraphModule, plan: FramePlan) -> dict[str, float]:
     """Map unit key -> the share of the unit's elements that a graph with bound markers reads."""
     read = {ops.parameter_key_of(marker) for marker in _markers(gm)}
-    total = {key: sum(shard.numel for shard in unit.shards) for key, unit in plan.units.items()}
-    used = dict.fromkeys(plan.units, 0)
+    units = {key: unit for key, unit in plan.units.items() if key not in plan.in_subgroups}
+    total = {key: sum(shard.numel for shard in unit.shards) for key, unit in units.items()}
+    used = dict.fromkeys(units, 0)
     for unit, shard, slot in read:
         used[unit] += plan.units[unit].shards[shard].slots[slot].numel
-    return {key: used[key] / max(1, total[key]) for key in plan.units}
+    return {key: used[key] / max(1, total[key]) for key in units}
 
 
 def _unit_keys(units: Sequence[Unit]) -> dict[int, str]:

@@ -199,6 +199,10 @@ def _call(node: fx.Node, values: Mapping[fx.Node, PerRank], num_ranks: int) -> P
     collective = _COLLECTIVES.get(node.target) if node.op == "call_function" else None
     if collective is not None and _spans(node, num_ranks):
         return collective([args for args, _ in ranks])
+    if node.target in collectives.GATHERS and tags.units_of(node) and not num_ranks % collectives.world_size_of(node):
+        return _in_subgroups([args for args, _ in ranks], _COLLECTIVES[node.target], collectives.world_size_of(node))
+    if node.target is ops.KEEP_ROWS:
+        return tuple(ops.rows_kept(args[0], args[2], rank % args[2]) for rank, (args, _) in enumerate(ranks))
     if node.target is ops.COPY_OUT:
         return tuple(_cut(*args[:4]) for args, _ in ranks)
     namespace = getattr(node.target, "namespace", "")
@@ -213,6 +217,12 @@ def _call(node: fx.Node, values: Mapping[fx.Node, PerRank], num_ranks: int) -> P
         return tuple(operator.methodcaller(str(node.target), *args[1:], **kwargs)(args[0]) for args, kwargs in ranks)
     function: Any = node.target
     return tuple(function(*args, **kwargs) for args, kwargs in ranks)
+
+
+def _in_subgroups(ranks: Sequence[tuple[Any, ...]], gather: Callable[..., PerRank], size: int) -> PerRank:
+    """Gather among each `size` ranks next to each other."""
+    blocks = [gather(ranks[first : first + size]) for first in range(0, len(ranks), size)]
+    return tuple(value for block in blocks for value in block)
 
 
 def _cut(gathered: Tensor, size: list[int], stride: list[int], start: int) -> Tensor:

@@ -202,7 +202,7 @@ def _shard_alike(model: nn.Module, units: tuple[Unit, ...], replica: Replica) ->
                     [replica.of(module) for module in (made.modules if made else modules)],
                     meshes[(made or units[0]).mesh],
                     mp_policy=state.mp_policy,
-                    reshard_after_forward=made.reshard_after_forward if made else None,
+                    reshard_after_forward=made.reshard_after_forward if made and not made.subgroup_size else None,
                     ignored=unsharded,
                     settings_of=_settings_in(made, replica) if made else like_its_unit,
                 )
@@ -214,6 +214,9 @@ def _shard_alike(model: nn.Module, units: tuple[Unit, ...], replica: Replica) ->
         copied.backward_prefetch = _copies(unit.backward_prefetch, units, replica)
         copied.publish()
     _give_reduce_groups(_copy_of(unit, replica) for unit in units if unit.uses_reduce_group)
+    for unit in units:
+        if unit.subgroup_size:
+            _give_subgroup(_copy_of(unit, replica), unit.subgroup_size)
 
 
 def _settings_in(unit: Unit, replica: Replica) -> Chooser:
@@ -222,6 +225,13 @@ def _settings_in(unit: Unit, replica: Replica) -> Chooser:
         id(replica.of(module).get_parameter(name)): member for member in unit.members for module, name in member.owners
     }
     return lambda fqn, parameter: places[id(parameter)].settings
+
+
+def _give_subgroup(unit: Unit, size: int) -> None:
+    """Let a subgroup that does not exist share the parameters between forward and backward."""
+    name = f"{unit.plan.group}_{size}"
+    unit.reshard_after_forward, unit.subgroup = size, cast(dist.ProcessGroup, SimpleNamespace(group_name=name))
+    unit.publish()
 
 
 def _give_reduce_groups(units: Iterable[Unit]) -> None:

@@ -332,6 +332,7 @@ class _BucketReader:
         self.places = {
             qualified(key, slot.fqn): (key, (i, j))
             for key, unit in plan.units.items()
+            if key not in plan.in_subgroups  # what a subgroup shares of a unit has the same parameters
             for i, shard in enumerate(unit.shards)
             for j, slot in enumerate(shard.slots)
         }
@@ -362,7 +363,7 @@ class _BucketReader:
         for node, value in self.flow.parameters.items():
             place = self.places.get(tags.meta_of(node).param)
             if isinstance(value, Window) and value.launch is not None and place is not None:
-                found.setdefault(value.launch, {})[place] = node
+                found.setdefault(value.launch, {})[value.flat.unit, place[1]] = node
         return found
 
     def _gather(

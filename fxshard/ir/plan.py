@@ -17,8 +17,10 @@ The layout is that of FSDP2's all_gather and reduce_scatter buffers; bitwise par
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -99,6 +101,9 @@ class UnitPlan:
     all_reduces: bool = True  # whether graphs average over the replicas, and not the runtime after them
     divide_factor: float | None = None  # by which gradients are divided; `None`: by the number of ranks
     sums_only: bool = False  # whether reductions may only add
+    subgroup_size: int = 0  # ranks that share its parameters between forward and backward; 0 for all of them
+    subgroup: str = ""  # name of their process group
+    subgroup_of: str | None = None  # key of a unit, if this is what a subgroup shares of it
 
     @property
     def reducing_group(self) -> str:
@@ -109,7 +114,8 @@ class UnitPlan:
     def groups(self) -> dict[str, int]:
         """Names of all its process groups -> how many ranks are in each."""
         found = {self.group: self.world_size, self.reducing_group: self.world_size}
-        return found | ({self.replicate_group: self.replicas} if self.replicas > 1 else {})
+        found |= {self.replicate_group: self.replicas} if self.replicas > 1 else {}
+        return found | ({self.subgroup: self.subgroup_size} if self.subgroup else {})
 
     @property
     def averages_replicas(self) -> bool:
@@ -158,11 +164,13 @@ class UnitPlan:
     def sharing_key(self) -> str:
         """Return what two units must have in common to run through one compiled graph, their layout included."""
         names = (str(d).removeprefix("torch.") for d in (self.param_dtype, self.reduce_dtype))
-        groups = "+".join(filter(None, dict.fromkeys((self.group, self.reducing_group, self.replicate_group))))
+        named = dict.fromkeys((self.group, self.reducing_group, self.replicate_group, self.subgroup))
+        groups = "+".join(filter(None, named))
         # A graph may read a part of a unit; the rest decides where that part lies.
         layout = [(str(s.dtype), s.keeps_dtype, s.trainable, [slot.shape for slot in s.slots]) for s in self.shards]
         digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:8]
         policy = "reshard" if self.reshard_after_forward else "keep"
+        policy += f" to {self.subgroup_size}" if self.subgroup else ""
         policy += f" /{self.divide_factor:g}" if self.divide_factor is not None else ""
         policy += " sums" if self.sums_only else ""
         ranks = f"{self.replicas}x{self.world_size}" if self.replicas > 1 else f"{self.world_size}"
@@ -182,14 +190,62 @@ class FramePlan:
         around = [
             (len(fqn), key)
             for key, unit in self.units.items()
+            if key not in self.in_subgroups
             for fqn in unit.fqn.split(",")
             if not fqn or module == fqn or module.startswith(f"{fqn}.")
         ]
         return max(around)[1] if around else ""
 
+    @functools.cached_property
+    def in_subgroups(self) -> dict[str, str]:
+        """What subgroups share -> the key of the unit that it is of."""
+        return {key: unit.subgroup_of for key, unit in self.units.items() if unit.subgroup_of is not None}
+
+    def owner_of(self, key: str) -> str:
+        """Return the key of the unit itself where `key` is that of what a subgroup shares of it."""
+        return self.in_subgroups.get(key, key)
+
+    def with_subgroups(self) -> FramePlan:
+        """Add, for each unit with a subgroup, what that shares between forward and backward: as a unit of its own."""
+        keys = {key: subgroup_key(key, unit.subgroup_size) for key, unit in self.units.items() if unit.subgroup}
+        units = {key: replace(unit, backward_prefetch=()) if key in keys else unit for key, unit in self.units.items()}
+        for key, name in keys.items():
+            listed = self.units[key].backward_prefetch
+            ahead = None if listed is None else tuple(keys.get(other, other) for other in listed)
+            units[name] = replace(_in_subgroup(self.units[key], key), backward_prefetch=ahead)
+        return replace(self, units=units) if keys else self
+
     def parameter_name(self, unit: str, shard: int, slot: int) -> str:
         """Return what tags call a parameter."""
         return qualified(unit, self.units[unit].shards[shard].slots[slot].fqn)
+
+
+def subgroup_key(unit: str, size: int) -> str:
+    """Return the key of what a subgroup of so many ranks shares of a unit; its parameters keep their names."""
+    name = unit.rstrip("'")
+    return f"{name}/{size}{unit[len(name) :]}"
+
+
+def is_in_subgroup(units: str) -> bool:
+    """Return whether the name of a unit, or the last of several, is that of what a subgroup shares."""
+    return re.search(r"/\d+'*$", units) is not None
+
+
+def _in_subgroup(unit: UnitPlan, key: str) -> UnitPlan:
+    """Return the plan of what a subgroup shares of a unit: its parameters as they were gathered, cut anew."""
+    shards = []
+    for shard in unit.shards:
+        dtype = unit.unsharded_dtype(shard)
+        specs = [ParameterSpec(fqn=s.fqn, shape=s.shape, dtype=dtype, trainable=shard.trainable) for s in shard.slots]
+        slots = _slots(specs, unit.subgroup_size)
+        shards.append(ShardPlan(dtype=dtype, trainable=shard.trainable, slots=slots))
+    return UnitPlan(
+        fqn=unit.fqn,
+        shards=tuple(shards),
+        world_size=unit.subgroup_size,
+        group=unit.subgroup,
+        subgroup_of=key,
+    )
 
 
 def qualified(unit: str, fqn: str) -> str:

@@ -24,7 +24,7 @@ from fxshard.runtime.parameters import ParameterSettings
 from fxshard.runtime.unit import Unit
 from fxshard.sharding import forward_methods
 from fxshard.sharding.mesh import require_mesh
-from fxshard.sharding.shard_module import ignored_under, install, join, module_paths
+from fxshard.sharding.shard_module import ignored_under, install, join, module_paths, subgroup_for
 from fxshard.sharding.sharded_module import ModuleState, ShardedModule, is_compiled, plain_module, state_of
 from fxshard.torch_fsdp2 import Fsdp2Unit
 
@@ -135,7 +135,7 @@ class _Settings:
         units = []
         if mesh is not None:
             gloo.warn_of_two_threads(mesh)
-            units.append(Unit(self.modules, members, mesh, policy, reshard))
+            units.append(Unit(self.modules, members, mesh, policy, reshard, subgroup_for(mesh, reshard)))
             units[0].ignored = ignored_under(self.modules)
         install(self.modules, tuple(units), policy)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from fxshard.errors import ConfigError
-from fxshard.runtime import gloo, mesh_axes
+from fxshard.runtime import gloo, mesh_axes, process_groups
 from fxshard.runtime.flat_shard import Member, home_of
 from fxshard.runtime.parameters import REFS, ParameterSettings, adopt_attributes, as_dtensor, shard_rows
 from fxshard.runtime.prefetcher import Prefetcher
@@ -50,7 +51,7 @@ def shard(
     mesh: DeviceMesh,
     *,
     mp_policy: MixedPrecisionPolicy,
-    reshard_after_forward: bool | None,
+    reshard_after_forward: bool | int | None,
     ignored: Iterable[nn.Parameter] = (),
     settings_of: Chooser = like_its_unit,
 ) -> None:
@@ -67,7 +68,11 @@ def shard(
     _require_dense_gradients(modules)
     settings = {fqn: settings_of(fqn, param) for fqn, (param, _) in taken.items()}
     _move_buffers(modules, mesh)
-    units = (Unit(modules, _members(taken, settings, mesh), mesh, mp_policy, reshard_after_forward),) if taken else ()
+    units: tuple[Unit, ...] = ()
+    if taken:
+        subgroup = subgroup_for(mesh, reshard_after_forward)
+        members = _members(taken, settings, mesh)
+        units = (Unit(modules, members, mesh, mp_policy, reshard_after_forward, subgroup),)
     for unit in units:
         _register(unit)
         unit.ignored = skip
@@ -101,6 +106,13 @@ def _members(
             members.append(Member(fqn, places, dtensor, weakref.ref(param), settings[fqn]))
     gloo.warn_of_two_threads(mesh)
     return members
+
+
+def subgroup_for(mesh: DeviceMesh, reshard_after_forward: bool | int | None) -> dist.ProcessGroup | None:
+    """Return the ranks that share the parameters between forward and backward, if not all of the mesh's do."""
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return None
+    return process_groups.subgroup_of(mesh, reshard_after_forward)
 
 
 def _register(unit: Unit) -> None:

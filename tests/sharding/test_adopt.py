@@ -83,11 +83,13 @@ def test_takes_over_a_mesh_of_two_axes_and_settings_of_reductions(fake_group: No
     assert [units[fqn].replica_sums.averages for fqn in ("", "blocks.1")] == [True, False]
 
 
-def test_refuses_to_keep_parameters_on_fewer_ranks() -> None:
+def test_takes_over_that_fewer_ranks_share_parameters_after_forward() -> None:
     with fake_ranks(4) as mesh:
         model = fsdp2_mlp(mesh, reshard_after_forward=2)
-        with pytest.raises(ConfigError, match=r"blocks.0: reshard_after_forward as a number of ranks"):
-            fxshard.adopt(model)
+        before = settings(model)
+        assert [unit.plan.subgroup_size for unit in units_under(fxshard.adopt(model))] == [2, 2, 2]
+        fxshard.release(model)
+        assert settings(model) == before
 
 
 class OwnGather:

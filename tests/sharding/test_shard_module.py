@@ -19,6 +19,9 @@ from torch.nn.utils.parametrize import register_parametrization
 
 from fxshard import fully_shard
 from fxshard.errors import ConfigError
+from fxshard.sharding.mesh import say_that_one_keeps_all
+from fxshard.sharding.sharded_module import units_under
+from tests.graphs import fake_ranks
 from tests.numerics.harness import compile_module
 from tests.numerics.models import MLP, WIDTH
 
@@ -148,7 +151,6 @@ LATER = {
     "shard_placement_fn": lambda p: Shard(0),
     "offload_policy": CPUOffloadPolicy(),
     "dp_mesh_dims": object(),
-    "reshard_after_forward": 2,
 }
 
 
@@ -191,6 +193,23 @@ def test_names_the_parameter_for_which_a_wrong_dtype_was_chosen(mesh: DeviceMesh
     model, policy = MLP(), Choosing(param_dtype=torch.bfloat16, param_dtype_override_fn=lambda p: chosen)
     with left_as_it_was(model), pytest.raises(ConfigError, match=message):
         fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+@pytest.mark.parametrize("number", [0, -1, 3, 8])
+def test_says_which_numbers_of_ranks_may_share_the_parameters(number: int) -> None:
+    model = MLP()
+    with fake_ranks(4) as mesh, left_as_it_was(model):
+        with pytest.raises(ConfigError, match=rf"reshard_after_forward={number}: .* a factor of the 4 that share"):
+            fully_shard(model, mesh=mesh, reshard_after_forward=number)
+
+
+def test_takes_one_rank_for_false_and_all_for_true(caplog: pytest.LogCaptureFixture) -> None:
+    say_that_one_keeps_all.cache_clear()
+    with fake_ranks(4) as mesh:
+        models = [fully_shard(MLP(), mesh=mesh, reshard_after_forward=number) for number in (1, 4, 2)]
+    plans = [unit.plan for model in models for unit in units_under(model)]
+    assert [(plan.reshard_after_forward, plan.subgroup_size) for plan in plans] == [(False, 0), (True, 0), (True, 2)]
+    assert "reshard_after_forward=1 keeps the parameters of a unit on each rank" in caplog.text
 
 
 @pytest.mark.parametrize("reshard_after_forward", [1.5, "yes"])
