@@ -86,7 +86,9 @@ def fully_shard(
             False keeps them; None is False for the outermost module and True for the others. A number is one of ranks
             that share them in between: with 8, ranks 0 to 7 have all of them, ranks 8 to 15 too, and backward gathers
             within these. Compiled code only: a model that runs eagerly keeps what autograd saved until its backward.
-        shard_placement_fn: not implemented yet.
+        shard_placement_fn: called with each parameter; `Shard(d)` cuts it along dimension d, None along the first. But
+            for the first the ranks must divide it evenly. A gather then ends with a transposed copy, a reduction begins
+            with one.
         mp_policy: dtypes of gathered parameters, of gradient reduction, of inputs and outputs; torch's dataclass.
         offload_policy: only the default; offloading is not implemented yet.
         ignored_params: parameters that stay as they are: not sharded, their gradients not reduced.
@@ -100,7 +102,7 @@ def fully_shard(
         NotImplementedError: an argument of a later release, named.
     """
     _require_kinds(reshard_after_forward, mp_policy)
-    _refuse_later_arguments(shard_placement_fn, offload_policy, dp_mesh_dims)
+    _refuse_later_arguments(offload_policy, dp_mesh_dims)
     modules = _modules(module)
     _require_fresh(modules)
     policy = mp_policy or MixedPrecisionPolicy()
@@ -111,7 +113,7 @@ def fully_shard(
         mp_policy=policy,
         reshard_after_forward=resharding(chosen, reshard_after_forward),
         ignored=ignored_params or (),
-        settings_of=per_parameter.chooser(policy),
+        settings_of=per_parameter.chooser(policy, shard_placement_fn, chosen),
     )
     _agree_on_hardware(chosen)
     return module
@@ -319,9 +321,8 @@ def _require_kinds(reshard: object, mp_policy: object) -> None:
         raise ConfigError(f"mp_policy must be a MixedPrecisionPolicy, got {mp_policy!r}.")
 
 
-def _refuse_later_arguments(placement_fn: Any, offload: OffloadPolicy | None, dp_mesh_dims: Any) -> None:
+def _refuse_later_arguments(offload: OffloadPolicy | None, dp_mesh_dims: Any) -> None:
     later = {
-        "shard_placement_fn": placement_fn is not None,
         "offload_policy": offload is not None and type(offload) is not OffloadPolicy,
         "dp_mesh_dims": dp_mesh_dims is not None,
     }

@@ -30,12 +30,14 @@ class Fsdp2Parameter:
         parameter: the DTensor that is registered.
         places: the modules that register it, with the name there; several where it is tied.
         keeps_dtype: whether it is gathered in its own dtype, whatever its unit's policy says.
+        dim: along which it is cut.
     """
 
     key: Any
     parameter: nn.Parameter
     places: list[tuple[nn.Module, str]]
     keeps_dtype: bool
+    dim: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +135,8 @@ class Fsdp2Unit:
                 ]
                 own = getattr(each, "mp_policy", self.mp_policy)  # from torch 2.15 on
                 keeps_dtype = own.param_dtype != self.mp_policy.param_dtype
-                found.append(Fsdp2Parameter(each, info.module._parameters[info.param_name], places, keeps_dtype))
+                parameter, dim = info.module._parameters[info.param_name], each.fsdp_placement.dim
+                found.append(Fsdp2Parameter(each, parameter, places, keeps_dtype, dim))
         return found
 
     def obstacles(self) -> list[str]:
@@ -151,9 +154,6 @@ class Fsdp2Unit:
         return {
             "reduced gradients that wait for an all_reduce": any_of(groups, "_partial_reduce_output"),
             "parameters that were DTensors before (tensor parallelism)": any_of(params, "is_dtensor", False),
-            "parameters sharded on another dimension than 0 (shard_placement_fn)": any(
-                each.fsdp_placement.dim != 0 for each in params
-            ),
             "CPU offload (offload_policy)": any_of(params, "offload_to_cpu", False),
             "set_reduce_scatter_unused_params": any_of(groups, "reduce_scatter_unused_params", False),
             "set_all_reduce_hook with a stream": any_of(groups, "_all_reduce_hook_stream"),

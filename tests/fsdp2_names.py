@@ -44,7 +44,9 @@ ARGUMENTS: Mapping[str, Row] = {
         "differs",
         "True, False, None and a number of ranks. Code that is not compiled keeps what autograd saved",
     ),
-    "shard_placement_fn": Row("refused", "parameters are sharded by rows"),
+    "shard_placement_fn": Row(
+        "differs", "`Shard(d)` and None; a mesh of its own for a parameter (`ShardPlacementResult`) is refused"
+    ),
     "mp_policy": Row("same", "a unit may also have parameters of several dtypes, which FSDP2 asserts that it has not"),
     "offload_policy": Row("refused", "but for the default, `OffloadPolicy()`"),
     "ignored_params": Row("same"),

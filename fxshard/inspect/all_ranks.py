@@ -95,17 +95,20 @@ class InputValues:
         for member in shard.members:
             module, name = member.owners[0]
             parameters.append(self._originals[id(module)]._parameters[name].detach())
+        dims = [member.settings.dim for member in shard.members]
         flat = torch.zeros(shard.plan.numel, dtype=shard.plan.dtype, device=parameters[0].device)
-        return _fill(flat, shard.plan, parameters, rank, self._num_ranks)
+        return _fill(flat, shard.plan, list(zip(parameters, dims, strict=True)), rank, self._num_ranks)
 
 
-def _fill(flat: Tensor, plan: ShardPlan, parameters: Sequence[Tensor], rank: int, num_ranks: int) -> Tensor:
-    """Write a rank's rows of each parameter into its slot."""
-    for slot, parameter in zip(plan.slots, parameters, strict=True):
+def _fill(flat: Tensor, plan: ShardPlan, parameters: Sequence[tuple[Tensor, int]], rank: int, num_ranks: int) -> Tensor:
+    """Write a rank's rows of each parameter, which comes with the dimension along which it is cut, into its slot."""
+    for slot, (parameter, dim) in zip(plan.slots, parameters, strict=True):
         if isinstance(parameter, DTensor):
             own = mesh_axes.shard_rank(parameter.device_mesh)
-            rows = parameter.to_local().reshape(-1).roll(rank - own)
+            local = parameter.to_local()
+            rows = (local.movedim(dim, 0) if dim else local).reshape(-1).roll(rank - own)
         else:
+            parameter = parameter.movedim(dim, 0) if dim else parameter
             rows = (parameter if slot.replicated else parameter[slice(*slot.rows_of(rank, num_ranks))]).reshape(-1)
         flat[slot.offset : slot.offset + rows.numel()] = rows
     return flat

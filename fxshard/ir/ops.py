@@ -11,6 +11,9 @@ each value that it meets, and traces what takes it apart. The key in it is the s
 (units that agree on them may share a graph). `compile/dynamo.py` replaces the op by `unshard` with the key
 "<unit fqn>#<shard>@<call>".
 
+A parameter that is cut along another dimension than 0 is stored, gathered and reduced with that dimension first;
+`fxshard::whole(rows, dim)` puts it back. AOTAutograd's graphs have its transpose and copy.
+
 The other ops:
 
 - `fxshard::addmm_acc(acc, left, right)` adds a matrix product to `acc`: of `acc.addmm_` Inductor makes a temporary and
@@ -85,6 +88,7 @@ def cast_dtype(node: fx.Node, default: torch.dtype) -> torch.dtype:
 
 LIBRARY = torch.library.Library("fxshard", "DEF")
 LIBRARY.define("parameter(Tensor shard, str text) -> Tensor")
+LIBRARY.define("whole(Tensor rows, int dim) -> Tensor")
 LIBRARY.define("unshard(Tensor shard, str key, int slot, SymInt[] shape, ScalarType dtype) -> Tensor")
 LIBRARY.define("reduce_grad(Tensor grad, str key, int slot, SymInt numel, ScalarType dtype) -> Tensor")
 LIBRARY.define(
@@ -108,6 +112,7 @@ LIBRARY.define("region(Tensor[] operands, str name, int call) -> Tensor[]", tags
 LIBRARY.define("region_backward(Tensor[] inputs, str name, int call) -> Tensor[]", tags=_DRAWS)
 
 PARAMETER = torch.ops.fxshard.parameter.default
+WHOLE = torch.ops.fxshard.whole.default
 UNSHARD = torch.ops.fxshard.unshard.default
 REDUCE_GRAD = torch.ops.fxshard.reduce_grad.default
 PREFETCHED_ALL_GATHER = torch.ops.fxshard.prefetched_all_gather.default
@@ -308,6 +313,11 @@ def _refuse(*args: Any) -> Tensor:
     )
 
 
+def _whole(rows: Tensor, dim: int) -> Tensor:
+    return rows.movedim(0, dim).contiguous()
+
+
+LIBRARY.impl("whole", _whole, "CompositeImplicitAutograd")
 LIBRARY.impl("parameter", _parameter, "CompositeImplicitAutograd")
 LIBRARY.impl("unshard", _refuse, "CompositeExplicitAutograd")
 LIBRARY.impl("reduce_grad", _refuse, "CompositeExplicitAutograd")

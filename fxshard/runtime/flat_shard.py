@@ -29,7 +29,7 @@ from fxshard.errors import ConfigError
 from fxshard.ir.plan import ParameterSpec, ShardPlan
 from fxshard.runtime import mesh_axes
 from fxshard.runtime.gradients import GradientSink
-from fxshard.runtime.parameters import ParameterSettings, adopt_attributes, local_of
+from fxshard.runtime.parameters import ParameterSettings, adopt_attributes, local_of, rows_first
 
 if TYPE_CHECKING:
     from fxshard.runtime.unit import Unit
@@ -86,7 +86,7 @@ class Member:
         p = self.parameter
         return ParameterSpec(
             fqn=self.fqn,
-            shape=tuple(p.shape),
+            shape=rows_first(p.shape, self.settings.dim),
             dtype=p.dtype,
             trainable=p.requires_grad,
             keeps_dtype=self.settings.keeps_dtype,
@@ -161,7 +161,7 @@ class Member:
                 "under torch.no_grad(), and back after backward (noise on weights); or use a model that is not sharded "
                 "where gradients through an update are wanted (MAML)."
             )
-        placements = mesh_axes.placements(mesh, is_scalar=not old.shape)
+        placements = mesh_axes.placements(mesh, is_scalar=not old.shape, dim=self.settings.dim)
         fits = isinstance(new, DTensor) and tuple(new.shape) == tuple(old.shape)
         if fits and isinstance(new, DTensor) and new.device_mesh == mesh and tuple(new.placements) == placements:
             return
@@ -200,6 +200,8 @@ class FlatShard:
         for slot, member in zip(self.plan.slots, self.members, strict=True):
             shape = slot.local_shape(rank, world_size)
             view = self.flat.detach()[slot.offset : slot.offset + math.prod(shape)].view(shape)
+            if member.settings.dim:
+                view = view.movedim(0, member.settings.dim)
             view.copy_(member.local)
             member.attach(view)
         self.sink.parameters = [member.parameter for member in self.members]

@@ -190,7 +190,7 @@ class Unit:
         for index, shard in enumerate(self.shards):
             dtype, key = self.plan.unsharded_dtype(shard.plan), f"{index} of {sharing_key}{lists}"
             for i, (slot, member) in enumerate(zip(shard.plan.slots, shard.members, strict=True)):
-                ref = ParameterRef(shard.flat, key, i, slot.shape, dtype)
+                ref = ParameterRef(shard.flat, key, i, slot.shape, dtype, member.settings.dim)
                 for module, name in member.owners:
                     parameters.publish(module, name, ref)
 

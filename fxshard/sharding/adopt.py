@@ -127,7 +127,7 @@ class _Settings:
                 each.places,
                 each.parameter,
                 cast("weakref.ref[nn.Parameter]", weakref.ref(each.key)),
-                ParameterSettings(keeps_dtype=each.keeps_dtype),
+                ParameterSettings(keeps_dtype=each.keeps_dtype, dim=each.dim),
             )
             for each in given
         ]

@@ -10,6 +10,7 @@ import torch
 import torch.distributed.fsdp as fsdp2
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
 
 from fxshard.errors import ConfigError
 from fxshard.runtime.flat_shard import Member
@@ -86,6 +87,7 @@ class _Ours:
             _one_or_list(self.modules),
             mesh=unit.mesh,
             reshard_after_forward=unit.reshard_after_forward,
+            shard_placement_fn=_placement_in(unit),
             mp_policy=self._policy_for(unit),
             ignored_params=set(unit.ignored),
         )
@@ -133,6 +135,17 @@ class _Ours:
         module.set_is_last_backward(self.unit.microbatches.last)
 
 
+def _placement_in(unit: Unit) -> Callable[[nn.Parameter], Shard | None] | None:
+    """Return what tells FSDP2 along which dimension each parameter is cut, where one is not along the first."""
+    places = {
+        id(module._parameters[name]): Shard(member.settings.dim)
+        for member in unit.members
+        if member.settings.dim
+        for module, name in member.owners
+    }
+    return (lambda parameter: places.get(id(parameter))) if places else None
+
+
 def _put(unit: Unit, make: Callable[[Member], nn.Parameter]) -> None:
     for member in unit.members:
         parameter = make(member)
@@ -157,7 +170,7 @@ def _whole(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _with_memory_of_its_own(member: Member) -> nn.Parameter:
-    member.attach(member.local.clone())
+    member.attach(member.local.clone(memory_format=torch.contiguous_format))
     return member.parameter
 
 

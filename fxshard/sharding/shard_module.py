@@ -101,7 +101,8 @@ def _members(
     with torch.no_grad(), torch.inference_mode(False):
         for fqn, (param, places) in taken.items():
             full = _on_mesh_device(param, mesh)
-            dtensor = as_dtensor(full, shard_rows(full, rank, world_size), mesh)
+            dim = settings[fqn].dim
+            dtensor = as_dtensor(full, shard_rows(full, rank, world_size, dim), mesh, dim)
             adopt_attributes(dtensor, param.__dict__)
             members.append(Member(fqn, places, dtensor, weakref.ref(param), settings[fqn]))
     gloo.warn_of_two_threads(mesh)

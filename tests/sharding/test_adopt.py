@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_forward_method
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
-from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fxshard
@@ -35,13 +34,6 @@ def offloaded(mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-def sharded_on_columns(mesh: DeviceMesh) -> nn.Module:
-    linear = nn.Linear(WIDTH, WIDTH, bias=False)
-    sharded: Any = fsdp2_fully_shard(linear, mesh=mesh, shard_placement_fn=lambda parameter: Shard(1))
-    assert isinstance(sharded, nn.Module)
-    return sharded
-
-
 def with_gradients_that_wait(mesh: DeviceMesh) -> nn.Module:
     model = fsdp2_mlp(mesh)
     model.set_requires_gradient_sync(False)
@@ -52,7 +44,6 @@ def with_gradients_that_wait(mesh: DeviceMesh) -> nn.Module:
 
 REFUSED = {
     "offload": (offloaded, r"blocks.1: CPU offload (offload_policy)"),
-    "columns": (sharded_on_columns, "the root: parameters sharded on another dimension than 0 (shard_placement_fn)"),
     "waiting": (with_gradients_that_wait, "blocks.0: gradients added up without gradient sync"),
 }
 

@@ -148,7 +148,6 @@ def test_refuses_a_tied_parameter_in_two_units(mesh: DeviceMesh) -> None:
 
 
 LATER = {
-    "shard_placement_fn": lambda p: Shard(0),
     "offload_policy": CPUOffloadPolicy(),
     "dp_mesh_dims": object(),
 }
@@ -193,6 +192,34 @@ def test_names_the_parameter_for_which_a_wrong_dtype_was_chosen(mesh: DeviceMesh
     model, policy = MLP(), Choosing(param_dtype=torch.bfloat16, param_dtype_override_fn=lambda p: chosen)
     with left_as_it_was(model), pytest.raises(ConfigError, match=message):
         fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+class OnItsOwnMesh:
+    """What torch's function may return, too."""
+
+    placement, mesh_info = Shard(0), object()
+
+
+@pytest.mark.parametrize(
+    ("placement", "error", "message"),
+    [
+        ("columns", ConfigError, "must return a Shard or None, for blocks.0.norm.weight it returned 'columns'"),
+        (Shard(1), ConfigError, r"returned Shard\(dim=1\) for blocks.0.norm.weight, which has shape \[12\]"),
+        (OnItsOwnMesh(), NotImplementedError, "returned a mesh for blocks.0.norm.weight"),
+    ],
+)
+def test_names_the_parameter_with_a_wrong_placement(
+    mesh: DeviceMesh, placement: Any, error: type[Exception], message: str
+) -> None:
+    model = MLP()
+    with left_as_it_was(model), pytest.raises(error, match=message):
+        fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: placement)
+
+
+def test_names_the_parameter_whose_columns_do_not_divide_evenly(mesh: DeviceMesh) -> None:
+    model = MLP()
+    with left_as_it_was(model), pytest.raises(ConfigError, match=r"blocks.0.down.weight of shape \[12, 25\].*2 ranks"):
+        fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(-1) if p.dim() == 2 else None)
 
 
 @pytest.mark.parametrize("number", [0, -1, 3, 8])
