@@ -38,6 +38,7 @@ from fxshard.ir.history import PassResult, Remark
 from fxshard.passes._base import GraphPass, PassContext, Property
 from fxshard.passes.pipeline import Pipeline
 from fxshard.runtime.gloo import register as _register_gloo
+from fxshard.runtime.prefetcher import UnshardHandle
 from fxshard.sharding.sharded_module import ShardedModule
 from fxshard.state.checkpoint import load_checkpoint, save_checkpoint
 from fxshard.state.model_state import full_state_dict, load_full_state_dict
@@ -64,6 +65,7 @@ __all__ = [
     "RankMismatchError",
     "Remark",
     "ShardedModule",
+    "UnshardHandle",
     "UnsupportedGraph",
     "adopt",
     "bisect_numerics",

@@ -6,7 +6,7 @@ import contextlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast, overload
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,9 @@ from fxshard.ir import collectives, text
 from fxshard.runtime import overlapped_step
 from fxshard.runtime.frame import Frame
 from fxshard.sharding import adopt as adopt_module
-from fxshard.sharding import forward_methods, fsdp2_settings, shard_module, sharded_module
+from fxshard.sharding import forward_methods, fsdp2_settings, per_parameter, shard_module, sharded_module
 from fxshard.sharding import release as release_module
-from fxshard.sharding.mesh import default_mesh, require_mesh
+from fxshard.sharding.mesh import default_mesh, require_mesh, resharding
 from fxshard.sharding.no_sync import without_sync
 from fxshard.sharding.sharded_module import ShardedModule, is_compiled, plain_module
 
@@ -83,9 +83,12 @@ def fully_shard(
             is none. With two axes, which need names, the first one replicates and the second shards (hybrid sharding):
             gradients are reduced over the second and then averaged over the first.
         reshard_after_forward: True frees the gathered parameters after forward and gathers them again in backward;
-            False keeps them; None is False for the outermost module and True for the others. Compiled code only: a
-            model that runs eagerly keeps what autograd saved until its backward.
-        shard_placement_fn: not implemented yet.
+            False keeps them; None is False for the outermost module and True for the others. A number is one of ranks
+            that share them in between: with 8, ranks 0 to 7 have all of them, ranks 8 to 15 too, and backward gathers
+            within these. Compiled code only: a model that runs eagerly keeps what autograd saved until its backward.
+        shard_placement_fn: called with each parameter; `Shard(d)` cuts it along dimension d, None along the first. But
+            for the first the ranks must divide it evenly. A gather then ends with a transposed copy, a reduction begins
+            with one.
         mp_policy: dtypes of gathered parameters, of gradient reduction, of inputs and outputs; torch's dataclass.
         offload_policy: only the default; offloading is not implemented yet.
         ignored_params: parameters that stay as they are: not sharded, their gradients not reduced.
@@ -99,20 +102,18 @@ def fully_shard(
         NotImplementedError: an argument of a later release, named.
     """
     _require_kinds(reshard_after_forward, mp_policy)
-    _refuse_later_arguments(reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims)
-    if getattr(mp_policy, "param_dtype_override_fn", None) is not None:
-        raise NotImplementedError(
-            "fully_shard: mp_policy.param_dtype_override_fn is not implemented yet; leave it out."
-        )
+    _refuse_later_arguments(offload_policy, dp_mesh_dims)
     modules = _modules(module)
     _require_fresh(modules)
+    policy = mp_policy or MixedPrecisionPolicy()
     chosen = require_mesh(mesh if mesh is not None else default_mesh())
     shard_module.shard(
         modules,
         chosen,
-        mp_policy=mp_policy or MixedPrecisionPolicy(),
-        reshard_after_forward=cast("bool | None", reshard_after_forward),
+        mp_policy=policy,
+        reshard_after_forward=resharding(chosen, reshard_after_forward),
         ignored=ignored_params or (),
+        settings_of=per_parameter.chooser(policy, shard_placement_fn, chosen),
     )
     measured.agree(chosen)
     return module
@@ -309,15 +310,13 @@ def release_accumulators(module: nn.Module) -> None:
 
 def _require_kinds(reshard: object, mp_policy: object) -> None:
     if not isinstance(reshard, bool | int | None):
-        raise ConfigError(f"reshard_after_forward must be True, False or None, got {reshard!r}.")
+        raise ConfigError(f"reshard_after_forward must be True, False, None or a number of ranks, got {reshard!r}.")
     if not isinstance(mp_policy, MixedPrecisionPolicy | None):
         raise ConfigError(f"mp_policy must be a MixedPrecisionPolicy, got {mp_policy!r}.")
 
 
-def _refuse_later_arguments(reshard: Any, placement_fn: Any, offload: OffloadPolicy | None, dp_mesh_dims: Any) -> None:
+def _refuse_later_arguments(offload: OffloadPolicy | None, dp_mesh_dims: Any) -> None:
     later = {
-        "reshard_after_forward (an int)": reshard is not None and not isinstance(reshard, bool),
-        "shard_placement_fn": placement_fn is not None,
         "offload_policy": offload is not None and type(offload) is not OffloadPolicy,
         "dp_mesh_dims": dp_mesh_dims is not None,
     }

@@ -29,11 +29,15 @@ class Fsdp2Parameter:
         key: torch's own record of it, which nothing else refers to for long.
         parameter: the DTensor that is registered.
         places: the modules that register it, with the name there; several where it is tied.
+        keeps_dtype: whether it is gathered in its own dtype, whatever its unit's policy says.
+        dim: along which it is cut.
     """
 
     key: Any
     parameter: nn.Parameter
     places: list[tuple[nn.Module, str]]
+    keeps_dtype: bool
+    dim: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,11 +70,14 @@ class Fsdp2Unit:
         return self.state._mp_policy
 
     @property
-    def reshard_after_forward(self) -> bool | None:
+    def reshard_after_forward(self) -> bool | int | None:
         """As given, or set since."""
         if self.state._auto_reshard_after_forward or not self.groups:
             return None
-        return bool(self.groups[0]._reshard_after_forward)
+        group = self.groups[0]
+        if group._use_post_forward_mesh:
+            return int(group.post_forward_mesh_info.shard_mesh_size)
+        return bool(group._reshard_after_forward)
 
     @property
     def reshard_after_backward(self) -> bool:
@@ -126,7 +133,10 @@ class Fsdp2Unit:
                     (info.module, info.param_name),
                     *zip(info.shared_modules, info.shared_param_names, strict=True),
                 ]
-                found.append(Fsdp2Parameter(each, info.module._parameters[info.param_name], places))
+                own = getattr(each, "mp_policy", self.mp_policy)  # from torch 2.15 on
+                keeps_dtype = own.param_dtype != self.mp_policy.param_dtype
+                parameter, dim = info.module._parameters[info.param_name], each.fsdp_placement.dim
+                found.append(Fsdp2Parameter(each, parameter, places, keeps_dtype, dim))
         return found
 
     def obstacles(self) -> list[str]:
@@ -144,18 +154,11 @@ class Fsdp2Unit:
         return {
             "reduced gradients that wait for an all_reduce": any_of(groups, "_partial_reduce_output"),
             "parameters that were DTensors before (tensor parallelism)": any_of(params, "is_dtensor", False),
-            "parameters sharded on another dimension than 0 (shard_placement_fn)": any(
-                each.fsdp_placement.dim != 0 for each in params
-            ),
             "CPU offload (offload_policy)": any_of(params, "offload_to_cpu", False),
-            "reshard_after_forward as a number of ranks": any(group._use_post_forward_mesh for group in groups),
             "set_reduce_scatter_unused_params": any_of(groups, "reduce_scatter_unused_params", False),
             "set_all_reduce_hook with a stream": any_of(groups, "_all_reduce_hook_stream"),
             "set_custom_all_gather or set_custom_reduce_scatter": any(
                 not type(comm).__module__.startswith("torch.") for comm in comms
-            ),
-            "mp_policy.param_dtype_override_fn": any(
-                getattr(each.mp_policy, "param_dtype_override_fn", None) is not None for each in params
             ),
             "an extension (fsdp_pre_all_gather on a tensor subclass)": any(
                 hasattr(each.sharded_param._local_tensor, "fsdp_pre_all_gather") for each in params

@@ -58,6 +58,9 @@ class HandOffPrefetch(GraphPass):
         changed = False
         for group, role in roles.items():
             for launch in group.launches:
+                if not ctx.plan.in_subgroups.keys().isdisjoint(tags.units_of(launch)):
+                    ctx.decline(launch, "it sends what forward has kept; it is launched in this graph")
+                    continue
                 arguments = _arguments(launch, flow, shards)
                 if arguments is None:
                     ctx.decline(launch, "it sends more than parts of one flat; it is launched in this graph")

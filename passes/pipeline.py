@@ -29,6 +29,7 @@ from fxshard.passes.outline_regions import OutlineRegions
 from fxshard.passes.pin_order import PinOrder
 from fxshard.passes.read_resident import ReadResident
 from fxshard.passes.reshard_policy import ReshardPolicy
+from fxshard.passes.reshard_to_subgroup import ReshardToSubgroup
 from fxshard.passes.sink_waits import SinkWaits
 from fxshard.passes.tag_parameter_views import TagParameterViews
 
@@ -66,6 +67,14 @@ class Pipeline:
                 )
 
 
+JOINT: tuple[GraphPass, ...] = (
+    DedupUnshard(),  # first: later passes count on one marker per parameter and call
+    ReshardToSubgroup(),  # before the tags: these are of the markers that backward may read
+    ReshardPolicy(),  # before the split: the partitioner reads its tags
+    TagParameterViews(),  # last: of what the split then finds
+)
+
+
 def default(
     *,
     bucket: str | float = "unit",
@@ -91,14 +100,11 @@ def default(
     hand_off = HandOffPrefetch(guess=prefetch not in (0, "off"), hands_over=streams != "off")
     return Pipeline(
         dynamo=outlining,  # before AOTAutograd, which then sees each block once
-        joint=(
-            DedupUnshard(),  # first: later passes count on one marker per parameter and call
-            ReshardPolicy(),  # before the split: the partitioner reads its tags
-            TagParameterViews(),  # last: of what the split then finds
-        ),
+        joint=JOINT,
         split=(
             *calling,  # first: what a call costs is then in the graph itself
-            DedupUnshard(),  # again: a graph without backward has seen no joint stage
+            ReshardToSubgroup(),  # again: what forward has gathered it need not gather from a subgroup
+            DedupUnshard(),  # again: it has left double reads, and a graph without backward has seen no joint stage
             InsertCollectives(),  # after the split: each graph gathers where it reads and reduces where it writes
             BucketCollectives(size=bucket),  # before tensors are cut: the cut is for one launch
             CoalesceCollectives(same_sums=lower == "eager"),

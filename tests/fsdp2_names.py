@@ -28,7 +28,7 @@ FUNCTIONS: Mapping[str, Row] = {
     "FSDPModule": Row(
         "differs", "`ShardedModule`, with the same methods: libraries reach into the private state of torch's"
     ),
-    "UnshardHandle": Row("differs", "what `unshard(async_op=True)` returns has `wait()`; its class is not exported"),
+    "UnshardHandle": Row("same", "a class of its own"),
     "register_fsdp_forward_method": Row("same"),
     "share_comm_ctx": Row("sets nothing", "graphs have no streams of their own to share"),
     "MixedPrecisionPolicy": Row("same", "torch's own class"),
@@ -42,10 +42,12 @@ ARGUMENTS: Mapping[str, Row] = {
     "mesh": Row("same", "one axis, or (replicate, shard); without a process group one is made"),
     "reshard_after_forward": Row(
         "differs",
-        "True, False and None; a number of ranks is refused. Code that is not compiled keeps what autograd saved",
+        "True, False, None and a number of ranks. Code that is not compiled keeps what autograd saved",
     ),
-    "shard_placement_fn": Row("refused", "parameters are sharded by rows"),
-    "mp_policy": Row("same"),
+    "shard_placement_fn": Row(
+        "differs", "`Shard(d)` and None; a mesh of its own for a parameter (`ShardPlacementResult`) is refused"
+    ),
+    "mp_policy": Row("same", "a unit may also have parameters of several dtypes, which FSDP2 asserts that it has not"),
     "offload_policy": Row("refused", "but for the default, `OffloadPolicy()`"),
     "ignored_params": Row("same"),
     "dp_mesh_dims": Row("refused", 'give the slice of the mesh: `mesh["replicate", "shard"]`', torch="2.13, 2.15"),
@@ -56,7 +58,7 @@ POLICY: Mapping[str, Row] = {
     "reduce_dtype": Row("same"),
     "output_dtype": Row("same"),
     "cast_forward_inputs": Row("same"),
-    "param_dtype_override_fn": Row("refused", "one dtype for a unit", torch="2.15"),
+    "param_dtype_override_fn": Row("same", torch="2.15"),
 }
 
 METHODS: Mapping[str, Row] = {
@@ -86,7 +88,7 @@ METHODS: Mapping[str, Row] = {
         "runs when the gradient is handed over: one tensor per dtype, in the dtype of the shard, divided already",
     ),
     "set_post_optim_event": Row("same"),
-    "set_reduce_scatter_divide_factor": Row("missing", "deprecated in torch: `set_gradient_divide_factor`"),
+    "set_reduce_scatter_divide_factor": Row("same", "deprecated, here as there"),
     "set_gradient_divide_factor": Row(
         "differs",
         "fp32 and bf16 are divided after the sum, FSDP2 uses NCCL's PreMulSum; one shard is divided once, not twice",

@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import functools
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -303,6 +304,11 @@ def two_layers(**kwargs: Any) -> Traced:
     return trace(TwoLayers(), units=layers_of, **kwargs)
 
 
+def in_subgroups(*, world_size: int = 4, **kwargs: Any) -> Traced:
+    """Two units that half of the ranks share between forward and backward."""
+    return two_layers(world_size=world_size, reshard_after_forward=max(1, world_size // 2), **kwargs)
+
+
 @traced_once
 def uneven(**kwargs: Any) -> Traced:
     """One unit whose five rows no two ranks or more can share equally."""
@@ -441,6 +447,11 @@ def broken_by(
 def text(gm: fx.GraphModule) -> str:
     """The whole graph, as records show it."""
     return graph_text(pins.inlined(gm.graph))
+
+
+def without_subgroup_name(graph: str) -> str:
+    """Leave out the name of the subgroup's process group, which torch makes up."""
+    return re.sub(r"(, 2, )'[0-9a-f]{40}'", r"\1'subgroup'", graph)
 
 
 def accepts() -> bool:

@@ -87,6 +87,8 @@ def _rewritten(
         run_pass(step_, gm, ctx)
     for node in gm.graph.nodes:
         node.target = _OF_ALL_RANKS.get(node.target, node.target)
+        if node.target in collectives.GATHERS and collectives.world_size_of(node) != traced.world_size:
+            node.target = _gather_in_subgroup
     gm.recompile()
     return gm
 
@@ -110,7 +112,19 @@ def _reduce(inputs: list[Tensor], dtype: torch.dtype, op: str, size: int, group:
     return collectives.reduce_scatter([tensor.to(dtype) for tensor in inputs], op, size, group)
 
 
+def _gather_in_subgroup(flat: Any, size: int, group: str) -> Tensor:
+    rows = flat._local_tensors
+    first = {rank: rank // size * size for rank in rows}
+    return LocalTensor({rank: torch.cat([rows[first[rank] + i] for i in range(size)]) for rank in rows})
+
+
+def _keep_rows(parameters: list[Any], key: str, size: int, group: str) -> Tensor:
+    ranks = parameters[0]._local_tensors
+    return LocalTensor({r: ops.rows_kept([p._local_tensors[r] for p in parameters], size, r % size) for r in ranks})
+
+
 _OF_ALL_RANKS = {
+    ops.KEEP_ROWS: _keep_rows,
     regions.INVOKE: regions.interpret,
     ops.COPY_OUT: _copy_out,
     ops.PREFETCHED_ALL_GATHER: _prefetched,

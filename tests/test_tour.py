@@ -34,10 +34,11 @@ from fxshard.passes.outline_regions import OutlineRegions
 from fxshard.passes.pin_order import PinOrder
 from fxshard.passes.read_resident import ReadResident
 from fxshard.passes.reshard_policy import ReshardPolicy
+from fxshard.passes.reshard_to_subgroup import ReshardToSubgroup
 from fxshard.passes.sink_waits import SinkWaits
 from fxshard.passes.tag_parameter_views import TagParameterViews
 from tests import graphs
-from tests.graphs import SPLIT, Traced, convolution, run_pass, text
+from tests.graphs import SPLIT, Traced, convolution, run_pass, text, without_subgroup_name
 from tests.pages import assert_filled, assert_page, code_block, described
 from tests.schedules import model_of
 
@@ -173,6 +174,18 @@ def test_keeps_the_page_of_reshard_policy_in_step() -> None:
         "A module that computes in bfloat16 with a cast and transposed weight, under `reshard_after_forward=True`."
     )
     assert_page("docs/passes/reshard_policy.md", page_of(ReshardPolicy, example, pairs))
+
+
+def test_keeps_the_page_of_reshard_to_subgroup_in_step() -> None:
+    traced = graphs.in_subgroups()
+    pairs = [
+        *before_and_after(traced, "joint", DedupUnshard, ReshardToSubgroup),
+        *before_and_after(traced, "forward", None, ReshardToSubgroup),
+        ("The backward graph, once collectives are inserted", graph_block(traced, "backward", InsertCollectives)),
+    ]
+    example = "Two layers on four ranks, with `reshard_after_forward=2`."
+    page = page_of(ReshardToSubgroup, example, [(title, without_subgroup_name(block)) for title, block in pairs])
+    assert_page("docs/passes/reshard_to_subgroup.md", page)
 
 
 def test_keeps_the_page_of_accumulate_gradients_in_step() -> None:

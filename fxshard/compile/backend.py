@@ -115,8 +115,7 @@ def _compile(
 ) -> Frame:
     device = example_inputs[next(iter(flats))].device
     cudagraphs.require_device(options, device)
-    budget = options.memory_budget_gib
-    plan = dynamo.bind_markers(gm, flats)
+    budget, plan = options.memory_budget_gib, dynamo.bind_markers(gm, flats)
     dynamo.refuse_writes(gm, example_inputs, plan)
     dynamo.refuse_replaced_parameters()
     if options.chosen_prefetch == "auto" and budget is None:
@@ -143,7 +142,8 @@ def _compile(
         alive = [reference for reference in home.unit.frames if reference() is not None]
         home.unit.frames = [*alive, weakref.ref(frame)]
     lower(gm, example_inputs, frame, pipeline.chosen(options), options, generate_code=generate_code)
-    _log.info("captured %d units: %s", len(frame.plan.units), ", ".join(name or "root" for name in frame.plan.units))
+    names = [key or "root" for key in plan.units if key not in plan.in_subgroups]
+    _log.info("captured %d units: %s", len(names), ", ".join(names))
     return frame
 
 

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxshard import torch_private
 from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.ir import tags
-from fxshard.ir.tags import NodeMeta
 from fxshard.options import Options
 
 
@@ -49,11 +49,12 @@ def static_inputs(options: Options, graph: fx.Graph, given: Sequence[int]) -> li
     if not options.cudagraphs:
         return list(given)
     inputs = enumerate(graph.find_nodes(op="placeholder"))
-    return sorted({*given, *(i for i, node in inputs if _is_static(tags.meta_of(node)))})
+    return sorted({*given, *(i for i, node in inputs if _is_static(node))})
 
 
-def _is_static(meta: NodeMeta) -> bool:
-    return bool(meta.shard or meta.acc)
+def _is_static(placeholder: fx.Node) -> bool:
+    meta = tags.meta_of(placeholder)  # what a subgroup keeps is a shard that forward makes each time
+    return bool(meta.acc or (meta.shard and placeholder.name.startswith(torch_private.CALLERS_INPUTS)))
 
 
 def left_out(options: Options, inputs: Sequence[Any], given: Mapping[str, Any]) -> None:

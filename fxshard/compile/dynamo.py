@@ -97,13 +97,14 @@ def bind_markers(gm: fx.GraphModule, flats: dict[int, Home]) -> FramePlan:
         if isinstance(module, fx.GraphModule):
             module.recompile()
     units = {keys[id(home.unit)]: _with_prefetch(home.unit, keys) for home in flats.values()}
-    return FramePlan(
+    plan = FramePlan(
         units=units,
         shard_inputs={i: (keys[id(h.unit)], h.shard) for i, h in flats.items()},
         input_names=tuple(
             "" if i in flats else source_name(node).removeprefix("self.") for i, node in enumerate(placeholders)
         ),
     )
+    return plan.with_subgroups()
 
 
 def _with_prefetch(unit: Unit, keys: Mapping[int, str]) -> UnitPlan:
@@ -126,6 +127,11 @@ def _markers(gm: fx.GraphModule) -> Iterator[fx.Node]:
                     yield node
 
 
+def _parameters_of(marker: fx.Node) -> list[fx.Node]:
+    """Return the nodes that are the parameter to the user's code: the marker, or what puts its dimensions in order."""
+    return [node for node in marker.users if node.target in (torch.ops.fxshard.whole, ops.WHOLE)] or [marker]
+
+
 def refuse_writes(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: FramePlan | None = None) -> None:
     """Raise if a graph writes into a parameter: the write would be lost with the gathered copy.
 
@@ -134,7 +140,11 @@ def refuse_writes(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Frame
     """
     names: dict[fx.Node, str] = {}
     if plan is not None:
-        names |= {marker: plan.parameter_name(*ops.parameter_key_of(marker)) for marker in _markers(gm)}
+        names |= {
+            node: plan.parameter_name(*ops.parameter_key_of(marker))
+            for marker in _markers(gm)
+            for node in _parameters_of(marker)
+        }
     for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
         if (fqn := eager.returned_name(value)) is not None:
             names[node] = fqn
@@ -176,7 +186,9 @@ def reads_of(gm: fx.GraphModule) -> dict[str, frozenset[eager.Read]]:
 def returned_by(gm: fx.GraphModule) -> dict[int, ParameterKey]:
     """Map index of a result of a graph with bound markers -> the parameter that it is, or whose memory it shares."""
     places = {
-        torch_private.storage_id(marker.meta["example_value"]): ops.parameter_key_of(marker) for marker in _markers(gm)
+        torch_private.storage_id(node.meta["example_value"]): ops.parameter_key_of(marker)
+        for marker in _markers(gm)
+        for node in _parameters_of(marker)
     }
     (results,) = gm.graph.output_node().args
     values = [result.meta.get("example_value") for result in results]  # type: ignore[union-attr]
@@ -187,11 +199,12 @@ def returned_by(gm: fx.GraphModule) -> dict[int, ParameterKey]:
 def read_shares(gm: fx.GraphModule, plan: FramePlan) -> dict[str, float]:
     """Map unit key -> the share of the unit's elements that a graph with bound markers reads."""
     read = {ops.parameter_key_of(marker) for marker in _markers(gm)}
-    total = {key: sum(shard.numel for shard in unit.shards) for key, unit in plan.units.items()}
-    used = dict.fromkeys(plan.units, 0)
+    units = {key: unit for key, unit in plan.units.items() if key not in plan.in_subgroups}
+    total = {key: sum(shard.numel for shard in unit.shards) for key, unit in units.items()}
+    used = dict.fromkeys(units, 0)
     for unit, shard, slot in read:
         used[unit] += plan.units[unit].shards[shard].slots[slot].numel
-    return {key: used[key] / max(1, total[key]) for key in plan.units}
+    return {key: used[key] / max(1, total[key]) for key in units}
 
 
 def _unit_keys(units: Sequence[Unit]) -> dict[int, str]:

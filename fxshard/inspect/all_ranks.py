@@ -95,17 +95,20 @@ class InputValues:
         for member in shard.members:
             module, name = member.owners[0]
             parameters.append(self._originals[id(module)]._parameters[name].detach())
+        dims = [member.settings.dim for member in shard.members]
         flat = torch.zeros(shard.plan.numel, dtype=shard.plan.dtype, device=parameters[0].device)
-        return _fill(flat, shard.plan, parameters, rank, self._num_ranks)
+        return _fill(flat, shard.plan, list(zip(parameters, dims, strict=True)), rank, self._num_ranks)
 
 
-def _fill(flat: Tensor, plan: ShardPlan, parameters: Sequence[Tensor], rank: int, num_ranks: int) -> Tensor:
-    """Write a rank's rows of each parameter into its slot."""
-    for slot, parameter in zip(plan.slots, parameters, strict=True):
+def _fill(flat: Tensor, plan: ShardPlan, parameters: Sequence[tuple[Tensor, int]], rank: int, num_ranks: int) -> Tensor:
+    """Write a rank's rows of each parameter, which comes with the dimension along which it is cut, into its slot."""
+    for slot, (parameter, dim) in zip(plan.slots, parameters, strict=True):
         if isinstance(parameter, DTensor):
             own = mesh_axes.shard_rank(parameter.device_mesh)
-            rows = parameter.to_local().reshape(-1).roll(rank - own)
+            local = parameter.to_local()
+            rows = (local.movedim(dim, 0) if dim else local).reshape(-1).roll(rank - own)
         else:
+            parameter = parameter.movedim(dim, 0) if dim else parameter
             rows = (parameter if slot.replicated else parameter[slice(*slot.rows_of(rank, num_ranks))]).reshape(-1)
         flat[slot.offset : slot.offset + rows.numel()] = rows
     return flat
@@ -199,6 +202,10 @@ def _call(node: fx.Node, values: Mapping[fx.Node, PerRank], num_ranks: int) -> P
     collective = _COLLECTIVES.get(node.target) if node.op == "call_function" else None
     if collective is not None and _spans(node, num_ranks):
         return collective([args for args, _ in ranks])
+    if node.target in collectives.GATHERS and tags.units_of(node) and not num_ranks % collectives.world_size_of(node):
+        return _in_subgroups([args for args, _ in ranks], _COLLECTIVES[node.target], collectives.world_size_of(node))
+    if node.target is ops.KEEP_ROWS:
+        return tuple(ops.rows_kept(args[0], args[2], rank % args[2]) for rank, (args, _) in enumerate(ranks))
     if node.target is ops.COPY_OUT:
         return tuple(_cut(*args[:4]) for args, _ in ranks)
     namespace = getattr(node.target, "namespace", "")
@@ -213,6 +220,12 @@ def _call(node: fx.Node, values: Mapping[fx.Node, PerRank], num_ranks: int) -> P
         return tuple(operator.methodcaller(str(node.target), *args[1:], **kwargs)(args[0]) for args, kwargs in ranks)
     function: Any = node.target
     return tuple(function(*args, **kwargs) for args, kwargs in ranks)
+
+
+def _in_subgroups(ranks: Sequence[tuple[Any, ...]], gather: Callable[..., PerRank], size: int) -> PerRank:
+    """Gather among each `size` ranks next to each other."""
+    blocks = [gather(ranks[first : first + size]) for first in range(0, len(ranks), size)]
+    return tuple(value for block in blocks for value in block)
 
 
 def _cut(gathered: Tensor, size: list[int], stride: list[int], start: int) -> Tensor:

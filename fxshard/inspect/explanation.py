@@ -201,7 +201,7 @@ class Explanation:
     @property
     def units(self) -> tuple[str, ...]:
         """Keys of the units, the empty one for the root, in the order of their first use."""
-        return tuple(dict.fromkeys(key for frame in self.frames for key in frame.plan.units))
+        return tuple(dict.fromkeys(key for f in self.frames for key in f.plan.units if key not in f.plan.in_subgroups))
 
     def print(self, pass_name: str, stage: str | None = None, frame: int | None = None) -> None:
         """Print the graphs after a pass, and why the pass made and left what it did.

@@ -31,6 +31,7 @@ from fxshard.runtime import mesh_axes
 from fxshard.runtime.unit import Unit
 from fxshard.sharding import shard_module
 from fxshard.sharding.mesh import require_mesh
+from fxshard.sharding.per_parameter import Chooser, like_its_unit
 from fxshard.sharding.sharded_module import ModuleState, plain_module, state_of, units_under
 
 
@@ -201,8 +202,9 @@ def _shard_alike(model: nn.Module, units: tuple[Unit, ...], replica: Replica) ->
                     [replica.of(module) for module in (made.modules if made else modules)],
                     meshes[(made or units[0]).mesh],
                     mp_policy=state.mp_policy,
-                    reshard_after_forward=made.reshard_after_forward if made else None,
+                    reshard_after_forward=made.reshard_after_forward if made and not made.subgroup_size else None,
                     ignored=unsharded,
+                    settings_of=_settings_in(made, replica) if made else like_its_unit,
                 )
     for unit in units:
         _take_over(unit, replica)
@@ -212,6 +214,24 @@ def _shard_alike(model: nn.Module, units: tuple[Unit, ...], replica: Replica) ->
         copied.backward_prefetch = _copies(unit.backward_prefetch, units, replica)
         copied.publish()
     _give_reduce_groups(_copy_of(unit, replica) for unit in units if unit.uses_reduce_group)
+    for unit in units:
+        if unit.subgroup_size:
+            _give_subgroup(_copy_of(unit, replica), unit.subgroup_size)
+
+
+def _settings_in(unit: Unit, replica: Replica) -> Chooser:
+    """Choose for the copies of a unit's parameters what holds for them."""
+    places = {
+        id(replica.of(module).get_parameter(name)): member for member in unit.members for module, name in member.owners
+    }
+    return lambda fqn, parameter: places[id(parameter)].settings
+
+
+def _give_subgroup(unit: Unit, size: int) -> None:
+    """Let a subgroup that does not exist share the parameters between forward and backward."""
+    name = f"{unit.plan.group}_{size}"
+    unit.reshard_after_forward, unit.subgroup = size, cast(dist.ProcessGroup, SimpleNamespace(group_name=name))
+    unit.publish()
 
 
 def _give_reduce_groups(units: Iterable[Unit]) -> None:

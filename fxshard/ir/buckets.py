@@ -302,7 +302,8 @@ class CollectiveBuilder:
 def _layout(unit: UnitPlan) -> Hashable:
     """Return all of a unit that its collectives depend on: everything but names."""
     slots = tuple(
-        (shard.dtype, tuple((slot.shape, slot.offset, slot.numel) for slot in shard.slots)) for shard in unit.shards
+        (shard.dtype, shard.keeps_dtype, tuple((slot.shape, slot.offset, slot.numel) for slot in shard.slots))
+        for shard in unit.shards
     )
     return slots, *unit.groups.items(), unit.param_dtype, unit.reduce_dtype
 
@@ -331,6 +332,7 @@ class _BucketReader:
         self.places = {
             qualified(key, slot.fqn): (key, (i, j))
             for key, unit in plan.units.items()
+            if key not in plan.in_subgroups  # what a subgroup shares of a unit has the same parameters
             for i, shard in enumerate(unit.shards)
             for j, slot in enumerate(shard.slots)
         }
@@ -361,7 +363,7 @@ class _BucketReader:
         for node, value in self.flow.parameters.items():
             place = self.places.get(tags.meta_of(node).param)
             if isinstance(value, Window) and value.launch is not None and place is not None:
-                found.setdefault(value.launch, {})[place] = node
+                found.setdefault(value.launch, {})[value.flat.unit, place[1]] = node
         return found
 
     def _gather(

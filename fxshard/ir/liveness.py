@@ -308,4 +308,5 @@ class _Sweep:
 
 def _is_saved(placeholder: fx.Node) -> bool:
     """Return whether an input of backward is an activation that forward saved."""
-    return not placeholder.name.startswith(torch_private.CALLERS_INPUTS) and not tags.meta_of(placeholder).is_of_unit
+    meta = tags.meta_of(placeholder)  # with a shard: what a subgroup keeps
+    return not placeholder.name.startswith(torch_private.CALLERS_INPUTS) and not (meta.acc or meta.resident)

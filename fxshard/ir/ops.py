@@ -11,6 +11,9 @@ each value that it meets, and traces what takes it apart. The key in it is the s
 (units that agree on them may share a graph). `compile/dynamo.py` replaces the op by `unshard` with the key
 "<unit fqn>#<shard>@<call>".
 
+A parameter that is cut along another dimension than 0 is stored, gathered and reduced with that dimension first;
+`fxshard::whole(rows, dim)` puts it back. AOTAutograd's graphs have its transpose and copy.
+
 The other ops:
 
 - `fxshard::addmm_acc(acc, left, right)` adds a matrix product to `acc`: of `acc.addmm_` Inductor makes a temporary and
@@ -19,6 +22,8 @@ The other ops:
   say the same Inductor makes a kernel per gradient.
 - `fxshard::copy(source)` is a contiguous copy in memory of its own: Inductor drops `clone` where a wait hides that the
   source is the caller's.
+- `fxshard::keep_rows(parameters, key, num_ranks, group_name)` is this rank's shard of parameters over a smaller group:
+  [Note: subgroups] in `passes/reshard_to_subgroup.py`.
 - `fxshard::region(operands, name, call)` and `fxshard::region_backward` call code that a repeated module shares; they
   are gone before there is code: [Note: regions].
 - `fxshard::prefetched_all_gather` takes an all_gather that was launched ahead, or launches it: [Note: prefetch across
@@ -30,12 +35,14 @@ The other ops:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
+from fxshard import torch_private
 from fxshard.errors import UnsupportedGraph
 from fxshard.ir.plan import ParameterKey
 
@@ -81,6 +88,7 @@ def cast_dtype(node: fx.Node, default: torch.dtype) -> torch.dtype:
 
 LIBRARY = torch.library.Library("fxshard", "DEF")
 LIBRARY.define("parameter(Tensor shard, str text) -> Tensor")
+LIBRARY.define("whole(Tensor rows, int dim) -> Tensor")
 LIBRARY.define("unshard(Tensor shard, str key, int slot, SymInt[] shape, ScalarType dtype) -> Tensor")
 LIBRARY.define("reduce_grad(Tensor grad, str key, int slot, SymInt numel, ScalarType dtype) -> Tensor")
 LIBRARY.define(
@@ -98,11 +106,13 @@ LIBRARY.define("copy_out(Tensor gathered, int[] size, int[] stride, int start, s
 LIBRARY.define("copy_in(Tensor[] gradients, int world_size, ScalarType dtype) -> Tensor")
 LIBRARY.define("addmm_acc(Tensor(a!) acc, Tensor left, Tensor right) -> ()")
 LIBRARY.define("copy(Tensor source) -> Tensor")
+LIBRARY.define("keep_rows(Tensor[] parameters, str key, int num_ranks, str group_name) -> Tensor")
 _DRAWS = (torch.Tag.nondeterministic_seeded,)  # a region may: so the partitioner computes none again
 LIBRARY.define("region(Tensor[] operands, str name, int call) -> Tensor[]", tags=_DRAWS)
 LIBRARY.define("region_backward(Tensor[] inputs, str name, int call) -> Tensor[]", tags=_DRAWS)
 
 PARAMETER = torch.ops.fxshard.parameter.default
+WHOLE = torch.ops.fxshard.whole.default
 UNSHARD = torch.ops.fxshard.unshard.default
 REDUCE_GRAD = torch.ops.fxshard.reduce_grad.default
 PREFETCHED_ALL_GATHER = torch.ops.fxshard.prefetched_all_gather.default
@@ -110,6 +120,7 @@ ADDMM_ACC = torch.ops.fxshard.addmm_acc.default
 COPY = torch.ops.fxshard.copy.default
 ALL_GATHER_ON_STREAM = torch.ops.fxshard.all_gather_on_stream.default
 REDUCE_SCATTER_ON_STREAM = torch.ops.fxshard.reduce_scatter_on_stream.default
+KEEP_ROWS = torch.ops.fxshard.keep_rows.default
 COPY_OUT = torch.ops.fxshard.copy_out.default
 COPY_IN = torch.ops.fxshard.copy_in.default
 REGION = torch.ops.fxshard.region.default
@@ -253,6 +264,34 @@ def _copy(source: Tensor) -> Tensor:
     return source.clone(memory_format=torch.contiguous_format)
 
 
+def rows_kept(parameters: list[Tensor], num_ranks: int, rank: int) -> Tensor:
+    """Return the rows of parameters that a rank of a subgroup keeps, padded, one after the other."""
+    made = fake_kept_rows(parameters, "", num_ranks, "").zero_()
+    start = 0
+    for parameter in parameters:
+        numel = _kept_numel(parameter, num_ranks)
+        first = rank * numel if parameter.dim() else 0
+        part = parameter.reshape(-1)[first : first + numel]
+        made[start : start + part.numel()] = part
+        start += numel
+    return made
+
+
+def _keep_rows(parameters: list[Tensor], key: str, num_ranks: int, group_name: str) -> Tensor:
+    return rows_kept(parameters, num_ranks, torch_private.process_group_of(group_name).rank())
+
+
+def _kept_numel(parameter: Tensor, num_ranks: int) -> int:
+    return -(-parameter.shape[0] // num_ranks) * math.prod(parameter.shape[1:]) if parameter.dim() else 1
+
+
+def fake_kept_rows(parameters: list[Tensor], key: str, num_ranks: int, group_name: str) -> Tensor:
+    """Return what `keep_rows` would, without values."""
+    return parameters[0].new_empty((sum(_kept_numel(parameter, num_ranks) for parameter in parameters),))
+
+
+LIBRARY.impl("keep_rows", _keep_rows, "CompositeExplicitAutograd")
+torch.library.register_fake("fxshard::keep_rows", fake_kept_rows, lib=LIBRARY)
 LIBRARY.impl("addmm_acc", _addmm_acc, "CompositeExplicitAutograd")
 LIBRARY.impl("copy_in", _copy_in, "CompositeExplicitAutograd")
 LIBRARY.impl("copy", _copy, "CompositeExplicitAutograd")
@@ -274,6 +313,11 @@ def _refuse(*args: Any) -> Tensor:
     )
 
 
+def _whole(rows: Tensor, dim: int) -> Tensor:
+    return rows.movedim(0, dim).contiguous()
+
+
+LIBRARY.impl("whole", _whole, "CompositeImplicitAutograd")
 LIBRARY.impl("parameter", _parameter, "CompositeImplicitAutograd")
 LIBRARY.impl("unshard", _refuse, "CompositeExplicitAutograd")
 LIBRARY.impl("reduce_grad", _refuse, "CompositeExplicitAutograd")

@@ -1,12 +1,13 @@
 """The plan: which parameter lies where in which shard, and what a captured graph may assume about it.
 
 [Note: layout of a unit]
-A *unit* is the set of parameters that are gathered and reduced together. Parameters of one storage dtype and one
-`requires_grad` share a *shard*: one contiguous 1-D tensor per rank. A parameter of shape `[rows, ...]` is cut into
-`world_size` chunks of `ceil(rows / world_size)` rows, as `torch.chunk` and `DTensor(Shard(0))` cut it. This rank's
-chunk, zero-padded, is the parameter's *slot* in the shard. Slots follow each other in registration order, so an
-all_gather of the shard fills `[world_size, shard_numel]`, and slot `i` is a block of its columns. A scalar cannot be
-cut: its slot holds the whole value on every rank (replicated), and its gradient is reduced into every rank's slot.
+A *unit* is the set of parameters that are gathered and reduced together. Parameters of one storage dtype, one dtype
+while they are gathered and one `requires_grad` share a *shard*: one contiguous 1-D tensor per rank. A parameter of
+shape `[rows, ...]` is cut into `world_size` chunks of `ceil(rows / world_size)` rows, as `torch.chunk` and
+`DTensor(Shard(0))` cut it. This rank's chunk, zero-padded, is the parameter's *slot* in the shard. Slots follow each
+other in registration order, so an all_gather of the shard fills `[world_size, shard_numel]`, and slot `i` is a block of
+its columns. A scalar cannot be cut: its slot holds the whole value on every rank (replicated), and its gradient is
+reduced into every rank's slot.
 
 On a mesh of two axes the second one shards as described, and the first one replicates: the ranks along it hold the same
 shard. `world_size` and `group` are those of the axis that shards.
@@ -16,10 +17,13 @@ The layout is that of FSDP2's all_gather and reduce_scatter buffers; bitwise par
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 
@@ -61,11 +65,12 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardPlan:
-    """One flat 1-D tensor per rank: the slots of all parameters with the same dtype and `requires_grad`."""
+    """One flat 1-D tensor per rank: the slots of all parameters with the same dtypes and `requires_grad`."""
 
     dtype: torch.dtype
     trainable: bool
     slots: tuple[Slot, ...]
+    keeps_dtype: bool = False  # whether it is gathered in `dtype`, whatever the unit's `param_dtype`
 
     @property
     def numel(self) -> int:
@@ -96,6 +101,9 @@ class UnitPlan:
     all_reduces: bool = True  # whether graphs average over the replicas, and not the runtime after them
     divide_factor: float | None = None  # by which gradients are divided; `None`: by the number of ranks
     sums_only: bool = False  # whether reductions may only add
+    subgroup_size: int = 0  # ranks that share its parameters between forward and backward; 0 for all of them
+    subgroup: str = ""  # name of their process group
+    subgroup_of: str | None = None  # key of a unit, if this is what a subgroup shares of it
 
     @property
     def reducing_group(self) -> str:
@@ -106,7 +114,8 @@ class UnitPlan:
     def groups(self) -> dict[str, int]:
         """Names of all its process groups -> how many ranks are in each."""
         found = {self.group: self.world_size, self.reducing_group: self.world_size}
-        return found | ({self.replicate_group: self.replicas} if self.replicas > 1 else {})
+        found |= {self.replicate_group: self.replicas} if self.replicas > 1 else {}
+        return found | ({self.subgroup: self.subgroup_size} if self.subgroup else {})
 
     @property
     def averages_replicas(self) -> bool:
@@ -120,7 +129,8 @@ class UnitPlan:
 
     def unsharded_dtype(self, shard: ShardPlan) -> torch.dtype:
         """Return the dtype of the shard's parameters while they are gathered."""
-        return self.param_dtype if self.param_dtype and shard.dtype.is_floating_point else shard.dtype
+        casts = self.param_dtype is not None and shard.dtype.is_floating_point and not shard.keeps_dtype
+        return cast(torch.dtype, self.param_dtype) if casts else shard.dtype
 
     def slot(self, index: tuple[int, int]) -> Slot:
         """Return the slot of a parameter: (shard, slot)."""
@@ -154,11 +164,13 @@ class UnitPlan:
     def sharing_key(self) -> str:
         """Return what two units must have in common to run through one compiled graph, their layout included."""
         names = (str(d).removeprefix("torch.") for d in (self.param_dtype, self.reduce_dtype))
-        groups = "+".join(filter(None, dict.fromkeys((self.group, self.reducing_group, self.replicate_group))))
+        named = dict.fromkeys((self.group, self.reducing_group, self.replicate_group, self.subgroup))
+        groups = "+".join(filter(None, named))
         # A graph may read a part of a unit; the rest decides where that part lies.
-        layout = [(str(s.dtype), s.trainable, [slot.shape for slot in s.slots]) for s in self.shards]
+        layout = [(str(s.dtype), s.keeps_dtype, s.trainable, [slot.shape for slot in s.slots]) for s in self.shards]
         digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:8]
         policy = "reshard" if self.reshard_after_forward else "keep"
+        policy += f" to {self.subgroup_size}" if self.subgroup else ""
         policy += f" /{self.divide_factor:g}" if self.divide_factor is not None else ""
         policy += " sums" if self.sums_only else ""
         ranks = f"{self.replicas}x{self.world_size}" if self.replicas > 1 else f"{self.world_size}"
@@ -178,14 +190,62 @@ class FramePlan:
         around = [
             (len(fqn), key)
             for key, unit in self.units.items()
+            if key not in self.in_subgroups
             for fqn in unit.fqn.split(",")
             if not fqn or module == fqn or module.startswith(f"{fqn}.")
         ]
         return max(around)[1] if around else ""
 
+    @functools.cached_property
+    def in_subgroups(self) -> dict[str, str]:
+        """What subgroups share -> the key of the unit that it is of."""
+        return {key: unit.subgroup_of for key, unit in self.units.items() if unit.subgroup_of is not None}
+
+    def owner_of(self, key: str) -> str:
+        """Return the key of the unit itself where `key` is that of what a subgroup shares of it."""
+        return self.in_subgroups.get(key, key)
+
+    def with_subgroups(self) -> FramePlan:
+        """Add, for each unit with a subgroup, what that shares between forward and backward: as a unit of its own."""
+        keys = {key: subgroup_key(key, unit.subgroup_size) for key, unit in self.units.items() if unit.subgroup}
+        units = {key: replace(unit, backward_prefetch=()) if key in keys else unit for key, unit in self.units.items()}
+        for key, name in keys.items():
+            listed = self.units[key].backward_prefetch
+            ahead = None if listed is None else tuple(keys.get(other, other) for other in listed)
+            units[name] = replace(_in_subgroup(self.units[key], key), backward_prefetch=ahead)
+        return replace(self, units=units) if keys else self
+
     def parameter_name(self, unit: str, shard: int, slot: int) -> str:
         """Return what tags call a parameter."""
         return qualified(unit, self.units[unit].shards[shard].slots[slot].fqn)
+
+
+def subgroup_key(unit: str, size: int) -> str:
+    """Return the key of what a subgroup of so many ranks shares of a unit; its parameters keep their names."""
+    name = unit.rstrip("'")
+    return f"{name}/{size}{unit[len(name) :]}"
+
+
+def is_in_subgroup(units: str) -> bool:
+    """Return whether the name of a unit, or the last of several, is that of what a subgroup shares."""
+    return re.search(r"/\d+'*$", units) is not None
+
+
+def _in_subgroup(unit: UnitPlan, key: str) -> UnitPlan:
+    """Return the plan of what a subgroup shares of a unit: its parameters as they were gathered, cut anew."""
+    shards = []
+    for shard in unit.shards:
+        dtype = unit.unsharded_dtype(shard)
+        specs = [ParameterSpec(fqn=s.fqn, shape=s.shape, dtype=dtype, trainable=shard.trainable) for s in shard.slots]
+        slots = _slots(specs, unit.subgroup_size)
+        shards.append(ShardPlan(dtype=dtype, trainable=shard.trainable, slots=slots))
+    return UnitPlan(
+        fqn=unit.fqn,
+        shards=tuple(shards),
+        world_size=unit.subgroup_size,
+        group=unit.subgroup,
+        subgroup_of=key,
+    )
 
 
 def qualified(unit: str, fqn: str) -> str:
@@ -221,16 +281,18 @@ class ParameterSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     trainable: bool
+    keeps_dtype: bool = False
 
 
 def lay_out(parameters: Iterable[ParameterSpec], world_size: int) -> tuple[ShardPlan, ...]:
     """Assign each parameter, in registration order, a slot; see [Note: layout of a unit]."""
-    groups: dict[tuple[torch.dtype, bool], list[ParameterSpec]] = {}
+    groups: dict[tuple[torch.dtype, bool, bool], list[ParameterSpec]] = {}
     for parameter in parameters:
-        groups.setdefault((parameter.dtype, parameter.trainable), []).append(parameter)
+        key = parameter.dtype, parameter.trainable, parameter.keeps_dtype
+        groups.setdefault(key, []).append(parameter)
     return tuple(
-        ShardPlan(dtype=dtype, trainable=trainable, slots=_slots(members, world_size))
-        for (dtype, trainable), members in groups.items()
+        ShardPlan(dtype=dtype, trainable=trainable, keeps_dtype=keeps_dtype, slots=_slots(members, world_size))
+        for (dtype, trainable, keeps_dtype), members in groups.items()
     )
 
 

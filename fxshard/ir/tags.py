@@ -70,11 +70,6 @@ class NodeMeta:
         """Join both; where both say something, the other one counts."""
         return replace(self, **{each.name: value for each in fields(other) if (value := getattr(other, each.name))})
 
-    @property
-    def is_of_unit(self) -> bool:
-        """Whether an input is memory of a unit."""
-        return bool(self.shard or self.acc or self.resident)
-
     def printed(self) -> dict[str, str]:
         """Return the tags by name as text, sorted."""
         texts = {

@@ -29,7 +29,7 @@ from fxshard.errors import ConfigError
 from fxshard.ir.plan import ParameterSpec, ShardPlan
 from fxshard.runtime import mesh_axes
 from fxshard.runtime.gradients import GradientSink
-from fxshard.runtime.parameters import adopt_attributes, local_of
+from fxshard.runtime.parameters import ParameterSettings, adopt_attributes, local_of, rows_first
 
 if TYPE_CHECKING:
     from fxshard.runtime.unit import Unit
@@ -60,6 +60,7 @@ class Member:
         owners: every module that registers the parameter, with the name there (several when tied).
         parameter: the DTensor parameter that is registered.
         original: the parameter that it replaced; the same reference for parameters that were tied.
+        settings: how it is sharded otherwise than its unit.
         view: its local tensor, a view of the flat.
         pointer: address of `view`.
         wrapper_storage: the storage object that torch made for the DTensor itself; `p.data = ...` replaces it.
@@ -69,6 +70,7 @@ class Member:
     owners: list[tuple[nn.Module, str]]
     parameter: nn.Parameter
     original: weakref.ref[nn.Parameter]
+    settings: ParameterSettings
     view: Tensor = field(init=False)
     pointer: int = field(init=False)
     wrapper_storage: torch.UntypedStorage = field(init=False)
@@ -82,7 +84,13 @@ class Member:
     def spec(self) -> ParameterSpec:
         """What the layout needs to know."""
         p = self.parameter
-        return ParameterSpec(fqn=self.fqn, shape=tuple(p.shape), dtype=p.dtype, trainable=p.requires_grad)
+        return ParameterSpec(
+            fqn=self.fqn,
+            shape=rows_first(p.shape, self.settings.dim),
+            dtype=p.dtype,
+            trainable=p.requires_grad,
+            keeps_dtype=self.settings.keeps_dtype,
+        )
 
     def attach(self, view: Tensor) -> None:
         """Make `view` the parameter's local tensor; the parameter stays the object that optimizers hold.
@@ -153,7 +161,7 @@ class Member:
                 "under torch.no_grad(), and back after backward (noise on weights); or use a model that is not sharded "
                 "where gradients through an update are wanted (MAML)."
             )
-        placements = mesh_axes.placements(mesh, is_scalar=not old.shape)
+        placements = mesh_axes.placements(mesh, is_scalar=not old.shape, dim=self.settings.dim)
         fits = isinstance(new, DTensor) and tuple(new.shape) == tuple(old.shape)
         if fits and isinstance(new, DTensor) and new.device_mesh == mesh and tuple(new.placements) == placements:
             return
@@ -192,6 +200,8 @@ class FlatShard:
         for slot, member in zip(self.plan.slots, self.members, strict=True):
             shape = slot.local_shape(rank, world_size)
             view = self.flat.detach()[slot.offset : slot.offset + math.prod(shape)].view(shape)
+            if member.settings.dim:
+                view = view.movedim(0, member.settings.dim)
             view.copy_(member.local)
             member.attach(view)
         self.sink.parameters = [member.parameter for member in self.members]

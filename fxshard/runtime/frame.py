@@ -13,7 +13,7 @@ from fxshard import torch_private
 from fxshard.errors import ConfigError, InvariantError, UnsupportedGraph
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.history import PassHistory
-from fxshard.ir.plan import FramePlan, ParameterKey, qualified
+from fxshard.ir.plan import FramePlan, ParameterKey, qualified, subgroup_key
 from fxshard.ir.variant import PLAIN, Variant
 from fxshard.runtime import eager
 from fxshard.runtime.accumulation import Units
@@ -101,6 +101,10 @@ class Frame:
     def names_of(self, units: Units) -> dict[str, str]:
         """What launches call the units of a call that are not those which the graph was captured with, by its names."""
         names = {key or "root": qualified(key, unit.fqn) or "root" for key, unit in units.items()}
+        shared = {name: (units[key], self.plan.units[name]) for name, key in self.plan.in_subgroups.items()}
+        names |= {
+            name: subgroup_key(qualified(name, unit.fqn), plan.world_size) for name, (unit, plan) in shared.items()
+        }
         return {key: name for key, name in names.items() if name != key}
 
     def _require_current(self, args: Sequence[Any], units: Units) -> None:

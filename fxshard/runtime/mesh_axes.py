@@ -47,9 +47,9 @@ def groups(mesh: DeviceMesh) -> Iterator[dist.ProcessGroup]:
         yield outer
 
 
-def placements(mesh: DeviceMesh, *, is_scalar: bool = False) -> tuple[Placement, ...]:
-    """Return how a parameter lies on the mesh; a scalar cannot be cut."""
-    return (*(Replicate() for _ in range(mesh.ndim - 1)), Replicate() if is_scalar else Shard(0))
+def placements(mesh: DeviceMesh, *, is_scalar: bool = False, dim: int = 0) -> tuple[Placement, ...]:
+    """Return how a parameter that is cut along `dim` lies on the mesh; a scalar cannot be cut."""
+    return (*(Replicate() for _ in range(mesh.ndim - 1)), Replicate() if is_scalar else Shard(dim))
 
 
 def ranks_of(mesh: DeviceMesh) -> list[int]:

@@ -8,7 +8,7 @@ fields is eight. It is an argument of the op that Dynamo records, and is taken a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -27,6 +27,13 @@ TRACED = "_fxshard_traced"
 """Key in a module's `__dict__`: name -> `ParameterRef.text`, `flat_key(name)` -> its flat; for tracing."""
 
 
+class ParameterSettings(NamedTuple):
+    """How one parameter is sharded otherwise than its unit."""
+
+    keeps_dtype: bool = False  # whether it is gathered in its own dtype, whatever the policy's `param_dtype`
+    dim: int = 0  # along which it is cut; another one than 0 comes first in its flat
+
+
 class ParameterRef(NamedTuple):
     """All that reading a parameter needs."""
 
@@ -35,6 +42,7 @@ class ParameterRef(NamedTuple):
     slot: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    dim: int = 0
 
     @property
     def text(self) -> str:
@@ -64,18 +72,23 @@ def adopt_attributes(parameter: nn.Parameter, attributes: Mapping[str, Any]) -> 
         parameter.__dict__.setdefault(name, value)
 
 
-def shard_rows(parameter: Tensor, rank: int, world_size: int) -> Tensor:
-    """The rows of a full parameter that `rank` keeps."""
+def rows_first(shape: Sequence[int], dim: int) -> tuple[int, ...]:
+    """Return a shape with the dimension along which a parameter is cut before the others."""
+    return tuple(shape) if dim == 0 else (shape[dim], *shape[:dim], *shape[dim + 1 :])
+
+
+def shard_rows(parameter: Tensor, rank: int, world_size: int, dim: int = 0) -> Tensor:
+    """The rows of a full parameter that `rank` keeps, or the columns along another `dim`."""
     if parameter.dim() == 0:
         return parameter.detach()
-    slot = Slot(fqn="", shape=tuple(parameter.shape), offset=0, numel=0)
+    slot = Slot(fqn="", shape=tuple(parameter.shape[dim:]), offset=0, numel=0)
     first, last = slot.rows_of(rank, world_size)
-    return parameter.detach()[first:last]
+    return parameter.detach().narrow(dim, first, last - first)
 
 
-def as_dtensor(full: Tensor, rows: Tensor, mesh: DeviceMesh) -> nn.Parameter:
-    """The DTensor parameter whose local tensor is `rows` of `full`."""
-    placements = mesh_axes.placements(mesh, is_scalar=full.dim() == 0)
+def as_dtensor(full: Tensor, rows: Tensor, mesh: DeviceMesh, dim: int = 0) -> nn.Parameter:
+    """The DTensor parameter whose local tensor is `rows` of `full`, cut along `dim`."""
+    placements = mesh_axes.placements(mesh, is_scalar=full.dim() == 0, dim=dim)
     shape = full.shape
     stride = torch.empty(shape, device="meta").stride()
     dtensor = DTensor.from_local(rows, mesh, placements, run_check=False, shape=shape, stride=stride)

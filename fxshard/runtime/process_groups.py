@@ -1,16 +1,21 @@
-"""A process group for reductions alone.
+"""Process groups beside those of the mesh: for reductions alone, and for some of the ranks.
 
 The collectives of one communicator run one after the other: a reduction waits for the gathers that were launched before
 it, although data flows the same way in both. With a group of their own they share the link instead.
 
 As FSDP2's `set_separate_reduce_scatter_group` (`_fully_shard.py`, torch 2.15).
+
+A subgroup shares parameters between forward and backward where `reshard_after_forward` is a number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import weakref
+from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard import torch_private
 from fxshard.errors import ConfigError
@@ -50,8 +55,7 @@ def _twin_of(unit: Unit) -> dist.ProcessGroup:
     """Another group of the same ranks, backends and timeout."""
     group = mesh_axes.shard_group(unit.mesh)
     ranks = dist.get_process_group_ranks(group)
-    world = dist.group.WORLD
-    if getattr(world, "bound_device_id", None) is not None and len(ranks) < dist.get_world_size():
+    if _is_made_together() and len(ranks) < dist.get_world_size():
         raise ConfigError(
             f"set_separate_reduce_scatter_group: the mesh has {len(ranks)} of {dist.get_world_size()} ranks, and after "
             "init_process_group(device_id=...) torch makes a group together with all ranks. Leave device_id out, or "
@@ -64,13 +68,60 @@ def _twin_of(unit: Unit) -> dist.ProcessGroup:
             f"set_separate_reduce_scatter_group: this rank makes a group for unit {name}, another one for {others[0]}. "
             "All ranks of the mesh must call it alike."
         )
-    twin = dist.new_group(
-        ranks,
-        backend=dist.get_backend_config(group),
-        timeout=torch_private.timeout_of(group, unit.mesh.device_type),
-        use_local_synchronization=True,
-        group_desc="fxshard_reduce_scatter",
-    )
-    if not isinstance(twin, dist.ProcessGroup):
+    twin = _made([ranks], unit.mesh, "fxshard_reduce_scatter")
+    if twin is None:
         raise ConfigError("set_separate_reduce_scatter_group: this rank is none of the mesh's.")
     return twin
+
+
+@functools.cache
+def _subgroups() -> weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]]:
+    """This rank's subgroup by size, of each group that shares parameters."""
+    return weakref.WeakKeyDictionary()
+
+
+def subgroup_of(mesh: DeviceMesh, size: int) -> dist.ProcessGroup:
+    """Return this rank's subgroup: `size` ranks next to each other of those that share parameters on `mesh`.
+
+    Collective the first time; then it is kept.
+
+    Raises:
+        ConfigError: torch would wait for ranks outside of the mesh.
+    """
+    group = mesh_axes.shard_group(mesh)
+    known = _subgroups().setdefault(group, {})
+    if size not in known:
+        ranks = mesh_axes.ranks_of(mesh)
+        if _is_made_together() and len(ranks) < dist.get_world_size():
+            raise ConfigError(
+                f"reshard_after_forward={size}: the mesh has {len(ranks)} of {dist.get_world_size()} ranks, and after "
+                "init_process_group(device_id=...) torch makes a group together with all ranks. Leave device_id out, "
+                "or pass True or False."
+            )
+        blocks = [ranks[first : first + size] for first in range(0, len(ranks), size)]
+        own = [block for block in blocks if dist.get_rank() in block]
+        made = _made(blocks if _is_made_together() else own, mesh, "fxshard_subgroup")
+        assert made is not None, "require_mesh has found this rank in the mesh"
+        known[size] = made
+    return known[size]
+
+
+def _is_made_together() -> bool:
+    """Whether torch makes groups together with all ranks: after `init_process_group(device_id=...)`."""
+    return getattr(dist.group.WORLD, "bound_device_id", None) is not None
+
+
+def _made(groups: Iterable[Sequence[int]], mesh: DeviceMesh, description: str) -> dist.ProcessGroup | None:
+    """Make groups of the kind that a mesh has, of some of its ranks; return the one of this rank."""
+    like = mesh_axes.shard_group(mesh)
+    made = [
+        dist.new_group(
+            list(ranks),
+            backend=dist.get_backend_config(like),
+            timeout=torch_private.timeout_of(like, mesh.device_type),
+            use_local_synchronization=True,
+            group_desc=description,
+        )
+        for ranks in groups
+    ]
+    return next((group for group in made if isinstance(group, dist.ProcessGroup)), None)

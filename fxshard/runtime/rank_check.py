@@ -16,6 +16,7 @@ Everybody writes before it waits here or in a collective, so this wait ends wher
 - A graph break on one rank only is a difference: a graph is compared before it is known which ones follow.
 - Ranks that hold the same shard (a mesh of two axes) compare all of a run that all_reduces gradients, with the gathers
   and reductions over the other axis: in another order across the axes the ranks would wait for each other in a circle.
+  So do all that share a unit, where backward gathers over subgroups of them.
 - A failed compilation takes a number too, with its message, so that the others need not wait for it.
 - A rank that turns off a known path raises alone, while the others stand in a collective already. When that fails (the
   rank has ended, or the group's timeout has passed), what is in the store explains it: `RankGroup.compare`.
@@ -42,6 +43,7 @@ import torch.distributed as dist
 from fxshard import torch_private
 from fxshard.errors import FxshardError, RankMismatchError
 from fxshard.ir.launches import Launch
+from fxshard.ir.plan import is_in_subgroup
 from fxshard.runtime.rank_values import first_difference, is_in_process
 
 RING = 512
@@ -262,7 +264,7 @@ def _rank_group_of(group_name: str) -> RankGroup | None:
     if world is None or is_in_process(torch_private.default_store()):
         return None
     group = torch_private.process_group_of(group_name)
-    if group.size() == 1 or dist.get_backend(group) == "fake":
+    if group.size() == 1 or "fake" in dist.get_backend(group):  # of a new group it is a list of devices
         return None
     rank_groups = _rank_groups().setdefault(world, {})
     ranks = tuple(dist.get_process_group_ranks(group))
@@ -330,7 +332,8 @@ class Agreement:
             if rank_group is not None:
                 found.setdefault(rank_group, []).append(launch)
         for rank_group, mine in found.items():
-            if any(launch.kind == "all_reduce" and launch.serves for launch in mine):
+            averages = any(launch.kind == "all_reduce" and launch.serves for launch in mine)
+            if averages or any(is_in_subgroup(launch.serves) for launch in launches if launch not in mine):
                 found[rank_group] = [each.on_any_group for each in launches if each.serves or each in mine]
         return {rank_group: CollectiveSequence.of(self._kind, mine) for rank_group, mine in found.items()}
 

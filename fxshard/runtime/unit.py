@@ -40,7 +40,9 @@ class Unit:
         members: parameters in registration order.
         shards: their memory.
         is_root: no other sharded module contains this one.
-        reshard_after_forward: as given; `None` means True for all but the root.
+        reshard_after_forward: as given; `None` means True for all but the root, a number that a subgroup of so many
+            ranks shares the parameters until backward.
+        subgroup: of this rank, if it is a number.
         forward_prefetch: units to launch in forward right after this one has been waited for; none listed: as the
             option has it; `None`: nothing.
         backward_prefetch: the same in backward.
@@ -67,14 +69,15 @@ class Unit:
         members: list[Member],
         mesh: DeviceMesh,
         mp_policy: MixedPrecisionPolicy,
-        reshard_after_forward: bool | None,
+        reshard_after_forward: bool | int | None,
+        subgroup: dist.ProcessGroup | None = None,
     ) -> None:
         """Take over `members`, whose parameters are DTensors, and copy their rows into flats."""
         self.modules = tuple(modules)
         self.members = members
         self.mesh = mesh
         self.mp_policy = mp_policy
-        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_forward, self.subgroup = reshard_after_forward, subgroup
         self.forward_prefetch: tuple[Unit, ...] | None = ()
         self.backward_prefetch: tuple[Unit, ...] | None = ()
         self.reshard_after_backward = True
@@ -103,6 +106,12 @@ class Unit:
     def world_size(self) -> int:
         """Ranks that share the unit: those of the axis that shards."""
         return mesh_axes.num_shards(self.mesh)
+
+    @property
+    def subgroup_size(self) -> int:
+        """Ranks that share the parameters between forward and backward, 0 if those are not fewer."""
+        given = self.reshard_after_forward
+        return 0 if given is None or isinstance(given, bool) else given
 
     @property
     def label(self) -> str:
@@ -167,7 +176,9 @@ class Unit:
             sums_only=self.sums_only,
             param_dtype=self.mp_policy.param_dtype,
             reduce_dtype=self.mp_policy.reduce_dtype,
-            reshard_after_forward=not self.is_root if given is None else given,
+            reshard_after_forward=not self.is_root if given is None else bool(given),
+            subgroup_size=self.subgroup_size,
+            subgroup=self.subgroup.group_name if self.subgroup and self.subgroup_size else "",
         )
         self.microbatches.forget_choice()
         self._agreements.clear()
@@ -179,7 +190,7 @@ class Unit:
         for index, shard in enumerate(self.shards):
             dtype, key = self.plan.unsharded_dtype(shard.plan), f"{index} of {sharing_key}{lists}"
             for i, (slot, member) in enumerate(zip(shard.plan.slots, shard.members, strict=True)):
-                ref = ParameterRef(shard.flat, key, i, slot.shape, dtype)
+                ref = ParameterRef(shard.flat, key, i, slot.shape, dtype, member.settings.dim)
                 for module, name in member.owners:
                     parameters.publish(module, name, ref)
 

@@ -124,7 +124,7 @@ def chosen_for(units: Units, reads: Slots, budget_bytes: int, *, trains: bool) -
         budget_bytes: what the user's options let resident parameters take.
         trains: whether the graph is a forward or a backward; one without gradients takes what is there, and no more.
     """
-    found = {key: units[key] for key in reads}
+    found = {key: units[key] for key in reads if key in units}  # not what subgroups share
     return frozenset(key for key, unit in found.items() if _resident(unit) or (trains and _wants(unit, budget_bytes)))
 
 

@@ -20,10 +20,11 @@ from fxshard import torch_fsdp2
 from fxshard.errors import ConfigError
 from fxshard.runtime import gloo, process_groups
 from fxshard.runtime.flat_shard import Member
+from fxshard.runtime.parameters import ParameterSettings
 from fxshard.runtime.unit import Unit
 from fxshard.sharding import forward_methods
 from fxshard.sharding.mesh import require_mesh
-from fxshard.sharding.shard_module import ignored_under, install, join, module_paths
+from fxshard.sharding.shard_module import ignored_under, install, join, module_paths, subgroup_for
 from fxshard.sharding.sharded_module import ModuleState, ShardedModule, is_compiled, plain_module, state_of
 from fxshard.torch_fsdp2 import Fsdp2Unit
 
@@ -126,6 +127,7 @@ class _Settings:
                 each.places,
                 each.parameter,
                 cast("weakref.ref[nn.Parameter]", weakref.ref(each.key)),
+                ParameterSettings(keeps_dtype=each.keeps_dtype, dim=each.dim),
             )
             for each in given
         ]
@@ -133,7 +135,7 @@ class _Settings:
         units = []
         if mesh is not None:
             gloo.warn_of_two_threads(mesh)
-            units.append(Unit(self.modules, members, mesh, policy, reshard))
+            units.append(Unit(self.modules, members, mesh, policy, reshard, subgroup_for(mesh, reshard)))
             units[0].ignored = ignored_under(self.modules)
         install(self.modules, tuple(units), policy)
 

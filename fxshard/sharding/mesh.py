@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fxshard.errors import ConfigError
 from fxshard.options import launched_world_size
-from fxshard.runtime import gloo
+from fxshard.runtime import gloo, mesh_axes
+
+_log = logging.getLogger(__name__)
 
 
 def require_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -30,6 +35,32 @@ def require_mesh(mesh: DeviceMesh) -> DeviceMesh:
     if mesh.get_coordinate() is None:
         raise ConfigError(f"this rank ({dist.get_rank()}) is not part of the mesh {mesh}.")
     return mesh
+
+
+def resharding(mesh: DeviceMesh, reshard_after_forward: bool | int | None) -> bool | int | None:
+    """Return what to do after forward, with True and False for the numbers of ranks that mean the same.
+
+    Raises:
+        ConfigError: a number that does not divide those that share the parameters.
+    """
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return reshard_after_forward
+    num_ranks = mesh_axes.num_shards(mesh)
+    if reshard_after_forward < 1 or num_ranks % reshard_after_forward:
+        raise ConfigError(
+            f"reshard_after_forward={reshard_after_forward}: as a number of ranks it must be a factor of the "
+            f"{num_ranks} that share the parameters."
+        )
+    if reshard_after_forward == 1:
+        say_that_one_keeps_all()
+        return False
+    return True if reshard_after_forward == num_ranks else reshard_after_forward
+
+
+@functools.cache
+def say_that_one_keeps_all() -> None:
+    """Say what the number 1 means, which somebody may have written for True."""
+    _log.warning("fxshard: reshard_after_forward=1 keeps the parameters of a unit on each rank: it is False, not True.")
 
 
 def default_mesh(device_type: str | None = None) -> DeviceMesh:

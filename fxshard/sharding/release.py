@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed.fsdp as fsdp2
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
 
 from fxshard.errors import ConfigError
 from fxshard.runtime.flat_shard import Member
@@ -84,11 +87,21 @@ class _Ours:
             _one_or_list(self.modules),
             mesh=unit.mesh,
             reshard_after_forward=unit.reshard_after_forward,
-            mp_policy=self.policy,
+            shard_placement_fn=_placement_in(unit),
+            mp_policy=self._policy_for(unit),
             ignored_params=set(unit.ignored),
         )
         _put(unit, _with_memory_of_its_own)
         _free(unit)
+
+    def _policy_for(self, unit: Unit) -> MixedPrecisionPolicy:
+        """The policy that treats the parameters, which are on the meta device now, as ours did."""
+        keeping = [member for member in unit.members if member.settings.keeps_dtype]
+        kept = {id(module._parameters[name]) for member in keeping for module, name in member.owners}
+        if not kept:
+            return self.policy
+        override: dict[str, Any] = {"param_dtype_override_fn": lambda p: p.dtype if id(p) in kept else None}
+        return replace(self.policy, **override)  # who keeps one has had the field
 
     def make_whole(self) -> None:
         """Gather the parameters; all ranks."""
@@ -122,6 +135,17 @@ class _Ours:
         module.set_is_last_backward(self.unit.microbatches.last)
 
 
+def _placement_in(unit: Unit) -> Callable[[nn.Parameter], Shard | None] | None:
+    """Return what tells FSDP2 along which dimension each parameter is cut, where one is not along the first."""
+    places = {
+        id(module._parameters[name]): Shard(member.settings.dim)
+        for member in unit.members
+        if member.settings.dim
+        for module, name in member.owners
+    }
+    return (lambda parameter: places.get(id(parameter))) if places else None
+
+
 def _put(unit: Unit, make: Callable[[Member], nn.Parameter]) -> None:
     for member in unit.members:
         parameter = make(member)
@@ -146,7 +170,7 @@ def _whole(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _with_memory_of_its_own(member: Member) -> nn.Parameter:
-    member.attach(member.local.clone())
+    member.attach(member.local.clone(memory_format=torch.contiguous_format))
     return member.parameter
 
 

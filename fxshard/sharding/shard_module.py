@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -14,14 +15,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from fxshard.errors import ConfigError
-from fxshard.runtime import gloo, mesh_axes
+from fxshard.runtime import gloo, mesh_axes, process_groups
 from fxshard.runtime.flat_shard import Member, home_of
-from fxshard.runtime.parameters import REFS, adopt_attributes, as_dtensor, shard_rows
+from fxshard.runtime.parameters import REFS, ParameterSettings, adopt_attributes, as_dtensor, shard_rows
 from fxshard.runtime.prefetcher import Prefetcher
 from fxshard.runtime.step_hooks import Microbatches
 from fxshard.runtime.unit import Unit
 from fxshard.runtime.unsharded_cache import UnshardedCache
 from fxshard.sharding.no_sync import NO_SYNC
+from fxshard.sharding.per_parameter import Chooser, like_its_unit
 from fxshard.sharding.sharded_module import STATE, ModuleState, state_of, units_under
 from fxshard.sharding.swapped_class import swap_class
 
@@ -49,12 +51,13 @@ def shard(
     mesh: DeviceMesh,
     *,
     mp_policy: MixedPrecisionPolicy,
-    reshard_after_forward: bool | None,
+    reshard_after_forward: bool | int | None,
     ignored: Iterable[nn.Parameter] = (),
+    settings_of: Chooser = like_its_unit,
 ) -> None:
     """Make one unit of the parameters under `modules` that no unit has taken, and swap the modules' classes.
 
-    All checks of the parameters come first: an error leaves the modules untouched.
+    `settings_of` is asked once for each of them. All checks come first: an error leaves the modules untouched.
     """
     skip = frozenset(ignored)
     paths = module_paths(modules)
@@ -63,9 +66,15 @@ def shard(
     _require_untaken(modules, taken)
     _require_untied(taken, [unit for module in modules for unit in units_under(module)])
     _require_dense_gradients(modules)
+    settings = {fqn: settings_of(fqn, param) for fqn, (param, _) in taken.items()}
     _move_buffers(modules, mesh)
-    units = (_make_unit(modules, taken, mesh, mp_policy, reshard_after_forward),) if taken else ()
+    units: tuple[Unit, ...] = ()
+    if taken:
+        subgroup = subgroup_for(mesh, reshard_after_forward)
+        members = _members(taken, settings, mesh)
+        units = (Unit(modules, members, mesh, mp_policy, reshard_after_forward, subgroup),)
     for unit in units:
+        _register(unit)
         unit.ignored = skip
     install(modules, units, mp_policy)
 
@@ -83,28 +92,35 @@ def install(modules: Sequence[nn.Module], units: tuple[Unit, ...], mp_policy: Mi
     _name_units(modules, state)
 
 
-def _make_unit(
-    modules: Sequence[nn.Module],
-    taken: dict[str, tuple[nn.Parameter, Places]],
-    mesh: DeviceMesh,
-    mp_policy: MixedPrecisionPolicy,
-    reshard_after_forward: bool | None,
-) -> Unit:
-    """Cut the parameters to this rank's rows and register the DTensors in their place."""
+def _members(
+    taken: dict[str, tuple[nn.Parameter, Places]], settings: dict[str, ParameterSettings], mesh: DeviceMesh
+) -> list[Member]:
+    """Cut the parameters to this rank's rows."""
     rank, world_size = mesh_axes.shard_rank(mesh), mesh_axes.num_shards(mesh)
     members = []
     with torch.no_grad(), torch.inference_mode(False):
         for fqn, (param, places) in taken.items():
             full = _on_mesh_device(param, mesh)
-            dtensor = as_dtensor(full, shard_rows(full, rank, world_size), mesh)
+            dim = settings[fqn].dim
+            dtensor = as_dtensor(full, shard_rows(full, rank, world_size, dim), mesh, dim)
             adopt_attributes(dtensor, param.__dict__)
-            members.append(Member(fqn, places, dtensor, weakref.ref(param)))
+            members.append(Member(fqn, places, dtensor, weakref.ref(param), settings[fqn]))
     gloo.warn_of_two_threads(mesh)
-    unit = Unit(modules, members, mesh, mp_policy, reshard_after_forward)
-    for member in members:
+    return members
+
+
+def subgroup_for(mesh: DeviceMesh, reshard_after_forward: bool | int | None) -> dist.ProcessGroup | None:
+    """Return the ranks that share the parameters between forward and backward, if not all of the mesh's do."""
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return None
+    return process_groups.subgroup_of(mesh, reshard_after_forward)
+
+
+def _register(unit: Unit) -> None:
+    """Put the DTensors in the places of the parameters that they were made of."""
+    for member in unit.members:
         for module, name in member.owners:
             module._parameters[name] = member.parameter
-    return unit
 
 
 def _owners(modules: Sequence[nn.Module], skip: frozenset[nn.Parameter]) -> list[tuple[nn.Parameter, Places]]:

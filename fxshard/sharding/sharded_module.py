@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
@@ -231,6 +232,13 @@ class ShardedModule(ParameterOwner):
         As FSDP2's, but that fp32 and bf16 sums are divided after the reduction, where FSDP2 has NCCL do it before.
         """
         fsdp2_settings.set_divide_factor(_state(self).units, factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Do what `set_gradient_divide_factor` does: its name of before."""
+        warnings.warn(
+            "set_reduce_scatter_divide_factor is now set_gradient_divide_factor.", DeprecationWarning, stacklevel=2
+        )
+        self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Reduce this module's gradients by sums, and divide after; the next forward compiles anew."""

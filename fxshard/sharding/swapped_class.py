@@ -35,14 +35,15 @@ def _read(module: nn.Module, ref: ParameterRef, name: str) -> Any:
 _read_eagerly = torch.compiler.disable(_read)
 
 
-def _getter(name: str) -> property:
+def _getter(name: str, dim: int) -> property:
     its_flat = flat_key(name)
 
     @torch_private.run_this_frame_eagerly
     def get(self: nn.Module) -> Any:
         if torch.compiler.is_compiling():  # never touch self._parameters here: Dynamo would trace the DTensors in it
             traced = self.__dict__[TRACED]
-            return torch.ops.fxshard.parameter(traced[its_flat], traced[name])
+            rows = torch.ops.fxshard.parameter(traced[its_flat], traced[name])
+            return rows if dim == 0 else torch.ops.fxshard.whole(rows, dim)
         if (
             callback := torch_private.eval_frame_callback()
         ) is False:  # a C function: a Python one would be offered to Dynamo
@@ -57,10 +58,13 @@ def _getter(name: str) -> property:
 
 
 @functools.cache
-def _swapped_class(cls: type[nn.Module], names: frozenset[str], is_unit: bool) -> type[nn.Module]:
-    """Return the subclass of `cls` with a property for each of `names`; equal requests give the same class."""
+def _swapped_class(cls: type[nn.Module], names: frozenset[tuple[str, int]], is_unit: bool) -> type[nn.Module]:
+    """Return the subclass of `cls` with a property for each of `names`; equal requests give the same class.
+
+    `names` come with the dimension along which the parameter is cut.
+    """
     mixin = ShardedModule if is_unit else ParameterOwner
-    body: dict[str, Any] = {name: _getter(name) for name in sorted(names)}
+    body: dict[str, Any] = {name: _getter(name, dim) for name, dim in sorted(names)}
     if issubclass(cls, nn.RNNBase):
         # RNNs keep their weights in a list of their own beside _parameters.
         body["_flat_weights"] = property(_rnn_weights, lambda self, weights: None)
@@ -116,7 +120,7 @@ def swap_class(module: nn.Module, is_unit: bool) -> None:
     """Give `module` the class that goes with the parameters it has sharded by now."""
     cls = type(module)
     base = original_class(cls)
-    names = frozenset(module.__dict__.get(REFS, {}))
+    names = frozenset((name, ref.dim) for name, ref in module.__dict__.get(REFS, {}).items())
     if issubclass(base, nn.RNNBase):
         module.__dict__.pop("_flat_weights", None)
     module.__class__ = _swapped_class(cast(Any, base), names, is_unit or issubclass(cls, ShardedModule))

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fxshard.errors import ConfigError
 from fxshard.runtime import mesh_axes
-from fxshard.runtime.parameters import local_of
+from fxshard.runtime.parameters import local_of, rows_first
 from fxshard.runtime.rank_values import checksum
 from fxshard.runtime.raw import as_bytes
 from fxshard.state import transport
@@ -37,6 +37,21 @@ class LocalShard:
     mesh: DeviceMesh | None = None  # whose last axis has rows of it, `None` if it is not cut into rows
     other: bool = False  # a DTensor sharded in another way; its ranks make it full together
     replica: bool = False  # a DTensor, all of it on every rank: reductions may round differently
+    dim: int = 0  # along which it is cut; it travels with this dimension first
+
+    @property
+    def rows(self) -> Tensor:
+        """What this rank has, cut along its first dimension."""
+        return self.local.movedim(self.dim, 0) if self.dim else self.local
+
+    def rows_of(self, full: Tensor) -> Tensor:
+        """Return the full tensor as `rows` are cut of it."""
+        return full.movedim(self.dim, 0).contiguous() if self.dim else full
+
+    def whole(self, full: Tensor) -> Tensor:
+        """Return the full tensor in its shape, of one with the rows of all ranks."""
+        shape = rows_first(self.shape, self.dim)
+        return full.view(shape).movedim(0, self.dim).contiguous() if self.dim else full.view(shape)
 
     @property
     def is_on_device(self) -> bool:
@@ -65,7 +80,7 @@ class LocalShard:
         nbytes = self.nbytes
         if not nbytes:
             return Item(0, 0, False)
-        rows = self.shape[0]
+        rows = self.shape[self.dim]
         return Item(nbytes, -(-rows // world_size) * (nbytes // rows), straight and self.is_on_device)
 
 
@@ -73,10 +88,12 @@ def hold(tensor: Tensor, rows_of: DTensor | None = None) -> LocalShard:
     """Describe how this rank holds a DTensor or a plain tensor; a plain one may be state of the rows of `rows_of`."""
     if not isinstance(tensor, DTensor):
         if rows_of is not None:
-            return LocalShard(tuple(rows_of.shape), tensor.dtype, tensor, rows_of.device_mesh)
+            dim = cast(Shard, rows_of.placements[-1]).dim
+            return LocalShard(tuple(rows_of.shape), tensor.dtype, tensor, rows_of.device_mesh, dim=dim)
         return LocalShard(tuple(tensor.shape), tensor.dtype, tensor)
     if is_sharded(tensor):
-        return LocalShard(tuple(tensor.shape), tensor.dtype, local_of(tensor), tensor.device_mesh)
+        dim = cast(Shard, tensor.placements[-1]).dim
+        return LocalShard(tuple(tensor.shape), tensor.dtype, local_of(tensor), tensor.device_mesh, dim=dim)
     if all(type(placement) is Replicate for placement in tensor.placements):
         return LocalShard(tuple(tensor.shape), tensor.dtype, local_of(tensor), replica=True)
     return LocalShard(tuple(tensor.shape), tensor.dtype, tensor, other=True)
@@ -126,7 +143,7 @@ def gather_all(
         for indices in by_mesh.values():
             fulls = _gather_mesh([held[i] for i in indices], recipient, cpu_offload, bucket_mib, advance)
             for i, full in zip(indices, fulls, strict=False):
-                results[i] = full.view(held[i].dtype).view(held[i].shape)
+                results[i] = held[i].whole(full.view(held[i].dtype))
     return cast("list[Tensor]", results) if wanted else None
 
 
@@ -151,7 +168,7 @@ def _gather_mesh(
     if recipient is None:  # an all_gather has no place for uneven rows
         items = [i._replace(straight=i.straight and i.nbytes == i.share * wire.world_size) for i in items]
     rounds = rounds_of(items, wire.world_size, int(bucket_mib * MIB))
-    rows = [each.local for each in held]
+    rows = [each.rows for each in held]
     position = None if recipient is None else ranks.index(recipient)
     return transport.gather(wire, items, rows, rounds, position, result_device, progress)
 
@@ -174,8 +191,8 @@ def deliver(
 ) -> None:
     """Fill this rank's rows of every target, and the whole of those that are not cut into rows.
 
-    `targets` are contiguous and the same on all ranks. `fulls` are the full tensors, on the global rank `source`, or on
-    every rank if that is `None`.
+    The rows of `targets` are contiguous; the targets are the same on all ranks. `fulls` are the full tensors, on the
+    global rank `source`, or on every rank if that is `None`.
     """
     if source is None or ranks.group is None or ranks.size == 1:
         for target, full in zip(targets, fulls or (), strict=True):
@@ -187,7 +204,7 @@ def deliver(
         by_mesh.setdefault(each.mesh, []).append(i)
     for mesh, indices in by_mesh.items():
         chosen = [targets[i] for i in indices]
-        given = None if fulls is None else [fulls[i] for i in indices]
+        given = None if fulls is None else [targets[i].rows_of(fulls[i]) for i in indices]
         if mesh is None:
             wire = Wire(ranks.group, ranks.device)
             transport.broadcast(wire, [each.local for each in chosen], ranks.members.index(source), given, bucket_bytes)
@@ -199,7 +216,7 @@ def _deliver_rows(
     mesh: DeviceMesh, targets: Sequence[LocalShard], fulls: Sequence[Tensor] | None, source: int, bucket_bytes: int
 ) -> None:
     """Give each rank its rows: first those of the source's replica, then from each of them the other replicas."""
-    rows, wire = [each.local for each in targets], Wire(mesh_axes.shard_group(mesh), device_of(targets))
+    rows, wire = [each.rows for each in targets], Wire(mesh_axes.shard_group(mesh), device_of(targets))
     sharing = dist.get_process_group_ranks(wire.group)
     if source in sharing:
         items = [each.item(wire.world_size, straight=wire.device.type == "cpu") for each in targets]
@@ -216,7 +233,7 @@ def _cut(target: LocalShard, full: Tensor) -> None:
     start, end = 0, target.nbytes
     if target.mesh is not None and target.nbytes:
         start, end = _held_rows(target, target.mesh)
-    as_bytes(target.local).copy_(part(full, start, end))
+    as_bytes(target.rows).copy_(part(target.rows_of(full), start, end))
 
 
 def _held_rows(target: LocalShard, mesh: DeviceMesh) -> tuple[int, int]:

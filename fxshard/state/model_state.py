@@ -196,7 +196,7 @@ def _tied_otherwise(given: Mapping[str, Tensor], own: Mapping[str, Any]) -> Iter
 
 
 def _contiguous(target: LocalShard) -> LocalShard:
-    if target.local.is_contiguous():
+    if target.rows.is_contiguous():
         return target
-    local = torch.empty_like(target.local, memory_format=torch.contiguous_format)
-    return LocalShard(target.shape, target.dtype, local, target.mesh)
+    rows = torch.empty_like(target.rows, memory_format=torch.contiguous_format)
+    return LocalShard(target.shape, target.dtype, rows.movedim(0, target.dim), target.mesh, dim=target.dim)

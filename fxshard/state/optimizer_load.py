@@ -14,7 +14,7 @@ from torch.optim import LBFGS, Adafactor, Optimizer
 
 from fxshard.errors import ConfigError
 from fxshard.runtime import mesh_axes
-from fxshard.runtime.parameters import shard_rows
+from fxshard.runtime.parameters import rows_first, shard_rows
 from fxshard.state import full
 from fxshard.state.full import Announced, FullState
 from fxshard.state.local_shards import LocalShard, deliver, hold, require_bucket
@@ -186,21 +186,22 @@ class _LoadTarget:
 
     def allocate(self) -> None:
         held = self.held
-        shape = held.shape if held.mesh is None else tuple(self._local_shape())
-        held.local = torch.empty(shape, dtype=held.dtype, device=held.local.device)
+        shape = held.shape if held.mesh is None else rows_first(self._local_shape(), held.dim)
+        made = torch.empty(shape, dtype=held.dtype, device=held.local.device)
+        held.local = made.movedim(0, held.dim) if held.dim else made
 
     def _local_shape(self) -> torch.Size:
         mesh = self.held.mesh
         assert mesh is not None
         whole = torch.empty(self.held.shape, device="meta")
-        return shard_rows(whole, mesh_axes.shard_rank(mesh), mesh_axes.num_shards(mesh)).shape
+        return shard_rows(whole, mesh_axes.shard_rank(mesh), mesh_axes.num_shards(mesh), self.held.dim).shape
 
     def finished(self) -> Tensor:
         held = self.held
         if not self.as_dtensor:
             return held.local
         mesh = cast(DTensor, self.existing if isinstance(self.existing, DTensor) else self.parameter).device_mesh
-        placements = mesh_axes.placements(mesh, is_scalar=held.mesh is None)
+        placements = mesh_axes.placements(mesh, is_scalar=held.mesh is None, dim=held.dim)
         stride = torch.empty(held.shape, device="meta").stride()
         shape = torch.Size(held.shape)
         return DTensor.from_local(held.local, mesh, placements, run_check=False, shape=shape, stride=stride)
@@ -254,13 +255,14 @@ def _target(
     """Choose what is there now; where there is nothing, what an optimizer would make for this parameter."""
     is_scalar = is_counter or (not each.shape and tuple(parameter.shape) != ())
     if existing is not None and now is not None:
-        mesh, as_dtensor, device = now.mesh, isinstance(existing, DTensor), existing.device
+        mesh, as_dtensor, device, dim = now.mesh, isinstance(existing, DTensor), existing.device, now.dim
     else:
         as_dtensor = isinstance(parameter, DTensor) and not is_scalar
         has_rows = as_dtensor and is_sharded(cast(DTensor, parameter)) and each.shape == tuple(parameter.shape)
         mesh = cast(DTensor, parameter).device_mesh if has_rows else None
         device = torch.device("cpu") if is_scalar else parameter.device
-    held = LocalShard(each.shape, each.dtype, torch.empty(0, dtype=each.dtype, device=device), mesh)
+        dim = hold(parameter).dim if has_rows else 0
+    held = LocalShard(each.shape, each.dtype, torch.empty(0, dtype=each.dtype, device=device), mesh, dim=dim)
     held.replica = as_dtensor and mesh is None
     return _LoadTarget(each, parameter, existing, as_dtensor, held, list(_wrong(each, parameter, now, is_strict)))
 

@@ -243,9 +243,14 @@ def ranks_of(parameter: Tensor) -> tuple[int, ...]:
 
 
 def is_sharded(tensor: DTensor) -> bool:
-    """Return whether each rank of the last mesh axis has rows of it, and those of an axis before it the same."""
+    """Return whether each rank of the last mesh axis has rows of it, and those of an axis before it the same.
+
+    Or as many columns, along another dimension.
+    """
     *outer, last = tensor.placements
-    return type(last) is Shard and last.dim == 0 and len(outer) <= 1 and all(type(p) is Replicate for p in outer)
+    if type(last) is not Shard or (last.dim and tensor.shape[last.dim] % mesh_axes.num_shards(tensor.device_mesh)):
+        return False
+    return len(outer) <= 1 and all(type(p) is Replicate for p in outer)
 
 
 def has_no_rows(parameter: Tensor) -> bool:

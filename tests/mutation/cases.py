@@ -105,11 +105,12 @@ MODELS: dict[str, Callable[..., Traced]] = {
     "partly_used": partly_used,
     "square_batch": square_batch,
     "two_regions": two_regions,
+    "in_subgroups": graphs.in_subgroups,
     "two_replicas": two_replicas,
     "two_replicas_of_doubles": two_replicas_of_doubles,
 }
 MUTATED = tuple(model for model in MODELS if model not in ("frozen_weight", "casting", "gpt"))
-ON_FOUR_RANKS = ("two_layers", "uneven", "doubles", "scalar")
+ON_FOUR_RANKS = ("two_layers", "uneven", "doubles", "scalar", "in_subgroups")
 REWRITTEN = ("two_layers", "uneven", "two_dtypes", "doubles", "called_twice", "two_replicas")
 ASIDE = ("two_layers", "two_dtypes", "mixed_precision")
 REWRITES: dict[str, tuple[GraphPass, ...]] = {

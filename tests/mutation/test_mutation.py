@@ -26,6 +26,7 @@ from tests.mutation import (
     parameter_mutators,
     region_mutators,
     replica_mutators,
+    subgroup_mutators,
 )
 from tests.mutation.cases import CODEGEN_GIVEN, MODELS, Case, Mutant, correct_cases, mutants, mutated_cases
 from tests.mutation.edits import Mutator, launch_nodes
@@ -38,6 +39,7 @@ EXPLICIT: tuple[Mutator, ...] = (
     *gradient_mutators.MUTATORS,
     *region_mutators.MUTATORS,
     *replica_mutators.MUTATORS,
+    *subgroup_mutators.MUTATORS,
 )
 RESULTS: tuple[Mutator, ...] = (
     gradient_mutators.return_none,
@@ -45,7 +47,12 @@ RESULTS: tuple[Mutator, ...] = (
     gradient_mutators.swap_two_results,
     gradient_mutators.return_an_input,
 )
-MARKED: tuple[Mutator, ...] = (*marker_mutators.MUTATORS, *RESULTS, *region_mutators.MUTATORS)
+MARKED: tuple[Mutator, ...] = (
+    *marker_mutators.MUTATORS,
+    *RESULTS,
+    *region_mutators.MUTATORS,
+    *subgroup_mutators.MUTATORS,
+)
 
 
 def mutators_of(case: Case) -> tuple[Mutator, ...]:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_forward_method
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
-from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fxshard
@@ -35,13 +34,6 @@ def offloaded(mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-def sharded_on_columns(mesh: DeviceMesh) -> nn.Module:
-    linear = nn.Linear(WIDTH, WIDTH, bias=False)
-    sharded: Any = fsdp2_fully_shard(linear, mesh=mesh, shard_placement_fn=lambda parameter: Shard(1))
-    assert isinstance(sharded, nn.Module)
-    return sharded
-
-
 def with_gradients_that_wait(mesh: DeviceMesh) -> nn.Module:
     model = fsdp2_mlp(mesh)
     model.set_requires_gradient_sync(False)
@@ -52,7 +44,6 @@ def with_gradients_that_wait(mesh: DeviceMesh) -> nn.Module:
 
 REFUSED = {
     "offload": (offloaded, r"blocks.1: CPU offload (offload_policy)"),
-    "columns": (sharded_on_columns, "the root: parameters sharded on another dimension than 0 (shard_placement_fn)"),
     "waiting": (with_gradients_that_wait, "blocks.0: gradients added up without gradient sync"),
 }
 
@@ -83,11 +74,13 @@ def test_takes_over_a_mesh_of_two_axes_and_settings_of_reductions(fake_group: No
     assert [units[fqn].replica_sums.averages for fqn in ("", "blocks.1")] == [True, False]
 
 
-def test_refuses_to_keep_parameters_on_fewer_ranks() -> None:
+def test_takes_over_that_fewer_ranks_share_parameters_after_forward() -> None:
     with fake_ranks(4) as mesh:
         model = fsdp2_mlp(mesh, reshard_after_forward=2)
-        with pytest.raises(ConfigError, match=r"blocks.0: reshard_after_forward as a number of ranks"):
-            fxshard.adopt(model)
+        before = settings(model)
+        assert [unit.plan.subgroup_size for unit in units_under(fxshard.adopt(model))] == [2, 2, 2]
+        fxshard.release(model)
+        assert settings(model) == before
 
 
 class OwnGather:

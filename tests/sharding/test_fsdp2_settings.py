@@ -75,6 +75,19 @@ def test_a_setter_says_what_it_does_not_take(mesh: DeviceMesh, name: str) -> Non
         getattr(sharded(mesh), name)(value)
 
 
+def test_the_name_of_before_sets_the_divisor_and_warns(mesh: DeviceMesh) -> None:
+    model = sharded(mesh)
+    with pytest.warns(DeprecationWarning, match="is now set_gradient_divide_factor"):
+        model.set_reduce_scatter_divide_factor(3)
+    assert units_under(model)[0].plan.divide_factor == 3.0
+
+
+def test_an_unshard_that_is_waited_for_later_gives_a_handle(mesh: DeviceMesh) -> None:
+    handle = sharded(mesh).unshard(async_op=True)
+    assert isinstance(handle, fxshard.UnshardHandle)
+    handle.wait()
+
+
 def test_a_hook_beside_replicas_has_no_stream_of_its_own(fake_group: None) -> None:
     model = sharded(init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
     with pytest.raises(ConfigError, match="a stream is for a mesh of one axis"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,13 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import register_parametrization
 
 from fxshard import fully_shard
 from fxshard.errors import ConfigError
+from fxshard.sharding.mesh import say_that_one_keeps_all
+from fxshard.sharding.sharded_module import units_under
+from tests.graphs import fake_ranks
 from tests.numerics.harness import compile_module
 from tests.numerics.models import MLP, WIDTH
 
@@ -144,10 +148,8 @@ def test_refuses_a_tied_parameter_in_two_units(mesh: DeviceMesh) -> None:
 
 
 LATER = {
-    "shard_placement_fn": lambda p: Shard(0),
     "offload_policy": CPUOffloadPolicy(),
     "dp_mesh_dims": object(),
-    "reshard_after_forward": 2,
 }
 
 
@@ -170,6 +172,71 @@ def test_says_what_is_wrong_with_the_axes_of_a_mesh(fake_group: None) -> None:
     fully_shard(model, mesh=three["replicate", "shard"])
     with pytest.raises(ConfigError, match=r'mesh: two axes need names.*mesh_dim_names=\("replicate", "shard"\)'):
         fully_shard(MLP(), mesh=init_device_mesh("cpu", (1, 2)))
+
+
+@dataclass(frozen=True)
+class Choosing(MixedPrecisionPolicy):
+    """torch's policy with a field of torch 2.15."""
+
+    param_dtype_override_fn: Any = None
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ("bfloat16", "must return a torch.dtype or None, for blocks.0.norm.weight it returned 'bfloat16'"),
+        (torch.float16, r"returned torch.float16 for blocks.0.norm.weight, which is stored in torch.float32"),
+    ],
+)
+def test_names_the_parameter_for_which_a_wrong_dtype_was_chosen(mesh: DeviceMesh, chosen: Any, message: str) -> None:
+    model, policy = MLP(), Choosing(param_dtype=torch.bfloat16, param_dtype_override_fn=lambda p: chosen)
+    with left_as_it_was(model), pytest.raises(ConfigError, match=message):
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+class OnItsOwnMesh:
+    """What torch's function may return, too."""
+
+    placement, mesh_info = Shard(0), object()
+
+
+@pytest.mark.parametrize(
+    ("placement", "error", "message"),
+    [
+        ("columns", ConfigError, "must return a Shard or None, for blocks.0.norm.weight it returned 'columns'"),
+        (Shard(1), ConfigError, r"returned Shard\(dim=1\) for blocks.0.norm.weight, which has shape \[12\]"),
+        (OnItsOwnMesh(), NotImplementedError, "returned a mesh for blocks.0.norm.weight"),
+    ],
+)
+def test_names_the_parameter_with_a_wrong_placement(
+    mesh: DeviceMesh, placement: Any, error: type[Exception], message: str
+) -> None:
+    model = MLP()
+    with left_as_it_was(model), pytest.raises(error, match=message):
+        fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: placement)
+
+
+def test_names_the_parameter_whose_columns_do_not_divide_evenly(mesh: DeviceMesh) -> None:
+    model = MLP()
+    with left_as_it_was(model), pytest.raises(ConfigError, match=r"blocks.0.down.weight of shape \[12, 25\].*2 ranks"):
+        fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(-1) if p.dim() == 2 else None)
+
+
+@pytest.mark.parametrize("number", [0, -1, 3, 8])
+def test_says_which_numbers_of_ranks_may_share_the_parameters(number: int) -> None:
+    model = MLP()
+    with fake_ranks(4) as mesh, left_as_it_was(model):
+        with pytest.raises(ConfigError, match=rf"reshard_after_forward={number}: .* a factor of the 4 that share"):
+            fully_shard(model, mesh=mesh, reshard_after_forward=number)
+
+
+def test_takes_one_rank_for_false_and_all_for_true(caplog: pytest.LogCaptureFixture) -> None:
+    say_that_one_keeps_all.cache_clear()
+    with fake_ranks(4) as mesh:
+        models = [fully_shard(MLP(), mesh=mesh, reshard_after_forward=number) for number in (1, 4, 2)]
+    plans = [unit.plan for model in models for unit in units_under(model)]
+    assert [(plan.reshard_after_forward, plan.subgroup_size) for plan in plans] == [(False, 0), (True, 0), (True, 2)]
+    assert "reshard_after_forward=1 keeps the parameters of a unit on each rank" in caplog.text
 
 
 @pytest.mark.parametrize("reshard_after_forward", [1.5, "yes"])

@@ -110,7 +110,8 @@ class Subject:
         launch = value.launch if isinstance(value, dataflow.Window) else None
         unit = value.flat.unit if isinstance(value, dataflow.Window) else value.unit
         call = tags.units_of(launch).get(unit, "") if launch is not None else ""
-        return (_parameter(unit, tags.meta_of(node).param), call or None), (f"%{node.name}", None)
+        owner = self.baseline.plan.owner_of(unit)
+        return (_parameter(owner, tags.meta_of(node).param), call or None), (f"%{node.name}", None)
 
     @functools.cached_property
     def results(self) -> list[fx.node.Argument]:
@@ -205,7 +206,7 @@ def _read_name_of(node: fx.Node, plan: FramePlan) -> ReadName:
     key = ops.key_of(node) if found is not None else None
     if found is None or key is None:
         return f"%{node.name}", None
-    return _parameter(key.unit, qualified(key.unit, found[2].fqn)), key.call
+    return _parameter(plan.owner_of(key.unit), qualified(key.unit, found[2].fqn)), key.call
 
 
 def _parameter(unit: str, fqn: str) -> str:

@@ -77,6 +77,17 @@ def markers_say_whether_backward_gathers_again(subject: Subject) -> Iterator[Vio
                 yield node, f"expected recompute={wanted}, found {found}"
 
 
+def what_a_subgroup_shares_is_read_from_it(subject: Subject) -> Iterator[Violation]:
+    """Nobody reads a unit that a subgroup shares but to keep it, once, in a call in which it is read."""
+    for node in filter(ops.is_unshard, subject.graph.nodes):
+        key = ops.key_of(node)
+        if not subject.baseline.plan.units[key.unit].subgroup:
+            continue
+        calls = {ops.key_of(reader).call for kept in node.users for reader in kept.users if ops.is_unshard(reader)}
+        if [reader.target for reader in node.users] != [ops.KEEP_ROWS] or key.call not in calls:
+            yield node, f"it is read by {', '.join(map(_name, node.users))}, and what is kept in calls {sorted(calls)}"
+
+
 def no_marker_is_left(subject: Subject) -> Iterator[Violation]:
     """Once collectives stand in the graph, no marker does."""
     for node in subject.graph.nodes:
@@ -240,6 +251,20 @@ def nothing_is_read_after_reshard(subject: Subject) -> Iterator[Violation]:
             yield node, "its unit reshards after forward, but backward is given the parameter"
         elif not node.users and node.op != "placeholder":
             yield node, "it is gathered for this call, and nothing reads it"
+
+
+def what_a_subgroup_keeps_is_its_shard(subject: Subject) -> Iterator[Violation]:
+    """What forward keeps of a unit for a subgroup is all parameters of that shard, in its order, for its ranks."""
+    for node in subject.graph.find_nodes(op="call_function", target=ops.KEEP_ROWS):
+        parameters, key, *ranks = node.args
+        unit, _, shard = str(key).rpartition("#")
+        plan = subject.baseline.plan.units[unit]
+        expected = [qualified(unit, slot.fqn) for slot in plan.shards[int(shard)].slots]
+        found = [tags.meta_of(parameter).param or tags.resident_behind(parameter) for parameter in parameters]
+        if found != expected:
+            yield node, f"it keeps {', '.join(found)}; shard {shard} of {unit} has {', '.join(expected)}"
+        if ranks != [plan.world_size, plan.group]:
+            yield node, f"{plan.world_size} ranks of group {plan.group!r} share {unit}"
 
 
 # ---- gradients

@@ -1,0 +1,78 @@
+"""What the user's functions say of single parameters: in which dtype one is gathered, along which dimension cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
+
+from fxshard.errors import ConfigError
+from fxshard.runtime import mesh_axes
+from fxshard.runtime.parameters import ParameterSettings
+
+Chooser = Callable[[str, nn.Parameter], ParameterSettings]
+"""(FQN, parameter before it is sharded) -> what holds for it."""
+
+
+def like_its_unit(fqn: str, parameter: nn.Parameter) -> ParameterSettings:
+    """Choose nothing."""
+    return ParameterSettings()
+
+
+def chooser(mp_policy: MixedPrecisionPolicy, shard_placement_fn: Any, mesh: DeviceMesh) -> Chooser:
+    """Return what asks the user's functions, each once per parameter."""
+
+    def settings_of(fqn: str, parameter: nn.Parameter) -> ParameterSettings:
+        placement = shard_placement_fn(parameter) if shard_placement_fn is not None else None
+        return ParameterSettings(
+            keeps_dtype=_keeps_dtype(fqn, parameter, mp_policy),
+            dim=0 if placement is None else _dim(fqn, parameter, placement, mesh_axes.num_shards(mesh)),
+        )
+
+    return settings_of
+
+
+def _dim(fqn: str, parameter: nn.Parameter, placement: object, num_ranks: int) -> int:
+    """Return the dimension along which a parameter is cut.
+
+    Raises:
+        ConfigError: no placement, or one that does not fit.
+        NotImplementedError: a mesh of its own.
+    """
+    shape = list(parameter.shape)
+    if hasattr(placement, "mesh_info"):
+        raise NotImplementedError(
+            f"shard_placement_fn returned a mesh for {fqn} (ShardPlacementResult), which is not implemented: a unit "
+            "has one mesh. Shard the module that has such parameters by a call of its own, on that mesh."
+        )
+    if type(placement) is not Shard:
+        raise ConfigError(f"shard_placement_fn must return a Shard or None, for {fqn} it returned {placement!r}.")
+    dim = placement.dim + len(shape) if placement.dim < 0 else placement.dim
+    if not 0 <= dim < max(1, len(shape)):
+        raise ConfigError(f"shard_placement_fn returned {placement!r} for {fqn}, which has shape {shape}.")
+    if dim and shape[dim] % num_ranks:
+        raise ConfigError(
+            f"shard_placement_fn returned {placement!r} for {fqn} of shape {shape}: along another dimension than 0 it "
+            f"must divide evenly among the {num_ranks} ranks, as in FSDP2."
+        )
+    return dim
+
+
+def _keeps_dtype(fqn: str, parameter: nn.Parameter, policy: MixedPrecisionPolicy) -> bool:
+    override = getattr(policy, "param_dtype_override_fn", None)  # from torch 2.15 on
+    dtype = override(parameter) if override is not None else None
+    if not isinstance(dtype, torch.dtype | None):
+        raise ConfigError(
+            f"mp_policy.param_dtype_override_fn must return a torch.dtype or None, for {fqn} it returned {dtype!r}."
+        )
+    if dtype not in (None, policy.param_dtype, parameter.dtype):
+        raise ConfigError(
+            f"mp_policy.param_dtype_override_fn returned {dtype} for {fqn}, which is stored in {parameter.dtype}. It "
+            f"can be gathered in that, or in param_dtype={policy.param_dtype} (None)."
+        )
+    return dtype is not None and dtype != policy.param_dtype

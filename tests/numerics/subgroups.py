@@ -1,0 +1,97 @@
+"""What is trained with `reshard_after_forward=2` on four ranks: bodies that they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import fxshard
+from fxshard.sharding.sharded_module import plain_module, units_under
+from fxshard.torch_private import process_group_of
+from tests.numerics.harness import (
+    FSDP2,
+    Run,
+    Scenario,
+    Tools,
+    check,
+    check_against_unsharded,
+    check_bitwise,
+    check_inductor,
+    compile_each_block,
+    fxshard_system,
+    only_shard,
+    start,
+    train_step,
+    with_a_break,
+)
+from tests.numerics.microbatches import kept, several
+from tests.numerics.models import GPT, MLP, CalledTwice, CheckpointedMLP, LoRA, Scalars, cross_entropy, rows, tokens
+
+BY_TWO = {"reshard_after_forward": 2}
+BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), **BY_TWO}
+MLP_BY_TWO = Scenario(model=MLP, batch=rows(), shard_kwargs=BY_TWO)
+
+
+def adopted(model: nn.Module, tools: Tools) -> nn.Module:
+    by_torch = replace(tools, system=replace(tools.system, fully_shard=FSDP2.fully_shard, backend=None))
+    model = only_shard(model, by_torch)
+    if tools.system.ours:
+        model = fxshard.adopt(fxshard.release(fxshard.adopt(model)))
+    return tools.compile(model)
+
+
+def changed(run: Run, step: int) -> None:
+    """From the third step on all ranks share the parameters again."""
+    model: Any = run.model
+    if step == 2 and run.system.fully_shard is not None:
+        model.set_reshard_after_forward(True)
+
+
+def backward_gathers_over_two_ranks() -> None:
+    run = start(MLP_BY_TWO, fxshard_system())
+    train_step(run, 0)
+    (frame,) = fxshard.explanation_of(run.model).frames
+    launches = {kind: frame.collectives(kind) for kind in ("forward", "backward")}
+    units = {kind: {c.unit for c in found if "all_gather" in c.op} for kind, found in launches.items()}
+    assert units == {"forward": {"blocks.0", "blocks.1", ""}, "backward": {"blocks.0/2", "blocks.1/2", "/2"}}
+    first = dist.get_rank() // 2 * 2
+    for unit in units_under(plain_module(run.model)):
+        assert dist.get_process_group_ranks(process_group_of(unit.plan.subgroup)) == [first, first + 1]
+
+
+BODIES: dict[str, Callable[[], object]] = {
+    "compiled": lambda: check(MLP_BY_TWO),
+    "gpt": lambda: check(Scenario(model=GPT, batch=tokens(), loss=cross_entropy, shard_kwargs=BY_TWO)),
+    "bfloat16": lambda: check_bitwise(replace(MLP_BY_TWO, shard_kwargs=BF16)),
+    "eager": lambda: check(replace(MLP_BY_TWO, prepare=only_shard)),
+    "each block": lambda: check(replace(MLP_BY_TWO, prepare=compile_each_block)),
+    "a graph break": lambda: check(replace(MLP_BY_TWO, prepare=with_a_break)),
+    "checkpointed": lambda: check(replace(MLP_BY_TWO, model=CheckpointedMLP)),
+    "called twice": lambda: check(replace(MLP_BY_TWO, model=CalledTwice)),
+    "some frozen": lambda: check(replace(MLP_BY_TWO, model=LoRA)),
+    "scalars": lambda: check_against_unsharded(replace(MLP_BY_TWO, model=Scalars)),
+    "microbatches": lambda: check(replace(MLP_BY_TWO, backward=several)),
+    "microbatches, unsharded in between": lambda: check(replace(MLP_BY_TWO, backward=kept)),
+    "adopted": lambda: check(replace(MLP_BY_TWO, prepare=adopted)),
+    "changed": lambda: check(replace(MLP_BY_TWO, before_step=changed)),
+    "two ranks": backward_gathers_over_two_ranks,
+    "inductor": lambda: check_inductor(MLP_BY_TWO),
+    "inductor, bfloat16": lambda: check_inductor(replace(MLP_BY_TWO, shard_kwargs=BF16), rtol=2**-6, atol=2**-6),
+}
+
+
+def run(*names: str) -> None:
+    """Run some of them, one after the other."""
+    for name in names:
+        torch.manual_seed(0)
+        try:
+            BODIES[name]()
+        except Exception as error:
+            error.add_note(f"in {name!r}")
+            raise
