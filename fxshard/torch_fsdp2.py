@@ -16,6 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import _StridedShard
 
 # The package has a function of the module's name.
 _contract = sys.modules["torch.distributed._composable.contract"]
@@ -214,6 +217,28 @@ def units_of(model: nn.Module) -> list[Fsdp2Unit]:
         if isinstance(module, FSDPModule) and (state := _get_module_fsdp_state(module)) is not None:
             found.setdefault(id(state), Fsdp2Unit(state))
     return list(found.values())
+
+
+def spec_of_rows(parameter: DTensor, mesh: DeviceMesh) -> Any:
+    """Return how FSDP2 places the rows of a parameter that is a DTensor already, when it shards it over `mesh`."""
+    before = parameter._spec
+    splits = before.num_shards_map[0] if parameter.dim() else 1
+    rows = _StridedShard(0, split_factor=splits) if splits > 1 else Shard(0) if parameter.dim() else Replicate()
+    placements = (*(Replicate() for _ in range(mesh.ndim - 1)), rows, *before.placements)
+    return DTensorSpec(DeviceMesh._concatenate([mesh, before.mesh]), placements, tensor_meta=before.tensor_meta)
+
+
+def why_not_beside(mesh: DeviceMesh, other: DeviceMesh) -> str | None:
+    """Say why no mesh has the axes of both, those of `mesh` first; `None` if one has."""
+    if mesh.mesh_dim_names is None or other.mesh_dim_names is None:
+        return "an axis has no name"
+    if common := [name for name in mesh.mesh_dim_names if name in other.mesh_dim_names]:
+        return f"both have the axis {', '.join(common)}"
+    try:
+        DeviceMesh._concatenate([mesh, other])
+    except RuntimeError as error:
+        return str(error)
+    return None
 
 
 def outer_root(units: Sequence[Fsdp2Unit]) -> nn.Module | None:

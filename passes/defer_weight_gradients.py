@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from fxshard.cost.sizes import sizes_of
 from fxshard.cost.timeline import Timeline
-from fxshard.ir import collectives, launch_groups, liveness
+from fxshard.ir import collectives, launch_groups, liveness, tags
 from fxshard.ir.launch_groups import LaunchGroup
 from fxshard.passes._base import GraphPass, PassContext, Property
 
@@ -46,7 +46,7 @@ class DeferWeightGradients(GraphPass):
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
         """Edit `gm.graph` in place; return whether anything changed."""
-        if not collectives.reduce_launches(gm.graph):
+        if not tags.launches_of(gm.graph, collectives.REDUCTIONS):
             return False
         seconds = _seconds(gm.graph, ctx)
         changed = False
@@ -58,9 +58,9 @@ class DeferWeightGradients(GraphPass):
 
 def _seconds(graph: fx.Graph, ctx: PassContext) -> dict[fx.Node, float]:
     """Return what reductions and compute take, without what is made of reduced gradients: it waits for them."""
-    waiting = set[fx.Node]()
+    waiting, reductions = set[fx.Node](), set(tags.launches_of(graph, collectives.REDUCTIONS))
     for node in graph.nodes:
-        if any(source in waiting or source.target in collectives.REDUCTIONS for source in node.all_input_nodes):
+        if any(source in waiting or source in reductions for source in node.all_input_nodes):
             waiting.add(node)
     seconds = Timeline(sizes_of(graph, ctx.plan), ctx.hardware).seconds
     return {node: taken for node, taken in seconds.items() if node not in waiting}
@@ -97,10 +97,10 @@ def _run(
     Gathers are left out: when a backward ends, they are done.
     """
     for node in nodes:
-        if node.target in collectives.REDUCTIONS:
-            link = max(compute, link) + seconds[node]
-        elif not collectives.is_launch(node):
+        if not collectives.is_launch(node) or _is_models_own(node):  # the model's own are waited for where they are
             compute += seconds.get(node, 0.0)
+        elif node.target in collectives.REDUCTIONS:
+            link = max(compute, link) + seconds[node]
     return compute, link
 
 
@@ -117,24 +117,32 @@ def _made_of(group: LaunchGroup) -> set[fx.Node]:
 def _cuts(last: LaunchGroup, needed: set[fx.Node], seconds: Mapping[fx.Node, float]) -> Iterator[fx.Node]:
     """Return the nodes from which on the others may go behind the last launch, the latest first.
 
-    Up to the first that may not, or until twice as much would be deferred as the launch takes.
+    Up to the first that may not, or until twice as much would be deferred as the launch takes. The model's own
+    collectives keep their order: none goes behind one that is needed.
     """
     enough, node = 2 * sum(seconds[launch] for launch in last.launches), last.launches[-1].prev
+    stays = False  # one of the model's own
     while (
         enough > 0
         and node.op != "placeholder"
         and not liveness.written_by(node)
         and (node in needed or _may_move(node))
+        and not (stays and node not in needed and _is_models_own(node))
     ):
+        stays |= node in needed and _is_models_own(node)
         if node not in needed and seconds.get(node):
             yield node
             enough -= seconds[node]
         node = node.prev
 
 
+def _is_models_own(node: fx.Node) -> bool:
+    return collectives.is_launch(node) and not tags.units_of(node)
+
+
 def _may_move(node: fx.Node) -> bool:
     """Return whether a node computes the same elsewhere, and is no all_gather, which HoistPrefetch places."""
     target: Any = node.target
     if isinstance(target, torch._ops.OpOverload):
-        return target not in collectives.GATHERS and torch.Tag.nondeterministic_seeded not in target.tags
+        return _is_models_own(node) or not (target in collectives.GATHERS or torch.Tag.nondeterministic_seeded in target.tags)
     return target is operator.getitem

@@ -96,6 +96,7 @@ class UnitPlan:
     all_reduces: bool = True  # whether graphs average over the replicas, and not the runtime after them
     divide_factor: float | None = None  # by which gradients are divided; `None`: by the number of ranks
     sums_only: bool = False  # whether reductions may only add
+    tensor_parallel: bool = False  # whether parameters are DTensors of other mesh axes when they are gathered
 
     @property
     def reducing_group(self) -> str:
@@ -182,6 +183,10 @@ class FramePlan:
             if not fqn or module == fqn or module.startswith(f"{fqn}.")
         ]
         return max(around)[1] if around else ""
+
+    def has_group(self, name: str) -> bool:
+        """Return whether collectives of a unit run on the process group of that name; others are the model's own."""
+        return any(name in unit.groups for unit in self.units.values())
 
     def parameter_name(self, unit: str, shard: int, slot: int) -> str:
         """Return what tags call a parameter."""

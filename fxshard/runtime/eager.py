@@ -255,7 +255,13 @@ def gather_unit(unit: Unit, *, after_forward: bool = False) -> Parameters:
     agreed = unit.agreed("read", "all_gather", f"all parameters, read {when},")
     with agreed if not any(map(torch_private.is_fake, flats)) else nullcontext():  # then there are no ranks
         values = _UnshardUnit.apply(unit, index, after_forward, *flats)  # type: ignore[no-untyped-call]
-    return dict(zip(index, values, strict=True))
+    places = {
+        (i, j): member.tensor_parallel.place
+        for i, shard in enumerate(unit.shards)
+        for j, member in enumerate(shard.members)
+        if member.tensor_parallel
+    }
+    return {slot: places[slot](v) if slot in places else v for slot, v in zip(index, values, strict=True)}
 
 
 class _UnshardUnit(torch.autograd.Function):

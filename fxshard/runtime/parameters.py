@@ -8,7 +8,7 @@ fields is eight. It is an argument of the op that Dynamo records, and is taken a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -35,6 +35,7 @@ class ParameterRef(NamedTuple):
     slot: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    place: Callable[[Tensor], Tensor] | None = None  # of `TensorParallel`, if it is
 
     @property
     def text(self) -> str:
@@ -45,12 +46,20 @@ class ParameterRef(NamedTuple):
 def publish(module: nn.Module, name: str, ref: ParameterRef) -> None:
     """Let the module's getter of `name` find the parameter."""
     module.__dict__.setdefault(REFS, {})[name] = ref
-    module.__dict__.setdefault(TRACED, {}).update({name: ref.text, flat_key(name): ref.flat})
+    traced = module.__dict__.setdefault(TRACED, {})
+    traced.update({name: ref.text, flat_key(name): ref.flat})
+    if ref.place is not None:
+        traced[place_key(name)] = ref.place
 
 
 def flat_key(name: str) -> str:
     """Where a parameter's flat stands; no parameter can be called so."""
     return f"{name}.flat"
+
+
+def place_key(name: str) -> str:
+    """Where stands what makes a DTensor of a gathered parameter."""
+    return f"{name}.place"
 
 
 def local_of(parameter: Tensor) -> Tensor:
@@ -73,8 +82,10 @@ def shard_rows(parameter: Tensor, rank: int, world_size: int) -> Tensor:
     return parameter.detach()[first:last]
 
 
-def as_dtensor(full: Tensor, rows: Tensor, mesh: DeviceMesh) -> nn.Parameter:
-    """The DTensor parameter whose local tensor is `rows` of `full`."""
+def as_dtensor(full: Tensor, rows: Tensor, mesh: DeviceMesh, spec: Any = None) -> nn.Parameter:
+    """The DTensor parameter whose local tensor is `rows` of `full`, or of its local tensor, which lie as `spec` says."""
+    if spec is not None:
+        return nn.Parameter(DTensor(rows, spec, requires_grad=False), requires_grad=full.requires_grad)
     placements = mesh_axes.placements(mesh, is_scalar=full.dim() == 0)
     shape = full.shape
     stride = torch.empty(shape, device="meta").stride()

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fxshard import torch_private
 from fxshard.runtime import eager, uncompiled_warning
-from fxshard.runtime.parameters import REFS, TRACED, ParameterRef, flat_key
+from fxshard.runtime.parameters import REFS, TRACED, ParameterRef, flat_key, place_key
 from fxshard.sharding.sharded_module import ParameterOwner, ShardedModule, units_under
 
 
@@ -35,14 +35,15 @@ def _read(module: nn.Module, ref: ParameterRef, name: str) -> Any:
 _read_eagerly = torch.compiler.disable(_read)
 
 
-def _getter(name: str) -> property:
-    its_flat = flat_key(name)
+def _getter(name: str, is_tensor_parallel: bool) -> property:
+    its_flat, its_place = flat_key(name), place_key(name)
 
     @torch_private.run_this_frame_eagerly
     def get(self: nn.Module) -> Any:
         if torch.compiler.is_compiling():  # never touch self._parameters here: Dynamo would trace the DTensors in it
             traced = self.__dict__[TRACED]
-            return torch.ops.fxshard.parameter(traced[its_flat], traced[name])
+            gathered = torch.ops.fxshard.parameter(traced[its_flat], traced[name])
+            return traced[its_place](gathered) if is_tensor_parallel else gathered
         if (
             callback := torch_private.eval_frame_callback()
         ) is False:  # a C function: a Python one would be offered to Dynamo
@@ -57,10 +58,12 @@ def _getter(name: str) -> property:
 
 
 @functools.cache
-def _swapped_class(cls: type[nn.Module], names: frozenset[str], is_unit: bool) -> type[nn.Module]:
+def _swapped_class(
+    cls: type[nn.Module], names: frozenset[str], tensor_parallel: frozenset[str], is_unit: bool
+) -> type[nn.Module]:
     """Return the subclass of `cls` with a property for each of `names`; equal requests give the same class."""
     mixin = ShardedModule if is_unit else ParameterOwner
-    body: dict[str, Any] = {name: _getter(name) for name in sorted(names)}
+    body: dict[str, Any] = {name: _getter(name, name in tensor_parallel) for name in sorted(names)}
     if issubclass(cls, nn.RNNBase):
         # RNNs keep their weights in a list of their own beside _parameters.
         body["_flat_weights"] = property(_rnn_weights, lambda self, weights: None)
@@ -116,10 +119,11 @@ def swap_class(module: nn.Module, is_unit: bool) -> None:
     """Give `module` the class that goes with the parameters it has sharded by now."""
     cls = type(module)
     base = original_class(cls)
-    names = frozenset(module.__dict__.get(REFS, {}))
+    refs = module.__dict__.get(REFS, {})
+    tensor_parallel = frozenset(name for name, ref in refs.items() if ref.place is not None)
     if issubclass(base, nn.RNNBase):
         module.__dict__.pop("_flat_weights", None)
-    module.__class__ = _swapped_class(cast(Any, base), names, is_unit or issubclass(cls, ShardedModule))
+    module.__class__ = _swapped_class(cast(Any, base), frozenset(refs), tensor_parallel, is_unit or issubclass(cls, ShardedModule))
 
 
 def original_class(cls: type[nn.Module]) -> type[nn.Module]:
