@@ -144,5 +144,7 @@ def _may_move(node: fx.Node) -> bool:
     """Return whether a node computes the same elsewhere, and is no all_gather, which HoistPrefetch places."""
     target: Any = node.target
     if isinstance(target, torch._ops.OpOverload):
-        return _is_models_own(node) or not (target in collectives.GATHERS or torch.Tag.nondeterministic_seeded in target.tags)
+        return _is_models_own(node) or not (
+            target in collectives.GATHERS or torch.Tag.nondeterministic_seeded in target.tags
+        )
     return target is operator.getitem

@@ -68,6 +68,7 @@ def _dispatch(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Option
         return _compile(gm, example_inputs, flats, options)
     if unsharded:
         auto_shard.shard_root(gm, unsharded, options)  # returns only where there is nothing to shard over
+    auto_shard.require_all_ranks(dynamo.parameters_of(gm, example_inputs))
     dynamo.refuse_writes(gm, example_inputs)
     return compile_plain(gm, example_inputs, options)
 

@@ -8,13 +8,13 @@ fields is eight. It is an argument of the op that Dynamo records, and is taken a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from fxshard.ir import ops
 from fxshard.ir.plan import Slot
@@ -27,6 +27,10 @@ TRACED = "_fxshard_traced"
 """Key in a module's `__dict__`: name -> `ParameterRef.text`, `flat_key(name)` -> its flat; for tracing."""
 
 
+Layout = tuple[DeviceMesh, tuple[Placement, ...], torch.Size, tuple[int, ...]]
+"""Mesh, placements, shape and strides of a DTensor."""
+
+
 class ParameterRef(NamedTuple):
     """All that reading a parameter needs."""
 
@@ -35,7 +39,7 @@ class ParameterRef(NamedTuple):
     slot: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    place: Callable[[Tensor], Tensor] | None = None  # of `TensorParallel`, if it is
+    layout: Layout | None = None  # of the DTensor that it is when it is gathered, if it is tensor-parallel
 
     @property
     def text(self) -> str:
@@ -48,8 +52,8 @@ def publish(module: nn.Module, name: str, ref: ParameterRef) -> None:
     module.__dict__.setdefault(REFS, {})[name] = ref
     traced = module.__dict__.setdefault(TRACED, {})
     traced.update({name: ref.text, flat_key(name): ref.flat})
-    if ref.place is not None:
-        traced[place_key(name)] = ref.place
+    if ref.layout is not None:
+        traced[layout_key(name)] = ref.layout
 
 
 def flat_key(name: str) -> str:
@@ -57,9 +61,15 @@ def flat_key(name: str) -> str:
     return f"{name}.flat"
 
 
-def place_key(name: str) -> str:
-    """Where stands what makes a DTensor of a gathered parameter."""
-    return f"{name}.place"
+def layout_key(name: str) -> str:
+    """Where the layout of a tensor-parallel parameter stands."""
+    return f"{name}.layout"
+
+
+def placed(local: Tensor, layout: Layout) -> Tensor:
+    """The DTensor whose part on this rank is `local`; Dynamo traces this."""
+    mesh, placements, shape, stride = layout
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def local_of(parameter: Tensor) -> Tensor:
@@ -83,7 +93,7 @@ def shard_rows(parameter: Tensor, rank: int, world_size: int) -> Tensor:
 
 
 def as_dtensor(full: Tensor, rows: Tensor, mesh: DeviceMesh, spec: Any = None) -> nn.Parameter:
-    """The DTensor parameter whose local tensor is `rows` of `full`, or of its local tensor, which lie as `spec` says."""
+    """The DTensor parameter whose local tensor is `rows` of `full`, or of its local tensor; `spec` then says where."""
     if spec is not None:
         return nn.Parameter(DTensor(rows, spec, requires_grad=False), requires_grad=full.requires_grad)
     placements = mesh_axes.placements(mesh, is_scalar=full.dim() == 0)

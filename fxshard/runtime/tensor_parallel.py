@@ -4,8 +4,8 @@
 `parallelize_module` makes DTensors on the mesh axes of tensor parallelism. Of such a parameter a unit takes the local
 tensor: its rows are cut over the axis that shards, gathered over it, and their gradients reduced over it, as those of
 any parameter. So a slot has the shape of the local tensor, and passes know nothing of the other axes. What modules read
-is the gathered local tensor as the DTensor that it was; `place` makes it, in graphs too: Dynamo calls it a node, and
-AOTAutograd traces through it. Its gradient has the placements of the parameter: `from_local` redistributes it, so a
+is the gathered local tensor as the DTensor that it was: a `from_local` behind the gather, in graphs behind the marker.
+Its gradient has the placements of the parameter: `from_local` redistributes it, so a
 norm's weight, say, is all_reduced over the tensor-parallel ranks before it is reduced with its unit. Collectives of
 tensor parallelism are nodes of the graph like the user's own.
 
@@ -14,18 +14,17 @@ What users see is the DTensor of the rows on the axes of both, with the placemen
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fxshard import torch_fsdp2
 from fxshard.errors import ConfigError
+from fxshard.runtime.parameters import Layout, placed
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,13 +33,23 @@ class TensorParallel:
 
     Attributes:
         spec: of the DTensor of its rows, on all mesh axes.
+        before: of the DTensor that it was.
         shape: of the local tensor, of which the rows are a part.
-        place: makes of the gathered local tensor the DTensor that modules read.
     """
 
     spec: Any
+    before: Any
     shape: tuple[int, ...]
-    place: Callable[[Tensor], Tensor]
+
+    @property
+    def layout(self) -> Layout:
+        """How the gathered local tensor lies on the axes of tensor parallelism."""
+        meta = self.before.tensor_meta
+        return self.before.mesh, tuple(self.before.placements), meta.shape, meta.stride
+
+    def place(self, local: Tensor) -> Tensor:
+        """Make of the gathered local tensor the DTensor that modules read."""
+        return placed(local, self.layout)
 
 
 def require_parallel_beside(parameters: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
@@ -62,11 +71,11 @@ def require_parallel_beside(parameters: Mapping[str, Tensor], mesh: DeviceMesh) 
     unknown = [
         f"{name} {tuple(p.placements)}"
         for name, p in dtensors.items()
-        if not all(each.is_replicate() or each.is_shard() for each in p.placements)
+        if not all(type(each) in (Shard, Replicate) for each in p.placements)
     ]
     if unknown:
         raise ConfigError(
-            f"DTensor parameters with other placements than Shard and Replicate cannot be sharded: {', '.join(unknown)}. "
+            f"DTensors with other placements than Shard and Replicate cannot be sharded: {', '.join(unknown)}. "
             "Redistribute them first, or pass them in ignored_params."
         )
 
@@ -75,22 +84,5 @@ def tensor_parallel(parameter: Tensor, mesh: DeviceMesh) -> TensorParallel | Non
     """Describe a parameter that is to be sharded over `mesh`, `None` if it is no DTensor yet."""
     if not isinstance(parameter, DTensor):
         return None
-    given = parameter.device_mesh
-    groups = tuple(given.get_group(axis).group_name for axis in range(given.ndim))
-    place = _placing(given, groups, tuple(parameter.placements), parameter.shape, parameter.stride())
-    local = tuple(parameter.to_local().shape)
-    return TensorParallel(torch_fsdp2.spec_of_rows(parameter, mesh), local, place)
-
-
-@functools.cache  # blocks that are alike share a graph only if they share this
-def _placing(
-    mesh: DeviceMesh,
-    groups: tuple[str, ...],  # an equal mesh of another process group is another one
-    placements: tuple[Placement, ...],
-    shape: torch.Size,
-    stride: tuple[int, ...],
-) -> Callable[[Tensor], Tensor]:
-    def place(local: Tensor) -> Tensor:
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-    return torch.compiler.allow_in_graph(place)
+    before = parameter._spec
+    return TensorParallel(torch_fsdp2.spec_of_rows(before, mesh), before, tuple(parameter.to_local().shape))

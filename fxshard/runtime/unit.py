@@ -180,8 +180,8 @@ class Unit:
         for index, shard in enumerate(self.shards):
             dtype, key = self.plan.unsharded_dtype(shard.plan), f"{index} of {sharing_key}{lists}"
             for i, (slot, member) in enumerate(zip(shard.plan.slots, shard.members, strict=True)):
-                place = member.tensor_parallel.place if member.tensor_parallel else None
-                ref = ParameterRef(shard.flat, key, i, slot.shape, dtype, place)
+                layout = member.tensor_parallel.layout if member.tensor_parallel else None
+                ref = ParameterRef(shard.flat, key, i, slot.shape, dtype, layout)
                 for module, name in member.owners:
                     parameters.publish(module, name, ref)
 

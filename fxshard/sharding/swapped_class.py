@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fxshard import torch_private
 from fxshard.runtime import eager, uncompiled_warning
-from fxshard.runtime.parameters import REFS, TRACED, ParameterRef, flat_key, place_key
+from fxshard.runtime.parameters import REFS, TRACED, ParameterRef, flat_key, layout_key, placed
 from fxshard.sharding.sharded_module import ParameterOwner, ShardedModule, units_under
 
 
@@ -36,14 +36,14 @@ _read_eagerly = torch.compiler.disable(_read)
 
 
 def _getter(name: str, is_tensor_parallel: bool) -> property:
-    its_flat, its_place = flat_key(name), place_key(name)
+    its_flat, its_layout = flat_key(name), layout_key(name)
 
     @torch_private.run_this_frame_eagerly
     def get(self: nn.Module) -> Any:
         if torch.compiler.is_compiling():  # never touch self._parameters here: Dynamo would trace the DTensors in it
             traced = self.__dict__[TRACED]
             gathered = torch.ops.fxshard.parameter(traced[its_flat], traced[name])
-            return traced[its_place](gathered) if is_tensor_parallel else gathered
+            return placed(gathered, traced[its_layout]) if is_tensor_parallel else gathered
         if (
             callback := torch_private.eval_frame_callback()
         ) is False:  # a C function: a Python one would be offered to Dynamo
@@ -120,10 +120,12 @@ def swap_class(module: nn.Module, is_unit: bool) -> None:
     cls = type(module)
     base = original_class(cls)
     refs = module.__dict__.get(REFS, {})
-    tensor_parallel = frozenset(name for name, ref in refs.items() if ref.place is not None)
+    tensor_parallel = frozenset(name for name, ref in refs.items() if ref.layout is not None)
     if issubclass(base, nn.RNNBase):
         module.__dict__.pop("_flat_weights", None)
-    module.__class__ = _swapped_class(cast(Any, base), frozenset(refs), tensor_parallel, is_unit or issubclass(cls, ShardedModule))
+    module.__class__ = _swapped_class(
+        cast(Any, base), frozenset(refs), tensor_parallel, is_unit or issubclass(cls, ShardedModule)
+    )
 
 
 def original_class(cls: type[nn.Module]) -> type[nn.Module]:
