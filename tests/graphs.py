@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
@@ -48,11 +49,16 @@ SPLIT: tuple[GraphKind, GraphKind] = ("forward", "backward")
 
 
 @contextmanager
-def fake_ranks(world_size: int, replicas: int = 1) -> Iterator[DeviceMesh]:
-    """Pretend to be rank 0 of `world_size`, or of so many replicas; collectives return at once and move nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size * replicas)
+def fake_ranks(world_size: int, replicas: int = 1, *, tensor_parallel: int = 1) -> Iterator[DeviceMesh]:
+    """Pretend to be rank 0 of `world_size`, or of so many replicas, or of groups of tensor parallelism.
+
+    Collectives return at once and move nothing.
+    """
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size * replicas * tensor_parallel)
     try:
-        if replicas > 1:
+        if tensor_parallel > 1:
+            yield init_device_mesh("cpu", (world_size, tensor_parallel), mesh_dim_names=("shard", "tp"))
+        elif replicas > 1:
             yield init_device_mesh("cpu", (replicas, world_size), mesh_dim_names=("replicate", "shard"))
         else:
             yield init_device_mesh("cpu", (world_size,))
@@ -235,6 +241,7 @@ def trace(
     units: Callable[[nn.Module], Sequence[nn.Module]] = lambda module: [module],
     world_size: int = 2,
     replicas: int = 1,
+    parallelize: Callable[[nn.Module, DeviceMesh], object] | None = None,
     pipeline: Pipeline = DEFAULT,
     train: bool = True,
     width: int = WIDTH,
@@ -250,6 +257,7 @@ def trace(
         units: the modules to make units of, inner ones first.
         world_size: number of fake ranks that share the parameters.
         replicas: how many of them hold the same shard.
+        parallelize: makes the module tensor-parallel over two ranks of the mesh that it is given.
         pipeline: the passes; those that only Inductor can run are left out for the interpreter.
         train: whether to run with autograd.
         width: of the module's input.
@@ -270,7 +278,11 @@ def trace(
         lower(gm, inputs, frame, pipeline, Options(lower=lowering, verify=verify), generate_code=lowering == "eager")
         return frame
 
-    with fake_ranks(world_size, replicas) as mesh, torch.set_grad_enabled(train):
+    tensor_parallel = 1 if parallelize is None else 2
+    with fake_ranks(world_size, replicas, tensor_parallel=tensor_parallel) as mesh, torch.set_grad_enabled(train):
+        if parallelize is not None:
+            parallelize(module, mesh["tp"])
+            mesh = mesh["shard"]
         for unit in units(module):
             fully_shard(unit, mesh=mesh, **shard_kwargs)
         result = torch.compile(module, backend=backend)(*given)
@@ -301,6 +313,54 @@ def layers_of(module: nn.Module) -> Sequence[nn.Module]:
 def two_layers(**kwargs: Any) -> Traced:
     """Two units of a matrix and a vector each."""
     return trace(TwoLayers(), units=layers_of, **kwargs)
+
+
+class Feed(nn.Module):
+    """A block of sequence parallelism, in plain calls: each rank has some of the rows, and some of the features."""
+
+    mesh: DeviceMesh
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+        self.up, self.down = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def split(self, mesh: DeviceMesh) -> None:
+        """Make it tensor-parallel over the ranks of `mesh`."""
+        self.mesh = mesh
+        for name, placement in {"scale": Replicate(), "up": Shard(1), "down": Shard(0)}.items():
+            setattr(self, name, nn.Parameter(distribute_tensor(getattr(self, name).detach(), mesh, [placement])))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = DTensor.from_local(x, self.mesh, [Shard(0)], run_check=False) * self.scale
+        features = torch.relu(rows.redistribute(placements=[Replicate()]) @ self.up)
+        y: Tensor = (features @ self.down).redistribute(placements=[Shard(0)]).to_local()
+        return y
+
+
+class FeedsBehind(Layers):
+    """Calls blocks of sequence parallelism behind a module that is no unit of its own."""
+
+    def __init__(self, first: nn.Module, count: int) -> None:
+        super().__init__(0)
+        self.first = first
+        self.layers = nn.ModuleList(Feed() for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.first(x))
+
+
+def split(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Make all blocks in `module` tensor-parallel over the ranks of `mesh`."""
+    for feed in module.modules():
+        if isinstance(feed, Feed):
+            feed.split(mesh)
+
+
+@traced_once
+def tensor_parallel(count: int = 2, **kwargs: Any) -> Traced:
+    """Units of a vector and two matrices, which are DTensors already."""
+    return trace(FeedsBehind(nn.Identity(), count), units=layers_of, parallelize=split, **kwargs)
 
 
 @traced_once
