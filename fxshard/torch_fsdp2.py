@@ -254,7 +254,7 @@ def why_not_beside(mesh: DeviceMesh, other: DeviceMesh) -> str | None:
 
 def empty_before(before: DTensorSpec, shape: Sequence[int], dtype: torch.dtype) -> DTensor:
     """Return a DTensor of that spec without memory, whose local tensor has that shape."""
-    return DTensor(torch.empty(shape, dtype=dtype, device="meta"), before, requires_grad=False)  # type: ignore[call-arg]
+    return DTensor(torch.empty(shape, dtype=dtype, device="meta"), before, requires_grad=False)
 
 
 def outer_root(units: Sequence[Fsdp2Unit]) -> nn.Module | None:

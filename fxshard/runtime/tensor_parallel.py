@@ -60,7 +60,7 @@ def require_parallel_beside(parameters: Mapping[str, Tensor], mesh: DeviceMesh) 
             neither `Shard` nor `Replicate`.
     """
     dtensors = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
-    meshes = {p.device_mesh: name for name, p in dtensors.items()}
+    meshes = {p.device_mesh: name for name, p in reversed(dtensors.items())}  # the first of each
     for other, name in meshes.items():
         if (why := torch_fsdp2.why_not_beside(mesh, other)) is not None:
             raise ConfigError(

@@ -85,7 +85,8 @@ def hold(tensor: Tensor, rows_of: DTensor | None = None) -> LocalShard:
 def can_cut(placed: DTensor) -> bool:
     """Return whether `own_part` knows what a rank has of it: rows of what tensor parallelism left."""
     mesh, placements = placed.device_mesh, placed.placements
-    for axis, each in enumerate(placements):
+    for axis, placement in enumerate(placements):
+        each: Any = placement
         factor = getattr(each, "split_factor", None)
         behind = [
             i for i in range(axis + 1, mesh.ndim) if type(placements[i]) is Shard and placements[i].is_shard(each.dim)

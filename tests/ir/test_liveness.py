@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from fxshard.ir import ops, tags
 from fxshard.ir.liveness import liveness, unsharded_bytes, unsharded_storages, written_in_use
 from fxshard.passes.insert_collectives import InsertCollectives
-from tests import graphs
+from tests import feeds, graphs
 from tests.cost.big import GROUP, WORLD_SIZE, Builder
 from tests.nodes import live_bytes
 
@@ -211,7 +211,7 @@ def test_what_compute_makes_of_a_parameter_is_not_unsharded_bytes() -> None:
 
 
 def test_what_a_collective_of_the_model_gathers_is_not_unsharded_bytes() -> None:
-    gm, _ = graphs.tensor_parallel(count=1).at("forward", after=InsertCollectives)
+    gm, _ = feeds.tensor_parallel(count=1).at("forward", after=InsertCollectives)
     live = liveness(gm.graph)
     gathered = next(node for node in gm.graph.nodes if node.name == "all_gather_into_tensor")
     assert not unsharded_storages(live) & set(live.storages_of[gathered])

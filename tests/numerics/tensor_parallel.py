@@ -58,8 +58,8 @@ class Attention(nn.Module):
         self.wo = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = (w(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        q, k, v = (w(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         out: Tensor = self.wo(mixed.transpose(1, 2).flatten(2))
         return out
 
@@ -166,7 +166,7 @@ def parameters_lie_as_those_of_fsdp2(mesh: DeviceMesh) -> None:
     models = []
     for system in (fxshard_system(), FSDP2):
         torch.manual_seed(0)
-        model: Any = nn.Sequential(Transformer(), nn.Linear(VOCABULARY, 3))
+        model: Any = plain_model()
         full = {name: p.detach().clone() for name, p in model.named_parameters()}
         parallelize(model[0], mesh["tp"])
         assert system.fully_shard is not None
@@ -179,10 +179,15 @@ def parameters_lie_as_those_of_fsdp2(mesh: DeviceMesh) -> None:
         assert torch.equal(p.full_tensor(), full[name]), name
 
 
-def sharded(mesh: DeviceMesh, seed: int = 0) -> tuple[Any, dict[str, Tensor]]:
-    """Return a sharded model with a layer that is not tensor-parallel, and what its whole parameters were."""
+def plain_model(beside: bool = True) -> nn.Sequential:
+    """Return a model with a layer that is not to be tensor-parallel, or without."""
+    return nn.Sequential(Transformer(), nn.Linear(VOCABULARY, 3) if beside else nn.Identity())
+
+
+def sharded(mesh: DeviceMesh, seed: int = 0, beside: bool = True) -> tuple[Any, dict[str, Tensor]]:
+    """Return a sharded model, and what its whole parameters were."""
     torch.manual_seed(seed)
-    model: Any = nn.Sequential(Transformer(), nn.Linear(VOCABULARY, 3))
+    model: Any = plain_model(beside)
     full = {name: p.detach().clone() for name, p in model.named_parameters()}
     parallelize(model[0], mesh["tp"])
     for block in model[0].blocks:
@@ -200,30 +205,31 @@ def stepped(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def full_state_travels(mesh: DeviceMesh) -> None:
-    """To each rank and back, into a model that has other values and an optimizer that has none."""
-    model, full = sharded(mesh)
+    """To each rank and back; from one rank where it has a part of all, that is without layers of one axis alone."""
+    for source in (dist.get_world_size() - 1, None):
+        full_state_is_loaded(mesh, source)
+
+
+def full_state_is_loaded(mesh: DeviceMesh, source: int | None) -> None:
+    """Into a model that has other values, and an optimizer that has none."""
+    beside, mine = source is None, source in (None, dist.get_rank())
+    model, full = sharded(mesh, beside=beside)
     assert_same(dict(fxshard.full_state_dict(model, recipient_rank=None)), full)
     optim = stepped(model)
     weights = fxshard.full_state_dict(model, recipient_rank=None)
     state = fxshard.full_optim_state_dict(model, optim, recipient_rank=None)
-    plain = nn.Sequential(Transformer(), nn.Linear(VOCABULARY, 3))
+    plain = plain_model(beside)
     plain.load_state_dict(weights)
     torch.optim.AdamW(plain.parameters()).load_state_dict(state)
-    for source in (dist.get_world_size() - 1, None):
-        mine = source in (None, dist.get_rank())
-        other, _ = sharded(mesh, seed=1)
-        other_optim = torch.optim.AdamW(other.parameters(), lr=1e-2, foreach=False)
-        fxshard.load_full_state_dict(other, weights if mine else {})
-        fxshard.load_full_optim_state_dict(other, other_optim, state if mine else {})
-        for p, expected in zip(other.parameters(), model.parameters(), strict=True):
-            assert torch.equal(p.to_local(), expected.to_local())
-            for name, value in other_optim.state[p].items():
-                wanted = optim.state[expected][name]
-                assert (type(value), getattr(value, "placements", ())) == (
-                    type(wanted),
-                    getattr(wanted, "placements", ()),
-                )
-        assert_same(fxshard.full_optim_state_dict(other, other_optim, recipient_rank=None), state)
+    other, _ = sharded(mesh, seed=1, beside=beside)
+    other_optim = torch.optim.AdamW(other.parameters(), lr=1e-2, foreach=False)
+    fxshard.load_full_state_dict(other, weights if mine else {})
+    fxshard.load_full_optim_state_dict(other, other_optim, state if mine else {})
+    for p, expected in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p.to_local(), expected.to_local())
+        for name, value in other_optim.state[p].items():
+            assert getattr(value, "placements", ()) == getattr(optim.state[expected][name], "placements", ())
+    assert_same(fxshard.full_optim_state_dict(other, other_optim, recipient_rank=None), state)
 
 
 def checkpoints_load_on_other_meshes(mesh: DeviceMesh) -> None:
@@ -245,7 +251,7 @@ def checkpoints_load_on_other_meshes(mesh: DeviceMesh) -> None:
         dcp.load(loaded, checkpoint_id=f"{folder}/torch")
         third.load_state_dict(loaded["model"])
         assert_same(fxshard.full_state_dict(third, recipient_rank=None), weights)
-    plain = nn.Sequential(Transformer(), nn.Linear(VOCABULARY, 3))
+    plain = plain_model()
     fxshard.load_checkpoint(f"{folder}/ours", plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, foreach=False))
     assert_same(dict(plain.state_dict()), dict(weights))
 
@@ -266,7 +272,7 @@ def adopted_and_released(mesh: DeviceMesh) -> None:
     model, full = sharded(mesh)
     whole = dict(fxshard.release(model, whole=True).named_parameters())
     assert whole["0.head.weight"].device_mesh == mesh["tp"]  # type: ignore[attr-defined]
-    assert_same({name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in whole.items()}, full)
+    assert_same({name: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for name, p in whole.items()}, full)
 
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

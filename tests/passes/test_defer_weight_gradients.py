@@ -18,8 +18,8 @@ from fxshard.passes.defer_weight_gradients import DeferWeightGradients
 from fxshard.passes.insert_collectives import InsertCollectives
 from fxshard.passes.pipeline import default
 from fxshard.passes.sink_waits import SinkWaits
-from tests import graphs
-from tests.graphs import Layers, Residual, assert_changes_nothing, layers_of, run_pass, trace
+from tests import feeds
+from tests.graphs import Layers, Residual, Traced, assert_changes_nothing, layers_of, run_pass, trace
 from tests.pairwise import pairwise
 from tests.schedules import BUCKETS, DEAR_COPIES, MODELS, after_passes, assert_schedule, events, model_of
 from tests.steps import assert_same_step, step
@@ -86,9 +86,9 @@ def test_moves_nothing_across_a_write() -> None:
     assert list(gm.graph.nodes) == before
 
 
-def tensor_parallel(first: nn.Module) -> graphs.Traced:
-    model = graphs.FeedsBehind(first, 2)
-    return trace(model, units=layers_of, parallelize=graphs.split, inputs=[torch.ones(4, 4)])
+def tensor_parallel(first: nn.Module) -> Traced:
+    model = feeds.FeedsBehind(first, 2)
+    return trace(model, units=layers_of, parallelize=feeds.split, inputs=[torch.ones(4, 4)])
 
 
 def of_the_model(gm: fx.GraphModule) -> list[str]:
@@ -115,7 +115,7 @@ def test_collectives_of_the_model_go_behind_the_last_reduction() -> None:
 
 
 def test_collectives_of_the_model_keep_their_order() -> None:
-    gm, ctx = tensor_parallel(graphs.Feed()).at("backward", after=InsertCollectives)
+    gm, ctx = tensor_parallel(feeds.Feed()).at("backward", after=InsertCollectives)
     before = of_the_model(gm)
     run_pass(DeferWeightGradients(), gm, dataclasses.replace(ctx, hardware=SLOW_LINK))
     assert of_the_model(gm) == before
