@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -47,6 +48,15 @@ SPLIT: tuple[GraphKind, GraphKind] = ("forward", "backward")
 """The graphs of a training step, once the joint one is split."""
 
 
+_fresh = itertools.count()
+
+
+def split_axis(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the slice of a mesh of `fake_ranks` that is for tensor parallelism."""
+    assert mesh.mesh_dim_names is not None
+    return mesh[mesh.mesh_dim_names[-1]]
+
+
 @contextmanager
 def fake_ranks(world_size: int, replicas: int = 1, *, tensor_parallel: int = 1) -> Iterator[DeviceMesh]:
     """Pretend to be rank 0 of `world_size`, or of so many replicas, or of groups of tensor parallelism.
@@ -56,7 +66,9 @@ def fake_ranks(world_size: int, replicas: int = 1, *, tensor_parallel: int = 1) 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size * replicas * tensor_parallel)
     try:
         if tensor_parallel > 1:
-            yield init_device_mesh("cpu", (world_size, tensor_parallel), mesh_dim_names=("shard", "tp"))
+            # A name of its own: torch keeps what it knows of DTensors by mesh, and then traces otherwise.
+            names = ("shard", f"tp_{next(_fresh)}")
+            yield init_device_mesh("cpu", (world_size, tensor_parallel), mesh_dim_names=names)
         elif replicas > 1:
             yield init_device_mesh("cpu", (replicas, world_size), mesh_dim_names=("replicate", "shard"))
         else:
@@ -280,7 +292,7 @@ def trace(
     tensor_parallel = 1 if parallelize is None else 2
     with fake_ranks(world_size, replicas, tensor_parallel=tensor_parallel) as mesh, torch.set_grad_enabled(train):
         if parallelize is not None:
-            parallelize(module, mesh["tp"])
+            parallelize(module, split_axis(mesh))
             mesh = mesh["shard"]
         for unit in units(module):
             fully_shard(unit, mesh=mesh, **shard_kwargs)

@@ -152,7 +152,9 @@ def _hardware(options: Options, flats: dict[int, Home], device: torch.device) ->
     """Return what the cost model counts on: what the options name, else what the ranks have agreed on."""
     if options.hardware is not None:
         return hardware.load(options.hardware)
-    groups = [group for home in flats.values() for group in mesh_axes.groups(home.unit.mesh)]
+    units = {id(home.unit): home.unit for home in flats.values()}.values()
+    groups = [group for unit in units for group in mesh_axes.groups(unit.mesh)]
+    groups += [group for unit in units for m in unit.members if m.tensor_parallel for group in m.tensor_parallel.groups]
     return measured.numbers_for(groups, device)
 
 

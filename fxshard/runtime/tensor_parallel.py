@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -40,6 +41,12 @@ class TensorParallel:
     spec: Any
     before: Any
     shape: tuple[int, ...]
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The groups of the axes of tensor parallelism."""
+        mesh: DeviceMesh = self.before.mesh
+        return mesh.get_all_groups()
 
     @property
     def layout(self) -> Layout:

@@ -16,7 +16,7 @@ import fxshard
 from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.state import local_shards
 from fxshard.state.ranks import require_one_set
-from tests.graphs import fake_ranks
+from tests.graphs import fake_ranks, split_axis
 from tests.numerics.harness import EAGER, compile_module
 
 
@@ -28,7 +28,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 def split(mesh: DeviceMesh, layer: nn.Module | None = None) -> nn.Module:
     model = nn.Sequential(layer or nn.Linear(4, 4))
-    return parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+    return parallelize_module(model, split_axis(mesh), {"0": ColwiseParallel()}, src_data_rank=None)
 
 
 def test_a_mesh_must_be_a_slice_beside_that_of_the_parameters(mesh: DeviceMesh) -> None:
@@ -38,14 +38,14 @@ def test_a_mesh_must_be_a_slice_beside_that_of_the_parameters(mesh: DeviceMesh) 
     ):
         fxshard.fully_shard(split(mesh), mesh=other)
     with pytest.raises(ConfigError, match=r"both have the axis tp"):
-        fxshard.fully_shard(split(mesh), mesh=mesh["tp"])
+        fxshard.fully_shard(split(mesh), mesh=split_axis(mesh))
     with pytest.raises(ConfigError, match=r"both have the axis tp"):
         fxshard.fully_shard(split(mesh), mesh=mesh)
 
 
 def test_a_parameter_of_sums_to_come_is_refused_by_name(mesh: DeviceMesh) -> None:
     model = nn.Linear(4, 4)
-    sums = DTensor.from_local(torch.ones(4, 4), mesh["tp"], [Partial()], run_check=False)
+    sums = DTensor.from_local(torch.ones(4, 4), split_axis(mesh), [Partial()], run_check=False)
     model.weight = nn.Parameter(sums)
     with pytest.raises(
         ConfigError, match=r"other placements than Shard and Replicate.*weight \(Partial.*ignored_params"
