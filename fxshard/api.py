@@ -75,7 +75,8 @@ def fully_shard(
     Call it bottom-up, then `torch.compile(module, backend="fxshard")`. Each call makes one unit of the parameters that
     no earlier call has taken: they are gathered together and their gradients are reduced together. Parameters become
     `DTensor(Shard(0))`, on a mesh of two axes `(Replicate(), Shard(0))`; optimizers, `state_dict`,
-    `torch.distributed.checkpoint` and `clip_grad_norm_` work on them.
+    `torch.distributed.checkpoint` and `clip_grad_norm_` work on them. Those that are DTensors already (tensor
+    parallelism, on another slice of the same mesh) are sharded within each rank's part.
 
     Args:
         module: the module, or a list of modules that make one unit together.

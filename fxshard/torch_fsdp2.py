@@ -10,12 +10,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.distributed import _composable_state as composable_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import _StridedShard
 
 # The package has a function of the module's name.
 _contract = sys.modules["torch.distributed._composable.contract"]
@@ -38,6 +42,16 @@ class Fsdp2Parameter:
     places: list[tuple[nn.Module, str]]
     keeps_dtype: bool
     dim: int
+
+    @property
+    def before(self) -> DTensorSpec | None:
+        """How it lay before it was sharded, if it was a DTensor then."""
+        return getattr(self.key, "_unsharded_dtensor_spec", None) or getattr(self.key, "_tp_spec", None)  # torch 2.11
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of what its rows are gathered to."""
+        return tuple(self.key._orig_size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +157,7 @@ class Fsdp2Unit:
         """Say what of its settings and its moment fxshard cannot take over, in FSDP2's words."""
         groups, params = self.groups, [each for group in self.groups for each in group.fsdp_params]
         if len(groups) > 1 or any(not _is_our_kind(group.mesh_info) for group in groups):
-            return ["parameters with meshes of their own, or another mesh than (shard) or (replicate, shard)"]
+            return ["parameters with meshes of their own, dp_mesh_dims, or a mesh not (shard) or (replicate, shard)"]
         return [what for what, found in self._checks(groups, params).items() if found]
 
     def _checks(self, groups: list[Any], params: list[Any]) -> dict[str, bool]:
@@ -153,7 +167,9 @@ class Fsdp2Unit:
         comms = [getattr(g, name) for g in groups for name in ("_all_gather_comm", "_reduce_scatter_comm")]
         return {
             "reduced gradients that wait for an all_reduce": any_of(groups, "_partial_reduce_output"),
-            "parameters that were DTensors before (tensor parallelism)": any_of(params, "is_dtensor", False),
+            "tensor-parallel parameters sharded on another dimension than 0 (shard_placement_fn)": any(
+                getattr(each, "is_dtensor", False) and each.fsdp_placement.dim != 0 for each in params
+            ),
             "CPU offload (offload_policy)": any_of(params, "offload_to_cpu", False),
             "set_reduce_scatter_unused_params": any_of(groups, "reduce_scatter_unused_params", False),
             "set_all_reduce_hook with a stream": any_of(groups, "_all_reduce_hook_stream"),
@@ -200,6 +216,8 @@ class Fsdp2Unit:
 
 def _is_our_kind(mesh_info: Any) -> bool:
     """Whether a mesh has an axis that shards, and at most one before it, which replicates."""
+    if getattr(mesh_info, "is_spmd_mesh", False):
+        return False
     if type(mesh_info) is HSDPMeshInfo:
         return mesh_info.mesh.ndim == 2 and (mesh_info.replicate_mesh_dim, mesh_info.shard_mesh_dim) == (0, 1)
     return type(mesh_info) is FSDPMeshInfo and mesh_info.mesh.ndim == 1
@@ -217,6 +235,32 @@ def units_of(model: nn.Module) -> list[Fsdp2Unit]:
         if isinstance(module, FSDPModule) and (state := _get_module_fsdp_state(module)) is not None:
             found.setdefault(id(state), Fsdp2Unit(state))
     return list(found.values())
+
+
+def spec_of_rows(before: DTensorSpec, mesh: DeviceMesh) -> DTensorSpec:
+    """Return how FSDP2 places the rows of a parameter that is a DTensor of that spec, when it shards it over `mesh`."""
+    splits = before.num_shards_map[0] if before.ndim else 1
+    rows = _StridedShard(0, split_factor=splits) if splits > 1 else Shard(0) if before.ndim else Replicate()
+    placements: tuple[Placement, ...] = (*(Replicate() for _ in range(mesh.ndim - 1)), rows, *before.placements)
+    return DTensorSpec(DeviceMesh._concatenate([mesh, before.mesh]), placements, tensor_meta=before.tensor_meta)
+
+
+def why_not_beside(mesh: DeviceMesh, other: DeviceMesh) -> str | None:
+    """Say why no mesh has the axes of both, those of `mesh` first; `None` if one has."""
+    if mesh.mesh_dim_names is None or other.mesh_dim_names is None:
+        return "an axis has no name"
+    if common := [name for name in mesh.mesh_dim_names if name in other.mesh_dim_names]:
+        return f"both have the axis {', '.join(common)}"
+    try:
+        DeviceMesh._concatenate([mesh, other])
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def empty_before(before: DTensorSpec, shape: Sequence[int], dtype: torch.dtype) -> DTensor:
+    """Return a DTensor of that spec without memory, whose local tensor has that shape."""
+    return DTensor(torch.empty(shape, dtype=dtype, device="meta"), before, requires_grad=False)
 
 
 def outer_root(units: Sequence[Fsdp2Unit]) -> nn.Module | None:

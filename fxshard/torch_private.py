@@ -449,8 +449,8 @@ def _is_group(name: str) -> bool:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Return the identity of a tensor's storage: equal for views of one another, also for fake tensors."""
-    return cast(int, cast(Any, tensor.untyped_storage())._cdata)
+    """Return the identity of a tensor's storage, a DTensor's of its part: equal for views, also for fake tensors."""
+    return cast(int, getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from fxshard.cost.sizes import sizes_of
 from fxshard.cost.timeline import Timeline
-from fxshard.ir import collectives, launch_groups, liveness
+from fxshard.ir import collectives, launch_groups, liveness, tags
 from fxshard.ir.launch_groups import LaunchGroup
 from fxshard.passes._base import GraphPass, PassContext, Property
 
@@ -46,7 +46,7 @@ class DeferWeightGradients(GraphPass):
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
         """Edit `gm.graph` in place; return whether anything changed."""
-        if not collectives.reduce_launches(gm.graph):
+        if not tags.launches_of(gm.graph, collectives.REDUCTIONS):
             return False
         costs = _costs(gm.graph, ctx)
         changed = False
@@ -71,7 +71,7 @@ def _costs(graph: fx.Graph, ctx: PassContext) -> _Costs:
     """Return the costs, without what is made of reduced gradients: it waits for them."""
     seconds = Timeline(sizes_of(graph, ctx.plan), ctx.hardware).seconds
     made_of: dict[fx.Node, fx.Node] = {}  # what is made of a reduced gradient -> the reduction
-    between = dict.fromkeys(collectives.reduce_launches(graph), 0.0)
+    between = dict.fromkeys(tags.launches_of(graph, collectives.REDUCTIONS), 0.0)
     for node in graph.nodes:
         reductions = [made_of.get(source, source) for source in node.all_input_nodes]
         if found := next((reduction for reduction in reductions if reduction in between), None):
@@ -112,12 +112,12 @@ def _run(
     Gathers are left out: when a backward ends, they are done.
     """
     for node in nodes:
-        if node.target in collectives.REDUCTIONS:
+        if not collectives.is_launch(node) or _is_models_own(node):  # the model's own are waited for where they are
+            compute += costs.seconds.get(node, 0.0)
+        elif node.target in collectives.REDUCTIONS:
             link = max(compute, link) + costs.seconds[node]
             if costs.between[node]:
                 between = max(link, between) + costs.between[node]
-        elif not collectives.is_launch(node):
-            compute += costs.seconds.get(node, 0.0)
     return compute, link, between
 
 
@@ -134,24 +134,34 @@ def _made_of(group: LaunchGroup) -> set[fx.Node]:
 def _cuts(last: LaunchGroup, needed: set[fx.Node], costs: _Costs) -> Iterator[fx.Node]:
     """Return the nodes from which on the others may go behind the last launch, the latest first.
 
-    Up to the first that may not, or until twice as much would be deferred as the launch takes.
+    Up to the first that may not, or until twice as much would be deferred as the launch takes. The model's own
+    collectives keep their order: none goes behind one that is needed.
     """
     enough, node = 2 * costs.of(last.launches), last.launches[-1].prev
+    stays = False  # one of the model's own
     while (
         enough > 0
         and node.op != "placeholder"
         and not liveness.written_by(node)
         and (node in needed or _may_move(node))
+        and not (stays and node not in needed and _is_models_own(node))
     ):
+        stays |= node in needed and _is_models_own(node)
         if node not in needed and (taken := costs.seconds.get(node)):
             yield node
             enough -= taken
         node = node.prev
 
 
+def _is_models_own(node: fx.Node) -> bool:
+    return collectives.is_launch(node) and not tags.units_of(node)
+
+
 def _may_move(node: fx.Node) -> bool:
     """Return whether a node computes the same elsewhere, and is no all_gather, which HoistPrefetch places."""
     target: Any = node.target
     if isinstance(target, torch._ops.OpOverload):
-        return target not in collectives.GATHERS and torch.Tag.nondeterministic_seeded not in target.tags
+        return _is_models_own(node) or not (
+            target in collectives.GATHERS or torch.Tag.nondeterministic_seeded in target.tags
+        )
     return target is operator.getitem

@@ -195,7 +195,7 @@ def _copies_in(graph: fx.Graph) -> tuple[dict[fx.Node, list[fx.Node]], dict[fx.N
             origin[node] = node.args[0]
         elif node.target in _INTO_A_BUFFER and len(sources) == 1 and None not in sources and not _is_elsewhere(node):
             origin[node] = next(filter(None, sources))
-        elif node.target in collectives.REDUCTIONS:
+        elif node.target in collectives.REDUCTIONS and tags.units_of(node):
             for buffer in filter(None, collectives.launch_inputs(node)):
                 made = _made(buffer, node)
                 if made and buffer in origin and made <= origin.keys():

@@ -39,7 +39,10 @@ FUNCTIONS: Mapping[str, Row] = {
 
 ARGUMENTS: Mapping[str, Row] = {
     "module": Row("same"),
-    "mesh": Row("same", "one axis, or (replicate, shard); without a process group one is made"),
+    "mesh": Row(
+        "same",
+        "one axis, or (replicate, shard), beside that of DTensor parameters; without a process group one is made",
+    ),
     "reshard_after_forward": Row(
         "differs",
         "True, False, None and a number of ranks. Code that is not compiled keeps what autograd saved",
@@ -50,7 +53,9 @@ ARGUMENTS: Mapping[str, Row] = {
     "mp_policy": Row("same", "a unit may also have parameters of several dtypes, which FSDP2 asserts that it has not"),
     "offload_policy": Row("refused", "but for the default, `OffloadPolicy()`"),
     "ignored_params": Row("same"),
-    "dp_mesh_dims": Row("refused", 'give the slice of the mesh: `mesh["replicate", "shard"]`', torch="2.13, 2.15"),
+    "dp_mesh_dims": Row(
+        "refused", 'give the slice of the mesh: `mesh["dp"]`, with parameters on `mesh["tp"]` alone', torch="2.13, 2.15"
+    ),
 }
 
 POLICY: Mapping[str, Row] = {

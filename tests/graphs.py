@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -48,12 +49,28 @@ SPLIT: tuple[GraphKind, GraphKind] = ("forward", "backward")
 """The graphs of a training step, once the joint one is split."""
 
 
+_fresh = itertools.count()
+
+
+def split_axis(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the slice of a mesh of `fake_ranks` that is for tensor parallelism."""
+    assert mesh.mesh_dim_names is not None
+    return mesh[mesh.mesh_dim_names[-1]]
+
+
 @contextmanager
-def fake_ranks(world_size: int, replicas: int = 1) -> Iterator[DeviceMesh]:
-    """Pretend to be rank 0 of `world_size`, or of so many replicas; collectives return at once and move nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size * replicas)
+def fake_ranks(world_size: int, replicas: int = 1, *, tensor_parallel: int = 1) -> Iterator[DeviceMesh]:
+    """Pretend to be rank 0 of `world_size`, or of so many replicas, or of groups of tensor parallelism.
+
+    Collectives return at once and move nothing.
+    """
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size * replicas * tensor_parallel)
     try:
-        if replicas > 1:
+        if tensor_parallel > 1:
+            # A name of its own: torch keeps what it knows of DTensors by mesh, and then traces otherwise.
+            names = ("shard", f"tp_{next(_fresh)}")
+            yield init_device_mesh("cpu", (world_size, tensor_parallel), mesh_dim_names=names)
+        elif replicas > 1:
             yield init_device_mesh("cpu", (replicas, world_size), mesh_dim_names=("replicate", "shard"))
         else:
             yield init_device_mesh("cpu", (world_size,))
@@ -236,6 +253,7 @@ def trace(
     units: Callable[[nn.Module], Sequence[nn.Module]] = lambda module: [module],
     world_size: int = 2,
     replicas: int = 1,
+    parallelize: Callable[[nn.Module, DeviceMesh], object] | None = None,
     pipeline: Pipeline = DEFAULT,
     train: bool = True,
     width: int = WIDTH,
@@ -251,6 +269,7 @@ def trace(
         units: the modules to make units of, inner ones first.
         world_size: number of fake ranks that share the parameters.
         replicas: how many of them hold the same shard.
+        parallelize: makes the module tensor-parallel over two ranks of the mesh that it is given.
         pipeline: the passes; those that only Inductor can run are left out for the interpreter.
         train: whether to run with autograd.
         width: of the module's input.
@@ -271,7 +290,11 @@ def trace(
         lower(gm, inputs, frame, pipeline, Options(lower=lowering, verify=verify), generate_code=lowering == "eager")
         return frame
 
-    with fake_ranks(world_size, replicas) as mesh, torch.set_grad_enabled(train):
+    tensor_parallel = 1 if parallelize is None else 2
+    with fake_ranks(world_size, replicas, tensor_parallel=tensor_parallel) as mesh, torch.set_grad_enabled(train):
+        if parallelize is not None:
+            parallelize(module, split_axis(mesh))
+            mesh = mesh["shard"]
         for unit in units(module):
             fully_shard(unit, mesh=mesh, **shard_kwargs)
         result = torch.compile(module, backend=backend)(*given)

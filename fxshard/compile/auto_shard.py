@@ -14,7 +14,7 @@ import gc
 import logging
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -71,6 +71,7 @@ def shard_root(gm: fx.GraphModule, unsharded: dict[str, nn.Parameter], options: 
     roots = dynamo.roots_of(gm)
     fsdp2_or_ddp.refuse([dynamo.compiled_around(root) or root for root in roots])
     _require_ready(roots, unsharded)
+    _require_plain({name: p for root in roots for name, p in root.named_parameters()})
     for root in roots:
         shard_module.require_shardable(dict(root.named_parameters()), mesh)
     for root in roots:
@@ -106,6 +107,27 @@ def _announce(roots: list[nn.Module]) -> None:
 @functools.cache
 def _announced() -> weakref.WeakSet[nn.Module]:
     return weakref.WeakSet()
+
+
+def require_all_ranks(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise if trained parameters are DTensors on some of the ranks, which nothing shards over the others."""
+    _require_plain(
+        {
+            name: p
+            for name, p in parameters.items()
+            if isinstance(p, DTensor) and p.requires_grad and p.device_mesh.size() < dist.get_world_size()
+        }
+    )
+
+
+def _require_plain(parameters: Mapping[str, nn.Parameter]) -> None:
+    if dtensors := {name: p for name, p in parameters.items() if isinstance(p, DTensor)}:
+        mesh = next(iter(dtensors.values())).device_mesh
+        raise ConfigError(
+            f"parameters are DTensors (tensor parallelism) on the mesh {mesh}: {', '.join(dtensors)}. torch.compile "
+            "cannot tell which other axis is to shard them; say so before compiling: "
+            'fxshard.fully_shard(model, mesh=mesh["dp"]), a slice of the same mesh.'
+        )
 
 
 def _require_ready(roots: list[nn.Module], unsharded: dict[str, nn.Parameter]) -> None:

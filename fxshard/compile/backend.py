@@ -68,6 +68,7 @@ def _dispatch(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Option
         return _compile(gm, example_inputs, flats, options)
     if unsharded:
         auto_shard.shard_root(gm, unsharded, options)  # returns only where there is nothing to shard over
+    auto_shard.require_all_ranks(dynamo.parameters_of(gm, example_inputs))
     dynamo.refuse_writes(gm, example_inputs)
     return compile_plain(gm, example_inputs, options)
 
@@ -151,7 +152,9 @@ def _hardware(options: Options, flats: dict[int, Home], device: torch.device) ->
     """Return what the cost model counts on: what the options name, else what the ranks have agreed on."""
     if options.hardware is not None:
         return hardware.load(options.hardware)
-    groups = [group for home in flats.values() for group in mesh_axes.groups(home.unit.mesh)]
+    units = {id(home.unit): home.unit for home in flats.values()}.values()
+    groups = [group for unit in units for group in mesh_axes.groups(unit.mesh)]
+    groups += [group for unit in units for m in unit.members if m.tensor_parallel for group in m.tensor_parallel.groups]
     return measured.numbers_for(groups, device)
 
 

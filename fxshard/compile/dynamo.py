@@ -46,15 +46,18 @@ def flats_of(example_inputs: Sequence[Any]) -> dict[int, Home]:
 
 
 def unsharded_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[str, nn.Parameter]:
-    """Map name in the user's code -> trainable parameter that enters the graph as it is."""
+    """Map name in the user's code -> trainable parameter that enters the graph as it is, and is no DTensor."""
+    found = parameters_of(gm, example_inputs)
+    return {name: p for name, p in found.items() if p.requires_grad and not isinstance(p, DTensor)}
+
+
+def parameters_of(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[str, nn.Parameter]:
+    """Map name in the user's code -> parameter that enters the graph as it is."""
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     return {
         source_name(node): value
         for node, value in zip(placeholders, example_inputs, strict=True)
-        if isinstance(value, nn.Parameter)
-        and value.requires_grad
-        and not isinstance(value, DTensor)
-        and home_of(value) is None
+        if isinstance(value, nn.Parameter) and home_of(value) is None
     }
 
 

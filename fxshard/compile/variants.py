@@ -127,6 +127,8 @@ class Compilation:
         # The cache knows a tensor subclass by its global shape: one rank would get the code of another's rows.
         if any(isinstance(value, Tensor) and torch_private.is_wrapper(value) for value in inputs):
             return "one of its inputs is a tensor subclass"
+        if any(unit.tensor_parallel for unit in self._stages.frame.plan.units.values()):
+            return "its parameters are tensor-parallel, and each rank's code knows its place among them"
         return "" if functorch_config.enable_autograd_cache else "torch._functorch.config.enable_autograd_cache is off"
 
     def _aot_patches(self, *, cached: bool) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from fxshard import torch_private
 from fxshard.compile import auto_shard
@@ -137,6 +138,7 @@ def fake_model_of(
         require_mesh(mesh)
     units = units_under(model)
     size = _size(units, world_size, mesh)
+    _refuse_tensor_parallel(model)
     replica = Replica(_device(model, units[0].mesh if units else mesh))
     with torch.inference_mode(False), torch.enable_grad():
         outside = {id(module): module for unit in units for module in unit.modules}
@@ -150,6 +152,19 @@ def fake_model_of(
                 if options.separate_reduce_scatter_group:
                     _give_reduce_groups(made)
     return FakeModel(model=copied, world_size=size.shards, replica=replica)
+
+
+def _refuse_tensor_parallel(model: nn.Module) -> None:
+    """Raise for a model whose parameters are DTensors of other axes: its copy would be on ranks that do not exist."""
+    units = units_under(model)
+    ours = {id(m.parameter) for unit in units for m in unit.members if m.tensor_parallel is None}
+    found = [name for name, p in model.named_parameters() if isinstance(p, DTensor) and id(p) not in ours]
+    if found:
+        raise ConfigError(
+            f"parameters are tensor-parallel: {', '.join(found)}. explain and bisect_numerics work on a copy, on "
+            "ranks that do not exist, and without those no DTensor can be traced. Run a step of the compiled model, "
+            "then ask fxshard.explanation_of(model)."
+        )
 
 
 def _size(units: tuple[Unit, ...], world_size: object, mesh: DeviceMesh | None) -> MeshSize:

@@ -342,7 +342,7 @@ class _BucketReader:
     def run(self) -> LaunchedBuckets:
         flats = tags.shards_of(self.graph)
         reads = self._reads()
-        for launch in collectives.unshard_launches(self.graph):
+        for launch in tags.launches_of(self.graph, collectives.GATHERS):
             if bucket := self._gather(launch, reads.get(launch, {}), flats):
                 self.found.gathers[launch] = bucket
             else:
@@ -350,7 +350,8 @@ class _BucketReader:
         for position, result in enumerate(signature.results_of(self.graph)):
             if isinstance(result, fx.Node) and result.op != "placeholder":
                 self._read_gradient(position, result)
-        reductions = {launch: self._reduction(launch) for launch in collectives.reduce_launches(self.graph)}
+        launches = tags.launches_of(self.graph, collectives.REDUCTIONS)
+        reductions = {launch: self._reduction(launch) for launch in launches}
         known = {launch: reduction for launch, reduction in reductions.items() if reduction is not None}
         self.found.unread += [launch for launch in reductions if launch not in known]
         if len(known) == len(reductions):  # else a shard's gradient could be known in part

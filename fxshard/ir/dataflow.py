@@ -316,8 +316,9 @@ def _getitem(node: fx.Node, flow: Dataflow, plan: FramePlan) -> Value | None:
 
 
 def _launch(node: fx.Node, flow: Dataflow, plan: FramePlan) -> Value | None:
-    if node.target in collectives.ALL_REDUCES and not tags.meta_of(node).calls:
-        return None  # the user's own
+    is_ours = plan.has_group(collectives.group_of(node)) and node.target not in collectives.ALL_REDUCES
+    if not tags.meta_of(node).calls and not is_ours:
+        return None  # the model's own
     return InFlight(node, None if node.target in collectives.COALESCED else 0)
 
 

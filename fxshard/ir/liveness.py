@@ -144,7 +144,9 @@ def unsharded_storages(live: Liveness) -> frozenset[int]:
             shards = (live.storages[i].maker for i in live.storages_of[node])
             if not any(tags.meta_of(maker).shard for maker in shards):
                 found.update(live.storages_of[node])
-        elif node.target in collectives.GATHERS or (_passes_on(node, live) and node.all_input_nodes[0] in on_the_way):
+        elif (node.target in collectives.GATHERS and meta.calls) or (
+            _passes_on(node, live) and node.all_input_nodes[0] in on_the_way
+        ):
             on_the_way.add(node)
             found.update(live.storages_of[node])
     return frozenset(found)

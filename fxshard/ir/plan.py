@@ -104,6 +104,7 @@ class UnitPlan:
     subgroup_size: int = 0  # ranks that share its parameters between forward and backward; 0 for all of them
     subgroup: str = ""  # name of their process group
     subgroup_of: str | None = None  # key of a unit, if this is what a subgroup shares of it
+    tensor_parallel: bool = False  # whether parameters are DTensors of other mesh axes when they are gathered
 
     @property
     def reducing_group(self) -> str:
@@ -214,6 +215,10 @@ class FramePlan:
             ahead = None if listed is None else tuple(keys.get(other, other) for other in listed)
             units[name] = replace(_in_subgroup(self.units[key], key), backward_prefetch=ahead)
         return replace(self, units=units) if keys else self
+
+    def has_group(self, name: str) -> bool:
+        """Return whether collectives of a unit run on the process group of that name; others are the model's own."""
+        return any(name in unit.groups for unit in self.units.values())
 
     def parameter_name(self, unit: str, shard: int, slot: int) -> str:
         """Return what tags call a parameter."""

@@ -21,7 +21,7 @@ one. The printer writes tags behind a node under these names:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -117,6 +117,11 @@ def units_of(node: fx.Node) -> dict[str, str]:
 def tag_units(node: fx.Node, calls: Mapping[str, str]) -> None:
     """Say which units a launch or wait serves, and which call of each."""
     tag(node, calls=tuple(calls.items()))
+
+
+def launches_of(graph: fx.Graph, targets: Collection[object]) -> list[fx.Node]:
+    """Return the launches of a kind that passes inserted, in program order; a model may launch collectives as well."""
+    return [node for node in graph.nodes if node.target in targets and meta_of(node).calls]
 
 
 def shards_of(graph: fx.Graph) -> dict[ShardKey, fx.Node]:

@@ -104,11 +104,21 @@ class _Search:
                 result = target(*args, **kwargs) if node.op == "call_function" else result
             except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, AssertionError):
                 result = None  # it needs what stands around it (a level of vmap); the parameter's version tells
+        for leaf in _tensors(result):
+            _release_mask(leaf)
         for storage, op in watch.written.items():
             if storage in self.owners:
                 yield Write(self.owners[storage], node, op)
         if any(torch_private.storage_id(leaf) in self.owners for leaf in _tensors(result)):
             self.values[node] = result
+
+
+def _release_mask(tensor: Tensor) -> None:
+    """Take back what an embedding of split rows has left for the redistribution behind it, which is not run here."""
+    for placement in getattr(tensor, "placements", ()):
+        mask = getattr(placement, "mask_buffer", None)
+        if mask is not None and mask.data is not None:
+            mask.release_mask()
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -255,11 +255,8 @@ def gather_unit(unit: Unit, *, after_forward: bool = False) -> Parameters:
     agreed = unit.agreed("read", "all_gather", f"all parameters, read {when},")
     with agreed if not any(map(torch_private.is_fake, flats)) else nullcontext():  # then there are no ranks
         values = _UnshardUnit.apply(unit, index, after_forward, *flats)  # type: ignore[no-untyped-call]
-    dims = [unit.shards[i].members[j].settings.dim for i, j in index]
-    whole = [
-        value if dim == 0 else torch.ops.fxshard.whole(value, dim) for value, dim in zip(values, dims, strict=True)
-    ]
-    return dict(zip(index, whole, strict=True))
+    members = [unit.shards[i].members[j] for i, j in index]
+    return {slot: member.read_from(value) for slot, member, value in zip(index, members, values, strict=True)}
 
 
 class _UnshardUnit(torch.autograd.Function):

@@ -30,6 +30,7 @@ from fxshard.ir.plan import ParameterSpec, ShardPlan
 from fxshard.runtime import mesh_axes
 from fxshard.runtime.gradients import GradientSink
 from fxshard.runtime.parameters import ParameterSettings, adopt_attributes, local_of, rows_first
+from fxshard.runtime.tensor_parallel import TensorParallel
 
 if TYPE_CHECKING:
     from fxshard.runtime.unit import Unit
@@ -61,6 +62,7 @@ class Member:
         parameter: the DTensor parameter that is registered.
         original: the parameter that it replaced; the same reference for parameters that were tied.
         settings: how it is sharded otherwise than its unit.
+        tensor_parallel: what it is besides, if it was a DTensor before.
         view: its local tensor, a view of the flat.
         pointer: address of `view`.
         wrapper_storage: the storage object that torch made for the DTensor itself; `p.data = ...` replaces it.
@@ -71,6 +73,7 @@ class Member:
     parameter: nn.Parameter
     original: weakref.ref[nn.Parameter]
     settings: ParameterSettings
+    tensor_parallel: TensorParallel | None = None
     view: Tensor = field(init=False)
     pointer: int = field(init=False)
     wrapper_storage: torch.UntypedStorage = field(init=False)
@@ -84,13 +87,21 @@ class Member:
     def spec(self) -> ParameterSpec:
         """What the layout needs to know."""
         p = self.parameter
+        shape = self.tensor_parallel.shape if self.tensor_parallel else rows_first(p.shape, self.settings.dim)
         return ParameterSpec(
             fqn=self.fqn,
-            shape=rows_first(p.shape, self.settings.dim),
+            shape=shape,
             dtype=p.dtype,
             trainable=p.requires_grad,
             keeps_dtype=self.settings.keeps_dtype,
         )
+
+    def read_from(self, gathered: Tensor) -> Tensor:
+        """Return what modules read, of what was gathered."""
+        if self.tensor_parallel:
+            return self.tensor_parallel.place(gathered)
+        dim = self.settings.dim
+        return gathered if dim == 0 else torch.ops.fxshard.whole(gathered, dim)
 
     def attach(self, view: Tensor) -> None:
         """Make `view` the parameter's local tensor; the parameter stays the object that optimizers hold.
@@ -118,7 +129,7 @@ class Member:
         """The parameters that stand in its places now: others than ours where somebody has put them back since."""
         return (module._parameters.get(name) for module, name in self.owners)
 
-    def adopt(self, mesh: DeviceMesh) -> bool:
+    def adopt(self) -> bool:
         """Accept the parameter object that stands in its places now; whether it is another one.
 
         Raises:
@@ -136,7 +147,7 @@ class Member:
                 f"{self.fqn} is sharded, but {len(new)} different parameters now stand in its place (expected 1, the "
                 "same one in every module that shares it). Assign the same parameter to all of them, or none."
             )
-        self.require_shard(new[0], mesh)
+        self.require_shard(new[0])
         if local_of(new[0]) is self.view and new[0].untyped_storage() is not self.wrapper_storage:
             raise ConfigError(
                 f"{self.fqn}.data was assigned: torch replaces only the wrapper of a DTensor, so the new values are "
@@ -147,7 +158,7 @@ class Member:
             module._parameters[name] = new[0]
         return replaced
 
-    def require_shard(self, new: object, mesh: DeviceMesh) -> None:
+    def require_shard(self, new: object) -> None:
         """Raise unless `new` can stand in place of the parameter.
 
         Raises:
@@ -161,7 +172,7 @@ class Member:
                 "under torch.no_grad(), and back after backward (noise on weights); or use a model that is not sharded "
                 "where gradients through an update are wanted (MAML)."
             )
-        placements = mesh_axes.placements(mesh, is_scalar=not old.shape, dim=self.settings.dim)
+        mesh, placements = cast(DTensor, old).device_mesh, tuple(cast(DTensor, old).placements)
         fits = isinstance(new, DTensor) and tuple(new.shape) == tuple(old.shape)
         if fits and isinstance(new, DTensor) and new.device_mesh == mesh and tuple(new.placements) == placements:
             return

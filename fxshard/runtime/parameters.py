@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from fxshard.ir import ops
 from fxshard.ir.plan import Slot
@@ -34,6 +34,10 @@ class ParameterSettings(NamedTuple):
     dim: int = 0  # along which it is cut; another one than 0 comes first in its flat
 
 
+Layout = tuple[DeviceMesh, tuple[Placement, ...], torch.Size, tuple[int, ...]]
+"""Mesh, placements, shape and strides of a DTensor."""
+
+
 class ParameterRef(NamedTuple):
     """All that reading a parameter needs."""
 
@@ -43,6 +47,7 @@ class ParameterRef(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     dim: int = 0
+    layout: Layout | None = None  # of the DTensor that it is when it is gathered, if it is tensor-parallel
 
     @property
     def text(self) -> str:
@@ -53,12 +58,26 @@ class ParameterRef(NamedTuple):
 def publish(module: nn.Module, name: str, ref: ParameterRef) -> None:
     """Let the module's getter of `name` find the parameter."""
     module.__dict__.setdefault(REFS, {})[name] = ref
-    module.__dict__.setdefault(TRACED, {}).update({name: ref.text, flat_key(name): ref.flat})
+    traced = module.__dict__.setdefault(TRACED, {})
+    traced.update({name: ref.text, flat_key(name): ref.flat})
+    if ref.layout is not None:
+        traced[layout_key(name)] = ref.layout
 
 
 def flat_key(name: str) -> str:
     """Where a parameter's flat stands; no parameter can be called so."""
     return f"{name}.flat"
+
+
+def layout_key(name: str) -> str:
+    """Where the layout of a tensor-parallel parameter stands."""
+    return f"{name}.layout"
+
+
+def placed(local: Tensor, layout: Layout) -> Tensor:
+    """The DTensor whose part on this rank is `local`; Dynamo traces this."""
+    mesh, placements, shape, stride = layout
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def local_of(parameter: Tensor) -> Tensor:
@@ -86,8 +105,13 @@ def shard_rows(parameter: Tensor, rank: int, world_size: int, dim: int = 0) -> T
     return parameter.detach().narrow(dim, first, last - first)
 
 
-def as_dtensor(full: Tensor, rows: Tensor, mesh: DeviceMesh, dim: int = 0) -> nn.Parameter:
-    """The DTensor parameter whose local tensor is `rows` of `full`, cut along `dim`."""
+def as_dtensor(full: Tensor, rows: Tensor, mesh: DeviceMesh, dim: int = 0, spec: Any = None) -> nn.Parameter:
+    """The DTensor parameter whose local tensor is `rows` of `full`, or of its local tensor; `spec` then says where.
+
+    `dim` is the dimension along which it is cut.
+    """
+    if spec is not None:
+        return nn.Parameter(DTensor(rows, spec, requires_grad=False), requires_grad=full.requires_grad)
     placements = mesh_axes.placements(mesh, is_scalar=full.dim() == 0, dim=dim)
     shape = full.shape
     stride = torch.empty(shape, device="meta").stride()

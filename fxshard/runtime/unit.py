@@ -174,6 +174,7 @@ class Unit:
             replicate_group=outer.group_name if outer is not None else "",
             divide_factor=self.divide_factor,
             sums_only=self.sums_only,
+            tensor_parallel=any(member.tensor_parallel for member in self.members),
             param_dtype=self.mp_policy.param_dtype,
             reduce_dtype=self.mp_policy.reduce_dtype,
             reshard_after_forward=not self.is_root if given is None else bool(given),
@@ -190,7 +191,8 @@ class Unit:
         for index, shard in enumerate(self.shards):
             dtype, key = self.plan.unsharded_dtype(shard.plan), f"{index} of {sharing_key}{lists}"
             for i, (slot, member) in enumerate(zip(shard.plan.slots, shard.members, strict=True)):
-                ref = ParameterRef(shard.flat, key, i, slot.shape, dtype, member.settings.dim)
+                layout = member.tensor_parallel.layout if member.tensor_parallel else None
+                ref = ParameterRef(shard.flat, key, i, slot.shape, dtype, member.settings.dim, layout)
                 for module, name in member.owners:
                     parameters.publish(module, name, ref)
 
@@ -264,7 +266,7 @@ class Unit:
     def reattach(self) -> None:
         """Take over whatever the user put in place of our parameters, and view the flats again."""
         before = self.epoch()
-        replaced = [member.adopt(self.mesh) for member in self.members]
+        replaced = [member.adopt() for member in self.members]
         if len({member.local.device for member in self.members}) > 1:
             devices = ", ".join(f"{member.fqn} on {member.local.device}" for member in self.members)
             raise ConfigError(f"parameters of one unit are on several devices: {devices}. Move the module as a whole.")

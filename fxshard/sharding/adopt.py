@@ -14,6 +14,7 @@ import weakref
 from typing import Any, cast
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fxshard import torch_fsdp2
@@ -21,12 +22,13 @@ from fxshard.errors import ConfigError
 from fxshard.runtime import gloo, process_groups
 from fxshard.runtime.flat_shard import Member
 from fxshard.runtime.parameters import ParameterSettings
+from fxshard.runtime.tensor_parallel import TensorParallel
 from fxshard.runtime.unit import Unit
 from fxshard.sharding import forward_methods
 from fxshard.sharding.mesh import require_mesh
 from fxshard.sharding.shard_module import ignored_under, install, join, module_paths, subgroup_for
 from fxshard.sharding.sharded_module import ModuleState, ShardedModule, is_compiled, plain_module, state_of
-from fxshard.torch_fsdp2 import Fsdp2Unit
+from fxshard.torch_fsdp2 import Fsdp2Parameter, Fsdp2Unit
 
 
 def adopt(model: nn.Module) -> nn.Module:
@@ -97,6 +99,13 @@ def unwrap_compiled(model: nn.Module) -> None:
             module._compiled_call_impl = None
 
 
+def _tensor_parallel(given: Fsdp2Parameter) -> TensorParallel | None:
+    """Describe a parameter that was a DTensor before FSDP2 sharded it."""
+    if (before := given.before) is None:
+        return None
+    return TensorParallel(cast(DTensor, given.parameter)._spec, before, given.local_shape)
+
+
 class _Settings:
     """One unit on its way: what FSDP2 was told about it."""
 
@@ -128,6 +137,7 @@ class _Settings:
                 each.parameter,
                 cast("weakref.ref[nn.Parameter]", weakref.ref(each.key)),
                 ParameterSettings(keeps_dtype=each.keeps_dtype, dim=each.dim),
+                _tensor_parallel(each),
             )
             for each in given
         ]

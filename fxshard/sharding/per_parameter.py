@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from fxshard.errors import ConfigError
 from fxshard.runtime import mesh_axes
@@ -55,6 +55,11 @@ def _dim(fqn: str, parameter: nn.Parameter, placement: object, num_ranks: int) -
     dim = placement.dim + len(shape) if placement.dim < 0 else placement.dim
     if not 0 <= dim < max(1, len(shape)):
         raise ConfigError(f"shard_placement_fn returned {placement!r} for {fqn}, which has shape {shape}.")
+    if dim and isinstance(parameter, DTensor):
+        raise NotImplementedError(
+            f"shard_placement_fn returned {placement!r} for {fqn}, which is tensor-parallel: along another dimension "
+            "than 0 that is not implemented. Return None for it."
+        )
     if dim and shape[dim] % num_ranks:
         raise ConfigError(
             f"shard_placement_fn returned {placement!r} for {fqn} of shape {shape}: along another dimension than 0 it "

@@ -10,8 +10,9 @@ import torch
 import torch.distributed.fsdp as fsdp2
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from fxshard import torch_fsdp2
 from fxshard.errors import ConfigError
 from fxshard.runtime.flat_shard import Member
 from fxshard.runtime.unit import Unit
@@ -82,7 +83,7 @@ class _Ours:
             fsdp2.fully_shard(_one_or_list(self.modules), mp_policy=self.policy)
             return
         unit = self.unit
-        _put(unit, lambda member: _whole_on_meta(member.parameter))
+        _put(unit, _whole_on_meta)
         fsdp2.fully_shard(
             _one_or_list(self.modules),
             mesh=unit.mesh,
@@ -107,7 +108,7 @@ class _Ours:
         """Gather the parameters; all ranks."""
         if self.unit is not None:
             with self.unit.agreed("released", "all_gather", "all parameters"):
-                _put(self.unit, lambda member: _whole(member.parameter))
+                _put(self.unit, _whole)
             _free(self.unit)
 
     def apply(self, whole: bool) -> None:
@@ -159,13 +160,21 @@ def _free(unit: Unit) -> None:
         shard.flat.data = shard.flat.data.new_empty(0)
 
 
-def _whole_on_meta(parameter: nn.Parameter) -> nn.Parameter:
-    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+def _whole_on_meta(member: Member) -> nn.Parameter:
+    parameter, parallel = member.parameter, member.tensor_parallel
+    if parallel is not None:
+        empty: Tensor = torch_fsdp2.empty_before(parallel.before, parallel.shape, parameter.dtype)
+    else:
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
     return nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
 
-def _whole(parameter: nn.Parameter) -> nn.Parameter:
+def _whole(member: Member) -> nn.Parameter:
+    """Gather what it was before it was sharded: a plain tensor, or a DTensor of tensor parallelism."""
+    parameter, parallel = member.parameter, member.tensor_parallel
     full: Tensor = parameter.detach().full_tensor()  # type: ignore[attr-defined]
+    if parallel is not None:
+        full = distribute_tensor(full, parallel.before.mesh, parallel.before.placements, src_data_rank=None)
     return nn.Parameter(full, requires_grad=parameter.requires_grad)
 
 

@@ -17,9 +17,10 @@ from torch.nn.parameter import UninitializedParameter
 from fxshard.errors import ConfigError
 from fxshard.runtime import gloo, mesh_axes, process_groups
 from fxshard.runtime.flat_shard import Member, home_of
-from fxshard.runtime.parameters import REFS, ParameterSettings, adopt_attributes, as_dtensor, shard_rows
+from fxshard.runtime.parameters import REFS, ParameterSettings, adopt_attributes, as_dtensor, local_of, shard_rows
 from fxshard.runtime.prefetcher import Prefetcher
 from fxshard.runtime.step_hooks import Microbatches
+from fxshard.runtime.tensor_parallel import require_parallel_beside, tensor_parallel
 from fxshard.runtime.unit import Unit
 from fxshard.runtime.unsharded_cache import UnshardedCache
 from fxshard.sharding.no_sync import NO_SYNC
@@ -101,10 +102,11 @@ def _members(
     with torch.no_grad(), torch.inference_mode(False):
         for fqn, (param, places) in taken.items():
             full = _on_mesh_device(param, mesh)
-            dim = settings[fqn].dim
-            dtensor = as_dtensor(full, shard_rows(full, rank, world_size, dim), mesh, dim)
+            dim, parallel = settings[fqn].dim, tensor_parallel(full, mesh)
+            rows = shard_rows(local_of(full) if parallel else full, rank, world_size, dim)
+            dtensor = as_dtensor(full, rows, mesh, dim, parallel.spec if parallel else None)
             adopt_attributes(dtensor, param.__dict__)
-            members.append(Member(fqn, places, dtensor, weakref.ref(param), settings[fqn]))
+            members.append(Member(fqn, places, dtensor, weakref.ref(param), settings[fqn], parallel))
     gloo.warn_of_two_threads(mesh)
     return members
 
@@ -209,8 +211,8 @@ def require_shardable(parameters: dict[str, nn.Parameter], mesh: DeviceMesh) -> 
     """Raise, naming all offenders, if any parameter cannot be sharded on `mesh`.
 
     Raises:
-        ConfigError: complex, sparse or quantised parameters, or parameters on several devices.
-        NotImplementedError: parameters that are DTensors already (tensor parallelism).
+        ConfigError: complex, sparse or quantised parameters, parameters on several devices, or DTensors of which the
+            axes of `mesh` are no axes besides theirs.
     """
     wrong = {
         "uninitialised (lazy)": [n for n, p in parameters.items() if isinstance(p, UninitializedParameter)],
@@ -223,11 +225,7 @@ def require_shardable(parameters: dict[str, nn.Parameter], mesh: DeviceMesh) -> 
                 f"{kind} parameters cannot be sharded: {', '.join(names)}. Pass them in ignored_params, or make them "
                 "real, dense and initialised first (a lazy module by one forward)."
             )
-    dtensors = [n for n, p in parameters.items() if isinstance(p, DTensor)]
-    if dtensors:
-        raise NotImplementedError(
-            f"parameters that are DTensors already (tensor parallelism) are not supported yet: {', '.join(dtensors)}."
-        )
+    require_parallel_beside(parameters, mesh)
     devices = {n: p.device.type for n, p in parameters.items()}
     if len(set(devices.values())) > 1:
         where = ", ".join(f"{name} on {device}" for name, device in devices.items())

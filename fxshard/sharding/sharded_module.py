@@ -356,7 +356,7 @@ def _require_replaceable(module: nn.Module, name: str, value: object) -> None:
     unit = cast(Home, home_of(ref.flat)).unit
     for member in unit.members:
         if any(owner is module and own == name for owner, own in member.owners):
-            member.require_shard(value, unit.mesh)
+            member.require_shard(value)
 
 
 def _open_call(module: ShardedModule, args: Any, kwargs: Any) -> tuple[ModuleState, Any, Any]:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fxshard import torch_private
 from fxshard.runtime import eager, uncompiled_warning
-from fxshard.runtime.parameters import REFS, TRACED, ParameterRef, flat_key
+from fxshard.runtime.parameters import REFS, TRACED, ParameterRef, flat_key, layout_key, placed
 from fxshard.sharding.sharded_module import ParameterOwner, ShardedModule, units_under
 
 
@@ -35,14 +35,16 @@ def _read(module: nn.Module, ref: ParameterRef, name: str) -> Any:
 _read_eagerly = torch.compiler.disable(_read)
 
 
-def _getter(name: str, dim: int) -> property:
-    its_flat = flat_key(name)
+def _getter(name: str, dim: int, is_tensor_parallel: bool) -> property:
+    its_flat, its_layout = flat_key(name), layout_key(name)
 
     @torch_private.run_this_frame_eagerly
     def get(self: nn.Module) -> Any:
         if torch.compiler.is_compiling():  # never touch self._parameters here: Dynamo would trace the DTensors in it
             traced = self.__dict__[TRACED]
             rows = torch.ops.fxshard.parameter(traced[its_flat], traced[name])
+            if is_tensor_parallel:
+                return placed(rows, traced[its_layout])
             return rows if dim == 0 else torch.ops.fxshard.whole(rows, dim)
         if (
             callback := torch_private.eval_frame_callback()
@@ -58,13 +60,13 @@ def _getter(name: str, dim: int) -> property:
 
 
 @functools.cache
-def _swapped_class(cls: type[nn.Module], names: frozenset[tuple[str, int]], is_unit: bool) -> type[nn.Module]:
+def _swapped_class(cls: type[nn.Module], names: frozenset[tuple[str, int, bool]], is_unit: bool) -> type[nn.Module]:
     """Return the subclass of `cls` with a property for each of `names`; equal requests give the same class.
 
-    `names` come with the dimension along which the parameter is cut.
+    `names` come with the dimension along which the parameter is cut, and whether it is tensor-parallel.
     """
     mixin = ShardedModule if is_unit else ParameterOwner
-    body: dict[str, Any] = {name: _getter(name, dim) for name, dim in sorted(names)}
+    body: dict[str, Any] = {name: _getter(name, dim, parallel) for name, dim, parallel in sorted(names)}
     if issubclass(cls, nn.RNNBase):
         # RNNs keep their weights in a list of their own beside _parameters.
         body["_flat_weights"] = property(_rnn_weights, lambda self, weights: None)
@@ -120,7 +122,8 @@ def swap_class(module: nn.Module, is_unit: bool) -> None:
     """Give `module` the class that goes with the parameters it has sharded by now."""
     cls = type(module)
     base = original_class(cls)
-    names = frozenset((name, ref.dim) for name, ref in module.__dict__.get(REFS, {}).items())
+    refs = module.__dict__.get(REFS, {})
+    names = frozenset((name, ref.dim, ref.layout is not None) for name, ref in refs.items())
     if issubclass(base, nn.RNNBase):
         module.__dict__.pop("_flat_weights", None)
     module.__class__ = _swapped_class(cast(Any, base), names, is_unit or issubclass(cls, ShardedModule))

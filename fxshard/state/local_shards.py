@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -97,6 +97,34 @@ def hold(tensor: Tensor, rows_of: DTensor | None = None) -> LocalShard:
     if all(type(placement) is Replicate for placement in tensor.placements):
         return LocalShard(tuple(tensor.shape), tensor.dtype, local_of(tensor), replica=True)
     return LocalShard(tuple(tensor.shape), tensor.dtype, tensor, other=True)
+
+
+def can_cut(placed: DTensor) -> bool:
+    """Return whether `own_part` knows what a rank has of it: rows of what tensor parallelism left."""
+    mesh, placements = placed.device_mesh, placed.placements
+    for axis, placement in enumerate(placements):
+        each: Any = placement
+        factor = getattr(each, "split_factor", None)
+        behind = [
+            i for i in range(axis + 1, mesh.ndim) if type(placements[i]) is Shard and placements[i].is_shard(each.dim)
+        ]
+        if type(each) not in (Shard, Replicate) and factor != math.prod(mesh.size(i) for i in behind):
+            return False
+    return sum(hasattr(each, "split_factor") for each in placements) <= 1
+
+
+def own_part(full: Tensor, placed: DTensor) -> Tensor:
+    """Return what this rank has of a full tensor that lies as `placed`: a strided shard is cut after all others."""
+    mesh, part = placed.device_mesh, full
+    cuts: list[tuple[int, Any]] = [
+        (axis, each) for axis, each in enumerate(placed.placements) if type(each) is not Replicate
+    ]
+    for axis, each in sorted(cuts, key=lambda cut: hasattr(cut[1], "split_factor")):
+        rows = part.shape[each.dim]
+        share = -(-rows // mesh.size(axis))
+        first = min(mesh.get_local_rank(axis) * share, rows)
+        part = part.narrow(each.dim, first, min(share, rows - first))
+    return part
 
 
 def value_text(tensor: Tensor) -> str:
@@ -198,16 +226,21 @@ def deliver(
         for target, full in zip(targets, fulls or (), strict=True):
             _cut(target, full)
         return
-    bucket_bytes = int(bucket_mib * MIB)
+    bucket_bytes, wire = int(bucket_mib * MIB), Wire(ranks.group, ranks.device)
+    sender = ranks.members.index(source)
     by_mesh: dict[DeviceMesh | None, list[int]] = {}
     for i, each in enumerate(targets):
-        by_mesh.setdefault(each.mesh, []).append(i)
+        if each.other:  # one by one: each rank has the whole of it for a moment
+            full = torch.empty(each.shape, dtype=each.dtype, device=wire.device)
+            transport.broadcast(wire, [full], sender, None if fulls is None else [fulls[i]], bucket_bytes)
+            _cut(each, full)
+        else:
+            by_mesh.setdefault(each.mesh, []).append(i)
     for mesh, indices in by_mesh.items():
         chosen = [targets[i] for i in indices]
         given = None if fulls is None else [targets[i].rows_of(fulls[i]) for i in indices]
         if mesh is None:
-            wire = Wire(ranks.group, ranks.device)
-            transport.broadcast(wire, [each.local for each in chosen], ranks.members.index(source), given, bucket_bytes)
+            transport.broadcast(wire, [each.local for each in chosen], sender, given, bucket_bytes)
             continue
         _deliver_rows(mesh, chosen, given, source, bucket_bytes)
 
@@ -230,6 +263,10 @@ def _deliver_rows(
 
 def _cut(target: LocalShard, full: Tensor) -> None:
     """Take this rank's part of a full tensor that it has itself."""
+    if target.other:
+        placed = cast(DTensor, target.local)
+        local_of(placed).copy_(own_part(full.to(local_of(placed).device), placed))
+        return
     start, end = 0, target.nbytes
     if target.mesh is not None and target.nbytes:
         start, end = _held_rows(target, target.mesh)

@@ -14,7 +14,7 @@ from fxshard.errors import ConfigError
 from fxshard.runtime.rank_values import checksum
 from fxshard.state import full
 from fxshard.state.full import Announced, FullState
-from fxshard.state.local_shards import LocalShard, deliver, gather_all, hold, require_bucket
+from fxshard.state.local_shards import LocalShard, can_cut, deliver, gather_all, hold, require_bucket
 from fxshard.state.names import fqn_of, module_in
 from fxshard.state.optimizer_state import simple
 from fxshard.state.pytree import LeafMark
@@ -181,9 +181,9 @@ def _require_registered(model: nn.Module, own: Mapping[str, Any]) -> None:
             "model.load_state_dict."
         )
     require_writable(tensors)
-    elsewhere = [name for name, value in tensors.items() if isinstance(value, DTensor) and hold(value).other]
-    if elsewhere:
-        raise ConfigError(f"{', '.join(elsewhere)} is not sharded by rows. Load with model.load_state_dict.")
+    placed = {name: value for name, value in tensors.items() if isinstance(value, DTensor)}
+    if elsewhere := [name for name, value in placed.items() if hold(value).other and not can_cut(value)]:
+        raise ConfigError(f"{', '.join(elsewhere)} has placements of another library. Load with model.load_state_dict.")
 
 
 def _tied_otherwise(given: Mapping[str, Tensor], own: Mapping[str, Any]) -> Iterator[str]:
@@ -196,7 +196,7 @@ def _tied_otherwise(given: Mapping[str, Tensor], own: Mapping[str, Any]) -> Iter
 
 
 def _contiguous(target: LocalShard) -> LocalShard:
-    if target.rows.is_contiguous():
+    if target.other or target.rows.is_contiguous():
         return target
     rows = torch.empty_like(target.rows, memory_format=torch.contiguous_format)
     return LocalShard(target.shape, target.dtype, rows.movedim(0, target.dim), target.mesh, dim=target.dim)

@@ -17,7 +17,7 @@ from fxshard.runtime import mesh_axes
 from fxshard.runtime.parameters import rows_first, shard_rows
 from fxshard.state import full
 from fxshard.state.full import Announced, FullState
-from fxshard.state.local_shards import LocalShard, deliver, hold, require_bucket
+from fxshard.state.local_shards import LocalShard, can_cut, deliver, hold, require_bucket
 from fxshard.state.names import GROUPS, PARAMS, STATE, ParameterNames, module_in, names_of
 from fxshard.state.optimizer_state import is_step, parameter_states, simple, state_fact, unknown_keys
 from fxshard.state.pytree import KeyPath, LeafMark, put_back, take_out
@@ -186,6 +186,10 @@ class _LoadTarget:
 
     def allocate(self) -> None:
         held = self.held
+        if held.other:
+            like = self.existing if isinstance(self.existing, DTensor) else self.parameter.detach()
+            held.local = torch.empty_like(like, dtype=held.dtype)
+            return
         shape = held.shape if held.mesh is None else rows_first(self._local_shape(), held.dim)
         made = torch.empty(shape, dtype=held.dtype, device=held.local.device)
         held.local = made.movedim(0, held.dim) if held.dim else made
@@ -198,7 +202,7 @@ class _LoadTarget:
 
     def finished(self) -> Tensor:
         held = self.held
-        if not self.as_dtensor:
+        if not self.as_dtensor or held.other:
             return held.local
         mesh = cast(DTensor, self.existing if isinstance(self.existing, DTensor) else self.parameter).device_mesh
         placements = mesh_axes.placements(mesh, is_scalar=held.mesh is None, dim=held.dim)
@@ -255,15 +259,17 @@ def _target(
     """Choose what is there now; where there is nothing, what an optimizer would make for this parameter."""
     is_scalar = is_counter or (not each.shape and tuple(parameter.shape) != ())
     if existing is not None and now is not None:
-        mesh, as_dtensor, device, dim = now.mesh, isinstance(existing, DTensor), existing.device, now.dim
+        mesh, other, as_dtensor, device = now.mesh, now.other, isinstance(existing, DTensor), existing.device
+        dim = now.dim
     else:
         as_dtensor = isinstance(parameter, DTensor) and not is_scalar
-        has_rows = as_dtensor and is_sharded(cast(DTensor, parameter)) and each.shape == tuple(parameter.shape)
+        is_alike = as_dtensor and each.shape == tuple(parameter.shape)
+        has_rows, other = is_alike and is_sharded(cast(DTensor, parameter)), is_alike and hold(parameter).other
         mesh = cast(DTensor, parameter).device_mesh if has_rows else None
         device = torch.device("cpu") if is_scalar else parameter.device
         dim = hold(parameter).dim if has_rows else 0
     held = LocalShard(each.shape, each.dtype, torch.empty(0, dtype=each.dtype, device=device), mesh, dim=dim)
-    held.replica = as_dtensor and mesh is None
+    held.other, held.replica = other, as_dtensor and mesh is None and not other
     return _LoadTarget(each, parameter, existing, as_dtensor, held, list(_wrong(each, parameter, now, is_strict)))
 
 
@@ -296,7 +302,7 @@ def _placed_otherwise(contents: _GivenState, names: ParameterNames) -> list[str]
     found = []
     for fqn in contents.states:
         parameter = names.parameters[fqn]
-        if isinstance(parameter, DTensor) and hold(parameter).other:
+        if isinstance(parameter, DTensor) and hold(parameter).other and not can_cut(parameter):
             placements = ", ".join(map(str, parameter.placements))
             found.append(
                 f"{fqn} is not sharded by rows, but {placements}: use "

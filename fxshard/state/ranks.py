@@ -258,16 +258,31 @@ def has_no_rows(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and is_sharded(parameter) and not local_of(parameter).numel()
 
 
+def _is_slice(mesh: DeviceMesh, of: DeviceMesh) -> bool:
+    """Return whether `mesh` is `of`, or this rank's slice of some of its axes."""
+    names, coordinate = mesh.mesh_dim_names or (), of.get_coordinate()
+    if mesh_axes.ranks_of(mesh) == mesh_axes.ranks_of(of) or coordinate is None:
+        return True
+    index = tuple(
+        slice(None) if name in names else i for name, i in zip(of.mesh_dim_names or (), coordinate, strict=True)
+    )
+    return bool(names) and mesh_axes.ranks_of(mesh) == of.mesh[index].flatten().tolist()
+
+
 def require_one_set(model: nn.Module) -> None:
     """Raise `ConfigError` if parameters are sharded over several sets of ranks.
 
-    torch's index of a checkpoint would hold the rows of one of them.
+    torch's index of a checkpoint would hold the rows of one of them. Beside tensor-parallel parameters others are on a
+    slice of their mesh, and the same on every one of its slices.
     """
     found: dict[tuple[int, ...], str] = {}
+    meshes: dict[tuple[int, ...], DeviceMesh] = {}
     for name, parameter in model.named_parameters():
-        if members := ranks_of(parameter):
+        if isinstance(parameter, DTensor) and (members := ranks_of(parameter)):
             found.setdefault(members, name)
-    if len(found) > 1:
+            meshes.setdefault(members, parameter.device_mesh)
+    widest = meshes[max(meshes, key=len)] if meshes else None
+    if widest is not None and not all(_is_slice(mesh, widest) for mesh in meshes.values()):
         listed = ", ".join(f"{name} on {list(members)}" for members, name in found.items())
         raise ConfigError(
             f"a checkpoint holds one model on one set of ranks, but parameters are sharded over several: {listed}. "

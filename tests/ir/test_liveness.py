@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from fxshard.ir import ops, tags
-from fxshard.ir.liveness import liveness, unsharded_bytes, written_in_use
+from fxshard.ir.liveness import liveness, unsharded_bytes, unsharded_storages, written_in_use
 from fxshard.passes.insert_collectives import InsertCollectives
-from tests import graphs
+from tests import feeds, graphs
 from tests.cost.big import GROUP, WORLD_SIZE, Builder
 from tests.nodes import live_bytes
 
@@ -208,6 +208,13 @@ def test_what_compute_makes_of_a_parameter_is_not_unsharded_bytes() -> None:
     )
     assert used[cast] == used["weight"] > 0
     assert used[names[names.index(cast) + 1]] == 0
+
+
+def test_what_a_collective_of_the_model_gathers_is_not_unsharded_bytes() -> None:
+    gm, _ = feeds.tensor_parallel(count=1).at("forward", after=InsertCollectives)
+    live = liveness(gm.graph)
+    gathered = next(node for node in gm.graph.nodes if node.name == "all_gather_into_tensor")
+    assert not unsharded_storages(live) & set(live.storages_of[gathered])
 
 
 def test_markers_count_as_the_parameters_they_stand_for() -> None:

@@ -18,7 +18,8 @@ from fxshard.passes.defer_weight_gradients import DeferWeightGradients
 from fxshard.passes.insert_collectives import InsertCollectives
 from fxshard.passes.pipeline import default
 from fxshard.passes.sink_waits import SinkWaits
-from tests.graphs import Layers, Residual, assert_changes_nothing, layers_of, run_pass, trace
+from tests import feeds
+from tests.graphs import Layers, Residual, Traced, assert_changes_nothing, layers_of, run_pass, trace
 from tests.pairwise import pairwise
 from tests.schedules import BUCKETS, DEAR_COPIES, MODELS, after_passes, assert_schedule, events, model_of
 from tests.steps import assert_same_step, step
@@ -90,6 +91,41 @@ def test_moves_nothing_across_a_write() -> None:
     before = list(gm.graph.nodes)
     DeferWeightGradients().apply(gm, ctx)
     assert list(gm.graph.nodes) == before
+
+
+def tensor_parallel(first: nn.Module) -> Traced:
+    model = feeds.FeedsBehind(first, 2)
+    return trace(model, units=layers_of, parallelize=feeds.split, inputs=[torch.ones(4, 4)])
+
+
+def of_the_model(gm: fx.GraphModule) -> list[str]:
+    """Collectives that no pass has inserted."""
+    return [n.name for n in gm.graph.nodes if collectives.is_launch(n) and not tags.units_of(n)]
+
+
+def test_takes_the_reductions_of_the_model_for_no_gradients() -> None:
+    gm, ctx = tensor_parallel(nn.Linear(4, 4)).at("forward", after=InsertCollectives)
+    assert any("reduce_scatter" in name for name in of_the_model(gm))
+    assert not run_pass(DeferWeightGradients(), gm, ctx)
+
+
+def test_collectives_of_the_model_go_behind_the_last_reduction() -> None:
+    """The gradient of a norm's weight is reduced over the ranks of tensor parallelism first."""
+    gm, ctx = tensor_parallel(nn.Sequential(nn.Linear(4, 512), nn.Linear(512, 4))).at(
+        "backward", after=InsertCollectives
+    )
+    before = of_the_model(gm)
+    assert run_pass(DeferWeightGradients(), gm, dataclasses.replace(ctx, hardware=SLOW_LINK))
+    names = [node.name for node in gm.graph.nodes]
+    assert of_the_model(gm) == before
+    assert names.index(before[-1]) > names.index("reduce_root")
+
+
+def test_collectives_of_the_model_keep_their_order() -> None:
+    gm, ctx = tensor_parallel(feeds.Feed()).at("backward", after=InsertCollectives)
+    before = of_the_model(gm)
+    run_pass(DeferWeightGradients(), gm, dataclasses.replace(ctx, hardware=SLOW_LINK))
+    assert of_the_model(gm) == before
 
 
 def test_random_numbers_are_drawn_in_the_same_order() -> None:

@@ -16,8 +16,8 @@ from fxshard.ir.variant import Variant
 from fxshard.passes._base import GraphKind, PassContext, Property
 from fxshard.passes.dedup_unshard import DedupUnshard
 from fxshard.passes.insert_collectives import InsertCollectives
-from tests import graphs
-from tests.graphs import Traced, assert_changes_nothing, assert_golden, run_pass, text
+from tests import feeds, graphs
+from tests.graphs import SPLIT, Traced, assert_changes_nothing, assert_golden, run_pass, text
 from tests.steps import assert_same_step, reference_step, step
 
 
@@ -38,6 +38,14 @@ def test_reduces_each_unit_right_after_its_last_gradient() -> None:
 
 def test_averages_what_each_unit_has_reduced_over_its_replicas() -> None:
     assert_golden(inserted(graphs.two_layers(replicas=2), "backward"), "insert_collectives_replicas")
+
+
+@pytest.mark.parametrize("kind", SPLIT)
+def test_gathers_and_reduces_what_each_rank_of_tensor_parallelism_has(kind: GraphKind) -> None:
+    """The collectives of DTensor stay where they are, on a group of their own; torch 2.11 hides the mesh in code."""
+    found = inserted(feeds.tensor_parallel(count=1), kind)
+    before = "_torch_2_11" if "mesh = input" not in inserted(feeds.tensor_parallel(count=1), "forward") else ""
+    assert_golden(found, f"insert_collectives_tensor_parallel_{kind}{before}")
 
 
 def test_divides_behind_the_second_of_two_reductions() -> None:

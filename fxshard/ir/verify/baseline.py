@@ -61,8 +61,10 @@ class Subject:
 
     def is_ours(self, launch: fx.Node) -> bool:
         """Return whether a launch is tagged with a unit or sends something that belongs to one."""
-        if tags.meta_of(launch).calls or launch.target in collectives.ALL_REDUCES:
-            return bool(tags.meta_of(launch).calls)
+        if tags.meta_of(launch).calls:
+            return True
+        if launch.target in collectives.ALL_REDUCES or not self.baseline.plan.has_group(collectives.group_of(launch)):
+            return False
         return Property.LOWERED not in self.properties and any(n in self.flow.values for n in launch.all_input_nodes)
 
     @functools.cached_property

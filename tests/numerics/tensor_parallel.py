@@ -1,0 +1,307 @@
+"""What is trained with tensor parallelism below, and what is done with such a model besides: bodies of four ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import fxshard
+from tests.numerics.harness import (
+    FSDP2,
+    Batch,
+    Scenario,
+    Tools,
+    check,
+    check_bitwise,
+    check_inductor,
+    compare,
+    fxshard_system,
+    only_shard,
+    shard_and_compile,
+    train,
+    with_a_break,
+)
+from tests.numerics.loops import clip_and_update
+from tests.numerics.microbatches import several
+from tests.numerics.replicas import shared_folder
+from tests.state.states import assert_same
+
+WIDTH, HEADS, TOKENS, VOCABULARY = 8, 4, 4, 10
+
+Body = Callable[[DeviceMesh], object]
+
+
+class Attention(nn.Module):
+    """Self-attention; on a rank of tensor parallelism with some of the heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq, self.wk, self.wv = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.wo = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.wo(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = nn.LayerNorm(WIDTH), Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.attention(self.attention_norm(x))
+        return out
+
+
+class Transformer(nn.Module):
+    """A decoder in the layout of torchtitan's Llama; the rows of its head are uneven."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def gathered_sequence() -> PrepareModuleInput:
+    return PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh, embedding: Any = None) -> None:
+    """Split heads and features over the ranks of `mesh`, and the sequence where they are whole."""
+    plan: dict[str, Any] = {
+        "embedding": embedding or RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        "blocks.*.attention_norm": SequenceParallel(),
+        "blocks.*.attention": gathered_sequence(),
+        "blocks.*.attention.wq": ColwiseParallel(),
+        "blocks.*.attention.wk": ColwiseParallel(),
+        "blocks.*.attention.wv": ColwiseParallel(),
+        "blocks.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    parallelize_module(model, mesh, plan)
+
+
+def mesh_of(*shape: int) -> DeviceMesh:
+    names = ("replicate", "shard", "tp") if len(shape) == 3 else ("shard", "tp")
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def data_axes(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the slice of a mesh that shards, and replicates."""
+    names = mesh.mesh_dim_names
+    assert names is not None
+    return mesh[names[:-1]] if len(names) > 2 else mesh[names[0]]
+
+
+def tokens_of(mesh: DeviceMesh) -> Callable[[int, int], Batch]:
+    """Return batches that the ranks of one tensor-parallel group share."""
+
+    def batch(step: int, rank: int) -> Batch:
+        generator = torch.Generator().manual_seed(100 * step + rank // mesh["tp"].size())
+        tokens = torch.randint(VOCABULARY, (2, TOKENS + 1), generator=generator)
+        return tokens[:, :-1], tokens[:, 1:]
+
+    return batch
+
+
+def cross_entropy(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+def on(
+    mesh: DeviceMesh,
+    prepare: Callable[[nn.Module, Tools], nn.Module] = shard_and_compile,
+    embedding: Any = None,
+    **changes: Any,
+) -> Scenario:
+    """Return a scenario in which the model is tensor-parallel before it is sharded."""
+
+    def parallelized(model: nn.Module, tools: Tools) -> nn.Module:
+        if tools.system.fully_shard is not None:
+            parallelize(model, mesh["tp"], embedding)
+        return prepare(model, tools)
+
+    kwargs = {"mesh": data_axes(mesh), **changes.pop("shard_kwargs", {})}
+    scenario = Scenario(model=Transformer, batch=tokens_of(mesh), loss=cross_entropy, prepare=parallelized)
+    return replace(scenario, shard_kwargs=kwargs, **changes)
+
+
+def in_float64(scenario: Scenario, *, rtol: float) -> None:
+    ours, theirs = (replace(of, dtype=torch.float64) for of in (fxshard_system(), FSDP2))
+    compare(train(scenario, ours), train(scenario, theirs), rtol=rtol, atol=rtol)
+
+
+def parameters_lie_as_those_of_fsdp2(mesh: DeviceMesh) -> None:
+    """Also where they are on the axis that shards alone, because no style was given for them."""
+    models = []
+    for system in (fxshard_system(), FSDP2):
+        torch.manual_seed(0)
+        model: Any = plain_model()
+        full = {name: p.detach().clone() for name, p in model.named_parameters()}
+        parallelize(model[0], mesh["tp"])
+        assert system.fully_shard is not None
+        models.append(system.fully_shard(model, mesh=data_axes(mesh)))
+    ours, theirs = (dict(model.named_parameters()) for model in models)
+    assert ours.keys() == theirs.keys()
+    for name, p in ours.items():
+        assert (p.device_mesh, p.placements) == (theirs[name].device_mesh, theirs[name].placements), name
+        assert torch.equal(p.to_local(), theirs[name].to_local()), name
+        assert torch.equal(p.full_tensor(), full[name]), name
+
+
+def plain_model(beside: bool = True) -> nn.Sequential:
+    """Return a model with a layer that is not to be tensor-parallel, or without."""
+    return nn.Sequential(Transformer(), nn.Linear(VOCABULARY, 3) if beside else nn.Identity())
+
+
+def sharded(mesh: DeviceMesh, seed: int = 0, beside: bool = True) -> tuple[Any, dict[str, Tensor]]:
+    """Return a sharded model, and what its whole parameters were."""
+    torch.manual_seed(seed)
+    model: Any = plain_model(beside)
+    full = {name: p.detach().clone() for name, p in model.named_parameters()}
+    parallelize(model[0], mesh["tp"])
+    for block in model[0].blocks:
+        fxshard.fully_shard(block, mesh=data_axes(mesh))
+    return fxshard.fully_shard(model, mesh=data_axes(mesh)), full
+
+
+def stepped(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer that has made a step on the model; its state is no zeros."""
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)  # torch stacks no DTensors of two meshes
+    model(torch.arange(2 * TOKENS).view(2, TOKENS)).square().sum().backward()
+    optim.step()
+    optim.zero_grad()
+    return optim
+
+
+def full_state_travels(mesh: DeviceMesh) -> None:
+    """To each rank and back; from one rank where it has a part of all, that is without layers of one axis alone."""
+    for source in (dist.get_world_size() - 1, None):
+        full_state_is_loaded(mesh, source)
+
+
+def full_state_is_loaded(mesh: DeviceMesh, source: int | None) -> None:
+    """Into a model that has other values, and an optimizer that has none."""
+    beside, mine = source is None, source in (None, dist.get_rank())
+    model, full = sharded(mesh, beside=beside)
+    assert_same(dict(fxshard.full_state_dict(model, recipient_rank=None)), full)
+    optim = stepped(model)
+    weights = fxshard.full_state_dict(model, recipient_rank=None)
+    state = fxshard.full_optim_state_dict(model, optim, recipient_rank=None)
+    plain = plain_model(beside)
+    plain.load_state_dict(weights)
+    torch.optim.AdamW(plain.parameters()).load_state_dict(state)
+    other, _ = sharded(mesh, seed=1, beside=beside)
+    other_optim = torch.optim.AdamW(other.parameters(), lr=1e-2, foreach=False)
+    fxshard.load_full_state_dict(other, weights if mine else {})
+    fxshard.load_full_optim_state_dict(other, other_optim, state if mine else {})
+    for p, expected in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p.to_local(), expected.to_local())
+        for name, value in other_optim.state[p].items():
+            assert getattr(value, "placements", ()) == getattr(optim.state[expected][name], "placements", ())
+    assert_same(fxshard.full_optim_state_dict(other, other_optim, recipient_rank=None), state)
+
+
+def checkpoints_load_on_other_meshes(mesh: DeviceMesh) -> None:
+    """Ours and torch's: into the same mesh, into one that is transposed, and into a plain model."""
+    model, _ = sharded(mesh)
+    optim, folder = stepped(model), shared_folder()
+    weights = fxshard.full_state_dict(model, recipient_rank=None)
+    state = fxshard.full_optim_state_dict(model, optim, recipient_rank=None)
+    fxshard.save_checkpoint(f"{folder}/ours", model, optim, extra=3)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/torch")
+    for shape in ((2, 2), (4, 1)):
+        other, _ = sharded(mesh_of(*shape), seed=1)
+        other_optim = torch.optim.AdamW(other.parameters(), lr=1e-2, foreach=False)
+        assert fxshard.load_checkpoint(f"{folder}/ours", other, other_optim) == 3
+        assert_same(fxshard.full_state_dict(other, recipient_rank=None), weights)
+        assert_same(fxshard.full_optim_state_dict(other, other_optim, recipient_rank=None), state)
+        third, _ = sharded(mesh_of(*shape), seed=2)
+        loaded = {"model": third.state_dict()}
+        dcp.load(loaded, checkpoint_id=f"{folder}/torch")
+        third.load_state_dict(loaded["model"])
+        assert_same(fxshard.full_state_dict(third, recipient_rank=None), weights)
+    plain = plain_model()
+    fxshard.load_checkpoint(f"{folder}/ours", plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, foreach=False))
+    assert_same(dict(plain.state_dict()), dict(weights))
+
+
+def adopted_and_released(mesh: DeviceMesh) -> None:
+    """An FSDP2 model trains on under fxshard, and goes back; with whole parameters it is tensor-parallel as it was."""
+
+    def take_over(model: nn.Module, tools: Tools) -> nn.Module:
+        found = only_shard(model, replace(tools, system=FSDP2))
+        return tools.compile(fxshard.adopt(found)) if tools.system.ours else found
+
+    def there_and_back(model: nn.Module, tools: Tools) -> nn.Module:
+        found = only_shard(model, tools)
+        return fxshard.release(found) if tools.system.ours else found
+
+    check_bitwise(on(mesh, take_over))
+    check_bitwise(on(mesh, there_and_back))
+    model, full = sharded(mesh)
+    whole = dict(fxshard.release(model, whole=True).named_parameters())
+    assert whole["0.head.weight"].device_mesh == mesh["tp"]  # type: ignore[attr-defined]
+    assert_same({name: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for name, p in whole.items()}, full)
+
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+BODIES: dict[str, Body] = {
+    "compiled": lambda mesh: check(on(mesh)),
+    "not compiled": lambda mesh: check(on(mesh, only_shard)),
+    "placements": parameters_lie_as_those_of_fsdp2,
+    "float32": lambda mesh: check_bitwise(on(mesh)),
+    "mixed precision": lambda mesh: check_bitwise(on(mesh, shard_kwargs={"mp_policy": BF16})),
+    "accumulation": lambda mesh: in_float64(on(mesh, backward=several), rtol=1e-12),
+    "clipped gradients": lambda mesh: check(on(mesh, update=partial(clip_and_update, foreach=None))),
+    "full state": full_state_travels,
+    "checkpoints": checkpoints_load_on_other_meshes,
+    "adopt and release": adopted_and_released,
+    "kept parameters": lambda mesh: check_bitwise(on(mesh, shard_kwargs={"reshard_after_forward": False})),
+    # torch cannot trace an embedding of rows that are split before a graph break: its mask is left behind.
+    "a graph break": lambda mesh: check(on(mesh, with_a_break, ColwiseParallel(output_layouts=Shard(1)))),
+    "inductor": lambda mesh: check_inductor(on(mesh)),
+}
+
+
+def run(shape: tuple[int, ...], *names: str) -> None:
+    """Run some bodies on a mesh of that shape, whose last axis is tensor-parallel."""
+    mesh = mesh_of(*shape)
+    for name in names:
+        torch.manual_seed(0)
+        try:
+            BODIES[name](mesh)
+        except Exception as error:
+            error.add_note(f"in {name!r}")
+            raise

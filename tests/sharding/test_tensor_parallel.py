@@ -1,0 +1,134 @@
+"""Parameters that are DTensors before they are sharded: what is refused, and what a model of them cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import fxshard
+from fxshard.errors import ConfigError, UnsupportedGraph
+from fxshard.state import local_shards
+from fxshard.state.ranks import require_one_set
+from tests.graphs import fake_ranks, split_axis
+from tests.numerics.harness import EAGER, compile_module
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    with fake_ranks(2, tensor_parallel=2) as mesh:
+        yield mesh
+
+
+def split(mesh: DeviceMesh, layer: nn.Module | None = None) -> nn.Module:
+    model = nn.Sequential(layer or nn.Linear(4, 4))
+    return parallelize_module(model, split_axis(mesh), {"0": ColwiseParallel()}, src_data_rank=None)
+
+
+def test_a_mesh_must_be_a_slice_beside_that_of_the_parameters(mesh: DeviceMesh) -> None:
+    other = init_device_mesh("cpu", (4,))
+    with pytest.raises(
+        ConfigError, match=r"(?s)^0\.weight is a DTensor on the mesh.*no name.*Slice both from one: mesh ="
+    ):
+        fxshard.fully_shard(split(mesh), mesh=other)
+    with pytest.raises(ConfigError, match=r"both have the axis tp"):
+        fxshard.fully_shard(split(mesh), mesh=split_axis(mesh))
+    with pytest.raises(ConfigError, match=r"both have the axis tp"):
+        fxshard.fully_shard(split(mesh), mesh=mesh)
+
+
+def test_a_parameter_of_sums_to_come_is_refused_by_name(mesh: DeviceMesh) -> None:
+    model = nn.Linear(4, 4)
+    sums = DTensor.from_local(torch.ones(4, 4), split_axis(mesh), [Partial()], run_check=False)
+    model.weight = nn.Parameter(sums)
+    with pytest.raises(
+        ConfigError, match=r"other placements than Shard and Replicate.*weight \(Partial.*ignored_params"
+    ):
+        fxshard.fully_shard(model, mesh=mesh["shard"])
+
+
+def test_rows_alone_are_sharded_of_a_tensor_parallel_parameter(mesh: DeviceMesh) -> None:
+    with pytest.raises(NotImplementedError, match=r"Shard\(dim=1\) for 0.weight, which is tensor-parallel"):
+        fxshard.fully_shard(split(mesh), mesh=mesh["shard"], shard_placement_fn=lambda p: Shard(p.dim() - 1))
+
+
+@pytest.mark.parametrize("call", [fxshard.explain, fxshard.bisect_numerics])
+def test_what_works_on_ranks_that_do_not_exist_says_so(mesh: DeviceMesh, call: Callable[..., Any]) -> None:
+    model = fxshard.fully_shard(split(mesh), mesh=mesh["shard"])
+    with pytest.raises(ConfigError, match=r"(?s)tensor-parallel: 0\.weight, 0\.bias.*explanation_of"):
+        call(model, torch.ones(2, 4))
+    compiled = compile_module(model, options=EAGER)
+    compiled(torch.ones(2, 4)).sum().backward()
+    assert "2 units" in str(fxshard.explanation_of(compiled)) or "1 unit" in str(fxshard.explanation_of(compiled))
+
+
+def test_one_line_cannot_tell_which_axis_is_to_shard(mesh: DeviceMesh) -> None:
+    with pytest.raises(
+        ConfigError, match=r"(?s)0\.weight.*cannot tell which other axis.*fully_shard\(model, mesh=mesh"
+    ):
+        compile_module(split(mesh), options=EAGER)(torch.ones(2, 4))
+
+
+class Writes(nn.Linear):
+    """Writes to a view of its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.t().mul_(2)
+        return super().forward(x)
+
+
+class WritesBehindABreak(nn.Linear):
+    """Writes to its weight in another graph than the one that has gathered it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        torch._dynamo.graph_break()
+        with torch.no_grad():
+            weight.mul_(2)
+        return nn.functional.linear(x, weight, self.bias)
+
+
+@pytest.mark.parametrize("layer", [Writes, WritesBehindABreak])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_write_to_a_gathered_parameter_is_refused(mesh: DeviceMesh, layer: type[nn.Linear], compiled: bool) -> None:
+    model = fxshard.fully_shard(split(mesh, layer(4, 4)), mesh=mesh["shard"])
+    with pytest.raises(UnsupportedGraph, match=r"changed in place.*0\.weight"):
+        (compile_module(model, options=EAGER) if compiled else model)(torch.ones(2, 4))
+
+
+def test_only_what_lies_as_it_did_can_take_the_place_of_a_parameter(mesh: DeviceMesh) -> None:
+    model: Any = fxshard.fully_shard(split(mesh), mesh=mesh["shard"])
+    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+    on_one_axis = DTensor.from_local(torch.ones(2, 4), mesh["shard"], [Shard(0)], run_check=False)
+    with pytest.raises(
+        ConfigError, match=r"0\.weight is sharded: it can only be replaced by a DTensor of shape \[4, 4\]"
+    ):
+        model[0].weight = nn.Parameter(on_one_axis)
+
+
+@pytest.mark.parametrize("rows", [8, 7, 3, 1])
+def test_a_ranks_part_of_a_full_tensor_is_what_it_had_of_it(mesh: DeviceMesh, rows: int) -> None:
+    layer = nn.Linear(4, rows)
+    full = {name: p.detach().clone() for name, p in layer.named_parameters(prefix="0")}
+    model = fxshard.fully_shard(split(mesh, layer), mesh=mesh["shard"])
+    for name, p in model.named_parameters():
+        assert isinstance(p, DTensor)
+        assert local_shards.can_cut(p)
+        assert torch.equal(local_shards.own_part(full[name], p), p.to_local())
+
+
+def test_parameters_beside_tensor_parallel_ones_are_of_one_set_of_ranks(mesh: DeviceMesh) -> None:
+    model = fxshard.fully_shard(nn.Sequential(split(mesh), nn.Linear(4, 4)), mesh=mesh["shard"])
+    require_one_set(model)
+    model.append(
+        fxshard.fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"])
+    )
+    with pytest.raises(ConfigError, match="sharded over several"):
+        require_one_set(model)
