@@ -32,6 +32,7 @@ from tests.numerics.harness import (
     check,
     check_bitwise,
     check_inductor,
+    check_sums_in_few_bits,
     compare,
     fxshard_system,
     only_shard,
@@ -282,7 +283,8 @@ BODIES: dict[str, Body] = {
     "not compiled": lambda mesh: check(on(mesh, only_shard)),
     "placements": parameters_lie_as_those_of_fsdp2,
     "float32": lambda mesh: check_bitwise(on(mesh)),
-    "mixed precision": lambda mesh: check_bitwise(on(mesh, shard_kwargs={"mp_policy": BF16})),
+    # FSDP2 of torch 2.15 casts the gradient of a norm before it is summed over the split sequence.
+    "mixed precision": lambda mesh: check_sums_in_few_bits(on(mesh, shard_kwargs={"mp_policy": BF16})),
     "accumulation": lambda mesh: in_float64(on(mesh, backward=several), rtol=1e-12),
     "clipped gradients": lambda mesh: check(on(mesh, update=partial(clip_and_update, foreach=None))),
     "full state": full_state_travels,
