@@ -65,9 +65,14 @@ def shard(
     _require_dense_gradients(modules)
     _move_buffers(modules, mesh)
     units = (_make_unit(modules, taken, mesh, mp_policy, reshard_after_forward),) if taken else ()
-    for unit in units:
-        unit.ignored = skip
     install(modules, units, mp_policy)
+    ignore(modules, skip)
+
+
+def ignore(modules: Sequence[nn.Module], parameters: frozenset[nn.Parameter]) -> None:
+    """Tell all units under `modules` what stays whole on purpose: a graph may hold those of inner modules alone."""
+    for unit in (unit for module in modules for unit in units_under(module)):
+        unit.ignored |= parameters
 
 
 def install(modules: Sequence[nn.Module], units: tuple[Unit, ...], mp_policy: MixedPrecisionPolicy) -> None:
