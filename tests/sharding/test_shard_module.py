@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -147,7 +147,7 @@ def test_refuses_a_tied_parameter_in_two_units(mesh: DeviceMesh) -> None:
 def test_refuses_a_tied_parameter_that_is_ignored_at_one_of_its_places(mesh: DeviceMesh, inner_ignores: bool) -> None:
     a, b = nn.Linear(4, 4), nn.Linear(4, 4)
     b.weight = a.weight
-    ignored = {a.weight}
+    ignored = {cast(nn.Parameter, a.weight)}
     model = nn.Sequential(a, b)
     fully_shard(a, mesh=mesh, ignored_params=ignored if inner_ignores else None)
     with pytest.raises(ConfigError, match=r"(?s)only one place is to be ignored: \S*weight and \S*weight"):

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from fxshard import adopt, fully_shard
 from fxshard.errors import ConfigError
-from tests.numerics.harness import EAGER, compile_module, fsdp2_fully_shard, loss_on_ones, sharded_mlp
+from tests.numerics.harness import EAGER, compile_module, loss_on_ones, sharded_mlp
 from tests.numerics.models import MLP, WIDTH
 
 BOTH_WAYS = pytest.mark.parametrize("compiled", [True, False])
