@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
 
 import fxshard
-from fxshard.errors import UnsupportedGraph
+from fxshard.errors import RankMismatchError, UnsupportedGraph
 from tests.numerics.harness import (
     EAGER,
     FSDP2,
@@ -307,6 +307,29 @@ def a_load_between_microbatches_is_refused(mesh: DeviceMesh) -> None:
         model.zero_grad()
 
 
+class SkipsOnOneRank(nn.Module):
+    """Calls its second layer on all ranks but the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.skips = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers[0](x)
+        return y if self.skips else self.layers[1](y)
+
+
+def a_unit_that_one_rank_does_not_use_is_an_error(mesh: DeviceMesh) -> None:
+    """All ranks get it, also those of the other replica."""
+    model = SkipsOnOneRank()
+    for module in (*model.layers, model):
+        fxshard.fully_shard(module, mesh=mesh)
+    model.skips = dist.get_rank() == dist.get_world_size() - 1
+    with pytest.raises(RankMismatchError, match="launch different collectives"):
+        compile_module(model, options=EAGER)(torch.ones(2, 4)).sum().backward()
+
+
 EXACT: dict[str, Body] = {
     "compiled": lambda mesh: check(on(mesh)),
     "not compiled": lambda mesh: check(on(mesh, prepare=only_shard)),
@@ -335,6 +358,7 @@ EXACT: dict[str, Body] = {
     "toggled, not compiled": lambda mesh: check_close(on(mesh, backward=toggled_in_odd_orders, prepare=only_shard)),
     "an overflow on one rank": lambda mesh: check(scaled(on(mesh))),
     "a load between microbatches": a_load_between_microbatches_is_refused,
+    "unused on one rank": a_unit_that_one_rank_does_not_use_is_an_error,
 }
 COMPILED: dict[str, Body] = {
     "inductor": lambda mesh: check_inductor(on(mesh)),
