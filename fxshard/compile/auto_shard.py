@@ -47,8 +47,7 @@ _log = logging.getLogger(__name__)
 def require_no_replicas(unsharded: dict[str, nn.Parameter], flats: dict[int, Home]) -> None:
     """Raise if a sharded model trains parameters that no unit holds and nobody said to ignore."""
     units = [home.unit for home in flats.values()]
-    ignored = frozenset().union(*(unit.ignored for unit in units))
-    left = [name for name, parameter in unsharded.items() if parameter not in ignored]
+    left = _not_ignored(unsharded, units)
     if left and any(unit.world_size > 1 for unit in units):
         raise ConfigError(
             f"trainable parameters are neither sharded nor ignored: {', '.join(left)}. Every rank would train its own "
@@ -56,19 +55,27 @@ def require_no_replicas(unsharded: dict[str, nn.Parameter], flats: dict[int, Hom
         )
 
 
+def _not_ignored(unsharded: dict[str, nn.Parameter], units: Iterable[Unit]) -> list[str]:
+    """Return the names of those that nobody said to leave whole."""
+    ignored: frozenset[nn.Parameter] = frozenset().union(*(unit.ignored for unit in units))
+    return [name for name, parameter in unsharded.items() if parameter not in ignored]
+
+
 def shard_root(gm: fx.GraphModule, unsharded: dict[str, nn.Parameter], options: Options) -> None:
     """Shard the model whose parameters entered `gm`, and start the capture again; see [Note: the one-line path].
 
-    Returns only for one rank.
+    Returns only for one rank, and where all of `unsharded` are to be left whole.
 
     Raises:
         ConfigError: no process group though a launcher started several ranks, meta parameters, or no root module.
     """
+    roots = dynamo.roots_of(gm)
+    if not _not_ignored(unsharded, (unit for root in roots for unit in units_under(root))):
+        return
     mesh = _mesh(options, {parameter.device.type for parameter in unsharded.values()})
     if mesh is None or mesh.size() == 1:
-        _announce(dynamo.roots_of(gm))
+        _announce(roots)
         return
-    roots = dynamo.roots_of(gm)
     fsdp2_or_ddp.refuse([dynamo.compiled_around(root) or root for root in roots])
     _require_ready(roots, unsharded)
     _require_plain({name: p for root in roots for name, p in root.named_parameters()})

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fxshard.compile import dynamo
@@ -33,8 +34,11 @@ def refuse_compiled(parameters: Iterable[Tensor]) -> None:
     Raises:
         ConfigError: says what to write instead.
     """
+    parameters = list(parameters)
     wanted = {id(p) for p in parameters}
     for kind, advice in _ADVICE.items():
+        if not _may_have(kind, parameters):
+            continue  # spares a search, of which programs that step in backward would make one per parameter
         taken = [m for m in instances_of(kind, thaw=False) if any(id(p) in wanted for p in m.parameters())]
         compiled = (
             [m for m in instances_of(nn.Module, thaw=False) if dynamo.is_compiled_by(m, "fxshard")] if taken else []
@@ -42,6 +46,11 @@ def refuse_compiled(parameters: Iterable[Tensor]) -> None:
         for model in compiled:
             if any(id(p) in wanted for p in model.parameters()) and (found := _around(model, kind)) is not None:
                 raise ConfigError(advice(found))
+
+
+def _may_have(kind: type[Any], parameters: Sequence[Tensor]) -> bool:
+    """Whether a model of this kind may train the parameters: FSDP2 makes a class for each, DDP's are whole."""
+    return bool(kind.__subclasses__()) if kind is FSDPModule else not all(isinstance(p, DTensor) for p in parameters)
 
 
 def _around(root: nn.Module, kind: type[Any]) -> Any:

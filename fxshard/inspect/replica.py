@@ -73,6 +73,10 @@ class Replica:
         """The copy of a module or tensor that was copied before."""
         return cast(T, self._memo[id(original)])
 
+    def knows(self, original: object) -> bool:
+        """Whether a module or tensor was copied."""
+        return id(original) in self._memo
+
     def unsharded_parameters(self) -> list[nn.Parameter]:
         """The copies of all parameters that no unit holds."""
         return self._unsharded

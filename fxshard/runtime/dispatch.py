@@ -119,10 +119,12 @@ class Dispatch(ABC):
             try:
                 self._code[which] = self._compile(which)
             except (FxshardError, NotImplementedError) as error:
-                groups = {name for unit in self._frame.plan.units.values() for name in unit.groups}
-                rank_check.report_failure(groups, str(error))  # the others need not wait for this rank
+                rank_check.report_failure(self._groups(), str(error))  # the others need not wait for this rank
                 raise
         return self._code[which]
+
+    def _groups(self) -> set[str]:
+        return {name for unit in self._frame.plan.units.values() for name in unit.groups}
 
 
 class ForwardDispatch(Dispatch):
@@ -156,7 +158,8 @@ class ForwardDispatch(Dispatch):
         (which, parameters, names), self._next = self._next, None
         inputs.extend(parameters)
         self._frame.ran = which
-        return self._compiled(which).run(inputs, names)
+        with rank_check.telling_others(self._groups()):
+            return self._compiled(which).run(inputs, names)
 
 
 class BackwardDispatch(Dispatch):
@@ -183,6 +186,7 @@ class BackwardDispatch(Dispatch):
             unsharded_cache.reshard_if_reduced(unit)  # if they end: then the graph frees each after its last use
         if call.forward != PLAIN or which != PLAIN:
             restride(inputs, code.orders)
-        results = code.run(inputs, self._frame.names_of(units))
+        with rank_check.telling_others(self._groups()):
+            results = code.run(inputs, self._frame.names_of(units))
         accumulation.note_run(which, units, trained)
         return results

@@ -17,7 +17,8 @@ Everybody writes before it waits here or in a collective, so this wait ends wher
 - Ranks that hold the same shard (a mesh of two axes) compare all of a run that all_reduces gradients, with the gathers
   and reductions over the other axis: in another order across the axes the ranks would wait for each other in a circle.
   So do all that share a unit, where backward gathers over subgroups of them.
-- A failed compilation takes a number too, with its message, so that the others need not wait for it.
+- A failed compilation takes a number too, with its message, so that the others need not wait for it. So does what
+  follows a run that was refused: replicas whose own shards agree would wait for it in the backward, to average.
 - A rank that turns off a known path raises alone, while the others stand in a collective already. When that fails (the
   rank has ended, or the group's timeout has passed), what is in the store explains it: `RankGroup.compare`.
 - The store forgets nothing, so the numbers share `RING` keys per rank. No rank is that many runs ahead of another:
@@ -33,7 +34,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple, cast
@@ -52,8 +53,8 @@ RING = 512
 GRAPHS = ("forward", "backward", "inference")
 """The kinds of compiled graphs that launch collectives."""
 
-FAILED = "failed"
-"""Stands for the kind of a graph that could not be compiled."""
+FAILED, REFUSED = "failed", "refused"
+"""Stand for the kind of a graph that could not be compiled, and of what follows a run that was refused."""
 
 _log = logging.getLogger(__name__)
 
@@ -101,9 +102,9 @@ class CollectiveSequence(NamedTuple):
         return cls(kind, digest, text, _hash(text))
 
     @classmethod
-    def failure(cls, message: str) -> CollectiveSequence:
-        """In place of a graph that could not be compiled."""
-        return cls(FAILED, _hash(message), message, _hash(message))
+    def failure(cls, message: str, kind: str = FAILED) -> CollectiveSequence:
+        """In place of a run that does not come: `FAILED` or `REFUSED`."""
+        return cls(kind, _hash(message), message, _hash(message))
 
 
 class RunEntry(NamedTuple):
@@ -222,6 +223,8 @@ class RankGroup:
         text = self._store.get(f"{self._place}/text/{theirs.key}").decode()
         if theirs.kind == FAILED:
             return f"rank {rank} could not compile what is {self._where()} on rank {self.rank}: {text}"
+        if theirs.kind == REFUSED:
+            return f"rank {rank} was refused before it came to what is {self._where()} on rank {self.rank}: {text}"
         if theirs.run != self._run:
             return (
                 f"rank {rank} is at {_named(theirs.run, theirs.kind)}, but rank {self.rank} has only come to "
@@ -273,11 +276,22 @@ def _rank_group_of(group_name: str) -> RankGroup | None:
     return rank_groups[ranks]
 
 
-def report_failure(group_names: Iterable[str], message: str) -> None:
-    """Tell the ranks of these groups that this rank could not compile a graph of theirs."""
+def report_failure(group_names: Iterable[str], message: str, kind: str = FAILED) -> None:
+    """Tell the ranks of these groups that this rank could not compile a graph of theirs, or was refused before it."""
     found = [_rank_group_of(name) for name in sorted(group_names)]
     for rank_group in dict.fromkeys(group for group in found if group is not None):
-        rank_group.begin(CollectiveSequence.failure(message))
+        rank_group.begin(CollectiveSequence.failure(message, kind))
+
+
+@contextmanager
+def telling_others(groups: Iterable[str]) -> Iterator[None]:
+    """Around a run of units with these groups: where it is refused, ranks that only later ones join hear of it."""
+    try:
+        yield
+    except RankMismatchError as error:
+        with suppress(RuntimeError):  # the store may be what is lost
+            report_failure(groups, str(error), REFUSED)
+        raise
 
 
 class Agreement:

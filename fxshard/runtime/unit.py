@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -24,7 +24,7 @@ from fxshard.runtime.eager import AfterForward
 from fxshard.runtime.flat_shard import FlatShard, Home, Member
 from fxshard.runtime.parameters import ParameterRef
 from fxshard.runtime.prefetcher import Prefetcher
-from fxshard.runtime.rank_check import Agreement
+from fxshard.runtime.rank_check import Agreement, telling_others
 from fxshard.runtime.replica_sums import ReplicaSums
 from fxshard.runtime.step_hooks import Microbatches
 from fxshard.runtime.unsharded_cache import UnshardedCache
@@ -205,7 +205,8 @@ class Unit:
         self.unsharded.drop_if(lambda gathered: gathered.unit is self)
         self.after_forward.end()
 
-    def agreed(self, kind: str, wanted: str, what: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def agreed(self, kind: str, wanted: str, what: str) -> Iterator[None]:
         """Around one collective outside of graphs, on which the ranks agree first; an all_reduce may follow it.
 
         Args:
@@ -222,7 +223,8 @@ class Unit:
             if op == wanted or (op == "all_reduce" and averages)
         )
         key = kind, f"{what} {len(launches)}"
-        return self._agreements.setdefault(key, Agreement(kind)).before(launches)
+        with telling_others(plan.groups), self._agreements.setdefault(key, Agreement(kind)).before(launches):
+            yield
 
     def rename(self, fqn: str, member_fqns: Sequence[str]) -> None:
         """Name the unit and its members from a new outermost module."""

@@ -26,7 +26,7 @@ from fxshard.runtime.tensor_parallel import TensorParallel
 from fxshard.runtime.unit import Unit
 from fxshard.sharding import forward_methods
 from fxshard.sharding.mesh import require_mesh
-from fxshard.sharding.shard_module import ignored_under, install, join, module_paths, subgroup_for
+from fxshard.sharding.shard_module import ignore, ignored_under, install, join, module_paths, subgroup_for
 from fxshard.sharding.sharded_module import ModuleState, ShardedModule, is_compiled, plain_module, state_of
 from fxshard.torch_fsdp2 import Fsdp2Parameter, Fsdp2Unit
 
@@ -146,8 +146,8 @@ class _Settings:
         if mesh is not None:
             gloo.warn_of_two_threads(mesh)
             units.append(Unit(self.modules, members, mesh, policy, reshard, subgroup_for(mesh, reshard)))
-            units[0].ignored = ignored_under(self.modules)
         install(self.modules, tuple(units), policy)
+        ignore(self.modules, ignored_under(self.modules))
 
     def apply(self) -> None:
         """Set what FSDP2 was told, now that all units are ours."""

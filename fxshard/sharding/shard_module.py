@@ -66,6 +66,7 @@ def shard(
     require_shardable({fqn: param for fqn, (param, _) in taken.items()}, mesh)
     _require_untaken(modules, taken)
     _require_untied(taken, [unit for module in modules for unit in units_under(module)])
+    _require_whole_everywhere(modules, taken, skip)
     _require_dense_gradients(modules)
     settings = {fqn: settings_of(fqn, param) for fqn, (param, _) in taken.items()}
     _move_buffers(modules, mesh)
@@ -76,8 +77,14 @@ def shard(
         units = (Unit(modules, members, mesh, mp_policy, reshard_after_forward, subgroup),)
     for unit in units:
         _register(unit)
-        unit.ignored = skip
     install(modules, units, mp_policy)
+    ignore(modules, skip)
+
+
+def ignore(modules: Sequence[nn.Module], parameters: frozenset[nn.Parameter]) -> None:
+    """Tell all units under `modules` what stays whole on purpose: a graph may hold those of inner modules alone."""
+    for unit in (unit for module in modules for unit in units_under(module)):
+        unit.ignored |= parameters
 
 
 def install(modules: Sequence[nn.Module], units: tuple[Unit, ...], mp_policy: MixedPrecisionPolicy) -> None:
@@ -177,6 +184,24 @@ def _require_untied(taken: dict[str, tuple[nn.Parameter, Places]], nested: Seque
                 "modules to one call: fully_shard([a, b]), or leave both to the root."
             )
         originals[id(original)] = fqn
+
+
+def _require_whole_everywhere(modules: Sequence[nn.Module], taken: dict[str, Any], skip: frozenset[Any]) -> None:
+    """Raise if a parameter would be whole at one of its places and sharded at another: each would train a copy."""
+    paths = module_paths(modules)
+    registered = [(m, n, p) for root in modules for m in root.modules() for n, p in m._parameters.items()]
+    outer = {id(param): fqn for fqn, (param, places) in taken.items()}
+    places = {(id(module), name) for _, places in taken.values() for module, name in places}
+    whole = [(join(paths[id(m)], n), p) for m, n, p in registered if p is not None and (id(m), n) not in places]
+    # Weak references to one object are one object.
+    inner = {id(m.original): m.fqn for module in modules for unit in units_under(module) for m in unit.members}
+    mixed = [f"{outer[id(param)]} and {fqn}" for fqn, param in whole if id(param) in outer]
+    mixed += [f"{inner[id(weakref.ref(p))]} and {n}" for n, p in whole if p in skip and id(weakref.ref(p)) in inner]
+    if mixed:
+        raise ConfigError(
+            f"one parameter (tied), of which only one place is to be ignored: {', '.join(mixed)}. Pass it in "
+            "ignored_params of every fully_shard that reaches it, or of none."
+        )
 
 
 def module_paths(roots: Sequence[nn.Module]) -> dict[int, str]:

@@ -19,7 +19,7 @@ from fxshard.runtime.flat_shard import Home, home_of
 from fxshard.runtime.parameters import REFS, without_offset
 from fxshard.runtime.prefetcher import UnshardHandle
 from fxshard.runtime.unit import Unit
-from fxshard.sharding import fsdp2_settings
+from fxshard.sharding import fsdp2_settings, stale_holders
 from fxshard.sharding.mixed_precision import cast_inputs, cast_output
 
 STATE = "_fxshard_state"
@@ -33,6 +33,7 @@ class ModuleState:
     units: tuple[Unit, ...]  # made by that call; none, if all parameters were taken already
     mp_policy: MixedPrecisionPolicy
     nested: tuple[Unit, ...] = field(default=())  # those, and the units of all modules inside
+    was_called: bool = False  # as the outermost module
 
     def chosen(self, recurse: bool) -> tuple[Unit, ...]:
         """The units that a setting is for."""
@@ -365,6 +366,9 @@ def _open_call(module: ShardedModule, args: Any, kwargs: Any) -> tuple[ModuleSta
     if not eager.inside_call():
         for unit in state.nested:
             unit.check()
+        if not state.was_called:
+            stale_holders.refuse(state.nested)
+            state.was_called = True
     args, kwargs = cast_inputs(state.mp_policy, args, kwargs)
     eager.enter_call(state.units)
     return state, args, kwargs

@@ -19,8 +19,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
 
 import fxshard
-from fxshard.errors import UnsupportedGraph
+from fxshard.errors import RankMismatchError, UnsupportedGraph
 from tests.numerics.harness import (
+    EAGER,
     FSDP2,
     Run,
     Scenario,
@@ -28,17 +29,21 @@ from tests.numerics.harness import (
     blocks_of,
     check,
     check_bitwise,
+    check_close,
     check_inductor,
     compare,
+    compile_module,
     fxshard_system,
+    loss_on_ones,
     only_compile,
     only_shard,
+    sharded_mlp,
     train,
     with_a_break,
 )
-from tests.numerics.loops import clip_and_update
+from tests.numerics.loops import clip_and_update, freeze_then_thaw, scaled
 from tests.numerics.microbatches import NUM_MICROBATCHES, loss_of, several
-from tests.numerics.models import MLP, rows
+from tests.numerics.models import MLP, TinyUnits, Uneven, mlp_with_a_frozen_block, rows
 from tests.state.states import adamw, assert_same, net, take_steps, trained
 
 Body = Callable[[DeviceMesh], object]
@@ -262,6 +267,69 @@ def hooks_see_what_was_reduced(mesh: DeviceMesh) -> None:
     check_bitwise(on(mesh, prepare=setting("set_all_reduce_hook", halve)))
 
 
+ODD_ORDER = (
+    ((True, False), (False, False), (True, True)),
+    ((True, False), (True, True)),
+    ((False, False), (True, False), (False, False), (True, True)),
+    ((True, True), (True, False), (False, False), (True, True)),
+)
+"""Of each step its microbatches: whether gradients are reduced, and then averaged over replicas."""
+
+
+def toggled_in_odd_orders(run: Run, step: int) -> Tensor:
+    model: Any = run.model
+    losses = []
+    for i, (sync, averages) in enumerate(ODD_ORDER[step]):
+        if hasattr(model, "set_requires_all_reduce"):
+            model.set_requires_gradient_sync(sync)
+            model.set_requires_all_reduce(averages)
+        losses.append(loss_of(run, step, i))
+        losses[-1].backward()
+    return torch.stack([loss.detach() for loss in losses]).sum()
+
+
+def a_load_between_microbatches_is_refused(mesh: DeviceMesh) -> None:
+    """Sums of gradients of other parameters are never averaged; dropped, they leave a model that trains."""
+    model: Any = sharded_mlp(mesh)
+    run, optim = compile_module(model, options=EAGER), torch.optim.SGD(model.parameters())
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    for setter in ("set_requires_gradient_sync", "set_requires_all_reduce"):
+        getattr(model, setter)(False)
+        loss_on_ones(run).backward()
+        model.load_state_dict(state)
+        getattr(model, setter)(True)
+        with pytest.raises(UnsupportedGraph, match=r"were changed while .*gradients of earlier microbatches waited"):
+            loss_on_ones(run).backward()
+        model.reset_iter_state()
+        model.zero_grad()
+        loss_on_ones(run).backward()
+        optim.step()
+        model.zero_grad()
+
+
+class SkipsOnOneRank(nn.Module):
+    """Calls its second layer on all ranks but the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.skips = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers[0](x)
+        return y if self.skips else self.layers[1](y)
+
+
+def a_unit_that_one_rank_does_not_use_is_an_error(mesh: DeviceMesh) -> None:
+    """All ranks get it, also those of the other replica."""
+    model = SkipsOnOneRank()
+    for module in (*model.layers, model):
+        fxshard.fully_shard(module, mesh=mesh)
+    model.skips = dist.get_rank() == dist.get_world_size() - 1
+    with pytest.raises(RankMismatchError, match="launch different collectives"):
+        compile_module(model, options=EAGER)(torch.ones(2, 4)).sum().backward()
+
+
 EXACT: dict[str, Body] = {
     "compiled": lambda mesh: check(on(mesh)),
     "not compiled": lambda mesh: check(on(mesh, prepare=only_shard)),
@@ -282,6 +350,15 @@ EXACT: dict[str, Body] = {
     "averaged after sums": lambda mesh: check(on(mesh, backward=averaged_after_some_were_added_up)),
     "averaged without a backward": what_no_backward_touched_is_averaged,
     "a hook": hooks_see_what_was_reduced,
+    "uneven": lambda mesh: check(on(mesh, model=Uneven, batch=rows(15, 15))),
+    "fewer rows than ranks": lambda mesh: check(on(mesh, model=TinyUnits)),
+    "a frozen unit": lambda mesh: check(on(mesh, model=mlp_with_a_frozen_block)),
+    "thawed": lambda mesh: check(on(mesh, before_step=freeze_then_thaw)),
+    "toggled in odd orders": lambda mesh: check_close(on(mesh, backward=toggled_in_odd_orders)),
+    "toggled, not compiled": lambda mesh: check_close(on(mesh, backward=toggled_in_odd_orders, prepare=only_shard)),
+    "an overflow on one rank": lambda mesh: check(scaled(on(mesh))),
+    "a load between microbatches": a_load_between_microbatches_is_refused,
+    "unused on one rank": a_unit_that_one_rank_does_not_use_is_an_error,
 }
 COMPILED: dict[str, Body] = {
     "inductor": lambda mesh: check_inductor(on(mesh)),

@@ -10,7 +10,15 @@ from tests.ranks import two_ranks
 from tests.state import processes
 
 DEFAULT = ("compiled", "placements", "averaged without a backward")
-ON_FOUR_RANKS = ("compiled", "accumulation", "averaged once", "float16 sums", "one line", "full state")
+ON_FOUR_RANKS = (
+    "compiled",
+    "accumulation",
+    "averaged once",
+    "float16 sums",
+    "one line",
+    "full state",
+    "toggled in odd orders",
+)
 
 
 @two_ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -145,6 +145,20 @@ def test_refuses_a_tied_parameter_in_two_units(mesh: DeviceMesh) -> None:
     fully_shard(model["a"], mesh=mesh)
     with pytest.raises(ConfigError, match=r"(?s)(?=.*weight)(?=.*(tied|shared))"):
         fully_shard(nn.Sequential(model["a"], model["b"]), mesh=mesh)
+
+
+@pytest.mark.parametrize("inner_ignores", [True, False])
+def test_refuses_a_tied_parameter_that_is_ignored_at_one_of_its_places(mesh: DeviceMesh, inner_ignores: bool) -> None:
+    a, b = nn.Linear(4, 4), nn.Linear(4, 4)
+    b.weight = a.weight
+    ignored = {cast(nn.Parameter, a.weight)}
+    model = nn.Sequential(a, b)
+    fully_shard(a, mesh=mesh, ignored_params=ignored if inner_ignores else None)
+    with pytest.raises(ConfigError, match=r"(?s)only one place is to be ignored: \S*weight and \S*weight"):
+        fully_shard(model, mesh=mesh, ignored_params=None if inner_ignores else ignored)
+    if inner_ignores:
+        fully_shard(model, mesh=mesh, ignored_params=ignored)
+        assert a.weight is b.weight
 
 
 LATER = {
