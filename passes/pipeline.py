@@ -85,6 +85,7 @@ def default(
         ConfigError: a value that its pass does not take.
     """
     outlining = (OutlineRegions(bucket=bucket),) if (outlines := regions == "auto" and not cudagraphs) else ()
+    fuses = lower == "inductor"
     deferring = (DeferWeightGradients(),) if prefetch == "auto" else ()
     calling = (CallRegions(interpreted=lower == "eager", parts_last=bool(deferring)),) if outlines else ()
     folding = (FoldCopies(),) if outlines else ()  # once launches are final
@@ -101,11 +102,13 @@ def default(
             DedupUnshard(),  # again: a graph without backward has seen no joint stage
             InsertCollectives(),  # after the split: each graph gathers where it reads and reduces where it writes
             BucketCollectives(size=bucket),  # before tensors are cut: the cut is for one launch
-            CoalesceCollectives(same_sums=lower == "eager"),
+            CoalesceCollectives(fuses_copies=fuses, same_sums=lower == "eager"),
             *deferring,  # before waits sink: these go behind what is deferred
             SinkWaits(max_buffers=reduce_scatter_max_input_buffers),
             HoistPrefetch(depth=0 if prefetch == "off" else prefetch),  # type: ignore[arg-type]  # the pass checks it
-            AssignStreams(mode=streams),  # last: where a wait stands decides what streams may do until there
+            AssignStreams(
+                mode=streams, fuses_copies=lower == "inductor"
+            ),  # last: where a wait stands decides what streams may do until there
         ),
         last=(CopyInGradients(), *folding, PinOrder()) if lower == "inductor" else (),  # fusion comes next
         codegen=(
