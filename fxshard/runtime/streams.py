@@ -87,8 +87,9 @@ def cast_to_send(parts: Sequence[Tensor], dtype: torch.dtype, joiner: torch.cuda
         return list(parts)
     sent = [torch.empty_like(part, dtype=dtype) for part in parts]
     torch.ops.aten._foreach_copy_.default(sent, parts)  # one kernel
-    for tensor in sent if joiner is not None else ():
-        tensor.record_stream(joiner)
+    if joiner is not None:
+        for tensor in sent:
+            tensor.record_stream(joiner)
     return sent
 
 

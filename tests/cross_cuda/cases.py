@@ -23,6 +23,7 @@ NCCL = Case(options=(FSDP2, ("regions", "off")), num_layers=3)
 SIDE = Case(options=(FSDP2, ("streams", "side")), num_layers=3, microbatches=2, faults=FAULTS)
 SIDE_COPIES = Case(options=(FSDP2, ("streams", "side"), DEAR_TENSORS), microbatches=2, faults=FAULTS_OF_COPIES)
 CUDAGRAPHS = Case(options=(FSDP2, ("cudagraphs", True)))
+HYBRID = Case(options=(FSDP2,), replicas=2, num_layers=3)
 BROKEN = Case(model=Broken, options=(FSDP2, ("resident_gib", 4.0)), microbatches=2, overlaps_step=True)
 
 QUICK = {
@@ -30,6 +31,7 @@ QUICK = {
     "side": SIDE,
     "side, one tensor per launch": SIDE_COPIES,
     "cudagraphs": CUDAGRAPHS,
+    "hybrid": HYBRID,
     "graph breaks, resident": BROKEN,
 }
 """What CI compiles, for sm_90."""
@@ -38,6 +40,7 @@ MORE = {
     "defaults": Case(),
     "defaults, accumulating": Case(microbatches=2, overlaps_step=True),
     "nccl, regions": Case(options=(FSDP2,), num_layers=3, microbatches=2),
+    "hybrid, side, accumulating": Case(options=(FSDP2, ("streams", "side")), replicas=2, microbatches=2, faults=FAULTS),
     "nccl, fp32": Case(options=(FSDP2,), policy=FP32),
     "side, fp32": Case(options=(FSDP2, ("streams", "side")), policy=FP32),
     "side, graph breaks": Case(model=Broken, options=(FSDP2, ("streams", "side")), num_layers=3, overlaps_step=True),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cross_cuda import patches, reading
-from tests.cross_cuda.cases import CUDAGRAPHS, MORE, NCCL, OTHER_GPUS, QUICK, SIDE
+from tests.cross_cuda.cases import CUDAGRAPHS, HYBRID, MORE, NCCL, OTHER_GPUS, QUICK, SIDE
 from tests.cross_cuda.gpus import Gpu
 from tests.cross_cuda.lane import installed
 from tests.cross_cuda.training import Case, Trained, trained_once
@@ -67,6 +67,16 @@ def test_gradients_reach_the_buffer_of_a_reduction_by_one_kernel() -> None:
     copies = reading.copies_in(trained_once(NCCL).run.steps)
     assert copies == [1] * len(copies)
     assert len(copies) == NCCL.num_layers + 1
+
+
+def test_replicas_average_each_unit_in_the_order_of_the_graphs() -> None:
+    made = trained_once(HYBRID)
+    (graphs,) = made.graphs
+    said = reading.scheduled([graphs["forward"], graphs["backward"]])
+    assert reading.by_collective(reading.ran(made.run.steps)) == reading.by_collective(said)
+    reduced = [step.name for step in made.run.steps if step.kind == "reduce"]
+    assert sum("reduce_scatter" in name for name in reduced) == HYBRID.num_layers + 1
+    assert sum("all_reduce" in name for name in reduced) == HYBRID.num_layers + 1
 
 
 @pytest.mark.parametrize(
