@@ -17,8 +17,8 @@ The other ops:
   a copy.
 - `fxshard::copy_in(gradients, world_size, dtype)` makes what a reduction sends, in one kernel on CUDA; of the ops that
   say the same Inductor makes a kernel per gradient.
-- `fxshard::copy(source)` is a contiguous copy in memory of its own: Inductor drops `clone` where a wait hides that the
-  source is the caller's.
+- `fxshard::copy(source, dtype)` is a contiguous copy in memory of its own, in another dtype if one is given: Inductor
+  drops `clone` where a wait hides that the source is the caller's, and repeats a cast for each that reads a part of it.
 - `fxshard::region(operands, name, call)` and `fxshard::region_backward` call code that a repeated module shares; they
   are gone before there is code: [Note: regions].
 - `fxshard::prefetched_all_gather` takes an all_gather that was launched ahead, or launches it: [Note: prefetch across
@@ -97,7 +97,7 @@ LIBRARY.define(
 LIBRARY.define("copy_out(Tensor gathered, int[] size, int[] stride, int start, str stream) -> Tensor")
 LIBRARY.define("copy_in(Tensor[] gradients, int world_size, ScalarType dtype) -> Tensor")
 LIBRARY.define("addmm_acc(Tensor(a!) acc, Tensor left, Tensor right) -> ()")
-LIBRARY.define("copy(Tensor source) -> Tensor")
+LIBRARY.define("copy(Tensor source, ScalarType? dtype=None) -> Tensor")
 _DRAWS = (torch.Tag.nondeterministic_seeded,)  # a region may: so the partitioner computes none again
 LIBRARY.define("region(Tensor[] operands, str name, int call) -> Tensor[]", tags=_DRAWS)
 LIBRARY.define("region_backward(Tensor[] inputs, str name, int call) -> Tensor[]", tags=_DRAWS)
@@ -249,8 +249,10 @@ def _fake_copy_in(gradients: list[Tensor], world_size: int, dtype: torch.dtype) 
     return gradients[0].new_empty((world_size * sum(rows),), dtype=dtype)
 
 
-def _copy(source: Tensor) -> Tensor:
-    return source.clone(memory_format=torch.contiguous_format)
+def _copy(source: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    if dtype is None:
+        return source.clone(memory_format=torch.contiguous_format)
+    return source.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 LIBRARY.impl("addmm_acc", _addmm_acc, "CompositeExplicitAutograd")

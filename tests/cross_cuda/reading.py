@@ -77,13 +77,15 @@ def gathered_bytes(steps: Sequence[Step]) -> int:
     return sum(step.written_bytes for step in steps if step.kind == "gather")
 
 
-def copies_in(steps: Sequence[Step]) -> list[int]:
-    """Return for each reduction how many kernels write to what it sends."""
-    found = []
+def copies_in(steps: Sequence[Step], kind: str = "reduce") -> list[int]:
+    """Return for each reduction, or gather, how many kernels write to what it sends."""
+    found, writers = [], dict[int, set[int]]()
     for i, step in enumerate(steps):
-        if step.kind == "reduce":
-            sent = set(step.reads)
-            found.append(sum(not sent.isdisjoint(earlier.writes) for earlier in steps[:i] if earlier.kind != "wait"))
+        if step.kind == kind:
+            found.append(len(set().union(*(writers.get(storage, set()) for storage in step.reads))))
+        if step.kind != "wait":
+            for storage in step.writes:
+                writers.setdefault(storage, set()).add(i)
     return found
 
 

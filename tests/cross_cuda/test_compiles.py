@@ -79,6 +79,11 @@ def test_replicas_average_each_unit_in_the_order_of_the_graphs() -> None:
     assert sum("all_reduce" in name for name in reduced) == HYBRID.num_layers + 1
 
 
+def test_one_kernel_casts_what_a_gather_sends() -> None:
+    casts = reading.copies_in(trained_once(NCCL).run.steps, "gather")
+    assert casts == [1] * len(casts)
+
+
 @pytest.mark.parametrize(
     "case", [NCCL, SIDE, pytest.param(MORE["defaults"], marks=pytest.mark.slow)], ids=["nccl", "side", "defaults"]
 )

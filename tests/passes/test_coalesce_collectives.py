@@ -19,11 +19,8 @@ from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.insert_collectives import InsertCollectives
 from tests import graphs
 from tests.graphs import Traced, assert_changes_nothing, assert_golden, run_pass, text
-from tests.schedules import DEAR_COPIES, DEAR_KERNELS
+from tests.schedules import DEAR_COPIES, DEAR_KERNELS, DEAR_TENSORS
 from tests.steps import assert_same_step, reference_step, step
-
-DEAR_TENSORS = dataclasses.replace(BUILTIN["cpu"], gather_tensor_overhead=1.0, reduce_tensor_overhead=1.0)
-"""A tensor costs more than a copy of anything."""
 
 MATRICES = dataclasses.replace(
     BUILTIN["cpu"],
