@@ -9,7 +9,7 @@ from torch import fx
 from torch.fx import GraphModule
 
 from fxshard.errors import ConfigError
-from fxshard.ir import collectives, dataflow, graph_edit, launch_groups, ops, tags
+from fxshard.ir import collectives, dataflow, graph_edit, launch_groups, launches, ops, tags
 from fxshard.ir.dataflow import Dataflow
 from fxshard.ir.launch_groups import LaunchGroup
 from fxshard.ir.liveness import tensors_in
@@ -52,6 +52,7 @@ class AssignStreams(GraphPass):
     reorders_only = True
 
     mode: str = "auto"
+    fuses_copies: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -68,9 +69,33 @@ class AssignStreams(GraphPass):
             return False
         flow = dataflow.dataflow_of(gm.graph, ctx.plan)
         changed = [_tag_casts_before_gather(group, flow) for group in gathers]
-        changed += [_copy_out_beside_compute(group, ctx) for group in gathers]
+        changed += [self._copy_out_beside_compute(group, ctx) for group in gathers]
         changed += [_cast_right_before_reduction(group) for group in reductions]
         return any(changed)
+
+    def _copy_out_beside_compute(self, group: LaunchGroup, ctx: PassContext) -> bool:
+        """Copy parameters out of a gathered buffer as soon as it is there, not when they are read."""
+        wait_of = {copy: wait for wait in group.waits for copy in self._moved(wait)}
+        if wait_of and ctx.unsharded_budget_bytes is not None:
+            ctx.decline(group.launches[0], "memory budget: copied out where the parameters are read")
+            return False
+        place, names = group.nodes[-1], {}
+        for copy, wait in wait_of.items():
+            place = _launch_copy_out(copy, wait, place)
+            names[place] = wait.name
+        for wait in dict.fromkeys(wait_of.values()):
+            _erase_unread(wait)
+        taken = {node.name for node in place.graph.nodes}
+        for copy_out, name in names.items():
+            (wait,) = copy_out.users
+            graph_edit.rename(copy_out, name.replace("wait_", "copied_", 1), taken)
+            graph_edit.rename(wait, name, taken)
+        return bool(wait_of)
+
+    def _moved(self, wait: fx.Node) -> list[fx.Node]:
+        """Return the copies out of a buffer that go to a side stream: all or none, for one stream waits for it."""
+        copies = _copies_out(wait)
+        return copies if not self.fuses_copies or any(map(launches.is_read_by_a_library, copies)) else []
 
 
 def _wait_at_once(group: LaunchGroup) -> bool:
@@ -104,26 +129,6 @@ def _tag_casts_before_gather(group: LaunchGroup, flow: Dataflow) -> bool:
             tags.tag(node, stream=tags.COPY_IN)
             tagged.add(node)
     return bool(tagged)
-
-
-def _copy_out_beside_compute(group: LaunchGroup, ctx: PassContext) -> bool:
-    """Copy parameters out of a gathered buffer as soon as it is there, not when they are read."""
-    wait_of = {copy: wait for wait in group.waits for copy in _copies_out(wait)}
-    if wait_of and ctx.unsharded_budget_bytes is not None:
-        ctx.decline(group.launches[0], "memory budget: copied out where the parameters are read")
-        return False
-    place, names = group.nodes[-1], {}
-    for copy, wait in wait_of.items():
-        place = _launch_copy_out(copy, wait, place)
-        names[place] = wait.name
-    for wait in group.waits:
-        _erase_unread(wait)
-    taken = {node.name for node in place.graph.nodes}
-    for copy_out, name in names.items():
-        (wait,) = copy_out.users
-        graph_edit.rename(copy_out, name.replace("wait_", "copied_", 1), taken)
-        graph_edit.rename(wait, name, taken)
-    return bool(wait_of)
 
 
 def _copies_out(wait: fx.Node) -> list[fx.Node]:

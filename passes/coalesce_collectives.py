@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 from torch.fx import GraphModule
 
 from fxshard.cost.bucket_sizes import copy_seconds
-from fxshard.ir import collectives
+from fxshard.ir import collectives, launches
 from fxshard.ir.buckets import (
     CollectiveBuilder,
     GatherBucket,
@@ -38,7 +38,11 @@ class CoalesceCollectives(GraphPass):
     all_gather; what nobody reads is not sent. A gradient with uneven rows is padded by itself, so the others need no
     copy for it.
 
+    A matrix that a library's kernel reads is copied by a kernel of its own. What generated kernels alone read, such as
+    the weight of a norm, they read where it lies, which costs no kernel.
+
     Attributes:
+        fuses_copies: whether what reads a copy may be one kernel with it, as in code of Inductor's.
         same_sums: reduce all gradients of a launch in one buffer, as FSDP2 does. A ring adds the ranks' values in an
             order that depends on where in the buffer they lie, so this keeps sums bit for bit those of FSDP2.
 
@@ -52,6 +56,7 @@ class CoalesceCollectives(GraphPass):
 
     requires = frozenset({Property.COLLECTIVES})
 
+    fuses_copies: bool = False
     same_sums: bool = False
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
@@ -59,13 +64,33 @@ class CoalesceCollectives(GraphPass):
         launched = buckets_of(gm.graph, ctx.plan)
         for launch in launched.unread:
             ctx.decline(launch, "it moves something that is not a unit's parameters or gradients")
-        gathers = [_coalesce_gathers(bucket, ctx) for bucket in launched.gathers.values()]
+        gathers = [self._coalesce_gathers(bucket, ctx) for bucket in launched.gathers.values()]
         reductions = [self._coalesce_reduction(bucket, ctx) for bucket in launched.reductions.values()]
         builder = CollectiveBuilder(gm.graph, ctx.plan, ctx.decompositions, ctx.traced)
         made = builder.rewrite(launched, gathers, reductions)
         for launch, why in made:
             ctx.note(launch, why)
         return bool(made)
+
+    def _coalesce_gathers(self, bucket: GatherBucket, ctx: PassContext) -> tuple[GatherBucket, str]:
+        coalesced = [self._coalesce_gather(gather, ctx) for gather in bucket]
+        return tuple(gather for gather, _ in coalesced), "; ".join(why for _, why in coalesced)
+
+    def _coalesce_gather(self, gather: UnitGather, ctx: PassContext) -> tuple[UnitGather, str]:
+        """Gather the parameters that are expensive to copy out alone, neighbours among the others together."""
+        cuts, uncuts = [], []
+        for _, slots in itertools.groupby(gather.slots, key=lambda slot: slot[0]):  # a tensor is of one shard
+            copies = {slot: self._copy_out_seconds(gather, slot, ctx) for slot in slots}
+            cuts.append(_cut_between_neighbours(copies, ctx.hardware.gather_tensor_overhead))
+            uncuts.append(_one_tensor(copies))
+        cut: _Cut[SlotIndex] = _together(cuts)
+        return gather.sending(cut.tensors), _why(gather.unit, cut, _together(uncuts))
+
+    def _copy_out_seconds(self, gather: UnitGather, slot: SlotIndex, ctx: PassContext) -> float:
+        """Return what gathering a parameter alone saves; the bytes count where it is read in place, too."""
+        nbytes, read = ctx.plan.units[gather.unit].unsharded_bytes_of(slot), gather.reads.get(slot)
+        is_kernel = not self.fuses_copies or read is None or launches.is_read_by_a_library(read)
+        return copy_seconds(nbytes, ctx.hardware, is_kernel=is_kernel)
 
     def _coalesce_reduction(self, reduction: ReduceBucket, ctx: PassContext) -> tuple[ReduceBucket, str]:
         """Send the gradients that are expensive to copy in alone, the others together."""
@@ -77,23 +102,6 @@ class CoalesceCollectives(GraphPass):
             put_together = copy_seconds(shard_bytes, ctx.hardware)  # the shard's gradient, of what was reduced
             cut = several if several.seconds + put_together < one_tensor.seconds else one_tensor
         return replace(reduction, tensors=cut.tensors), _why(", ".join(reduction.calls), cut, one_tensor)
-
-
-def _coalesce_gathers(bucket: GatherBucket, ctx: PassContext) -> tuple[GatherBucket, str]:
-    coalesced = [_coalesce_gather(gather, ctx) for gather in bucket]
-    return tuple(gather for gather, _ in coalesced), "; ".join(why for _, why in coalesced)
-
-
-def _coalesce_gather(gather: UnitGather, ctx: PassContext) -> tuple[UnitGather, str]:
-    """Gather the parameters that are expensive to copy out alone, neighbours among the others together."""
-    unit = ctx.plan.units[gather.unit]
-    cuts, uncuts = [], []
-    for _, slots in itertools.groupby(gather.slots, key=lambda slot: slot[0]):  # a tensor is of one shard
-        copies = {slot: copy_seconds(unit.unsharded_bytes_of(slot), ctx.hardware) for slot in slots}
-        cuts.append(_cut_between_neighbours(copies, ctx.hardware.gather_tensor_overhead))
-        uncuts.append(_one_tensor(copies))
-    cut: _Cut[SlotIndex] = _together(cuts)
-    return gather.sending(cut.tensors), _why(gather.unit, cut, _together(uncuts))
 
 
 def _copy_in_seconds(reduction: ReduceBucket, gradient: UnitSlot, ctx: PassContext) -> float:

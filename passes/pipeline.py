@@ -13,6 +13,7 @@ from fxshard.passes.accumulate_gradients import AccumulateGradients
 from fxshard.passes.assign_streams import AssignStreams
 from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.call_regions import CallRegions
+from fxshard.passes.cast_shards import CastShards
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.copy_biases import CopyBiases
 from fxshard.passes.copy_in_gradients import CopyInGradients
@@ -93,9 +94,10 @@ def default(
     Raises:
         ConfigError: a value that its pass does not take.
     """
+    compiled = lower == "inductor"
     outlining = (OutlineRegions(bucket=bucket),) if (outlines := regions == "auto" and not cudagraphs) else ()
     deferring = (DeferWeightGradients(),) if prefetch == "auto" else ()
-    calling = (CallRegions(interpreted=lower == "eager", parts_last=bool(deferring)),) if outlines else ()
+    calling = (CallRegions(interpreted=not compiled, parts_last=bool(deferring)),) if outlines else ()
     folding = (FoldCopies(),) if outlines else ()  # once launches are final
     hand_off = HandOffPrefetch(guess=prefetch not in (0, "off"), hands_over=streams != "off")
     return Pipeline(
@@ -107,17 +109,18 @@ def default(
             DedupUnshard(),  # again: it has left double reads, and a graph without backward has seen no joint stage
             InsertCollectives(),  # after the split: each graph gathers where it reads and reduces where it writes
             BucketCollectives(size=bucket),  # before tensors are cut: the cut is for one launch
-            CoalesceCollectives(same_sums=lower == "eager"),
+            CoalesceCollectives(fuses_copies=compiled, same_sums=not compiled),
             *deferring,  # before waits sink: these go behind what is deferred
             SinkWaits(max_buffers=reduce_scatter_max_input_buffers),
             HoistPrefetch(depth=0 if prefetch == "off" else prefetch),  # type: ignore[arg-type]  # the pass checks it
-            AssignStreams(mode=streams),  # last: where a wait stands decides what streams may do until there
+            # Last: where a wait stands decides what streams may do until there.
+            AssignStreams(mode=streams, fuses_copies=compiled),
         ),
-        last=(CopyInGradients(), *folding, PinOrder()) if lower == "inductor" else (),  # fusion comes next
+        last=(CastShards(), CopyInGradients(), *folding, PinOrder()) if compiled else (),  # fusion comes next
         codegen=(
             *(() if cudagraphs else (hand_off,)),
             LowerStreams(),  # after it: what is handed over knows its stream
-            *((CopyBiases(), EnforceOrder()) if lower == "inductor" else ()),  # last: it hides nodes in subgraphs
+            *((CopyBiases(), EnforceOrder()) if compiled else ()),  # last: it hides nodes in subgraphs
         ),
     )
 

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from fxshard import MixedPrecisionPolicy, fully_shard
 from fxshard.compile import dynamo
 from fxshard.compile.variants import lower
+from fxshard.cost.hardware import BUILTIN
 from fxshard.errors import InvariantError
 from fxshard.ir import pins
 from fxshard.ir.history import CAPTURED, PassHistory
@@ -43,6 +44,8 @@ from fxshard.tools.demo.gpt import GPT
 
 GOLDEN = Path(__file__).parent / "golden"
 WIDTH = 4
+HARDWARE = dataclasses.replace(BUILTIN["h100"], gather_tensor_overhead=5e-6)
+"""What costs are counted on: a copy of anything so small is cheaper than a tensor of a launch."""
 
 Graph = tuple[fx.GraphModule, PassContext]
 SPLIT: tuple[GraphKind, GraphKind] = ("forward", "backward")
@@ -90,6 +93,19 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight + self.bias
+
+
+class Norms(nn.Module):
+    """A matrix between two vectors on each side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.randn(4)) for _ in range(2))
+        self.weight = nn.Parameter(torch.randn(8, 4))
+        self.c, self.d = (nn.Parameter(torch.randn(8)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.a + self.b) @ self.weight.t() * self.c + self.d
 
 
 class TwoLayers(nn.Module):
@@ -234,7 +250,8 @@ class Traced:
         record = self.history.stages[kind][after().name if after else CAPTURED]
         called = [str(node.target) for node in record.graph.find_nodes(op="get_attr")]
         code = {name: record.graph.owning_module.get_submodule(name) for name in called}  # type: ignore[union-attr]
-        return fx.GraphModule(code, copy.deepcopy(record.graph)), PassContext(plan=self.plan, kind=kind)
+        ctx = PassContext(plan=self.plan, kind=kind, hardware=HARDWARE)
+        return fx.GraphModule(code, copy.deepcopy(record.graph)), ctx
 
     @property
     def world_size(self) -> int:
@@ -285,7 +302,7 @@ def trace(
     given = inputs or [torch.ones(2, width, dtype=next(module.parameters()).dtype)]
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Frame:
-        frame = Frame(dynamo.bind_markers(gm, dynamo.flats_of(inputs)))
+        frame = Frame(dynamo.bind_markers(gm, dynamo.flats_of(inputs)), hardware=HARDWARE.to_json())
         frames.append(frame)
         lower(gm, inputs, frame, pipeline, Options(lower=lowering, verify=verify), generate_code=lowering == "eager")
         return frame

@@ -44,6 +44,12 @@ SCHEDULED = {name: (*passes, *SCHEDULE) for name, passes in BUCKETS.items()}
 Lists = Mapping[str, tuple[str, ...] | None]
 """Unit -> what it is to prefetch."""
 
+DEAR_TENSORS = dataclasses.replace(BUILTIN["cpu"], gather_tensor_overhead=1.0, reduce_tensor_overhead=1.0)
+"""A tensor costs more than a copy of anything."""
+
+DEAR_KERNELS = dataclasses.replace(BUILTIN["cpu"], kernel_overhead=2e-6, gather_tensor_overhead=1e-6)
+"""A copy by a kernel of its own costs more than a tensor, one within another kernel less."""
+
 DEAR_COPIES = dataclasses.replace(BUILTIN["cpu"], gather_tensor_overhead=1e-9, reduce_tensor_overhead=1e-9)
 """A copy of anything costs more than a tensor."""
 

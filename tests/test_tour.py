@@ -18,6 +18,7 @@ from fxshard.passes.accumulate_gradients import AccumulateGradients
 from fxshard.passes.assign_streams import AssignStreams
 from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.call_regions import CallRegions
+from fxshard.passes.cast_shards import CastShards
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.copy_biases import CopyBiases
 from fxshard.passes.copy_in_gradients import CopyInGradients
@@ -311,6 +312,12 @@ def test_keeps_the_page_of_lower_streams_in_step() -> None:
         "has run with the mode `side`."
     )
     assert_page("docs/passes/lower_streams.md", page_of(LowerStreams, example, pairs))
+
+
+def test_keeps_the_page_of_cast_shards_in_step() -> None:
+    pairs = rewritten(model_of("mixed_precision"), "forward", CastShards(devices=("cpu",)), CoalesceCollectives())
+    example = "Three layers that are gathered in bfloat16, tensor by tensor; the pass is told that a CPU wants it."
+    assert_page("docs/passes/cast_shards.md", page_of(CastShards, example, pairs))
 
 
 def test_keeps_the_page_of_copy_in_gradients_in_step() -> None:

@@ -78,9 +78,9 @@ def limits_of(size: str | float, hardware: HardwareSpec, world_size: int) -> Lim
     return Limits(enough=size * MIB, most=size * MIB)
 
 
-def copy_seconds(nbytes: float, hardware: HardwareSpec) -> float:
-    """Time to read and write `nbytes` in one kernel."""
-    return hardware.kernel_overhead + 2 * nbytes / hardware.memory_bandwidth
+def copy_seconds(nbytes: float, hardware: HardwareSpec, *, is_kernel: bool = True) -> float:
+    """Time to read and write `nbytes`, in a kernel of its own or as a part of another one."""
+    return hardware.kernel_overhead * is_kernel + 2 * nbytes / hardware.memory_bandwidth
 
 
 def split(things: Sequence[_T], nbytes: Callable[[_T], int], most: float) -> list[list[_T]]:

@@ -118,7 +118,7 @@ BUILTIN: Mapping[str, HardwareSpec] = {
             link_bandwidth=370e9,
             memory_gib=79,
             kernel_overhead=2e-6,
-            gather_tensor_overhead=5e-6,
+            gather_tensor_overhead=1e-6,
             reduce_tensor_overhead=5e-6,
         ),
         HardwareSpec(
@@ -129,7 +129,7 @@ BUILTIN: Mapping[str, HardwareSpec] = {
             link_bandwidth=370e9,
             memory_gib=140,
             kernel_overhead=2e-6,
-            gather_tensor_overhead=5e-6,
+            gather_tensor_overhead=1e-6,
             reduce_tensor_overhead=5e-6,
         ),
         HardwareSpec(

@@ -405,7 +405,7 @@ def _rules() -> dict[Any, Rule]:
     table: tuple[tuple[Iterable[Any], Rule], ...] = (
         (ops.VIEWS, _view),
         (ops.COPIES, _copy),
-        (ops.CASTS, _cast),
+        (ops.CASTS | {ops.COPY}, _cast),
         ((aten.expand.default, aten.constant_pad_nd.default), _resize),
         ((aten.add.Tensor,), _add),
         ((aten.div.Tensor, aten.div.Scalar), _divide),

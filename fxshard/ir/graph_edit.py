@@ -154,7 +154,7 @@ def replace_launch(launch: fx.Node, target: torch._ops.OpOverload, arguments: tu
     result.name = name
     while unread:
         node = unread.pop()
-        if not node.users and node.op == "call_function" and node.target in ops.VIEWS | ops.CASTS:
+        if not node.users and node.op == "call_function" and node.target in ops.VIEWS | ops.CASTS | {ops.COPY}:
             unread += node.all_input_nodes
             graph.erase_node(node)
     return made

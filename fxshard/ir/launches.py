@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
-from fxshard.ir import collectives, tags, text
+from fxshard.ir import collectives, ops, regions, tags, text
 
 _MORE_KERNELS = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
@@ -60,6 +60,26 @@ def is_kernel(node: fx.Node) -> bool:
     """Return whether a node is a kernel of its own, which Inductor fuses with nothing that comes before it."""
     packet = getattr(node.target, "overloadpacket", None)
     return packet in flop_registry or packet in _MORE_KERNELS
+
+
+def is_read_by_a_library(parameter: fx.Node) -> bool:
+    """Return whether anything but generated kernels reads a tensor as it is: a kernel of a library, or the caller."""
+    return any(
+        is_kernel(user)
+        or user.op == "output"
+        or (user.target in ops.MOVEMENT - ops.CASTS and is_read_by_a_library(user))
+        or any(map(is_read_by_a_library, _inside(user, parameter)))
+        for user in parameter.users
+    )
+
+
+def _inside(call: fx.Node, operand: fx.Node) -> list[fx.Node]:
+    """Return what stands for an operand in the region that a node calls."""
+    code = regions.code_of(call)
+    if code is None:
+        return []
+    given = zip(code.graph.find_nodes(op="placeholder"), regions.operands_of(call), strict=True)
+    return [place for place, node in given if node is operand]
 
 
 def _launch(node: fx.Node) -> Launch:

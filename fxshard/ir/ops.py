@@ -20,8 +20,8 @@ The other ops:
   a copy.
 - `fxshard::copy_in(gradients, world_size, dtype)` makes what a reduction sends, in one kernel on CUDA; of the ops that
   say the same Inductor makes a kernel per gradient.
-- `fxshard::copy(source)` is a contiguous copy in memory of its own: Inductor drops `clone` where a wait hides that the
-  source is the caller's.
+- `fxshard::copy(source, dtype)` is a contiguous copy in memory of its own, in another dtype if one is given: Inductor
+  drops `clone` where a wait hides that the source is the caller's, and repeats a cast for each that reads a part of it.
 - `fxshard::keep_rows(parameters, key, num_ranks, group_name)` is this rank's shard of parameters over a smaller group:
   [Note: subgroups] in `passes/reshard_to_subgroup.py`.
 - `fxshard::region(operands, name, call)` and `fxshard::region_backward` call code that a repeated module shares; they
@@ -105,7 +105,7 @@ LIBRARY.define(
 LIBRARY.define("copy_out(Tensor gathered, int[] size, int[] stride, int start, str stream) -> Tensor")
 LIBRARY.define("copy_in(Tensor[] gradients, int world_size, ScalarType dtype) -> Tensor")
 LIBRARY.define("addmm_acc(Tensor(a!) acc, Tensor left, Tensor right) -> ()")
-LIBRARY.define("copy(Tensor source) -> Tensor")
+LIBRARY.define("copy(Tensor source, ScalarType? dtype=None) -> Tensor")
 LIBRARY.define("keep_rows(Tensor[] parameters, str key, int num_ranks, str group_name) -> Tensor")
 _DRAWS = (torch.Tag.nondeterministic_seeded,)  # a region may: so the partitioner computes none again
 LIBRARY.define("region(Tensor[] operands, str name, int call) -> Tensor[]", tags=_DRAWS)
@@ -260,8 +260,10 @@ def _fake_copy_in(gradients: list[Tensor], world_size: int, dtype: torch.dtype) 
     return gradients[0].new_empty((world_size * sum(rows),), dtype=dtype)
 
 
-def _copy(source: Tensor) -> Tensor:
-    return source.clone(memory_format=torch.contiguous_format)
+def _copy(source: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    if dtype is None:
+        return source.clone(memory_format=torch.contiguous_format)
+    return source.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def rows_kept(parameters: list[Tensor], num_ranks: int, rank: int) -> Tensor:

@@ -83,9 +83,12 @@ def cast_to_send(parts: Sequence[Tensor], dtype: torch.dtype, joiner: torch.cuda
         dtype: of the unsharded parameters.
         joiner: another stream than the main one that may wait for the gather, and by that free what was cast.
     """
-    sent = [part.to(dtype) for part in parts]
-    for tensor, part in zip(sent, parts, strict=True):
-        if joiner is not None and tensor is not part:
+    if all(part.dtype is dtype for part in parts):
+        return list(parts)
+    sent = [torch.empty_like(part, dtype=dtype) for part in parts]
+    torch.ops.aten._foreach_copy_.default(sent, parts)  # one kernel
+    if joiner is not None:
+        for tensor in sent:
             tensor.record_stream(joiner)
     return sent
 

@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+from fxshard.cost.hardware import BUILTIN
 from tests.cross_cuda.clocks import Seeded
 from tests.cross_cuda.gpus import A100, B200
 from tests.cross_cuda.training import FP32, Broken, Case
 
-FAULTS = (Seeded(forgets_record_stream=True), Seeded(forgets_fork=True), Seeded(forgets_join=True))
+FAULTS = (Seeded(forgets_fork=True), Seeded(forgets_join=True))
+FAULTS_OF_COPIES = (Seeded(forgets_record_stream=True), *FAULTS)
+"""Where a parameter is copied out on a stream of its own, which then frees what was sent."""
 
 FSDP2 = ("schedule", "fsdp2")
 """One launch per unit, so that there are several in a small model."""
 
+DEAR_TENSORS = ("hardware", dataclasses.replace(BUILTIN["h100"], gather_tensor_overhead=1.0).to_json())
+"""One tensor per launch, so that parameters are copied out of it."""
+
 NCCL = Case(options=(FSDP2, ("regions", "off")), num_layers=3)
 SIDE = Case(options=(FSDP2, ("streams", "side")), num_layers=3, microbatches=2, faults=FAULTS)
+SIDE_COPIES = Case(options=(FSDP2, ("streams", "side"), DEAR_TENSORS), microbatches=2, faults=FAULTS_OF_COPIES)
 CUDAGRAPHS = Case(options=(FSDP2, ("cudagraphs", True)))
+HYBRID = Case(options=(FSDP2,), replicas=2, num_layers=3)
 BROKEN = Case(model=Broken, options=(FSDP2, ("resident_gib", 4.0)), microbatches=2, overlaps_step=True)
 
-QUICK = {"nccl": NCCL, "side": SIDE, "cudagraphs": CUDAGRAPHS, "graph breaks, resident": BROKEN}
+QUICK = {
+    "nccl": NCCL,
+    "side": SIDE,
+    "side, one tensor per launch": SIDE_COPIES,
+    "cudagraphs": CUDAGRAPHS,
+    "hybrid": HYBRID,
+    "graph breaks, resident": BROKEN,
+}
 """What CI compiles, for sm_90."""
 
 MORE = {
     "defaults": Case(),
     "defaults, accumulating": Case(microbatches=2, overlaps_step=True),
     "nccl, regions": Case(options=(FSDP2,), num_layers=3, microbatches=2),
+    "hybrid, side, accumulating": Case(options=(FSDP2, ("streams", "side")), replicas=2, microbatches=2, faults=FAULTS),
     "nccl, fp32": Case(options=(FSDP2,), policy=FP32),
     "side, fp32": Case(options=(FSDP2, ("streams", "side")), policy=FP32),
     "side, graph breaks": Case(model=Broken, options=(FSDP2, ("streams", "side")), num_layers=3, overlaps_step=True),

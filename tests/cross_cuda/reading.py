@@ -61,9 +61,15 @@ def by_collective(order: Sequence[str]) -> list[tuple[str, ...]]:
 
 def copied_bytes(steps: Sequence[Step]) -> int:
     """Return how many bytes kernels of their own copy out of gathered buffers: they read nothing else."""
-    gathered = {storage for step in steps if step.kind == "gather" for storage in step.writes}
-    copies = [step for step in steps if step.kind in ("triton", "kernel") and step.reads and {*step.reads} <= gathered]
-    return sum(step.written_bytes for step in copies)
+    gathered, copied = set[int](), 0
+    for step in steps:
+        if step.kind == "gather":
+            gathered |= {*step.writes}
+        elif step.kind in ("triton", "kernel"):
+            if step.reads and gathered.issuperset(step.reads):
+                copied += step.written_bytes
+            gathered -= {*step.writes}  # from here on the memory is another tensor's
+    return copied
 
 
 def gathered_bytes(steps: Sequence[Step]) -> int:
@@ -71,14 +77,22 @@ def gathered_bytes(steps: Sequence[Step]) -> int:
     return sum(step.written_bytes for step in steps if step.kind == "gather")
 
 
-def copies_in(steps: Sequence[Step]) -> list[int]:
-    """Return for each reduction how many kernels write to what it sends."""
-    found = []
+def copies_in(steps: Sequence[Step], kind: str = "reduce") -> list[int]:
+    """Return for each reduction, or gather, how many kernels write to what it sends."""
+    found, writers = [], dict[int, set[int]]()
     for i, step in enumerate(steps):
-        if step.kind == "reduce":
-            sent = set(step.reads)
-            found.append(sum(not sent.isdisjoint(earlier.writes) for earlier in steps[:i] if earlier.kind != "wait"))
+        if step.kind == kind:
+            found.append(len(set().union(*(writers.get(storage, set()) for storage in step.reads))))
+        if step.kind != "wait":
+            for storage in step.writes:
+                writers.setdefault(storage, set()).add(i)
     return found
+
+
+def by_direction(steps: Sequence[Step]) -> tuple[Sequence[Step], Sequence[Step]]:
+    """Cut a step of one microbatch into its forward and its backward, where the loss is."""
+    loss = next(i for i, step in enumerate(steps) if step.name.startswith("aten::mean"))
+    return steps[:loss], steps[loss:]
 
 
 def num_kernels(steps: Sequence[Step]) -> int:

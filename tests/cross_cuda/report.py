@@ -57,8 +57,12 @@ def _kernels() -> None:
     for name, case in cases.items():
         for dim in (256, 2048):
             few, many = (trained(dataclasses.replace(case, dim=dim, num_layers=n, batch=4)).run.steps for n in (3, 4))
-            counts = (reading.num_kernels, reading.num_launches, reading.num_python_calls)
-            _row((name, dim, *(count(many) - count(few) for count in counts), reading.num_python_calls(few)))
+            of_block = [
+                count(more) - count(less)
+                for count in (reading.num_kernels, reading.num_launches, reading.num_python_calls)
+                for less, more in zip(reading.by_direction(few), reading.by_direction(many), strict=True)
+            ]
+            _row((name, dim, *of_block, reading.num_python_calls(few), reading.num_launches(few)))
 
 
 def _row(cells: tuple[object, ...]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cross_cuda import patches, reading
-from tests.cross_cuda.cases import CUDAGRAPHS, MORE, NCCL, OTHER_GPUS, QUICK
+from tests.cross_cuda.cases import CUDAGRAPHS, HYBRID, MORE, NCCL, OTHER_GPUS, QUICK, SIDE
 from tests.cross_cuda.gpus import Gpu
 from tests.cross_cuda.lane import installed
 from tests.cross_cuda.training import Case, Trained, trained_once
@@ -69,10 +69,32 @@ def test_gradients_reach_the_buffer_of_a_reduction_by_one_kernel() -> None:
     assert len(copies) == NCCL.num_layers + 1
 
 
-@pytest.mark.slow
-def test_large_parameters_are_not_copied_out_of_what_was_gathered() -> None:
-    steps = trained_once(MORE["nccl, dim 2048"]).run.steps
+def test_replicas_average_each_unit_in_the_order_of_the_graphs() -> None:
+    made = trained_once(HYBRID)
+    (graphs,) = made.graphs
+    said = reading.scheduled([graphs["forward"], graphs["backward"]])
+    assert reading.by_collective(reading.ran(made.run.steps)) == reading.by_collective(said)
+    reduced = [step.name for step in made.run.steps if step.kind == "reduce"]
+    assert sum("reduce_scatter" in name for name in reduced) == HYBRID.num_layers + 1
+    assert sum("all_reduce" in name for name in reduced) == HYBRID.num_layers + 1
+
+
+def test_one_kernel_casts_what_a_gather_sends() -> None:
+    casts = reading.copies_in(trained_once(NCCL).run.steps, "gather")
+    assert casts == [1] * len(casts)
+
+
+@pytest.mark.parametrize(
+    "case", [NCCL, SIDE, pytest.param(MORE["defaults"], marks=pytest.mark.slow)], ids=["nccl", "side", "defaults"]
+)
+def test_matrices_are_not_copied_out_of_what_was_gathered(case: Case) -> None:
+    steps = trained_once(case).run.steps
     assert reading.copied_bytes(steps) <= 0.02 * reading.gathered_bytes(steps)
+
+
+def test_python_is_called_once_for_each_launch_beside_the_streams_of_a_group() -> None:
+    steps = trained_once(SIDE).run.steps
+    assert 0 < reading.num_python_calls(steps) <= reading.num_launches(steps)
 
 
 @pytest.mark.parametrize("gpu", OTHER_GPUS, ids=lambda gpu: str(gpu.architecture))

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.cross_cuda import reading
 from tests.cross_cuda.clocks import Streams
-from tests.cross_cuda.dry_run import dry_run
+from tests.cross_cuda.dry_run import Step, dry_run
 from tests.cross_cuda.lane import installed
 from tests.cross_cuda.patches import Dead, Patch, Synchronised
 
@@ -95,3 +96,11 @@ def test_finds_memory_that_is_given_away_while_it_is_in_use(is_recorded: bool) -
     streams.run("other", [], [memory.tensor()])
     expected = ["other on main is given memory that is in use: read on side1"]
     assert streams.races == ([] if is_recorded else expected)
+
+
+def test_counts_no_copy_out_of_memory_that_has_become_another_tensors() -> None:
+    gather = Step("gather", "all_gather", "nccl", (0,), (1,), 8, 64)
+    copy = Step("triton", "copy", "main", (1,), (2,), 64, 64)
+    overwrite = Step("kernel", "mm", "main", (3,), (1,), 64, 64)
+    assert reading.copied_bytes([gather, copy]) == 64
+    assert reading.copied_bytes([gather, overwrite, copy]) == 0

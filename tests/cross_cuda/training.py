@@ -55,6 +55,7 @@ class Case:
         batch: rows of a microbatch.
         policy: dtypes; `None` for a model in bfloat16 that is not sharded, and compiled by torch alone.
         gpu: for which it is compiled.
+        replicas: of each shard; the ranks that share the parameters are fewer by as much.
         microbatches: of a step; all but the last only accumulate.
         overlaps_step: whether the optimizer launches the next forward's first gather.
         options: of the backend.
@@ -67,6 +68,7 @@ class Case:
     batch: int = 2
     policy: fxshard.MixedPrecisionPolicy | None = BF16
     gpu: Gpu = H100
+    replicas: int = 1
     microbatches: int = 1
     overlaps_step: bool = False
     options: tuple[tuple[str, Any], ...] = ()
@@ -93,7 +95,7 @@ class Trained:
 def trained(case: Case) -> Trained:
     """Train a model for two steps, in which all is compiled, and then for two more that are noted."""
     mode, lane = FakeTensorMode(allow_non_fake_inputs=True), installed()
-    with warnings.catch_warnings(), _ranks() as mesh, lane.compiling(case.gpu) as compiled:
+    with warnings.catch_warnings(), _ranks(case.replicas) as mesh, lane.compiling(case.gpu) as compiled:
         # A unit looks at the addresses of its parameters; those of fake ones are all 0, which does no harm.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         with mode:
@@ -114,10 +116,14 @@ def trained_once(case: Case) -> Trained:
 
 
 @contextmanager
-def _ranks() -> Iterator[DeviceMesh]:
+def _ranks(replicas: int) -> Iterator[DeviceMesh]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
     try:
-        yield init_device_mesh("cuda", (WORLD_SIZE,))
+        if replicas > 1:
+            shape = (replicas, WORLD_SIZE // replicas)
+            yield init_device_mesh("cuda", shape, mesh_dim_names=("replicate", "shard"))
+        else:
+            yield init_device_mesh("cuda", (WORLD_SIZE,))
     finally:
         torch._dynamo.reset()
         dist.destroy_process_group()

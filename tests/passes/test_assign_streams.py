@@ -12,9 +12,20 @@ from fxshard.errors import ConfigError
 from fxshard.ir import collectives, liveness, ops, tags
 from fxshard.passes._base import GraphKind, PassContext
 from fxshard.passes.assign_streams import AssignStreams
+from fxshard.passes.coalesce_collectives import CoalesceCollectives
+from tests import graphs
 from tests.graphs import EVERY_UNIT, SPLIT, Traced, assert_changes_nothing, broken_by, run_pass
 from tests.pairwise import pairwise
-from tests.schedules import DEAR_COPIES, MODELS, SCHEDULE, SCHEDULED, after_passes, assert_schedule, model_of
+from tests.schedules import (
+    DEAR_COPIES,
+    DEAR_KERNELS,
+    MODELS,
+    SCHEDULE,
+    SCHEDULED,
+    after_passes,
+    assert_schedule,
+    model_of,
+)
 from tests.steps import assert_same_step, step
 
 
@@ -63,6 +74,14 @@ def test_leaves_the_graph_to_the_streams_of_its_group(mode: str, kind: GraphKind
 def test_side_has_nothing_to_do_where_parameters_are_gathered_as_they_are_stored_and_read() -> None:
     gm, ctx = after_passes(model_of("four_layers"), "forward", *SCHEDULED["coalesced"], hardware=DEAR_COPIES)
     assert not run_pass(AssignStreams(mode="side"), gm, ctx)
+
+
+@pytest.mark.parametrize("fuses_copies", [True, False])
+def test_leaves_copies_that_are_no_kernels_with_what_reads_them(fuses_copies: bool) -> None:
+    coalesce = CoalesceCollectives(fuses_copies=True)
+    gm, ctx = after_passes(graphs.trace(graphs.Norms()), "forward", coalesce, hardware=DEAR_KERNELS)
+    assert run_pass(AssignStreams(mode="side", fuses_copies=fuses_copies), gm, ctx) is not fuses_copies
+    assert len(gm.graph.find_nodes(op="call_function", target=ops.COPY_OUT)) == (0 if fuses_copies else 2)
 
 
 @pairwise(model=MODELS, before=SCHEDULED, mode=["side", "off"])

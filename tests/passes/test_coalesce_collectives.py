@@ -12,18 +12,15 @@ from expecttest import assert_expected_inline
 from torch import fx, nn
 
 from fxshard.cost.hardware import BUILTIN, HardwareSpec
-from fxshard.ir import collectives, signature, tags
+from fxshard.ir import collectives, launches, regions, signature, tags
 from fxshard.passes._base import GraphKind, PassContext
 from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.insert_collectives import InsertCollectives
 from tests import graphs
 from tests.graphs import Traced, assert_changes_nothing, assert_golden, run_pass, text
-from tests.schedules import DEAR_COPIES
+from tests.schedules import DEAR_COPIES, DEAR_KERNELS, DEAR_TENSORS
 from tests.steps import assert_same_step, reference_step, step
-
-DEAR_TENSORS = dataclasses.replace(BUILTIN["cpu"], gather_tensor_overhead=1.0, reduce_tensor_overhead=1.0)
-"""A tensor costs more than a copy of anything."""
 
 MATRICES = dataclasses.replace(
     BUILTIN["cpu"],
@@ -65,26 +62,33 @@ def test_leaves_one_tensor_per_launch_where_tensors_are_dear(kind: GraphKind) ->
     assert not ctx.history.last(kind).changed
 
 
-class Norms(nn.Module):
-    """A matrix between two vectors on each side."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = (nn.Parameter(torch.randn(4)) for _ in range(2))
-        self.weight = nn.Parameter(torch.randn(8, 4))
-        self.c, self.d = (nn.Parameter(torch.randn(8)) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x * self.a + self.b) @ self.weight.t() * self.c + self.d
-
-
 def test_copies_the_small_neighbours_of_a_large_parameter_together() -> None:
-    gm, _ = coalesced(graphs.trace(Norms()), "forward", MATRICES)
+    gm, _ = coalesced(graphs.trace(graphs.Norms()), "forward", MATRICES)
     assert_golden(text(gm), "coalesce_collectives_neighbours")
 
 
+@pytest.mark.parametrize(("fuses_copies", "numels"), [(True, [8, 32, 8, 8]), (False, [4, 4, 32, 8, 8])])
+def test_gathers_what_generated_kernels_read_together_where_they_may_copy(
+    fuses_copies: bool, numels: list[int]
+) -> None:
+    gm, _ = coalesced(graphs.trace(graphs.Norms()), "forward", DEAR_KERNELS, fuses_copies=fuses_copies)
+    (launch,) = collectives.unshard_launches(gm.graph)
+    assert [result.numel() for result in launch.meta["val"]] == numels  # of the last two, backward has the first
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_looks_into_a_region_for_who_reads(kind: GraphKind) -> None:
+    gm, ctx = graphs.regions().at(kind, after=InsertCollectives)
+    assert any(map(regions.called_by, gm.graph.nodes))
+    ctx = dataclasses.replace(ctx, hardware=dataclasses.replace(DEAR_KERNELS, gather_tensor_overhead=1.9e-6))
+    run_pass(CoalesceCollectives(fuses_copies=True), gm, ctx)
+    parameters = {parameter: node for node in gm.graph.nodes if (parameter := tags.meta_of(node).param)}
+    read = {name.rpartition(".")[2]: launches.is_read_by_a_library(node) for name, node in parameters.items()}
+    assert read == {"weight": True, "bias": False} if kind == "forward" else {"weight": True}
+
+
 def test_copies_the_small_gradients_together_wherever_they_are() -> None:
-    gm, _ = coalesced(graphs.trace(Norms(), world_size=4), "backward", MATRICES)
+    gm, _ = coalesced(graphs.trace(graphs.Norms(), world_size=4), "backward", MATRICES)
     assert_golden(text(gm), "coalesce_collectives_small_gradients")
 
 
