@@ -9,21 +9,17 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import itertools
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from fxshard import MixedPrecisionPolicy, fully_shard
@@ -41,6 +37,7 @@ from fxshard.passes._base import GraphKind, GraphPass, PassContext, Property
 from fxshard.passes.pipeline import DEFAULT, Pipeline, default
 from fxshard.runtime.frame import Frame
 from fxshard.tools.demo.gpt import GPT
+from tests.fake_ranks import fake_ranks, split_axis
 
 GOLDEN = Path(__file__).parent / "golden"
 WIDTH = 4
@@ -50,36 +47,6 @@ HARDWARE = dataclasses.replace(BUILTIN["h100"], gather_tensor_overhead=5e-6)
 Graph = tuple[fx.GraphModule, PassContext]
 SPLIT: tuple[GraphKind, GraphKind] = ("forward", "backward")
 """The graphs of a training step, once the joint one is split."""
-
-
-_fresh = itertools.count()
-
-
-def split_axis(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the slice of a mesh of `fake_ranks` that is for tensor parallelism."""
-    assert mesh.mesh_dim_names is not None
-    return mesh[mesh.mesh_dim_names[-1]]
-
-
-@contextmanager
-def fake_ranks(world_size: int, replicas: int = 1, *, tensor_parallel: int = 1) -> Iterator[DeviceMesh]:
-    """Pretend to be rank 0 of `world_size`, or of so many replicas, or of groups of tensor parallelism.
-
-    Collectives return at once and move nothing.
-    """
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size * replicas * tensor_parallel)
-    try:
-        if tensor_parallel > 1:
-            # A name of its own: torch keeps what it knows of DTensors by mesh, and then traces otherwise.
-            names = ("shard", f"tp_{next(_fresh)}")
-            yield init_device_mesh("cpu", (world_size, tensor_parallel), mesh_dim_names=names)
-        elif replicas > 1:
-            yield init_device_mesh("cpu", (replicas, world_size), mesh_dim_names=("replicate", "shard"))
-        else:
-            yield init_device_mesh("cpu", (world_size,))
-    finally:
-        torch._dynamo.reset()
-        dist.destroy_process_group()
 
 
 # ---- models: few nodes, and ops whose trace is the same in every supported torch

@@ -21,7 +21,8 @@ from fxshard.ir import collectives, ops, regions
 from fxshard.ir.plan import ShardPlan
 from fxshard.passes._base import GraphKind, GraphPass
 from fxshard.passes.insert_collectives import InsertCollectives
-from tests.graphs import SPLIT, Traced, fake_ranks, run_pass
+from tests.fake_ranks import fake_ranks
+from tests.graphs import SPLIT, Traced, run_pass
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,10 +42,12 @@ def _getter(name: str, dim: int, is_tensor_parallel: bool) -> property:
     def get(self: nn.Module) -> Any:
         if torch.compiler.is_compiling():  # never touch self._parameters here: Dynamo would trace the DTensors in it
             traced = self.__dict__[TRACED]
-            rows = torch.ops.fxshard.parameter(traced[its_flat], traced[name])
+            what = traced[its_flat], traced[name]  # a result in a variable would be called after it in graphs
             if is_tensor_parallel:
-                return placed(rows, traced[its_layout])
-            return rows if dim == 0 else torch.ops.fxshard.whole(rows, dim)
+                return placed(torch.ops.fxshard.parameter(*what), traced[its_layout])
+            if dim:
+                return torch.ops.fxshard.whole(torch.ops.fxshard.parameter(*what), dim)
+            return torch.ops.fxshard.parameter(*what)
         if (
             callback := torch_private.eval_frame_callback()
         ) is False:  # a C function: a Python one would be offered to Dynamo

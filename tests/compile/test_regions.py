@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fxshard.api import fully_shard
-from tests.graphs import ResidualLayers, fake_ranks, layers_of
+from tests.fake_ranks import fake_ranks
+from tests.graphs import ResidualLayers, layers_of
 
 
 def kernels(count: int, regions: str) -> int:

@@ -21,7 +21,7 @@ import fxshard
 from fxshard.compile import shared_code
 from fxshard.compile.shared_code import SharedCode
 from fxshard.runtime.rank_check import Timeouts
-from tests.graphs import fake_ranks
+from tests.fake_ranks import fake_ranks
 from tests.numerics.harness import compile_module
 from tests.ranks import two_ranks
 from tests.watching import said_by

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 import fxshard
-from tests.graphs import fake_ranks
+from tests.fake_ranks import fake_ranks
 from tests.numerics.harness import EAGER
 from tests.numerics.models import MLP, WIDTH
 

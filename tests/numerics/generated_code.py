@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 import fxshard
 from fxshard.ir import collectives, launches
-from tests import graphs
+from tests import fake_ranks, graphs
 from tests.graphs import SPLIT
 from tests.numerics.harness import compile_module
 
@@ -126,7 +126,7 @@ def num_kernels(code: str) -> Counter[str]:
 
 def compiled(model: nn.Module, x: Tensor, **options: Any) -> tuple[list[str], list[fx.Graph]]:
     """The code of forward and backward, and the graphs that it was made of; each unit has launches of its own."""
-    with graphs.fake_ranks(2) as mesh, functorch_config.patch(enable_autograd_cache=False):
+    with fake_ranks.fake_ranks(2) as mesh, functorch_config.patch(enable_autograd_cache=False):
         policy = options.pop("policy", fxshard.MixedPrecisionPolicy())
         for unit in graphs.layers_of(model):
             fxshard.fully_shard(unit, mesh=mesh, mp_policy=policy)

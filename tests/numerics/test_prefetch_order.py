@@ -11,7 +11,7 @@ from torch import Tensor, fx
 import fxshard
 from fxshard.ir import collectives, tags
 from fxshard.ir.liveness import tensors_in
-from tests import graphs
+from tests import fake_ranks
 from tests.numerics.fsdp2_order import CONFIGS, RECORDED, ROOT, Issue, in_words, loss_of, sharded_model, unit_of_product
 from tests.numerics.harness import EAGER, compile_module
 from tests.pairwise import slow
@@ -50,7 +50,7 @@ SHOWN = ("two ahead, the root too", "only blocks 1 and 3")
 
 @pytest.mark.parametrize("name", [name if name in SHOWN else slow(name) for name in CONFIGS])
 def test_lists_give_the_order_of_fsdp2(name: str) -> None:
-    with graphs.fake_ranks(2):
+    with fake_ranks.fake_ranks(2):
         model = sharded_model(fxshard.fully_shard, CONFIGS[name].for_ours())
         compiled = compile_module(model, EAGER)
         loss_of(compiled).backward()

@@ -17,7 +17,7 @@ import fxshard
 from fxshard import torch_fsdp2
 from fxshard.errors import ConfigError
 from fxshard.sharding.sharded_module import units_under
-from tests.graphs import fake_ranks
+from tests.fake_ranks import fake_ranks
 from tests.numerics.harness import EAGER, compile_module
 from tests.numerics.models import MLP, WIDTH
 

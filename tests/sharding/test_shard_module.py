@@ -21,7 +21,7 @@ from fxshard import fully_shard
 from fxshard.errors import ConfigError
 from fxshard.sharding.mesh import say_that_one_keeps_all
 from fxshard.sharding.sharded_module import units_under
-from tests.graphs import fake_ranks
+from tests.fake_ranks import fake_ranks
 from tests.numerics.harness import compile_module
 from tests.numerics.models import MLP, WIDTH
 

@@ -16,7 +16,7 @@ import fxshard
 from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.state import local_shards
 from fxshard.state.ranks import require_one_set
-from tests.graphs import fake_ranks, split_axis
+from tests.fake_ranks import fake_ranks, split_axis
 from tests.numerics.harness import EAGER, compile_module
 
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard import fully_shard
 from fxshard.tools.demo.gpt import GPT
-from tests.graphs import fake_ranks
+from tests.fake_ranks import fake_ranks
 from tests.tools.bench.clock import Clock, clocked, table
 
 WORLD_SIZE, SEQ_LEN, BATCH = 4, 64, 2
