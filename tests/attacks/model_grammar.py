@@ -180,8 +180,8 @@ def parts(draw: st.DrawFn, plain: bool) -> Part:
 
 
 @st.composite
-def cases(draw: st.DrawFn, meshes: tuple[tuple[int, ...], ...]) -> Case:
-    """Any case on one of these meshes."""
+def cases(draw: st.DrawFn, meshes: tuple[tuple[int, ...], ...], ignoring: bool = True) -> Case:
+    """Any case on one of these meshes; what is ignored would train on each real rank for itself."""
     policy = draw(st.sampled_from(["", "", "", "bf16", "sums in fp32", "sums in bf16", "fp16"]))
     alike = draw(_RARELY)
     drawn = [draw(parts(plain=bool(policy)))] * draw(st.integers(2, 3)) if alike else []
@@ -197,7 +197,7 @@ def cases(draw: st.DrawFn, meshes: tuple[tuple[int, ...], ...]) -> Case:
         ends=ends,
         unit_of_ends=draw(st.sampled_from(["root's", "root's", "one", "two"])) if ends else "root's",
         ties=ties,
-        ignored=draw(_RARELY) and not policy,
+        ignored=draw(_RARELY) and not policy and ignoring,
         mesh=draw(st.sampled_from(meshes)),
         policy=policy,
         compiled=draw(st.sampled_from(["whole", "whole", "whole", "parts", "no"])),

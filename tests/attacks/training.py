@@ -201,14 +201,17 @@ def _train_both(case: Case, ours: Sharded, theirs: System, dtype: torch.dtype, e
             evaluates = case.evaluates and step == 1
             losses = [_backward(case, system, number, dtype, emulated, evaluates, how) for system in systems]
             _same(losses[0], losses[1], f"loss of microbatch {number}", case)
-        _compare(case, systems, f"step {step}, gradient", lambda p: p.grad)
+        compares = step == 0 or not _adds_few_bits(case)  # later gradients are those of parameters that have parted
+        if compares:
+            _compare(case, systems, f"step {step}, gradient", lambda p: p.grad)
         for system, optim in zip(systems, optims, strict=True):
             # The norm of what emulated ranks have of uneven parameters is that of nothing that is whole.
             if case.clips and not emulated and any(p.grad is not None for p in system.model.parameters()):
                 nn.utils.clip_grad_norm_(system.model.parameters(), 0.1)
             optim.step()
             optim.zero_grad()
-        _compare(case, systems, f"step {step}", lambda p: p)
+        if compares:
+            _compare(case, systems, f"step {step}", lambda p: p)
 
 
 def _backward(
@@ -244,15 +247,22 @@ def _compare(
             _same(full(found), full(expected), f"{what} of {name}", case)
 
 
+def _adds_few_bits(case: Case) -> bool:
+    """Whether sums in few bits are rounded at other places than the reference rounds them."""
+    if case.policy:
+        return case.rounds_otherwise or (REDUCES_IN_STORAGE_DTYPE and case.adds_up)
+    return case.adds_in_another_order and any(part.bfloat16 for part in case.parts)
+
+
 def _same(found: Tensor, expected: Tensor, what: str, case: Case) -> None:
     """Compare to the bit where both do the same arithmetic, else as close as a few roundings of the dtype allow."""
     rtol = atol = 0.0
-    if case.policy and (case.rounds_otherwise or (REDUCES_IN_STORAGE_DTYPE and case.adds_up)):
-        rtol, atol = 2**-6, 2**-8
-    elif not case.policy and found.dtype == torch.float64:  # a mean over ranks, against that of a larger batch
+    if not case.policy and found.dtype == torch.float64:  # a mean over ranks, against that of a larger batch
         rtol, atol = 1e-9, 1e-11
+    elif _adds_few_bits(case):
+        rtol, atol = 2**-6, 2**-8
     elif not case.policy and case.adds_in_another_order:
-        rtol, atol = (2**-6, 2**-8) if any(part.bfloat16 for part in case.parts) else (1e-5, 1e-6)
+        rtol, atol = 1e-5, 1e-6
     torch.testing.assert_close(
         found, expected, rtol=rtol, atol=atol, equal_nan=True, msg=lambda text: f"{what}: {text}"
     )
