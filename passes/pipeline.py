@@ -99,7 +99,6 @@ def default(
     deferring = (DeferWeightGradients(),) if prefetch == "auto" else ()
     calling = (CallRegions(interpreted=not compiled, parts_last=bool(deferring)),) if outlines else ()
     folding = (FoldCopies(),) if outlines else ()  # once launches are final
-    hand_off = HandOffPrefetch(guess=prefetch not in (0, "off"), hands_over=streams != "off")
     return Pipeline(
         dynamo=outlining,  # before AOTAutograd, which then sees each block once
         joint=JOINT,
@@ -113,12 +112,11 @@ def default(
             *deferring,  # before waits sink: these go behind what is deferred
             SinkWaits(max_buffers=reduce_scatter_max_input_buffers),
             HoistPrefetch(depth=0 if prefetch == "off" else prefetch),  # type: ignore[arg-type]  # the pass checks it
-            # Last: where a wait stands decides what streams may do until there.
-            AssignStreams(mode=streams, fuses_copies=compiled),
+            AssignStreams(mode=streams, fuses_copies=compiled),  # last: where a wait stands decides what streams may do
         ),
         last=(CastShards(), CopyInGradients(), *folding, PinOrder()) if compiled else (),  # fusion comes next
         codegen=(
-            *(() if cudagraphs else (hand_off,)),
+            *(() if cudagraphs else (HandOffPrefetch(guess=prefetch not in (0, "off"), hands_over=streams != "off"),)),
             LowerStreams(),  # after it: what is handed over knows its stream
             *((CopyBiases(), EnforceOrder()) if compiled else ()),  # last: it hides nodes in subgraphs
         ),
