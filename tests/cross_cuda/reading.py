@@ -90,9 +90,14 @@ def copies_in(steps: Sequence[Step], kind: str = "reduce") -> list[int]:
 
 
 def by_direction(steps: Sequence[Step]) -> tuple[Sequence[Step], Sequence[Step]]:
-    """Cut a step of one microbatch into its forward and its backward, where the loss is."""
-    loss = next(i for i, step in enumerate(steps) if step.name.startswith("aten::mean"))
-    return steps[:loss], steps[loss:]
+    """Cut a step of one microbatch into forward and backward: between them is the loss, behind them the optimizer."""
+    names = [step.name for step in steps]
+    loss = next(i for i, name in enumerate(names) if name.startswith("aten::mean"))
+    end = next((i for i, name in enumerate(names) if name.startswith(_OPTIMIZER)), len(steps))
+    return steps[:loss], steps[loss:end]
+
+
+_OPTIMIZER = ("aten::add_", "aten::_foreach_add_")
 
 
 def num_kernels(steps: Sequence[Step]) -> int:

@@ -135,10 +135,10 @@ def test_repr_is_a_short_summary(two_layers: Explanation) -> None:
 Explanation of TwoLayers: 2 units, world size 64, 1 frame
   dynamo           ? nodes
   joint            29 nodes after reshard_policy, tag_parameter_views
-  forward          14 -> 36 nodes after insert_collectives, hoist_prefetch; 2 all_gather; 2.5 KiB gathered
-  forward_codegen  36 -> 38 nodes after hand_off_prefetch; 2 all_gather; 2.5 KiB gathered
-  backward         20 -> 29 nodes after insert_collectives, sink_waits, hoist_prefetch; 1 all_gather, 2 reduce_scatter; 1.25 KiB gathered
-  backward_codegen 29 -> 30 nodes after hand_off_prefetch; 1 all_gather, 2 reduce_scatter; 1.25 KiB gathered
+  forward          14 -> 36 nodes after insert_collectives, coalesce_collectives, hoist_prefetch; 2 all_gather; 2.5 KiB gathered
+  forward_codegen  36 -> 32 nodes after hand_off_prefetch; 2 all_gather; 2.5 KiB gathered
+  backward         20 -> 27 nodes after insert_collectives, coalesce_collectives, sink_waits, hoist_prefetch; 1 all_gather, 2 reduce_scatter; 1 KiB gathered
+  backward_codegen 27 nodes after hand_off_prefetch; 1 all_gather, 2 reduce_scatter; 1 KiB gathered
 captured for cpu: h100 may run other kernels""",  # noqa: E501
     )
 
@@ -161,11 +161,11 @@ def test_below_the_table_stand_the_schedules(two_layers: Explanation) -> None:
         "\n".join(line for line in forward if line and line.isascii()),
         """\
   stage     schedule                time  exposed  unsharded
-  forward   compiled               68 us    52 us   3.75 KiB
-            no prefetch            76 us    60 us    2.5 KiB
-            1 ahead                68 us    52 us   3.75 KiB
-            auto                   68 us    52 us   3.75 KiB
-            no schedule can beat   68 us""",
+  forward   compiled               64 us    56 us    2.5 KiB
+            no prefetch            68 us    60 us   1.25 KiB
+            1 ahead                64 us    56 us    2.5 KiB
+            auto                   64 us    56 us    2.5 KiB
+            no schedule can beat   64 us""",
     )
 
 

@@ -52,6 +52,8 @@ HARDWARE = {
 }
 
 
+COPIES = graphs.HARDWARE.to_json()
+
 ONE_LAYER = 160 / 2**30
 """GiB of one of the layers' gathered buffer and the copies out of it."""
 
@@ -245,9 +247,9 @@ def test_the_schedule_that_runs_is_that_after_inductors_passes() -> None:
 
 
 def test_the_budget_of_the_options_holds_for_all_schedules() -> None:
-    (frame,) = explained(TwoLayers, 4, memory_budget_gib=ONE_LAYER).frames
+    (frame,) = explained(TwoLayers, 4, memory_budget_gib=ONE_LAYER, hardware=COPIES).frames
     assert {found.unsharded_peak_bytes for found in frame.schedules("forward")} == {160}
-    (unlimited,) = explained(TwoLayers, 4).frames
+    (unlimited,) = explained(TwoLayers, 4, hardware=COPIES).frames
     assert by_name(unlimited, "forward")["auto"].unsharded_peak_bytes == 240
 
 
@@ -337,7 +339,7 @@ def test_a_launch_beside_another_of_its_unit_stands_there_for_the_same_reason() 
 
 
 def test_a_full_budget_is_a_reason() -> None:
-    (frame,) = explained(TwoLayers, 4, memory_budget_gib=ONE_LAYER).frames
+    (frame,) = explained(TwoLayers, 4, memory_budget_gib=ONE_LAYER, hardware=COPIES).frames
     (reason,) = frame.why("forward")["unshard_layers_1"]
     assert reason == (
         "hoist_prefetch: 1 ahead, before layers.0 is needed; no earlier: memory budget: 2.24e-07 of 1.49e-07 GiB"
