@@ -31,6 +31,9 @@ class InvariantError(FxshardError, AssertionError):
 class RankMismatchError(FxshardError, RuntimeError):
     """The ranks are about to launch different collectives, or one of them never came."""
 
+    told: tuple[object, ...] = ()
+    """The groups of ranks whose members meet the run that was refused, or its error, by themselves."""
+
 
 class CheckpointError(FxshardError, RuntimeError):
     """A checkpoint is missing, damaged or does not fit, or could not be written; what was there before still is."""

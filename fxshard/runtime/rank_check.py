@@ -17,8 +17,8 @@ Everybody writes before it waits here or in a collective, so this wait ends wher
 - Ranks that hold the same shard (a mesh of two axes) compare all of a run that all_reduces gradients, with the gathers
   and reductions over the other axis: in another order across the axes the ranks would wait for each other in a circle.
   So do all that share a unit, where backward gathers over subgroups of them.
-- A failed compilation takes a number too, with its message, so that the others need not wait for it. So does what
-  follows a run that was refused: replicas whose own shards agree would wait for it in the backward, to average.
+- A failed compilation takes a number too, with its message, so that the others need not wait for it. So does a
+  run that was refused, in the groups that it was not compared in: replicas whose own shards agree would wait for it.
 - A rank that turns off a known path raises alone, while the others stand in a collective already. When that fails (the
   rank has ended, or the group's timeout has passed), what is in the store explains it: `RankGroup.compare`.
 - The store forgets nothing, so the numbers share `RING` keys per rank. No rank is that many runs ahead of another:
@@ -33,7 +33,7 @@ import hashlib
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -276,10 +276,10 @@ def _rank_group_of(group_name: str) -> RankGroup | None:
     return rank_groups[ranks]
 
 
-def report_failure(group_names: Iterable[str], message: str, kind: str = FAILED) -> None:
+def report_failure(group_names: Iterable[str], message: str, kind: str = FAILED, told: tuple[object, ...] = ()) -> None:
     """Tell the ranks of these groups that this rank could not compile a graph of theirs, or was refused before it."""
     found = [_rank_group_of(name) for name in sorted(group_names)]
-    for rank_group in dict.fromkeys(group for group in found if group is not None):
+    for rank_group in dict.fromkeys(group for group in found if group is not None and group not in told):
         rank_group.begin(CollectiveSequence.failure(message, kind))
 
 
@@ -290,7 +290,7 @@ def telling_others(groups: Iterable[str]) -> Iterator[None]:
         yield
     except RankMismatchError as error:
         with suppress(RuntimeError):  # the store may be what is lost
-            report_failure(groups, str(error), REFUSED)
+            report_failure(groups, str(error), REFUSED, error.told)
         raise
 
 
@@ -312,32 +312,34 @@ class Agreement:
         Raises:
             RankMismatchError: another rank launches something else.
         """
-        sequences = self._agree(launches)
+        sequences = self._sequences_of(launches)
         try:
-            yield
-        except RuntimeError as error:
-            if not isinstance(error, FxshardError):
-                _explain(sequences, error)
+            self._agree(sequences)
+            with _explained(sequences):
+                yield
+        except RankMismatchError as error:
+            error.told += tuple(sequences)
             raise
 
-    def _agree(self, launches: Sequence[Launch]) -> Iterable[RankGroup]:
-        """The rank groups of a run, which have agreed on it."""
+    def _sequences_of(self, launches: Sequence[Launch]) -> Mapping[RankGroup, CollectiveSequence]:
+        """The rank groups of a run, and what it launches on each."""
         world = dist.group.WORLD
         if world is None:
-            return ()
+            return {}
         if world is not self._world():
             self._sequences.clear()
             self._world, self._ran = weakref.ref(world), False
         units = tuple(launch.serves for launch in launches)
         if units not in self._sequences:
             self._sequences[units] = self._by_rank_group(launches)
-        sequences = self._sequences[units]
+        return self._sequences[units]
+
+    def _agree(self, sequences: Mapping[RankGroup, CollectiveSequence]) -> None:
         begun = [(rank_group, rank_group.begin(sequence)) for rank_group, sequence in sequences.items()]
         for rank_group, is_news in begun:
             if is_news or not self._ran:
                 rank_group.wait_and_compare()
         self._ran = self._ran or bool(begun)
-        return sequences
 
     def _by_rank_group(self, launches: Sequence[Launch]) -> dict[RankGroup, CollectiveSequence]:
         found: dict[RankGroup, list[Launch]] = {}
@@ -352,8 +354,19 @@ class Agreement:
         return {rank_group: CollectiveSequence.of(self._kind, mine) for rank_group, mine in found.items()}
 
 
+@contextmanager
+def _explained(rank_groups: Iterable[RankGroup]) -> Iterator[None]:
+    """Around a run: where a collective fails, raise what the store knows about it, if anything."""
+    try:
+        yield
+    except FxshardError:
+        raise
+    except RuntimeError as error:
+        _explain(rank_groups, error)
+        raise
+
+
 def _explain(rank_groups: Iterable[RankGroup], error: RuntimeError) -> None:
-    """A collective has failed: raise what the store knows about it, if anything."""
     for rank_group in rank_groups:
         try:
             rank_group.compare()
