@@ -21,11 +21,11 @@ from fxshard.passes._base import GraphPass, PassContext, Property
 class ReshardToSubgroup(GraphPass):
     """Have backward gather from the ranks of a subgroup, each of which keeps more of a unit than its shard.
 
-    Joint    %w = unshard(%shard, 'blocks.0', 0)  mm(%x, %w)
-    becomes  %u = unshard(%shard, 'blocks.0', 0)  %kept = keep_rows([%u], 'blocks.0/2', 2)  # MUST_SAVE
+    Before   %w = unshard(%shard, 'blocks.0', 0)  mm(%x, %w)
+    After    %u = unshard(%shard, 'blocks.0', 0)  %kept = keep_rows([%u], 'blocks.0/2', 2)  # MUST_SAVE
              %w = unshard(%kept, 'blocks.0/2', 0)  mm(%x, %w)
-    Forward  %w = unshard(%kept, 'blocks.0/2', 0)
-    becomes  %w = unshard(%shard, 'blocks.0', 0)
+
+    That is the joint graph; in the forward graph `unshard(%kept, 'blocks.0/2', 0)` is read from the shard again.
 
     [Note: subgroups]
     With `reshard_after_forward=2` ranks 0 and 1 have all parameters between them after forward, and so have 2 and 3,

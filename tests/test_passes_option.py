@@ -189,7 +189,7 @@ def test_lets_the_verifier_be_switched_off(mesh: DeviceMesh) -> None:
         (lambda p: dataclasses.replace(p, split=p.split[:1]), "stage 'split': nothing ensures COLLECTIVES"),
         (lambda p: dataclasses.replace(p, joint=p.joint[:1]), "stage 'joint': nothing ensures RESHARD_TAGGED"),
         (
-            lambda p: dataclasses.replace(p, split=p.split[2:]),
+            lambda p: dataclasses.replace(p, split=p.split[3:]),
             r"a property is missing. InsertCollectives\(\) requires DEDUPED",
         ),
     ],

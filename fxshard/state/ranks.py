@@ -260,13 +260,13 @@ def has_no_rows(parameter: Tensor) -> bool:
 
 def _is_slice(mesh: DeviceMesh, of: DeviceMesh) -> bool:
     """Return whether `mesh` is `of`, or this rank's slice of some of its axes."""
-    names, coordinate = mesh.mesh_dim_names or (), of.get_coordinate()
+    names, axes, coordinate = mesh.mesh_dim_names, of.mesh_dim_names, of.get_coordinate()
     if mesh_axes.ranks_of(mesh) == mesh_axes.ranks_of(of) or coordinate is None:
         return True
-    index = tuple(
-        slice(None) if name in names else i for name, i in zip(of.mesh_dim_names or (), coordinate, strict=True)
-    )
-    return bool(names) and mesh_axes.ranks_of(mesh) == of.mesh[index].flatten().tolist()
+    if names is None or axes is None:
+        return False
+    index = tuple(slice(None) if name in names else i for name, i in zip(axes, coordinate, strict=True))
+    return mesh_axes.ranks_of(mesh) == of.mesh[index].flatten().tolist()
 
 
 def require_one_set(model: nn.Module) -> None:

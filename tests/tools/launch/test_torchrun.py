@@ -179,7 +179,8 @@ def test_the_demo_is_not_for_a_launcher(told: pytest.MonkeyPatch, capsys: pytest
 
 
 def flags(**given: Any) -> Namespace:
-    none = ("ranks", "world_size", "gigabytes_per_s", "latency_us", "device", "ctas")
+    between = ("between_gigabytes_per_s", "between_latency_us")
+    none = ("ranks", "world_size", "gigabytes_per_s", "latency_us", *between, "device", "ctas")
     return Namespace(**(dict.fromkeys(none) | given))
 
 
