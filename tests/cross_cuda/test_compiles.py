@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
 from tests.cross_cuda import patches, reading
 from tests.cross_cuda.cases import CUDAGRAPHS, HYBRID, MORE, NCCL, OTHER_GPUS, QUICK, SIDE
+from tests.cross_cuda.dry_run import Step
 from tests.cross_cuda.gpus import Gpu
 from tests.cross_cuda.lane import installed
 from tests.cross_cuda.training import Case, Trained, trained_once
@@ -82,6 +83,24 @@ def test_replicas_average_each_unit_in_the_order_of_the_graphs() -> None:
 def test_one_kernel_casts_what_a_gather_sends() -> None:
     casts = reading.copies_in(trained_once(NCCL).run.steps, "gather")
     assert casts == [1] * len(casts)
+
+
+@pytest.mark.slow
+def test_a_block_runs_at_most_two_kernels_per_launch_more_than_torch_alone_in_either_direction() -> None:
+    alone = dataclasses.replace(NCCL, policy=None, options=())
+    launches = _of_block(NCCL, reading.num_launches)
+    ours, theirs = (_of_block(case, reading.num_kernels) for case in (NCCL, alone))
+    assert launches == [1, 2]
+    assert all(n <= m + 2 * more for n, m, more in zip(ours, theirs, launches, strict=True)), (ours, theirs)
+
+
+def _of_block(case: Case, count: Callable[[Sequence[Step]], int]) -> list[int]:
+    """Count what one more block adds to a forward, and to a backward."""
+    few, many = (
+        trained_once(dataclasses.replace(case, num_layers=case.num_layers + more)).run.steps for more in (0, 1)
+    )
+    pairs = zip(reading.by_direction(few), reading.by_direction(many), strict=True)
+    return [count(more) - count(less) for less, more in pairs]
 
 
 @pytest.mark.parametrize(
