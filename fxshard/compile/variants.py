@@ -193,6 +193,7 @@ class Compilation:
         """Compile the graph as Dynamo captured it once more, into a frame of its own."""
         graph = self._history.stages["dynamo"][CAPTURED].kept.copy()
         gm = fx.GraphModule(graph.owning_module or nn.Module(), graph)
+        _pass_for_dynamos(gm)
         frame = Frame(
             self._frame.plan,
             hardware=self._frame.hardware,
@@ -212,3 +213,11 @@ class Compilation:
             again = Compilation(stages)
             again.run(gm, self._context.inputs)
         return again
+
+
+def _pass_for_dynamos(gm: fx.GraphModule) -> None:
+    """Have AOTAutograd look which inputs are parameters: the partitioner then saves the same as the first time."""
+    gm.meta["dynamo_compile_id"] = None
+    vars(gm)["_param_name_to_source"] = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        node._dynamo_source = None  # what it was stands in guards that exist

@@ -20,6 +20,9 @@ _KEPT_META = (
     "desc",
 )
 
+_OF_INPUT, _STATIC = "tensor_dict", "_dynamo_static_input_type"
+"""What Dynamo keeps of an input's attributes, and of that, whether it is a parameter: the rest may hold a model."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Reference:
@@ -44,7 +47,7 @@ class Snapshot:
                 *fx.map_arg((node.args, node.kwargs), references.__getitem__),
                 node.name,
                 node.type,
-                {key: node.meta[key] for key in _KEPT_META if key in node.meta},
+                _kept_meta(node),
             )
             for node in references
         ]
@@ -69,3 +72,10 @@ class Snapshot:
             node.meta = dict(meta)
             made.append(node)
         return graph
+
+
+def _kept_meta(node: fx.Node) -> dict[str, Any]:
+    kept = {key: node.meta[key] for key in _KEPT_META if key in node.meta}
+    if static := node.meta.get(_OF_INPUT, {}).get(_STATIC):
+        kept[_OF_INPUT] = {_STATIC: static}
+    return kept

@@ -28,6 +28,7 @@ from fxshard.errors import UnsupportedGraph
 from fxshard.ir import collectives
 from fxshard.runtime import profiler_ranges, unsharded_cache
 from fxshard.runtime.accumulation import Waiting
+from fxshard.runtime.optimizer_layout import lay_as_parameters
 
 if TYPE_CHECKING:
     from fxshard.runtime.flat_shard import FlatShard
@@ -53,7 +54,9 @@ class Microbatches:
 
     def __post_init__(self) -> None:
         """Watch the optimizers' steps from now on, for as long as the model lives."""
-        step_hooks().models.add(self)
+        hooks = step_hooks()
+        hooks.models.add(self)
+        hooks.lays |= any(member.settings.dim for unit in self.units for member in unit.members)
 
     def backward_runs(self, *, of_forward: bool = True) -> None:
         """Called by the graphs of a backward: at the first one see to what begins, and later to what ends with it.
@@ -171,6 +174,7 @@ class StepHooks:
         models: that live.
         holds: whether anything of any model waits or is resident. Dynamo guards on it where a step is compiled.
         overlapped: the optimizers whose steps launch the first gather of the next forward.
+        lays: whether a model has had parameters that lie in another memory order than FSDP2's: `optimizer_layout.py`.
     """
 
     def __init__(self) -> None:
@@ -178,10 +182,11 @@ class StepHooks:
         self.overlapped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.models: weakref.WeakSet[Microbatches] = weakref.WeakSet()
         self.holds = False
+        self.lays = False
 
     def begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Called by torch before each step."""
-        if self.holds:
+        if self.holds or (self.lays and (not torch.compiler.is_compiling() or _is_fused(optimizer))):
             _step_begins_eagerly(self, optimizer)
 
     def ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -196,6 +201,8 @@ class StepHooks:
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer is about to write the parameters in its groups."""
+        if self.lays:
+            lay_as_parameters(optimizer)
         written = _written_by(optimizer)
         for model in list(self.models):
             model.step_begins(written)
@@ -221,6 +228,10 @@ def step_hooks() -> StepHooks:
     register_optimizer_step_pre_hook(hooks.begins)
     register_optimizer_step_post_hook(hooks.ends)
     return hooks
+
+
+def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    return any(group.get("fused") for group in optimizer.param_groups)
 
 
 def _place_of(unit: Unit, written: Mapping[int, int]) -> int:

@@ -103,12 +103,14 @@ def can_cut(placed: DTensor) -> bool:
     """Return whether `own_part` knows what a rank has of it: rows of what tensor parallelism left."""
     mesh, placements = placed.device_mesh, placed.placements
     for axis, placement in enumerate(placements):
+        if type(placement) in (Shard, Replicate):
+            continue
         each: Any = placement
         factor = getattr(each, "split_factor", None)
         behind = [
             i for i in range(axis + 1, mesh.ndim) if type(placements[i]) is Shard and placements[i].is_shard(each.dim)
         ]
-        if type(each) not in (Shard, Replicate) and factor != math.prod(mesh.size(i) for i in behind):
+        if factor != math.prod(mesh.size(i) for i in behind):
             return False
     return sum(hasattr(each, "split_factor") for each in placements) <= 1
 
@@ -161,8 +163,8 @@ def gather_all(
                 indices.append(i)
                 continue
         if each.other:
-            full = cast(DTensor, each.local).full_tensor()
-            results[i] = full.to("cpu" if cpu_offload else full.device) if wanted else None
+            full = _full(cast(DTensor, each.local), cpu_offload)  # all of its ranks must be here
+            results[i] = full if wanted else None
         elif wanted:
             results[i] = copied(each.local, to_cpu=cpu_offload)
     shows = wanted and (recipient is not None or not dist.is_initialized() or dist.get_rank() == 0)
@@ -173,6 +175,14 @@ def gather_all(
             for i, full in zip(indices, fulls, strict=False):
                 results[i] = held[i].whole(full.view(held[i].dtype))
     return cast("list[Tensor]", results) if wanted else None
+
+
+def _full(tensor: DTensor, to_cpu: bool) -> Tensor:
+    """Make it full, in memory of its own: along axes of one rank torch gives the tensor itself."""
+    full = tensor.full_tensor()
+    if full.untyped_storage().data_ptr() == local_of(tensor).untyped_storage().data_ptr():
+        return copied(full, to_cpu=to_cpu)
+    return full.to("cpu" if to_cpu else full.device)
 
 
 def copied(tensor: Tensor, *, to_cpu: bool) -> Tensor:

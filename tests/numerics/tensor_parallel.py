@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils._pytree import tree_leaves
 
 import fxshard
 from tests.numerics.harness import (
@@ -219,6 +220,7 @@ def full_state_is_loaded(mesh: DeviceMesh, source: int | None) -> None:
     optim = stepped(model)
     weights = fxshard.full_state_dict(model, recipient_rank=None)
     state = fxshard.full_optim_state_dict(model, optim, recipient_rank=None)
+    assert not own_memory(model, optim) & {x.untyped_storage().data_ptr() for x in tensors_in((weights, state))}
     plain = plain_model(beside)
     plain.load_state_dict(weights)
     torch.optim.AdamW(plain.parameters()).load_state_dict(state)
@@ -231,6 +233,16 @@ def full_state_is_loaded(mesh: DeviceMesh, source: int | None) -> None:
         for name, value in other_optim.state[p].items():
             assert getattr(value, "placements", ()) == getattr(optim.state[expected][name], "placements", ())
     assert_same(fxshard.full_optim_state_dict(other, other_optim, recipient_rank=None), state)
+
+
+def own_memory(model: nn.Module, optim: torch.optim.Optimizer) -> set[int]:
+    """Return where parameters lie, and what the optimizer keeps of them."""
+    found = [*model.parameters(), *tensors_in(dict(enumerate(optim.state.values())))]
+    return {(x.to_local() if isinstance(x, DTensor) else x).untyped_storage().data_ptr() for x in found}
+
+
+def tensors_in(nested: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(nested) if isinstance(leaf, Tensor)]
 
 
 def checkpoints_load_on_other_meshes(mesh: DeviceMesh) -> None:

@@ -23,6 +23,7 @@ from tests.numerics.harness import (
     train,
 )
 from tests.numerics.loops import halve_gradients, remember_buffers
+from tests.numerics.microbatches import several
 from tests.numerics.models import (
     MLP,
     WIDTH,
@@ -97,6 +98,31 @@ def shard_all_but_the_bias_of_the_head(model: nn.Module, tools: Tools) -> nn.Mod
         tools.shard(block)
     tools.shard(model, ignored_params={model.head.bias})
     return tools.compile(model)
+
+
+class Chain(nn.Module):
+    """Layers in a row, of which backward reads the weight of all but the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+def shard_all_but_one_weight(model: nn.Module, tools: Tools) -> nn.Module:
+    assert isinstance(model, Chain)
+    tools.shard(model, ignored_params={model.blocks[1].weight})
+    return tools.compile(model)
+
+
+@two_ranks
+def test_accumulates_beside_an_ignored_weight() -> None:
+    """The backward that accumulates takes what the forward saves for the other one."""
+    check_bitwise(Scenario(model=Chain, batch=rows(), prepare=shard_all_but_one_weight, backward=several))
 
 
 @two_ranks

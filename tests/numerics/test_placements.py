@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from dataclasses import replace
 from typing import Any
@@ -17,17 +18,21 @@ from fxshard.errors import UnsupportedGraph
 from fxshard.runtime.parameters import local_of
 from tests.numerics.harness import (
     FSDP2,
+    NUM_STEPS,
     Prepare,
+    Run,
     Scenario,
     Tools,
     check,
     check_inductor,
+    compare,
     compile_each_block,
     compile_module,
     fxshard_system,
     only_shard,
     shard_and_compile,
     start,
+    train,
     train_step,
     with_a_break,
     world_mesh,
@@ -131,6 +136,33 @@ def test_parameters_and_gradients_lie_as_those_of_fsdp2() -> None:
         assert parameter.grad.placements == expected[name].grad.placements, name
         assert local_of(parameter).shape == local_of(expected[name]).shape
         assert local_of(parameter.grad).shape == local_of(parameter).shape
+
+
+def there_and_back(run: Run, step: int) -> None:
+    """Take the model over from FSDP2 before the second step, and give it back before the last."""
+    if run.system.ours and step == 1:
+        fxshard.adopt(run.model)
+    if run.system.ours and step == NUM_STEPS - 1:
+        fxshard.release(run.model)
+
+
+def by_torch(model: nn.Module, tools: Tools) -> nn.Module:
+    return only_shard(model, replace(tools, system=replace(tools.system, fully_shard=FSDP2.fully_shard)))
+
+
+def fused(parameters: Any, overlaps: bool = False) -> Any:
+    optim = torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+    return fxshard.overlap_step(optim) if overlaps else optim
+
+
+@two_ranks
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_fused_optimizer_goes_on_where_parameters_change_hands(overlaps: bool) -> None:
+    """Fused kernels walk through the memory of parameters and state side by side."""
+    optimizer = functools.partial(fused, overlaps=overlaps)
+    scenario = replace(BASE, prepare=by_torch, before_step=there_and_back, optimizer=optimizer)
+    ours = train(scenario, fxshard_system(dtype=torch.float64))
+    compare(ours, train(scenario, replace(FSDP2, dtype=torch.float64)), rtol=1e-9, atol=1e-11)
 
 
 @two_ranks
