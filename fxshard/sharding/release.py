@@ -27,6 +27,8 @@ def release(model: nn.Module, *, whole: bool) -> nn.Module:
     plain = plain_module(model)
     states = _states_in(plain)
     _require_releasable(plain, states)
+    if not whole:
+        _require_fsdp2_can(plain, states)
     unwrap_compiled(plain)
     settings = [_Ours(modules, state) for state, modules in states]
     for module in plain.modules():
@@ -64,6 +66,18 @@ def _require_releasable(model: nn.Module, states: list[tuple[ModuleState, list[n
         )
     for unit in units:
         unit.check()
+
+
+def _require_fsdp2_can(model: nn.Module, states: list[tuple[ModuleState, list[nn.Module]]]) -> None:
+    """Raise where FSDP2 would fail in its first forward: it reshards to a subgroup what is cut by rows alone."""
+    units = [unit for state, _ in states for unit in state.units if unit.subgroup_size]
+    found = [m.fqn for unit in units for m in unit.members if m.tensor_parallel or m.settings.dim]
+    if found:
+        raise ConfigError(
+            f"release({type(model).__name__}): FSDP2 has no reshard_after_forward as a number of ranks for parameters "
+            f"that are tensor-parallel or cut along another dimension than 0: {', '.join(found)}. Call "
+            "set_reshard_after_forward(True) first, or release it with whole=True."
+        )
 
 
 class _Ours:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_forward_method
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fxshard
@@ -196,6 +197,16 @@ def test_release_refuses_what_fxshard_has_not_sharded_whole(mesh: DeviceMesh) ->
     block = model.get_submodule("blocks.0")
     with pytest.raises(ConfigError, match=r"release\(Block\): it is part of a sharded model. Pass the outermost"):
         fxshard.release(block)
+
+
+def test_release_refuses_what_fsdp2_could_not_run() -> None:
+    with fake_ranks(4) as mesh:
+        model = nn.Linear(4, 4, bias=False)
+        fxshard.fully_shard(model, mesh=mesh, reshard_after_forward=2, shard_placement_fn=lambda _: Shard(1))
+        with pytest.raises(ConfigError, match=r"another dimension than 0: weight\. Call set_reshard_after_forward"):
+            fxshard.release(model)
+        model.set_reshard_after_forward(True)
+        assert isinstance(fxshard.release(model), FSDPModule)
 
 
 def test_release_refuses_gradients_that_wait(mesh: DeviceMesh) -> None:
