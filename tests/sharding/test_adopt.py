@@ -201,7 +201,7 @@ def test_release_refuses_what_fxshard_has_not_sharded_whole(mesh: DeviceMesh) ->
 
 def test_release_refuses_what_fsdp2_could_not_run() -> None:
     with fake_ranks(4) as mesh:
-        model = nn.Linear(4, 4, bias=False)
+        model: Any = nn.Linear(4, 4, bias=False)
         fxshard.fully_shard(model, mesh=mesh, reshard_after_forward=2, shard_placement_fn=lambda _: Shard(1))
         with pytest.raises(ConfigError, match=r"another dimension than 0: weight\. Call set_reshard_after_forward"):
             fxshard.release(model)
