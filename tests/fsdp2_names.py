@@ -34,6 +34,7 @@ FUNCTIONS: Mapping[str, Row] = {
     "MixedPrecisionPolicy": Row("same", "torch's own class"),
     "OffloadPolicy": Row("same", "torch's own class, the default: nothing is offloaded"),
     "CPUOffloadPolicy": Row("refused", "torch's own class; offload is not implemented yet"),
+    "GradientReductionHandle": Row("missing", "what `finalize_backward` returns", torch="2.15"),
     "DataParallelMeshDims": Row("missing", "`fully_shard(dp_mesh_dims=...)` is refused", torch="2.13, 2.15"),
 }
 
@@ -71,6 +72,13 @@ METHODS: Mapping[str, Row] = {
     "reshard": Row("differs", "frees what was gathered outside of graphs; a graph frees its own"),
     "reset_iter_state": Row("same", "also drops gradients that wait", torch="2.13, 2.15"),
     "set_is_last_backward": Row("same"),
+    "set_manual_backward_finalization": Row(
+        "missing",
+        "a backward has reduced its gradients when it ends; `set_is_last_backward` says which one",
+        torch="2.15",
+    ),
+    "finalize_backward": Row("missing", "as `set_manual_backward_finalization`", torch="2.15"),
+    "set_keep_unsharded_storage": Row("missing", "graphs own what they gather", torch="2.15"),
     "set_requires_gradient_sync": Row(
         "differs", "the flag is read when backward runs; sums are kept unsharded in the reduce dtype"
     ),

