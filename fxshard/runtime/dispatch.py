@@ -158,7 +158,7 @@ class ForwardDispatch(Dispatch):
         (which, parameters, names), self._next = self._next, None
         inputs.extend(parameters)
         self._frame.ran = which
-        with rank_check.telling_others(self._groups()):
+        with rank_check.telling_others(self._groups):
             return self._compiled(which).run(inputs, names)
 
 
@@ -186,7 +186,7 @@ class BackwardDispatch(Dispatch):
             unsharded_cache.reshard_if_reduced(unit)  # if they end: then the graph frees each after its last use
         if call.forward != PLAIN or which != PLAIN:
             restride(inputs, code.orders)
-        with rank_check.telling_others(self._groups()):
+        with rank_check.telling_others(self._groups):
             results = code.run(inputs, self._frame.names_of(units))
         accumulation.note_run(which, units, trained)
         return results

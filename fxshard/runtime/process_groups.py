@@ -55,12 +55,7 @@ def _twin_of(unit: Unit) -> dist.ProcessGroup:
     """Another group of the same ranks, backends and timeout."""
     group = mesh_axes.shard_group(unit.mesh)
     ranks = dist.get_process_group_ranks(group)
-    if _is_made_together() and len(ranks) < dist.get_world_size():
-        raise ConfigError(
-            f"set_separate_reduce_scatter_group: the mesh has {len(ranks)} of {dist.get_world_size()} ranks, and after "
-            "init_process_group(device_id=...) torch makes a group together with all ranks. Leave device_id out, or "
-            "reduce on the mesh's group."
-        )
+    _require_no_other_ranks("set_separate_reduce_scatter_group", ranks, "reduce on the mesh's group")
     name = unit.label
     said = rank_values.gather_texts(TOPIC, name, group, remedy="All ranks of the mesh must call it alike.")
     if others := sorted(set(said) - {name}):
@@ -92,18 +87,23 @@ def subgroup_of(mesh: DeviceMesh, size: int) -> dist.ProcessGroup:
     known = _subgroups().setdefault(group, {})
     if size not in known:
         ranks = mesh_axes.ranks_of(mesh)
-        if _is_made_together() and len(ranks) < dist.get_world_size():
-            raise ConfigError(
-                f"reshard_after_forward={size}: the mesh has {len(ranks)} of {dist.get_world_size()} ranks, and after "
-                "init_process_group(device_id=...) torch makes a group together with all ranks. Leave device_id out, "
-                "or pass True or False."
-            )
+        _require_no_other_ranks(f"reshard_after_forward={size}", ranks, "pass True or False")
         blocks = [ranks[first : first + size] for first in range(0, len(ranks), size)]
         own = [block for block in blocks if dist.get_rank() in block]
         made = _made(blocks if _is_made_together() else own, mesh, "fxshard_subgroup")
         assert made is not None, "require_mesh has found this rank in the mesh"
         known[size] = made
     return known[size]
+
+
+def _require_no_other_ranks(call: str, ranks: Sequence[int], instead: str) -> None:
+    """Raise where making a group of some of these ranks would wait for others."""
+    if _is_made_together() and len(ranks) < dist.get_world_size():
+        raise ConfigError(
+            f"{call}: the mesh has {len(ranks)} of {dist.get_world_size()} ranks, and after "
+            "init_process_group(device_id=...) torch makes a group together with all ranks. Leave device_id out, or "
+            f"{instead}."
+        )
 
 
 def _is_made_together() -> bool:

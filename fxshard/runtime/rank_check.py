@@ -284,13 +284,13 @@ def report_failure(group_names: Iterable[str], message: str, kind: str = FAILED,
 
 
 @contextmanager
-def telling_others(groups: Iterable[str]) -> Iterator[None]:
-    """Around a run of units with these groups: where it is refused, ranks that only later ones join hear of it."""
+def telling_others(groups: Callable[[], Iterable[str]]) -> Iterator[None]:
+    """Around a run of units with these groups, asked for only where it is refused: ranks that come later hear of it."""
     try:
         yield
     except RankMismatchError as error:
         with suppress(RuntimeError):  # the store may be what is lost
-            report_failure(groups, str(error), REFUSED, error.told)
+            report_failure(groups(), str(error), REFUSED, error.told)
         raise
 
 

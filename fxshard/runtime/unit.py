@@ -223,7 +223,7 @@ class Unit:
             if op == wanted or (op == "all_reduce" and averages)
         )
         key = kind, f"{what} {len(launches)}"
-        with telling_others(plan.groups), self._agreements.setdefault(key, Agreement(kind)).before(launches):
+        with telling_others(lambda: plan.groups), self._agreements.setdefault(key, Agreement(kind)).before(launches):
             yield
 
     def rename(self, fqn: str, member_fqns: Sequence[str]) -> None:
