@@ -31,6 +31,7 @@ LIFE, ACCUMULATION, REPLICAS = (f"numerics/test_{name}.py::test_" for name in ("
 SHARD, MODELS = "sharding/test_shard_module.py::test_", "attacks/test_random_models.py::test_"
 MIXED, PREFETCHER = "numerics/test_mixed_cases.py::test_", "runtime/test_prefetcher.py::test_"
 MEMORY, FROZEN = "numerics/test_graph_memory.py::test_", "numerics/test_frozen.py::test_"
+PIPELINES = "numerics/test_pipelining.py::test_"
 DCP, HOIST = "state/test_torch_dcp.py::test_", "passes/test_hoist_prefetch.py::test_"
 
 FSDP2: Mapping[str, Mapping[str, Held]] = {
@@ -133,8 +134,15 @@ FSDP2: Mapping[str, Mapping[str, Held]] = {
         ),
         "without the all_reduce over replicas": by(f"{REPLICAS}replicas_of_one_rank_each"),
         "without resharding after backward": by("numerics/test_unsharded_cache.py::test_gathers_once_per_step"),
-        "microbatches of a pipeline": by(
-            "numerics/test_pipelining.py::test_a_pipeline_reduces_once_per_step_and_trains_like_one_process"
+        "microbatches of a pipeline, how often they gather and reduce": by(
+            f"{PIPELINES}two_stages_of_two_ranks_train_as_fsdp2",
+            f"{PIPELINES}every_schedule_gathers_and_reduces_once_per_step",
+        ),
+        "every pipeline schedule, several stages on a rank, backwards that are split": by(
+            f"{PIPELINES}every_schedule_trains_as_fsdp2"
+        ),
+        "clipping, evaluation and states in a pipeline; replicas and tensor parallelism below it": by(
+            f"{PIPELINES}two_stages_of_two_ranks_also"
         ),
         "with mixed precision": by(f"{ACCUMULATION}accumulates_in_the_reduce_dtype"),
         "with hooks on gradients": by("numerics/test_accumulation_order.py::test_hooks_see_the_whole_gradient_once"),
