@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from fxshard.compile.backend import frames_of
 from fxshard.cost import measured
@@ -91,7 +91,9 @@ def fully_shard(
             for the first the ranks must divide it evenly. A gather then ends with a transposed copy, a reduction begins
             with one.
         mp_policy: dtypes of gathered parameters, of gradient reduction, of inputs and outputs; torch's dataclass.
-        offload_policy: only the default; offloading is not implemented yet.
+        offload_policy: `CPUOffloadPolicy()` keeps the shards of this unit, their gradients and the optimizer's state
+            in the host's memory, where the optimizer steps; a shard is copied to the device before it is gathered. By
+            default they are on the device. `pin_memory=False` takes no page-locked memory, and overlaps no copy.
         ignored_params: parameters that stay as they are: not sharded, their gradients not reduced.
         dp_mesh_dims: not implemented yet.
 
@@ -102,8 +104,9 @@ def fully_shard(
         ConfigError: wrong mesh, sharded twice, compiled before, or parameters that cannot be sharded (named).
         NotImplementedError: an argument of a later release, named.
     """
-    _require_kinds(reshard_after_forward, mp_policy)
-    _refuse_later_arguments(offload_policy, dp_mesh_dims)
+    _require_kinds(reshard_after_forward, mp_policy, offload_policy)
+    if dp_mesh_dims is not None:
+        raise NotImplementedError("fully_shard: dp_mesh_dims is not implemented yet; leave it out.")
     modules = _modules(module)
     _require_fresh(modules)
     policy = mp_policy or MixedPrecisionPolicy()
@@ -115,6 +118,7 @@ def fully_shard(
         reshard_after_forward=resharding(chosen, reshard_after_forward),
         ignored=ignored_params or (),
         settings_of=per_parameter.chooser(policy, shard_placement_fn, chosen),
+        offload=offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None,
     )
     measured.agree(chosen)
     return module
@@ -309,21 +313,13 @@ def release_accumulators(module: nn.Module) -> None:
         unit.accumulation.release()
 
 
-def _require_kinds(reshard: object, mp_policy: object) -> None:
+def _require_kinds(reshard: object, mp_policy: object, offload: object) -> None:
     if not isinstance(reshard, bool | int | None):
         raise ConfigError(f"reshard_after_forward must be True, False, None or a number of ranks, got {reshard!r}.")
     if not isinstance(mp_policy, MixedPrecisionPolicy | None):
         raise ConfigError(f"mp_policy must be a MixedPrecisionPolicy, got {mp_policy!r}.")
-
-
-def _refuse_later_arguments(offload: OffloadPolicy | None, dp_mesh_dims: Any) -> None:
-    later = {
-        "offload_policy": offload is not None and type(offload) is not OffloadPolicy,
-        "dp_mesh_dims": dp_mesh_dims is not None,
-    }
-    names = [name for name, given in later.items() if given]
-    if names:
-        raise NotImplementedError(f"fully_shard: {', '.join(names)} is not implemented yet; leave it out.")
+    if type(offload) not in (CPUOffloadPolicy, OffloadPolicy, type(None)):
+        raise ConfigError(f"offload_policy must be CPUOffloadPolicy() or OffloadPolicy(), got {offload!r}.")
 
 
 def _modules(module: Any) -> list[nn.Module]:

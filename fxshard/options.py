@@ -14,11 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard.errors import ConfigError, nearest
 
-# Options of the design that have no effect yet, with the only value that is accepted today.
-_NOT_YET: dict[str, Any] = {
-    "offload": None,
-}
-
 # Inductor flags that decide the order of collectives, and the first torch that surely has them; its own schedulers
 # would undo ours.
 KEEP_ORDER_FLAGS = {
@@ -47,6 +42,9 @@ class Options:
         reshard_after_forward: as in `fully_shard`, for the one-line path only.
         param_dtype: dtype of gathered parameters and compute, for the one-line path only.
         reduce_dtype: dtype of gradient reduction, for the one-line path only.
+        offload: `{"params": 0.5}` keeps half of the parameters' bytes in the host's memory, by whole units, with their
+            gradients and optimizer state, as `CPUOffloadPolicy` does; "pin_memory": False as there, "optimizer": True
+            says what is so anyway. For the one-line path only; `fully_shard` takes an `offload_policy` for each unit.
         schedule: "auto" lets the cost model choose what a launch moves and when it starts; "fsdp2" makes FSDP2's
             launches, one by one: each unit's own, one unit ahead. `None` is "auto" where Inductor lowers, "fsdp2" where
             graphs are run node by node, to be FSDP2's to the bit.
@@ -84,6 +82,7 @@ class Options:
     reshard_after_forward: bool | None = None
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    offload: Mapping[str, Any] | None = None
     schedule: str | None = None
     bucket: str | float | None = None
     prefetch: int | str | None = None
@@ -145,6 +144,8 @@ class Options:
         self._require_consistent_flags()
 
     def _require_consistent_flags(self) -> None:
+        if self.offload is not None:
+            _require_offload(self.offload)
         if self.schedule not in (None, "auto", "fsdp2"):
             raise ConfigError(f'schedule must be "auto", "fsdp2" or None, got {self.schedule!r}.')
         owned = sorted(set(self.inductor) & set(OWNED_INDUCTOR_FLAGS))
@@ -187,7 +188,7 @@ class Options:
     @property
     def one_line_only(self) -> tuple[str, ...]:
         """Names of the set options that only the one-line path reads."""
-        names = ("mesh", "reshard_after_forward", "param_dtype", "reduce_dtype")
+        names = ("mesh", "reshard_after_forward", "param_dtype", "reduce_dtype", "offload")
         given = tuple(name for name in names if getattr(self, name) is not None)
         return (*given, "separate_reduce_scatter_group") if self.separate_reduce_scatter_group else given
 
@@ -197,7 +198,6 @@ def parse(options: Mapping[str, Any] | None, mode: str | None = None) -> Options
 
     Raises:
         ConfigError: for a `mode` but "default", an unknown key (naming the nearest known one) or a value out of range.
-        NotImplementedError: for an option of a later release, naming it.
     """
     if mode not in (None, "default"):
         raise ConfigError(f"mode={mode!r} has no meaning for backend='fxshard'; pass options={{'inductor': {{...}}}}.")
@@ -205,12 +205,30 @@ def parse(options: Mapping[str, Any] | None, mode: str | None = None) -> Options
         raise ConfigError(f"options must be a dict, got {options!r}.")
     given = dict(options or {})
     known = [field.name for field in dataclasses.fields(Options)]
-    for name in [key for key in given if key not in known]:
-        if name not in _NOT_YET:
-            raise ConfigError(_unknown(name, [*known, *_NOT_YET]))
-        if given.pop(name) != _NOT_YET[name]:
-            raise NotImplementedError(f"option {name!r} is not implemented yet; leave it out.")
+    for name in given:
+        if name not in known:
+            raise ConfigError(_unknown(name, known))
     return Options(**given)
+
+
+def _require_offload(given: object) -> None:
+    if not isinstance(given, Mapping) or not given.keys() <= {"params", "optimizer", "pin_memory"}:
+        raise ConfigError(f'offload must be a dict of "params", "optimizer" and "pin_memory", got {given!r}.')
+    part = given.get("params")
+    if part is None:
+        raise ConfigError(
+            f"offload={dict(given)!r} does not say which part of the parameters: an optimizer steps them where they "
+            'are, so its state is on the host where they are, and nowhere else. Give "params": 1 for all, 0.5 for half.'
+        )
+    if isinstance(part, bool) or not isinstance(part, int | float) or not 0 <= part <= 1:
+        raise ConfigError(f'offload: "params" must be a part from 0 to 1, got {part!r}.')
+    if part and given.get("optimizer", True) is not True:
+        raise ConfigError(
+            'offload: "optimizer" can only be True: the state of offloaded parameters is on the host with them. Leave '
+            "it out."
+        )
+    if not isinstance(given.get("pin_memory", True), bool):
+        raise ConfigError(f'offload: "pin_memory" must be True or False, got {given["pin_memory"]!r}.')
 
 
 def _unknown(name: object, known: list[str]) -> str:

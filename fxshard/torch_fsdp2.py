@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed import _composable_state as composable_state
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -94,6 +94,12 @@ class Fsdp2Unit:
         return bool(group._reshard_after_forward)
 
     @property
+    def offload(self) -> CPUOffloadPolicy | None:
+        """The policy of its shards, `None` if they are on the device."""
+        policy = self.groups[0].offload_policy if self.groups else None
+        return policy if isinstance(policy, CPUOffloadPolicy) else None
+
+    @property
     def reshard_after_backward(self) -> bool:
         """Whether backward frees its parameters."""
         return all(group.reshard_after_backward for group in self.groups)
@@ -170,7 +176,6 @@ class Fsdp2Unit:
             "tensor-parallel parameters sharded on another dimension than 0 (shard_placement_fn)": any(
                 getattr(each, "is_dtensor", False) and each.fsdp_placement.dim != 0 for each in params
             ),
-            "CPU offload (offload_policy)": any_of(params, "offload_to_cpu", False),
             "set_reduce_scatter_unused_params": any_of(groups, "reduce_scatter_unused_params", False),
             "set_all_reduce_hook with a stream": any_of(groups, "_all_reduce_hook_stream"),
             "set_custom_all_gather or set_custom_reduce_scatter": any(

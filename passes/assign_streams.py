@@ -64,7 +64,9 @@ class AssignStreams(GraphPass):
         reductions = launch_groups.groups_of(gm.graph, collectives.REDUCTIONS)
         if self.mode == "off":
             outer = launch_groups.groups_of(gm.graph, collectives.ALL_REDUCES)
-            return any([_wait_at_once(group) for group in (*gathers, *reductions, *outer)])
+            copies = [node for node in gm.graph.nodes if node.target in ops.BETWEEN_HOST_AND_DEVICE]
+            launched = [launch for group in (*gathers, *reductions, *outer) for launch in group.launches] + copies
+            return any([_wait_at_once(launch) for launch in launched])
         if self.mode != "side":
             return False
         flow = dataflow.dataflow_of(gm.graph, ctx.plan)
@@ -98,17 +100,15 @@ class AssignStreams(GraphPass):
         return copies if not self.fuses_copies or any(map(launches.is_read_by_a_library, copies)) else []
 
 
-def _wait_at_once(group: LaunchGroup) -> bool:
+def _wait_at_once(launch: fx.Node) -> bool:
     """Move each wait right behind its launch."""
-    moved = False
-    for launch in group.launches:
-        results = _results_of(launch)
-        place = max(results)  # nodes compare by their place in the graph
-        for wait in sorted(wait for result in results for wait in result.users):
-            if place.next is not wait:
-                place.append(wait)
-                moved = True
-            place = wait
+    moved, results = False, _results_of(launch)
+    place = max(results)  # nodes compare by their place in the graph
+    for wait in sorted(wait for result in results for wait in result.users):
+        if place.next is not wait:
+            place.append(wait)
+            moved = True
+        place = wait
     return moved
 
 

@@ -34,7 +34,8 @@ class CastShards(GraphPass):
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
         """Edit `gm.graph` in place; return whether anything changed."""
-        casts = [cast for shard in tags.shards_of(gm.graph).values() for cast in shard.users if self._is_repeated(cast)]
+        shards = [node for node in gm.graph.nodes if tags.meta_of(node).shard is not None]
+        casts = [cast for shard in shards for cast in shard.users if self._is_repeated(cast)]
         for cast in casts:
             with gm.graph.inserting_before(cast):
                 copy = gm.graph.call_function(ops.COPY, (*cast.all_input_nodes, cast.meta["val"].dtype))

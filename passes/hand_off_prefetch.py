@@ -61,6 +61,9 @@ class HandOffPrefetch(GraphPass):
                 if not ctx.plan.in_subgroups.keys().isdisjoint(tags.units_of(launch)):
                     ctx.decline(launch, "it sends what forward has kept; it is launched in this graph")
                     continue
+                if any(isinstance(sent, Flat) and sent.is_copy for sent in flow.sent_by(launch)):
+                    ctx.decline(launch, "its shard is copied from the host; it is launched in this graph")
+                    continue
                 arguments = _arguments(launch, flow, shards)
                 if arguments is None:
                     ctx.decline(launch, "it sends more than parts of one flat; it is launched in this graph")

@@ -10,7 +10,6 @@ from torch.fx import GraphModule
 
 from fxshard.ir import collectives, dataflow, graph_edit, ops, tags
 from fxshard.ir.dataflow import Flat
-from fxshard.ir.tags import ShardKey
 from fxshard.passes._base import GraphPass, PassContext, Property
 
 
@@ -38,7 +37,6 @@ class LowerStreams(GraphPass):
         if not tagged:
             return False
         flow = dataflow.dataflow_of(gm.graph, ctx.plan)
-        shards = tags.shards_of(gm.graph)
         for launch in tagged:
             ranks = collectives.world_size_of(launch), collectives.group_of(launch), tags.meta_of(launch).stream
             if launch.target in collectives.REDUCTIONS:
@@ -51,7 +49,8 @@ class LowerStreams(GraphPass):
                 ctx.decline(launch, "what it sends was rewritten; it stays on the main stream")
                 continue
             with gm.graph.inserting_before(launch):
-                parts = [_part_of(shards[ShardKey(flat.unit, flat.shard)], flat) for flat in flats]
+                sent = [node for node in collectives.launch_inputs(launch) if node is not None]
+                parts = [_part_of(tags.flat_behind(node), flat) for node, flat in zip(sent, flats, strict=True)]
             graph_edit.replace_launch(launch, ops.ALL_GATHER_ON_STREAM, (parts, flats[0].dtype, *ranks))
         return True
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 from torch.fx import GraphModule
 
-from fxshard.ir import collectives, launches, pins, regions
+from fxshard.ir import collectives, launches, ops, pins, regions
 from fxshard.passes._base import GraphPass, PassContext, Property
 
 
@@ -42,7 +42,7 @@ class PinOrder(GraphPass):
         changed = False
         for node in gm.graph.nodes:
             before = None
-            if collectives.is_launch(node):
+            if collectives.is_launch(node) or node.target in ops.BETWEEN_HOST_AND_DEVICE:
                 before, launch = None if _is_read_by_calls_alone(node) else kernel, node
             elif collectives.is_wait(node):
                 before = None if _is_read_by_calls_alone(node) else launch or kernel

@@ -23,9 +23,11 @@ from fxshard.passes.enforce_order import EnforceOrder
 from fxshard.passes.fold_copies import FoldCopies
 from fxshard.passes.fuse_grad_accumulation import FuseGradAccumulation
 from fxshard.passes.hand_off_prefetch import HandOffPrefetch
+from fxshard.passes.hoist_copies import HoistCopies
 from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.passes.insert_collectives import InsertCollectives
 from fxshard.passes.lower_streams import LowerStreams
+from fxshard.passes.offload_shards import OffloadShards
 from fxshard.passes.outline_regions import OutlineRegions
 from fxshard.passes.pin_order import PinOrder
 from fxshard.passes.read_resident import ReadResident
@@ -106,12 +108,14 @@ def default(
             *calling,  # first: what a call costs is then in the graph itself
             ReshardToSubgroup(),  # again: what forward has gathered it need not gather from a subgroup
             DedupUnshard(),  # again: it has left double reads, and a graph without backward has seen no joint stage
+            OffloadShards(),  # before it: what is gathered and reduced is on the device
             InsertCollectives(),  # after the split: each graph gathers where it reads and reduces where it writes
             BucketCollectives(size=bucket),  # before tensors are cut: the cut is for one launch
             CoalesceCollectives(fuses_copies=compiled, same_sums=not compiled),
             *deferring,  # before waits sink: these go behind what is deferred
             SinkWaits(max_buffers=reduce_scatter_max_input_buffers),
             HoistPrefetch(depth=0 if prefetch == "off" else prefetch),  # type: ignore[arg-type]  # the pass checks it
+            *((HoistCopies(),) if prefetch not in (0, "off") else ()),  # once gathers are where they are launched
             AssignStreams(mode=streams, fuses_copies=compiled),  # last: where a wait stands decides what streams may do
         ),
         last=(CastShards(), CopyInGradients(), *folding, PinOrder()) if compiled else (),  # fusion comes next
@@ -124,8 +128,10 @@ def default(
 
 
 def of_variant(passes: tuple[GraphPass, ...], which: Variant, lower: str) -> tuple[GraphPass, ...]:
-    """Return the split stage of a variant: what makes it one comes right before collectives are inserted."""
-    at = next(i for i, step in enumerate(passes) if Property.COLLECTIVES in step.ensures)
+    """Return the split stage of a variant: what makes it one comes right before what is read is copied and gathered."""
+    at = next(
+        i for i, step in enumerate(passes) if isinstance(step, OffloadShards) or Property.COLLECTIVES in step.ensures
+    )
     fused = (FuseGradAccumulation(),) if lower == "inductor" else ()
     return (*passes[:at], AccumulateGradients(which=which), *fused, ReadResident(which=which), *passes[at:])
 

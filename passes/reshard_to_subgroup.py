@@ -90,8 +90,9 @@ def _keep(shard: ShardKey, first: fx.Node, ctx: PassContext) -> fx.Node:
     parameters, dtype = [], unit.unsharded_dtype(plan)
     with graph.inserting_before(first), mode:
         for i, slot in enumerate(plan.slots):
-            made = graph.call_function(ops.UNSHARD, (flat, str(ops.key_of(first)), i, list(slot.shape), dtype))
-            made.meta["val"] = flat.meta["val"].new_empty(slot.shape, dtype=dtype)
+            kind = dtype, *first.args[5:]  # and the device, if the flat is on another one
+            made = graph.call_function(ops.UNSHARD, (flat, str(ops.key_of(first)), i, list(slot.shape), *kind))
+            made.meta["val"] = first.meta["val"].new_empty(slot.shape, dtype=dtype)
             tags.tag(made, param=ctx.plan.parameter_name(*shard, i))
             parameters.append(made)
         ranks = unit.subgroup_size, unit.subgroup

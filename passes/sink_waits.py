@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from fxshard.cost.sizes import sizes_of
 from fxshard.cost.timeline import Timeline
 from fxshard.errors import ConfigError
-from fxshard.ir import collectives, launch_groups
+from fxshard.ir import collectives, launch_groups, ops
 from fxshard.ir.launch_groups import LaunchGroup
 from fxshard.passes._base import GraphPass, PassContext, Property
 
@@ -29,7 +29,8 @@ class SinkWaits(GraphPass):
 
     Where replicas hold the same shard, an all_reduce needs what the reduction gives. So a reduction is waited for as
     soon as it has arrived by the costs, which lets the all_reduce run beside the compute that follows; the all_reduces,
-    whose buffers are shards, are waited for at the end.
+    whose buffers are shards, are waited for at the end. Likewise where the gradient of an offloaded shard is copied to
+    the host: what the copy reads is waited for when it has arrived, the copy at the end.
 
     Numerics: unchanged. Memory: the inputs of `max_buffers` reductions, each as large as a unit's unsharded gradients.
     No-op: a graph without reductions, or where nothing stands between a wait and the end.
@@ -49,20 +50,30 @@ class SinkWaits(GraphPass):
         """Edit `gm.graph` in place; return whether anything changed."""
         found = launch_groups.groups_of(gm.graph, collectives.REDUCTIONS)
         outer = launch_groups.groups_of(gm.graph, collectives.ALL_REDUCES)
-        last = {wait for group in outer for wait in group.waits}
+        copied = gm.graph.find_nodes(op="call_function", target=ops.COPY_TO_HOST)
+        last = {wait for group in outer for wait in group.waits if not _is_followed(group)}
+        last.update(wait for copy in copied for wait in copy.users)
         before = list(gm.graph.nodes)
         places: dict[fx.Node, fx.Node] = dict.fromkeys(last, gm.graph.output_node())
-        arrivals = Timeline(sizes_of(gm.graph, ctx.plan), ctx.hardware).arrivals() if outer else {}
+        is_timed = outer or copied
+        arrivals = Timeline(sizes_of(gm.graph, ctx.plan), ctx.hardware).arrivals() if is_timed else {}
         moving = _with_readers({wait for group in found for wait in group.waits})
         for i, group in enumerate(found):
             latest, why = self._latest(found, i, gm.graph)
             places |= dict.fromkeys(group.waits, latest)
-            if _is_all_reduced(group):
+            if _is_followed(group):
                 places |= _arrived(group, latest, arrivals, moving)
-                why = "waited for where it has arrived by the costs, so that its all_reduce can start"
+                then = "all_reduce" if outer else "copy to the host"
+                why = f"waited for where it has arrived by the costs, so that its {then} can start"
             ctx.note(group.launches[0], why)
         for group in outer:
-            ctx.note(group.launches[0], "launched once the reduction is there, waited for at the end")
+            until = "at the end"
+            if _is_followed(group):
+                launched = max(places[source] for source in group.inputs if source in places)
+                found_at = _arrived(group, gm.graph.output_node(), arrivals, moving)
+                places |= {wait: max(place, launched) for wait, place in found_at.items()}
+                until = "where it has arrived, to be copied"
+            ctx.note(group.launches[0], f"launched once the reduction is there, waited for {until}")
         for node in gm.graph.nodes:
             sunk = [places[source] for source in node.all_input_nodes if source in places]
             if sunk and node not in places and node.op != "output":
@@ -80,9 +91,10 @@ class SinkWaits(GraphPass):
         return next(node for node in later.nodes if node > found[i].nodes[-1]), why
 
 
-def _is_all_reduced(group: LaunchGroup) -> bool:
-    """Whether what the launches of a group leave is averaged over replicas."""
-    return any(user.target in collectives.ALL_REDUCES for wait in group.waits for user in wait.users)
+def _is_followed(group: LaunchGroup) -> bool:
+    """Whether what the launches of a group leave is averaged over replicas, or copied to the host."""
+    readers = _with_readers(set(group.waits))
+    return any(node.target in (*collectives.ALL_REDUCES, ops.COPY_TO_HOST) for node in readers)
 
 
 def _arrived(

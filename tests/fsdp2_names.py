@@ -33,7 +33,9 @@ FUNCTIONS: Mapping[str, Row] = {
     "share_comm_ctx": Row("sets nothing", "graphs have no streams of their own to share"),
     "MixedPrecisionPolicy": Row("same", "torch's own class"),
     "OffloadPolicy": Row("same", "torch's own class, the default: nothing is offloaded"),
-    "CPUOffloadPolicy": Row("refused", "torch's own class; offload is not implemented yet"),
+    "CPUOffloadPolicy": Row(
+        "same", "torch's own class; the hook of `set_all_reduce_hook` then gets the gradient on the host"
+    ),
     "GradientReductionHandle": Row("missing", "what `finalize_backward` returns", torch="2.15"),
     "DataParallelMeshDims": Row("missing", "`fully_shard(dp_mesh_dims=...)` is refused", torch="2.13, 2.15"),
 }
@@ -52,7 +54,7 @@ ARGUMENTS: Mapping[str, Row] = {
         "differs", "`Shard(d)` and None; a mesh of its own for a parameter (`ShardPlacementResult`) is refused"
     ),
     "mp_policy": Row("same", "a unit may also have parameters of several dtypes, which FSDP2 asserts that it has not"),
-    "offload_policy": Row("refused", "but for the default, `OffloadPolicy()`"),
+    "offload_policy": Row("same", "on a CPU mesh shards are copied too, and never pinned"),
     "ignored_params": Row("same"),
     "dp_mesh_dims": Row(
         "refused", 'give the slice of the mesh: `mesh["dp"]`, with parameters on `mesh["tp"]` alone', torch="2.13, 2.15"

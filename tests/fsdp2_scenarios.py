@@ -201,9 +201,7 @@ FSDP2: Mapping[str, Mapping[str, Held]] = {
         ),
         "on another number of ranks": by(f"{DCP}any_number_of_ranks_loads_what_any_number_has_saved"),
         "the norm of gradients is clipped": by(f"{LOOP}clips_the_norm_of_gradients"),
-        "parameters and state on the CPU (offload)": none(
-            "refused by name: `test_names_the_argument_that_a_later_release_brings`"
-        ),
+        "parameters and state on the CPU (offload)": by("numerics/test_offload.py::test_trains_as_without"),
     },
 }
 
@@ -224,7 +222,10 @@ DEEPCOMPILE: Mapping[str, Held] = {
     ),
     "casts under autocast beside the gather": by(f"{GRAPHS}trains_under_bf16_autocast"),
     "the profile of a graph: time and memory per node": by("cost/test_stats.py::test_backward_of_two_layers"),
-    "optimizer state or activations on the CPU, sequence parallelism": none("not what this library does so far"),
+    "optimizer state on the CPU": by(
+        "numerics/test_offload.py::test_gradients_and_optimizer_state_are_where_the_shards_are"
+    ),
+    "activations on the CPU, sequence parallelism": none("not what this library does so far"),
 }
 
 FAIRSCALE: Mapping[str, Held] = {
@@ -263,5 +264,6 @@ FAIRSCALE: Mapping[str, Held] = {
         f"{LIFE}initialises_a_model_that_was_sharded_on_the_meta_device"
     ),
     "a pickled model": by("sharding/test_sharded_module.py::test_refuses_to_copy_a_sharded_module"),
-    "parameters or state on the CPU or a disk": none("no offload so far"),
+    "parameters or state on the CPU": by("numerics/test_offload.py::test_trains_as_without"),
+    "parameters or state on a disk": none("no offload to disks"),
 }

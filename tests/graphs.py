@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from fxshard import MixedPrecisionPolicy, fully_shard
+from fxshard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from fxshard.compile import dynamo
 from fxshard.compile.variants import lower
 from fxshard.cost.hardware import BUILTIN
@@ -244,6 +244,7 @@ def trace(
     inputs: Sequence[Tensor] = (),
     lowering: Literal["eager", "inductor"] = "eager",
     verify: bool = True,
+    offloads: bool = False,
     **shard_kwargs: Any,
 ) -> Traced:
     """Shard, compile and run a module once, forward and (if `train`) backward.
@@ -260,6 +261,7 @@ def trace(
         inputs: of the module; by default one tensor of ones, `[2, width]`.
         lowering: in whose dialect of aten; Inductor generates no code.
         verify: off where the pipeline leaves out what the verifier would miss.
+        offloads: whether shards are in the host's memory.
         **shard_kwargs: of fully_shard.
     """
     frames: list[Frame] = []
@@ -280,7 +282,9 @@ def trace(
             parallelize(module, split_axis(mesh))
             mesh = mesh["shard"]
         for unit in units(module):
-            fully_shard(unit, mesh=mesh, **shard_kwargs)
+            fully_shard(
+                unit, mesh=mesh, offload_policy=CPUOffloadPolicy() if offloads else OffloadPolicy(), **shard_kwargs
+            )
         result = torch.compile(module, backend=backend)(*given)
         if train:
             result.sum().backward()
@@ -314,6 +318,15 @@ def two_layers(**kwargs: Any) -> Traced:
 def in_subgroups(*, world_size: int = 4, **kwargs: Any) -> Traced:
     """Two units that half of the ranks share between forward and backward."""
     return two_layers(world_size=world_size, reshard_after_forward=max(1, world_size // 2), **kwargs)
+
+
+OFFLOADED = {"offloads": True}
+"""To trace a model whose shards are in the host's memory."""
+
+
+def offloaded(**kwargs: Any) -> Traced:
+    """Two units whose shards are in the host's memory."""
+    return two_layers(**OFFLOADED, **kwargs)
 
 
 @traced_once

@@ -119,6 +119,10 @@ def _gather_in_subgroup(flat: Any, size: int, group: str) -> Tensor:
     return LocalTensor({rank: torch.cat([rows[first[rank] + i] for i in range(size)]) for rank in rows})
 
 
+def _copied(source: Tensor, *_: object) -> Tensor:
+    return source.clone()
+
+
 def _keep_rows(parameters: list[Any], key: str, size: int, group: str) -> Tensor:
     ranks = parameters[0]._local_tensors
     return LocalTensor({r: ops.rows_kept([p._local_tensors[r] for p in parameters], size, r % size) for r in ranks})
@@ -131,6 +135,8 @@ _OF_ALL_RANKS = {
     ops.PREFETCHED_ALL_GATHER: _prefetched,
     ops.ALL_GATHER_ON_STREAM: _gather,
     ops.REDUCE_SCATTER_ON_STREAM: _reduce,
+    ops.COPY_TO_DEVICE: _copied,
+    ops.COPY_TO_HOST: _copied,
 }
 """What the ops of the codegen stage do, in ops that a LocalTensor knows; it has nothing in flight to wait for."""
 

@@ -55,6 +55,12 @@ def test_names_the_option_nearest_to_an_unknown_one(mesh: DeviceMesh, given: str
         ("memory_budget_gib", "40"),
         ("inductor", {"reorder_for_peak_memory": True}),
         ("inductor", {"triton.cudagraphs": True}),
+        ("offload", "cpu"),
+        ("offload", {"param": 1}),
+        ("offload", {"params": 1.5}),
+        ("offload", {"optimizer": True}),
+        ("offload", {"params": 1, "optimizer": False}),
+        ("offload", {"params": 1, "pin_memory": 0}),
     ],
 )
 def test_names_the_option_whose_value_means_nothing(mesh: DeviceMesh, option: str, value: Any) -> None:
@@ -62,10 +68,9 @@ def test_names_the_option_whose_value_means_nothing(mesh: DeviceMesh, option: st
         call(sharded_mlp(mesh), {option: value})
 
 
-@pytest.mark.parametrize(("option", "value"), [("offload", "cpu")])
-def test_names_the_option_that_a_later_release_brings(mesh: DeviceMesh, option: str, value: Any) -> None:
-    with pytest.raises(NotImplementedError, match=option):
-        call(sharded_mlp(mesh), {option: value})
+def test_says_that_optimizer_state_is_where_parameters_are(mesh: DeviceMesh) -> None:
+    with pytest.raises(ConfigError, match=r'offload=.*its state is on the host where they are.*Give "params": 1'):
+        call(sharded_mlp(mesh), {"offload": {"optimizer": True}})
 
 
 def test_says_what_a_budget_must_at_least_be_and_what_to_do(mesh: DeviceMesh) -> None:

@@ -28,9 +28,11 @@ from fxshard.passes.enforce_order import EnforceOrder
 from fxshard.passes.fold_copies import FoldCopies
 from fxshard.passes.fuse_grad_accumulation import FuseGradAccumulation
 from fxshard.passes.hand_off_prefetch import HandOffPrefetch
+from fxshard.passes.hoist_copies import HoistCopies
 from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.passes.insert_collectives import InsertCollectives
 from fxshard.passes.lower_streams import LowerStreams
+from fxshard.passes.offload_shards import OffloadShards
 from fxshard.passes.outline_regions import OutlineRegions
 from fxshard.passes.pin_order import PinOrder
 from fxshard.passes.read_resident import ReadResident
@@ -263,6 +265,26 @@ def test_keeps_the_page_of_hoist_prefetch_in_step() -> None:
     pairs = rewritten(traced, "forward", HoistPrefetch(depth=1))
     example = "Two layers, `x @ weight + bias`, on two ranks, one unit ahead."
     assert_page("docs/passes/hoist_prefetch.md", page_of(HoistPrefetch, example, pairs))
+
+
+def test_keeps_the_page_of_offload_shards_in_step() -> None:
+    traced = graphs.trace(graphs.Layer(), reshard_after_forward=True, offloads=True)
+    pairs: Pairs = []
+    for kind in SPLIT:
+        pairs += before_and_after(traced, kind, DedupUnshard, OffloadShards)
+        pairs.append((f"The {kind} graph, once collectives are inserted", graph_block(traced, kind, InsertCollectives)))
+    example = "One layer, `x @ weight + bias`, on two ranks, with `offload_policy=CPUOffloadPolicy()`."
+    assert_page("docs/passes/offload_shards.md", page_of(OffloadShards, example, pairs))
+
+
+def test_keeps_the_page_of_hoist_copies_in_step() -> None:
+    traced = graphs.offloaded(reshard_after_forward=True)
+    pairs = rewritten(traced, "forward", HoistCopies(), HoistPrefetch(depth=1))
+    example = (
+        "Two layers, `x @ weight + bias`, on two ranks, with `offload_policy=CPUOffloadPolicy()`; `HoistPrefetch` has "
+        "run."
+    )
+    assert_page("docs/passes/hoist_copies.md", page_of(HoistCopies, example, pairs))
 
 
 def test_keeps_the_page_of_sink_waits_in_step() -> None:

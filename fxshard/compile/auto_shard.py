@@ -14,14 +14,14 @@ import gc
 import logging
 import types
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -268,8 +268,16 @@ def _shard(root: nn.Module, mesh: DeviceMesh, options: Options) -> None:
 def make_units(root: nn.Module, mesh: DeviceMesh, options: Options) -> tuple[Unit, ...]:
     """Shard the modules of an unsharded model as `options` say."""
     policy = MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype)
-    for module in units_of(root):
-        shard_module.shard([module], mesh, mp_policy=policy, reshard_after_forward=options.reshard_after_forward)
+    modules = units_of(root)
+    offloaded, offload = offloaded_of(modules, options), options.offload or {}
+    for module in modules:
+        shard_module.shard(
+            [module],
+            mesh,
+            mp_policy=policy,
+            reshard_after_forward=options.reshard_after_forward,
+            offload=CPUOffloadPolicy(offload.get("pin_memory", True)) if module in offloaded else None,
+        )
     units = units_under(root)
     for unit in units:
         unit.from_one_line = True
@@ -294,6 +302,26 @@ def units_of(root: nn.Module) -> list[nn.Module]:
 
     visit(root)
     return [*(block for block in found if not _shares(block, root)), root]
+
+
+def offloaded_of(modules: Sequence[nn.Module], options: Options) -> set[nn.Module]:
+    """Choose the units that are offloaded: the last ones, up to the part of the bytes that the option says.
+
+    What a step begins and ends with has no compute that hides its copies: the first units, and the root.
+    """
+    taken: set[int] = set()
+    sizes = []
+    for module in modules:  # inner ones first: each has what they left
+        own = {id(p): p.numel() * p.element_size() for p in module.parameters() if id(p) not in taken}
+        taken.update(own)
+        sizes.append((module, sum(own.values())))
+    *blocks, root = sizes
+    left, chosen = (options.offload or {}).get("params", 0) * sum(size for _, size in sizes), set[nn.Module]()
+    for module, size in [*reversed(blocks), root]:
+        if (left := left - size) < 0:
+            break
+        chosen.add(module)
+    return chosen
 
 
 def _shares(block: nn.Module, root: nn.Module) -> bool:

@@ -114,9 +114,9 @@ def _compile(
     *,
     generate_code: bool = True,
 ) -> Frame:
-    device = example_inputs[next(iter(flats))].device
-    cudagraphs.require_device(options, device)
+    device = next(iter(flats.values())).unit.device
     budget, plan = options.memory_budget_gib, dynamo.bind_markers(gm, flats)
+    cudagraphs.require_device(options, device, plan)
     dynamo.refuse_writes(gm, example_inputs, plan)
     dynamo.refuse_replaced_parameters()
     if options.chosen_prefetch == "auto" and budget is None:
@@ -163,6 +163,6 @@ def _require_one_way(options: Options, flats: dict[int, Home]) -> None:
     if options.one_line_only and not all(home.unit.from_one_line for home in flats.values()):
         raise ConfigError(
             f"options {', '.join(options.one_line_only)} only act where torch.compile shards the model itself; this "
-            "one was sharded by fully_shard. Pass them to fully_shard (mesh, reshard_after_forward, mp_policy) "
-            "instead, or call set_separate_reduce_scatter_group()."
+            "one was sharded by fully_shard. Pass them to fully_shard (mesh, reshard_after_forward, mp_policy, "
+            "offload_policy) instead, or call set_separate_reduce_scatter_group()."
         )

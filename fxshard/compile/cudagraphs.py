@@ -27,13 +27,20 @@ from torch import Tensor, fx
 from fxshard import torch_private
 from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.ir import tags
+from fxshard.ir.plan import FramePlan
 from fxshard.options import Options
 
 
-def require_device(options: Options, device: torch.device) -> None:
-    """Raise `ConfigError` if CUDA graphs are wanted of a model that is not on CUDA."""
+def require_device(options: Options, device: torch.device, plan: FramePlan) -> None:
+    """Raise `ConfigError` if CUDA graphs are wanted of a model that is not on CUDA, or has units on the host."""
     if options.cudagraphs and device.type != "cuda":
         raise ConfigError(f"cudagraphs=True needs a model on CUDA; this one is on {device}. Leave the option out.")
+    offloaded = [unit.fqn or "root" for unit in plan.units.values() if unit.offload is not None]
+    if options.cudagraphs and offloaded:
+        raise ConfigError(
+            f"cudagraphs=True, but units are offloaded to the host, which no recording waits for: "
+            f"{', '.join(offloaded)}. Leave one out: the option, or their offload_policy."
+        )
 
 
 def patches(options: Options, known: Mapping[str, Any]) -> dict[str, Any]:

@@ -93,9 +93,9 @@ def bind_markers(gm: fx.GraphModule, flats: dict[int, Home]) -> FramePlan:
             )
         unit = keys[id(home.unit)]
         numbered = calls.setdefault((unit, _call(marker)), sum(u == unit for u, _ in calls))
-        _, slot, shape, dtype = ops.marker_arguments(str(marker.args[1]))
+        _, slot, *rest = ops.marker_arguments(str(marker.args[1]))
         marker.target = ops.UNSHARD
-        marker.args = (flat, str(MarkerKey(unit, home.shard, str(numbered))), slot, shape, dtype)
+        marker.args = (flat, str(MarkerKey(unit, home.shard, str(numbered))), slot, *rest)
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             module.recompile()

@@ -218,6 +218,7 @@ def _as_collective(op: torch._ops.OpOverload) -> Callable[..., Any]:
 
 lowering.make_fallback(ops.COPY_IN, lowering.require_contiguous)
 lowering.make_fallback(ops.KEEP_ROWS, lowering.require_contiguous)
-for _op in (ops.ALL_GATHER_ON_STREAM, ops.REDUCE_SCATTER_ON_STREAM, ops.COPY_OUT):
+_ON_STREAMS = (ops.ALL_GATHER_ON_STREAM, ops.REDUCE_SCATTER_ON_STREAM, ops.COPY_OUT)
+for _op in (*_ON_STREAMS, *ops.BETWEEN_HOST_AND_DEVICE):
     lowering.add_layout_constraint(_op, lowering.constrain_to_fx_strides)
     lowering.register_lowering(_op, type_promotion_kind=None)(_as_collective(_op))

@@ -31,6 +31,7 @@ class HardwareSpec:
         link_latency: seconds that a collective takes before its first byte moves.
         link_bandwidth: bus bandwidth of one rank in a collective, B/s.
         memory_gib: device memory.
+        host_bandwidth: of the link between the host's memory and the device's, in each direction, B/s.
         kernel_overhead: seconds that each kernel costs besides its work.
         gather_tensor_overhead: seconds that each tensor after the first adds to a coalesced all_gather.
         reduce_tensor_overhead: the same for a coalesced reduce_scatter.
@@ -52,6 +53,7 @@ class HardwareSpec:
     launch_overhead: float = 0.0
     replica_latency: float | None = None
     replica_bandwidth: float | None = None
+    host_bandwidth: float = 25e9
     source: str = field(default=TABLE, compare=False)
 
     def __post_init__(self) -> None:
@@ -116,6 +118,7 @@ BUILTIN: Mapping[str, HardwareSpec] = {
             memory_bandwidth=3.0e12,
             link_latency=30e-6,
             link_bandwidth=370e9,
+            host_bandwidth=50e9,
             memory_gib=79,
             kernel_overhead=2e-6,
             gather_tensor_overhead=1e-6,
@@ -127,6 +130,7 @@ BUILTIN: Mapping[str, HardwareSpec] = {
             memory_bandwidth=4.3e12,
             link_latency=30e-6,
             link_bandwidth=370e9,
+            host_bandwidth=50e9,
             memory_gib=140,
             kernel_overhead=2e-6,
             gather_tensor_overhead=1e-6,
@@ -138,6 +142,7 @@ BUILTIN: Mapping[str, HardwareSpec] = {
             memory_bandwidth=10e9,
             link_latency=250e-6,
             link_bandwidth=1e9,
+            host_bandwidth=5e9,
             memory_gib=16,
             kernel_overhead=5e-6,
             gather_tensor_overhead=10e-6,
@@ -149,10 +154,11 @@ BUILTIN: Mapping[str, HardwareSpec] = {
 
 `h100`, `h200` (SXM): bf16 and the copy bandwidths are what others reach with large GEMMs and copies; fp32 (without
 TF32) and fp64 are 80 % of the data sheet's 67e12; the link is NCCL's bus bandwidth over NVLink within one node as in
-torch's own tables (`torch/_inductor/comm_analysis.py`), across nodes it is a fraction of that; latency and overheads
-are estimates. `cpu`: one core with gloo over loopback between two ranks; latency and overheads were measured there with
-coalesced launches of 1 to 24 tensors, the rest are estimates. Gloo reduces each tensor of a coalesced reduce_scatter by
-itself, which is why a further one costs it so much.
+torch's own tables (`torch/_inductor/comm_analysis.py`), across nodes it is a fraction of that; the link to the host
+is what copies from page-locked memory reach over 16 lanes of PCIe 5; latency and overheads are estimates. `cpu`: one
+core with gloo over loopback between two ranks; latency and overheads were measured there with coalesced launches of 1
+to 24 tensors, the rest are estimates. Gloo reduces each tensor of a coalesced reduce_scatter by itself, which is why a
+further one costs it so much.
 """
 
 

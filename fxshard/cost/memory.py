@@ -14,6 +14,8 @@ from torch import fx
 
 from fxshard.cost.sizes import Sizes
 from fxshard.cost.symbols import Quantity, Sum
+from fxshard.ir import ops, tags
+from fxshard.ir.plan import FramePlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,17 @@ def peak(sizes: Sizes, only: Collection[int] | None = None) -> Peak:
     at = sizes.live.nodes.index(node)
     storages = zip(sizes.live.storages, _counted(sizes, only), strict=True)
     return Peak(nbytes=Sum(size for s, size in storages if s.birth <= at <= s.last_use).total, node=node)
+
+
+def on_device(sizes: Sizes, plan: FramePlan) -> frozenset[int]:
+    """The storages that are not in the host's memory, as offloaded shards and their gradients are."""
+    offloaded = {key for key, unit in plan.units.items() if unit.offload is not None}
+
+    def is_on_host(maker: fx.Node) -> bool:
+        shard = tags.meta_of(maker).shard
+        return maker.target is ops.COPY_TO_HOST or (shard is not None and shard.unit in offloaded)
+
+    return frozenset(i for i, storage in enumerate(sizes.live.storages) if not is_on_host(storage.maker))
 
 
 def _counted(sizes: Sizes, only: Collection[int] | None) -> list[Quantity]:

@@ -38,8 +38,9 @@ def depths_that_hide(
     moved: dict[fx.Node, fx.Node] = {}
 
     def launch_before(place: fx.Node, k: int) -> None:
-        for launch in groups[k].launches:
-            moved[launch] = min(launch, place)  # what stands earlier stays: nodes compare by their place in the graph
+        for node in groups[k].nodes:  # the launches, and copies of offloaded shards that come along
+            if node in timeline.needs:
+                moved[node] = min(node, place)  # what stands earlier stays: nodes compare by their place in the graph
 
     for k in range(len(groups)):
         launch_before(place_of(k), k)

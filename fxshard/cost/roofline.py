@@ -85,6 +85,10 @@ class ComputeModel:
             return FREE
         if (code := regions.code_of(node)) is not None:
             return self._sum(code)
+        if node.target in ops.BETWEEN_HOST_AND_DEVICE:
+            nbytes = sum((shape.nbytes for shape in self._shapes_of(node)), start=0)
+            seconds = nbytes / self._hardware.host_bandwidth + self._hardware.kernel_overhead
+            return NodeCost(flops=0, nbytes=nbytes, seconds=seconds)
         read = tuple(shape for source in node.all_input_nodes for shape in self._shapes_of(source))
         written = self._shapes_of(node)
         formula = _formula(node.target)

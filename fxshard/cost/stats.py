@@ -12,7 +12,7 @@ import sympy
 from torch import fx
 
 from fxshard.cost.hardware import HardwareSpec
-from fxshard.cost.memory import peak
+from fxshard.cost.memory import on_device, peak
 from fxshard.cost.sizes import sizes_of
 from fxshard.cost.symbols import Quantity, Sum, evaluate
 from fxshard.cost.timeline import Timeline
@@ -32,11 +32,12 @@ class GraphStats:
         collectives: short name of an op -> number of launches.
         gathered_bytes: of all all_gathers' whole buffers.
         reduced_bytes: of all reduce_scatters' whole buffers.
+        copied_bytes: of all copies between host and device.
         flops: of matrix products, convolutions and attention.
         compute_seconds: sum over the nodes.
         comm_seconds: sum over the launches.
         exposed_seconds: how long compute stands at waits.
-        peak_bytes: the most that is live at once.
+        peak_bytes: the most that is live at once, without what is on the host.
         unsharded_peak_bytes: the most that is live at once of unsharded parameters.
         world_size: that the graph was traced for.
         hints: name of a symbol -> the value that it was traced with.
@@ -46,6 +47,7 @@ class GraphStats:
     collectives: Mapping[str, int]
     gathered_bytes: Quantity
     reduced_bytes: Quantity
+    copied_bytes: Quantity
     flops: Quantity
     compute_seconds: Quantity
     comm_seconds: Quantity
@@ -89,7 +91,8 @@ class GraphStats:
         launches = [f"{count} {op}" for op, count in at.collectives.items()] or ["no collective"]
         return (
             f"{at.num_nodes} nodes, {', '.join(launches)}, "
-            f"gathered {_mib(at.gathered_bytes)}, reduced {_mib(at.reduced_bytes)}, {_short(at.flops / 1e9)} GFLOP, "
+            f"gathered {_mib(at.gathered_bytes)}, reduced {_mib(at.reduced_bytes)}, "
+            f"{f'copied {_mib(at.copied_bytes)}, ' if at.copied_bytes else ''}{_short(at.flops / 1e9)} GFLOP, "
             f"compute {_ms(at.compute_seconds)}, comm {_ms(at.comm_seconds)}, exposed {_ms(at.exposed_seconds)}, "
             f"peak {_mib(at.peak_bytes)}, unsharded {_mib(at.unsharded_peak_bytes)}"
         )
@@ -140,11 +143,12 @@ def graph_stats(graph: fx.Graph, plan: FramePlan, hardware: HardwareSpec, *, don
         collectives=dict(collections.Counter(launch.op for launch in launches)),
         gathered_bytes=Sum(launch.nbytes for launch in launches if launch.op == "all_gather").total,
         reduced_bytes=Sum(launch.nbytes for launch in launches if launch.op == "reduce_scatter").total,
+        copied_bytes=Sum(cost.nbytes for cost in timeline.copies.values()).total,
         flops=Sum(cost.flops for cost in compute).total,
         compute_seconds=Sum(cost.seconds for cost in compute).total,
         comm_seconds=Sum(launch.seconds for launch in launches).total,
         exposed_seconds=timeline.critical_path(timeline.run()).exposed,
-        peak_bytes=peak(sizes).nbytes,
+        peak_bytes=peak(sizes, on_device(sizes, plan)).nbytes,
         unsharded_peak_bytes=peak(sizes, only=unsharded_storages(sizes.live)).nbytes,
         world_size=sizes.point.world_size,
         hints={symbol.name: value for symbol, value in sizes.point.hints.items()},

@@ -26,7 +26,7 @@ from fxshard.cost.hardware import HardwareSpec
 from fxshard.cost.roofline import FREE, ComputeModel
 from fxshard.cost.sizes import Sizes
 from fxshard.cost.symbols import Quantity, Sum
-from fxshard.ir import collectives, tags
+from fxshard.ir import collectives, ops, tags
 from fxshard.ir.liveness import Liveness
 
 _END = operator.attrgetter("end")
@@ -96,15 +96,17 @@ class Timeline:
     def __init__(self, sizes: Sizes, hardware: HardwareSpec) -> None:
         """Cost every node of a graph once."""
         live, value, model = sizes.live, sizes.point.value, ComputeModel(sizes.live, hardware, sizes.point)
-        self.compute = {node: cost for node in live.nodes if (cost := model.cost(node)) is not FREE}
+        costs = {node: cost for node in live.nodes if (cost := model.cost(node)) is not FREE}
+        self.copies = {node: cost for node, cost in costs.items() if node.target in ops.BETWEEN_HOST_AND_DEVICE}
+        self.compute = {node: cost for node, cost in costs.items() if node not in self.copies}
         self.launches: dict[fx.Node, LaunchCost] = launches_of(sizes, hardware)
         self._quantities: dict[fx.Node, Quantity] = {
-            node: cost.seconds for costs in (self.compute, self.launches) for node, cost in costs.items()
+            node: cost.seconds for found in (costs, self.launches) for node, cost in found.items()
         }
         self.seconds = {node: float(value(seconds)) for node, seconds in self._quantities.items()}
         """Launch, copy or node of compute -> what it takes."""
         self.queues = {node: launch.group for node, launch in self.launches.items()}
-        self.queues |= {node: stream for node in self.compute if (stream := tags.meta_of(node).stream)}
+        self.queues |= {node: stream for node in costs if (stream := tags.meta_of(node).stream)}
         """Launch or copy -> its process group or side stream."""
         self.needs, self._launch_of = _needs(live, self.launches, self.queues)
         """Launch, copy or wait -> the launches and copies that must be done before."""
@@ -115,6 +117,11 @@ class Timeline:
     def computed_before(self, node: fx.Node) -> float:
         """Return the seconds of compute that stand before a node."""
         return self._before[self._places[node]]
+
+    def last_before(self, seconds: float) -> fx.Node:
+        """Return the last node to which compute has come by then, if it waits for nothing; the first one if to none."""
+        place = bisect.bisect_right(self._before, seconds, hi=len(self._places)) - 1
+        return list(self._places)[max(place, 0)]
 
     def arrivals(self) -> dict[fx.Node, fx.Node]:
         """Return for each launch the first node that compute comes to when it is done, if compute waits for nothing."""
@@ -207,6 +214,9 @@ def _needs(
             filled |= dict.fromkeys(made, node)
         elif collectives.is_wait(node):
             needs[node] = _found(filled, made)
+        elif node.target in ops.BETWEEN_HOST_AND_DEVICE:
+            needs[node] = _found(filled, read)
+            filled |= dict.fromkeys(made, node)
         elif node in queues:
             sources = _found(filled, read)[:1]
             needs[node] = sources + _found(cast, read)

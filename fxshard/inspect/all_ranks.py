@@ -208,6 +208,8 @@ def _call(node: fx.Node, values: Mapping[fx.Node, PerRank], num_ranks: int) -> P
         return tuple(ops.rows_kept(args[0], args[2], rank % args[2]) for rank, (args, _) in enumerate(ranks))
     if node.target is ops.COPY_OUT:
         return tuple(_cut(*args[:4]) for args, _ in ranks)
+    if node.target in ops.BETWEEN_HOST_AND_DEVICE:
+        return tuple(args[0].clone() for args, _ in ranks)
     namespace = getattr(node.target, "namespace", "")
     if "c10d" in namespace and node.target is not collectives.WAIT:
         raise UnsupportedGraph(

@@ -110,7 +110,7 @@ def explanation_of(model: nn.Module) -> Explanation:
             f"nothing has been compiled for {type_name(model)} yet. Compile it with backend='fxshard' and call it "
             "once, or use fxshard.explain(model, *args)."
         )
-    return explanation(type_name(model), units, units[0].shards[0].flat.device, frames)
+    return explanation(type_name(model), units, units[0].device, frames)
 
 
 def explanation(name: str, units: Sequence[Unit], device: torch.device, frames: Sequence[Frame]) -> Explanation:
@@ -124,6 +124,8 @@ def explanation(name: str, units: Sequence[Unit], device: torch.device, frames: 
         )
         for frame in frames
     )
+    offloaded = [unit for unit in units if unit.offload is not None]
+    host_bytes = sum(unit.plan.shard_bytes for unit in offloaded)
     return Explanation(
         model=name,
         world_size=units[0].world_size,
@@ -131,6 +133,9 @@ def explanation(name: str, units: Sequence[Unit], device: torch.device, frames: 
         frames=kept,
         hardware=kept[0].hardware,
         device=device.type,
+        device_bytes=sum(unit.plan.shard_bytes for unit in units) - host_bytes,
+        host_bytes=host_bytes,
+        offloaded=tuple(unit.label for unit in offloaded),
     )
 
 

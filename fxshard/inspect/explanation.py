@@ -11,6 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from torch import fx
+
 from fxshard.cost.hardware import HardwareSpec
 from fxshard.cost.stats import CollectiveCost, GraphStats, collectives_of, graph_stats
 from fxshard.errors import ConfigError, nearest
@@ -20,6 +22,7 @@ from fxshard.inspect.schedules import Schedule
 from fxshard.ir import launch_groups
 from fxshard.ir.collectives import ALL_REDUCES, GATHERS, REDUCTIONS, is_launch
 from fxshard.ir.history import CAPTURED, PassHistory, PassResult, Remark
+from fxshard.ir.ops import BETWEEN_HOST_AND_DEVICE
 from fxshard.ir.plan import FramePlan
 
 DYNAMO = "dynamo"
@@ -140,20 +143,20 @@ class FrameExplanation:
         return scheduling.lower_bound(self, stage)
 
     def why(self, stage: str) -> dict[str, tuple[str, ...]]:
-        """Why each launch of a stage is as it is and stands where it stands: what the passes said, newest last.
+        """Why each launch and copy of a stage is as it is, and where it is: what the passes said, newest last.
 
         Args:
             stage: one of `scheduled`.
 
         Returns:
-            Name of the launch in the graph that runs -> lines "pass: reason", for all launches in program order.
+            Name of the launch in the graph that runs -> lines "pass: reason", for all of them in program order.
 
         Raises:
             ConfigError: there is no such stage.
         """
         final = self.running(stage)
         records = [*self.graphs[stage].values(), *(self.graphs[final.stage].values() if final.stage != stage else ())]
-        said: dict[str, list[str]] = {node.name: [] for node in final.graph.nodes if is_launch(node)}
+        said: dict[str, list[str]] = {node.name: [] for node in final.graph.nodes if _is_explained(node)}
         for record in records:
             for name, reasons in _reasons(record).items():
                 said.get(name, []).extend(reasons)
@@ -171,6 +174,9 @@ class Explanation:
         frames: one for each captured graph with sharded parameters, in the order of their capture.
         hardware: what the costs are estimates for.
         device: the kind that the graphs were captured for; see [Note: the device of the capture].
+        device_bytes: of one rank's shards on the device; gradients and optimizer state are where their shards are.
+        host_bytes: the same of those in the host's memory.
+        offloaded: names of the units that these are of.
     """
 
     model: str
@@ -179,6 +185,9 @@ class Explanation:
     hardware: HardwareSpec
     device: str
     replicas: int = 1
+    device_bytes: int = 0
+    host_bytes: int = 0
+    offloaded: tuple[str, ...] = ()
 
     @property
     def graphs(self) -> Mapping[str, Mapping[str, PassResult]]:
@@ -295,6 +304,10 @@ class Explanation:
 
     def _where(self, number: int, stage: str) -> str:
         return stage if len(self.frames) == 1 else f"frame {number}, {stage}"
+
+
+def _is_explained(node: fx.Node) -> bool:
+    return is_launch(node) or node.target in BETWEEN_HOST_AND_DEVICE
 
 
 def _reasons(record: PassResult) -> dict[str, list[str]]:

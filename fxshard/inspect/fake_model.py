@@ -220,6 +220,7 @@ def _shard_alike(model: nn.Module, units: tuple[Unit, ...], replica: Replica) ->
                     reshard_after_forward=made.reshard_after_forward if made and not made.subgroup_size else None,
                     ignored=unsharded,
                     settings_of=_settings_in(made, replica) if made else like_its_unit,
+                    offload=made.offload if made else None,
                 )
     for unit in units:
         _take_over(unit, replica)

@@ -113,7 +113,11 @@ def headline(explanation: Explanation) -> str:
         f"{replicas}world size {explanation.world_size}",
         number(len(explanation.frames), "frame"),
     )
-    return f"Explanation of {explanation.model}: {', '.join(counted)}"
+    said = f"Explanation of {explanation.model}: {', '.join(counted)}"
+    if not explanation.offloaded:
+        return said
+    places = f"{size(explanation.device_bytes) or '0 B'} on the device, {size(explanation.host_bytes)} on the host"
+    return f"{said}; shards of a rank: {places} ({', '.join(explanation.offloaded)})"
 
 
 def _stage(frame: FrameExplanation, records: Sequence[PassResult]) -> str:

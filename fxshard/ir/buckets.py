@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, fx
 
-from fxshard.ir import collectives, dataflow, signature, tags
+from fxshard.ir import collectives, dataflow, ops, signature, tags
 from fxshard.ir.collectives import Segment, SlotIndex, UnitSlot
 from fxshard.ir.dataflow import Flat, Piece, Window
 from fxshard.ir.graph_edit import Decompositions, Splicer, TracedCode, rename
@@ -184,6 +184,8 @@ class CollectiveBuilder:
             return collectives.launch_gather(inputs, units[0].world_size, units[0].group)
 
         first_read = min(part.first_read for part in bucket)
+        for flat in flats:
+            _copy_before(first_read, flat)
         parts = [(_layout(unit), part.segments, tuple(part.flats)) for unit, part in zip(units, bucket, strict=True)]
         launched, created = self._splicer.insert(first_read, launch, flats, ("gather", *parts))
         calls = {part.unit: part.call for part in bucket}
@@ -271,7 +273,12 @@ class CollectiveBuilder:
         (results,) = self.graph.output_node().args
         new = list(results) if isinstance(results, list | tuple) else [results]
         for shard, value in zip(sorted(outputs), values, strict=True):
-            new[outputs[shard]] = value
+            if (copy := ops.copy_to_host_behind(new[outputs[shard]])) is None:
+                new[outputs[shard]] = value
+                continue
+            copy.update_arg(0, value)  # it comes behind, as its wait does
+            value.append(copy)
+            copy.append(next(iter(copy.users)))
         self.graph.output_node().args = (tuple(new),)
 
     def close(self) -> None:
@@ -312,6 +319,14 @@ def _launch_among(nodes: Sequence[fx.Node]) -> fx.Node | None:
     return next((node for node in nodes if node.target in collectives.LAUNCHES), None)
 
 
+def _copy_before(place: fx.Node, flat: fx.Node) -> None:
+    """Let the copy of an offloaded shard on the device be there before `place`."""
+    copy = ops.copy_to_device_behind(flat)
+    for node in (copy, flat) if copy is not None else ():
+        if node > place:  # nodes compare by their place in the graph
+            place.prepend(node)
+
+
 def _after(nodes: Sequence[fx.Node]) -> fx.Node:
     """Return the first node that comes after all of `nodes` and after the graph's inputs."""
     place = max(nodes).next  # nodes compare by their place in the graph
@@ -340,10 +355,9 @@ class _BucketReader:
         self.gradients: dict[int, UnitSlot] = {}  # id of a row -> the parameter whose gradient it is
 
     def run(self) -> LaunchedBuckets:
-        flats = tags.shards_of(self.graph)
         reads = self._reads()
         for launch in tags.launches_of(self.graph, collectives.GATHERS):
-            if bucket := self._gather(launch, reads.get(launch, {}), flats):
+            if bucket := self._gather(launch, reads.get(launch, {})):
                 self.found.gathers[launch] = bucket
             else:
                 self.found.unread.append(launch)
@@ -367,18 +381,15 @@ class _BucketReader:
                 found.setdefault(value.launch, {})[value.flat.unit, place[1]] = node
         return found
 
-    def _gather(
-        self,
-        launch: fx.Node,
-        reads: dict[UnitSlot, fx.Node],
-        flats: Mapping[ShardKey, fx.Node],
-    ) -> GatherBucket | None:
+    def _gather(self, launch: fx.Node, reads: dict[UnitSlot, fx.Node]) -> GatherBucket | None:
         """Return what a launch gathers; `None` if a part of it is not a unit's parameters."""
         calls, segments = tags.units_of(launch), dict[str, list[Segment]]()
-        for flat in self.flow.sent_by(launch):
-            if not isinstance(flat, Flat) or flat.unit not in calls:
+        flats: dict[ShardKey, fx.Node] = {}
+        for flat, sent in zip(self.flow.sent_by(launch), collectives.launch_inputs(launch), strict=True):
+            if not isinstance(flat, Flat) or flat.unit not in calls or sent is None:
                 return None
             segments.setdefault(flat.unit, []).append(self._segment(flat))
+            flats[ShardKey(flat.unit, flat.shard)] = tags.flat_behind(sent)
         parts = []
         for unit, cut in segments.items():
             wanted = {slot: node for (key, slot), node in reads.items() if key == unit}

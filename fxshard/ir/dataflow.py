@@ -9,6 +9,7 @@ and describes each value that comes from a flat or a gradient. It reads ops from
 Forward   Flat -> (cast) -> InFlight -> wait -> Window -> views, copies -> Window tagged `param`
 Backward  tagged `grad` -> GradientRow -> Concat -> (divide) -> InFlight -> wait -> Piece -> (divide, cast) -> Assembled
 Replicas  Piece -> InFlight -> wait -> Piece, with the all_reduce
+Offload   Flat -> InFlight -> wait -> Flat on the device; Assembled or Piece -> InFlight -> wait -> OnHost
 
 A description stops at a node tagged `param` (what reads it is compute) and starts at a node tagged `grad`.
 """
@@ -41,13 +42,14 @@ class Flat:
     dtype: torch.dtype
     start: int
     numel: int
+    is_copy: bool = field(default=False, repr=False)  # on the device, of a shard that is on the host
 
 
 @dataclass(frozen=True)
 class InFlight:
     """What a launch returned and no wait has completed."""
 
-    launch: fx.Node  # of the collective
+    launch: fx.Node  # of the collective, or the copy between host and device
     index: int | None = 0  # which result of a coalesced launch
     copied: View | None = None  # the elements that a side stream copies, once they are there
 
@@ -108,7 +110,14 @@ class Assembled:
     parts: tuple[Piece | Zeros, ...]
 
 
-Value = Flat | InFlight | Window | GradientRow | Concat | Piece | Zeros | Assembled
+@dataclass(frozen=True)
+class OnHost:
+    """The copy of a shard's gradient on the host."""
+
+    gradient: Piece | Assembled | GradientRow | Concat
+
+
+Value = OnHost | Flat | InFlight | Window | GradientRow | Concat | Piece | Zeros | Assembled
 
 
 @dataclass
@@ -325,6 +334,8 @@ def _launch(node: fx.Node, flow: Dataflow, plan: FramePlan) -> Value | None:
 def _sent(launch: fx.Node, index: int, flow: Dataflow) -> Value | tuple[Value, ...] | None:
     source, part = collectives.launch_input(launch, index), collectives.sent_part(launch, index)
     value = flow.values.get(source) if source is not None else None
+    if isinstance(value, OnHost):
+        return None  # no collective of ours sends it
     if part is not None:
         value = replace(value, start=value.start + part[0], numel=part[1]) if isinstance(value, Flat) else None
     dtype = collectives.sent_dtype(launch)
@@ -341,11 +352,24 @@ def _copy_out(node: fx.Node, flow: Dataflow, plan: FramePlan) -> Value | None:
     return replace(value, copied=View(tuple(size), tuple(stride), start))  # type: ignore[arg-type]
 
 
+def _copy_between(node: fx.Node, flow: Dataflow, plan: FramePlan) -> Value | None:
+    """Follow a copy to the device of a whole flat, and one to the host of a gradient."""
+    value = _input(node, flow)
+    if node.target is ops.COPY_TO_DEVICE:
+        is_flat = isinstance(value, Flat) and not value.is_copy and tags.meta_of(node.all_input_nodes[0]).shard
+        return InFlight(node) if is_flat else None
+    return InFlight(node) if isinstance(value, Piece | Assembled | GradientRow | Concat) else None
+
+
 def _wait(node: fx.Node, flow: Dataflow, plan: FramePlan) -> Value | None:
     value = _input(node, flow)
     if not isinstance(value, InFlight) or value.index is None:
         return None
     sent = _sent(value.launch, value.index, flow)
+    if value.launch.target is ops.COPY_TO_DEVICE:
+        return replace(sent, is_copy=True) if isinstance(sent, Flat) else None
+    if value.launch.target is ops.COPY_TO_HOST:
+        return OnHost(sent) if isinstance(sent, Piece | Assembled | GradientRow | Concat) else None
     if value.launch.target in collectives.ALL_REDUCES:
         return _all_reduced(on_one_rank(sent), value.launch)
     if isinstance(sent, Flat):
@@ -416,6 +440,7 @@ def _rules() -> dict[Any, Rule]:
         (collectives.LAUNCHES, _launch),
         ((collectives.WAIT,), _wait),
         ((ops.COPY_OUT,), _copy_out),
+        (ops.BETWEEN_HOST_AND_DEVICE, _copy_between),
         (_ZEROS, _zeros),
     )
     return {target: rule for targets, rule in table for target in targets}

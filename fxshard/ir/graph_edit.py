@@ -40,10 +40,16 @@ def add_parameter(
     mode = torch_private.fake_mode_of(graph)
     assert mode is not None, "a graph with parameters has tensors"
     with mode:
-        device = next(n.meta["val"].device for n in before if isinstance(n.meta.get("val"), Tensor))
+        tensors = [n for n in before if isinstance(n.meta.get("val"), Tensor)]
+        device = next(n.meta["val"].device for n in tensors if not _is_offloaded(n, plan))
         node.meta["val"] = torch.empty(plan.units[key].shards[i].slots[j].shape, dtype=dtype, device=device)
     tags.tag(node, **{tag: name})
     return node
+
+
+def _is_offloaded(placeholder: fx.Node, plan: FramePlan) -> bool:
+    shard = tags.meta_of(placeholder).shard
+    return shard is not None and plan.units[shard.unit].offload is not None
 
 
 def reshapes_of(parameter: fx.Node) -> Iterator[fx.Node]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from fxshard.ir import collectives, liveness, tags
+from fxshard.ir import collectives, liveness, ops, tags
 from fxshard.ir.memory_budget import MemoryBudget
 
 
@@ -81,6 +81,7 @@ def _prepared_for(launches: Sequence[fx.Node]) -> set[fx.Node]:
         alone = all(user in launches or user in found for user in node.users)
         meta = tags.meta_of(node)
         is_compute = node.op == "call_function" and not collectives.is_wait(node)  # what was launched stays where it is
+        is_compute |= ops.copy_to_device_behind(node) is not None  # but a copy of a shard comes along
         if is_compute and alone and not (meta.grads or meta.param):
             found.add(node)
             pending = sorted({*pending, *node.all_input_nodes})

@@ -35,6 +35,9 @@ UNBACKED_HINT = 8192
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 """A view whose schema does not say so."""
 
+_COPIES_ASIDE = (ops.COPY_OUT, *ops.BETWEEN_HOST_AND_DEVICE)
+"""Copies on a side stream, which read and fill until their wait."""
+
 _COPY_OUTS = (torch.ops.aten.clone, torch.ops.aten.split_with_sizes_copy)
 """What copying parameters out of the gathered buffer is made of, besides views."""
 
@@ -96,7 +99,8 @@ def liveness(graph: fx.Graph, *, donated: bool = False) -> Liveness:
 def unsharded_bytes(graph: fx.Graph) -> list[tuple[fx.Node, int]]:
     """Return for each node the bytes of unsharded parameters that are live while it runs.
 
-    Gathered buffers count, parameters copied out of them and views of either; what compute makes of them does not.
+    Gathered buffers count, parameters copied out of them and views of either; what compute makes of them does not. So
+    do copies of offloaded shards.
     """
     live = liveness(graph, donated=True)  # parameters that forward kept for backward are freed like activations
     counted = unsharded_storages(live)
@@ -144,6 +148,8 @@ def unsharded_storages(live: Liveness) -> frozenset[int]:
             shards = (live.storages[i].maker for i in live.storages_of[node])
             if not any(tags.meta_of(maker).shard for maker in shards):
                 found.update(live.storages_of[node])
+        elif node.target is ops.COPY_TO_DEVICE:
+            found.update(live.storages_of[node])
         elif (node.target in collectives.GATHERS and meta.calls) or (
             _passes_on(node, live) and node.all_input_nodes[0] in on_the_way
         ):
@@ -220,7 +226,7 @@ class _Sweep:
             if node.target is collectives.WAIT:
                 for filled in made:
                     self._end(filled, position)
-            elif collectives.is_launch(node) or node.target is ops.COPY_OUT:
+            elif collectives.is_launch(node) or node.target in _COPIES_ASIDE:
                 read = tuple(i for source in node.all_input_nodes for i in self.storages_of[source])
                 behind = [self.in_flight.pop(index) for index in read if index in self.in_flight]  # a copy waits for it
                 self.in_use += [launch._replace(until=position) for launch in behind]

@@ -3,8 +3,9 @@
 [Note: markers]
 `fxshard::unshard(shard, key, slot, shape, dtype)` is the full parameter in slot `slot` of `shard`. Its autograd formula
 is `fxshard::reduce_grad(grad, key, slot, numel, dtype)`: the gradient of the shard, with the reduced gradient in that
-slot and zeros elsewhere. Tracing through them gives a joint graph without collectives. Passes replace them, so no pass
-has to guess which collective belongs to which parameter.
+slot and zeros elsewhere. Both take a device where that is not their input's, for an offloaded shard. Tracing through
+them gives a joint graph without collectives. Passes replace them, so no pass has to guess which collective belongs to
+which parameter.
 
 While Dynamo traces, a read is `fxshard::parameter(shard, text)`, with all the arguments in one text: Dynamo guards on
 each value that it meets, and traces what takes it apart. The key in it is the shard's index and `UnitPlan.sharing_key`
@@ -28,6 +29,8 @@ The other ops:
   are gone before there is code: [Note: regions].
 - `fxshard::prefetched_all_gather` takes an all_gather that was launched ahead, or launches it: [Note: prefetch across
   graphs].
+- `fxshard::copy_to_device` and `fxshard::copy_to_host` copy the shard of a unit that is offloaded, and its gradient:
+  [Note: offloaded shards] in `ir/host_copies.py`. Each result is waited for as a collective's.
 - `fxshard::all_gather_on_stream` and `fxshard::reduce_scatter_on_stream` cast and send, `fxshard::copy_out` waits for a
   gathered buffer and copies a part of it, all on a side stream: [Note: side streams]. Each result is waited for as a
   collective's.
@@ -89,8 +92,12 @@ def cast_dtype(node: fx.Node, default: torch.dtype) -> torch.dtype:
 LIBRARY = torch.library.Library("fxshard", "DEF")
 LIBRARY.define("parameter(Tensor shard, str text) -> Tensor")
 LIBRARY.define("whole(Tensor rows, int dim) -> Tensor")
-LIBRARY.define("unshard(Tensor shard, str key, int slot, SymInt[] shape, ScalarType dtype) -> Tensor")
-LIBRARY.define("reduce_grad(Tensor grad, str key, int slot, SymInt numel, ScalarType dtype) -> Tensor")
+LIBRARY.define(
+    "unshard(Tensor shard, str key, int slot, SymInt[] shape, ScalarType dtype, Device? device=None) -> Tensor"
+)
+LIBRARY.define(
+    "reduce_grad(Tensor grad, str key, int slot, SymInt numel, ScalarType dtype, Device? device=None) -> Tensor"
+)
 LIBRARY.define(
     "prefetched_all_gather(Tensor flat, ScalarType dtype, int[] starts, int[] numels, int group_size, str group_name, "
     "str role, bool guess, str stream) -> Tensor[]"
@@ -103,6 +110,8 @@ LIBRARY.define(
     "str stream) -> Tensor[]"
 )
 LIBRARY.define("copy_out(Tensor gathered, int[] size, int[] stride, int start, str stream) -> Tensor")
+LIBRARY.define("copy_to_device(Tensor shard, str device, str stream) -> Tensor")
+LIBRARY.define("copy_to_host(Tensor gradient, bool pinned, str stream) -> Tensor")
 LIBRARY.define("copy_in(Tensor[] gradients, int world_size, ScalarType dtype) -> Tensor")
 LIBRARY.define("addmm_acc(Tensor(a!) acc, Tensor left, Tensor right) -> ()")
 LIBRARY.define("copy(Tensor source, ScalarType? dtype=None) -> Tensor")
@@ -122,6 +131,9 @@ ALL_GATHER_ON_STREAM = torch.ops.fxshard.all_gather_on_stream.default
 REDUCE_SCATTER_ON_STREAM = torch.ops.fxshard.reduce_scatter_on_stream.default
 KEEP_ROWS = torch.ops.fxshard.keep_rows.default
 COPY_OUT = torch.ops.fxshard.copy_out.default
+COPY_TO_DEVICE = torch.ops.fxshard.copy_to_device.default
+COPY_TO_HOST = torch.ops.fxshard.copy_to_host.default
+BETWEEN_HOST_AND_DEVICE = (COPY_TO_DEVICE, COPY_TO_HOST)
 COPY_IN = torch.ops.fxshard.copy_in.default
 REGION = torch.ops.fxshard.region.default
 REGION_BACKWARD = torch.ops.fxshard.region_backward.default
@@ -146,15 +158,20 @@ class MarkerKey(NamedTuple):
         return cls(unit, int(shard), call)
 
 
-def marker_text(key: str, slot: int, shape: Sequence[int], dtype: torch.dtype) -> str:
-    """Return the arguments of a marker after the shard as one text: `2|128 384|float32|0 of 8@0 None/None keep`."""
-    return f"{slot}|{' '.join(map(str, shape))}|{str(dtype).removeprefix('torch.')}|{key}"
+def marker_text(key: str, slot: int, shape: Sequence[int], dtype: torch.dtype, device: str = "") -> str:
+    """Return the arguments of a marker after the shard as one text: `2|128 384|float32|0 of 8@0 None/None keep`.
+
+    `device` is that of the parameter, if it is another one than the shard's; it stands behind the dtype.
+    """
+    kind = f"{str(dtype).removeprefix('torch.')} {device}".rstrip()
+    return f"{slot}|{' '.join(map(str, shape))}|{kind}|{key}"
 
 
-def marker_arguments(text: str) -> tuple[str, int, list[int], torch.dtype]:
-    """Invert `marker_text`."""
-    slot, sizes, dtype, key = text.split("|", 3)
-    return key, int(slot), [int(size) for size in sizes.split()], getattr(torch, dtype)
+def marker_arguments(text: str) -> tuple[Any, ...]:
+    """Invert `marker_text`: key, slot, shape, dtype, and the device if there is one."""
+    slot, sizes, kind, key = text.split("|", 3)
+    dtype, *device = kind.split()
+    return key, int(slot), [int(size) for size in sizes.split()], getattr(torch, dtype), *map(torch.device, device)
 
 
 def key_of(marker: fx.Node) -> MarkerKey:
@@ -191,6 +208,8 @@ def reduce_markers(result: fx.node.Argument) -> list[fx.Node]:
     """Return the `reduce_grad` markers whose sum `result` is, in the order of autograd's additions; else nothing."""
     if not isinstance(result, fx.Node):
         return []
+    if (copy := copy_to_host_behind(result)) is not None:
+        return reduce_markers(copy.args[0])
     if is_reduce_grad(result):
         return [result]
     if result.target is not torch.ops.aten.add.Tensor or result.kwargs:
@@ -199,17 +218,38 @@ def reduce_markers(result: fx.node.Argument) -> list[fx.Node]:
     return [marker for term in terms for marker in term] if all(terms) else []
 
 
+def copy_to_host_behind(result: fx.node.Argument) -> fx.Node | None:
+    """Return the copy that a result of a graph has waited for, if it is the gradient of an offloaded shard."""
+    return _source_of_wait(result, COPY_TO_HOST)
+
+
+def copy_to_device_behind(node: fx.node.Argument) -> fx.Node | None:
+    """Return the copy that a node has waited for, if it is an offloaded shard on the device."""
+    return _source_of_wait(node, COPY_TO_DEVICE)
+
+
+def _source_of_wait(wait: fx.node.Argument, target: torch._ops.OpOverload) -> fx.Node | None:
+    if not isinstance(wait, fx.Node) or wait.target is not torch.ops._c10d_functional.wait_tensor.default:
+        return None
+    source = wait.args[0]
+    return source if isinstance(source, fx.Node) and source.target is target else None
+
+
 def _parameter(shard: Tensor, text: str) -> Tensor:
     made: Tensor = torch.ops.fxshard.unshard(shard, *marker_arguments(text))
     return made
 
 
-def _fake_unshard(shard: Tensor, key: str, slot: int, shape: list[int], dtype: torch.dtype) -> Tensor:
-    return shard.new_empty(shape, dtype=dtype)
+def _fake_unshard(
+    shard: Tensor, key: str, slot: int, shape: list[int], dtype: torch.dtype, device: torch.device | None = None
+) -> Tensor:
+    return shard.new_empty(shape, dtype=dtype, device=device)
 
 
-def _fake_reduce_grad(grad: Tensor, key: str, slot: int, numel: int, dtype: torch.dtype) -> Tensor:
-    return grad.new_empty((numel,), dtype=dtype)
+def _fake_reduce_grad(
+    grad: Tensor, key: str, slot: int, numel: int, dtype: torch.dtype, device: torch.device | None = None
+) -> Tensor:
+    return grad.new_empty((numel,), dtype=dtype, device=device)
 
 
 def _fake_prefetched_all_gather(
@@ -237,11 +277,17 @@ def _fake_copy_out(gathered: Tensor, size: list[int], stride: list[int], start: 
     return gathered.new_empty(size)
 
 
-def implement_on_stream(
-    *, gather: Callable[..., list[Tensor]], reduce: Callable[..., list[Tensor]], copy: Callable[..., Tensor]
-) -> None:
-    """Set what the ops on side streams do; called once by the runtime."""
-    for name, function in (("all_gather_on_stream", gather), ("reduce_scatter_on_stream", reduce), ("copy_out", copy)):
+def _fake_copy_to_device(shard: Tensor, device: str, stream: str) -> Tensor:
+    return shard.new_empty(shard.shape, device=device)
+
+
+def _fake_copy_to_host(gradient: Tensor, pinned: bool, stream: str) -> Tensor:
+    return gradient.new_empty(gradient.shape, device="cpu")
+
+
+def implement_on_stream(**functions: Callable[..., Any]) -> None:
+    """Set what ops that run on side streams do, by their names; called once by the runtime."""
+    for name, function in functions.items():
         LIBRARY.impl(name, function, "CompositeExplicitAutograd")
 
 
@@ -304,6 +350,8 @@ torch.library.register_fake("fxshard::prefetched_all_gather", _fake_prefetched_a
 torch.library.register_fake("fxshard::all_gather_on_stream", _fake_all_gather_on_stream, lib=LIBRARY)
 torch.library.register_fake("fxshard::reduce_scatter_on_stream", _fake_reduce_scatter_on_stream, lib=LIBRARY)
 torch.library.register_fake("fxshard::copy_out", _fake_copy_out, lib=LIBRARY)
+torch.library.register_fake("fxshard::copy_to_device", _fake_copy_to_device, lib=LIBRARY)
+torch.library.register_fake("fxshard::copy_to_host", _fake_copy_to_host, lib=LIBRARY)
 torch.library.register_fake("fxshard::unshard", _fake_unshard, lib=LIBRARY)
 torch.library.register_fake("fxshard::reduce_grad", _fake_reduce_grad, lib=LIBRARY)
 
@@ -326,12 +374,13 @@ LIBRARY.impl("reduce_grad", _refuse, "CompositeExplicitAutograd")
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    shard, key, slot, _, _ = inputs
-    ctx.reduce_args = (key, slot, shard.numel(), shard.dtype)
+    shard, key, slot, *_ = inputs
+    ctx.reduce_args, ctx.device = (key, slot, shard.numel(), shard.dtype), shard.device
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return torch.ops.fxshard.reduce_grad(grad, *ctx.reduce_args), None, None, None, None
+    device = () if grad.device == ctx.device else (ctx.device,)
+    return torch.ops.fxshard.reduce_grad(grad, *ctx.reduce_args, *device), None, None, None, None, None
 
 
 torch.library.register_autograd("fxshard::unshard", _backward, setup_context=_setup_context, lib=LIBRARY)

@@ -83,6 +83,14 @@ class ShardPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Offload:
+    """That a unit's shards and their gradients are in the host's memory; [Note: offloaded shards]."""
+
+    device: str  # type of the one on which parameters are gathered and gradients reduced
+    pinned: bool  # whether the host's memory is page-locked, so that copies run beside compute
+
+
+@dataclass(frozen=True, kw_only=True)
 class UnitPlan:
     """Everything a pass may know about a unit. A prefetch list has keys of units; `()` leaves it to the pass."""
 
@@ -105,6 +113,7 @@ class UnitPlan:
     subgroup: str = ""  # name of their process group
     subgroup_of: str | None = None  # key of a unit, if this is what a subgroup shares of it
     tensor_parallel: bool = False  # whether parameters are DTensors of other mesh axes when they are gathered
+    offload: Offload | None = None  # `None`: shards are on the device
 
     @property
     def reducing_group(self) -> str:
@@ -157,6 +166,11 @@ class UnitPlan:
         return sum(s.numel * self.world_size * self.unsharded_dtype(s).itemsize for s in self.shards)
 
     @property
+    def shard_bytes(self) -> int:
+        """Bytes of its shards on one rank, padding included."""
+        return sum(shard.numel * shard.dtype.itemsize for shard in self.shards)
+
+    @property
     def node_name(self) -> str:
         """The unit's name as part of a graph node's name."""
         return self.fqn.replace(".", "_").replace("'", "_") or "root"
@@ -174,6 +188,8 @@ class UnitPlan:
         policy += f" to {self.subgroup_size}" if self.subgroup else ""
         policy += f" /{self.divide_factor:g}" if self.divide_factor is not None else ""
         policy += " sums" if self.sums_only else ""
+        if self.offload is not None:
+            policy += f" {'pinned' if self.offload.pinned else 'host'} to {self.offload.device}"
         ranks = f"{self.replicas}x{self.world_size}" if self.replicas > 1 else f"{self.world_size}"
         return f"{ranks}@{groups} {'/'.join(names)} {policy} {digest}"
 

@@ -6,7 +6,7 @@ parameter and which node *is* a gradient. Those nodes carry a `NodeMeta` with th
 the printer and the cost model need not guess from the shape of a graph. A pass that replaces a tagged node tags the new
 one. The printer writes tags behind a node under these names:
 
-    shard=blocks.0#0        a graph input that is the flat of that unit's shard 0
+    shard=blocks.0#0        a graph input that is the flat of that unit's shard 0, or a copy of it on the device
     input=tokens            a graph input, as the user's code calls it
     param=blocks.0.weight   an unsharded parameter
     kept=blocks.0.weight    a graph input of backward that forward saved: a view of that parameter
@@ -35,6 +35,9 @@ KEY = "fxshard"
 
 COPY_IN, COPY_OUT, REDUCE = "copy_in", "copy_out", "reduce"
 """Side streams: before a gather, after it, and before a reduction."""
+
+TO_DEVICE, TO_HOST = "to_device", "to_host"
+"""Side streams of the copies of offloaded shards: one for each direction of the link between host and device."""
 
 
 class ShardKey(NamedTuple):
@@ -128,6 +131,13 @@ def shards_of(graph: fx.Graph) -> dict[ShardKey, fx.Node]:
     """Return the flats among the inputs of a graph."""
     inputs = graph.find_nodes(op="placeholder")
     return {shard: node for node in inputs if (shard := meta_of(node).shard) is not None}
+
+
+def flat_behind(sent: fx.Node) -> fx.Node:
+    """Return the flat, or its copy on the device, of which `sent` is a cast or a part."""
+    while meta_of(sent).shard is None:
+        (sent,) = sent.all_input_nodes
+    return sent
 
 
 def resident_behind(node: fx.Node) -> str:

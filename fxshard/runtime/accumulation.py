@@ -70,7 +70,7 @@ class Accumulation:
         return list(sums.values())
 
     def _views(self, i: int) -> Sequence[Tensor]:
-        shard, device = self._unit.shards[i].plan, self._unit.shards[i].flat.device
+        shard, device = self._unit.shards[i].plan, self._unit.device
         dtype = accumulator_dtype(self._unit.plan, shard)
         step = ALIGNMENT // dtype.itemsize
         numels = [-(-slot.full_numel // step) * step for slot in shard.slots]

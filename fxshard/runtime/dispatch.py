@@ -149,7 +149,7 @@ class ForwardDispatch(Dispatch):
         self._next = which, self._resident(which, units), self._frame.names_of(units)
         for unit in units.values():
             if self._frame.replays:
-                unit.prefetcher.settle(unit.shards[0].flat.device)
+                unit.prefetcher.settle(unit.device)
 
     def __call__(self, inputs: list[Any]) -> Any:
         """Run the variant that `_begin` has chosen, with the parameters that it takes."""

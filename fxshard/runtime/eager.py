@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from fxshard import torch_private
 from fxshard.errors import InvariantError, UnsupportedGraph
-from fxshard.ir import collectives
+from fxshard.ir import collectives, host_copies
 from fxshard.ir.collectives import SlotIndex
 from fxshard.runtime import profiler_ranges
 from fxshard.runtime.flat_shard import home_of
@@ -269,7 +269,8 @@ class _UnshardUnit(torch.autograd.Function):
         ctx.unit, ctx.index, ctx.after_forward, ctx.version = unit, index, after_forward, unit.version()
         ctx.set_materialize_grads(False)
         with profiler_ranges.of_unit(unit.fqn):
-            values = collectives.unshard(dict(enumerate(flats)), unit.plan, index)
+            shards = host_copies.on_device(dict(enumerate(flats)), unit.plan)
+            values = collectives.unshard(shards, unit.plan, index)
         frozen = [v for v, (i, _) in zip(values, index, strict=True) if not unit.shards[i].plan.trainable]
         ctx.mark_non_differentiable(*frozen)
         return tuple(values)
@@ -290,5 +291,5 @@ class _UnshardUnit(torch.autograd.Function):
         for i, j in written:
             unit.shards[i].sink.expect((j,))
         with profiler_ranges.of_unit(unit.fqn):
-            reduced = collectives.reduce_grads(written, unit.replica_sums.plan())
+            reduced = host_copies.on_host(collectives.reduce_grads(written, unit.replica_sums.plan()), unit.plan)
         return (None, None, None, *(reduced.get(i) for i in range(len(unit.shards))))

@@ -193,7 +193,9 @@ class FlatShard:
         places = [(module, name, member) for member in members for module, name in member.owners]
         self._owners, self._names, self._owned = zip(*places, strict=True)  # these never change
         # A Parameter, because Dynamo never makes a Parameter's length symbolic.
-        flat = torch.zeros(plan.numel, dtype=plan.dtype, device=members[0].local.device)
+        device, offload = members[0].local.device, home.unit.offload
+        pinned = offload is not None and offload.pin_memory and mesh.device_type != "cpu" and device.type == "cpu"
+        flat = torch.zeros(plan.numel, dtype=plan.dtype, device=device, pin_memory=pinned)
         self.flat = nn.Parameter(flat, requires_grad=plan.trainable)
         self.flat._fxshard_home = home  # type: ignore[attr-defined]
         self.sink = GradientSink([member.parameter for member in members], plan)

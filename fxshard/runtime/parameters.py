@@ -48,11 +48,12 @@ class ParameterRef(NamedTuple):
     dtype: torch.dtype
     dim: int = 0
     layout: Layout | None = None  # of the DTensor that it is when it is gathered, if it is tensor-parallel
+    device: str = ""  # on which it is gathered, if the flat is on another one
 
     @property
     def text(self) -> str:
         """All but the flat."""
-        return ops.marker_text(self.key, self.slot, self.shape, self.dtype)
+        return ops.marker_text(self.key, self.slot, self.shape, self.dtype, self.device)
 
 
 def publish(module: nn.Module, name: str, ref: ParameterRef) -> None:
@@ -115,7 +116,11 @@ def as_dtensor(full: Tensor, rows: Tensor, mesh: DeviceMesh, dim: int = 0, spec:
     placements = mesh_axes.placements(mesh, is_scalar=full.dim() == 0, dim=dim)
     shape = full.shape
     stride = torch.empty(shape, device="meta").stride()
-    dtensor = DTensor.from_local(rows, mesh, placements, run_check=False, shape=shape, stride=stride)
+    is_elsewhere = rows.device.type not in (mesh.device_type, "meta")  # `from_local` would move it to the mesh's device
+    local = rows.to("meta") if is_elsewhere else rows
+    dtensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    if is_elsewhere:
+        dtensor = DTensor(rows, dtensor._spec, requires_grad=False)
     return nn.Parameter(dtensor, requires_grad=full.requires_grad)
 
 

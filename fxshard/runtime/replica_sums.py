@@ -104,4 +104,5 @@ class ReplicaSums:
         rule = collectives.division_of(plan, accumulator_dtype(plan, plan.shards[shard]))
         what = f"the reduced gradients of shard {shard}"
         with unit.agreed("averaged", "all_reduce", what), profiler_ranges.of_unit(unit.fqn):
-            return collectives.all_reduce_now(total, rule, plan.replicate_group)
+            averaged = collectives.all_reduce_now(total.to(unit.device), rule, plan.replicate_group)
+            return averaged.to(total.device)

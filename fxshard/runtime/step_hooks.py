@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fxshard import torch_private
 from fxshard.errors import UnsupportedGraph
-from fxshard.ir import collectives
+from fxshard.ir import collectives, host_copies
 from fxshard.runtime import profiler_ranges, unsharded_cache
 from fxshard.runtime.accumulation import Waiting
 from fxshard.runtime.optimizer_layout import lay_as_parameters
@@ -254,4 +254,5 @@ def _reduce(unit: Unit, slots: Waiting) -> list[ReducedFlat]:
         torch.no_grad(),
     ):
         reduced = collectives.reduce_grads(unit.accumulation.take(slots), unit.replica_sums.plan())
+        reduced = host_copies.on_host(reduced, unit.plan)
     return [(unit.shards[i], grad, [slot for index, slot in slots if index == i]) for i, grad in reduced.items()]

@@ -114,19 +114,49 @@ def _copy_out(gathered: Tensor, size: Sequence[int], stride: Sequence[int], star
             torch_private.register_work(copy, _Late(lambda: copy.copy_(copied())))
             return copy
         copy = copied()
-        torch_private.register_work(copy, _Joined(side.record_event(), gathered))
+        torch_private.register_work(copy, _Joined(side.record_event(), gathered.device, gathered))
+    return copy
+
+
+def _copy_to_device(shard: Tensor, device: str, stream: str) -> Tensor:
+    with on_side_stream(stream, torch.device(device)) as side:
+        copy = torch.empty_like(shard, device=device, requires_grad=False)
+        if side is None:
+            torch_private.register_work(copy, _Late(lambda: copy.copy_(shard.detach())))
+            return copy
+        copy.copy_(shard.detach(), non_blocking=True)
+        torch_private.register_work(copy, _Joined(side.record_event(), copy.device, shard))
+    return copy
+
+
+def _copy_to_host(gradient: Tensor, pinned: bool, stream: str) -> Tensor:
+    copy = torch.empty_like(gradient, device="cpu", pin_memory=pinned)
+    with on_side_stream(stream, gradient.device) as side:
+        if side is None:
+            torch_private.register_work(copy, _Late(lambda: copy.copy_(gradient)))
+            return copy
+        copy.copy_(gradient, non_blocking=pinned)
+        torch_private.register_work(copy, _JoinedByHost(side.record_event(), gradient.device, gradient))
     return copy
 
 
 class _Joined(Work):
     """What has been given to a side stream up to an event; holds what is read there until somebody has waited."""
 
-    def __init__(self, event: torch.cuda.Event, read: Tensor) -> None:
+    def __init__(self, event: torch.cuda.Event, device: torch.device, read: Tensor) -> None:
         super().__init__()
-        self._event, self._read = event, read
+        self._event, self._device, self._read = event, device, read
 
     def wait(self, timeout: Any = None) -> bool:
-        torch.cuda.current_stream(self._read.device).wait_event(self._event)
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+        return True
+
+
+class _JoinedByHost(_Joined):
+    """The same for what the host reads."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._event.synchronize()
         return True
 
 
@@ -144,4 +174,10 @@ class _Late(Work):
         return True
 
 
-ops.implement_on_stream(gather=_all_gather_on_stream, reduce=_reduce_scatter_on_stream, copy=_copy_out)
+ops.implement_on_stream(
+    all_gather_on_stream=_all_gather_on_stream,
+    reduce_scatter_on_stream=_reduce_scatter_on_stream,
+    copy_out=_copy_out,
+    copy_to_device=_copy_to_device,
+    copy_to_host=_copy_to_host,
+)

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from fxshard import torch_private
 from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.ir.launches import Launch
-from fxshard.ir.plan import ShardPlan, UnitPlan, lay_out, prefetch_words
+from fxshard.ir.plan import Offload, ShardPlan, UnitPlan, lay_out, prefetch_words
 from fxshard.runtime import mesh_axes, parameters, unsharded_cache
 from fxshard.runtime.accumulation import Accumulation
 from fxshard.runtime.eager import AfterForward
@@ -57,6 +57,7 @@ class Unit:
         after_forward: its parameters while they may be read between forward and backward.
         divide_factor: by which gradients are divided, `None` for the number of ranks.
         sums_only: whether reductions use no average of the group's.
+        offload: the policy of its shards, `None` if they are on the device; see [Note: offloaded shards].
         all_reduce_hook: called with each reduced gradient of a flat, which it may change in place.
         reduce_group: for reductions alone, once it was made.
         uses_reduce_group: whether they use it, and not the mesh's.
@@ -71,6 +72,7 @@ class Unit:
         mp_policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | int | None,
         subgroup: dist.ProcessGroup | None = None,
+        offload: CPUOffloadPolicy | None = None,
     ) -> None:
         """Take over `members`, whose parameters are DTensors, and copy their rows into flats."""
         self.modules = tuple(modules)
@@ -78,6 +80,7 @@ class Unit:
         self.mesh = mesh
         self.mp_policy = mp_policy
         self.reshard_after_forward, self.subgroup = reshard_after_forward, subgroup
+        self.offload = offload
         self.forward_prefetch: tuple[Unit, ...] | None = ()
         self.backward_prefetch: tuple[Unit, ...] | None = ()
         self.reshard_after_backward = True
@@ -112,6 +115,14 @@ class Unit:
         """Ranks that share the parameters between forward and backward, 0 if those are not fewer."""
         given = self.reshard_after_forward
         return 0 if given is None or isinstance(given, bool) else given
+
+    @property
+    def device(self) -> torch.device:
+        """Where its parameters are gathered and its gradients reduced."""
+        kind = self.mesh.device_type
+        if self.offload is None or kind == "cpu":
+            return self.shards[0].flat.device
+        return torch.device(kind, torch.get_device_module(kind).current_device())
 
     @property
     def label(self) -> str:
@@ -174,6 +185,7 @@ class Unit:
             replicate_group=outer.group_name if outer is not None else "",
             divide_factor=self.divide_factor,
             sums_only=self.sums_only,
+            offload=self._offload(),
             tensor_parallel=any(member.tensor_parallel for member in self.members),
             param_dtype=self.mp_policy.param_dtype,
             reduce_dtype=self.mp_policy.reduce_dtype,
@@ -188,13 +200,18 @@ class Unit:
         lists = prefetch_words(self.fqn, ">", _names(self.forward_prefetch))
         lists += prefetch_words(self.fqn, "<", _names(self.backward_prefetch))
         sharing_key = self.plan.sharing_key
+        elsewhere = self.mesh.device_type if self.offload and self.mesh.device_type != "cpu" else ""
         for index, shard in enumerate(self.shards):
             dtype, key = self.plan.unsharded_dtype(shard.plan), f"{index} of {sharing_key}{lists}"
             for i, (slot, member) in enumerate(zip(shard.plan.slots, shard.members, strict=True)):
                 layout = member.tensor_parallel.layout if member.tensor_parallel else None
-                ref = ParameterRef(shard.flat, key, i, slot.shape, dtype, member.settings.dim, layout)
+                ref = ParameterRef(shard.flat, key, i, slot.shape, dtype, member.settings.dim, layout, elsewhere)
                 for module, name in member.owners:
                     parameters.publish(module, name, ref)
+
+    def _offload(self) -> Offload | None:
+        kind = self.mesh.device_type
+        return Offload(device=kind, pinned=self.offload.pin_memory and kind != "cpu") if self.offload else None
 
     def reshard(self) -> None:
         """Free what is gathered of it outside of graphs.
@@ -255,6 +272,12 @@ class Unit:
                 raise ConfigError(
                     f"parameters on the meta device: {names}. Before the first forward call "
                     "model.to_empty(device=...) and initialise them, or load_state_dict(..., assign=True)."
+                )
+            if self.offload is not None and shard.flat.device.type != "cpu":
+                names = ", ".join(member.fqn for member in shard.members)
+                raise ConfigError(
+                    f"parameters are offloaded (offload_policy), but on {shard.flat.device}: {names}. Leave them on "
+                    'the CPU: model.to_empty(device="cpu"), no model.cuda() or model.to(device) after fully_shard.'
                 )
 
     def _is_attached(self) -> bool:

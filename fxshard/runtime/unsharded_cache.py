@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from fxshard import torch_private
-from fxshard.ir import collectives
+from fxshard.ir import collectives, host_copies
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.variant import Slots, in_order
 from fxshard.runtime import profiler_ranges
@@ -154,14 +154,14 @@ def _resident(unit: Unit) -> Gathered | None:
 
 
 def _launch_resident(unit: Unit) -> Gathered:
-    shards = {i: shard.flat for i, shard in enumerate(unit.shards)}
+    flats = {i: shard.flat for i, shard in enumerate(unit.shards)}
     with (
         unit.agreed("resident", "all_gather", "all parameters"),
         profiler_ranges.of_unit(unit.fqn),
         torch.no_grad(),
         torch.inference_mode(False),
     ):
-        tensors = collectives.launch_parameters(shards, unit.plan)
+        tensors = collectives.launch_parameters(host_copies.on_device(flats, unit.plan), unit.plan)
     unit.microbatches.watch_steps()
     found = unit.unsharded[unit] = Gathered(unit, tensors, "resident")
     return found

@@ -128,7 +128,7 @@ class _Settings:
         """Take FSDP2 off the modules and make our unit of its parameters."""
         given, policy = self.unit.parameters(), self.unit.mp_policy
         mesh = self.unit.mesh if given else None
-        reshard = self.unit.reshard_after_forward
+        reshard, offload = self.unit.reshard_after_forward, self.unit.offload
         paths = module_paths(self.modules)
         members = [
             Member(
@@ -145,7 +145,7 @@ class _Settings:
         units = []
         if mesh is not None:
             gloo.warn_of_two_threads(mesh)
-            units.append(Unit(self.modules, members, mesh, policy, reshard, subgroup_for(mesh, reshard)))
+            units.append(Unit(self.modules, members, mesh, policy, reshard, subgroup_for(mesh, reshard), offload))
         install(self.modules, tuple(units), policy)
         ignore(self.modules, ignored_under(self.modules))
 

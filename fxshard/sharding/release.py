@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed.fsdp as fsdp2
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fxshard import torch_fsdp2
@@ -105,6 +105,7 @@ class _Ours:
             shard_placement_fn=_placement_in(unit),
             mp_policy=self._policy_for(unit),
             ignored_params=set(unit.ignored),
+            offload_policy=unit.offload or OffloadPolicy(),
         )
         _put(unit, _with_memory_of_its_own)
         _free(unit)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
@@ -55,6 +55,7 @@ def shard(
     reshard_after_forward: bool | int | None,
     ignored: Iterable[nn.Parameter] = (),
     settings_of: Chooser = like_its_unit,
+    offload: CPUOffloadPolicy | None = None,
 ) -> None:
     """Make one unit of the parameters under `modules` that no unit has taken, and swap the modules' classes.
 
@@ -73,8 +74,8 @@ def shard(
     units: tuple[Unit, ...] = ()
     if taken:
         subgroup = subgroup_for(mesh, reshard_after_forward)
-        members = _members(taken, settings, mesh)
-        units = (Unit(modules, members, mesh, mp_policy, reshard_after_forward, subgroup),)
+        members = _members(taken, settings, mesh, "cpu" if offload else mesh.device_type)
+        units = (Unit(modules, members, mesh, mp_policy, reshard_after_forward, subgroup, offload),)
     for unit in units:
         _register(unit)
     install(modules, units, mp_policy)
@@ -101,14 +102,17 @@ def install(modules: Sequence[nn.Module], units: tuple[Unit, ...], mp_policy: Mi
 
 
 def _members(
-    taken: dict[str, tuple[nn.Parameter, Places]], settings: dict[str, ParameterSettings], mesh: DeviceMesh
+    taken: dict[str, tuple[nn.Parameter, Places]],
+    settings: dict[str, ParameterSettings],
+    mesh: DeviceMesh,
+    device_type: str,
 ) -> list[Member]:
-    """Cut the parameters to this rank's rows."""
+    """Cut the parameters to this rank's rows, on a device of that type."""
     rank, world_size = mesh_axes.shard_rank(mesh), mesh_axes.num_shards(mesh)
     members = []
     with torch.no_grad(), torch.inference_mode(False):
         for fqn, (param, places) in taken.items():
-            full = _on_mesh_device(param, mesh)
+            full = _on_device(param, device_type)
             dim, parallel = settings[fqn].dim, tensor_parallel(full, mesh)
             rows = shard_rows(local_of(full) if parallel else full, rank, world_size, dim)
             dtensor = as_dtensor(full, rows, mesh, dim, parallel.spec if parallel else None)
@@ -219,17 +223,17 @@ def join(*parts: str) -> str:
     return ".".join(part for part in parts if part)
 
 
-def _on_mesh_device(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    if tensor.device.type in (mesh.device_type, "meta"):
+def _on_device(tensor: Tensor, device_type: str) -> Tensor:
+    if tensor.device.type in (device_type, "meta"):
         return tensor
-    return tensor.detach().to(mesh.device_type).requires_grad_(tensor.requires_grad)
+    return tensor.detach().to(device_type).requires_grad_(tensor.requires_grad)
 
 
 def _move_buffers(modules: Sequence[nn.Module], mesh: DeviceMesh) -> None:
     for module in managed_modules(modules):
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = _on_mesh_device(buffer, mesh)
+                module._buffers[name] = _on_device(buffer, mesh.device_type)
 
 
 def require_shardable(parameters: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:

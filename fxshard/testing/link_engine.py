@@ -47,8 +47,9 @@ class Speed:
         return self.gigabytes_per_s == math.inf and self.latency_us == 0.0
 
     def seconds(self, op: str, num_bytes: int, num_ranks: int) -> float:
-        """Return the time of a collective over tensors that have so many bytes when they are whole."""
-        sent = num_bytes * (2 if op == "all_reduce" else 1) * (num_ranks - 1) / num_ranks
+        """Return the time of a collective over tensors that have so many bytes when they are whole; of a copy for 0."""
+        share = (num_ranks - 1) / num_ranks if num_ranks else 1
+        sent = num_bytes * (2 if op == "all_reduce" else 1) * share
         return self.latency_us * 1e-6 + sent / (self.gigabytes_per_s * 1e9)
 
 

@@ -25,6 +25,7 @@ from fxshard.passes.assign_streams import AssignStreams
 from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.hand_off_prefetch import HandOffPrefetch
+from fxshard.passes.hoist_copies import HoistCopies
 from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.passes.insert_collectives import InsertCollectives
 from fxshard.passes.lower_streams import LowerStreams
@@ -106,12 +107,13 @@ MODELS: dict[str, Callable[..., Traced]] = {
     "square_batch": square_batch,
     "two_regions": two_regions,
     "in_subgroups": graphs.in_subgroups,
+    "offloaded": graphs.offloaded,
     "two_replicas": two_replicas,
     "two_replicas_of_doubles": two_replicas_of_doubles,
 }
 MUTATED = tuple(model for model in MODELS if model not in ("frozen_weight", "casting", "gpt"))
 ON_FOUR_RANKS = ("two_layers", "uneven", "doubles", "scalar", "in_subgroups")
-REWRITTEN = ("two_layers", "uneven", "two_dtypes", "doubles", "called_twice", "two_replicas")
+REWRITTEN = ("two_layers", "uneven", "two_dtypes", "doubles", "called_twice", "offloaded", "two_replicas")
 ASIDE = ("two_layers", "two_dtypes", "mixed_precision")
 REWRITES: dict[str, tuple[GraphPass, ...]] = {
     "coalesced": (CoalesceCollectives(),),
@@ -121,7 +123,12 @@ REWRITES: dict[str, tuple[GraphPass, ...]] = {
     "scheduled": (SinkWaits(), HoistPrefetch(depth=1)),
     "aside": (SinkWaits(), HoistPrefetch(depth=1), AssignStreams(mode="side")),
     "coalesced and aside": (CoalesceCollectives(), SinkWaits(), AssignStreams(mode="side")),
-    "coalesced and scheduled": (CoalesceCollectives(), SinkWaits(max_buffers=1), HoistPrefetch(depth=2)),
+    "coalesced and scheduled": (
+        CoalesceCollectives(),
+        SinkWaits(max_buffers=1),
+        HoistPrefetch(depth=2),
+        HoistCopies(),
+    ),
 }
 DIALECTS = ("eager", "inductor")
 WORLD_SIZES = (1, 2, 4)

@@ -23,6 +23,7 @@ from tests.mutation import (
     collective_mutators,
     gradient_mutators,
     marker_mutators,
+    offload_mutators,
     parameter_mutators,
     region_mutators,
     replica_mutators,
@@ -40,6 +41,7 @@ EXPLICIT: tuple[Mutator, ...] = (
     *region_mutators.MUTATORS,
     *replica_mutators.MUTATORS,
     *subgroup_mutators.MUTATORS,
+    *offload_mutators.MUTATORS,
 )
 RESULTS: tuple[Mutator, ...] = (
     gradient_mutators.return_none,

@@ -30,11 +30,6 @@ def fsdp2_mlp(mesh: DeviceMesh, **kwargs: Any) -> Any:
     return fsdp2_fully_shard(model, mesh=mesh, **kwargs)
 
 
-def offloaded(mesh: DeviceMesh) -> nn.Module:
-    model: nn.Module = fsdp2_mlp(mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    return model
-
-
 def with_gradients_that_wait(mesh: DeviceMesh) -> nn.Module:
     model = fsdp2_mlp(mesh)
     model.set_requires_gradient_sync(False)
@@ -44,7 +39,6 @@ def with_gradients_that_wait(mesh: DeviceMesh) -> nn.Module:
 
 
 REFUSED = {
-    "offload": (offloaded, r"blocks.1: CPU offload (offload_policy)"),
     "waiting": (with_gradients_that_wait, "blocks.0: gradients added up without gradient sync"),
 }
 
@@ -82,6 +76,15 @@ def test_takes_over_that_fewer_ranks_share_parameters_after_forward() -> None:
         assert [unit.plan.subgroup_size for unit in units_under(fxshard.adopt(model))] == [2, 2, 2]
         fxshard.release(model)
         assert settings(model) == before
+
+
+def test_takes_over_that_shards_are_offloaded(mesh: DeviceMesh) -> None:
+    model = fsdp2_mlp(mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    before = settings(model)
+    units = units_under(fxshard.adopt(model))
+    assert all(unit.offload is not None and not unit.offload.pin_memory for unit in units)
+    fxshard.release(model)
+    assert settings(model) == before
 
 
 class OwnGather:
@@ -183,7 +186,7 @@ def settings(model: nn.Module) -> list[Any]:
     found: list[Any] = []
     for unit in torch_fsdp2.units_of(model):
         found += [unit.modules, unit.mesh, unit.mp_policy, unit.reshard_after_forward, unit.reshard_after_backward]
-        found += [unit.requires_gradient_sync]
+        found += [unit.requires_gradient_sync, unit.offload]
         found += [unit.prefetched("forward"), unit.prefetched("backward")]
         found += [name for module in unit.modules for name, _ in torch_fsdp2.forward_methods(module)]
     # FSDP2 tells the modules inside of the root with the first forward.

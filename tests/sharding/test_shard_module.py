@@ -161,17 +161,17 @@ def test_refuses_a_tied_parameter_that_is_ignored_at_one_of_its_places(mesh: Dev
         assert a.weight is b.weight
 
 
-LATER = {
-    "offload_policy": CPUOffloadPolicy(),
-    "dp_mesh_dims": object(),
-}
-
-
-@pytest.mark.parametrize("argument", LATER)
-def test_names_the_argument_that_a_later_release_brings(mesh: DeviceMesh, argument: str) -> None:
+def test_names_the_argument_that_a_later_release_brings(mesh: DeviceMesh) -> None:
     model = MLP()
-    with left_as_it_was(model), pytest.raises(NotImplementedError, match=argument):
-        fully_shard(model, mesh=mesh, **{argument: LATER[argument]})  # type: ignore[call-overload]
+    with left_as_it_was(model), pytest.raises(NotImplementedError, match="dp_mesh_dims"):
+        fully_shard(model, mesh=mesh, dp_mesh_dims=object())
+
+
+@pytest.mark.parametrize("policy", ["cpu", True, CPUOffloadPolicy])
+def test_refuses_what_is_no_offload_policy(mesh: DeviceMesh, policy: Any) -> None:
+    model = MLP()
+    with left_as_it_was(model), pytest.raises(ConfigError, match=r"offload_policy must be CPUOffloadPolicy\(\) or"):
+        fully_shard(model, mesh=mesh, offload_policy=policy)
 
 
 def test_says_what_is_wrong_with_the_axes_of_a_mesh(fake_group: None) -> None:

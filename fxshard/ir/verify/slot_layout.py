@@ -52,7 +52,7 @@ def lies_in(slot: Slot, flat: Flat) -> bool:
 
 def parts_of_gradient(value: dataflow.Value | None) -> list[GradientPart] | None:
     """Return a shard's gradient, piece by piece; `None` if it is something else."""
-    found = dataflow.on_one_rank(value)
+    found = dataflow.on_one_rank(value.gradient if isinstance(value, dataflow.OnHost) else value)
     pieces = found.parts if isinstance(found, dataflow.Assembled) else (found,)
     parts: list[GradientPart] = []
     start = 0

@@ -19,7 +19,7 @@ from torch import fx
 from fxshard.errors import InvariantError
 from fxshard.ir import text
 from fxshard.ir.properties import Property
-from fxshard.ir.verify import invariants
+from fxshard.ir.verify import invariants, offload
 from fxshard.ir.verify.baseline import Baseline, Subject
 from fxshard.ir.verify.invariants import Violation
 
@@ -141,6 +141,9 @@ INVARIANTS: tuple[Invariant, ...] = (
     Invariant(check=invariants.gradients_are_reduced_once, applies=_followed),
     Invariant(check=invariants.reductions_match_the_plan, applies=_followed),
     Invariant(check=invariants.reduced_shards_are_averaged_over_replicas, applies=_followed),
+    Invariant(check=offload.copies_between_host_and_device_have_one_wait, applies=_explicit),
+    Invariant(check=offload.offloaded_shards_are_read_on_the_device, applies=_followed),
+    Invariant(check=offload.gradients_of_offloaded_shards_are_on_the_host, applies=_followed),
     Invariant(check=invariants.collectives_keep_their_order, applies=_scheduled),
     Invariant(check=invariants.launches_send_what_they_sent, applies=_scheduled),
     Invariant(check=invariants.compute_reads_what_it_read, applies=_always),

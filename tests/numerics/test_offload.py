@@ -1,0 +1,219 @@
+"""`offload_policy=CPUOffloadPolicy()` trains as in FSDP2 and as unsharded; copies run as late as they may.
+
+On a CPU mesh host and device are one: copies are made all the same, each when it is waited for, and what is freed or
+overwritten too early shows as a wrong number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
+from torch.distributed.tensor import DTensor
+
+import fxshard
+from fxshard.ir import ops
+from fxshard.sharding.sharded_module import plain_module, units_under
+from tests.numerics.harness import (
+    Run,
+    Scenario,
+    Tools,
+    assert_same_tensors,
+    blocks_of,
+    check,
+    check_against_unsharded,
+    check_bitwise,
+    check_inductor,
+    compile_each_block,
+    compile_module,
+    fxshard_system,
+    loss_on_ones,
+    only_compile,
+    only_shard,
+    shard_blocks,
+    start,
+    train_step,
+    with_a_break,
+    world_mesh,
+)
+from tests.numerics.loops import clip_and_update, evaluate, freeze_then_thaw, scaled
+from tests.numerics.microbatches import kept, several
+from tests.numerics.models import GPT, MLP, CalledTwice, CheckpointedMLP, LoRA, cross_entropy, rows, tokens
+from tests.ranks import two_ranks
+
+ON_HOST = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), **ON_HOST}
+PLAIN = Scenario(model=MLP, batch=rows(), shard_kwargs=ON_HOST)
+
+
+def last_block_alone(model: nn.Module, tools: Tools) -> nn.Module:
+    """Offload one unit of three."""
+    *others, last = blocks_of(model)
+    for block in others:
+        tools.shard(block, offload_policy=fxshard.OffloadPolicy())
+    tools.shard(last)
+    tools.shard(model, offload_policy=fxshard.OffloadPolicy())
+    return tools.compile(model)
+
+
+def adopted(model: nn.Module, tools: Tools) -> nn.Module:
+    if not tools.system.ours:
+        return only_shard(model, tools)
+    by_torch = Tools(system=replace(tools.system, fully_shard=fsdp2_fully_shard), scenario=tools.scenario)
+    model = fxshard.release(fxshard.adopt(only_shard(model, by_torch)))
+    return tools.compile(fxshard.adopt(model))
+
+
+def released(run: Run, step: int) -> None:
+    """FSDP2 goes on with the third step."""
+    if step == 2 and run.system.ours:
+        run.model = fxshard.release(run.model)
+
+
+def step_in_backward(run: Run, step: int) -> None:
+    """An optimizer steps on the host as soon as a gradient is there."""
+
+    def steps(parameter: nn.Parameter) -> None:
+        own = torch.optim.AdamW([parameter], lr=1e-2)
+
+        def hook(_: Tensor) -> None:
+            own.step()
+            own.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(hook)
+
+    if step == 0:
+        for parameter in run.model.parameters():
+            steps(parameter)
+
+
+SCENARIOS: dict[str, Callable[[], None]] = {
+    "compiled": lambda: check(PLAIN),
+    "eager": lambda: check(replace(PLAIN, prepare=only_shard)),
+    "one unit": lambda: check(replace(PLAIN, prepare=last_block_alone)),
+    "called twice": lambda: check(replace(PLAIN, model=CalledTwice)),
+    "microbatches": lambda: check(replace(PLAIN, backward=several)),
+    "adopted": lambda: check(replace(PLAIN, prepare=adopted)),
+    "inductor": lambda: check_inductor(PLAIN),
+}
+MORE: dict[str, Callable[[], None]] = {
+    "gpt": lambda: check(Scenario(model=GPT, batch=tokens(), loss=cross_entropy, shard_kwargs=ON_HOST)),
+    "bfloat16": lambda: check_bitwise(replace(PLAIN, shard_kwargs=BF16)),
+    "each block": lambda: check(replace(PLAIN, prepare=compile_each_block)),
+    "a graph break": lambda: check(replace(PLAIN, prepare=with_a_break)),
+    "checkpointed": lambda: check(replace(PLAIN, model=CheckpointedMLP)),
+    "some frozen": lambda: check(replace(PLAIN, model=LoRA)),
+    "frozen and thawed": lambda: check(replace(PLAIN, before_step=freeze_then_thaw)),
+    "microbatches, eager": lambda: check(replace(PLAIN, backward=several, prepare=only_shard)),
+    "microbatches, unsharded in between": lambda: check(replace(PLAIN, backward=kept)),
+    "clipped": lambda: check(replace(PLAIN, update=partial(clip_and_update, foreach=None))),
+    "scaled": lambda: check(scaled(PLAIN)),
+    "evaluated": lambda: check(replace(PLAIN, before_step=evaluate)),
+    "released": lambda: check(replace(PLAIN, before_step=released)),
+    "optimizer in backward": lambda: check(replace(PLAIN, before_step=step_in_backward, update=lambda run: None)),
+    "kept after forward": lambda: check(replace(PLAIN, shard_kwargs={**ON_HOST, "reshard_after_forward": False})),
+    "inductor, bfloat16": lambda: check_inductor(replace(PLAIN, shard_kwargs=BF16), rtol=2**-6, atol=2**-6),
+    "inductor, microbatches": lambda: check_inductor(replace(PLAIN, backward=several)),
+    "inductor, gpt": lambda: check_inductor(
+        Scenario(model=GPT, batch=tokens(), loss=cross_entropy, shard_kwargs=ON_HOST)
+    ),
+}
+
+
+@two_ranks
+@pytest.mark.parametrize("name", [*SCENARIOS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+def test_trains_as_without(name: str) -> None:
+    (SCENARIOS | MORE)[name]()
+
+
+@pytest.mark.slow
+@two_ranks
+@pytest.mark.parametrize("lower", ["eager", "inductor"])
+@pytest.mark.parametrize("options", [{"streams": "side"}, {"streams": "off"}, {"prefetch": "off"}, {"bucket": 1.0}])
+def test_trains_as_without_in_any_schedule(options: dict[str, Any], lower: str) -> None:
+    system = fxshard_system(dtype=torch.float64, lower=lower, **options)
+    check_against_unsharded(replace(PLAIN, backward=several), system=system)
+
+
+@two_ranks
+def test_half_of_the_bytes_are_offloaded_by_whole_units() -> None:
+    torch.manual_seed(0)
+    model = compile_module(MLP(), options={"lower": "eager", "offload": {"params": 0.5}})
+    loss_on_ones(model).backward()
+    units = units_under(plain_module(model))
+    offloaded = [unit.label for unit in units if unit.offload is not None]
+    total = sum(unit.plan.shard_bytes for unit in units)
+    on_host = sum(unit.plan.shard_bytes for unit in units if unit.offload is not None)
+    assert offloaded == ["blocks.1"]
+    assert 0 < on_host <= total / 2
+    said = fxshard.explanation_of(model)
+    assert (said.offloaded, said.host_bytes, said.device_bytes) == (("blocks.1",), on_host, total - on_host)
+    assert "on the host (blocks.1)" in repr(said)
+
+
+@two_ranks
+def test_one_line_trains_as_unsharded_with_any_part_offloaded() -> None:
+    for part in (0.5, 1):
+        system = fxshard_system(dtype=torch.float64, offload={"params": part, "optimizer": True})
+        check_against_unsharded(replace(PLAIN, prepare=only_compile, shard_kwargs={}), system=system)
+
+
+@two_ranks
+def test_gradients_and_optimizer_state_are_where_the_shards_are() -> None:
+    run = start(PLAIN, fxshard_system())
+    train_step(run, 0)
+    for unit in units_under(plain_module(run.model)):
+        assert unit.plan.offload is not None
+        assert all(shard.flat.device.type == "cpu" for shard in unit.shards)
+    for state in run.optim.state.values():
+        assert all(value.device.type == "cpu" for value in state.values() if isinstance(value, DTensor))
+
+
+@two_ranks
+def test_every_copy_of_a_step_stands_in_its_graphs() -> None:
+    run = start(PLAIN, fxshard_system())
+    train_step(run, 0)
+    (frame,) = fxshard.explanation_of(run.model).frames
+    for stage, expected in (("forward", [3, 0]), ("backward", [2, 3])):  # the root stays gathered
+        graph = frame.running(stage).graph
+        found = [len(graph.find_nodes(op="call_function", target=op)) for op in ops.BETWEEN_HOST_AND_DEVICE]
+        assert found == expected
+
+
+@two_ranks
+def test_full_state_is_that_of_the_plain_module_and_can_be_loaded() -> None:
+    torch.manual_seed(0)
+    model = MLP()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    shard_blocks(model, Tools(system=fxshard_system(), scenario=PLAIN))
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step() -> dict[str, Tensor]:
+        optim.zero_grad()
+        loss_on_ones(model).backward()
+        optim.step()
+        return fxshard.full_state_dict(model, recipient_rank=None)
+
+    assert_same_tensors(fxshard.full_state_dict(model, recipient_rank=None), expected, "state", rtol=0, atol=0)
+    states = step(), fxshard.full_optim_state_dict(model, optim, recipient_rank=None)
+    later = step()
+    fxshard.load_full_state_dict(model, states[0])
+    fxshard.load_full_optim_state_dict(model, optim, states[1])
+    assert_same_tensors(step(), later, "state after a load", rtol=0, atol=0)
+
+
+@two_ranks
+def test_gives_back_a_plain_model() -> None:
+    torch.manual_seed(0)
+    model = MLP()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    fxshard.fully_shard(model, mesh=world_mesh(), offload_policy=CPUOffloadPolicy())
+    plain = fxshard.release(model, whole=True)
+    assert all(torch.equal(value, expected[name]) for name, value in plain.state_dict().items())
