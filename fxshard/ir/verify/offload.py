@@ -13,13 +13,13 @@ from fxshard.ir.verify.invariants import Violation
 
 
 def copies_between_host_and_device_have_one_wait(subject: Subject) -> Iterator[Violation]:
-    """A copy between host and device is read by its wait alone, and is what its unit's plan says."""
+    """A copy between host and device has one wait, which is read, and is what its unit's plan says."""
     for copy in (node for node in subject.graph.nodes if node.target in ops.BETWEEN_HOST_AND_DEVICE):
         if [user.target for user in copy.users] != [collectives.WAIT]:
-            yield (
-                copy,
-                f"expected one user, its wait; found {', '.join(f'%{user.name}' for user in copy.users) or 'none'}",
-            )
+            names = ", ".join(f"%{user.name}" for user in copy.users) or "none"
+            yield copy, f"expected one user, its wait; found {names}"
+        elif not next(iter(copy.users)).users:
+            yield copy, "it is waited for, and nothing reads it"
         for key in tags.units_of(copy):
             yield from ((copy, why) for why in _wrong_copy(copy, subject.baseline.plan.units[key]))
 
