@@ -100,7 +100,7 @@ def test_the_page_needs_no_network(two_layers: Explanation) -> None:
 
 def test_every_pass_links_to_its_difference(two_layers: Explanation) -> None:
     links = [a["href"] for tag, a in Page(html.page(two_layers)).tags if tag == "a"]
-    assert "#0/forward/dedup_unshard/insert_collectives" in links
+    assert "#0/forward/offload_shards/insert_collectives" in links
     assert "#0/joint/captured/captured" in links
     assert len(links) == 1 + sum(len(records) for records in two_layers.graphs.values())
 
