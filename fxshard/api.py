@@ -23,7 +23,7 @@ from fxshard.runtime.frame import Frame
 from fxshard.sharding import adopt as adopt_module
 from fxshard.sharding import forward_methods, fsdp2_settings, per_parameter, shard_module, sharded_module
 from fxshard.sharding import release as release_module
-from fxshard.sharding.mesh import default_mesh, require_mesh, resharding
+from fxshard.sharding.mesh import default_mesh, require_mesh
 from fxshard.sharding.no_sync import without_sync
 from fxshard.sharding.sharded_module import ShardedModule, is_compiled, plain_module
 
@@ -75,7 +75,7 @@ def fully_shard(
     Call it bottom-up, then `torch.compile(module, backend="fxshard")`. Each call makes one unit of the parameters that
     no earlier call has taken: they are gathered together and their gradients are reduced together. Parameters become
     `DTensor(Shard(0))`, on a mesh of two axes `(Replicate(), Shard(0))`; optimizers, `state_dict`,
-    `torch.distributed.checkpoint` and `clip_grad_norm_` work on them. Those that are DTensors already (tensor
+    `torch.distributed.checkpoint` and `clip_grad_norm_` work on them. Those that are DTensors already (tensor or expert
     parallelism, on another slice of the same mesh) are sharded within each rank's part.
 
     Args:
@@ -89,7 +89,7 @@ def fully_shard(
             within these. Compiled code only: a model that runs eagerly keeps what autograd saved until its backward.
         shard_placement_fn: called with each parameter; `Shard(d)` cuts it along dimension d, None along the first. But
             for the first the ranks must divide it evenly. A gather then ends with a transposed copy, a reduction begins
-            with one.
+            with one. torch's `ShardPlacementResult` has a mesh besides: such parameters are a unit of their own.
         mp_policy: dtypes of gathered parameters, of gradient reduction, of inputs and outputs; torch's dataclass.
         offload_policy: `CPUOffloadPolicy()` keeps the shards of this unit, their gradients and the optimizer's state
             in the host's memory, where the optimizer steps; a shard is copied to the device before it is gathered. By
@@ -111,16 +111,17 @@ def fully_shard(
     _require_fresh(modules)
     policy = mp_policy or MixedPrecisionPolicy()
     chosen = require_mesh(mesh if mesh is not None else default_mesh())
-    shard_module.shard(
+    units = shard_module.shard(
         modules,
         chosen,
         mp_policy=policy,
-        reshard_after_forward=resharding(chosen, reshard_after_forward),
+        reshard_after_forward=reshard_after_forward,
         ignored=ignored_params or (),
         settings_of=per_parameter.chooser(policy, shard_placement_fn, chosen),
         offload=offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None,
     )
-    measured.agree(chosen)
+    for each in dict.fromkeys((chosen, *(unit.mesh for unit in units))):
+        measured.agree(each)
     return module
 
 

@@ -6,7 +6,7 @@ Names differ between torch 2.11 (one group of parameters per call), 2.13 and 2.1
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,11 +15,14 @@ from torch import nn
 from torch.distributed import _composable_state as composable_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
+
+ShardPlacementResult: Any = getattr(_fsdp_common, "ShardPlacementResult", None)  # from torch 2.13 on
 
 # The package has a function of the module's name.
 _contract = sys.modules["torch.distributed._composable.contract"]
@@ -35,6 +38,7 @@ class Fsdp2Parameter:
         places: the modules that register it, with the name there; several where it is tied.
         keeps_dtype: whether it is gathered in its own dtype, whatever its unit's policy says.
         dim: along which it is cut.
+        mesh: the ranks that share it.
     """
 
     key: Any
@@ -42,6 +46,7 @@ class Fsdp2Parameter:
     places: list[tuple[nn.Module, str]]
     keeps_dtype: bool
     dim: int
+    mesh: DeviceMesh
 
     @property
     def before(self) -> DTensorSpec | None:
@@ -74,9 +79,9 @@ class Fsdp2Unit:
         return list(found)
 
     @property
-    def mesh(self) -> DeviceMesh:
-        """The ranks that share the parameters."""
-        return cast(DeviceMesh, self.groups[0].mesh_info.mesh)
+    def meshes(self) -> list[DeviceMesh]:
+        """The ranks that share parameters: several meshes where parameters have meshes of their own."""
+        return [cast(DeviceMesh, group.mesh_info.mesh) for group in self.groups]
 
     @property
     def mp_policy(self) -> MixedPrecisionPolicy:
@@ -88,10 +93,10 @@ class Fsdp2Unit:
         """As given, or set since."""
         if self.state._auto_reshard_after_forward or not self.groups:
             return None
-        group = self.groups[0]
-        if group._use_post_forward_mesh:
-            return int(group.post_forward_mesh_info.shard_mesh_size)
-        return bool(group._reshard_after_forward)
+        for group in self.groups:
+            if group._use_post_forward_mesh:
+                return int(group.post_forward_mesh_info.shard_mesh_size)
+        return bool(self.groups[0]._reshard_after_forward)
 
     @property
     def offload(self) -> CPUOffloadPolicy | None:
@@ -156,14 +161,14 @@ class Fsdp2Unit:
                 own = getattr(each, "mp_policy", self.mp_policy)  # from torch 2.15 on
                 keeps_dtype = own.param_dtype != self.mp_policy.param_dtype
                 parameter, dim = info.module._parameters[info.param_name], each.fsdp_placement.dim
-                found.append(Fsdp2Parameter(each, parameter, places, keeps_dtype, dim))
+                found.append(Fsdp2Parameter(each, parameter, places, keeps_dtype, dim, group.mesh_info.mesh))
         return found
 
     def obstacles(self) -> list[str]:
         """Say what of its settings and its moment fxshard cannot take over, in FSDP2's words."""
         groups, params = self.groups, [each for group in self.groups for each in group.fsdp_params]
-        if len(groups) > 1 or any(not _is_our_kind(group.mesh_info) for group in groups):
-            return ["parameters with meshes of their own, dp_mesh_dims, or a mesh not (shard) or (replicate, shard)"]
+        if not all(is_our_kind(group.mesh_info) for group in groups):
+            return ["dp_mesh_dims, or a mesh that is not (shard) or (replicate, shard)"]
         return [what for what, found in self._checks(groups, params).items() if found]
 
     def _checks(self, groups: list[Any], params: list[Any]) -> dict[str, bool]:
@@ -173,9 +178,6 @@ class Fsdp2Unit:
         comms = [getattr(g, name) for g in groups for name in ("_all_gather_comm", "_reduce_scatter_comm")]
         return {
             "reduced gradients that wait for an all_reduce": any_of(groups, "_partial_reduce_output"),
-            "tensor-parallel parameters sharded on another dimension than 0 (shard_placement_fn)": any(
-                getattr(each, "is_dtensor", False) and each.fsdp_placement.dim != 0 for each in params
-            ),
             "set_reduce_scatter_unused_params": any_of(groups, "reduce_scatter_unused_params", False),
             "set_all_reduce_hook with a stream": any_of(groups, "_all_reduce_hook_stream"),
             "set_custom_all_gather or set_custom_reduce_scatter": any(
@@ -219,13 +221,24 @@ class Fsdp2Unit:
             module.__dict__.get(_contract.REGISTRY_KEY, {}).pop("fully_shard", None)
 
 
-def _is_our_kind(mesh_info: Any) -> bool:
+def is_our_kind(mesh_info: Any) -> bool:
     """Whether a mesh has an axis that shards, and at most one before it, which replicates."""
     if getattr(mesh_info, "is_spmd_mesh", False):
         return False
     if type(mesh_info) is HSDPMeshInfo:
         return mesh_info.mesh.ndim == 2 and (mesh_info.replicate_mesh_dim, mesh_info.shard_mesh_dim) == (0, 1)
     return type(mesh_info) is FSDPMeshInfo and mesh_info.mesh.ndim == 1
+
+
+def mesh_of(mesh_info: Any) -> DeviceMesh:
+    """Return the mesh that FSDP2's description of one is of."""
+    return cast(DeviceMesh, mesh_info.mesh)
+
+
+def placement_on(mesh: DeviceMesh) -> Callable[[int], Any]:
+    """Return what makes, of a dimension, what `shard_placement_fn` returns for a parameter on a mesh of its own."""
+    info = FSDPMeshInfo(mesh, 0) if mesh.ndim == 1 else HSDPMeshInfo(mesh, 1, 0)  # one for all: FSDP2 insists
+    return lambda dim: ShardPlacementResult(Shard(dim), info)
 
 
 def _has_unreduced_gradient(param: Any) -> bool:
@@ -242,10 +255,10 @@ def units_of(model: nn.Module) -> list[Fsdp2Unit]:
     return list(found.values())
 
 
-def spec_of_rows(before: DTensorSpec, mesh: DeviceMesh) -> DTensorSpec:
-    """Return how FSDP2 places the rows of a parameter that is a DTensor of that spec, when it shards it over `mesh`."""
-    splits = before.num_shards_map[0] if before.ndim else 1
-    rows = _StridedShard(0, split_factor=splits) if splits > 1 else Shard(0) if before.ndim else Replicate()
+def spec_of_rows(before: DTensorSpec, mesh: DeviceMesh, dim: int = 0) -> DTensorSpec:
+    """Return how FSDP2 places a parameter that is a DTensor of that spec, when it cuts it along `dim` over `mesh`."""
+    splits = before.num_shards_map[dim] if before.ndim else 1
+    rows = _StridedShard(dim, split_factor=splits) if splits > 1 else Shard(dim) if before.ndim else Replicate()
     placements: tuple[Placement, ...] = (*(Replicate() for _ in range(mesh.ndim - 1)), rows, *before.placements)
     return DTensorSpec(DeviceMesh._concatenate([mesh, before.mesh]), placements, tensor_meta=before.tensor_meta)
 

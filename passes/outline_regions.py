@@ -39,7 +39,8 @@ class OutlineRegions(GraphPass):
     Memory: unchanged, where the partitioner saves the same of a region as of the whole graph.
     No-op: no unit's code occurs twice.
     Limits: left alone, with a remark: what writes to its inputs, gives out views, has sizes that are not known, makes
-        tensors of constants, calls functions that are not torch's, or holds another higher-order op (cond); what stands
+        tensors of constants, calls functions that are not torch's, or holds another higher-order op (cond); a
+        checkpointed block with a collective of its own, at which other spans end; what stands
         behind a change of torch's state (autocast, a choice of kernels) or is written to in place. What is checkpointed
         is not cut. A policy of selective checkpointing is asked once for all blocks that it is given for.
     Source: [Note: regions] in `ir/regions.py`.

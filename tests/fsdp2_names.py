@@ -51,7 +51,7 @@ ARGUMENTS: Mapping[str, Row] = {
         "True, False, None and a number of ranks. Code that is not compiled keeps what autograd saved",
     ),
     "shard_placement_fn": Row(
-        "differs", "`Shard(d)` and None; a mesh of its own for a parameter (`ShardPlacementResult`) is refused"
+        "same", "`Shard(d)`, None, and `ShardPlacementResult`: what has a mesh of its own is in a unit of its own"
     ),
     "mp_policy": Row("same", "a unit may also have parameters of several dtypes, which FSDP2 asserts that it has not"),
     "offload_policy": Row("same", "on a CPU mesh shards are copied too, and never pinned"),

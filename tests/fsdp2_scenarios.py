@@ -95,7 +95,15 @@ FSDP2: Mapping[str, Mapping[str, Held]] = {
         "replicas: uneven rows, frozen units, a scaled loss, flags in odd orders": by(
             f"{REPLICAS}two_replicas_of_two_ranks_each_also"
         ),
-        "together with tensor or expert parallelism": none("one axis that shards, and one that replicates, so far"),
+        "together with tensor parallelism": by(
+            "numerics/test_tensor_parallel.py::test_two_by_two_ranks_train_as_fsdp2",
+            "numerics/test_tensor_parallel.py::test_two_by_two_ranks_train_as_fsdp2_also",
+        ),
+        "together with expert parallelism, also by meshes of single parameters": by(
+            "numerics/test_experts.py::test_two_by_two_ranks_train_as_fsdp2",
+            "numerics/test_experts.py::test_two_by_two_ranks_train_as_fsdp2_also",
+            "sharding/test_meshes.py::test_there_is_a_unit_for_each_mesh_and_that_of_most_ranks_comes_first",
+        ),
         "methods other than forward": by("numerics/test_adopt.py::test_a_registered_method_trains_like_fsdp2s"),
         "a model that is cast after it was sharded": by(f"{LIFE}converts_a_sharded_model_to_another_dtype"),
         "parameters are sharded again between forward and backward": by(

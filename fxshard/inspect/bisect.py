@@ -99,13 +99,15 @@ def bisect_numerics(
         The first difference in the order in which the passes ran; `None` if every pass left every bit alone.
 
     Raises:
-        ConfigError: a parameter or input has no values, or what `explain` raises it for.
+        ConfigError: a parameter or input has no values, units are shared by different numbers of ranks, or what
+            `explain` raises it for.
         UnsupportedGraph: as `explain`, or a graph has collectives that are not fxshard's.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"bisect_numerics expects an nn.Module, got {type(model).__name__}.")
     model = plain_module(model)
     _require_values(model, args, kwargs)
+    _require_one_number_of_ranks(model)
     parsed = parse({"lower": "eager", **(options or {})})
     require_known_flags(parsed)
     if world_size is None and parsed.mesh is None and not units_under(model):
@@ -125,6 +127,16 @@ def bisect_numerics(
         if found is not None:
             return found
     return None
+
+
+def _require_one_number_of_ranks(model: nn.Module) -> None:
+    """Raise for a model on several meshes: which of its ranks are together in a smaller one is not known here."""
+    ranks = {unit.label: unit.world_size for unit in units_under(model)}
+    if len(set(ranks.values())) > 1:
+        raise ConfigError(
+            f"bisect_numerics: units are shared by different numbers of ranks: {ranks}. Bisect a part of the model "
+            "that has one mesh, or one that is not sharded, with world_size=...."
+        )
 
 
 def _require_values(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

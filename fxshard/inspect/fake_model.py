@@ -10,7 +10,7 @@ itself is only read. The fake model shares the code of its classes, which is why
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
@@ -32,7 +32,7 @@ from fxshard.runtime import mesh_axes
 from fxshard.runtime.unit import Unit
 from fxshard.sharding import shard_module
 from fxshard.sharding.mesh import require_mesh
-from fxshard.sharding.per_parameter import Chooser, like_its_unit
+from fxshard.sharding.per_parameter import Chooser
 from fxshard.sharding.sharded_module import ModuleState, plain_module, state_of, units_under
 
 
@@ -64,10 +64,11 @@ class StandInMesh(DeviceMesh):
     """Rank 0 of a mesh of ranks that do not exist; what takes no communication works.
 
     Its axes have names of their own, so that it equals no real mesh: torch caches what it knows of DTensors by mesh.
+    Nor does it equal the stand-in of another mesh, which has another `group`.
     """
 
     def __init__(self, device_type: str, size: MeshSize, group: str = "fsdp") -> None:
-        axes = {"fxshard_fake_replicas": size.replicas, "fxshard_fake": size.shards}
+        axes = {f"fxshard_fake_{group}_replicas": size.replicas, f"fxshard_fake_{group}": size.shards}
         names = tuple(axes)[-2 if size.replicas > 1 else -1 :]
         shape = [axes[name] for name in names]
         ranks = torch.arange(size.replicas * size.shards, device="cpu").view(shape)
@@ -212,16 +213,16 @@ def _shard_alike(model: nn.Module, units: tuple[Unit, ...], replica: Replica) ->
     with replica.faking():
         for state, modules in _calls(model, units):
             # A call that found all parameters taken made no unit: only casts of inputs and outputs.
-            for made in state.units or (None,):
-                shard_module.shard(
-                    [replica.of(module) for module in (made.modules if made else modules)],
-                    meshes[(made or units[0]).mesh],
-                    mp_policy=state.mp_policy,
-                    reshard_after_forward=made.reshard_after_forward if made and not made.subgroup_size else None,
-                    ignored=unsharded,
-                    settings_of=_settings_in(made, replica) if made else like_its_unit,
-                    offload=made.offload if made else None,
-                )
+            first = state.units[0] if state.units else None
+            shard_module.shard(
+                [replica.of(module) for module in (first.modules if first else modules)],
+                meshes[(first or units[0]).mesh],
+                mp_policy=state.mp_policy,
+                reshard_after_forward=first.reshard_after_forward if first and not first.subgroup_size else None,
+                ignored=unsharded,
+                settings_of=_settings_in(state.units, meshes, replica),
+                offload=first.offload if first else None,
+            )
     for unit in units:
         _take_over(unit, replica)
     for unit in units:  # after all names: a list is published by the names of what is in it
@@ -235,12 +236,15 @@ def _shard_alike(model: nn.Module, units: tuple[Unit, ...], replica: Replica) ->
             _give_subgroup(_copy_of(unit, replica), unit.subgroup_size)
 
 
-def _settings_in(unit: Unit, replica: Replica) -> Chooser:
-    """Choose for the copies of a unit's parameters what holds for them."""
+def _settings_in(units: Sequence[Unit], meshes: Mapping[DeviceMesh, DeviceMesh], replica: Replica) -> Chooser:
+    """Choose for the copies of the parameters of one call's units what holds for them."""
     places = {
-        id(replica.of(module).get_parameter(name)): member for member in unit.members for module, name in member.owners
+        id(replica.of(module).get_parameter(name)): member.settings._replace(mesh=meshes[unit.mesh])
+        for unit in units
+        for member in unit.members
+        for module, name in member.owners
     }
-    return lambda fqn, parameter: places[id(parameter)].settings
+    return lambda fqn, parameter: places[id(parameter)]
 
 
 def _give_subgroup(unit: Unit, size: int) -> None:
@@ -287,7 +291,8 @@ def _take_over(unit: Unit, replica: Replica) -> None:
 
 
 def _copy_of(unit: Unit, replica: Replica) -> Unit:
-    return cast(ModuleState, state_of(replica.of(unit.modules[0]))).units[0]
+    state, copied = (cast(ModuleState, state_of(module)) for module in (unit.modules[0], replica.of(unit.modules[0])))
+    return copied.units[state.units.index(unit)]
 
 
 def _copies(listed: Sequence[Unit] | None, known: Sequence[Unit], replica: Replica) -> tuple[Unit, ...] | None:

@@ -173,7 +173,7 @@ class UnitPlan:
     @property
     def node_name(self) -> str:
         """The unit's name as part of a graph node's name."""
-        return self.fqn.replace(".", "_").replace("'", "_") or "root"
+        return re.sub(r"[.']", "_", re.sub(r"[<>]", "", self.fqn)) or "root"
 
     @property
     def sharing_key(self) -> str:

@@ -56,6 +56,8 @@ class Span:
             values = leaves(node.meta.get("example_value"))
             if not all(isinstance(value, Tensor) and torch_private.is_plain_and_static(value) for value in values):
                 return "it handles something that is not a tensor of known size"
+        if any(map(_is_collective, self.code)):
+            return "it launches a collective"  # of which Inductor's code of a subgraph gives other values
         if not all(isinstance(node.meta.get("example_value"), Tensor) for node in (*self.reads, *self.results)):
             return "it takes or gives several tensors as one value"
         if any(surroundings.writes_to(node, self.nodes) for node in (*self.reads, *self.results)):
@@ -252,13 +254,17 @@ def spans_of(gm: GraphModule) -> Iterator[Span]:
 
 
 def _plain_spans(graph: fx.Graph) -> Iterator[Span]:
-    """Cut the graph where the innermost call of a sharded module changes; markers and their calls do not count."""
+    """Cut the graph where the innermost call of a sharded module changes, and at collectives of the model's own.
+
+    Markers and their calls do not count.
+    """
     current: tuple[str, str] | None = None
     nodes: list[fx.Node] = []
     for node in [*graph.nodes]:
         if ops.is_unshard(node):
             continue
-        call = _call_of(node) if node.op in ("call_function", "call_method") else None
+        is_code = node.op in ("call_function", "call_method") and not _is_collective(node)
+        call = _call_of(node) if is_code else None
         if call != current:
             if current is not None and len(nodes) >= MIN_NODES:
                 yield Span(current[1], nodes)
@@ -271,6 +277,11 @@ def _call_of(node: fx.Node) -> tuple[str, str] | None:
     stack = node.meta.get("nn_module_stack") or {}
     found = [(key, cls) for key, (_, cls) in stack.items() if getattr(cls, "_fxshard_unit", False)]
     return (found[-1][0], found[-1][1].__name__) if found else None
+
+
+def _is_collective(node: fx.Node) -> bool:
+    """Return whether a node of Dynamo's graph launches a collective, or waits for one."""
+    return node.op == "call_function" and "c10d" in str(node.target)
 
 
 def _layout(value: Tensor) -> tuple[Any, ...]:

@@ -87,10 +87,10 @@ class Member:
     def spec(self) -> ParameterSpec:
         """What the layout needs to know."""
         p = self.parameter
-        shape = self.tensor_parallel.shape if self.tensor_parallel else rows_first(p.shape, self.settings.dim)
+        shape = self.tensor_parallel.shape if self.tensor_parallel else p.shape
         return ParameterSpec(
             fqn=self.fqn,
-            shape=shape,
+            shape=rows_first(shape, self.settings.dim),
             dtype=p.dtype,
             trainable=p.requires_grad,
             keeps_dtype=self.settings.keeps_dtype,
@@ -98,10 +98,9 @@ class Member:
 
     def read_from(self, gathered: Tensor) -> Tensor:
         """Return what modules read, of what was gathered."""
-        if self.tensor_parallel:
-            return self.tensor_parallel.place(gathered)
-        dim = self.settings.dim
-        return gathered if dim == 0 else torch.ops.fxshard.whole(gathered, dim)
+        if dim := self.settings.dim:
+            gathered = torch.ops.fxshard.whole(gathered, dim)
+        return self.tensor_parallel.place(gathered) if self.tensor_parallel else gathered
 
     def attach(self, view: Tensor) -> None:
         """Make `view` the parameter's local tensor; the parameter stays the object that optimizers hold.

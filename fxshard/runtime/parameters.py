@@ -32,6 +32,7 @@ class ParameterSettings(NamedTuple):
 
     keeps_dtype: bool = False  # whether it is gathered in its own dtype, whatever the policy's `param_dtype`
     dim: int = 0  # along which it is cut; another one than 0 comes first in its flat
+    mesh: DeviceMesh | None = None  # over which it is sharded, if not over that of the others
 
 
 Layout = tuple[DeviceMesh, tuple[Placement, ...], torch.Size, tuple[int, ...]]

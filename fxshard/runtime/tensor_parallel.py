@@ -87,9 +87,9 @@ def require_parallel_beside(parameters: Mapping[str, Tensor], mesh: DeviceMesh) 
         )
 
 
-def tensor_parallel(parameter: Tensor, mesh: DeviceMesh) -> TensorParallel | None:
-    """Describe a parameter that is to be sharded over `mesh`, `None` if it is no DTensor yet."""
+def tensor_parallel(parameter: Tensor, mesh: DeviceMesh, dim: int) -> TensorParallel | None:
+    """Describe a parameter that is to be cut along `dim` over `mesh`, `None` if it is no DTensor yet."""
     if not isinstance(parameter, DTensor):
         return None
     before = parameter._spec
-    return TensorParallel(torch_fsdp2.spec_of_rows(before, mesh), before, tuple(parameter.to_local().shape))
+    return TensorParallel(torch_fsdp2.spec_of_rows(before, mesh, dim), before, tuple(parameter.to_local().shape))

@@ -40,6 +40,7 @@ class Unit:
         members: parameters in registration order.
         shards: their memory.
         is_root: no other sharded module contains this one.
+        beside: end of its name, if its modules have another unit on another mesh.
         reshard_after_forward: as given; `None` means True for all but the root, a number that a subgroup of so many
             ranks shares the parameters until backward.
         subgroup: of this rank, if it is a number.
@@ -85,6 +86,7 @@ class Unit:
         self.backward_prefetch: tuple[Unit, ...] | None = ()
         self.reshard_after_backward = True
         self.is_root = True
+        self.beside = ""
         self.fqn = ""
         self.shards: list[FlatShard] = []
         self.generation = 0

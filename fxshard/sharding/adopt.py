@@ -14,6 +14,7 @@ import weakref
 from typing import Any, cast
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,7 +26,7 @@ from fxshard.runtime.parameters import ParameterSettings
 from fxshard.runtime.tensor_parallel import TensorParallel
 from fxshard.runtime.unit import Unit
 from fxshard.sharding import forward_methods
-from fxshard.sharding.mesh import require_mesh
+from fxshard.sharding.mesh import require_mesh, resharding
 from fxshard.sharding.shard_module import ignore, ignored_under, install, join, module_paths, subgroup_for
 from fxshard.sharding.sharded_module import ModuleState, ShardedModule, is_compiled, plain_module, state_of
 from fxshard.torch_fsdp2 import Fsdp2Parameter, Fsdp2Unit
@@ -84,9 +85,8 @@ def _require_adoptable(model: nn.Module, units: list[Fsdp2Unit]) -> None:
             + "\n  ".join(found)
             + "\nUndo them before adopt, or keep FSDP2 for this model."
         )
-    for unit in units:
-        if unit.groups:
-            require_mesh(unit.mesh)
+    for mesh in (mesh for unit in units for mesh in unit.meshes):
+        require_mesh(mesh)
 
 
 def unwrap_compiled(model: nn.Module) -> None:
@@ -126,12 +126,11 @@ class _Settings:
 
     def hand_over(self) -> None:
         """Take FSDP2 off the modules and make our unit of its parameters."""
-        given, policy = self.unit.parameters(), self.unit.mp_policy
-        mesh = self.unit.mesh if given else None
-        reshard, offload = self.unit.reshard_after_forward, self.unit.offload
+        policy, given_reshard, offload = self.unit.mp_policy, self.unit.reshard_after_forward, self.unit.offload
         paths = module_paths(self.modules)
-        members = [
-            Member(
+        parts: dict[DeviceMesh, list[Member]] = {}
+        for each in self.unit.parameters():
+            member = Member(
                 join(paths[id(each.places[0][0])], each.places[0][1]),
                 each.places,
                 each.parameter,
@@ -139,12 +138,12 @@ class _Settings:
                 ParameterSettings(keeps_dtype=each.keeps_dtype, dim=each.dim),
                 _tensor_parallel(each),
             )
-            for each in given
-        ]
+            parts.setdefault(each.mesh, []).append(member)
         self.unit.remove()
         units = []
-        if mesh is not None:
+        for mesh, members in parts.items():
             gloo.warn_of_two_threads(mesh)
+            reshard = resharding(mesh, given_reshard)
             units.append(Unit(self.modules, members, mesh, policy, reshard, subgroup_for(mesh, reshard), offload))
         install(self.modules, tuple(units), policy)
         ignore(self.modules, ignored_under(self.modules))

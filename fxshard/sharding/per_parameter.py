@@ -1,4 +1,4 @@
-"""What the user's functions say of single parameters: in which dtype one is gathered, along which dimension cut."""
+"""What the user's functions say of single parameters: in which dtype one is gathered, how cut, over which mesh."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
+from fxshard import torch_fsdp2
 from fxshard.errors import ConfigError
 from fxshard.runtime import mesh_axes
-from fxshard.runtime.parameters import ParameterSettings
+from fxshard.runtime.parameters import ParameterSettings, local_of
+from fxshard.sharding.mesh import require_mesh
 
 Chooser = Callable[[str, nn.Parameter], ParameterSettings]
 """(FQN, parameter before it is sharded) -> what holds for it."""
@@ -29,12 +31,31 @@ def chooser(mp_policy: MixedPrecisionPolicy, shard_placement_fn: Any, mesh: Devi
 
     def settings_of(fqn: str, parameter: nn.Parameter) -> ParameterSettings:
         placement = shard_placement_fn(parameter) if shard_placement_fn is not None else None
+        own_mesh = None
+        if isinstance(placement, torch_fsdp2.ShardPlacementResult or ()):
+            placement, own_mesh = placement.placement, _mesh(fqn, placement.mesh_info)
         return ParameterSettings(
             keeps_dtype=_keeps_dtype(fqn, parameter, mp_policy),
-            dim=0 if placement is None else _dim(fqn, parameter, placement, mesh_axes.num_shards(mesh)),
+            dim=0 if placement is None else _dim(fqn, parameter, placement, mesh_axes.num_shards(own_mesh or mesh)),
+            mesh=own_mesh,
         )
 
     return settings_of
+
+
+def _mesh(fqn: str, mesh_info: object) -> DeviceMesh:
+    """Return the mesh that a parameter has for itself.
+
+    Raises:
+        ConfigError: it is none that `fully_shard` would take.
+    """
+    if not torch_fsdp2.is_our_kind(mesh_info):
+        raise ConfigError(
+            f"shard_placement_fn returned {mesh_info!r} for {fqn}. The mesh must have one axis, which shards, or two, "
+            "of which the first replicates: FSDPMeshInfo(mesh, shard_mesh_dim=0), or HSDPMeshInfo(mesh, "
+            "shard_mesh_dim=1, replicate_mesh_dim=0)."
+        )
+    return require_mesh(torch_fsdp2.mesh_of(mesh_info))
 
 
 def _dim(fqn: str, parameter: nn.Parameter, placement: object, num_ranks: int) -> int:
@@ -42,24 +63,16 @@ def _dim(fqn: str, parameter: nn.Parameter, placement: object, num_ranks: int) -
 
     Raises:
         ConfigError: no placement, or one that does not fit.
-        NotImplementedError: a mesh of its own.
     """
-    shape = list(parameter.shape)
-    if hasattr(placement, "mesh_info"):
-        raise NotImplementedError(
-            f"shard_placement_fn returned a mesh for {fqn} (ShardPlacementResult), which is not implemented: a unit "
-            "has one mesh. Shard the module that has such parameters by a call of its own, on that mesh."
-        )
+    shape = list(local_of(parameter).shape if isinstance(parameter, DTensor) else parameter.shape)
     if type(placement) is not Shard:
-        raise ConfigError(f"shard_placement_fn must return a Shard or None, for {fqn} it returned {placement!r}.")
+        raise ConfigError(
+            f"shard_placement_fn must return a Shard, a ShardPlacementResult or None, for {fqn} it returned "
+            f"{placement!r}."
+        )
     dim = placement.dim + len(shape) if placement.dim < 0 else placement.dim
     if not 0 <= dim < max(1, len(shape)):
         raise ConfigError(f"shard_placement_fn returned {placement!r} for {fqn}, which has shape {shape}.")
-    if dim and isinstance(parameter, DTensor):
-        raise NotImplementedError(
-            f"shard_placement_fn returned {placement!r} for {fqn}, which is tensor-parallel: along another dimension "
-            "than 0 that is not implemented. Return None for it."
-        )
     if dim and shape[dim] % num_ranks:
         raise ConfigError(
             f"shard_placement_fn returned {placement!r} for {fqn} of shape {shape}: along another dimension than 0 it "

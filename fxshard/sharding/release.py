@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -70,8 +70,8 @@ def _require_releasable(model: nn.Module, states: list[tuple[ModuleState, list[n
 
 def _require_fsdp2_can(model: nn.Module, states: list[tuple[ModuleState, list[nn.Module]]]) -> None:
     """Raise where FSDP2 would fail in its first forward: it reshards to a subgroup what is cut by rows alone."""
-    units = [unit for state, _ in states for unit in state.units if unit.subgroup_size]
-    found = [m.fqn for unit in units for m in unit.members if m.tensor_parallel or m.settings.dim]
+    units = [unit for state, _ in states for unit in state.units]
+    found = [m.fqn for u in units if u.subgroup_size for m in u.members if m.tensor_parallel or m.settings.dim]
     if found:
         raise ConfigError(
             f"release({type(model).__name__}): FSDP2 has no reshard_after_forward as a number of ranks for parameters "
@@ -84,35 +84,37 @@ class _Ours:
     """What one call of `fully_shard` was told, and what was set since."""
 
     def __init__(self, modules: list[nn.Module], state: ModuleState) -> None:
-        self.modules, self.policy = modules, state.mp_policy
-        self.unit = state.units[0] if state.units else None
+        self.modules, self.policy, self.units = modules, state.mp_policy, state.units
         self.methods = [(module, *each) for module in modules for each in forward_methods.registered(module)]
-        if self.unit is not None:
-            self.unit.reshard()
-            self.unit.prefetcher.forget()
+        for unit in self.units:
+            unit.reshard()
+            unit.prefetcher.forget()
 
     def hand_over(self) -> None:
         """Let FSDP2 shard the modules, of parameters without memory, and put ours in the place of what it made."""
-        if self.unit is None:
+        if not self.units:
             fsdp2.fully_shard(_one_or_list(self.modules), mp_policy=self.policy)
             return
-        unit = self.unit
-        _put(unit, _whole_on_meta)
+        for unit in self.units:
+            _put(unit, _whole_on_meta)
+        first = self.units[0]
+        numbers = [unit.subgroup_size for unit in self.units if unit.subgroup_size]
         fsdp2.fully_shard(
             _one_or_list(self.modules),
-            mesh=unit.mesh,
-            reshard_after_forward=unit.reshard_after_forward,
-            shard_placement_fn=_placement_in(unit),
-            mp_policy=self._policy_for(unit),
-            ignored_params=set(unit.ignored),
-            offload_policy=unit.offload or OffloadPolicy(),
+            mesh=first.mesh,
+            reshard_after_forward=numbers[0] if numbers else first.reshard_after_forward,
+            shard_placement_fn=_placements_in(self.units),
+            mp_policy=self._policy(),
+            ignored_params=set(first.ignored),
+            offload_policy=first.offload or OffloadPolicy(),
         )
-        _put(unit, _with_memory_of_its_own)
-        _free(unit)
+        for unit in self.units:
+            _put(unit, _with_memory_of_its_own)
+            _free(unit)
 
-    def _policy_for(self, unit: Unit) -> MixedPrecisionPolicy:
+    def _policy(self) -> MixedPrecisionPolicy:
         """The policy that treats the parameters, which are on the meta device now, as ours did."""
-        keeping = [member for member in unit.members if member.settings.keeps_dtype]
+        keeping = [member for unit in self.units for member in unit.members if member.settings.keeps_dtype]
         kept = {id(module._parameters[name]) for member in keeping for module, name in member.owners}
         if not kept:
             return self.policy
@@ -121,10 +123,10 @@ class _Ours:
 
     def make_whole(self) -> None:
         """Gather the parameters; all ranks."""
-        if self.unit is not None:
-            with self.unit.agreed("released", "all_gather", "all parameters"):
-                _put(self.unit, _whole)
-            _free(self.unit)
+        for unit in self.units:
+            with unit.agreed("released", "all_gather", "all parameters"):
+                _put(unit, _whole)
+            _free(unit)
 
     def apply(self, whole: bool) -> None:
         """Set again what was set, now that all units have changed hands."""
@@ -133,32 +135,35 @@ class _Ours:
             forward_methods.put_back(owner, name, before)
             if not whole:
                 fsdp2.register_fsdp_forward_method(owner, name)
-        if whole or self.unit is None:
+        if whole or not self.units:
             return
-        if self.unit.forward_prefetch:
-            module.set_modules_to_forward_prefetch([unit.modules[0] for unit in self.unit.forward_prefetch])
-        if self.unit.backward_prefetch:
-            module.set_modules_to_backward_prefetch([unit.modules[0] for unit in self.unit.backward_prefetch])
-        if self.unit.divide_factor is not None:
-            module.set_gradient_divide_factor(self.unit.divide_factor)
-        if self.unit.sums_only:
+        unit = self.units[0]  # all were told the same
+        for direction, listed in (("forward", unit.forward_prefetch), ("backward", unit.backward_prefetch)):
+            if listed:
+                modules = list(dict.fromkeys(other.modules[0] for other in listed))
+                getattr(module, f"set_modules_to_{direction}_prefetch")(modules)
+        if unit.divide_factor is not None:
+            module.set_gradient_divide_factor(unit.divide_factor)
+        if unit.sums_only:
             module.set_force_sum_reduction_for_comms(True)
-        if self.unit.all_reduce_hook is not None:
-            module.set_all_reduce_hook(self.unit.all_reduce_hook)
-        module.set_requires_gradient_sync(self.unit.accumulation.sync, recurse=False)
-        module.set_requires_all_reduce(self.unit.replica_sums.averages, recurse=False)
-        module.set_reshard_after_backward(self.unit.reshard_after_backward, recurse=False)
-        module.set_is_last_backward(self.unit.microbatches.last)
+        if unit.all_reduce_hook is not None:
+            module.set_all_reduce_hook(unit.all_reduce_hook)
+        module.set_requires_gradient_sync(unit.accumulation.sync, recurse=False)
+        module.set_requires_all_reduce(unit.replica_sums.averages, recurse=False)
+        module.set_reshard_after_backward(unit.reshard_after_backward, recurse=False)
+        module.set_is_last_backward(unit.microbatches.last)
 
 
-def _placement_in(unit: Unit) -> Callable[[nn.Parameter], Shard | None] | None:
-    """Return what tells FSDP2 along which dimension each parameter is cut, where one is not along the first."""
-    places = {
-        id(module._parameters[name]): Shard(member.settings.dim)
-        for member in unit.members
-        if member.settings.dim
-        for module, name in member.owners
-    }
+def _placements_in(units: Sequence[Unit]) -> Callable[[nn.Parameter], Any] | None:
+    """Return what tells FSDP2 how each parameter is cut, where one is not along the first dimension or has a mesh."""
+    places: dict[int, Any] = {}
+    for unit in units:
+        placement: Any = Shard if unit is units[0] else torch_fsdp2.placement_on(unit.mesh)
+        for member in unit.members:
+            if member.settings.dim or unit is not units[0]:
+                places |= {
+                    id(module._parameters[name]): placement(member.settings.dim) for module, name in member.owners
+                }
     return (lambda parameter: places.get(id(parameter))) if places else None
 
 

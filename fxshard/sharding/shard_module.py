@@ -23,12 +23,16 @@ from fxshard.runtime.step_hooks import Microbatches
 from fxshard.runtime.tensor_parallel import require_parallel_beside, tensor_parallel
 from fxshard.runtime.unit import Unit
 from fxshard.runtime.unsharded_cache import UnshardedCache
+from fxshard.sharding.mesh import resharding
 from fxshard.sharding.no_sync import NO_SYNC
 from fxshard.sharding.per_parameter import Chooser, like_its_unit
 from fxshard.sharding.sharded_module import STATE, ModuleState, state_of, units_under
 from fxshard.sharding.swapped_class import swap_class
 
 Places = list[tuple[nn.Module, str]]
+
+Taken = tuple[nn.Parameter, Places]
+"""A parameter that is to be sharded, and where it is registered."""
 
 
 def managed_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
@@ -56,10 +60,11 @@ def shard(
     ignored: Iterable[nn.Parameter] = (),
     settings_of: Chooser = like_its_unit,
     offload: CPUOffloadPolicy | None = None,
-) -> None:
+) -> tuple[Unit, ...]:
     """Make one unit of the parameters under `modules` that no unit has taken, and swap the modules' classes.
 
-    `settings_of` is asked once for each of them. All checks come first: an error leaves the modules untouched.
+    `settings_of` is asked once for each of them; there are as many units as meshes for which it asks. All checks come
+    first: an error leaves the modules untouched.
     """
     skip = frozenset(ignored)
     paths = module_paths(modules)
@@ -70,16 +75,30 @@ def shard(
     _require_whole_everywhere(modules, taken, skip)
     _require_dense_gradients(modules)
     settings = {fqn: settings_of(fqn, param) for fqn, (param, _) in taken.items()}
+    parts = _by_mesh(taken, settings, mesh)
+    for on, part in parts.items():
+        require_parallel_beside({fqn: param for fqn, (param, _) in part.items()}, on)
+    reshards = {on: resharding(on, reshard_after_forward) for on in (mesh, *parts)}
     _move_buffers(modules, mesh)
     units: tuple[Unit, ...] = ()
-    if taken:
-        subgroup = subgroup_for(mesh, reshard_after_forward)
-        members = _members(taken, settings, mesh, "cpu" if offload else mesh.device_type)
-        units = (Unit(modules, members, mesh, mp_policy, reshard_after_forward, subgroup, offload),)
+    for on, part in parts.items():
+        members, reshard = _members(part, settings, on, "cpu" if offload else on.device_type), reshards[on]
+        units += (Unit(modules, members, on, mp_policy, reshard, subgroup_for(on, reshard), offload),)
     for unit in units:
         _register(unit)
     install(modules, units, mp_policy)
     ignore(modules, skip)
+    return units
+
+
+def _by_mesh(
+    taken: dict[str, Taken], settings: dict[str, ParameterSettings], mesh: DeviceMesh
+) -> dict[DeviceMesh, dict[str, Taken]]:
+    """Return what is to be sharded over which mesh."""
+    parts: dict[DeviceMesh, dict[str, Taken]] = {}
+    for fqn, each in taken.items():
+        parts.setdefault(settings[fqn].mesh or mesh, {})[fqn] = each
+    return parts
 
 
 def ignore(modules: Sequence[nn.Module], parameters: frozenset[nn.Parameter]) -> None:
@@ -89,8 +108,14 @@ def ignore(modules: Sequence[nn.Module], parameters: frozenset[nn.Parameter]) ->
 
 
 def install(modules: Sequence[nn.Module], units: tuple[Unit, ...], mp_policy: MixedPrecisionPolicy) -> None:
-    """Make sharded modules of `modules`, which have these units, and name all units inside from there."""
+    """Make sharded modules of `modules`, which have these units, and name all units inside from there.
+
+    The name of the modules alone is that of the unit that most ranks share.
+    """
+    units = tuple(sorted(units, key=lambda unit: -unit.mesh.size()))
     state = ModuleState(units, mp_policy)
+    for unit in units[1:]:
+        unit.beside = f"<{'_'.join(unit.mesh.mesh_dim_names or ('mesh',))}>"
     for module in modules:
         module.__dict__[STATE] = state
     owners = {id(owner): owner for unit in units for member in unit.members for owner, _ in member.owners}
@@ -102,10 +127,7 @@ def install(modules: Sequence[nn.Module], units: tuple[Unit, ...], mp_policy: Mi
 
 
 def _members(
-    taken: dict[str, tuple[nn.Parameter, Places]],
-    settings: dict[str, ParameterSettings],
-    mesh: DeviceMesh,
-    device_type: str,
+    taken: dict[str, Taken], settings: dict[str, ParameterSettings], mesh: DeviceMesh, device_type: str
 ) -> list[Member]:
     """Cut the parameters to this rank's rows, on a device of that type."""
     rank, world_size = mesh_axes.shard_rank(mesh), mesh_axes.num_shards(mesh)
@@ -113,7 +135,8 @@ def _members(
     with torch.no_grad(), torch.inference_mode(False):
         for fqn, (param, places) in taken.items():
             full = _on_device(param, device_type)
-            dim, parallel = settings[fqn].dim, tensor_parallel(full, mesh)
+            dim = settings[fqn].dim
+            parallel = tensor_parallel(full, mesh, dim)
             rows = shard_rows(local_of(full) if parallel else full, rank, world_size, dim)
             dtensor = as_dtensor(full, rows, mesh, dim, parallel.spec if parallel else None)
             adopt_attributes(dtensor, param.__dict__)
@@ -136,9 +159,9 @@ def _register(unit: Unit) -> None:
             module._parameters[name] = member.parameter
 
 
-def _owners(modules: Sequence[nn.Module], skip: frozenset[nn.Parameter]) -> list[tuple[nn.Parameter, Places]]:
+def _owners(modules: Sequence[nn.Module], skip: frozenset[nn.Parameter]) -> list[Taken]:
     """Find the parameters under `modules` that no unit has, in registration order, and where they are registered."""
-    owners: dict[int, tuple[nn.Parameter, Places]] = {}
+    owners: dict[int, Taken] = {}
     for module in managed_modules(modules):
         refs = module.__dict__.get(REFS, {})
         for name, param in module._parameters.items():
@@ -175,7 +198,7 @@ def _require_untaken(modules: Sequence[nn.Module], taken: dict[str, Any]) -> Non
         )
 
 
-def _require_untied(taken: dict[str, tuple[nn.Parameter, Places]], nested: Sequence[Unit]) -> None:
+def _require_untied(taken: dict[str, Taken], nested: Sequence[Unit]) -> None:
     """Raise if a parameter is shared with a unit that exists already: each would train a copy of its own."""
     originals: dict[int, str] = {}
     # All weak references to one object are one object, also after its death, so their ids can be compared.
@@ -240,8 +263,7 @@ def require_shardable(parameters: dict[str, nn.Parameter], mesh: DeviceMesh) -> 
     """Raise, naming all offenders, if any parameter cannot be sharded on `mesh`.
 
     Raises:
-        ConfigError: complex, sparse or quantised parameters, parameters on several devices, or DTensors of which the
-            axes of `mesh` are no axes besides theirs.
+        ConfigError: complex, sparse or quantised parameters, or parameters on several devices.
     """
     wrong = {
         "uninitialised (lazy)": [n for n, p in parameters.items() if isinstance(p, UninitializedParameter)],
@@ -254,7 +276,6 @@ def require_shardable(parameters: dict[str, nn.Parameter], mesh: DeviceMesh) -> 
                 f"{kind} parameters cannot be sharded: {', '.join(names)}. Pass them in ignored_params, or make them "
                 "real, dense and initialised first (a lazy module by one forward)."
             )
-    require_parallel_beside(parameters, mesh)
     devices = {n: p.device.type for n, p in parameters.items()}
     if len(set(devices.values())) > 1:
         where = ", ".join(f"{name} on {device}" for name, device in devices.items())
@@ -271,7 +292,7 @@ def _name_units(modules: Sequence[nn.Module], state: ModuleState) -> None:
     for unit in nested.values():
         unit.is_root = unit in state.units
         fqns = [join(paths.get(id(owner), ""), name) for owner, name in (m.owners[0] for m in unit.members)]
-        unit.rename(",".join(filter(None, (paths.get(id(m), "") for m in unit.modules))), fqns)
+        unit.rename(join(",".join(filter(None, (paths.get(id(m), "") for m in unit.modules))), unit.beside), fqns)
     unsharded, microbatches = UnshardedCache(), Microbatches(tuple(nested.values()))
     prefetcher = Prefetcher(unsharded)
     for unit in nested.values():

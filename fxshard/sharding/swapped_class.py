@@ -43,6 +43,8 @@ def _getter(name: str, dim: int, is_tensor_parallel: bool) -> property:
         if torch.compiler.is_compiling():  # never touch self._parameters here: Dynamo would trace the DTensors in it
             traced = self.__dict__[TRACED]
             what = traced[its_flat], traced[name]  # a result in a variable would be called after it in graphs
+            if is_tensor_parallel and dim:
+                return placed(torch.ops.fxshard.whole(torch.ops.fxshard.parameter(*what), dim), traced[its_layout])
             if is_tensor_parallel:
                 return placed(torch.ops.fxshard.parameter(*what), traced[its_layout])
             if dim:

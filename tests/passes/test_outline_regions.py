@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -92,6 +94,37 @@ return %getitem_1""",
 
 def test_gives_equal_code_the_same_name_in_every_compilation() -> None:
     assert calls(outlined(ResidualLayers())) == calls(outlined(ResidualLayers()))
+
+
+class SummedBehind(Residual):
+    """A residual layer whose result is summed over the ranks, and then scaled by code of several nodes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        summed: Tensor = funcol.all_reduce(super().forward(x), "sum", list(range(dist.get_world_size())))
+        return torch.tanh(torch.sin(summed) + torch.cos(summed)) + summed
+
+
+class CheckpointedSums(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+def test_ends_a_region_before_a_collective_of_the_models_own_and_begins_another_behind_it() -> None:
+    result = outlined(layers(*(SummedBehind() for _ in range(3))))
+    behind, before, *rest = (name.partition(":")[0] for name in calls(result))  # the first has no gradient to pass on
+    assert behind != before
+    assert rest == [behind, before, behind]
+    assert len([node for node in result.graph.nodes if "c10d" in str(node.target)]) == 6  # three launches, three waits
+
+
+def test_leaves_a_checkpointed_block_with_a_collective_alone() -> None:
+    model = CheckpointedSums(0)
+    model.layers = nn.ModuleList(SummedBehind() for _ in range(3))
+    result = outlined(model)
+    assert not result.changed
+    assert result.declined[-1].why == "it launches a collective"
 
 
 def test_tells_constants_apart() -> None:

@@ -185,7 +185,7 @@ def test_carries_settings_there_and_back(mesh: DeviceMesh) -> None:
 def settings(model: nn.Module) -> list[Any]:
     found: list[Any] = []
     for unit in torch_fsdp2.units_of(model):
-        found += [unit.modules, unit.mesh, unit.mp_policy, unit.reshard_after_forward, unit.reshard_after_backward]
+        found += [unit.modules, unit.meshes, unit.mp_policy, unit.reshard_after_forward, unit.reshard_after_backward]
         found += [unit.requires_gradient_sync, unit.offload]
         found += [unit.prefetched("forward"), unit.prefetched("backward")]
         found += [name for module in unit.modules for name, _ in torch_fsdp2.forward_methods(module)]

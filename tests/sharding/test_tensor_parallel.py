@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fxshard
 from fxshard.errors import ConfigError, UnsupportedGraph
@@ -53,9 +53,10 @@ def test_a_parameter_of_sums_to_come_is_refused_by_name(mesh: DeviceMesh) -> Non
         fxshard.fully_shard(model, mesh=mesh["shard"])
 
 
-def test_rows_alone_are_sharded_of_a_tensor_parallel_parameter(mesh: DeviceMesh) -> None:
-    with pytest.raises(NotImplementedError, match=r"Shard\(dim=1\) for 0.weight, which is tensor-parallel"):
-        fxshard.fully_shard(split(mesh), mesh=mesh["shard"], shard_placement_fn=lambda p: Shard(p.dim() - 1))
+def test_the_columns_of_a_tensor_parallel_parameter_are_those_that_a_rank_has(mesh: DeviceMesh) -> None:
+    model = parallelize_module(nn.Linear(6, 4), split_axis(mesh), RowwiseParallel(), src_data_rank=None)
+    with pytest.raises(ConfigError, match=r"Shard\(dim=1\) for weight of shape \[4, 3\].* among the 2 ranks"):
+        fxshard.fully_shard(model, mesh=mesh["shard"], shard_placement_fn=lambda p: Shard(p.dim() - 1))
 
 
 @pytest.mark.parametrize("call", [fxshard.explain, fxshard.bisect_numerics])

@@ -1,0 +1,238 @@
+"""What is done with a mixture of experts on two meshes: bodies of four ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.utils import get_total_norm
+
+import fxshard
+from tests.numerics.experts import (
+    DenseMoE,
+    DroplessMoE,
+    Meshes,
+    Mixtral,
+    adamw,
+    experts_of,
+    meshes_of,
+    on,
+    on_their_own_mesh,
+    parallelize,
+)
+from tests.numerics.harness import (
+    FSDP2,
+    Run,
+    Scenario,
+    Tools,
+    check,
+    check_bitwise,
+    check_inductor,
+    compile_each_block,
+    full,
+    fxshard_system,
+    only_shard,
+    shard_blocks,
+    update,
+)
+from tests.numerics.microbatches import several
+from tests.numerics.models import VOCAB
+from tests.numerics.replicas import shared_folder
+from tests.state.states import assert_same
+
+Body = Callable[[Meshes], object]
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def columns(parameter: nn.Parameter) -> Shard | None:
+    """Cut what experts have along the second dimension, as torchtitan does where the ranks are more than experts."""
+    return Shard(1)
+
+
+def on_two_axes(meshes: Meshes) -> None:
+    """Everything but the experts has a replica on each rank of expert parallelism."""
+    dense = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    check(on(replace(meshes, dense=dense)))
+
+
+def clip_each_mesh(run: Run) -> None:
+    """As torchtitan: norms of DTensors on different meshes are added up by hand."""
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for p in run.model.parameters():
+        if p.grad is not None:
+            by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p.grad)
+    norm = torch.stack([full(get_total_norm(grads, foreach=False)) for grads in by_mesh.values()]).norm()
+    for grads in by_mesh.values():
+        torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in grads], (0.05 / norm).clamp(max=1))
+    run.extra.append(norm)
+    update(run)
+
+
+def parameters_lie_as_those_of_fsdp2(meshes: Meshes) -> None:
+    for placement in (None, columns):
+        ours, theirs = (
+            dict(sharded(meshes, system.fully_shard, placement=placement)[0].named_parameters())
+            for system in (fxshard_system(), FSDP2)
+        )
+        assert ours.keys() == theirs.keys()
+        for name, p in ours.items():
+            assert (p.device_mesh, p.placements) == (theirs[name].device_mesh, theirs[name].placements), name
+            assert torch.equal(p.to_local(), theirs[name].to_local()), name
+
+
+def sharded(
+    meshes: Meshes, fully_shard: Any = fxshard.fully_shard, *, seed: int = 0, placement: Any = None
+) -> tuple[Any, dict[str, Tensor]]:
+    """Return a sharded model, and what its whole parameters were."""
+    torch.manual_seed(seed)
+    model: Any = Mixtral(DenseMoE)
+    whole = {name: p.detach().clone() for name, p in model.named_parameters()}
+    parallelize(model, meshes.ep)
+    for experts in experts_of(model):
+        fully_shard(experts, mesh=meshes.experts, shard_placement_fn=placement)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=meshes.dense)
+    return model, whole
+
+
+def stepped(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer that has made a step on the model; its state is no zeros."""
+    optim = adamw(model.parameters())
+    torch.manual_seed(dist.get_rank())
+    model(torch.randint(VOCAB, (2, 6))).square().mean().backward()
+    optim.step()
+    optim.zero_grad()
+    return optim
+
+
+def states_of(model: nn.Module, optim: torch.optim.Optimizer, rank: int | None = None) -> tuple[Any, Any]:
+    weights = fxshard.full_state_dict(model, recipient_rank=rank)
+    return weights, fxshard.full_optim_state_dict(model, optim, recipient_rank=rank, keys="fqn")
+
+
+def full_state_travels(meshes: Meshes) -> None:
+    """All experts are in it, and the moments of each; it loads into a plain model, and from one rank or all."""
+    model, whole = sharded(meshes)
+    assert_same(dict(fxshard.full_state_dict(model, recipient_rank=None)), whole)
+    optim = stepped(model)
+    weights, state = states_of(model, optim)
+    for name, p in model.named_parameters():
+        moments = state["state"][name]
+        assert moments["exp_avg"].shape == weights[name].shape == p.shape
+        assert torch.equal(moments["exp_avg_sq"], optim.state[p]["exp_avg_sq"].full_tensor())
+    plain = Mixtral(DenseMoE)
+    plain.load_state_dict(weights)
+    for recipient in (0, dist.get_world_size() - 1):
+        expected = (weights, state) if dist.get_rank() == recipient else ({}, {})
+        for found, wanted in zip(states_of(model, optim, recipient), expected, strict=True):
+            assert_same(found, wanted)
+    for source in (0, dist.get_world_size() - 1, None):
+        mine = source in (None, dist.get_rank())
+        other, _ = sharded(meshes, seed=1)
+        other_optim = adamw(other.parameters())
+        fxshard.load_full_state_dict(other, weights if mine else {})
+        fxshard.load_full_optim_state_dict(other, other_optim, state if mine else {})
+        for found, wanted in zip(states_of(other, other_optim), (weights, state), strict=True):
+            assert_same(found, wanted)
+
+
+def checkpoints_load_into_other_layouts(meshes: Meshes) -> None:
+    """Ours and torch's: into the same meshes, into ones of another shape or order, and into a plain model."""
+    model, _ = sharded(meshes)
+    optim, folder = stepped(model), shared_folder()
+    weights, state = states_of(model, optim)
+    fxshard.save_checkpoint(f"{folder}/ours", model, optim, extra=3)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/torch")
+    for shape, placement in (((2, 2), None), ((4, 1), None), ((1, 4), None), ((2, 2), columns)):
+        other, _ = sharded(meshes_of(*shape), seed=1, placement=placement)
+        other_optim = adamw(other.parameters())
+        assert fxshard.load_checkpoint(f"{folder}/ours", other, other_optim) == 3
+        for found, wanted in zip(states_of(other, other_optim), (weights, state), strict=True):
+            assert_same(found, wanted)
+        third, _ = sharded(meshes_of(*shape), seed=2, placement=placement)
+        loaded = {"model": third.state_dict()}
+        dcp.load(loaded, checkpoint_id=f"{folder}/torch")
+        third.load_state_dict(loaded["model"])
+        assert_same(fxshard.full_state_dict(third, recipient_rank=None), weights)
+    plain = Mixtral(DenseMoE)
+    fxshard.load_checkpoint(f"{folder}/ours", plain, adamw(plain.parameters()))
+    assert_same(dict(plain.state_dict()), dict(weights))
+
+
+def adopted(model: nn.Module, tools: Tools) -> nn.Module:
+    """What FSDP2 has sharded is taken over; there and back again."""
+    shard_blocks(model, tools)
+    if tools.system.ours:
+        model = fxshard.adopt(fxshard.release(fxshard.adopt(model)))
+    return tools.compile(model)
+
+
+def only_root(model: nn.Module, tools: Tools) -> nn.Module:
+    return tools.compile(only_root_not_compiled(model, tools))
+
+
+def only_root_not_compiled(model: nn.Module, tools: Tools) -> nn.Module:
+    tools.shard(model)
+    return model
+
+
+def without_breaks(meshes: Meshes, check: Callable[[Scenario], None]) -> None:
+    """Sizes that the data decides are symbols of one graph."""
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        check(on(meshes, DroplessMoE, compile_kwargs={"fullgraph": True}))
+
+
+def released_whole(meshes: Meshes) -> None:
+    model, whole = sharded(meshes)
+    found = dict(fxshard.release(model, whole=True).named_parameters())
+    experts = found["blocks.0.moe.experts.up"]
+    assert (experts.device_mesh, experts.placements) == (meshes.ep, (Shard(0),))  # type: ignore[attr-defined]
+    assert_same({name: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for name, p in found.items()}, whole)
+
+
+BODIES: dict[str, Body] = {
+    "dense": lambda meshes: check(on(meshes, DenseMoE)),
+    "dropless": lambda meshes: check(on(meshes, DroplessMoE)),
+    "not compiled": lambda meshes: check(on(meshes, DroplessMoE, only_shard)),
+    "block by block": lambda meshes: check(on(meshes, DroplessMoE, compile_each_block)),
+    "placements": parameters_lie_as_those_of_fsdp2,
+    "float32": lambda meshes: check_bitwise(on(meshes, DroplessMoE)),
+    "accumulation": lambda meshes: check(on(meshes, backward=several)),
+    "columns": lambda meshes: check(on(meshes, expert_kwargs={"shard_placement_fn": columns})),
+    "replicas of the dense part": on_two_axes,
+    "clipped gradients": lambda meshes: check(on(meshes, update=clip_each_mesh)),
+    "full state": full_state_travels,
+    "checkpoints": checkpoints_load_into_other_layouts,
+    "adopt and release": lambda meshes: check(on(meshes, prepare=adopted, by_torch=True)),
+    "columns, adopted": lambda meshes: check(
+        on(meshes, prepare=adopted, by_torch=True, expert_kwargs={"shard_placement_fn": columns})
+    ),
+    "released whole": released_whole,
+    "own mesh": lambda meshes: check(on_their_own_mesh(meshes, only_root)),
+    "own mesh, not compiled": lambda meshes: check(on_their_own_mesh(meshes, only_root_not_compiled)),
+    "without breaks": lambda meshes: without_breaks(meshes, check),
+    "inductor, without breaks": lambda meshes: without_breaks(meshes, check_inductor),
+    "inductor": lambda meshes: check_inductor(on(meshes, DenseMoE)),
+    "inductor, dropless": lambda meshes: check_inductor(on(meshes, DroplessMoE)),
+}
+
+
+def run(shape: tuple[int, int], *names: str) -> None:
+    """Run some bodies on a mesh of (fsdp, ep)."""
+    meshes = meshes_of(*shape)
+    for name in names:
+        torch.manual_seed(0)
+        try:
+            BODIES[name](meshes)
+        except Exception as error:
+            error.add_note(f"in {name!r}")
+            raise

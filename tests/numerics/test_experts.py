@@ -1,0 +1,33 @@
+"""Mixtures of experts: units of several meshes in one model train as FSDP2 trains them."""
+
+from __future__ import annotations
+
+import pytest
+
+from fxshard import torch_fsdp2
+from tests.numerics import expert_bodies
+from tests.state import processes
+
+DEFAULT = ("placements", "dense")
+OWN_MESH = tuple(name for name in expert_bodies.BODIES if name.startswith("own mesh"))
+
+
+@pytest.mark.multi_rank
+def test_two_by_two_ranks_train_as_fsdp2() -> None:
+    processes.run(4, expert_bodies.run, (2, 2), *DEFAULT)
+
+
+@pytest.mark.multi_rank
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in expert_bodies.BODIES if name not in DEFAULT])
+def test_two_by_two_ranks_train_as_fsdp2_also(name: str) -> None:
+    if name in OWN_MESH and torch_fsdp2.ShardPlacementResult is None:
+        pytest.skip("this torch has no meshes of single parameters")
+    processes.run(4, expert_bodies.run, (2, 2), name)
+
+
+@pytest.mark.multi_rank
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(1, 4), (4, 1)])
+def test_meshes_of_other_shapes(shape: tuple[int, int]) -> None:
+    processes.run(4, expert_bodies.run, shape, *DEFAULT)
