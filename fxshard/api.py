@@ -23,7 +23,7 @@ from fxshard.runtime.frame import Frame
 from fxshard.sharding import adopt as adopt_module
 from fxshard.sharding import forward_methods, fsdp2_settings, per_parameter, shard_module, sharded_module
 from fxshard.sharding import release as release_module
-from fxshard.sharding.mesh import default_mesh, require_mesh
+from fxshard.sharding.mesh import data_axes, default_mesh, require_mesh
 from fxshard.sharding.no_sync import without_sync
 from fxshard.sharding.sharded_module import ShardedModule, is_compiled, plain_module
 
@@ -95,7 +95,9 @@ def fully_shard(
             in the host's memory, where the optimizer steps; a shard is copied to the device before it is gathered. By
             default they are on the device. `pin_memory=False` takes no page-locked memory, and overlaps no copy.
         ignored_params: parameters that stay as they are: not sharded, their gradients not reduced.
-        dp_mesh_dims: not implemented yet.
+        dp_mesh_dims: torch's `DataParallelMeshDims`: which axes of `mesh` shard and which replicate, for parameters
+            that are DTensors on all of its axes, whole on those. Modules read them so, and must be given DTensors on
+            `mesh`; several axes of a kind are used as one.
 
     Returns:
         `module` itself; its class is now a subclass that is also a `ShardedModule`.
@@ -105,12 +107,16 @@ def fully_shard(
         NotImplementedError: an argument of a later release, named.
     """
     _require_kinds(reshard_after_forward, mp_policy, offload_policy)
-    if dp_mesh_dims is not None:
-        raise NotImplementedError("fully_shard: dp_mesh_dims is not implemented yet; leave it out.")
+    if dp_mesh_dims is not None and not isinstance(reshard_after_forward, bool | None):
+        raise NotImplementedError(
+            "fully_shard: reshard_after_forward as a number of ranks is not implemented yet with dp_mesh_dims; give "
+            "True or False."
+        )
     modules = _modules(module)
     _require_fresh(modules)
     policy = mp_policy or MixedPrecisionPolicy()
-    chosen = require_mesh(mesh if mesh is not None else default_mesh())
+    given, within = (mesh, None) if dp_mesh_dims is None else data_axes(mesh, dp_mesh_dims)
+    chosen = require_mesh(given if given is not None else default_mesh())
     units = shard_module.shard(
         modules,
         chosen,
@@ -119,6 +125,7 @@ def fully_shard(
         ignored=ignored_params or (),
         settings_of=per_parameter.chooser(policy, shard_placement_fn, chosen),
         offload=offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None,
+        within=within,
     )
     for each in dict.fromkeys((chosen, *(unit.mesh for unit in units))):
         measured.agree(each)

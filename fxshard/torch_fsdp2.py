@@ -5,6 +5,7 @@ Names differ between torch 2.11 (one group of parameters per call), 2.13 and 2.1
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed import _composable_state as composable_state
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard import _fsdp_common
@@ -26,6 +28,9 @@ ShardPlacementResult: Any = getattr(_fsdp_common, "ShardPlacementResult", None) 
 
 # The package has a function of the module's name.
 _contract = sys.modules["torch.distributed._composable.contract"]
+
+HAS_MESH_DIMS = hasattr(fsdp, "DataParallelMeshDims")
+"""Whether FSDP2 takes `dp_mesh_dims`: torch 2.13 and later."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,12 @@ class Fsdp2Parameter:
     keeps_dtype: bool
     dim: int
     mesh: DeviceMesh
+
+    @property
+    def within(self) -> tuple[DeviceMesh, Any] | None:
+        """The mesh that it was on before, and `dp_mesh_dims`, if that names axes of it."""
+        info = self.key.mesh_info
+        return (info.spmd_mesh, info.dp_mesh_dims) if getattr(info, "is_spmd_mesh", False) else None
 
     @property
     def before(self) -> DTensorSpec | None:
@@ -167,8 +178,8 @@ class Fsdp2Unit:
     def obstacles(self) -> list[str]:
         """Say what of its settings and its moment fxshard cannot take over, in FSDP2's words."""
         groups, params = self.groups, [each for group in self.groups for each in group.fsdp_params]
-        if not all(is_our_kind(group.mesh_info) for group in groups):
-            return ["dp_mesh_dims, or a mesh that is not (shard) or (replicate, shard)"]
+        if not all(_has_our_axes(group.mesh_info) for group in groups):
+            return ["a mesh that is not (shard) or (replicate, shard)"]
         return [what for what, found in self._checks(groups, params).items() if found]
 
     def _checks(self, groups: list[Any], params: list[Any]) -> dict[str, bool]:
@@ -222,9 +233,11 @@ class Fsdp2Unit:
 
 
 def is_our_kind(mesh_info: Any) -> bool:
-    """Whether a mesh has an axis that shards, and at most one before it, which replicates."""
-    if getattr(mesh_info, "is_spmd_mesh", False):
-        return False
+    """Whether a mesh for single parameters has an axis that shards, and at most one before it, which replicates."""
+    return not getattr(mesh_info, "is_spmd_mesh", False) and _has_our_axes(mesh_info)
+
+
+def _has_our_axes(mesh_info: Any) -> bool:
     if type(mesh_info) is HSDPMeshInfo:
         return mesh_info.mesh.ndim == 2 and (mesh_info.replicate_mesh_dim, mesh_info.shard_mesh_dim) == (0, 1)
     return type(mesh_info) is FSDPMeshInfo and mesh_info.mesh.ndim == 1
@@ -261,6 +274,46 @@ def spec_of_rows(before: DTensorSpec, mesh: DeviceMesh, dim: int = 0) -> DTensor
     rows = _StridedShard(dim, split_factor=splits) if splits > 1 else Shard(dim) if before.ndim else Replicate()
     placements: tuple[Placement, ...] = (*(Replicate() for _ in range(mesh.ndim - 1)), rows, *before.placements)
     return DTensorSpec(DeviceMesh._concatenate([mesh, before.mesh]), placements, tensor_meta=before.tensor_meta)
+
+
+def spec_within(before: DTensorSpec, mesh: DeviceMesh, dim: int, dims: Any) -> DTensorSpec:
+    """Do the same for a parameter that is whole on the axes of `mesh`, which `dims` (dp_mesh_dims) names.
+
+    Several axes that shard become one, the last of `mesh`, as there.
+    """
+    names = before.mesh.mesh_dim_names or ()
+    placements = list(before.placements)
+    for axis in map(names.index, dims.shard_names):
+        after = range(axis + 1, len(placements))
+        splits = math.prod(before.mesh.size(i) for i in after if before.placements[i].is_shard(dim))
+        rows = _StridedShard(dim, split_factor=splits) if splits > 1 else Shard(dim)
+        placements[axis] = rows if before.ndim else Replicate()
+    if len(dims.shard_names) == 1:
+        return DTensorSpec(before.mesh, tuple(placements), tensor_meta=before.tensor_meta)
+    outer = [Replicate() for _ in range(mesh.ndim - 1)]
+    gathered: list[tuple[DeviceMesh, list[Placement]]] = []
+    for name, placement in zip(names, placements, strict=True):
+        if name == dims.shard_names[0]:
+            gathered.append((mesh, [*outer, placement]))
+        elif name not in (*dims.shard_names, *dims.replicate_names):
+            gathered.append((before.mesh[name], [placement]))
+    flattened = DeviceMesh._concatenate([part for part, _ in gathered])
+    return DTensorSpec(flattened, tuple(p for _, each in gathered for p in each), tensor_meta=before.tensor_meta)
+
+
+def is_mesh_dims(value: object) -> bool:
+    """Return whether a value is what `dp_mesh_dims` takes, which torch 2.11 does not have."""
+    return isinstance(value, getattr(fsdp, "DataParallelMeshDims", ()))
+
+
+def data_mesh(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
+    """Return the axes of `mesh` that `dims` (dp_mesh_dims) names: (shard) or (replicate, shard), several as one."""
+
+    def axis(names: tuple[str, ...]) -> DeviceMesh:
+        return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+
+    shard = axis(dims.shard_names)
+    return DeviceMesh._concatenate([axis(dims.replicate_names), shard]) if dims.replicate_names else shard
 
 
 def why_not_beside(mesh: DeviceMesh, other: DeviceMesh) -> str | None:

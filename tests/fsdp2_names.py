@@ -37,7 +37,7 @@ FUNCTIONS: Mapping[str, Row] = {
         "same", "torch's own class; the hook of `set_all_reduce_hook` then gets the gradient on the host"
     ),
     "GradientReductionHandle": Row("missing", "what `finalize_backward` returns", torch="2.15"),
-    "DataParallelMeshDims": Row("missing", "`fully_shard(dp_mesh_dims=...)` is refused", torch="2.13, 2.15"),
+    "DataParallelMeshDims": Row("missing", "import torch's own, which `dp_mesh_dims` takes", torch="2.13, 2.15"),
 }
 
 ARGUMENTS: Mapping[str, Row] = {
@@ -57,7 +57,9 @@ ARGUMENTS: Mapping[str, Row] = {
     "offload_policy": Row("same", "on a CPU mesh shards are copied too, and never pinned"),
     "ignored_params": Row("same"),
     "dp_mesh_dims": Row(
-        "refused", 'give the slice of the mesh: `mesh["dp"]`, with parameters on `mesh["tp"]` alone', torch="2.13, 2.15"
+        "differs",
+        "axes that replicate alone are refused. A gradient that is whole on the axes that shard is divided by them",
+        torch="2.13, 2.15",
     ),
 }
 

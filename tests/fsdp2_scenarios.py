@@ -31,6 +31,7 @@ LIFE, ACCUMULATION, REPLICAS = (f"numerics/test_{name}.py::test_" for name in ("
 SHARD, MODELS = "sharding/test_shard_module.py::test_", "attacks/test_random_models.py::test_"
 MIXED, PREFETCHER = "numerics/test_mixed_cases.py::test_", "runtime/test_prefetcher.py::test_"
 MEMORY, FROZEN = "numerics/test_graph_memory.py::test_", "numerics/test_frozen.py::test_"
+WHOLE_MESH = "numerics/test_whole_mesh.py::test_"
 PIPELINES = "numerics/test_pipelining.py::test_"
 DCP, HOIST = "state/test_torch_dcp.py::test_", "passes/test_hoist_prefetch.py::test_"
 
@@ -69,8 +70,8 @@ FSDP2: Mapping[str, Mapping[str, Held]] = {
         ),
         "a deep copy is refused": by("sharding/test_sharded_module.py::test_refuses_to_copy_a_sharded_module"),
         "the class of a module, and its methods": by("sharding/test_adopt.py::test_gives_every_module_its_own_class"),
-        "placements of the caller's (`shard_placement_fn`)": none(
-            "refused by name: `test_names_the_argument_that_a_later_release_brings`"
+        "placements of the caller's (`shard_placement_fn`)": by(
+            "numerics/test_placements.py::test_trains_what_is_cut_along_other_dimensions"
         ),
         "tensor subclasses with hooks around the all_gather": none("not supported: parameters are plain tensors"),
     },
@@ -103,6 +104,9 @@ FSDP2: Mapping[str, Mapping[str, Held]] = {
             "numerics/test_experts.py::test_two_by_two_ranks_train_as_fsdp2",
             "numerics/test_experts.py::test_two_by_two_ranks_train_as_fsdp2_also",
             "sharding/test_meshes.py::test_there_is_a_unit_for_each_mesh_and_that_of_most_ranks_comes_first",
+        ),
+        "DTensors on all axes of a mesh, some of them the data's (`dp_mesh_dims`)": by(
+            f"{WHOLE_MESH}trains_as_fsdp2", f"{WHOLE_MESH}trains_as_fsdp2_also"
         ),
         "methods other than forward": by("numerics/test_adopt.py::test_a_registered_method_trains_like_fsdp2s"),
         "a model that is cast after it was sharded": by(f"{LIFE}converts_a_sharded_model_to_another_dtype"),

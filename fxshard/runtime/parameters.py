@@ -35,8 +35,8 @@ class ParameterSettings(NamedTuple):
     mesh: DeviceMesh | None = None  # over which it is sharded, if not over that of the others
 
 
-Layout = tuple[DeviceMesh, tuple[Placement, ...], torch.Size, tuple[int, ...]]
-"""Mesh, placements, shape and strides of a DTensor."""
+Layout = tuple[DeviceMesh, tuple[Placement, ...], torch.Size, tuple[int, ...], tuple[Placement, ...] | None]
+"""Mesh, placements, shape and strides of a DTensor, and the placements of its gradient where they are others."""
 
 
 class ParameterRef(NamedTuple):
@@ -78,8 +78,12 @@ def layout_key(name: str) -> str:
 
 def placed(local: Tensor, layout: Layout) -> Tensor:
     """The DTensor whose part on this rank is `local`; Dynamo traces this."""
-    mesh, placements, shape, stride = layout
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    mesh, placements, shape, stride, of_grad = layout
+    if of_grad is None:
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=shape, stride=stride, grad_placements=of_grad
+    )
 
 
 def local_of(parameter: Tensor) -> Tensor:

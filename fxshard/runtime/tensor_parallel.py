@@ -10,6 +10,10 @@ norm's weight, say, is all_reduced over the tensor-parallel ranks before it is r
 tensor parallelism are nodes of the graph like the user's own.
 
 What users see is the DTensor of the rows on the axes of both, with the placements that FSDP2 gives it.
+
+With `dp_mesh_dims` parameters are DTensors on all axes before, whole on those that shard and replicate them. They are
+read so, and activations are DTensors on all axes, too. What is different is the gradient: it is left partial on the
+axes of `fully_shard`, whose reduction it then enters as any gradient does.
 """
 
 from __future__ import annotations
@@ -21,11 +25,30 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from fxshard import torch_fsdp2
 from fxshard.errors import ConfigError
 from fxshard.runtime.parameters import Layout, placed
+
+
+@dataclass(frozen=True, eq=False)
+class WholeMesh:
+    """A mesh with the axes of data parallelism among others, as `fully_shard(dp_mesh_dims=...)` is given one.
+
+    Attributes:
+        mesh: of all axes.
+        dims: torch's `DataParallelMeshDims`, which names those that shard and those that replicate.
+    """
+
+    mesh: DeviceMesh
+    dims: Any
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The numbers of those axes."""
+        names = self.mesh.mesh_dim_names or ()
+        return tuple(names.index(name) for name in (*self.dims.replicate_names, *self.dims.shard_names))
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,27 +59,57 @@ class TensorParallel:
         spec: of the DTensor of its rows, on all mesh axes.
         before: of the DTensor that it was.
         shape: of the local tensor, of which the rows are a part.
+        within: the mesh that it was on, if that has the axes of `fully_shard`.
     """
 
     spec: Any
     before: Any
     shape: tuple[int, ...]
+    within: WholeMesh | None = None
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """The groups of the axes of tensor parallelism."""
         mesh: DeviceMesh = self.before.mesh
-        return mesh.get_all_groups()
+        data = self.within.axes if self.within else ()
+        return [group for axis, group in enumerate(mesh.get_all_groups()) if axis not in data]
 
     @property
     def layout(self) -> Layout:
-        """How the gathered local tensor lies on the axes of tensor parallelism."""
-        meta = self.before.tensor_meta
-        return self.before.mesh, tuple(self.before.placements), meta.shape, meta.stride
+        """How the gathered local tensor lies on the axes of tensor parallelism, and its gradient."""
+        meta, placements = self.before.tensor_meta, tuple(self.before.placements)
+        of_grad: tuple[Placement, ...] | None = None
+        if self.within:
+            of_grad = tuple(Partial() if i in self.within.axes else each for i, each in enumerate(placements))
+        return self.before.mesh, placements, meta.shape, meta.stride, of_grad
 
     def place(self, local: Tensor) -> Tensor:
         """Make of the gathered local tensor the DTensor that modules read."""
         return placed(local, self.layout)
+
+
+def require_whole_on(parameters: Mapping[str, Tensor], within: WholeMesh) -> None:
+    """Raise, naming all offenders, unless `parameters` are DTensors on a mesh, and whole on its axes of `fully_shard`.
+
+    Raises:
+        ConfigError: as said.
+    """
+    mesh, wrong = within.mesh, []
+    for name, p in parameters.items():
+        if not isinstance(p, DTensor):
+            wrong.append(f"{name} is a plain tensor")
+        elif p.device_mesh != mesh:
+            wrong.append(f"{name} is on {p.device_mesh}")
+        elif any(type(p.placements[axis]) is not Replicate for axis in within.axes):
+            wrong.append(f"{name} is {tuple(p.placements)}")
+        elif not all(type(each) in (Shard, Replicate) for each in p.placements):
+            wrong.append(f"{name} is {tuple(p.placements)}, neither cut nor whole")
+    if wrong:
+        raise ConfigError(
+            f"with dp_mesh_dims parameters must be DTensors on the mesh that fully_shard was given, {mesh}, with "
+            f"Replicate() on the axes that it names; but {', '.join(wrong)}. Make them with distribute_tensor or "
+            "distribute_module on that mesh first."
+        )
 
 
 def require_parallel_beside(parameters: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
@@ -87,9 +140,15 @@ def require_parallel_beside(parameters: Mapping[str, Tensor], mesh: DeviceMesh) 
         )
 
 
-def tensor_parallel(parameter: Tensor, mesh: DeviceMesh, dim: int) -> TensorParallel | None:
+def tensor_parallel(
+    parameter: Tensor, mesh: DeviceMesh, dim: int, within: WholeMesh | None = None
+) -> TensorParallel | None:
     """Describe a parameter that is to be cut along `dim` over `mesh`, `None` if it is no DTensor yet."""
     if not isinstance(parameter, DTensor):
         return None
     before = parameter._spec
-    return TensorParallel(torch_fsdp2.spec_of_rows(before, mesh, dim), before, tuple(parameter.to_local().shape))
+    if within is None:
+        spec = torch_fsdp2.spec_of_rows(before, mesh, dim)
+    else:
+        spec = torch_fsdp2.spec_within(before, mesh, dim, within.dims)
+    return TensorParallel(spec, before, tuple(parameter.to_local().shape), within)

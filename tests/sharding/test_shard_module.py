@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -24,18 +23,7 @@ from fxshard.sharding.sharded_module import units_under
 from tests.fake_ranks import fake_ranks
 from tests.numerics.harness import compile_module
 from tests.numerics.models import MLP, WIDTH
-
-
-@contextmanager
-def left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Check that the model keeps its classes and its parameters."""
-    classes = [type(module) for module in model.modules()]
-    parameters = dict(model.named_parameters())
-    yield
-    assert [type(module) for module in model.modules()] == classes
-    found = dict(model.named_parameters())
-    assert found.keys() == parameters.keys()
-    assert all(found[name] is p for name, p in parameters.items())
+from tests.sharding.untouched import left_as_it_was
 
 
 def with_parameter(name: str, parameter: nn.Parameter) -> nn.Module:
@@ -159,12 +147,6 @@ def test_refuses_a_tied_parameter_that_is_ignored_at_one_of_its_places(mesh: Dev
     if inner_ignores:
         fully_shard(model, mesh=mesh, ignored_params=ignored)
         assert a.weight is b.weight
-
-
-def test_names_the_argument_that_a_later_release_brings(mesh: DeviceMesh) -> None:
-    model = MLP()
-    with left_as_it_was(model), pytest.raises(NotImplementedError, match="dp_mesh_dims"):
-        fully_shard(model, mesh=mesh, dp_mesh_dims=object())
 
 
 @pytest.mark.parametrize("policy", ["cpu", True, CPUOffloadPolicy])
