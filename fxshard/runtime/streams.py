@@ -130,7 +130,7 @@ def _copy_to_device(shard: Tensor, device: str, stream: str) -> Tensor:
 
 
 def _copy_to_host(gradient: Tensor, pinned: bool, stream: str) -> Tensor:
-    copy = torch.empty_like(gradient, device="cpu", pin_memory=pinned)
+    copy = torch.empty(gradient.shape, dtype=gradient.dtype, device="cpu", pin_memory=pinned)
     with on_side_stream(stream, gradient.device) as side:
         if side is None:
             torch_private.register_work(copy, _Late(lambda: copy.copy_(gradient)))

@@ -13,6 +13,9 @@ FAULTS = (Seeded(forgets_fork=True), Seeded(forgets_join=True))
 FAULTS_OF_COPIES = (Seeded(forgets_record_stream=True), *FAULTS)
 """Where a parameter is copied out on a stream of its own, which then frees what was sent."""
 
+FAULTS_OF_OFFLOAD = (*FAULTS, Seeded(forgets_to_synchronize=True))
+"""Where the host reads what the device has copied to it."""
+
 FSDP2 = ("schedule", "fsdp2")
 """One launch per unit, so that there are several in a small model."""
 
@@ -26,6 +29,8 @@ CUDAGRAPHS = Case(options=(FSDP2, ("cudagraphs", True)))
 HYBRID = Case(options=(FSDP2,), replicas=2, num_layers=3)
 BROKEN = Case(model=Broken, options=(FSDP2, ("resident_gib", 4.0)), microbatches=2, overlaps_step=True)
 
+OFFLOADED = Case(options=(FSDP2,), num_layers=3, offloads=True, faults=FAULTS_OF_OFFLOAD)
+
 QUICK = {
     "nccl": NCCL,
     "side": SIDE,
@@ -33,6 +38,7 @@ QUICK = {
     "cudagraphs": CUDAGRAPHS,
     "hybrid": HYBRID,
     "graph breaks, resident": BROKEN,
+    "offloaded": OFFLOADED,
 }
 """What CI compiles, for sm_90."""
 

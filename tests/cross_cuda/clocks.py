@@ -7,6 +7,9 @@ it. Memory belongs to the stream on which it was allocated. When it is freed the
 allocates there, so all that touched it must have been waited for by then, unless it was recorded with a stream: the
 allocator itself then waits for what that stream had been given when the memory was freed.
 
+The host is one more stream, for what touches its memory alone. What it gives to the device comes after all that it has
+done; it has waited for the device where it synchronised with an event.
+
 Memory is told apart by storage, not by byte. The device runs streams as late or as early as waits allow, so what is
 found here need not go wrong in any one run; what goes wrong in a run is found.
 """
@@ -44,6 +47,7 @@ class Seeded(NamedTuple):
     forgets_record_stream: bool = False
     forgets_fork: bool = False
     forgets_join: bool = False
+    forgets_to_synchronize: bool = False
 
 
 NO_FAULT = Seeded()
@@ -52,8 +56,13 @@ NO_FAULT = Seeded()
 class MockEvent:
     """What `torch.cuda.Event` is for streams here."""
 
-    def __init__(self, clock: Clock) -> None:
-        self.clock = dict(clock)
+    def __init__(self, clock: Clock, streams: Streams) -> None:
+        self.clock, self.streams = dict(clock), streams
+
+    def synchronize(self) -> None:
+        """Let the host wait for it."""
+        if not self.streams.seeded.forgets_to_synchronize:
+            self.streams.host.follow(self.clock)
 
 
 class MockStream:
@@ -75,7 +84,7 @@ class MockStream:
 
     def record_event(self, event: MockEvent | None = None) -> MockEvent:
         """Return an event behind all that the stream has been given."""
-        made = MockEvent(self.clock)
+        made = MockEvent(self.clock, self.streams)
         self.tick()
         return made
 
@@ -118,6 +127,7 @@ class Streams:
         self._freed: dict[str, list[Access]] = {}
         self._numbers = itertools.count()
         self.main = self.current = self.named("main")
+        self.host = self.named("host")
 
     def named(self, name: str) -> MockStream:
         """Return the stream of that name, made when first asked for."""
@@ -150,6 +160,7 @@ class Streams:
     def run(self, op: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
         """Run an op on the current stream."""
         stream = self.current
+        stream.follow(self.host.clock)
         access = Access(stream.name, stream.clock[stream.name], op)
         for tensor in reads:
             storage = self._storage_of(tensor, op)
@@ -175,7 +186,7 @@ class Streams:
         memory = tensor.untyped_storage()
         key = memory._cdata
         if key not in self._storages:
-            stream = self.current
+            stream = self.current if tensor.is_cuda else self.host
             for access in self._freed.pop(stream.name, []):
                 self._require_before(access, stream, f"{op} on {stream.name} is given memory that is in use")
             self._storages[key] = _Storage(next(self._numbers), stream.name)

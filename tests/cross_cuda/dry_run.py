@@ -22,6 +22,8 @@ _IMPLEMENTED: Mapping[Any, Callable[..., Any]] = {
     ops.ALL_GATHER_ON_STREAM: streams._all_gather_on_stream,
     ops.REDUCE_SCATTER_ON_STREAM: streams._reduce_scatter_on_stream,
     ops.COPY_OUT: streams._copy_out,
+    ops.COPY_TO_DEVICE: streams._copy_to_device,
+    ops.COPY_TO_HOST: streams._copy_to_host,
     ops.PREFETCHED_ALL_GATHER: prefetcher._prefetched_all_gather,
 }
 """Ops of ours that Python runs, and what it runs: on fake tensors torch would not."""
@@ -137,6 +139,9 @@ class DryRun(TorchDispatchMode):
         return tensor
 
     def _run(self, kind: str, name: str, reads: list[Tensor], writes: list[Tensor]) -> None:
+        if not any(tensor.is_cuda for tensor in (*reads, *writes)):
+            with self.streams.using(self.streams.host):
+                return self.streams.run(name, reads, writes)
         self.streams.run(name, reads, writes)
         self._note(kind, name, reads, writes)
 
@@ -147,14 +152,15 @@ class DryRun(TorchDispatchMode):
 
 
 def _leaves_the_device(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an op copies from the device to the host."""
+    """Whether an op copies from the device to the host, and waits for it."""
     sources = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     if not any(source.is_cuda for source in sources):
         return False
     wanted = kwargs.get("device")
     to_host = wanted is not None and torch.device(wanted).type == "cpu"
     into_host = func.name().startswith("aten::copy_") and not sources[0].is_cuda
-    return to_host or into_host
+    waits = args[2:3] != (True,) and not kwargs.get("non_blocking") if into_host else True
+    return (to_host or into_host) and waits
 
 
 def _is_new_memory(func: Any, given: list[Tensor], made: list[Tensor]) -> bool:

@@ -57,6 +57,7 @@ class Case:
         gpu: for which it is compiled.
         replicas: of each shard; the ranks that share the parameters are fewer by as much.
         microbatches: of a step; all but the last only accumulate.
+        offloads: whether shards are in the host's memory.
         overlaps_step: whether the optimizer launches the next forward's first gather.
         options: of the backend.
         faults: to seed, a further run for each.
@@ -71,6 +72,7 @@ class Case:
     replicas: int = 1
     microbatches: int = 1
     overlaps_step: bool = False
+    offloads: bool = False
     options: tuple[tuple[str, Any], ...] = ()
     faults: tuple[Seeded, ...] = ()
 
@@ -147,7 +149,8 @@ def _built(case: Case, mesh: DeviceMesh) -> tuple[nn.Module, Callable[[], None]]
         compiled: Any = torch.compile(model)
     else:
         for module in (*model.blocks, model):
-            fxshard.fully_shard(module, mesh=mesh, mp_policy=case.policy)
+            policy = fxshard.CPUOffloadPolicy() if case.offloads else fxshard.OffloadPolicy()
+            fxshard.fully_shard(module, mesh=mesh, mp_policy=case.policy, offload_policy=policy)
         compiled = torch.compile(model, backend="fxshard", options=dict(case.options))
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if case.overlaps_step:
