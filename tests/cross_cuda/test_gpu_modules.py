@@ -40,7 +40,7 @@ class Event(MockEvent):
     """What `torch.cuda.Event` is to the engine."""
 
     def __init__(self, enable_timing: bool = False) -> None:
-        super().__init__({})
+        super().__init__({}, Streams())  # nothing here lets the host wait for it
 
     def record(self, stream: MockStream) -> None:
         self.clock = stream.record_event().clock
