@@ -19,7 +19,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fxshard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -238,6 +238,7 @@ def trace(
     world_size: int = 2,
     replicas: int = 1,
     parallelize: Callable[[nn.Module, DeviceMesh], object] | None = None,
+    mesh_of: Callable[[DeviceMesh, int], DeviceMesh] = lambda mesh, _: mesh,
     pipeline: Pipeline = DEFAULT,
     train: bool = True,
     width: int = WIDTH,
@@ -255,6 +256,7 @@ def trace(
         world_size: number of fake ranks that share the parameters.
         replicas: how many of them hold the same shard.
         parallelize: makes the module tensor-parallel over two ranks of the mesh that it is given.
+        mesh_of: the mesh of the n-th unit, of that of all units.
         pipeline: the passes; those that only Inductor can run are left out for the interpreter.
         train: whether to run with autograd.
         width: of the module's input.
@@ -281,10 +283,9 @@ def trace(
         if parallelize is not None:
             parallelize(module, split_axis(mesh))
             mesh = mesh["shard"]
-        for unit in units(module):
-            fully_shard(
-                unit, mesh=mesh, offload_policy=CPUOffloadPolicy() if offloads else OffloadPolicy(), **shard_kwargs
-            )
+        offload = CPUOffloadPolicy() if offloads else OffloadPolicy()
+        for i, unit in enumerate(units(module)):
+            fully_shard(unit, mesh=mesh_of(mesh, i), offload_policy=offload, **shard_kwargs)
         result = torch.compile(module, backend=backend)(*given)
         if train:
             result.sum().backward()
@@ -327,6 +328,16 @@ OFFLOADED = {"offloads": True}
 def offloaded(**kwargs: Any) -> Traced:
     """Two units whose shards are in the host's memory."""
     return two_layers(**OFFLOADED, **kwargs)
+
+
+def two_meshes(*, world_size: int = 2, **kwargs: Any) -> Traced:
+    """Two units, of which half of the ranks share the first, and all the second."""
+    return two_layers(world_size=world_size, replicas=2, mesh_of=half_of_the_ranks_first, **kwargs)
+
+
+def half_of_the_ranks_first(mesh: DeviceMesh, i: int) -> DeviceMesh:
+    """Return the axis of a mesh that shards for the first unit, all ranks for the others."""
+    return mesh["shard"] if i == 0 else init_device_mesh("cpu", (mesh.size(),))
 
 
 @traced_once

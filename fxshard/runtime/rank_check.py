@@ -17,6 +17,8 @@ Everybody writes before it waits here or in a collective, so this wait ends wher
 - Ranks that hold the same shard (a mesh of two axes) compare all of a run that all_reduces gradients, with the gathers
   and reductions over the other axis: in another order across the axes the ranks would wait for each other in a circle.
   So do all that share a unit, where backward gathers over subgroups of them.
+- Where some of the ranks that share a unit share another one (experts), or have collectives of the model's own among
+  themselves, these compare how theirs and those of all follow each other: then there is one order that all ranks keep.
 - A failed compilation takes a number too, with its message, so that the others need not wait for it. So does a
   run that was refused, in the groups that it was not compared in: replicas whose own shards agree would wait for it.
 - A rank that turns off a known path raises alone, while the others stand in a collective already. When that fails (the
@@ -33,7 +35,7 @@ import hashlib
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -128,6 +130,7 @@ class RankGroup:
     def __init__(self, ranks: Sequence[int]) -> None:
         """Begin at run 1, together with the same call on the other ranks."""
         self.rank = dist.get_rank()
+        self.ranks = frozenset(ranks)
         self.others = [rank for rank in ranks if rank != self.rank]
         place = f"fxshard/runs/{_hash(repr(tuple(ranks)))}"
         self._place = f"{place}/{self._store.add(f'{place}/lives/{self.rank}', 1)}"
@@ -342,16 +345,32 @@ class Agreement:
         self._ran = self._ran or bool(begun)
 
     def _by_rank_group(self, launches: Sequence[Launch]) -> dict[RankGroup, CollectiveSequence]:
+        on = {launch.group: _rank_group_of(launch.group) for launch in launches}
         found: dict[RankGroup, list[Launch]] = {}
         for launch in launches:
-            rank_group = _rank_group_of(launch.group)
-            if rank_group is not None:
+            if (rank_group := on[launch.group]) is not None:
                 found.setdefault(rank_group, []).append(launch)
         for rank_group, mine in found.items():
             averages = any(launch.kind == "all_reduce" and launch.serves for launch in mine)
+            wider = {name for name, other in on.items() if other is not None and rank_group.ranks < other.ranks}
             if averages or any(is_in_subgroup(launch.serves) for launch in launches if launch not in mine):
                 found[rank_group] = [each.on_any_group for each in launches if each.serves or each in mine]
+            elif wider:
+                found[rank_group] = list(_with_those_of_all(launches, mine, wider))
         return {rank_group: CollectiveSequence.of(self._kind, mine) for rank_group, mine in found.items()}
+
+
+def _with_those_of_all(launches: Sequence[Launch], mine: Sequence[Launch], wider: Collection[str]) -> Iterator[Launch]:
+    """Yield the launches of a rank group, and those for units over groups with more ranks, in their order.
+
+    If it has launches for units itself, the model's own as well, without what may differ between its ranks.
+    """
+    shares = any(launch.serves for launch in mine)
+    for launch in launches:
+        if launch in mine or (launch.serves and launch.group in wider):
+            yield launch
+        elif shares and not launch.serves:
+            yield launch._replace(text=f"{launch.kind} of the model's own")
 
 
 @contextmanager

@@ -110,6 +110,7 @@ MODELS: dict[str, Callable[..., Traced]] = {
     "offloaded": graphs.offloaded,
     "two_replicas": two_replicas,
     "two_replicas_of_doubles": two_replicas_of_doubles,
+    "two_meshes": graphs.two_meshes,
 }
 MUTATED = tuple(model for model in MODELS if model not in ("frozen_weight", "casting", "gpt"))
 ON_FOUR_RANKS = ("two_layers", "uneven", "doubles", "scalar", "in_subgroups")

@@ -126,6 +126,21 @@ def name_another_number_of_ranks(graph: fx.Graph) -> Iterator[Edit]:
             yield launch, edit(set_argument, launch, index_of(launch, "group_size"), world_size)
 
 
+def launch_over_the_group_of_another_unit(graph: fx.Graph) -> Iterator[Edit]:
+    """Its name and its number of ranks, where units have several."""
+    launches = nodes_of(graph, *collectives.GATHERS, *collectives.REDUCTIONS)
+    groups = {collectives.group_of(launch): collectives.world_size_of(launch) for launch in launches}
+    for launch in launches:
+        for group, world_size in groups.items():
+            if group != collectives.group_of(launch):
+                yield launch, edit(_address, launch, group, world_size)
+
+
+def _address(launch: fx.Node, group: str, world_size: int) -> None:
+    set_argument(launch, index_of(launch, "group_name"), group)
+    set_argument(launch, index_of(launch, "group_size"), world_size)
+
+
 def name_another_operator(graph: fx.Graph) -> Iterator[Edit]:
     for launch in nodes_of(graph, *collectives.REDUCTIONS, *collectives.ALL_REDUCES):
         index = index_of(launch, "reduce_op")
@@ -280,6 +295,7 @@ MUTATORS = (
     swap_the_results_of_a_coalesced_launch,
     name_another_group,
     name_another_number_of_ranks,
+    launch_over_the_group_of_another_unit,
     name_another_operator,
     send_another_dtype,
     drop_the_cast_before_a_launch,

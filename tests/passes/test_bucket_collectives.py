@@ -18,7 +18,7 @@ from fxshard.passes._base import GraphKind, PassContext
 from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.insert_collectives import InsertCollectives
 from tests import graphs
-from tests.graphs import Traced, assert_changes_nothing, assert_golden, run_pass, text
+from tests.graphs import SPLIT, Traced, assert_changes_nothing, assert_golden, run_pass, text
 from tests.pairwise import pairwise
 from tests.schedules import LAYER, model_of
 from tests.steps import assert_same_step, step
@@ -52,6 +52,12 @@ def test_merges_small_gathers() -> None:
 def test_merges_small_reductions_into_one_buffer() -> None:
     gm, _ = bucketed(graphs.two_layers(), "backward", 2 * LAYER)
     assert_golden(text(gm), "bucket_collectives_merged_backward")
+
+
+@pytest.mark.parametrize("kind", SPLIT)
+def test_merges_nothing_of_different_meshes(kind: GraphKind) -> None:
+    gm, ctx = graphs.two_meshes().at(kind, after=InsertCollectives)
+    assert_changes_nothing(BucketCollectives(size=1.0), gm, ctx)
 
 
 def test_splits_a_large_unit_where_its_parameters_are_read() -> None:

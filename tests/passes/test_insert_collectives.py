@@ -36,6 +36,11 @@ def test_reduces_each_unit_right_after_its_last_gradient() -> None:
     assert_golden(inserted(graphs.two_layers(), "backward"), "insert_collectives_backward")
 
 
+@pytest.mark.parametrize("kind", SPLIT)
+def test_gathers_and_reduces_each_unit_over_its_own_mesh(kind: GraphKind) -> None:
+    assert_golden(inserted(graphs.two_meshes(), kind), f"insert_collectives_two_meshes_{kind}")
+
+
 def test_averages_what_each_unit_has_reduced_over_its_replicas() -> None:
     assert_golden(inserted(graphs.two_layers(replicas=2), "backward"), "insert_collectives_replicas")
 
