@@ -39,6 +39,7 @@ from fxshard.passes._base import GraphPass, PassContext, Property
 from fxshard.passes.pipeline import Pipeline
 from fxshard.runtime.gloo import register as _register_gloo
 from fxshard.runtime.prefetcher import UnshardHandle
+from fxshard.sharding.fsdp2_settings import GradientReductionHandle
 from fxshard.sharding.sharded_module import ShardedModule
 from fxshard.state.checkpoint import load_checkpoint, save_checkpoint
 from fxshard.state.model_state import full_state_dict, load_full_state_dict
@@ -53,6 +54,7 @@ __all__ = [
     "ConfigError",
     "Explanation",
     "FxshardError",
+    "GradientReductionHandle",
     "GraphPass",
     "InvariantError",
     "MissingExtraError",

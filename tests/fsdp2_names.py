@@ -36,7 +36,7 @@ FUNCTIONS: Mapping[str, Row] = {
     "CPUOffloadPolicy": Row(
         "same", "torch's own class; the hook of `set_all_reduce_hook` then gets the gradient on the host"
     ),
-    "GradientReductionHandle": Row("missing", "what `finalize_backward` returns", torch="2.15"),
+    "GradientReductionHandle": Row("same", "a class of its own", torch="2.15"),
     "DataParallelMeshDims": Row("missing", "import torch's own, which `dp_mesh_dims` takes", torch="2.13, 2.15"),
 }
 
@@ -76,13 +76,15 @@ METHODS: Mapping[str, Row] = {
     "reshard": Row("differs", "frees what was gathered outside of graphs; a graph frees its own"),
     "reset_iter_state": Row("same", "also drops gradients that wait", torch="2.13, 2.15"),
     "set_is_last_backward": Row("same"),
-    "set_manual_backward_finalization": Row(
-        "missing",
-        "a backward has reduced its gradients when it ends; `set_is_last_backward` says which one",
+    "set_manual_backward_finalization": Row("same", torch="2.15"),
+    "finalize_backward": Row(
+        "differs",
+        "reduces what still waits: what a backward touches it has reduced when it ends; refused without the mode",
         torch="2.15",
     ),
-    "finalize_backward": Row("missing", "as `set_manual_backward_finalization`", torch="2.15"),
-    "set_keep_unsharded_storage": Row("missing", "graphs own what they gather", torch="2.15"),
+    "set_keep_unsharded_storage": Row(
+        "refused", "a graph owns what it gathers; the option `cudagraphs` records graphs", torch="2.15"
+    ),
     "set_requires_gradient_sync": Row(
         "differs", "the flag is read when backward runs; sums are kept unsharded in the reduce dtype"
     ),

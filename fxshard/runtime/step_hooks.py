@@ -44,10 +44,12 @@ class Microbatches:
     Attributes:
         units: of the model, in the order in which it names them.
         last: whether a backward that ends now is the last one of its step.
+        is_ended_by_hand: whether none is, and `end_step` is called instead.
     """
 
     units: Sequence[Unit]
     last: bool = True
+    is_ended_by_hand: bool = False
     _begun: int | None = field(default=None, repr=False)
     _resharded_in: int | None = field(default=None, repr=False)
     _resident_in: dict[int, frozenset[Unit]] = field(default_factory=dict, repr=False)
@@ -76,7 +78,14 @@ class Microbatches:
             torch_private.when_backward_ends(self._backward_ends)
 
     def _backward_ends(self) -> None:
-        if self.last:
+        self._end(self.last and not self.is_ended_by_hand)
+
+    def end_step(self) -> None:
+        """Do what the end of the last backward of a step does."""
+        self._end(is_last=True)
+
+    def _end(self, is_last: bool) -> None:
+        if is_last:
             self.reduce(unit for unit in self.units if unit.accumulation.sync)
             for unit in self.units:
                 unit.replica_sums.finish()

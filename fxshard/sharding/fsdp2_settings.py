@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from fxshard import torch_private
 from fxshard.errors import ConfigError
+from fxshard.runtime.step_hooks import Microbatches
 from fxshard.runtime.unit import Unit
 
 _log = logging.getLogger(__name__)
@@ -81,6 +83,55 @@ def _on_stream(hook: Callable[[Tensor], object], stream: object) -> Callable[[Te
     return run
 
 
+class GradientReductionHandle:
+    """What `finalize_backward(async_op=True)` returns: the gradients are there already, so `wait()` returns at once."""
+
+    def wait(self) -> None:
+        """Return."""
+
+
+def set_ended_by_hand(units: Sequence[Unit], enabled: bool) -> None:
+    """Let the caller say when the last backward of a step has ended."""
+    for microbatches in _of_whole_model("set_manual_backward_finalization", units):
+        microbatches.is_ended_by_hand = enabled
+
+
+def end_step(units: Sequence[Unit]) -> None:
+    """End a step whose caller says when."""
+    for microbatches in _of_whole_model("finalize_backward", units):
+        if not microbatches.is_ended_by_hand:
+            raise ConfigError(
+                "finalize_backward: backwards of this model end their step by themselves. Call "
+                "set_manual_backward_finalization(True) before them, or leave finalize_backward out."
+            )
+        microbatches.end_step()
+
+
+def _of_whole_model(name: str, units: Sequence[Unit]) -> Iterator[Microbatches]:
+    """Give what knows the backwards of a model, if it has any, between two of them, and `units` are all of it."""
+    if torch_private.backward_id() is not None:
+        raise ConfigError(f"{name} was called while a backward runs. Call it before or after.")
+    if not units:
+        return
+    if len(units[0].microbatches.units) > len(units):
+        raise ConfigError(f"{name}: {units[0].label} is part of a larger model. Call it on the outermost module.")
+    yield units[0].microbatches
+
+
+def refuse_kept_storage(keep: bool) -> None:
+    """Refuse to keep the memory of gathered parameters.
+
+    Raises:
+        NotImplementedError: `keep` is True.
+    """
+    if keep:
+        raise NotImplementedError(
+            "set_keep_unsharded_storage(True) is not implemented: a graph owns what it gathers, and allocates it anew "
+            'in each run. For CUDA graphs use torch.compile(..., options={"cudagraphs": True}); to gather less often '
+            "set_reshard_after_forward(False), or between microbatches set_reshard_after_backward(False)."
+        )
+
+
 def refuse_reduction_of_unused(reduce_unused: bool) -> None:
     """Refuse to reduce zeros for parameters without a gradient.
 
@@ -103,8 +154,9 @@ def refuse_custom_comm(name: str, comm: object) -> None:
     """
     if not type(comm).__module__.startswith("torch."):
         raise NotImplementedError(
-            f"{name}({type(comm).__name__}()) is not implemented: collectives are nodes of the graph. Replace them "
-            'there with a pass of your own, torch.compile(..., options={"passes": ...}): docs/contributing.md, "A new '
+            f"{name}({type(comm).__name__}()) is not implemented: collectives are nodes of the graph, on the process "
+            "group of the mesh. Make yours its backend (torch.distributed.Backend.register_backend), or replace the "
+            'nodes with a pass of your own, torch.compile(..., options={"passes": ...}): docs/contributing.md, "A new '
             'pass".'
         )
     say_once(name)

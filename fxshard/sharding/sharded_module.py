@@ -20,6 +20,7 @@ from fxshard.runtime.parameters import REFS, without_offset
 from fxshard.runtime.prefetcher import UnshardHandle
 from fxshard.runtime.unit import Unit
 from fxshard.sharding import fsdp2_settings, stale_holders
+from fxshard.sharding.fsdp2_settings import GradientReductionHandle
 from fxshard.sharding.mixed_precision import cast_inputs, cast_output
 
 STATE = "_fxshard_state"
@@ -175,6 +176,26 @@ class ShardedModule(ParameterOwner):
         for unit in _state(self).nested:
             unit.microbatches.last = is_last_backward
 
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Say whether the caller ends each step with `finalize_backward`, whatever `set_is_last_backward` says.
+
+        Call it on the outermost module, before the backwards of a step.
+        """
+        _require_bool("enabled", enabled)
+        fsdp2_settings.set_ended_by_hand(_state(self).nested, enabled)
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce, after all backwards of a step, what still waits in units with gradient sync.
+
+        What a backward with gradient sync touches it has reduced when it ends. All ranks must call this alike.
+
+        Returns:
+            With `async_op` a handle whose `wait()` has nothing to wait for.
+        """
+        _require_bool("async_op", async_op)
+        fsdp2_settings.end_step(_state(self).nested)
+        return GradientReductionHandle() if async_op else None
+
     def reduce_waiting_gradients(self) -> None:
         """Reduce now what was added up without gradient sync, here and in the modules inside.
 
@@ -282,6 +303,11 @@ class ShardedModule(ParameterOwner):
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Refuse a communication that is not torch's own: a pass may replace the nodes of a graph instead."""
         fsdp2_settings.refuse_custom_comm("set_custom_reduce_scatter", comm)
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Refuse True: a graph owns what it gathers, and allocates it anew in each run."""
+        _require_bool("keep", keep)
+        fsdp2_settings.refuse_kept_storage(keep)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set nothing, and say so once: backward gathers what it reads, and nothing else."""

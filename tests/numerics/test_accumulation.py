@@ -224,6 +224,32 @@ def test_several_backwards_with_sync_add_up() -> None:
     check_against_unsharded(Scenario(model=MLP, batch=rows(), backward=not_the_last))
 
 
+def ended_by_hand(run: Run, step: int) -> Tensor:
+    """Backwards without gradient sync, and then the end of the step; FSDP2 knows such an end from torch 2.15 on."""
+    model, losses = cast(Any, run.model), []
+    by_hand = hasattr(model, "finalize_backward")
+    if by_hand:
+        model.set_manual_backward_finalization(True)
+        model.set_is_last_backward(True)  # which means nothing then
+    for i in range(2):
+        set_sync(run.model, False)
+        losses.append(loss_of(run, step, i))
+        losses[-1].backward()
+        assert by_hand == all(p.grad is None for p in run.model.parameters())
+    set_sync(run.model, True)
+    if by_hand:
+        model.finalize_backward(async_op=True).wait()
+    return torch.stack([loss.detach() for loss in losses]).sum()
+
+
+@two_ranks
+@pytest.mark.parametrize("prepare", [shard_and_compile, only_shard])
+def test_the_end_of_a_step_that_is_said_reduces_what_waits(
+    prepare: Callable[[nn.Module, Tools], nn.Module],
+) -> None:
+    check_against_unsharded(Scenario(model=MLP, batch=rows(), backward=ended_by_hand, prepare=prepare))
+
+
 def clip(run: Run) -> None:
     nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
     update(run)

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -64,6 +65,8 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "set_custom_all_gather": (Own(), NotImplementedError, "set_custom_all_gather(Own()) is not implemented"),
     "set_custom_reduce_scatter": (Own(), NotImplementedError, "with a pass of your own"),
+    "set_keep_unsharded_storage": (True, NotImplementedError, 'options={"cudagraphs": True}'),
+    "set_manual_backward_finalization": (1, ConfigError, "enabled must be a bool, got 1"),
     "set_unshard_in_backward": (None, ConfigError, "unshard_in_backward must be a bool, got None"),
 }
 
@@ -86,6 +89,31 @@ def test_an_unshard_that_is_waited_for_later_gives_a_handle(mesh: DeviceMesh) ->
     handle = sharded(mesh).unshard(async_op=True)
     assert isinstance(handle, fxshard.UnshardHandle)
     handle.wait()
+
+
+def test_who_ends_a_step_by_hand_says_so_first_and_of_the_whole_model(mesh: DeviceMesh) -> None:
+    model: Any = nn.Sequential(sharded(mesh), nn.Linear(4, 4))
+    model[0].set_manual_backward_finalization(True)
+    fxshard.fully_shard(model, mesh=mesh)
+    with pytest.raises(ConfigError, match="finalize_backward: backwards of this model end their step by themselves"):
+        model.finalize_backward()
+    with pytest.raises(ConfigError, match=r"set_manual_backward_finalization: 0 is part of a larger model"):
+        model[0].set_manual_backward_finalization(True)
+    model.set_manual_backward_finalization(True)
+    assert model.finalize_backward() is None
+    handle = model.finalize_backward(async_op=True)
+    assert isinstance(handle, fxshard.GradientReductionHandle)
+    handle.wait()
+    model.set_keep_unsharded_storage(False)
+
+
+def test_a_step_is_not_ended_while_a_backward_runs(mesh: DeviceMesh) -> None:
+    model = sharded(mesh)
+    model.set_manual_backward_finalization(True)
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda grad: model.finalize_backward())
+    with pytest.raises(ConfigError, match="finalize_backward was called while a backward runs"):
+        x.sum().backward()
 
 
 def test_a_hook_beside_replicas_has_no_stream_of_its_own(fake_group: None) -> None:
