@@ -79,7 +79,7 @@ class Options:
     """
 
     mesh: DeviceMesh | None = None
-    reshard_after_forward: bool | None = None
+    reshard_after_forward: bool | int | None = None
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     offload: Mapping[str, Any] | None = None
@@ -128,8 +128,6 @@ class Options:
             raise ConfigError(f"passes must be a function from Pipeline to Pipeline or None, got {self.passes!r}.")
         if not isinstance(self.hardware, str | None):
             raise ConfigError(f"hardware must be a name, the path of a JSON file or None, got {self.hardware!r}.")
-        if not isinstance(self.reshard_after_forward, bool | None):
-            raise ConfigError(f"reshard_after_forward must be True, False or None, got {self.reshard_after_forward!r}.")
         for name in ("param_dtype", "reduce_dtype"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
@@ -146,6 +144,9 @@ class Options:
     def _require_consistent_flags(self) -> None:
         if self.offload is not None:
             _require_offload(self.offload)
+        reshard = self.reshard_after_forward
+        if not isinstance(reshard, bool | int | None):
+            raise ConfigError(f"reshard_after_forward must be True, False, None or a number of ranks, got {reshard!r}.")
         if self.schedule not in (None, "auto", "fsdp2"):
             raise ConfigError(f'schedule must be "auto", "fsdp2" or None, got {self.schedule!r}.')
         owned = sorted(set(self.inductor) & set(OWNED_INDUCTOR_FLAGS))

@@ -43,7 +43,7 @@ def test_names_the_option_nearest_to_an_unknown_one(mesh: DeviceMesh, given: str
         ("bucket", "units"),
         ("param_dtype", "bf16"),
         ("reduce_dtype", torch.int8),
-        ("reshard_after_forward", 2),
+        ("reshard_after_forward", "2"),
         ("mesh", 2),
         ("prefetch", -1),
         ("prefetch", "next"),

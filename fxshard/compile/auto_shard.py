@@ -78,7 +78,7 @@ def shard_root(gm: fx.GraphModule, unsharded: dict[str, nn.Parameter], options: 
         return
     fsdp2_or_ddp.refuse([dynamo.compiled_around(root) or root for root in roots])
     _require_ready(roots, unsharded)
-    _require_plain({name: p for root in roots for name, p in root.named_parameters()})
+    require_plain({name: p for root in roots for name, p in root.named_parameters()})
     for root in roots:
         shard_module.require_shardable(dict(root.named_parameters()), mesh)
     for root in roots:
@@ -118,7 +118,7 @@ def _announced() -> weakref.WeakSet[nn.Module]:
 
 def require_all_ranks(parameters: Mapping[str, nn.Parameter]) -> None:
     """Raise if trained parameters are DTensors on some of the ranks, which nothing shards over the others."""
-    _require_plain(
+    require_plain(
         {
             name: p
             for name, p in parameters.items()
@@ -127,7 +127,8 @@ def require_all_ranks(parameters: Mapping[str, nn.Parameter]) -> None:
     )
 
 
-def _require_plain(parameters: Mapping[str, nn.Parameter]) -> None:
+def require_plain(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise if parameters are DTensors: nothing says which other axis is to shard them."""
     if dtensors := {name: p for name, p in parameters.items() if isinstance(p, DTensor)}:
         mesh = next(iter(dtensors.values())).device_mesh
         raise ConfigError(

@@ -15,6 +15,7 @@ import fxshard
 from fxshard.sharding.sharded_module import plain_module, units_under
 from fxshard.torch_private import process_group_of
 from tests.numerics.harness import (
+    EAGER,
     FSDP2,
     Run,
     Scenario,
@@ -24,6 +25,7 @@ from tests.numerics.harness import (
     check_bitwise,
     check_inductor,
     compile_each_block,
+    compile_module,
     fxshard_system,
     only_shard,
     start,
@@ -44,6 +46,13 @@ def adopted(model: nn.Module, tools: Tools) -> nn.Module:
     if tools.system.ours:
         model = fxshard.adopt(fxshard.release(fxshard.adopt(model)))
     return tools.compile(model)
+
+
+def one_line(model: nn.Module, tools: Tools) -> nn.Module:
+    """FSDP2 shards what stands in a ModuleList, and the rest, as the one-line form does."""
+    if not tools.system.ours:
+        return only_shard(model, tools)
+    return compile_module(model, options={**EAGER, **BY_TWO})
 
 
 def changed(run: Run, step: int) -> None:
@@ -79,6 +88,7 @@ BODIES: dict[str, Callable[[], object]] = {
     "microbatches": lambda: check(replace(MLP_BY_TWO, backward=several)),
     "microbatches, unsharded in between": lambda: check(replace(MLP_BY_TWO, backward=kept)),
     "adopted": lambda: check(replace(MLP_BY_TWO, prepare=adopted)),
+    "one line": lambda: check(replace(MLP_BY_TWO, prepare=one_line)),
     "changed": lambda: check(replace(MLP_BY_TWO, before_step=changed)),
     "two ranks": backward_gathers_over_two_ranks,
     "inductor": lambda: check_inductor(MLP_BY_TWO),
