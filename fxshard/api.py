@@ -20,6 +20,7 @@ from fxshard.errors import ConfigError
 from fxshard.ir import collectives, text
 from fxshard.runtime import overlapped_step
 from fxshard.runtime.frame import Frame
+from fxshard.runtime.unit import Unit
 from fxshard.sharding import adopt as adopt_module
 from fxshard.sharding import forward_methods, fsdp2_settings, per_parameter, shard_module, sharded_module
 from fxshard.sharding import release as release_module
@@ -128,7 +129,7 @@ def fully_shard(
         within=within,
     )
     for each in dict.fromkeys((chosen, *(unit.mesh for unit in units))):
-        measured.agree(each)
+        _agree([unit for unit in units if unit.mesh == each], each)
     return module
 
 
@@ -158,8 +159,14 @@ def adopt(module: nn.Module | dist.fsdp.FSDPModule) -> nn.Module:
         raise ConfigError(f"adopt expects the model, got {type(module).__name__}.")
     adopted = adopt_module.adopt(module)
     for unit in sharded_module.units_under(adopted):
-        measured.agree(unit.mesh)
+        _agree([unit], unit.mesh)
     return adopted
+
+
+def _agree(units: Sequence[Unit], mesh: DeviceMesh) -> None:
+    """Have the ranks count on the same numbers, along the axis of tensor parallelism as well."""
+    for whole in dict.fromkeys(unit.whole_mesh for unit in units) or [None]:
+        measured.agree(mesh, whole=whole)
 
 
 def release(module: nn.Module, *, whole: bool = False) -> nn.Module:

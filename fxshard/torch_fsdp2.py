@@ -24,6 +24,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from fxshard import torch_private
+
 ShardPlacementResult: Any = getattr(_fsdp_common, "ShardPlacementResult", None)  # from torch 2.13 on
 
 # The package has a function of the module's name.
@@ -273,7 +275,13 @@ def spec_of_rows(before: DTensorSpec, mesh: DeviceMesh, dim: int = 0) -> DTensor
     splits = before.num_shards_map[dim] if before.ndim else 1
     rows = _StridedShard(dim, split_factor=splits) if splits > 1 else Shard(dim) if before.ndim else Replicate()
     placements: tuple[Placement, ...] = (*(Replicate() for _ in range(mesh.ndim - 1)), rows, *before.placements)
-    return DTensorSpec(DeviceMesh._concatenate([mesh, before.mesh]), placements, tensor_meta=before.tensor_meta)
+    return DTensorSpec(_beside(mesh, before.mesh), placements, tensor_meta=before.tensor_meta)
+
+
+def _beside(mesh: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
+    """Return the mesh with the axes of both; a mesh looks into a tensor of its ranks, which no mode may fake."""
+    with torch_private.without_modes():
+        return DeviceMesh._concatenate([mesh, other])
 
 
 def spec_within(before: DTensorSpec, mesh: DeviceMesh, dim: int, dims: Any) -> DTensorSpec:
@@ -323,7 +331,7 @@ def why_not_beside(mesh: DeviceMesh, other: DeviceMesh) -> str | None:
     if common := [name for name in mesh.mesh_dim_names if name in other.mesh_dim_names]:
         return f"both have the axis {', '.join(common)}"
     try:
-        DeviceMesh._concatenate([mesh, other])
+        _beside(mesh, other)
     except RuntimeError as error:
         return str(error)
     return None

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from fxshard.cost.sizes import sizes_of
 from fxshard.cost.timeline import Timeline
-from fxshard.ir import collectives, launch_groups, liveness, tags
+from fxshard.ir import collectives, launch_groups, launches, liveness, tags
 from fxshard.ir.launch_groups import LaunchGroup
 from fxshard.passes._base import GraphPass, PassContext, Property
 
@@ -112,7 +112,9 @@ def _run(
     Gathers are left out: when a backward ends, they are done.
     """
     for node in nodes:
-        if not collectives.is_launch(node) or _is_models_own(node):  # the model's own are waited for where they are
+        if not collectives.is_launch(node) or launches.is_models_own(
+            node
+        ):  # the model's own are waited for where they are
             compute += costs.seconds.get(node, 0.0)
         elif node.target in collectives.REDUCTIONS:
             link = max(compute, link) + costs.seconds[node]
@@ -144,24 +146,20 @@ def _cuts(last: LaunchGroup, needed: set[fx.Node], costs: _Costs) -> Iterator[fx
         and node.op != "placeholder"
         and not liveness.written_by(node)
         and (node in needed or _may_move(node))
-        and not (stays and node not in needed and _is_models_own(node))
+        and not (stays and node not in needed and launches.is_models_own(node))
     ):
-        stays |= node in needed and _is_models_own(node)
+        stays |= node in needed and launches.is_models_own(node)
         if node not in needed and (taken := costs.seconds.get(node)):
             yield node
             enough -= taken
         node = node.prev
 
 
-def _is_models_own(node: fx.Node) -> bool:
-    return collectives.is_launch(node) and not tags.units_of(node)
-
-
 def _may_move(node: fx.Node) -> bool:
     """Return whether a node computes the same elsewhere, and is no all_gather, which HoistPrefetch places."""
     target: Any = node.target
     if isinstance(target, torch._ops.OpOverload):
-        return _is_models_own(node) or not (
+        return launches.is_models_own(node) or not (
             target in collectives.GATHERS or torch.Tag.nondeterministic_seeded in target.tags
         )
     return target is operator.getitem

@@ -29,7 +29,7 @@ class OutlineRegions(GraphPass):
     The code of a unit is a span of nodes that Dynamo traced inside of one call of its module; markers move before it.
     So is a block under activation checkpointing, whose markers come out of the checkpointed function: what it computes
     again is then inside of the region. Spans are alike if their ops, their constants, the layouts of what they read and
-    the policies of selective checkpointing are.
+    the policies of selective checkpointing are. DTensors may be inside, with their collectives; a mesh is a constant.
 
     Attributes:
         bucket: as `BucketCollectives` takes it. A unit that it gathers by several launches becomes as many regions, so
@@ -38,11 +38,12 @@ class OutlineRegions(GraphPass):
     Numerics: unchanged, but for the order in which gradients of a module that is called twice may be added.
     Memory: unchanged, where the partitioner saves the same of a region as of the whole graph.
     No-op: no unit's code occurs twice.
-    Limits: left alone, with a remark: what writes to its inputs, gives out views, has sizes that are not known, makes
-        tensors of constants, calls functions that are not torch's, or holds another higher-order op (cond); a
-        checkpointed block with a collective of its own, at which other spans end; what stands
-        behind a change of torch's state (autocast, a choice of kernels) or is written to in place. What is checkpointed
-        is not cut. A policy of selective checkpointing is asked once for all blocks that it is given for.
+    Limits: left alone, with a remark: what writes to its inputs, gives out views, takes or gives DTensors, has sizes
+        that are not known, makes tensors of constants, calls functions that are not torch's, or holds another
+        higher-order op (cond); a checkpointed block with a collective of its own that no DTensor makes, at which other
+        spans end; what stands behind a change of torch's state (autocast, a choice of kernels) or is written to in
+        place. What is checkpointed is not cut. A policy of selective checkpointing is asked once for all blocks that it
+        is given for.
     Source: [Note: regions] in `ir/regions.py`.
     """
 

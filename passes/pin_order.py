@@ -26,7 +26,8 @@ class PinOrder(GraphPass):
     or wait comes after the last of them before it, and the first of them behind a launch comes after that launch. A
     wait with a launch between that kernel and itself comes after the launch. Among themselves launches keep their order
     anyway. `EnforceOrder` turns pins into dependencies. A call of a region is such a kernel, too, but needs no pin; nor
-    does a gather which only such calls read.
+    does a gather which only such calls read. But Inductor does not see the model's own collectives in a region: the
+    call comes after what launched such ones before, and what launches the next ones comes after the call.
 
     Numerics: unchanged. Memory: unchanged. No-op: a graph without collectives, or without such kernels.
     Source: torch's `control_dependencies.py`, which Inductor's own overlap scheduling uses.
@@ -39,6 +40,7 @@ class PinOrder(GraphPass):
         """Edit `gm.graph` in place; return whether anything changed."""
         kernel: fx.Node | None = None
         launch: fx.Node | None = None  # since the last kernel
+        own: fx.Node | None = None  # what last launched collectives of the model's own
         changed = False
         for node in gm.graph.nodes:
             before = None
@@ -50,9 +52,20 @@ class PinOrder(GraphPass):
                 kernel, launch = node, None
             elif launches.is_kernel(node):
                 before, kernel, launch = launch, node, None
+            if launches.is_models_own(node):
+                if own is not None and regions.INVOKE in (own.target, node.target) and not _reads(node, own):
+                    changed |= pins.pin(node, own)
+                own = node
+            elif collectives.is_wait(node) and node.args[0] is own:
+                own = node  # the call comes after this, for nothing reads what is under way
             if before is not None and pins.pin(node, before):
                 changed = True
         return changed
+
+
+def _reads(node: fx.Node, call: fx.Node) -> bool:
+    """Whether a node reads what a call gives."""
+    return any(call in source.all_input_nodes for source in node.all_input_nodes)
 
 
 def _is_read_by_calls_alone(collective: fx.Node) -> bool:

@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -20,9 +20,12 @@ from typing import Any, Protocol, cast
 import torch
 from torch._inductor import config as inductor_config
 from torch._inductor.output_code import CompiledFxGraph
+from torch._library.fake_class_registry import FakeScriptObject
+from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard.cost.hardware import HardwareSpec
 from fxshard.errors import InvariantError
+from fxshard.ir import meshes
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.launches import Launch
 from fxshard.ir.plan import FramePlan
@@ -96,6 +99,25 @@ class CachedCode(CompiledFxGraph):
         if self.current_callable is None:
             raise InvariantError("Inductor handed over a graph without code.")
         self.current_callable = owner.prepared(self.current_callable, self.facts)
+
+
+class _KeyedMesh(FakeScriptObject):
+    """A mesh that a graph takes, in torch's key as its axes: by itself it gives another key in each process."""
+
+    def __init__(self, given: FakeScriptObject) -> None:
+        for name, value in vars(given).items():
+            object.__setattr__(self, name, value)  # the class refuses to be written to
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (repr(meshes.axes_of([self.real_obj])),)
+
+
+def with_stable_keys(inputs: Sequence[Any], fake: Sequence[Any]) -> list[Any]:
+    """Return the inputs of a graph so that torch's key of it is the same in every process; `fake` are Dynamo's."""
+    return [
+        _KeyedMesh(traced) if isinstance(traced, FakeScriptObject) and isinstance(value, DeviceMesh) else value
+        for value, traced in zip(inputs, fake, strict=True)
+    ]
 
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")

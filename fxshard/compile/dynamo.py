@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import Any, NoReturn, TypeVar, cast
@@ -14,11 +14,12 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import BackendCompilerFailed, TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fxshard import torch_private
 from fxshard.errors import UnsupportedGraph
-from fxshard.ir import ops, writes
+from fxshard.ir import meshes, ops, writes
 from fxshard.ir.ops import MarkerKey
 from fxshard.ir.plan import FramePlan, ParameterKey, UnitPlan
 from fxshard.live_objects import instances_of
@@ -106,8 +107,16 @@ def bind_markers(gm: fx.GraphModule, flats: dict[int, Home]) -> FramePlan:
         input_names=tuple(
             "" if i in flats else source_name(node).removeprefix("self.") for i, node in enumerate(placeholders)
         ),
+        model_axes=meshes.axes_of([*meshes.meshes_in(gm.graph), *_meshes_of(home.unit for home in flats.values())]),
     )
     return plan.with_subgroups()
+
+
+def _meshes_of(units: Iterable[Unit]) -> Iterator[DeviceMesh]:
+    """Give the meshes that tensor-parallel parameters are on besides those of their units."""
+    for member in (member for unit in units for member in unit.members):
+        if member.tensor_parallel is not None:
+            yield member.tensor_parallel.before.mesh
 
 
 def _with_prefetch(unit: Unit, keys: Mapping[int, str]) -> UnitPlan:

@@ -21,7 +21,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxshard import torch_private
-from fxshard.ir import graph_edit, ops, regions
+from fxshard.ir import graph_edit, launches, ops, regions
 from fxshard.ir.regions import Region, Source
 from fxshard.options import Options
 
@@ -112,6 +112,9 @@ class _Traced:
             return "a result shares memory with another tensor"
         if any(gm.graph.find_nodes(op="get_attr") for gm in self._graphs.values()):
             return "it makes tensors of constants"
+        launched = {launch.kind for gm in self._graphs.values() for launch in launches.sequence(gm.graph)}
+        if others := sorted(launched - {"all_gather", "reduce_scatter", "all_reduce"}):
+            return f"it launches {', '.join(others)}"  # of which Inductor's code of a subgraph gives other values
         operands = [node.name for node in forward.graph.find_nodes(op="placeholder")]
         results = regions.results_of(forward)
         if len(operands) != num_operands or any(not isinstance(r, fx.Node) for r in results):

@@ -23,9 +23,10 @@ from torch._functorch import config as functorch_config
 
 from fxshard import torch_private
 from fxshard.compile import cudagraphs, inductor, interpreter, shared_code
-from fxshard.compile.cache import CompiledFacts, stable_text
+from fxshard.compile.cache import CompiledFacts, stable_text, with_stable_keys
 from fxshard.compile.stages import Stages
 from fxshard.errors import InvariantError
+from fxshard.ir import meshes
 from fxshard.ir.history import CAPTURED, LazyHistory, PassResult, with_variant
 from fxshard.ir.text import graph_text
 from fxshard.ir.variant import Variant
@@ -106,7 +107,8 @@ class Compilation:
         with functorch_config.patch(self._aot_patches(cached=not not_cached)):
             if self._stages.options.lower == "eager":
                 return interpreter.interpret(gm, inputs, self._stages, self)
-            compile = functools.partial(inductor.compile_with_inductor, gm, inputs, self._stages, self)
+            keyed = inputs if not_cached else with_stable_keys(inputs, self._context.inputs)
+            compile = functools.partial(inductor.compile_with_inductor, gm, keyed, self._stages, self)
             if self._stages.options.compile_on == "all" or not self._stages.generate_code:
                 compiled = compile()
             elif not_cached:
@@ -127,8 +129,8 @@ class Compilation:
         # The cache knows a tensor subclass by its global shape: one rank would get the code of another's rows.
         if any(isinstance(value, Tensor) and torch_private.is_wrapper(value) for value in inputs):
             return "one of its inputs is a tensor subclass"
-        if any(unit.tensor_parallel for unit in self._stages.frame.plan.units.values()):
-            return "its parameters are tensor-parallel, and each rank's code knows its place among them"
+        if self._stages.frame.plan.model_axes and not meshes.ARE_INPUTS:
+            return "it computes with DTensors, in functions of Dynamo's that no text stands for"
         return "" if functorch_config.enable_autograd_cache else "torch._functorch.config.enable_autograd_cache is off"
 
     def _aot_patches(self, *, cached: bool) -> dict[str, Any]:
@@ -150,7 +152,7 @@ class Compilation:
         inputs = [
             f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device} {value.requires_grad}"
             if isinstance(value, Tensor)
-            else str(value)
+            else str(meshes.real_object(value))
             for value in context.inputs
         ]
         around = (stages.digest, stages.variant, stages.only, context.grad, context.autocast, inputs)

@@ -51,29 +51,34 @@ class _Probe(NamedTuple):
 _ON_CPU, _ON_ACCELERATOR = _Probe(1 << 24, 512, 5e-4), _Probe(1 << 27, 4096, 2e-4)
 
 
-def calibrate(groups: Sequence[dist.ProcessGroup], device: torch.device) -> HardwareSpec:
+def calibrate(
+    groups: Sequence[dist.ProcessGroup], device: torch.device, others: Sequence[str] = ("replica",)
+) -> HardwareSpec:
     """Return what this rank and its links can do: all ranks of a mesh call it, and all get the same numbers.
 
     It takes a fraction of a second, and memory for 128 MiB on an accelerator, 16 MiB on a CPU, three times.
 
     Args:
-        groups: of this rank, one for each axis: that which shards, and if there is one that between replicas. Nothing
-            else may be under way on them.
+        groups: of this rank, one for each axis: that which shards, then those that `others` name. Nothing else may be
+            under way on them.
         device: of this rank's tensors.
+        others: "replica" for the axis between replicas, "tensor" for that of tensor parallelism.
     """
-    return Calibration(groups, device).run()
+    return Calibration(groups, device, others).run()
 
 
 class Calibration:
     """What `calibrate` does, in two steps: the first takes what memory it needs, by itself; the second cannot fail."""
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+    def __init__(
+        self, groups: Sequence[dist.ProcessGroup], device: torch.device, others: Sequence[str] = ("replica",)
+    ) -> None:
         """Take memory; other ranks take no part.
 
         Raises:
             RuntimeError: there is too little of it.
         """
-        self._groups, self._device = groups, device
+        self._groups, self._device, self._others = groups, device, others
         self._group, self._tries = groups[0], _TRIES
         ranks = [dist.get_world_size(group) for group in groups]
         self._sizes = _ON_CPU if device.type == "cpu" else _ON_ACCELERATOR
@@ -93,7 +98,10 @@ class Calibration:
             numbers = [_rounded(number) for number in (*self._slowest(kernels), *itertools.chain(*links))]
         ranks = " x ".join(str(dist.get_world_size(group)) for group in reversed(self._groups))
         peaks = {dtype_text(dtype): 1 / numbers[i] for i, dtype in enumerate(_DTYPES)}
-        per_byte, overhead, latency, per_launch, per_sent, per_gathered, per_reduced, *between = numbers[len(_DTYPES) :]
+        per_byte, overhead, latency, per_launch, per_sent, per_gathered, per_reduced, *beside = numbers[len(_DTYPES) :]
+        links_beside: dict[str, Any] = {}
+        for name, of_launch, of_byte in zip(self._others, beside[::2], beside[1::2], strict=False):
+            links_beside |= {f"{name}_latency": of_launch, f"{name}_bandwidth": _rounded(1 / of_byte)}
         return HardwareSpec(
             name=self._device.type,
             peak_flops={name: _rounded(peak) for name, peak in peaks.items()},
@@ -105,8 +113,7 @@ class Calibration:
             gather_tensor_overhead=per_gathered,
             reduce_tensor_overhead=per_reduced,
             launch_overhead=per_launch,
-            replica_latency=between[0] if between else None,
-            replica_bandwidth=_rounded(1 / between[1]) if between else None,
+            **links_beside,
             source=f"measured on {ranks} ranks of {gloo.backend_of(self._group, self._device.type)}",
         )
 

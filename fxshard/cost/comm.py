@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxshard.cost.hardware import HardwareSpec
-from fxshard.cost.sizes import Sizes
+from fxshard.cost.sizes import Sizes, sizes_inside
 from fxshard.cost.symbols import WORLD_SIZE, Quantity
-from fxshard.ir import collectives, tags
+from fxshard.ir import collectives, regions, tags
 from fxshard.ir.launches import kind_of
 from fxshard.ir.liveness import tensors_in
 from fxshard.ir.text import dtype_text
@@ -22,6 +22,7 @@ class LaunchCost:
     Attributes:
         node: what starts it.
         unit: key of the unit that it serves, several with commas; `None` for a collective that is not of our passes.
+        axis: mesh axis that such a one is on, empty if nothing says.
         op: short name: `all_gather`, `reduce_scatter`, `all_reduce`, ...
         dtype: short names of what is sent.
         group: name of the process group.
@@ -31,31 +32,41 @@ class LaunchCost:
 
     node: fx.Node
     unit: str | None
+    axis: str
     op: str
     dtype: str
     group: str
     nbytes: Quantity
     seconds: Quantity
 
+    @property
+    def label(self) -> str:
+        """What is launched, and on which axis if that is the model's own."""
+        return f"{self.axis} {self.op}" if self.axis else self.op
+
 
 def launches_of(sizes: Sizes, hardware: HardwareSpec) -> dict[fx.Node, LaunchCost]:
     """The launches of a graph, in program order."""
-    known: dict[tuple[str, Quantity, Quantity, bool], Quantity] = {}
+    known: dict[tuple[str, Quantity, Quantity, tuple[float, float]], Quantity] = {}
     found = {}
     for node, nbytes in sizes.of_launch.items():
         given = collectives.arguments_of(node)
         op, group = kind_of(node), str(given.get("group_name"))
         known_ranks = sizes.group_sizes.get(group, sizes.point.world_size)
         ranks = WORLD_SIZE if group in sizes.open_groups else given.get("group_size", known_ranks)
-        # Of the collectives that are ours, all_reduces alone go between replicas.
-        between = op == "all_reduce" and bool(tags.units_of(node))
-        key = (op, nbytes, ranks, between)
+        units, link = tags.units_of(node), (hardware.link_latency, hardware.link_bandwidth)
+        axis = "" if units else sizes.axes.get(group, "")
+        if axis:
+            link = hardware.tensor_link
+        elif units and op == "all_reduce":  # alone of those that are ours it goes between replicas
+            link = hardware.replica_link
+        key = (op, nbytes, ranks, link)
         if key not in known:
-            link = hardware.replica_link if between else (hardware.link_latency, hardware.link_bandwidth)
             known[key] = transfer_seconds(op, nbytes, ranks, *link)
         found[node] = LaunchCost(
             node=node,
-            unit=", ".join(tags.units_of(node)) if tags.units_of(node) else None,
+            unit=", ".join(units) if units else None,
+            axis=axis,
             op=op,
             dtype="+".join(dict.fromkeys(dtype_text(t.dtype) for t in tensors_in(node))),
             group=group,
@@ -63,6 +74,13 @@ def launches_of(sizes: Sizes, hardware: HardwareSpec) -> dict[fx.Node, LaunchCos
             seconds=known[key],
         )
     return found
+
+
+def launches_inside(sizes: Sizes, hardware: HardwareSpec) -> dict[fx.Node, list[LaunchCost]]:
+    """Map call of a region -> what it launches, the model's own alone: it waits for each right behind the launch."""
+    calls = {node: code for node in sizes.live.nodes if (code := regions.code_of(node)) is not None}
+    known = {code: [*launches_of(sizes_inside(code, sizes), hardware).values()] for code in {*calls.values()}}
+    return {node: known[code] for node, code in calls.items() if known[code]}
 
 
 def transfer_seconds(op: str, nbytes: Quantity, ranks: Quantity, latency: float, bandwidth: float) -> Quantity:

@@ -38,6 +38,8 @@ class HardwareSpec:
         launch_overhead: seconds that a launch and its wait cost the rank besides what the link takes.
         replica_latency: `link_latency` between ranks that hold the same shard; `None`: no other link is between them.
         replica_bandwidth: `link_bandwidth` there.
+        tensor_latency: `link_latency` between the ranks of tensor parallelism; `None`: no other link is between them.
+        tensor_bandwidth: `link_bandwidth` there.
         source: where the numbers are from, in words; decides nothing.
     """
 
@@ -54,6 +56,8 @@ class HardwareSpec:
     replica_latency: float | None = None
     replica_bandwidth: float | None = None
     host_bandwidth: float = 25e9
+    tensor_latency: float | None = None
+    tensor_bandwidth: float | None = None
     source: str = field(default=TABLE, compare=False)
 
     def __post_init__(self) -> None:
@@ -66,9 +70,9 @@ class HardwareSpec:
         numbers = {f"peak_flops.{dtype}": value for dtype, value in self.peak_flops.items()}
         numbers |= {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type == "float"}
         overheads = ("kernel_overhead", "gather_tensor_overhead", "reduce_tensor_overhead", "launch_overhead")
-        between = ("replica_latency", "replica_bandwidth")
-        numbers |= {name: value for name in between if (value := getattr(self, name)) is not None}
-        may_be_zero = ("link_latency", "replica_latency", *overheads)
+        other_links = ("replica_latency", "replica_bandwidth", "tensor_latency", "tensor_bandwidth")
+        numbers |= {name: value for name in other_links if (value := getattr(self, name)) is not None}
+        may_be_zero = ("link_latency", "replica_latency", "tensor_latency", *overheads)
         wrong = [name for name, value in numbers.items() if not _positive(value, or_zero=name in may_be_zero)]
         if wrong:
             listed = ", ".join(f"{name}={numbers[name]!r}" for name in wrong)
@@ -86,7 +90,14 @@ class HardwareSpec:
     @property
     def replica_link(self) -> tuple[float, float]:
         """Latency in seconds and bandwidth in B/s of the link between ranks that hold the same shard."""
-        latency, bandwidth = self.replica_latency, self.replica_bandwidth
+        return self._link(self.replica_latency, self.replica_bandwidth)
+
+    @property
+    def tensor_link(self) -> tuple[float, float]:
+        """The same of the link between the ranks of tensor parallelism."""
+        return self._link(self.tensor_latency, self.tensor_bandwidth)
+
+    def _link(self, latency: float | None, bandwidth: float | None) -> tuple[float, float]:
         return (
             self.link_latency if latency is None else latency,
             self.link_bandwidth if bandwidth is None else bandwidth,

@@ -55,7 +55,7 @@ _log = logging.getLogger(__name__)
 _GroupKey = tuple[str, frozenset[tuple[int, ...]]]  # type of device, ranks of each group
 
 
-def agree(mesh: DeviceMesh, patience: float = PATIENCE) -> None:
+def agree(mesh: DeviceMesh, patience: float = PATIENCE, *, whole: DeviceMesh | None = None) -> None:
     """Have the ranks of a mesh count on the same numbers from now on; see [Note: measured hardware].
 
     Once per mesh, where all its ranks come together, or some of them in vain. Does nothing for a mesh that has one
@@ -64,14 +64,15 @@ def agree(mesh: DeviceMesh, patience: float = PATIENCE) -> None:
     Args:
         mesh: what parameters are sharded over; its groups may be stand-ins.
         patience: seconds to wait for the others.
+        whole: the mesh with the axis of tensor parallelism behind those of `mesh`, if parameters are on it.
     """
-    groups = list(mesh_axes.groups(mesh))
-    if not all(isinstance(group, dist.ProcessGroup) for group in groups) or not _axes(mesh):
+    axes = _Axes(mesh, whole)
+    if not all(isinstance(group, dist.ProcessGroup) for group in axes.all) or not axes.real:
         return
-    known, key = _known(), _key(groups, mesh.device_type)
+    known, key = _known(), _key(axes.all, mesh.device_type)
     if key not in known:
-        known[key] = _Meeting(mesh, patience).decide()
-        _log.info("fxshard: %d ranks count on %s.", mesh.size(), known[key].label)
+        known[key] = _Meeting(axes, patience).decide()
+        _log.info("fxshard: %d ranks count on %s.", len(axes.ranks), known[key].label)
 
 
 def forget() -> None:
@@ -96,10 +97,10 @@ def numbers_for(groups: Iterable[object], device: torch.device) -> HardwareSpec:
 
 def measure(mesh: DeviceMesh) -> tuple[HardwareSpec, Path]:
     """Measure now, with all ranks of the mesh, and keep the numbers for `agree`; and the file where they are."""
-    device = _here(mesh.device_type)
-    spec = _named(Calibration(_axes(mesh), device).run(), device)
-    file = _file_of(mesh)
-    if dist.get_rank() == mesh_axes.ranks_of(mesh)[0]:
+    device, axes = _here(mesh.device_type), _Axes(mesh)
+    spec = _named(axes.calibration(device).run(), device)
+    file = _file_of(axes)
+    if dist.get_rank() == axes.ranks[0]:
         _write(file, spec.to_json())
     return spec, file
 
@@ -120,9 +121,30 @@ def _key(groups: Iterable[dist.ProcessGroup], device_type: str) -> _GroupKey:
     return device_type, frozenset(tuple(dist.get_process_group_ranks(group)) for group in groups)
 
 
-def _axes(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """The groups of a mesh that send anything."""
-    return [group for group in mesh_axes.groups(mesh) if _is_real(group)]
+class _Axes:
+    """The axes of a mesh, that which shards first, and of the one that it is a part of.
+
+    Attributes:
+        mesh: of all axes.
+        ranks: of all axes.
+        all: their groups, which may be stand-ins.
+    """
+
+    def __init__(self, mesh: DeviceMesh, whole: DeviceMesh | None = None) -> None:
+        self.mesh = whole or mesh
+        self.ranks = mesh_axes.ranks_of(self.mesh)
+        beside = self.mesh.get_all_groups()[mesh.ndim :] if whole else []
+        self.all = [*mesh_axes.groups(mesh), *beside]
+        self._names = {id(group): "tensor" if group in beside else "replica" for group in self.all[1:]}
+
+    @property
+    def real(self) -> list[dist.ProcessGroup]:
+        """Those of the groups that send anything."""
+        return [group for group in self.all if _is_real(group)]
+
+    def calibration(self, device: torch.device) -> Calibration:
+        """Return what measures them."""
+        return Calibration(self.real, device, [self._names[id(group)] for group in self.real[1:]])
 
 
 def _is_real(group: dist.ProcessGroup) -> bool:
@@ -136,11 +158,11 @@ def _is_real(group: dist.ProcessGroup) -> bool:
 class _Meeting:
     """How the ranks of one mesh come to the same numbers."""
 
-    def __init__(self, mesh: DeviceMesh, patience: float) -> None:
-        self._mesh, self._axes, self._device, self._patience = mesh, _axes(mesh), _here(mesh.device_type), patience
-        self._ranks = mesh_axes.ranks_of(mesh)
+    def __init__(self, axes: _Axes, patience: float) -> None:
+        self._axes, self._device, self._patience = axes, _here(axes.mesh.device_type), patience
+        self._ranks = axes.ranks
         self._store = torch_private.default_store()
-        what = repr((mesh.device_type, mesh.shape, self._ranks))
+        what = repr((axes.mesh.device_type, axes.mesh.shape, self._ranks))
         self._place = f"fxshard/hardware/{hashlib.sha256(what.encode()).hexdigest()[:16]}"
 
     def decide(self) -> HardwareSpec:
@@ -149,12 +171,12 @@ class _Meeting:
         if not options.measures_hardware():
             return self._table() if is_alone else self._take(self._propose(_TABLE))
         if is_alone:  # the speed of an emulated link is in no file's name
-            return _named(Calibration(self._axes, self._device).run(), self._device)
-        kept = _read(_file_of(self._mesh))
+            return _named(self._axes.calibration(self._device).run(), self._device)
+        kept = _read(_file_of(self._axes))
         if kept is not None:
             return self._take(self._propose(kept.to_json()))
         try:
-            calibration = Calibration(self._axes, self._device)
+            calibration = self._axes.calibration(self._device)
         except RuntimeError as error:
             _log.warning("fxshard: no memory to measure the link in, so its speed is assumed: %s", error)
             return self._take(self._propose(_TABLE))
@@ -164,7 +186,7 @@ class _Meeting:
     def _meet(self) -> str:
         """Say that this rank has come, and wait for what is decided; `_MEASURE` only if all stand here."""
         ranks = self._ranks
-        ours = str([torch_private.num_collectives(group, self._device) for group in self._axes])
+        ours = str([torch_private.num_collectives(group, self._device) for group in self._axes.real])
         self._store.set(f"{self._place}/collectives/{dist.get_rank()}", ours)
         if self._store.add(f"{self._place}/came", 1) == len(ranks):
             theirs = {self._store.get(f"{self._place}/collectives/{rank}").decode() for rank in ranks}
@@ -195,7 +217,7 @@ class _Meeting:
     def _measured(self, calibration: Calibration) -> HardwareSpec:
         spec = _named(calibration.run(), self._device)
         if dist.get_rank() == self._ranks[0]:
-            _write(_file_of(self._mesh), spec.to_json())
+            _write(_file_of(self._axes), spec.to_json())
             self._store.set(self._place, spec.to_json())  # for groups of the same ranks that meet at this store later
         return spec
 
@@ -236,9 +258,10 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _file_of(mesh: DeviceMesh) -> Path:
+def _file_of(given: _Axes) -> Path:
     """Where numbers of such a machine and such a mesh are kept: beside the compile cache."""
-    device, axes, per_machine = _here(mesh.device_type), _axes(mesh), options.ranks_per_machine()
+    mesh, axes = given.mesh, given.real
+    device, per_machine = _here(mesh.device_type), options.ranks_per_machine()
     on = [{rank // per_machine for rank in dist.get_process_group_ranks(axis)} if per_machine else () for axis in axes]
     what: Mapping[str, object] = {
         "device": (device.type, _device_name(device)),

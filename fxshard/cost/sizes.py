@@ -37,6 +37,7 @@ class Sizes:
         of_launch: bytes of the whole buffer (all ranks' shards) of each launch.
         open_groups: process groups whose size is the world size.
         group_sizes: of all of the plan, as traced.
+        axes: process group -> mesh axis of the user's own DTensors that it is of.
     """
 
     live: Liveness
@@ -45,6 +46,7 @@ class Sizes:
     of_launch: dict[fx.Node, Quantity]
     open_groups: frozenset[str]
     group_sizes: Mapping[str, int]
+    axes: Mapping[str, str]
 
 
 def sizes_of(graph: fx.Graph, plan: FramePlan, *, donated: bool = False) -> Sizes:
@@ -52,8 +54,15 @@ def sizes_of(graph: fx.Graph, plan: FramePlan, *, donated: bool = False) -> Size
     world_size = max((unit.world_size for unit in plan.units.values()), default=1)
     point = Point(world_size=world_size, hints=hints_of(graph))
     units = {key: unit for key, unit in plan.units.items() if unit.world_size == world_size}
-    group_sizes = {name: size for unit in plan.units.values() for name, size in unit.groups.items()}
-    return _Measurement(liveness(graph, donated=donated), point, units, group_sizes).run()
+    group_sizes = {axis.group: axis.size for axis in plan.model_axes}
+    group_sizes |= {name: size for unit in plan.units.values() for name, size in unit.groups.items()}
+    axes = {axis.group: axis.name for axis in plan.model_axes}
+    return _Measurement(liveness(graph, donated=donated), point, units, group_sizes, axes).run()
+
+
+def sizes_inside(code: fx.GraphModule, outside: Sizes) -> Sizes:
+    """Measure a region that a graph calls; no unit launches anything in it."""
+    return _Measurement(liveness(code.graph), outside.point, {}, outside.group_sizes, outside.axes).run()
 
 
 def numel_of(tensor: Tensor) -> Quantity:
@@ -85,9 +94,14 @@ class _Measurement:
     """One walk over a graph that finds what the plan knows about its storages."""
 
     def __init__(
-        self, live: Liveness, point: Point, units: dict[str, UnitPlan], group_sizes: Mapping[str, int]
+        self,
+        live: Liveness,
+        point: Point,
+        units: dict[str, UnitPlan],
+        group_sizes: Mapping[str, int],
+        axes: Mapping[str, str],
     ) -> None:
-        self.live, self.point, self.units, self.group_sizes = live, point, units, group_sizes
+        self.live, self.point, self.units, self.group_sizes, self.axes = live, point, units, group_sizes, axes
         self.slots = {
             qualified(key, slot.fqn): slot
             for key, unit in units.items()
@@ -111,6 +125,7 @@ class _Measurement:
             of_launch=self.launches,
             open_groups=frozenset(g for unit in self.units.values() for g in (unit.group, unit.reducing_group)),
             group_sizes=self.group_sizes,
+            axes=self.axes,
         )
 
     def _set(self, storage: int, elements: Quantity) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,9 +30,10 @@ class GraphStats:
 
     Attributes:
         num_nodes: nodes of the graph.
-        collectives: short name of an op -> number of launches.
-        gathered_bytes: of all all_gathers' whole buffers.
-        reduced_bytes: of all reduce_scatters' whole buffers.
+        collectives: short name of an op -> number of launches; behind the name of a mesh axis (`tp all_gather`) those
+            that the model itself launches on it.
+        gathered_bytes: of all all_gathers' whole buffers, without those.
+        reduced_bytes: of all reduce_scatters' whole buffers, without those.
         copied_bytes: of all copies between host and device.
         flops: of matrix products, convolutions and attention.
         compute_seconds: sum over the nodes.
@@ -137,12 +139,13 @@ def graph_stats(graph: fx.Graph, plan: FramePlan, hardware: HardwareSpec, *, don
     """
     sizes = sizes_of(graph, plan, donated=donated)
     timeline = Timeline(sizes, hardware)
-    compute, launches = timeline.compute.values(), timeline.launches.values()
+    compute = timeline.compute.values()
+    launches = [*timeline.launches.values(), *itertools.chain(*timeline.inside.values())]
     return GraphStats(
         num_nodes=len(sizes.live.nodes),
-        collectives=dict(collections.Counter(launch.op for launch in launches)),
-        gathered_bytes=Sum(launch.nbytes for launch in launches if launch.op == "all_gather").total,
-        reduced_bytes=Sum(launch.nbytes for launch in launches if launch.op == "reduce_scatter").total,
+        collectives=dict(collections.Counter(launch.label for launch in launches)),
+        gathered_bytes=Sum(launch.nbytes for launch in launches if launch.label == "all_gather").total,
+        reduced_bytes=Sum(launch.nbytes for launch in launches if launch.label == "reduce_scatter").total,
         copied_bytes=Sum(cost.nbytes for cost in timeline.copies.values()).total,
         flops=Sum(cost.flops for cost in compute).total,
         compute_seconds=Sum(cost.seconds for cost in compute).total,

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from torch import fx
 
-from fxshard.cost.comm import LaunchCost, launches_of
+from fxshard.cost.comm import LaunchCost, launches_inside, launches_of
 from fxshard.cost.hardware import HardwareSpec
 from fxshard.cost.roofline import FREE, ComputeModel
 from fxshard.cost.sizes import Sizes
@@ -100,9 +100,13 @@ class Timeline:
         self.copies = {node: cost for node, cost in costs.items() if node.target in ops.BETWEEN_HOST_AND_DEVICE}
         self.compute = {node: cost for node, cost in costs.items() if node not in self.copies}
         self.launches: dict[fx.Node, LaunchCost] = launches_of(sizes, hardware)
+        self.inside = launches_inside(sizes, hardware)
+        """Call of a region -> what it launches and waits for: to what stands around it, no other than compute."""
         self._quantities: dict[fx.Node, Quantity] = {
             node: cost.seconds for found in (costs, self.launches) for node, cost in found.items()
         }
+        for node, waited in self.inside.items():
+            self._quantities[node] += Sum(launch.seconds for launch in waited).total
         self.seconds = {node: float(value(seconds)) for node, seconds in self._quantities.items()}
         """Launch, copy or node of compute -> what it takes."""
         self.queues = {node: launch.group for node, launch in self.launches.items()}
@@ -187,6 +191,8 @@ class Timeline:
             place, stop = transfer.place, transfer.stop
         for seconds in beside.values():
             exposed.add(seconds, -1)
+        for launch in (launch for waited in self.inside.values() for launch in waited):
+            exposed.add(launch.seconds)
         return CriticalPath(total=total.total, exposed=exposed.total)
 
     def _events(self, moved: Mapping[fx.Node, fx.Node]) -> Iterable[tuple[int, fx.Node]]:

@@ -106,6 +106,7 @@ def bisect_numerics(
     if not isinstance(model, nn.Module):
         raise ConfigError(f"bisect_numerics expects an nn.Module, got {type(model).__name__}.")
     model = plain_module(model)
+    _refuse_tensor_parallel(model)
     _require_values(model, args, kwargs)
     _require_one_number_of_ranks(model)
     parsed = parse({"lower": "eager", **(options or {})})
@@ -136,6 +137,15 @@ def _require_one_number_of_ranks(model: nn.Module) -> None:
         raise ConfigError(
             f"bisect_numerics: units are shared by different numbers of ranks: {ranks}. Bisect a part of the model "
             "that has one mesh, or one that is not sharded, with world_size=...."
+        )
+
+
+def _refuse_tensor_parallel(model: nn.Module) -> None:
+    found = [m.fqn for unit in units_under(model) for m in unit.members if m.tensor_parallel]
+    if found:
+        raise ConfigError(
+            f"bisect_numerics: parameters are tensor-parallel: {', '.join(found)}. It runs the ranks of the axis that "
+            "shards in one process, and the collectives of no other axis. Bisect the model before parallelize_module."
         )
 
 

@@ -22,6 +22,7 @@ from fxshard.inspect.schedules import Schedule
 from fxshard.ir import launch_groups
 from fxshard.ir.collectives import ALL_REDUCES, GATHERS, REDUCTIONS, is_launch
 from fxshard.ir.history import CAPTURED, PassHistory, PassResult, Remark
+from fxshard.ir.meshes import MeshAxis
 from fxshard.ir.ops import BETWEEN_HOST_AND_DEVICE
 from fxshard.ir.plan import FramePlan
 
@@ -211,6 +212,11 @@ class Explanation:
     def units(self) -> tuple[str, ...]:
         """Keys of the units, the empty one for the root, in the order of their first use."""
         return tuple(dict.fromkeys(key for f in self.frames for key in f.plan.units if key not in f.plan.in_subgroups))
+
+    @property
+    def model_axes(self) -> tuple[MeshAxis, ...]:
+        """The mesh axes of DTensors in the model's own code, those of tensor parallelism among them."""
+        return tuple(dict.fromkeys(axis for frame in self.frames for axis in frame.plan.model_axes))
 
     def print(self, pass_name: str, stage: str | None = None, frame: int | None = None) -> None:
         """Print the graphs after a pass, and why the pass made and left what it did.

@@ -5,14 +5,15 @@ Nothing that a pass decides depends on a value, so `explain` compiles a copy who
 process group, any number of ranks. The copy is what the ranks would have: a sharded model is copied as it was before
 `fully_shard` and sharded again in the same units; an unsharded one is sharded as the one-line path would. The model
 itself is only read. The fake model shares the code of its classes, which is why it runs under
-`torch_private.untouched_dynamo`.
+`torch_private.untouched_dynamo`. Tensor-parallel parameters stay on the mesh that they are on, and their units on
+theirs, for what the model does with DTensors names it, too: its groups exist, and nothing is sent over them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from graphlib import TopologicalSorter
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -21,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from fxshard import torch_private
 from fxshard.compile import auto_shard
@@ -31,7 +31,7 @@ from fxshard.options import Options, launched_world_size
 from fxshard.runtime import mesh_axes
 from fxshard.runtime.unit import Unit
 from fxshard.sharding import shard_module
-from fxshard.sharding.mesh import require_mesh
+from fxshard.sharding.mesh import require_mesh, resharding
 from fxshard.sharding.per_parameter import Chooser
 from fxshard.sharding.sharded_module import ModuleState, plain_module, state_of, units_under
 
@@ -139,7 +139,9 @@ def fake_model_of(
         require_mesh(mesh)
     units = units_under(model)
     size = _size(units, world_size, mesh)
-    _refuse_tensor_parallel(model)
+    if not units:
+        auto_shard.require_plain(dict(model.named_parameters()))
+    _refuse_whole_meshes(units)
     replica = Replica(_device(model, units[0].mesh if units else mesh))
     with torch.inference_mode(False), torch.enable_grad():
         outside = {id(module): module for unit in units for module in unit.modules}
@@ -149,22 +151,24 @@ def fake_model_of(
         else:
             mesh = StandInMesh(replica.device.type, size)
             with replica.faking():
-                made = auto_shard.make_units(copied, mesh, options)
+                reshard = resharding(mesh, options.reshard_after_forward)
+                size_of_subgroup = 0 if reshard is None or isinstance(reshard, bool) else reshard
+                plain = replace(options, reshard_after_forward=None if size_of_subgroup else reshard)
+                made = auto_shard.make_units(copied, mesh, plain)
+                for unit in made if size_of_subgroup else ():
+                    _give_subgroup(unit, size_of_subgroup)
                 if options.separate_reduce_scatter_group:
                     _give_reduce_groups(made)
     return FakeModel(model=copied, world_size=size.shards, replica=replica)
 
 
-def _refuse_tensor_parallel(model: nn.Module) -> None:
-    """Raise for a model whose parameters are DTensors of other axes: its copy would be on ranks that do not exist."""
-    units = units_under(model)
-    ours = {id(m.parameter) for unit in units for m in unit.members if m.tensor_parallel is None}
-    found = [name for name, p in model.named_parameters() if isinstance(p, DTensor) and id(p) not in ours]
-    if found:
+def _refuse_whole_meshes(units: tuple[Unit, ...]) -> None:
+    """Raise for parameters on a mesh that has the axes of `fully_shard`, too: what a copy would have is not built."""
+    parallel = [(m.fqn, m.tensor_parallel) for unit in units for m in unit.members if m.tensor_parallel]
+    if found := [fqn for fqn, each in parallel if each.within]:
         raise ConfigError(
-            f"parameters are tensor-parallel: {', '.join(found)}. explain and bisect_numerics work on a copy, on "
-            "ranks that do not exist, and without those no DTensor can be traced. Run a step of the compiled model, "
-            "then ask fxshard.explanation_of(model)."
+            f"explain: parameters are DTensors on all axes of a mesh (dp_mesh_dims): {', '.join(found)}. Run a step of "
+            "the compiled model, then ask fxshard.explanation_of(model)."
         )
 
 
@@ -206,7 +210,7 @@ def _device(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
 def _shard_alike(model: nn.Module, units: tuple[Unit, ...], replica: Replica) -> None:
     """Shard the copy of a sharded model in the same units."""
     unsharded = replica.unsharded_parameters()
-    meshes: dict[DeviceMesh, DeviceMesh] = {}
+    meshes = {unit.mesh: unit.mesh for unit in units for member in unit.members if member.tensor_parallel}
     for unit in units:
         group = f"fsdp_{len(meshes)}" if meshes else "fsdp"
         meshes.setdefault(unit.mesh, StandInMesh(replica.device.type, MeshSize.of(unit.mesh), group))

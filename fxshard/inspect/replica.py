@@ -19,7 +19,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from fxshard import torch_private
 from fxshard.errors import UnsupportedGraph
-from fxshard.runtime.parameters import REFS, TRACED, adopt_attributes
+from fxshard.runtime.parameters import REFS, TRACED, ParameterRef, adopt_attributes, placed
 from fxshard.sharding.sharded_module import STATE, plain_module
 
 _NOT_COPIED = (REFS, TRACED, STATE, "_compiled_call_impl")
@@ -126,7 +126,7 @@ class Replica:
                 continue
             self._originals[id(parameter)] = parameter
             if name in refs:
-                self._memo[id(parameter)] = self._unsharded_fake(parameter)
+                self._memo[id(parameter)] = self._unsharded_fake(parameter, refs[name])
             elif isinstance(parameter, _SHARED):
                 self._memo[id(parameter)] = parameter
             else:
@@ -135,11 +135,15 @@ class Replica:
                 self._unsharded.append(self.of(parameter))
         return [value for name, value in module.__dict__.items() if name not in _NOT_COPIED]
 
-    def _unsharded_fake(self, sharded: nn.Parameter) -> Tensor:
+    def _unsharded_fake(self, sharded: nn.Parameter, ref: ParameterRef) -> Tensor:
         """The parameter that a DTensor is a shard of."""
+        rows, *others = ref.shape or (1,)
+        shape = (
+            sharded.shape if ref.layout is None else (*others[: ref.dim], rows, *others[ref.dim :])[: len(ref.shape)]
+        )
         with torch.no_grad(), self.faking():
-            full = torch.empty(sharded.shape, dtype=sharded.dtype, device=self._place(sharded))
-        return _like(full, sharded)
+            full = torch.empty(shape, dtype=sharded.dtype, device=self._place(sharded))
+            return _like(full if ref.layout is None else placed(full, ref.layout), sharded)
 
     def _fake(self, tensor: Tensor) -> Tensor:
         with torch.no_grad(), self.faking():

@@ -111,6 +111,7 @@ def headline(explanation: Explanation) -> str:
     counted = (
         number(len(explanation.units), "unit"),
         f"{replicas}world size {explanation.world_size}",
+        *(f"{axis.size} ranks of {axis.name}" for axis in explanation.model_axes),
         number(len(explanation.frames), "frame"),
     )
     said = f"Explanation of {explanation.model}: {', '.join(counted)}"

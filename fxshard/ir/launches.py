@@ -47,7 +47,20 @@ class Launch(NamedTuple):
 
 def sequence(graph: fx.Graph) -> tuple[Launch, ...]:
     """Return the collectives that a run of `graph` launches, in order, with those of the user's code."""
-    return tuple(_launch(node) for node in graph.nodes if collectives.is_launch(node))
+    found: list[Launch] = []
+    for node in graph.nodes:
+        if collectives.is_launch(node):
+            found.append(_launch(node))
+        elif (code := regions.code_of(node)) is not None:
+            found += (inner._replace(name=f"%{node.name}/{inner.name[1:]}") for inner in sequence(code.graph))
+    return tuple(found)
+
+
+def is_models_own(node: fx.Node) -> bool:
+    """Return whether a node launches collectives that are no unit's: it is one, or calls a region with some."""
+    if (code := regions.code_of(node)) is not None:
+        return any(map(is_models_own, code.graph.nodes))
+    return collectives.is_launch(node) and not tags.units_of(node)
 
 
 def kind_of(launch: fx.Node) -> str:

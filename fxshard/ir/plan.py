@@ -27,6 +27,8 @@ from typing import cast
 
 import torch
 
+from fxshard.ir.meshes import MeshAxis
+
 ParameterKey = tuple[str, int, int]
 """(unit key, shard, slot): a parameter of a captured graph."""
 
@@ -112,7 +114,6 @@ class UnitPlan:
     subgroup_size: int = 0  # ranks that share its parameters between forward and backward; 0 for all of them
     subgroup: str = ""  # name of their process group
     subgroup_of: str | None = None  # key of a unit, if this is what a subgroup shares of it
-    tensor_parallel: bool = False  # whether parameters are DTensors of other mesh axes when they are gathered
     offload: Offload | None = None  # `None`: shards are on the device
 
     @property
@@ -201,6 +202,7 @@ class FramePlan:
     units: dict[str, UnitPlan]
     shard_inputs: dict[int, tuple[str, int]]  # graph input index -> (unit key, shard index)
     input_names: tuple[str, ...] = ()  # as the user's code calls the inputs; empty for flats
+    model_axes: tuple[MeshAxis, ...] = ()  # of the meshes of DTensors in the user's code
 
     def unit_of(self, module: str) -> str:
         """Return the key of the unit that a module (an FQN) belongs to: the one whose module is nearest around it."""

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
 from fxshard import torch_private
-from fxshard.ir import closures, ops
+from fxshard.ir import closures, meshes, ops
 from fxshard.ir.plan import ParameterKey
 from fxshard.ir.regions import Region
 from fxshard.ir.surroundings import Surroundings, leaves, requires_grad
@@ -33,7 +34,16 @@ class Span:
 
     @property
     def reads(self) -> list[fx.Node]:
-        """What it reads, in the graph that its code stands in."""
+        """What it reads, in the graph that its code stands in; meshes are no values, but constants of the code."""
+        return [source for source in self._sources if meshes.mesh_of(source) is None]
+
+    @property
+    def meshes(self) -> dict[fx.Node, DeviceMesh]:
+        """The meshes that it reads."""
+        return {source: mesh for source in self._sources if (mesh := meshes.mesh_of(source)) is not None}
+
+    @property
+    def _sources(self) -> list[fx.Node]:
         inside = set(self.nodes)
         found = (source for node in self.nodes for source in node.all_input_nodes)
         return list(dict.fromkeys(source for source in found if source not in inside))
@@ -54,12 +64,15 @@ class Span:
             if not torch_private.is_of_torch(node):
                 return f"nothing tells what {torch_private.target_text(node)} computes"
             values = leaves(node.meta.get("example_value"))
-            if not all(isinstance(value, Tensor) and torch_private.is_plain_and_static(value) for value in values):
+            if not all(isinstance(value, Tensor) and meshes.is_static(value) for value in values):
                 return "it handles something that is not a tensor of known size"
         if any(map(_is_collective, self.code)):
             return "it launches a collective"  # of which Inductor's code of a subgraph gives other values
-        if not all(isinstance(node.meta.get("example_value"), Tensor) for node in (*self.reads, *self.results)):
-            return "it takes or gives several tensors as one value"
+        for value in (node.meta.get("example_value") for node in (*self.reads, *self.results)):
+            if not isinstance(value, Tensor):
+                return "it takes or gives several tensors as one value"
+            if torch_private.is_wrapper(value):
+                return f"it takes or gives a {type(value).__name__}"
         if any(surroundings.writes_to(node, self.nodes) for node in (*self.reads, *self.results)):
             return "what it reads or gives is written to elsewhere"
         if any(requires_grad(node.meta["example_value"]) and node not in surroundings.matter for node in self.results):
@@ -92,6 +105,7 @@ class Span:
     def text(self) -> tuple[str, ...]:
         """Return what is equal for equal code in every process: a line per operand and node, and what it gives."""
         place = {node: f"%{i}" for i, node in enumerate([*self.reads, *self.code])}
+        place |= {node: repr(meshes.axes_of([mesh])) for node, mesh in self.meshes.items()}
         read = (repr((_layout(n.meta["example_value"]), ops.is_unshard(n))) for n in self.reads)
         done = (
             repr((torch_private.target_text(n), fx.map_arg((n.args, n.kwargs), place.__getitem__))) for n in self.code
@@ -108,7 +122,20 @@ class Span:
 
     def copied(self) -> GraphModule:
         """Copy it into a graph of its own."""
-        return GraphModule(nn.Module(), _copied(self.reads, self.code, self.gives))
+        return self._code_copied()
+
+    def _code_copied(self) -> GraphModule:
+        graph, root, env = fx.Graph(), nn.Module(), {}
+        for i, node in enumerate(self.reads):
+            env[node] = graph.placeholder(f"operand_{i}")
+            env[node].meta["example_value"] = node.meta["example_value"]
+        for i, (node, mesh) in enumerate(self.meshes.items()):
+            setattr(root, f"mesh_{i}", mesh)
+            env[node] = graph.get_attr(f"mesh_{i}")
+        for node in self.code:
+            env[node] = graph.node_copy(node, env.__getitem__)
+        graph.output(tuple(env[node] for node in self.gives))
+        return GraphModule(root, graph)
 
     def operands(self) -> list[fx.Node]:
         """Have what it reads stand before it."""
@@ -147,7 +174,7 @@ class CheckpointedSpan(Span):
         self.module = calls[0][1] if calls else ""
 
     @property
-    def reads(self) -> list[fx.Node]:
+    def _sources(self) -> list[fx.Node]:
         """The inputs of the function but flats, and the markers in it."""
         places = self._body.graph.find_nodes(op="placeholder")
         inputs = [node for node in places if any(not ops.is_unshard(user) for user in node.users)]
@@ -202,7 +229,7 @@ class CheckpointedSpan(Span):
 
     def copied(self) -> GraphModule:
         """Copy the call, of a function without markers."""
-        graph, body = fx.Graph(), GraphModule(self._body, _copied(self.reads, self.code, self.gives))
+        graph, body = fx.Graph(), self._code_copied()
         body.meta.update(self._body.meta)
         operands = [graph.placeholder(f"operand_{i}") for i in range(len(self.reads))]
         for operand, node in zip(operands, self.reads, strict=True):
@@ -230,17 +257,6 @@ class CheckpointedSpan(Span):
             assert isinstance(outer, fx.Node)
             found.append(outer)
         return found
-
-
-def _copied(reads: list[fx.Node], code: list[fx.Node], gives: list[fx.Node]) -> fx.Graph:
-    graph, env = fx.Graph(), {}
-    for i, node in enumerate(reads):
-        env[node] = graph.placeholder(f"operand_{i}")
-        env[node].meta["example_value"] = node.meta["example_value"]
-    for node in code:
-        env[node] = graph.node_copy(node, env.__getitem__)
-    graph.output(tuple(env[node] for node in gives))
-    return graph
 
 
 def spans_of(gm: GraphModule) -> Iterator[Span]:

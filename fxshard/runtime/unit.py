@@ -113,6 +113,12 @@ class Unit:
         return mesh_axes.num_shards(self.mesh)
 
     @property
+    def whole_mesh(self) -> DeviceMesh | None:
+        """The mesh with the axes of tensor parallelism behind those of `mesh`, `None` where there is none such."""
+        parallel = (member.tensor_parallel for member in self.members if member.tensor_parallel)
+        return next((each.spec.mesh for each in parallel if each.within is None), None)
+
+    @property
     def subgroup_size(self) -> int:
         """Ranks that share the parameters between forward and backward, 0 if those are not fewer."""
         given = self.reshard_after_forward
@@ -188,7 +194,6 @@ class Unit:
             divide_factor=self.divide_factor,
             sums_only=self.sums_only,
             offload=self._offload(),
-            tensor_parallel=any(member.tensor_parallel for member in self.members),
             param_dtype=self.mp_policy.param_dtype,
             reduce_dtype=self.mp_policy.reduce_dtype,
             reshard_after_forward=not self.is_root if given is None else bool(given),

@@ -72,7 +72,8 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
         "target",
         metavar="MODULE:FUNCTION",
         help=(
-            "a function without parameters that returns (model, batch) or (model, batch, loss_fn). The model is called "
+            "a function without parameters that returns (model, batch) or (model, batch, loss_fn); with "
+            "--tensor-parallel it takes the DeviceMesh that it is to split the layers over. The model is called "
             "as model(*batch), model(**batch) or model(batch), for a tuple, a dict and anything else; the loss is "
             "loss_fn(output, batch), or without it the output or its attribute loss. The function is called twice on "
             "every rank: with one seed for the weights of all ranks, then with the rank's own seed for its batch"
@@ -97,6 +98,7 @@ def _add_link(parser: argparse.ArgumentParser) -> None:
     link = parser.add_argument_group("of --group emulated: one process, whose peers are identical to it")
     add = link.add_argument
     add("--world-size", type=mesh_size, metavar="N", help="ranks on the link, or machines x ranks: 2x4 (default: 8)")
+    add("--tensor-parallel", type=at_least(1), metavar="N", help="ranks in a row that split each layer (default: 1)")
     add("--gigabytes-per-s", type=positive, metavar="X", help="bandwidth (default: unlimited)")
     add("--latency-us", type=positive, metavar="X", help="latency per transfer (default: none)")
     add("--between-gigabytes-per-s", type=positive, metavar="X", help="bandwidth between machines (default: the same)")
@@ -192,6 +194,7 @@ def _config(args: argparse.Namespace, peers: Peers) -> BenchConfig:
         ranks=ranks,
         world_size=math.prod(shape) if group == "emulated" else ranks,
         replicas=shape[0],
+        tensor_parallel=args.tensor_parallel or 1,
         gigabytes_per_s=args.gigabytes_per_s or math.inf,
         latency_us=args.latency_us or 0.0,
         between_gigabytes_per_s=args.between_gigabytes_per_s or args.gigabytes_per_s or math.inf,
@@ -244,12 +247,15 @@ def _num_ranks(args: argparse.Namespace, group: str, launch: LauncherEnvironment
 
 def _check_link(args: argparse.Namespace, group: str) -> None:
     between = ("between_gigabytes_per_s", "between_latency_us")
-    names = ("world_size", "gigabytes_per_s", "latency_us", *between, "device", "ctas")
+    names = ("world_size", "tensor_parallel", "gigabytes_per_s", "latency_us", *between, "device", "ctas")
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) is not None]
     if given and group != "emulated":
         raise ConfigError(f"{', '.join(given)} needs --group emulated, and the group is {group}.")
     if not isinstance(args.world_size, tuple) and any(getattr(args, name) is not None for name in between):
         raise ConfigError("--between-... needs several machines: --world-size MACHINESxRANKS, such as 2x4.")
+    size = args.world_size or 8
+    if (math.prod(size) if isinstance(size, tuple) else size) % (args.tensor_parallel or 1):
+        raise ConfigError(f"--tensor-parallel {args.tensor_parallel} does not divide the ranks of --world-size.")
     if args.device == "cuda":
         device_for("cuda")
     elif args.ctas is not None:

@@ -18,13 +18,15 @@ from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._inductor.utils import fresh_cache
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 import fxshard
 from fxshard import GraphPass, PassContext, Pipeline, RankMismatchError
 from fxshard.compile import cache
 from fxshard.compile.backend import frames_of
 from fxshard.cost import hardware
+from fxshard.ir import meshes
 from fxshard.options import Options
 from fxshard.passes.pipeline import DEFAULT
 from fxshard.testing import emulated_link
@@ -389,3 +391,56 @@ def test_a_second_process_reuses_code_and_trains_to_the_same_bits(tmp_path: Path
     for message, hits in mismatches:
         assert "the ranks launch different collectives" in message
         assert hits == (1, 0)
+
+
+# ---- tensor parallelism
+
+
+STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "rows": lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
+    "features": lambda: ColwiseParallel(output_layouts=Replicate()),
+}
+
+
+def train_split(folder: str, shape: tuple[int, int], style: str = "rows") -> Trained:
+    """A few steps with an embedding and a layer that are split over the second axis of a mesh of this shape."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    torch._dynamo.reset()
+    found()
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("shard", "tp"))
+    model: nn.Module = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 4))
+    parallelize_module(model, mesh["tp"], {"0": STYLES[style](), "1": ColwiseParallel(output_layouts=Replicate())})
+    step = compile_module(fxshard.fully_shard(model, mesh=mesh["shard"]), options={})
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        loss = step(torch.arange(10)).square().mean()
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        losses.append(loss.item())
+    hits, misses = found()
+    return Trained(losses=losses, hits=hits, misses=misses)
+
+
+@pytest.mark.commands
+@pytest.mark.multi_rank
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(not meshes.ARE_INPUTS, reason="before torch 2.13 no text stands for the code")
+def test_a_second_process_reuses_the_code_of_its_own_place_in_a_split(tmp_path: Path) -> None:
+    """Both ranks look into one folder: one must not take the rows of the vocabulary that the other has."""
+    folder = str(tmp_path)
+    with RankPool() as pool:
+        cold = pool.run(train_split, timeout=600, folder=folder, shape=(1, 2))
+    assert [(run.hits, run.misses) for run in cold] == [(0, 1), (0, 1)]
+    with RankPool() as pool:
+        warm = pool.run(train_split, timeout=600, folder=folder, shape=(1, 2))
+        columns = pool.run(train_split, timeout=600, folder=folder, shape=(1, 2), style="features")
+        whole = pool.run(train_split, timeout=600, folder=folder, shape=(2, 1))
+    assert [(run.hits, run.misses) for run in warm] == [(1, 0), (1, 0)]
+    assert [(run.hits, run.misses) for run in columns + whole] == 4 * [(0, 1)]
+    assert [run.losses for run in warm] == [run.losses for run in cold]
+    for run in cold + columns:
+        assert run.losses == pytest.approx(whole[0].losses)

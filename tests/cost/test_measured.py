@@ -88,7 +88,7 @@ def test_ranks_measure_once_and_rank_0_keeps_the_numbers_in_a_file() -> None:
 def test_the_file_of_one_rank_counts_for_all_whichever_has_it() -> None:
     for owner in (0, 1):
         with new_group(f"disks_{owner}", own_disk=True) as folder:
-            file = measured._file_of(both())
+            file = measured._file_of(measured._Axes(both()))
             if dist.get_rank() == owner:
                 file.parent.mkdir(parents=True)
                 file.write_text(SLOW)
@@ -100,7 +100,7 @@ def test_the_file_of_one_rank_counts_for_all_whichever_has_it() -> None:
 @two_ranks
 def test_a_damaged_file_is_measured_and_written_anew() -> None:
     with new_group("damaged"):
-        file = measured._file_of(both())
+        file = measured._file_of(measured._Axes(both()))
         if dist.get_rank() == 0:
             file.parent.mkdir(parents=True)
             file.write_text('{"name": "cpu"')

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from fxshard.cost.hardware import BUILTIN, HardwareSpec
 from fxshard.ir import collectives, launch_groups, regions, tags
+from fxshard.passes import pipeline
 from fxshard.passes._base import GraphPass, PassContext
 from fxshard.passes.defer_weight_gradients import DeferWeightGradients
 from fxshard.passes.insert_collectives import InsertCollectives
@@ -95,7 +96,8 @@ def test_moves_nothing_across_a_write() -> None:
 
 def tensor_parallel(first: nn.Module) -> Traced:
     model = feeds.FeedsBehind(first, 2)
-    return trace(model, units=layers_of, parallelize=feeds.split, inputs=[torch.ones(4, 4)])
+    inline = pipeline.default(regions="off")
+    return trace(model, units=layers_of, parallelize=feeds.split, inputs=[torch.ones(4, 4)], pipeline=inline)
 
 
 def of_the_model(gm: fx.GraphModule) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Iterator, Mapping
 
@@ -10,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from fxshard.ir import collectives, launches, tags
+from fxshard.ir import collectives, launches, meshes, regions, tags
 from fxshard.ir.plan import FramePlan
+from fxshard.passes import pipeline
 from fxshard.passes._base import GraphKind, PassContext
 from fxshard.passes.insert_collectives import InsertCollectives
 from fxshard.passes.pin_order import PinOrder
-from tests import graphs
+from tests import feeds, graphs
 from tests.graphs import SPLIT, Traced, assert_changes_nothing, layers_of, run_pass, trace
 from tests.pairwise import pairwise
 from tests.schedules import DEAR_COPIES, MODELS, SCHEDULED, assert_schedule, model_of
@@ -227,3 +229,47 @@ def test_runs_last_on_the_graph_that_inductor_makes_code_of(kind: GraphKind) -> 
 
 def test_is_not_there_where_the_graph_runs_as_it_is() -> None:
     assert "forward_last" not in model_of("two_layers", lowering="inductor", train=False).history.stages
+
+
+class SideBySide(graphs.Layers):
+    """Tensor-parallel layers of which none reads what the other gives."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.first = nn.Linear(graphs.WIDTH, graphs.WIDTH)
+        self.layers = nn.ModuleList(feeds.Feed() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, (a, b, c) = self.first(x), self.layers
+        y: Tensor = a(x) + b(x) * c(x)
+        return y
+
+
+@pytest.mark.skipif(not meshes.ARE_INPUTS, reason="before torch 2.13 functions that Dynamo makes hide the mesh")
+@pytest.mark.parametrize("kind", SPLIT)
+def test_calls_that_launch_what_is_the_models_own_keep_their_order(kind: GraphKind) -> None:
+    traced = trace(
+        SideBySide(),
+        units=layers_of,
+        parallelize=feeds.split,
+        inputs=[torch.ones(4, 4)],
+        pipeline=pipeline.default(),
+        lowering="inductor",
+    )
+    gm = traced.history.last(f"{kind}_last")
+    calls = [node for node in gm.graph.nodes if node.target is regions.INVOKE]
+    own = [node for node in gm.graph.nodes if launches.is_models_own(node)]
+    assert len(calls) >= 2
+    assert set(calls) <= set(own)
+    after = {(node, earlier.args[0]) for node, earlier in pins(gm.graph) if earlier.target is operator.getitem}
+    after |= {(node, source.args[0]) for node in own for source in node.all_input_nodes if source.args}
+    for earlier, node in itertools.pairwise(own):
+        assert {earlier, node}.isdisjoint(calls) or (node, earlier) in after or earlier not in calls
+    enforced = traced.history.last(f"{kind}_codegen").graph.find_nodes(op="call_function", target=regions.INVOKE)
+    pinned_calls = [call for call in calls if tags.meta_of(call).after]
+    reading_more = [call for call in enforced if regions.called_by(call).endswith("_after")]
+    assert len(reading_more) == len(pinned_calls) > 0
+    assert all(
+        regions.operands_of(call)[-1].name in tags.meta_of(pinned).after
+        for call, pinned in zip(reading_more, pinned_calls, strict=True)
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import fxshard
 from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.state import local_shards
 from fxshard.state.ranks import require_one_set
+from tests import feeds, graphs
 from tests.fake_ranks import fake_ranks, split_axis
 from tests.numerics.harness import EAGER, compile_module
 
@@ -59,14 +61,35 @@ def test_the_columns_of_a_tensor_parallel_parameter_are_those_that_a_rank_has(me
         fxshard.fully_shard(model, mesh=mesh["shard"], shard_placement_fn=lambda p: Shard(p.dim() - 1))
 
 
-@pytest.mark.parametrize("call", [fxshard.explain, fxshard.bisect_numerics])
-def test_what_works_on_ranks_that_do_not_exist_says_so(mesh: DeviceMesh, call: Callable[..., Any]) -> None:
+def test_bisect_numerics_says_that_it_runs_the_ranks_of_one_axis(mesh: DeviceMesh) -> None:
     model = fxshard.fully_shard(split(mesh), mesh=mesh["shard"])
-    with pytest.raises(ConfigError, match=r"(?s)tensor-parallel: 0\.weight, 0\.bias.*explanation_of"):
-        call(model, torch.ones(2, 4))
-    compiled = compile_module(model, options=EAGER)
-    compiled(torch.ones(2, 4)).sum().backward()
-    assert "2 units" in str(fxshard.explanation_of(compiled)) or "1 unit" in str(fxshard.explanation_of(compiled))
+    with pytest.raises(ConfigError, match=r"(?s)tensor-parallel: 0\.weight, 0\.bias.*before parallelize_module"):
+        fxshard.bisect_numerics(model, torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("reshard_after_forward", [None, 2])
+def test_explain_tells_what_a_step_does_on_each_axis(reshard_after_forward: int | None) -> None:
+    def explained(mesh: DeviceMesh, told: bool) -> fxshard.Explanation:
+        model: Any = feeds.FeedsBehind(nn.Linear(4, 4), 2)
+        feeds.split(model, split_axis(mesh))
+        for unit in graphs.layers_of(model):
+            fxshard.fully_shard(unit, mesh=mesh["shard"], reshard_after_forward=reshard_after_forward)
+        if told:
+            return fxshard.explain(model, torch.ones(4, 4), options={**EAGER, "hardware": "cpu"})
+        compiled = compile_module(model, options=EAGER)
+        compiled(torch.ones(4, 4)).sum().backward()
+        return fxshard.explanation_of(compiled)
+
+    with fake_ranks(4, tensor_parallel=2) as mesh:
+        ahead, after = explained(mesh, True), explained(mesh, False)
+        axis = split_axis(mesh).mesh_dim_names[0]  # type: ignore[index]
+    assert f"world size 4, 2 ranks of {axis}" in repr(ahead)
+    for kind in ("forward", "backward"):
+        stats, expected = (e.frames[0].stats_of(e.frames[0].running(kind)).evaluate() for e in (ahead, after))
+        assert dataclasses.replace(stats, num_nodes=0) == dataclasses.replace(expected, num_nodes=0)  # a mesh is one
+        assert stats.collectives[f"{axis} all_gather"] == stats.collectives[f"{axis} reduce_scatter"] == 2
+    assert stats.collectives[f"{axis} all_reduce"] == 2
+    assert stats.collectives["reduce_scatter"] == 3
 
 
 def test_one_line_cannot_tell_which_axis_is_to_shard(mesh: DeviceMesh) -> None:

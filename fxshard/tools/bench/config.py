@@ -68,7 +68,8 @@ class BenchConfig:
         out: Folder for logs and compiled code; it exists.
         ranks: Processes that train together, over all machines; 1 for the emulated link.
         world_size: Ranks of the emulated link, or that share the parameters.
-        replicas: Machines of the emulated link, each of which holds all parameters.
+        replicas: Machines of the emulated link, each of which holds all parameters; without tensor parallelism.
+        tensor_parallel: Ranks in a row of the emulated link that each layer is split over.
         link_device: "cpu" or "cuda": where the model is on an emulated link.
         machines: That the ranks are on.
         num_threads: Of each rank.
@@ -84,6 +85,7 @@ class BenchConfig:
     ranks: int = 2
     world_size: int = 2
     replicas: int = 1
+    tensor_parallel: int = 1
     gigabytes_per_s: float = math.inf
     latency_us: float = 0.0
     between_gigabytes_per_s: float = math.inf

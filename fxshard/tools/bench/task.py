@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
 from fxshard.errors import ConfigError
@@ -58,17 +59,19 @@ class Task:
         return loss
 
 
-def make_task(config: BenchConfig, rank: int) -> Task:
+def make_task(config: BenchConfig, rank: int, split_over: DeviceMesh | None = None) -> Task:
     """Build the model with the weights that all ranks share, and the batch of `rank`.
 
-    The user's function is called twice: the model of the first call is kept, batch and loss function of the second.
+    The user's function is called twice: the model of the first call is kept, batch and loss function of the second. It
+    is given the mesh that it is to split the layers over, if there is one.
 
     Raises:
         ConfigError: there is no such function, or it returned something else.
     """
     dtype = DTYPES[config.dtype] if config.dtype is not None else None
-    model = _build(config.target, _WEIGHT_SEED)[0].to(config.device, dtype)  # of what is floating-point
-    _, batch, loss_fn = _build(config.target, _BATCH_SEED + rank)
+    given = () if split_over is None else (split_over,)
+    model = _build(config.target, _WEIGHT_SEED, given)[0].to(config.device, dtype)  # of what is floating-point
+    _, batch, loss_fn = _build(config.target, _BATCH_SEED + rank, given)
 
     def place(tensor: Tensor) -> Tensor:
         return tensor.to(config.device, dtype if tensor.is_floating_point() else None)
@@ -76,9 +79,9 @@ def make_task(config: BenchConfig, rank: int) -> Task:
     return Task(model=model, batch=tree_map_only(Tensor, place, batch), loss_fn=loss_fn)
 
 
-def _build(target: str, seed: int) -> tuple[nn.Module, Any, LossFn | None]:
+def _build(target: str, seed: int, given: tuple[DeviceMesh, ...]) -> tuple[nn.Module, Any, LossFn | None]:
     torch.manual_seed(seed)
-    made = function_of(target, RETURN)()
+    made = function_of(target, RETURN)(*given)
     is_legal = isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module)
     if not is_legal or not (made[2:] == () or made[2] is None or callable(made[2])):
         raise ConfigError(f"{target} returned {kind_of(made)}; {RETURN}.")

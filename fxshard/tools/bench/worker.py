@@ -121,16 +121,19 @@ def rank_main(place: RankPlace, job: BenchJob, parent: Connection) -> None:
 def _group(place: RankPlace, config: BenchConfig) -> Iterator[tuple[DeviceMesh, EmulatedLink | None]]:
     if config.group == "emulated":
         with _link(config) as link:
-            yield (link.mesh if config.replicas == 1 else _hybrid_mesh(config)), link
+            yield (link.mesh if config.replicas == config.tensor_parallel == 1 else _mesh_of_two_axes(config)), link
         return
     join(place, config.ranks, device=config.device, stall_s=config.stall_s)
     yield init_device_mesh(config.device, (config.ranks,)), None
     dist.destroy_process_group()
 
 
-def _hybrid_mesh(config: BenchConfig) -> DeviceMesh:
-    shape = (config.replicas, config.world_size // config.replicas)
-    return init_device_mesh(config.device, shape, mesh_dim_names=("replicate", "shard"))
+def _mesh_of_two_axes(config: BenchConfig) -> DeviceMesh:
+    if config.tensor_parallel > 1:
+        shape, names = (config.world_size // config.tensor_parallel, config.tensor_parallel), ("shard", "tp")
+    else:
+        shape, names = (config.replicas, config.world_size // config.replicas), ("replicate", "shard")
+    return init_device_mesh(config.device, shape, mesh_dim_names=names)
 
 
 def _link(config: BenchConfig) -> contextlib.AbstractContextManager[EmulatedLink]:
@@ -150,10 +153,15 @@ class _SteppingRank(SystemRank):
 
     def __init__(self, rank: int, job: BenchJob, mesh: DeviceMesh, link: EmulatedLink | None) -> None:
         config = job.config
+        split_over = mesh["tp"] if config.tensor_parallel > 1 else None
         make = functools.partial(
-            systems.make_trainer, job.entry, mesh=mesh, lr=config.lr, microbatches=config.microbatches
+            systems.make_trainer,
+            job.entry,
+            mesh=mesh if split_over is None else mesh["shard"],
+            lr=config.lr,
+            microbatches=config.microbatches,
         )
-        super().__init__(make_task(config, rank), config.device, link, make)
+        super().__init__(make_task(config, rank, split_over), config.device, link, make)
         self._job = job
 
     def serve(self, parent: Connection) -> None:

@@ -6,6 +6,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
 
 
@@ -97,3 +106,22 @@ class Llama(nn.Module):
         angles = torch.outer(torch.arange(seq_len, device=like.device), self.shape.rope_theta**-exponents)
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def split(model: Llama, mesh: DeviceMesh) -> None:
+    """Split heads, features and the vocabulary over the ranks of a mesh, and the sequence where those are whole."""
+    whole = PrepareModuleInput(input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None))
+    plan = {
+        "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "layers.*.attention_norm": SequenceParallel(),
+        "layers.*.attention": whole,
+        **{f"layers.*.attention.{name}": ColwiseParallel() for name in "qkv"},
+        "layers.*.attention.out": RowwiseParallel(output_layouts=Shard(1)),
+        "layers.*.ffn_norm": SequenceParallel(),
+        "layers.*.gate": ColwiseParallel(input_layouts=Shard(1)),
+        "layers.*.up": ColwiseParallel(input_layouts=Shard(1)),
+        "layers.*.down": RowwiseParallel(output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh, plan, src_data_rank=None)

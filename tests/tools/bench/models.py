@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from fxshard.tools.bench.task import LossFn
-from tests.tools.bench.llama import Llama
+from tests.tools.bench.llama import Llama, split
 from tests.tools.bench.llama import Shape as LlamaShape
 
 Built = tuple[nn.Module, Tensor, LossFn]
@@ -91,9 +92,12 @@ def deep() -> Built:
     return _gpt(DEEP)
 
 
-def llama() -> Built:
-    """32M parameters without biases, grouped-query attention."""
-    return Llama(LLAMA), torch.randint(LLAMA.vocab_size, (2, 128)), next_token_loss
+def llama(mesh: DeviceMesh | None = None) -> Built:
+    """32M parameters without biases, grouped-query attention; with a mesh its layers are split over that."""
+    model = Llama(LLAMA)
+    if mesh is not None:
+        split(model, mesh)
+    return model, torch.randint(LLAMA.vocab_size, (2, 128)), next_token_loss
 
 
 def _gpt(shape: Shape) -> Built:
