@@ -148,6 +148,11 @@ class Fsdp2Unit:
         return any(getattr(group, "force_sum_reduction_for_comms", False) for group in self.groups)
 
     @property
+    def reduces_unused(self) -> bool:
+        """Whether zeros are reduced for parameters without a gradient."""
+        return any(getattr(group, "reduce_scatter_unused_params", False) for group in self.groups)
+
+    @property
     def all_reduce_hook(self) -> Any:
         """What is called with reduced gradients."""
         return next((getattr(group, "_all_reduce_hook", None) for group in self.groups), None)
@@ -191,7 +196,6 @@ class Fsdp2Unit:
         comms = [getattr(g, name) for g in groups for name in ("_all_gather_comm", "_reduce_scatter_comm")]
         return {
             "reduced gradients that wait for an all_reduce": any_of(groups, "_partial_reduce_output"),
-            "set_reduce_scatter_unused_params": any_of(groups, "reduce_scatter_unused_params", False),
             "set_all_reduce_hook with a stream": any_of(groups, "_all_reduce_hook_stream"),
             "set_custom_all_gather or set_custom_reduce_scatter": any(
                 not type(comm).__module__.startswith("torch.") for comm in comms

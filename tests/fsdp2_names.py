@@ -114,7 +114,7 @@ METHODS: Mapping[str, Row] = {
     ),
     "set_force_sum_reduction_for_comms": Row("same"),
     "set_reduce_scatter_unused_params": Row(
-        "refused", "all ranks run the same graphs, which reduce the same parameters", torch="2.13, 2.15"
+        "differs", "code that is not compiled; a graph that leaves some of the unit out is refused", torch="2.13, 2.15"
     ),
     "set_reduce_scatter_max_input_buffers": Row(
         "sets nothing", "the option of `torch.compile` of that name does, 2 by default", torch="2.13, 2.15"

@@ -111,6 +111,7 @@ class UnitPlan:
     all_reduces: bool = True  # whether graphs average over the replicas, and not the runtime after them
     divide_factor: float | None = None  # by which gradients are divided; `None`: by the number of ranks
     sums_only: bool = False  # whether reductions may only add
+    reduces_unused: bool = False  # whether zeros are reduced for what a backward gives no gradient
     subgroup_size: int = 0  # ranks that share its parameters between forward and backward; 0 for all of them
     subgroup: str = ""  # name of their process group
     subgroup_of: str | None = None  # key of a unit, if this is what a subgroup shares of it
@@ -189,6 +190,7 @@ class UnitPlan:
         policy += f" to {self.subgroup_size}" if self.subgroup else ""
         policy += f" /{self.divide_factor:g}" if self.divide_factor is not None else ""
         policy += " sums" if self.sums_only else ""
+        policy += " unused" if self.reduces_unused else ""
         if self.offload is not None:
             policy += f" {'pinned' if self.offload.pinned else 'host'} to {self.offload.device}"
         ranks = f"{self.replicas}x{self.world_size}" if self.replicas > 1 else f"{self.world_size}"

@@ -288,8 +288,22 @@ class _UnshardUnit(torch.autograd.Function):
         if not written:
             return (None, None, None, *(None for _ in unit.shards))
         written = unit.accumulation.finish(written)
+        if unit.reduces_unused:
+            written = _with_zeros(written, unit)
         for i, j in written:
             unit.shards[i].sink.expect((j,))
         with profiler_ranges.of_unit(unit.fqn):
             reduced = host_copies.on_host(collectives.reduce_grads(written, unit.replica_sums.plan()), unit.plan)
         return (None, None, None, *(reduced.get(i) for i in range(len(unit.shards))))
+
+
+def _with_zeros(written: Parameters, unit: Unit) -> Parameters:
+    """Add zeros for the trained parameters of a unit without a gradient, so that all ranks reduce the same ones."""
+    device, dtypes = next(iter(written.values())).device, {i: grad.dtype for (i, _), grad in written.items()}
+    found: Parameters = {}
+    for i, shard in enumerate(unit.plan.shards):
+        dtype = dtypes.get(i, unit.plan.unsharded_dtype(shard))
+        for j, slot in enumerate(shard.slots) if shard.trainable else ():
+            grad = written.get((i, j))
+            found[i, j] = torch.zeros(slot.shape, dtype=dtype, device=device) if grad is None else grad
+    return found

@@ -58,6 +58,7 @@ class Unit:
         after_forward: its parameters while they may be read between forward and backward.
         divide_factor: by which gradients are divided, `None` for the number of ranks.
         sums_only: whether reductions use no average of the group's.
+        reduces_unused: whether zeros are reduced for what a backward outside of graphs gives no gradient.
         offload: the policy of its shards, `None` if they are on the device; see [Note: offloaded shards].
         all_reduce_hook: called with each reduced gradient of a flat, which it may change in place.
         reduce_group: for reductions alone, once it was made.
@@ -102,7 +103,7 @@ class Unit:
         self.reduce_group: dist.ProcessGroup | None = None
         self.uses_reduce_group = False
         self.divide_factor: float | None = None
-        self.sums_only = False
+        self.sums_only, self.reduces_unused = False, False
         self.all_reduce_hook: Callable[[Tensor], None] | None = None
         self.plan: UnitPlan
         self.pack()
@@ -193,6 +194,7 @@ class Unit:
             replicate_group=outer.group_name if outer is not None else "",
             divide_factor=self.divide_factor,
             sums_only=self.sums_only,
+            reduces_unused=self.reduces_unused,
             offload=self._offload(),
             param_dtype=self.mp_policy.param_dtype,
             reduce_dtype=self.mp_policy.reduce_dtype,

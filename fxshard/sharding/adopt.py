@@ -117,6 +117,7 @@ class _Settings:
         self.reshard_after_backward = unit.reshard_after_backward
         self.separate = unit.separate_reduce_scatter_group
         self.averages = unit.requires_all_reduce
+        self.reduces_unused = unit.reduces_unused
         self.factor, self.sums_only, self.hook = unit.gradient_divide_factor, unit.sums_only, unit.all_reduce_hook
         self.prefetched = {d: [plain_module(m) for m in unit.prefetched(d)] for d in ("forward", "backward")}
         self.methods = [
@@ -165,6 +166,8 @@ class _Settings:
             module.set_is_last_backward(False)
         if self.factor is not None:
             module.set_gradient_divide_factor(self.factor)
+        if self.reduces_unused:
+            module.set_reduce_scatter_unused_params(True, recurse=False)
         if self.sums_only:
             module.set_force_sum_reduction_for_comms(True)
         if self.hook is not None:

@@ -132,18 +132,11 @@ def refuse_kept_storage(keep: bool) -> None:
         )
 
 
-def refuse_reduction_of_unused(reduce_unused: bool) -> None:
-    """Refuse to reduce zeros for parameters without a gradient.
-
-    Raises:
-        NotImplementedError: `reduce_unused` is True.
-    """
-    if reduce_unused:
-        raise NotImplementedError(
-            "set_reduce_scatter_unused_params(True) is not implemented: all ranks run the same graphs, which reduce "
-            "the same parameters, and ranks that differ get an error. Let each rank read every parameter, with a "
-            "factor of 0 where it does not count."
-        )
+def set_reduces_unused(units: Iterable[Unit], enable: bool) -> None:
+    """Reduce zeros for parameters without a gradient, or leave them out."""
+    for unit in units:
+        unit.reduces_unused = enable
+        unit.publish()
 
 
 def refuse_custom_comm(name: str, comm: object) -> None:

@@ -144,6 +144,8 @@ class _Ours:
                 getattr(module, f"set_modules_to_{direction}_prefetch")(modules)
         if unit.divide_factor is not None:
             module.set_gradient_divide_factor(unit.divide_factor)
+        if unit.reduces_unused and hasattr(module, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
+            module.set_reduce_scatter_unused_params(True, recurse=False)
         if unit.sums_only:
             module.set_force_sum_reduction_for_comms(True)
         if unit.all_reduce_hook is not None:

@@ -292,9 +292,14 @@ class ShardedModule(ParameterOwner):
             unit.replica_sums.averages = requires_all_reduce
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Refuse True: all ranks run the same graphs, which reduce the same parameters."""
+        """Say whether to reduce zeros for parameters that a backward gives no gradient; code that is not compiled only.
+
+        For ranks that take other branches in a module: with it they reduce the same parameters, if each gives one of
+        the module's a gradient. A compiled graph has no branches, and refuses to leave out a parameter of such a unit.
+        With `recurse` this holds for the modules inside as well; the next forward compiles anew.
+        """
         _require_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
-        fsdp2_settings.refuse_reduction_of_unused(reduce_scatter_unused_params)
+        fsdp2_settings.set_reduces_unused(_state(self).chosen(recurse), reduce_scatter_unused_params)
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Refuse a communication that is not torch's own: a pass may replace the nodes of a graph instead."""

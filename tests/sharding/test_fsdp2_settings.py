@@ -59,9 +59,9 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "set_requires_all_reduce": (1, ConfigError, "requires_all_reduce must be a bool, got 1"),
     "set_all_reduce_hook": (3, ConfigError, "set_all_reduce_hook expects a function of a tensor, got int"),
     "set_reduce_scatter_unused_params": (
-        True,
-        NotImplementedError,
-        "set_reduce_scatter_unused_params(True) is not implemented: all ranks run the same graphs",
+        1,
+        ConfigError,
+        "reduce_scatter_unused_params must be a bool, got 1",
     ),
     "set_custom_all_gather": (Own(), NotImplementedError, "set_custom_all_gather(Own()) is not implemented"),
     "set_custom_reduce_scatter": (Own(), NotImplementedError, "with a pass of your own"),
