@@ -190,7 +190,7 @@ def test_lets_the_verifier_be_switched_off(mesh: DeviceMesh) -> None:
         (lambda p: dataclasses.replace(p, joint=p.joint[:1]), "stage 'joint': nothing ensures RESHARD_TAGGED"),
         (
             lambda p: dataclasses.replace(p, split=p.split[3:]),
-            r"a property is missing. InsertCollectives\(\) requires DEDUPED",
+            r"a property is missing. OffloadShards\(\) requires DEDUPED",
         ),
     ],
 )
