@@ -29,8 +29,8 @@ class SinkWaits(GraphPass):
 
     Where replicas hold the same shard, an all_reduce needs what the reduction gives. So a reduction is waited for as
     soon as it has arrived by the costs, which lets the all_reduce run beside the compute that follows; the all_reduces,
-    whose buffers are shards, are waited for at the end. Likewise where the gradient of an offloaded shard is copied to
-    the host: what the copy reads is waited for when it has arrived, the copy at the end.
+    whose buffers are shards, are waited for at the end. Where the gradient of an offloaded shard is copied to the host,
+    the reduction is waited for before the next one begins, the copy at the end.
 
     Numerics: unchanged. Memory: the inputs of `max_buffers` reductions, each as large as a unit's unsharded gradients.
     No-op: a graph without reductions, or where nothing stands between a wait and the end.
@@ -59,12 +59,15 @@ class SinkWaits(GraphPass):
         arrivals = Timeline(sizes_of(gm.graph, ctx.plan), ctx.hardware).arrivals() if is_timed else {}
         moving = _with_readers({wait for group in found for wait in group.waits})
         for i, group in enumerate(found):
-            latest, why = self._latest(found, i, gm.graph)
+            is_copied = _is_followed(group) and not outer
+            latest, why = self._latest(found, i, gm.graph, 1 if is_copied else self.max_buffers)
             places |= dict.fromkeys(group.waits, latest)
-            if _is_followed(group):
+            if _is_followed(group) and (outer or group is found[-1]):
                 places |= _arrived(group, latest, arrivals, moving)
                 then = "all_reduce" if outer else "copy to the host"
                 why = f"waited for where it has arrived by the costs, so that its {then} can start"
+            elif is_copied:
+                why += ", so that its copy to the host can start"
             ctx.note(group.launches[0], why)
         for group in outer:
             until = "at the end"
@@ -83,11 +86,12 @@ class SinkWaits(GraphPass):
         launch_groups.move({node: places[node] for node in in_order})
         return before != list(gm.graph.nodes)
 
-    def _latest(self, found: list[LaunchGroup], i: int, graph: fx.Graph) -> tuple[fx.Node, str]:
-        if i + self.max_buffers >= len(found):
+    @staticmethod
+    def _latest(found: list[LaunchGroup], i: int, graph: fx.Graph, max_buffers: int) -> tuple[fx.Node, str]:
+        if i + max_buffers >= len(found):
             return graph.output_node(), "waited for at the end"
-        later = found[i + self.max_buffers]
-        why = f"waited for before {later.name} is reduced: {self.max_buffers} may be in flight"
+        later = found[i + max_buffers]
+        why = f"waited for before {later.name} is reduced: {max_buffers} may be in flight"
         return next(node for node in later.nodes if node > found[i].nodes[-1]), why
 
 
