@@ -24,7 +24,7 @@ from fxshard.state import checkpoint_dir, checkpoint_model, checkpoint_optimizer
 from fxshard.state.dcp_reader import CheckpointIndex
 from fxshard.state.manifest import FileEntry, Manifest, Reading, verify
 from fxshard.state.names import module_in, require_optimizer
-from fxshard.state.ranks import Comparison, Ranks, require_one_set
+from fxshard.state.ranks import Comparison, Ranks, require_equal_slices, require_one_set
 from fxshard.state.user_hooks import ExtraStates, Handover
 
 
@@ -58,6 +58,7 @@ def save_checkpoint(
     saving = _Saving(path, model, optim, extra)
     with _Lost(f"the save to {path}"):
         ranks.agree(saving.describe)
+        require_equal_slices(module_in(model), ranks)
         target = saving.target
         ranks.together(lambda: checkpoint_dir.prepare(target) if ranks.rank == 0 else None)
         folder = checkpoint_dir.unfinished(target, ranks.exchange(secrets.token_hex(4))[0])

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fxshard.errors import CheckpointError, ConfigError, FxshardError, RankMismatchError
 from fxshard.runtime import mesh_axes
 from fxshard.runtime.parameters import local_of
-from fxshard.runtime.rank_values import first_difference
+from fxshard.runtime.rank_values import checksum, first_difference
 from fxshard.sharding.sharded_module import plain_module
 
 T = TypeVar("T")
@@ -261,7 +261,7 @@ def has_no_rows(parameter: Tensor) -> bool:
 def _is_slice(mesh: DeviceMesh, of: DeviceMesh) -> bool:
     """Return whether `mesh` is `of`, or this rank's slice of some of its axes."""
     names, axes, coordinate = mesh.mesh_dim_names, of.mesh_dim_names, of.get_coordinate()
-    if mesh_axes.ranks_of(mesh) == mesh_axes.ranks_of(of) or coordinate is None:
+    if set(mesh_axes.ranks_of(mesh)) == set(mesh_axes.ranks_of(of)) or coordinate is None:
         return True
     if names is None or axes is None:
         return False
@@ -287,4 +287,31 @@ def require_one_set(model: nn.Module) -> None:
         raise ConfigError(
             f"a checkpoint holds one model on one set of ranks, but parameters are sharded over several: {listed}. "
             "Save the parts one by one, each on its own ranks and to a path of its own."
+        )
+
+
+def require_equal_slices(model: nn.Module, ranks: Ranks) -> None:
+    """Raise `ConfigError` on every rank if ranks have other values of a parameter at one place of its mesh.
+
+    A parameter on a slice of the others' mesh is to be the same on every slice: a checkpoint holds it once.
+    """
+    sharded = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    most = max((len(ranks_of(p)) for p in sharded.values()), default=0)
+    own = {
+        name: (p.device_mesh.get_coordinate(), checksum([local_of(p)]))
+        for name, p in sharded.items()
+        if len(ranks_of(p)) < most
+    }
+    everyone = ranks.exchange(own) if most else []
+    found = [
+        name
+        for name in own
+        if len({(str(place), value) for place, value in (each[name] for each in everyone)})
+        > len({str(each[name][0]) for each in everyone})
+    ]
+    if found:
+        raise ConfigError(
+            f"a checkpoint holds one value of each parameter, but ranks have others of {', '.join(found)}. Make "
+            "experts DTensors on the axis over which they are spread (distribute_tensor) before fully_shard, or save "
+            "the parts one by one."
         )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -16,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import get_total_norm
 
 import fxshard
+from fxshard.errors import ConfigError
 from tests.numerics.experts import (
     DenseMoE,
     DroplessMoE,
@@ -33,14 +36,18 @@ from tests.numerics.harness import (
     Run,
     Scenario,
     Tools,
+    blocks_of,
     check,
     check_bitwise,
     check_inductor,
+    check_sums_in_few_bits,
+    compare,
     compile_each_block,
     full,
     fxshard_system,
     only_shard,
     shard_blocks,
+    train,
     update,
 )
 from tests.numerics.microbatches import several
@@ -176,6 +183,56 @@ def adopted(model: nn.Module, tools: Tools) -> nn.Module:
     return tools.compile(model)
 
 
+def listed(model: nn.Module, tools: Tools) -> nn.Module:
+    """Each block gathers its experts ahead, and these the next block."""
+    shard_blocks(model, tools)
+    blocks: list[Any] = list(blocks_of(model))
+    for block, following in zip(blocks, [*blocks[1:], None], strict=True):
+        if tools.system.fully_shard is not None:
+            block.set_modules_to_forward_prefetch([block.moe.experts])
+            block.moe.experts.set_modules_to_forward_prefetch([following] if following else [])
+            block.moe.experts.set_modules_to_backward_prefetch([block])
+    return tools.compile(model)
+
+
+def overlapped(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return fxshard.overlap_step(adamw(parameters))
+
+
+def plain_experts_train_as_those_of_fsdp2(meshes: Meshes) -> None:
+    """Experts that are no DTensors: others under one name on each rank of expert parallelism."""
+    runs = []
+    for system in (fxshard_system(dtype=torch.float64), replace(FSDP2, dtype=torch.float64)):
+        runs.append(train(on(meshes, DroplessMoE, local_experts=True), system))
+    compare(*runs, rtol=0.0, atol=0.0)
+    ups = [torch.empty_like(runs[0].params["blocks.0.moe.experts.up"]) for _ in range(meshes.ep.size())]
+    dist.all_gather(ups, runs[0].params["blocks.0.moe.experts.up"], group=meshes.ep.get_group())
+    assert not torch.equal(ups[0], ups[-1])
+
+
+def plain_experts_beside_replicas_are_no_checkpoint(meshes: Meshes) -> None:
+    """Their mesh is a slice of that of the rest, which is the same on each of its slices."""
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))
+    for local_experts in (False, True):
+        torch.manual_seed(0)
+        model: Any = Mixtral(DenseMoE)
+        parallelize(model, both["ep"], local_experts=local_experts)
+        for experts in experts_of(model):
+            fxshard.fully_shard(experts, mesh=both["fsdp"])
+        fxshard.fully_shard(model, mesh=both["ep", "fsdp"])
+        with pytest.raises(ConfigError, match=r"experts\.up, .*distribute_tensor") if local_experts else nullcontext():
+            fxshard.save_checkpoint(shared_folder(), model)
+
+
+def on_the_outer_axis(meshes: Meshes) -> None:
+    """Ranks next to each other share experts."""
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))
+    other = replace(meshes, ep=both["ep"], experts=both["fsdp"])
+    check(on(other))
+    full_state_travels(other)
+    checkpoints_load_into_other_layouts(other)
+
+
 def only_root(model: nn.Module, tools: Tools) -> nn.Module:
     return tools.compile(only_root_not_compiled(model, tools))
 
@@ -209,6 +266,14 @@ BODIES: dict[str, Body] = {
     "accumulation": lambda meshes: check(on(meshes, backward=several)),
     "columns": lambda meshes: check(on(meshes, expert_kwargs={"shard_placement_fn": columns})),
     "replicas of the dense part": on_two_axes,
+    "prefetch lists": lambda meshes: check(on(meshes, prepare=listed)),
+    "an overlapped step": lambda meshes: check(on(meshes, optimizer=overlapped)),
+    "mixed precision": lambda meshes: check_sums_in_few_bits(
+        on(meshes, shard_kwargs={"mp_policy": BF16}, expert_kwargs={"mp_policy": BF16})
+    ),
+    "plain experts": plain_experts_train_as_those_of_fsdp2,
+    "plain experts, no checkpoint": plain_experts_beside_replicas_are_no_checkpoint,
+    "the outer axis": on_the_outer_axis,
     "clipped gradients": lambda meshes: check(on(meshes, update=clip_each_mesh)),
     "full state": full_state_travels,
     "checkpoints": checkpoints_load_into_other_layouts,

@@ -162,13 +162,13 @@ def meshes_of(fsdp: int, ep: int) -> Meshes:
     return Meshes(both["ep"], both["fsdp"], init_device_mesh("cpu", (fsdp * ep,), mesh_dim_names=("dp",)))
 
 
-def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Give each rank of `mesh` its experts."""
+def parallelize(model: nn.Module, mesh: DeviceMesh, *, local_experts: bool = False) -> None:
+    """Give each rank of `mesh` its experts, as DTensors or as tensors of its own."""
     for moe in (module for module in model.modules() if isinstance(module, MoE)):
         moe.group, moe.num_ranks = mesh.get_group(), mesh.size()
         for name, parameter in list(moe.experts.named_parameters()):
             part = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
-            moe.experts.register_parameter(name, nn.Parameter(part))
+            moe.experts.register_parameter(name, nn.Parameter(part.to_local().clone() if local_experts else part))
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -183,6 +183,7 @@ def on(
     *,
     expert_kwargs: Mapping[str, Any] = MappingProxyType({}),
     by_torch: bool = False,
+    local_experts: bool = False,
     **changes: Any,
 ) -> Scenario:
     """Return a scenario in which the experts are on a mesh of their own; each rank has tokens of its own.
@@ -193,6 +194,7 @@ def on(
         prepare: shards the rest, and compiles.
         expert_kwargs: of the experts' fully_shard.
         by_torch: whether ours is sharded by FSDP2 first, too.
+        local_experts: whether experts are no DTensors.
         **changes: of the scenario.
     """
 
@@ -202,7 +204,7 @@ def on(
                 tools, system=replace(tools.system, fully_shard=tools.system.fully_shard and FSDP2.fully_shard)
             )
         if tools.system.fully_shard is not None:
-            parallelize(model, meshes.ep)
+            parallelize(model, meshes.ep, local_experts=local_experts)
             for experts in experts_of(model):
                 tools.shard(experts, **{"mesh": meshes.experts, **expert_kwargs})
                 divide_by_all_ranks(experts)
