@@ -225,9 +225,9 @@ def overlap_step(optimizer: AnyOptimizer) -> AnyOptimizer:
     Nothing before it in a step can hide that gather; the rest of the step, `zero_grad`, logging, the data loader and
     the copy of the batch can. The optimizer is the same object, and computes the same: torch's own (but LBFGS) step the
     parameters that the next forward reads first, then the others, and all others step as a whole, as these do with a
-    closure or with hooks around their steps. A write to parameters that torch counts (`copy_`, `load_state_dict`,
-    another optimizer) has the gather repeated. Memory: the buffers of one launch, and a copy of this rank's rows of
-    it, are held from the step until the forward. A compiled step launches nothing.
+    closure, with hooks around their steps or a replaced `step()`. A write to parameters that torch counts (`copy_`,
+    `load_state_dict`, another optimizer) has the gather repeated. Memory: the buffers of one launch, and a copy of this
+    rank's rows of it, are held from the step until the forward. A compiled step launches nothing.
 
     Args:
         optimizer: of torch, or a wrapper with one in its attribute `optimizer`, as accelerate has. Where several own

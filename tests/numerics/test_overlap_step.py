@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+import types
 import warnings
 import weakref
 from collections.abc import Callable
@@ -395,6 +396,38 @@ def test_a_patched_class_steps_as_a_whole_through_the_patch(wraps: bool) -> None
     with mock.patch.object(torch.optim.AdamW, "step", functools.wraps(plain)(patched) if wraps else patched):
         train_step(run, 1)
     assert seen == [len(list(run.model.parameters()))]
+
+
+def stepping_as_wrapped(run: Run, *, overlaps: bool, schedules: bool) -> list[Tensor]:
+    """Train with a `step()` that somebody has replaced by one that clips gradients, and leaves out every third step."""
+    optim, steps = torch.optim.SGD(run.model.parameters(), lr=0.5), itertools.count(1)
+    plain = optim.step
+
+    def step(optimizer: Optimizer, closure: None = None) -> None:
+        torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.01)
+        if next(steps) % 3:
+            plain(closure)
+
+    optim.step = types.MethodType(step, optim)  # type: ignore[method-assign]
+    schedule = torch.optim.lr_scheduler.StepLR(optim, step_size=1) if schedules else None
+    if overlaps:
+        fxshard.overlap_step(optim)
+    for i in range(4):
+        run.loss(i).backward()
+        optim.step()
+        if schedule is not None:
+            schedule.step()
+        optim.zero_grad()
+    assert (in_flight(run.model) > 0) == overlaps
+    return [full(p) for p in run.named_parameters().values()]
+
+
+@two_ranks
+@pytest.mark.parametrize("schedules", [False, True])
+def test_a_replaced_step_is_taken_as_a_whole(schedules: bool) -> None:
+    runs = [start(SCENARIOS["MLP"], fxshard_system(lower="eager")) for _ in range(2)]
+    plain, ours = (stepping_as_wrapped(run, overlaps=i > 0, schedules=schedules) for i, run in enumerate(runs))
+    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
 
 
 @two_ranks
