@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fxshard
 from fxshard.cost import hardware, measured
@@ -195,6 +196,20 @@ def test_a_mesh_of_two_axes_is_measured_along_both_and_its_graphs_count_on_it(tm
         assert spec.replica_link[1] <= 0.1e9 < spec.link_bandwidth
         assert spec.link_latency < spec.replica_link[0]
     assert fxshard.explanation_of(model).hardware == spec
+
+
+def test_the_axis_of_tensor_parallelism_has_a_speed_of_its_own(tmp_path: Path) -> None:
+    slow = Speed(gigabytes_per_s=0.05, latency_us=2000.0)
+    with measuring(tmp_path), emulated_link(4, latency_us=100.0, ranks_per_machine=2, between_machines=slow):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+        model = parallelize_module(nn.Linear(8, 8), mesh["tp"], ColwiseParallel(), src_data_rank=None)
+        fxshard.fully_shard(model, mesh=mesh["shard"])
+        torch.compile(model, backend="fxshard", options={"lower": "eager"})(torch.ones(2, 8)).sum().backward()
+        spec = fxshard.explanation_of(model).hardware
+        assert spec.source.startswith("measured on 2 x 2 ranks of emulated, ")
+        assert spec.link_bandwidth <= 0.1e9 < spec.tensor_link[1]
+        assert spec.tensor_link[0] < spec.link_latency
+        assert spec.replica_link == (spec.link_latency, spec.link_bandwidth)  # there is none
 
 
 def test_one_rank_and_a_fake_group_measure_nothing(tmp_path: Path) -> None:

@@ -1,8 +1,12 @@
-"""Hybrid sharding on two links: `python -m tests.tools.bench.meshes small out 8`.
+"""Two mesh axes on two links: `python -m tests.tools.bench.meshes small out 8`, and with `tp` behind it.
 
 For 2 x 4 and 4 x 8 ranks chooses both speeds so that FSDP2's gathers and reductions within a machine take half as long
 as compute, and its all_reduces between machines a quarter. Runs `fxshard bench` there, and once more with a link
 between machines that takes no time: what a step is shorter then is what it waited for the all_reduces.
+
+With `tp` (`... llama out 8 tp`) for 4 machines of 2 ranks that split each layer, sharded between machines: transfers of
+tensor parallelism take a quarter as long as compute, FSDP2's gathers and reductions half. The step of the layers alone,
+with what they send within the machine, is what the others are compared with.
 """
 
 from __future__ import annotations
@@ -27,11 +31,46 @@ def speeds(alone: Report, replicas: int, shards: int) -> tuple[float, float]:
     return float(f"{within / 1e9:.3g}"), float(f"{between / 1e9:.3g}")
 
 
-def table(shape: tuple[int, int], within: float, between: float, report: Report, free: Report) -> str:
-    """Steps over compute alone, over FSDP2 at its best, and what of them is waiting for all_reduces."""
+SPLIT = (4, 2)
+"""Machines, and ranks of each that split the layers."""
+
+
+def speeds_beside(alone: Report, machines: int, ranks: int) -> tuple[float, float]:
+    """GB/s within a machine and between machines, where layers are split within and sharded between."""
+    layers, sharded = (system(alone, name)["collectives"] for name in (FLOOR, "fsdp2"))
+    seconds = system(alone, FLOOR)["step_ms"]["median"] / 1e3
+    sent = {op: each["bytes"] * (2 if op == "all_reduce" else 1) for op, each in layers.items()}
+    more = {op: each["bytes"] - layers.get(op, {"bytes": 0})["bytes"] for op, each in sharded.items()}
+    within = sum(sent.values()) * (ranks - 1) / ranks / (BETWEEN * seconds)
+    between = (more["all_gather"] + more["reduce_scatter"]) * (machines - 1) / machines / (WITHIN * seconds)
+    return float(f"{within / 1e9:.3g}"), float(f"{between / 1e9:.3g}")
+
+
+def split_layers(target: str, folder: Path, rounds: int) -> str:
+    """Measure layers that are split within a machine; the table."""
+    machines, ranks = SPLIT
+    shape = ("--world-size", f"{machines}x{ranks}", "--tensor-parallel", ranks)
+    alone = bench(target, f"{FLOOR},fsdp2", rounds, folder / "tp_alone.json", *shape)
+    within, between = speeds_beside(alone, machines, ranks)
+    link = (*shape, "--gigabytes-per-s", within, "--latency-us", LATENCY_US, "--between-gigabytes-per-s")
+    systems = ",".join([FLOOR, *SYSTEMS])
+    report = bench(target, systems, rounds, folder / "tp.json", *link, between)
+    free = bench(target, systems, rounds, folder / "tp_free.json", *link, NO_TIME)
+    return table(SPLIT, within, between, report, free, "exposed gathers and reductions")
+
+
+def table(
+    shape: tuple[int, int],
+    within: float,
+    between: float,
+    report: Report,
+    free: Report,
+    exposed: str = "exposed all_reduces",
+) -> str:
+    """Steps over compute alone, over FSDP2 at its best, and what of them is waiting for what goes between machines."""
     compute = system(report, FLOOR)["step_ms"]["median"]
     links = f"{within} GB/s, {between} GB/s between machines; compute alone {compute:.0f} ms"
-    columns = ("system", "over compute", "over FSDP2 at its best", "exposed all_reduces", "MB unsharded")
+    columns = ("system", "over compute", "over FSDP2 at its best", exposed, "MB unsharded")
     lines = [f"{shape[0]} x {shape[1]}: {links}", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name in SYSTEMS:
         best = system(report, name)["ratio_to"]["fsdp2_best"]
@@ -42,11 +81,13 @@ def table(shape: tuple[int, int], within: float, between: float, report: Report,
     return "\n".join(lines) + "\n\n"
 
 
-def main(model: str, folder: Path, rounds: int) -> None:
+def main(model: str, folder: Path, rounds: int, axis: str = "replicate") -> None:
     """Measure, and write everything into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     target, text = f"tests.tools.bench.models:{model}", ""
-    for replicas, shards in SHAPES:
+    if axis == "tp":
+        text = split_layers(target, folder, rounds)
+    for replicas, shards in SHAPES if axis == "replicate" else ():
         name = f"{replicas}x{shards}"
         shape = ("--world-size", name)
         alone = bench(target, f"{FLOOR},fsdp2", rounds, folder / f"{name}_alone.json", *shape)
@@ -61,4 +102,4 @@ def main(model: str, folder: Path, rounds: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
