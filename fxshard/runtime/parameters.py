@@ -91,6 +91,14 @@ def local_of(parameter: Tensor) -> Tensor:
     return cast(DTensor, parameter)._local_tensor
 
 
+def full_tensor_of(dtensor: DTensor) -> Tensor:
+    """The whole of a DTensor, where its rows are; those of an offloaded one are gathered on the mesh's device."""
+    rows, device_type = local_of(dtensor), dtensor.device_mesh.device_type
+    if rows.device.type == device_type:
+        return dtensor.full_tensor()
+    return DTensor(rows.to(device_type), dtensor._spec, requires_grad=False).full_tensor().to(rows.device)
+
+
 def adopt_attributes(parameter: nn.Parameter, attributes: Mapping[str, Any]) -> None:
     """Keep what users hang on parameters (`p.no_decay = True`) when the object behind them changes."""
     for name, value in attributes.items():

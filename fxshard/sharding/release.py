@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed.fsdp as fsdp2
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fxshard import torch_fsdp2
 from fxshard.errors import ConfigError
 from fxshard.runtime.flat_shard import Member
+from fxshard.runtime.parameters import full_tensor_of
 from fxshard.runtime.unit import Unit
 from fxshard.sharding import forward_methods
 from fxshard.sharding.adopt import unwrap_compiled
@@ -202,7 +203,7 @@ def _whole_on_meta(member: Member) -> nn.Parameter:
 def _whole(member: Member) -> nn.Parameter:
     """Gather what it was before it was sharded: a plain tensor, or a DTensor of tensor parallelism."""
     parameter, parallel = member.parameter, member.tensor_parallel
-    full: Tensor = parameter.detach().full_tensor()  # type: ignore[attr-defined]
+    full = full_tensor_of(cast(DTensor, parameter.detach()))
     if parallel is not None:
         full = distribute_tensor(full, parallel.before.mesh, parallel.before.placements, src_data_rank=None)
     return nn.Parameter(full, requires_grad=parameter.requires_grad)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fxshard import torch_private
 from fxshard.runtime import eager, uncompiled_warning
-from fxshard.runtime.parameters import REFS, TRACED, ParameterRef, flat_key, layout_key, placed
+from fxshard.runtime.parameters import REFS, TRACED, ParameterRef, flat_key, full_tensor_of, layout_key, placed
 from fxshard.sharding.sharded_module import ParameterOwner, ShardedModule, units_under
 
 
@@ -102,7 +102,7 @@ def _save_whole(save: Callable[..., Any]) -> Callable[..., Any]:
         whole = {}
         with unit.agreed("saved", "all_gather", "the parameters that save_pretrained writes"):
             for name, value in self.state_dict().items():
-                full = value.full_tensor() if isinstance(value, DTensor) else value
+                full = full_tensor_of(value) if isinstance(value, DTensor) else value
                 if writes:
                     whole[name] = full.cpu()
         return save(self, *args, **kwargs, state_dict=whole) if writes else None

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
 
 import fxshard
@@ -336,6 +336,7 @@ EXACT: dict[str, Body] = {
     "accumulation": lambda mesh: check(on(mesh, backward=several)),
     "a graph break": lambda mesh: check(on(mesh, prepare=with_a_break)),
     "bfloat16": lambda mesh: check_bitwise(on(mesh, shard_kwargs={"mp_policy": BF16})),
+    "offloaded": lambda mesh: check(on(mesh, shard_kwargs={"offload_policy": CPUOffloadPolicy(False)})),
     "float16 sums": lambda mesh: check_bitwise(on(mesh, shard_kwargs={"mp_policy": FP16})),
     "clipped gradients": lambda mesh: check(on(mesh, update=partial(clip_and_update, foreach=None))),
     "one line": one_line,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import fxshard
 from fxshard.sharding.sharded_module import plain_module, units_under
@@ -89,6 +89,7 @@ BODIES: dict[str, Callable[[], object]] = {
     "microbatches, unsharded in between": lambda: check(replace(MLP_BY_TWO, backward=kept)),
     "adopted": lambda: check(replace(MLP_BY_TWO, prepare=adopted)),
     "one line": lambda: check(replace(MLP_BY_TWO, prepare=one_line)),
+    "offloaded": lambda: check(replace(MLP_BY_TWO, shard_kwargs={**BY_TWO, "offload_policy": CPUOffloadPolicy(False)})),
     "changed": lambda: check(replace(MLP_BY_TWO, before_step=changed)),
     "two ranks": backward_gathers_over_two_ranks,
     "inductor": lambda: check_inductor(MLP_BY_TWO),
