@@ -82,7 +82,10 @@ def describe_group(config: BenchConfig) -> str:
     speed = f"{config.gigabytes_per_s:g} GB/s, latency {config.latency_us:g} us"
     if config.replicas > 1:
         between = f"{config.between_gigabytes_per_s:g} GB/s, {config.between_latency_us:g} us"
-        kind, speed = f"{kind}, {config.replicas} replicas on a machine each", f"{speed}; between machines {between}"
+        split = config.tensor_parallel
+        machines = f"{config.replicas} machines" if split > 1 else f"{config.replicas} replicas on a machine each"
+        kind, speed = f"{kind}, {machines}", f"{speed}; between machines {between}"
+        kind += f", layers split over {split} ranks" if split > 1 else ""
     if config.device == "cuda":
         return f"{ONE_GPU}: {kind} ({speed}, {config.ctas} CTAs)"
     return f"{kind} ({speed})"
