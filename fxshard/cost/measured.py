@@ -284,7 +284,7 @@ def _read(file: Path) -> HardwareSpec | None:
     try:
         return hardware.read(file.read_text(), file)
     except (ConfigError, OSError, UnicodeDecodeError) as error:
-        _log.warning("fxshard: measured numbers could not be read, and are measured again: %s", error)
+        _log.warning("fxshard: %s could not be read, and its numbers are measured again: %s", file, error)
         return None
 
 
@@ -294,6 +294,10 @@ def _write(file: Path, text: str) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile("w", dir=file.parent, suffix=".part", delete=False) as part:
             part.write(text)
-        os.replace(part.name, file)
+        try:
+            os.replace(part.name, file)
+        except OSError:
+            os.unlink(part.name)
+            raise
     except OSError as error:
         _log.warning("fxshard: measured numbers could not be kept, and will be measured again: %s", error)

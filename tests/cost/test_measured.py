@@ -112,6 +112,21 @@ def test_a_damaged_file_is_measured_and_written_anew() -> None:
         assert hardware.load(file) == spec
 
 
+def test_numbers_that_cannot_be_kept_leave_nothing_behind(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "cpu.json"
+    file.mkdir()  # where the numbers are to be
+    measured._write(file, SLOW)
+    assert [path.name for path in tmp_path.iterdir()] == ["cpu.json"]
+    assert "measured numbers could not be kept" in caplog.text
+
+
+def test_a_file_that_is_no_text_is_told_by_its_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "cpu.json"
+    file.write_bytes(b"\xff")
+    assert measured._read(file) is None
+    assert f"{file} could not be read" in caplog.text
+
+
 @two_ranks
 def test_a_rank_that_waits_in_vain_counts_on_the_table_and_so_does_who_comes_later() -> None:
     with new_group("in_vain") as folder:
