@@ -126,16 +126,19 @@ class _Axes:
 
     Attributes:
         mesh: of all axes.
-        ranks: of all axes.
         all: their groups, which may be stand-ins.
     """
 
     def __init__(self, mesh: DeviceMesh, whole: DeviceMesh | None = None) -> None:
         self.mesh = whole or mesh
-        self.ranks = mesh_axes.ranks_of(self.mesh)
         beside = self.mesh.get_all_groups()[mesh.ndim :] if whole else []
         self.all = [*mesh_axes.groups(mesh), *beside]
         self._names = {id(group): "tensor" if group in beside else "replica" for group in self.all[1:]}
+
+    @property
+    def ranks(self) -> list[int]:
+        """Of all axes."""
+        return mesh_axes.ranks_of(self.mesh)
 
     @property
     def real(self) -> list[dist.ProcessGroup]:

@@ -137,7 +137,7 @@ class Streams:
 
     def made(self, *_: Any, **__: Any) -> MockStream:
         """Make a stream, as `torch.cuda.Stream(...)` does."""
-        return self.named(f"side{len(self._by_name)}")
+        return self.named(f"side{len(self._by_name) - 1}")  # the host is one
 
     @contextmanager
     def using(self, stream: MockStream) -> Iterator[None]:
