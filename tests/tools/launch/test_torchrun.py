@@ -180,7 +180,7 @@ def test_the_demo_is_not_for_a_launcher(told: pytest.MonkeyPatch, capsys: pytest
 
 def flags(**given: Any) -> Namespace:
     between = ("between_gigabytes_per_s", "between_latency_us")
-    none = ("ranks", "world_size", "gigabytes_per_s", "latency_us", *between, "device", "ctas")
+    none = ("ranks", "world_size", "tensor_parallel", "gigabytes_per_s", "latency_us", *between, "device", "ctas")
     return Namespace(**(dict.fromkeys(none) | given))
 
 
