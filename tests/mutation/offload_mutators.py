@@ -36,6 +36,13 @@ def give_out_a_gradient_early(graph: fx.Graph) -> Iterator[Edit]:
                 yield copy, edit(set_results, graph, [*results[:i], early, *results[i + 1 :]])
 
 
+def leave_a_gradient_on_the_device(graph: fx.Graph) -> Iterator[Edit]:
+    """The optimizer is given a gradient that is on another device than the shard."""
+    for copy in nodes_of(graph, ops.COPY_TO_HOST):
+        (wait,) = copy.users
+        yield copy, edit(_without_copy, copy, wait)
+
+
 def copy_to_another_place(graph: fx.Graph) -> Iterator[Edit]:
     """To another device, into other memory, or on another stream."""
     others: dict[Any, tuple[Any, ...]] = {
@@ -60,10 +67,17 @@ def _without_wait(copy: fx.Node, wait: fx.Node) -> None:
     wait.graph.erase_node(wait)
 
 
+def _without_copy(copy: fx.Node, wait: fx.Node) -> None:
+    wait.replace_all_uses_with(copy.all_input_nodes[0])
+    wait.graph.erase_node(wait)
+    copy.graph.erase_node(copy)
+
+
 MUTATORS: tuple[Mutator, ...] = (
     read_the_shard_on_the_host,
     swap_two_copies_to_the_device,
     give_out_a_gradient_early,
+    leave_a_gradient_on_the_device,
     copy_to_another_place,
     forget_the_wait_of_a_copy,
 )
