@@ -41,6 +41,7 @@ from tests.numerics.harness import (
     check_bitwise,
     check_inductor,
     check_sums_in_few_bits,
+    check_unsharded,
     compare,
     compile_each_block,
     full,
@@ -258,6 +259,7 @@ def released_whole(meshes: Meshes) -> None:
 
 BODIES: dict[str, Body] = {
     "dense": lambda meshes: check(on(meshes, DenseMoE)),
+    "dense, one shard": lambda meshes: check_unsharded(on(meshes, DenseMoE)),
     "dropless": lambda meshes: check(on(meshes, DroplessMoE)),
     "not compiled": lambda meshes: check(on(meshes, DroplessMoE, only_shard)),
     "block by block": lambda meshes: check(on(meshes, DroplessMoE, compile_each_block)),

@@ -29,6 +29,12 @@ def test_two_by_two_ranks_train_as_fsdp2_also(name: str) -> None:
 
 @pytest.mark.multi_rank
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(1, 4), (4, 1)])
-def test_meshes_of_other_shapes(shape: tuple[int, int]) -> None:
-    processes.run(4, expert_bodies.run, shape, *DEFAULT)
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    [
+        ((1, 4), "dense, one shard"),  # FSDP2 divides gradients of a mesh of one rank twice: docs/fsdp2.md
+        ((4, 1), "dense"),
+    ],
+)
+def test_meshes_of_other_shapes(shape: tuple[int, int], name: str) -> None:
+    processes.run(4, expert_bodies.run, shape, "placements", name)
