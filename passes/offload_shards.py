@@ -26,7 +26,7 @@ class OffloadShards(GraphPass):
              %g = reduce_grad(%dw, 'blocks.0', 0)  %h = copy_to_host(%g)  return wait(%h)
 
     A shard is copied once for each call of its unit. It comes before the collectives, so that these are of what is on
-    the device, whichever way launches are merged and cut later. See [Note: offloaded shards] in `ir/host_copies.py`.
+    the device, whichever way launches are merged and cut later; see [Note: offloaded shards].
 
     Numerics: unchanged. Memory: the shard on the device until it was gathered, its gradient until it was copied.
     No-op: no unit is offloaded.

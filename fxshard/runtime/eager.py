@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 from fxshard import torch_private
 from fxshard.errors import InvariantError, UnsupportedGraph
-from fxshard.ir import collectives, host_copies
+from fxshard.ir import collectives
 from fxshard.ir.collectives import SlotIndex
-from fxshard.runtime import profiler_ranges
+from fxshard.runtime import host_copies, profiler_ranges
 from fxshard.runtime.flat_shard import home_of
 from fxshard.runtime.parameters import ParameterRef
 

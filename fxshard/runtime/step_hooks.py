@@ -25,8 +25,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fxshard import torch_private
 from fxshard.errors import UnsupportedGraph
-from fxshard.ir import collectives, host_copies
-from fxshard.runtime import profiler_ranges, unsharded_cache
+from fxshard.ir import collectives
+from fxshard.runtime import host_copies, profiler_ranges, unsharded_cache
 from fxshard.runtime.accumulation import Waiting
 from fxshard.runtime.optimizer_layout import lay_as_parameters
 

@@ -43,10 +43,10 @@ import torch
 from torch import Tensor
 
 from fxshard import torch_private
-from fxshard.ir import collectives, host_copies
+from fxshard.ir import collectives
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.variant import Slots, in_order
-from fxshard.runtime import profiler_ranges
+from fxshard.runtime import host_copies, profiler_ranges
 from fxshard.runtime.accumulation import Units
 
 if TYPE_CHECKING:
