@@ -39,7 +39,7 @@ class HoistCopies(GraphPass):
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
         """Edit `gm.graph` in place; return whether anything changed."""
         copies = gm.graph.find_nodes(op="call_function", target=ops.COPY_TO_DEVICE)
-        groups = [LaunchGroup(launches=[copy], nodes=[copy], waits=list(copy.users)) for copy in copies]
+        groups = list(map(launch_groups.group_of, copies))
         if not groups:
             return False
         before, hoist = list(gm.graph.nodes), Hoist(groups, MemoryBudget(gm.graph, ctx.unsharded_budget_bytes))

@@ -14,6 +14,7 @@ from fxshard.passes.assign_streams import AssignStreams
 from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.call_regions import CallRegions
 from fxshard.passes.cast_shards import CastShards
+from fxshard.passes.chain_reductions import ChainReductions
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.copy_biases import CopyBiases
 from fxshard.passes.copy_in_gradients import CopyInGradients
@@ -116,6 +117,7 @@ def default(
             SinkWaits(max_buffers=reduce_scatter_max_input_buffers),
             HoistPrefetch(depth=0 if prefetch == "off" else prefetch),  # type: ignore[arg-type]  # the pass checks it
             *((HoistCopies(),) if prefetch not in (0, "off") else ()),  # once gathers are where they are launched
+            ChainReductions(),  # once everything is on the links that a reduction may wait for
             AssignStreams(mode=streams, fuses_copies=compiled),  # last: where a wait stands decides what streams may do
         ),
         last=(CastShards(), CopyInGradients(), *folding, PinOrder()) if compiled else (),  # fusion comes next

@@ -10,6 +10,7 @@ import inspect
 from torch import fx
 
 from fxshard.cost.bucket_sizes import MIB
+from fxshard.cost.hardware import BUILTIN
 from fxshard.ir import regions
 from fxshard.ir.text import graph_text
 from fxshard.ir.variant import Variant
@@ -19,6 +20,7 @@ from fxshard.passes.assign_streams import AssignStreams
 from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.call_regions import CallRegions
 from fxshard.passes.cast_shards import CastShards
+from fxshard.passes.chain_reductions import ChainReductions
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.copy_biases import CopyBiases
 from fxshard.passes.copy_in_gradients import CopyInGradients
@@ -43,7 +45,7 @@ from fxshard.passes.tag_parameter_views import TagParameterViews
 from tests import graphs
 from tests.graphs import SPLIT, Traced, convolution, run_pass, text, without_subgroup_name
 from tests.pages import assert_filled, assert_page, code_block, described
-from tests.schedules import model_of
+from tests.schedules import SCHEDULE, after_passes, model_of
 
 Pairs = list[tuple[str, str]]
 """Title and graph, in the order of the page."""
@@ -292,6 +294,22 @@ def test_keeps_the_page_of_sink_waits_in_step() -> None:
     pairs = rewritten(traced, "backward", SinkWaits(max_buffers=2))
     example = "Two layers, `x @ weight + bias`, on two ranks, with two reductions in flight."
     assert_page("docs/passes/sink_waits.md", page_of(SinkWaits, example, pairs))
+
+
+def test_keeps_the_page_of_chain_reductions_in_step() -> None:
+    traced = model_of("two_layers", replicas=2)
+    slow = dataclasses.replace(BUILTIN["h100"], kernel_overhead=1e-3, link_latency=0.5e-3)
+    before, _ = after_passes(traced, "backward", *SCHEDULE, hardware=slow)
+    after, _ = after_passes(traced, "backward", *SCHEDULE, ChainReductions(), hardware=slow)
+    pairs = [
+        ("The backward graph before", code_block(text(before))),
+        ("The backward graph after", code_block(text(after))),
+    ]
+    example = (
+        "Two layers, `x @ weight + bias`, two replicas of two ranks each; `SinkWaits` and `HoistPrefetch` have run. A "
+        "reduction takes half as long as a kernel."
+    )
+    assert_page("docs/passes/chain_reductions.md", page_of(ChainReductions, example, pairs))
 
 
 def test_keeps_the_page_of_defer_weight_gradients_in_step() -> None:

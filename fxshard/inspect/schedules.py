@@ -25,6 +25,7 @@ from fxshard.ir.collectives import ALL_REDUCES, GATHERS, REDUCTIONS
 from fxshard.ir.plan import FramePlan
 from fxshard.ir.snapshot import Snapshot
 from fxshard.passes._base import PassContext
+from fxshard.passes.chain_reductions import ChainReductions
 from fxshard.passes.hoist_copies import HoistCopies
 from fxshard.passes.hoist_prefetch import HoistPrefetch
 
@@ -148,6 +149,7 @@ def _hoisted(before: fx.Graph, depth: int | Literal["auto"], frame: FrameExplana
     HoistPrefetch(depth=depth).apply(gm, context)
     if depth:
         HoistCopies().apply(gm, context)
+    ChainReductions().apply(gm, context)
     return gm.graph
 
 

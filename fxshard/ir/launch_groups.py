@@ -11,8 +11,9 @@ never moves before its launch, a launch never before what it reads.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -24,9 +25,9 @@ from fxshard.ir.memory_budget import MemoryBudget
 class LaunchGroup:
     """Launches whose first unit is the same, one after the other, in program order; see [Note: launch groups]."""
 
-    launches: list[fx.Node] = field(default_factory=list)
-    nodes: list[fx.Node] = field(default_factory=list)  # `launches` and what goes with them; they move together
-    waits: list[fx.Node] = field(default_factory=list)
+    launches: list[fx.Node]
+    nodes: list[fx.Node]  # `launches` and what goes with them; they move together
+    waits: list[fx.Node]
 
     @property
     def units(self) -> dict[str, str]:
@@ -49,22 +50,30 @@ def groups_of(graph: fx.Graph, targets: Collection[object]) -> list[LaunchGroup]
 
     `targets` says which kind: `collectives.GATHERS`, `REDUCTIONS` or `ALL_REDUCES`.
     """
-    found: list[LaunchGroup] = []
-    first_unit: tuple[str, str] | None = None
-    for node in graph.nodes:
-        units = tags.units_of(node) if node.target in targets else {}
-        if units:
-            if first_unit != (first_unit := next(iter(units.items()))):
-                found.append(LaunchGroup())
-            results = list(node.users) if node.target in collectives.COALESCED else [node]
-            found[-1].launches.append(node)
-            found[-1].nodes += dict.fromkeys([node, *results])
-            found[-1].waits += [wait for result in results for wait in result.users]
-    for group in found:
-        group.nodes += _prepared_for(group.launches)
-        group.nodes.sort()  # nodes compare by their place in the graph
-        group.waits.sort()
-    return found
+    launches = tags.launches_of(graph, targets)
+    return [group_of(*served) for _, served in itertools.groupby(launches, key=_first_unit)]
+
+
+def group_of(*launches: fx.Node) -> LaunchGroup:
+    """Return launches as one group, with what goes with them and their waits."""
+    results = [
+        result
+        for launch in launches
+        for result in (launch.users if launch.target in collectives.COALESCED else (launch,))
+    ]
+    waits = [wait for result in results for wait in result.users]
+    nodes = {*launches, *results, *_prepared_for(launches)}
+    return LaunchGroup(launches=[*launches], nodes=sorted(nodes), waits=sorted(waits))  # by their place in the graph
+
+
+def waited_for(wait: fx.Node) -> fx.Node:
+    """Return the launch whose result a node waits for."""
+    (result,) = wait.all_input_nodes
+    return result.all_input_nodes[0] if result.target is operator.getitem else result
+
+
+def _first_unit(launch: fx.Node) -> tuple[str, str]:
+    return next(iter(tags.units_of(launch).items()))
 
 
 def launched_bytes(launch: fx.Node) -> int:

@@ -8,7 +8,8 @@ Both are launches: they run on a stream of their own for each direction, and eac
 the current stream waits; for one to the host the host itself does, since a CPU reads the gradient next. So when a
 backward has given a gradient, all copies that went before it are done, and the optimizer may write.
 
-In graphs `passes/offload_shards.py` puts them, `passes/hoist_copies.py` and `passes/sink_waits.py` say when they run.
+In graphs `passes/offload_shards.py` puts them; `passes/hoist_copies.py` and `passes/chain_reductions.py` say when they
+run.
 """
 
 from __future__ import annotations

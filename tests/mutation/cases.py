@@ -23,6 +23,7 @@ from fxshard.passes import pipeline
 from fxshard.passes._base import GraphPass
 from fxshard.passes.assign_streams import AssignStreams
 from fxshard.passes.bucket_collectives import BucketCollectives
+from fxshard.passes.chain_reductions import ChainReductions
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.hand_off_prefetch import HandOffPrefetch
 from fxshard.passes.hoist_copies import HoistCopies
@@ -121,7 +122,7 @@ REWRITES: dict[str, tuple[GraphPass, ...]] = {
     "merged": (BucketCollectives(size=1.0),),
     "split": (BucketCollectives(size=6e-5),),  # about 64 bytes
     "merged and coalesced": (BucketCollectives(size=1.0), CoalesceCollectives()),
-    "scheduled": (SinkWaits(), HoistPrefetch(depth=1)),
+    "scheduled": (SinkWaits(), HoistPrefetch(depth=1), ChainReductions()),
     "aside": (SinkWaits(), HoistPrefetch(depth=1), AssignStreams(mode="side")),
     "coalesced and aside": (CoalesceCollectives(), SinkWaits(), AssignStreams(mode="side")),
     "coalesced and scheduled": (
@@ -129,6 +130,7 @@ REWRITES: dict[str, tuple[GraphPass, ...]] = {
         SinkWaits(max_buffers=1),
         HoistPrefetch(depth=2),
         HoistCopies(),
+        ChainReductions(),
     ),
 }
 DIALECTS = ("eager", "inductor")

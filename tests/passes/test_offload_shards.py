@@ -11,6 +11,7 @@ from fxshard.ir import collectives, ops
 from fxshard.passes._base import GraphKind, GraphPass
 from fxshard.passes.assign_streams import AssignStreams
 from fxshard.passes.bucket_collectives import BucketCollectives
+from fxshard.passes.chain_reductions import ChainReductions
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.dedup_unshard import DedupUnshard
 from fxshard.passes.hand_off_prefetch import HandOffPrefetch
@@ -28,7 +29,7 @@ REWRITES: dict[str, tuple[GraphPass, ...]] = {
     "merged": (BucketCollectives(size=1.0),),
     "split": (BucketCollectives(size=6e-5),),
     "coalesced": (CoalesceCollectives(),),
-    "scheduled": (SinkWaits(), HoistPrefetch(depth=1), HoistCopies()),
+    "scheduled": (SinkWaits(), HoistPrefetch(depth=1), HoistCopies(), ChainReductions()),
     "merged and scheduled": (BucketCollectives(size=1.0), CoalesceCollectives(), HoistPrefetch(depth=2), HoistCopies()),
     "nothing overlaps": (SinkWaits(), HoistPrefetch(depth=1), HoistCopies(), AssignStreams(mode="off")),
     "aside": (SinkWaits(), HoistPrefetch(depth=1), HoistCopies(), AssignStreams(mode="side"), LowerStreams()),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import pytest
@@ -10,14 +9,13 @@ import torch
 from expecttest import assert_expected_inline
 from torch import fx
 
-from fxshard.cost.hardware import HardwareSpec
 from fxshard.errors import ConfigError
 from fxshard.ir import collectives, launch_groups, liveness, tags
 from fxshard.passes._base import GraphPass, PassContext
 from fxshard.passes.insert_collectives import InsertCollectives
 from fxshard.passes.sink_waits import SinkWaits
 from tests import graphs
-from tests.graphs import assert_changes_nothing, run_pass
+from tests.graphs import OFFLOADED, assert_changes_nothing, run_pass
 from tests.pairwise import pairwise
 from tests.schedules import BUCKETS, DEAR_COPIES, MODELS, after_passes, assert_schedule, events, model_of
 from tests.steps import assert_same_step, step
@@ -74,50 +72,36 @@ def test_waits_for_the_oldest_before_one_too_many_is_launched(max_buffers: int, 
     assert reductions(sunk("four_layers", max_buffers)[0]) == expected
 
 
-@pytest.mark.parametrize(
-    ("latency_in_products", "max_buffers", "expected"),
-    [
-        (0.5, 4, "mm launch3 mm mm launch2 mm mm launch1 mm mm launch0 wait3 wait2 wait1 wait0"),
-        (1.5, 4, "mm mm launch3 mm mm launch2 mm mm launch1 mm launch0 wait3 wait2 wait1 wait0"),
-        (1.5, 1, "mm mm launch3 mm mm launch2 mm mm launch1 mm launch0 wait3 wait2 wait1 wait0"),
-        (9.0, 2, "mm mm mm mm mm launch3 mm mm launch2 launch1 launch0 wait3 wait2 wait1 wait0"),
-        (9.0, 4, "mm mm mm mm mm launch3 mm mm launch2 launch1 launch0 wait3 wait2 wait1 wait0"),
-    ],
-)
-def test_all_reduces_what_has_arrived_beside_the_compute_that_follows(
-    latency_in_products: float, max_buffers: int, expected: str
-) -> None:
-    """What has not arrived by the costs is waited for later, but no later than the buffers allow."""
-    hardware = link_of(latency_in_products)
-    sink = SinkWaits(max_buffers=max_buffers)
-    gm, ctx = after_passes(model_of("four_layers", replicas=2), "backward", sink, hardware=hardware)
+def test_launches_all_reduces_before_it_waits_for_any() -> None:
+    gm, _ = after_passes(model_of("four_layers", replicas=2), "backward", SinkWaits(max_buffers=2))
+    assert reductions(gm) == "mm launch3 mm mm launch2 mm mm wait3 launch1 mm mm wait2 launch0 wait1 wait0"
+    expected = "mm mm mm mm mm launch3 mm mm launch2 launch1 launch0 wait3 wait2 wait1 wait0"
     assert events(gm, launch="all_reduce_", wait="all_reduced_") == expected
-    assert_changes_nothing(sink, gm, ctx)
 
 
-def test_waits_for_each_launch_by_itself_where_an_all_reduce_follows() -> None:
-    model, hardware = model_of("four_layers", replicas=2), link_of(latency_in_products=0.5)
-    gm, _ = after_passes(model, "backward", *BUCKETS["split"], SinkWaits(), hardware=hardware)
-    assert_schedule(gm, "sink_waits_replicas", whole=True)
-
-
-def link_of(latency_in_products: float) -> HardwareSpec:
-    """A link whose transfers take so many times as long as a matrix product."""
-    product = 1e-3
-    latency = latency_in_products * product
-    return dataclasses.replace(DEAR_COPIES, kernel_overhead=product, link_latency=latency, link_bandwidth=1e15)
-
-
-@pairwise(model=["two_layers", "doubles", "called_twice", "two_dtypes"], before=BUCKETS, max_buffers=[1, 2])
-def test_changes_no_bit_of_what_replicas_get(model: str, before: str, max_buffers: int) -> None:
-    traced = model_of(model, replicas=2)
-    passes = (*BUCKETS[before], SinkWaits(max_buffers=max_buffers))
-    assert_same_step(
-        step(traced, *passes, hardware=DEAR_COPIES),
-        step(traced, *BUCKETS[before], hardware=DEAR_COPIES),
-        rtol=0,
-        atol=0,
+def test_copies_to_the_host_what_replicas_have_averaged_before_it_waits_for_a_copy() -> None:
+    traced = model_of("two_layers", replicas=2, **OFFLOADED)
+    gm, _ = after_passes(traced, "backward", SinkWaits())
+    assert_expected_inline(
+        last_events(gm),
+        """\
+reduced_layers_1
+all_reduce_layers_1
+reduced_layers_0
+all_reduce_layers_0
+all_reduced_layers_1
+to_host_layers_1
+all_reduced_layers_0
+to_host_layers_0
+on_host_layers_1
+on_host_layers_0""",
     )
+
+
+def last_events(gm: fx.GraphModule) -> str:
+    """What is launched and waited for from the first wait on, by name."""
+    names = [node.name for node in gm.graph.nodes if tags.units_of(node)]
+    return "\n".join(names[names.index("reduced_layers_1") :])
 
 
 @pairwise(model=MODELS, before=BUCKETS, max_buffers=[1, 2, 3])

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import fxshard
 from fxshard.compile.auto_shard import units_of
+from fxshard.passes.chain_reductions import ChainReductions
 from fxshard.passes.defer_weight_gradients import DeferWeightGradients
 from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.passes.pipeline import Pipeline
@@ -223,7 +224,11 @@ def _fxshard_unordered(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forw
 
 
 def _without_order(pipeline: Pipeline) -> Pipeline:
-    kept = tuple(p for p in pipeline.split if not isinstance(p, DeferWeightGradients | SinkWaits | HoistPrefetch))
+    kept = tuple(
+        p
+        for p in pipeline.split
+        if not isinstance(p, DeferWeightGradients | SinkWaits | HoistPrefetch | ChainReductions)
+    )
     return replace(pipeline, split=kept, last=(), codegen=())
 
 
