@@ -8,6 +8,9 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from tests.attacks.model_grammar import Case, Part
@@ -60,6 +63,18 @@ class Scale(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * self.gain + self.shift
 
+
+_ROWS, _COLUMNS = ColwiseParallel(output_layouts=Replicate()), RowwiseParallel(input_layouts=Replicate())
+SPLIT: Mapping[str, ParallelStyle] = {
+    "": _ROWS,
+    "up": _ROWS,
+    "down": _COLUMNS,
+    "qkv": _ROWS,
+    "out": _COLUMNS,
+    "embedding": _COLUMNS,
+    "head": _ROWS,
+}
+"""Linear layer or embedding -> how ranks hold it together; the whole of it where it is a layer by itself."""
 
 LAYERS: Mapping[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(WIDTH, WIDTH),
@@ -128,6 +143,14 @@ def build(case: Case, dtype: torch.dtype) -> DrawnModel:
             module.bfloat16()
         module.freeze(part.frozen)
     return model
+
+
+def split(model: DrawnModel, mesh: DeviceMesh) -> None:
+    """Let the ranks of a mesh hold linear layers, and the embedding, together; each gives what it gave as a whole."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            last = name.split(".")[-1]
+            parallelize_module(module, mesh, SPLIT["" if last.isdigit() else last])
 
 
 def batch(case: Case, number: int, rank: int, dtype: torch.dtype) -> Tensor:

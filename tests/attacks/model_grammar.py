@@ -59,6 +59,7 @@ class Case(_Short):
         ties: numbers of parts whose first layers, linear ones, share their weight.
         ignored: whether a vector of the root is left out of its unit.
         mesh: (shards,) or (replicas, shards).
+        split: how many ranks hold a linear layer together, by tensor parallelism.
         policy: a name in `tests.attacks.training.POLICIES`.
         compiled: "whole", "parts" one by one, or "no".
         options: of the backend.
@@ -76,6 +77,7 @@ class Case(_Short):
     ties: tuple[tuple[int, int], ...] = ()
     ignored: bool = False
     mesh: tuple[int, ...] = (2,)
+    split: int = 1
     policy: str = ""
     compiled: str = "whole"
     options: dict[str, object] = field(default_factory=dict)
@@ -180,8 +182,11 @@ def parts(draw: st.DrawFn, plain: bool) -> Part:
 
 
 @st.composite
-def cases(draw: st.DrawFn, meshes: tuple[tuple[int, ...], ...], ignoring: bool = True) -> Case:
-    """Any case on one of these meshes; what is ignored would train on each real rank for itself."""
+def cases(draw: st.DrawFn, meshes: tuple[tuple[int, ...], ...], ignoring: bool = True, splitting: int = 1) -> Case:
+    """Any case on one of these meshes; what is ignored would train on each real rank for itself.
+
+    With `splitting` so many ranks may hold linear layers together, on a mesh with that many fewer shards.
+    """
     policy = draw(st.sampled_from(["", "", "", "bf16", "sums in fp32", "sums in bf16", "fp16"]))
     alike = draw(_RARELY)
     drawn = [draw(parts(plain=bool(policy)))] * draw(st.integers(2, 3)) if alike else []
@@ -192,13 +197,18 @@ def cases(draw: st.DrawFn, meshes: tuple[tuple[int, ...], ...], ignoring: bool =
     linear = [i for i, part in enumerate(drawn) if part.layers[0] == "linear" and not part.bfloat16]
     ties = draw(st.sampled_from([(), ((linear[0], linear[1]),)])) if len(linear) > 1 else ()
     ends = draw(st.sampled_from(["", "", "own", "tied"]))
+    mesh = draw(st.sampled_from(meshes))
+    split = draw(st.sampled_from([1, splitting])) if mesh[-1] % splitting == 0 else 1
+    if split > 1:  # tying weights that are split is up to who splits them
+        ties, ends = (), ends.replace("tied", "own")
     return Case(
         parts=tuple(drawn),
         ends=ends,
         unit_of_ends=draw(st.sampled_from(["root's", "root's", "one", "two"])) if ends else "root's",
         ties=ties,
         ignored=draw(_RARELY) and not policy and ignoring,
-        mesh=draw(st.sampled_from(meshes)),
+        mesh=(*mesh[:-1], mesh[-1] // split),
+        split=split,
         policy=policy,
         compiled=draw(st.sampled_from(["whole", "whole", "whole", "parts", "no"])),
         options=draw(_OPTIONS),
@@ -207,7 +217,7 @@ def cases(draw: st.DrawFn, meshes: tuple[tuple[int, ...], ...], ignoring: bool =
         steps=draw(_STEPS),
         evaluates=draw(_RARELY),
         thaws=draw(_RARELY) and not policy,  # torch's FSDP2 fails
-        clips=draw(_RARELY),
+        clips=draw(_RARELY) and split == 1,  # torch stacks no norms of two meshes
     )
 
 

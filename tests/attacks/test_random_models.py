@@ -51,7 +51,7 @@ def test_many_random_models_train_as_unsharded(case: Case) -> None:
 
 @pytest.mark.multi_rank
 @drawn(2)
-@given(cases(ON_TWO, ignoring=False))
+@given(cases(ON_TWO, ignoring=False, splitting=2))
 def test_a_random_model_trains_on_two_ranks_as_unsharded(case: Case) -> None:
     shared_pool().run(train_all, cases=[case])
 
@@ -60,7 +60,7 @@ def test_a_random_model_trains_on_two_ranks_as_unsharded(case: Case) -> None:
 @pytest.mark.multi_rank
 @pytest.mark.timeout(0)
 @drawn(20)
-@given(cases(ON_TWO, ignoring=False))
+@given(cases(ON_TWO, ignoring=False, splitting=2))
 def test_many_random_models_train_on_two_ranks_as_unsharded(case: Case) -> None:
     shared_pool().run(train_all, cases=[case])
 
@@ -69,7 +69,7 @@ def test_many_random_models_train_on_two_ranks_as_unsharded(case: Case) -> None:
 @pytest.mark.multi_rank
 @pytest.mark.timeout(0)
 @drawn(1)
-@given(st.lists(cases(ON_FOUR, ignoring=False), min_size=10, max_size=10))
+@given(st.lists(cases(ON_FOUR, ignoring=False, splitting=2), min_size=10, max_size=10))
 def test_random_models_train_on_four_ranks_as_unsharded(some: list[Case]) -> None:
     processes.run(4, train_all, some)
 

@@ -25,7 +25,7 @@ import fxshard
 from fxshard.errors import ConfigError
 from fxshard.testing import emulated_link
 from fxshard.torch_private import REDUCES_IN_STORAGE_DTYPE
-from tests.attacks.drawn_model import DrawnModel, DrawnPart, batch, build
+from tests.attacks.drawn_model import DrawnModel, DrawnPart, batch, build, split
 from tests.attacks.model_grammar import Case
 
 LR = 0.25
@@ -166,10 +166,14 @@ def train(case: Case, *, emulated: bool) -> None:
     """Train both, and compare."""
     torch._dynamo.reset()
     names = ("replicate", "shard")[-len(case.mesh) :]
-    mesh = init_device_mesh("cpu", case.mesh, mesh_dim_names=names)
+    axes, sizes = (names, case.mesh) if case.split == 1 else ((*names, "split"), (*case.mesh, case.split))
+    whole = init_device_mesh("cpu", sizes, mesh_dim_names=axes)
+    mesh = whole[names] if axes != names else whole
     dtype = torch.float32 if emulated or case.policy else torch.float64
     shards = case.mesh[-1]
     models = [build(case, dtype) for _ in range(2)]
+    for model in models[: 2 if case.policy else 1] if case.split > 1 else ():
+        split(model, whole["split"])
     for parameter in (p for model in models for p in model.parameters() if emulated):
         with torch.no_grad():
             parameter.copy_(own_rows(parameter, shards))
@@ -219,7 +223,7 @@ def _backward(
 ) -> Tensor:
     """Run forward and backward of one microbatch; return its loss, the mean over the ranks."""
     whole = isinstance(system, Unsharded) and not emulated
-    ranks = range(dist.get_world_size()) if whole else [0 if emulated else dist.get_rank()]
+    ranks = range(math.prod(case.mesh)) if whole else [0 if emulated else dist.get_rank() // case.split]
     x = torch.cat([batch(case, number, rank, dtype) for rank in ranks])
     with system.microbatch(how):
         loss: Tensor = system.run(x).to(dtype).square().mean()
