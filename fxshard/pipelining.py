@@ -63,6 +63,8 @@ class ShardedStage(PipelineStage):
         """Begin a step."""
         super().clear_runtime_states()
         self._num_backwards = 0
+        for unit in self._units if self.has_backward else ():
+            unit.stages.add(self)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Run one microbatch's forward; what is gathered for it may stay until the last backward."""
@@ -105,6 +107,20 @@ class ShardedStage(PipelineStage):
                 unit.microbatches.reduce([unit])
             unsharded_cache.reshard_if_reduced(unit)
         super().perform_reduce_grad(grad_scale_factor)
+        self._leave_units()  # torch scales nothing by 1
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Divide the gradients of the step; those of a unit of two stages when both have added to them."""
+        self._leave_units()
+        members = (member for unit in self._units if unit.stages for member in unit.members)
+        later = {id(member.parameter) for member in members}
+        for parameter in self.submod.parameters():
+            if parameter.grad is not None and id(parameter) not in later:
+                parameter.grad.div_(grad_scale_factor)
+
+    def _leave_units(self) -> None:
+        for unit in self._units:
+            unit.stages.discard(self)
 
     @property
     def _units(self) -> tuple[Unit, ...]:

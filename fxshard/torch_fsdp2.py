@@ -279,13 +279,13 @@ def spec_of_rows(before: DTensorSpec, mesh: DeviceMesh, dim: int = 0) -> DTensor
     splits = before.num_shards_map[dim] if before.ndim else 1
     rows = _StridedShard(dim, split_factor=splits) if splits > 1 else Shard(dim) if before.ndim else Replicate()
     placements: tuple[Placement, ...] = (*(Replicate() for _ in range(mesh.ndim - 1)), rows, *before.placements)
-    return DTensorSpec(_beside(mesh, before.mesh), placements, tensor_meta=before.tensor_meta)
+    return DTensorSpec(_concatenated([mesh, before.mesh]), placements, tensor_meta=before.tensor_meta)
 
 
-def _beside(mesh: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
-    """Return the mesh with the axes of both; a mesh looks into a tensor of its ranks, which no mode may fake."""
+def _concatenated(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """Return the mesh with the axes of all; a mesh looks into a tensor of its ranks, which no mode may fake."""
     with torch_private.without_modes():
-        return DeviceMesh._concatenate([mesh, other])
+        return DeviceMesh._concatenate(list(meshes))
 
 
 def spec_within(before: DTensorSpec, mesh: DeviceMesh, dim: int, dims: Any) -> DTensorSpec:
@@ -309,7 +309,7 @@ def spec_within(before: DTensorSpec, mesh: DeviceMesh, dim: int, dims: Any) -> D
             gathered.append((mesh, [*outer, placement]))
         elif name not in (*dims.shard_names, *dims.replicate_names):
             gathered.append((before.mesh[name], [placement]))
-    flattened = DeviceMesh._concatenate([part for part, _ in gathered])
+    flattened = _concatenated([part for part, _ in gathered])
     return DTensorSpec(flattened, tuple(p for _, each in gathered for p in each), tensor_meta=before.tensor_meta)
 
 
@@ -325,7 +325,7 @@ def data_mesh(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
         return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
 
     shard = axis(dims.shard_names)
-    return DeviceMesh._concatenate([axis(dims.replicate_names), shard]) if dims.replicate_names else shard
+    return _concatenated([axis(dims.replicate_names), shard]) if dims.replicate_names else shard
 
 
 def why_not_beside(mesh: DeviceMesh, other: DeviceMesh) -> str | None:
@@ -335,7 +335,7 @@ def why_not_beside(mesh: DeviceMesh, other: DeviceMesh) -> str | None:
     if common := [name for name in mesh.mesh_dim_names if name in other.mesh_dim_names]:
         return f"both have the axis {', '.join(common)}"
     try:
-        _beside(mesh, other)
+        _concatenated([mesh, other])
     except RuntimeError as error:
         return str(error)
     return None

@@ -4,12 +4,16 @@
 All ranks run the same graph, so one interpreter can walk it for all of them: at each node it computes the value of
 every rank, and a collective is a function of the values that the ranks have there. That takes no process group, so a
 live one is left alone. Reductions add in the order of the ranks; the network may add in another, but always the same
-one is what comparing two graphs needs. Values that the network moves are exact either way. Of replicas (a mesh of two
-axes) there is one: the others are taken to have the same gradients, or in a sum none.
+one is what comparing two graphs needs. Values that the network moves are exact either way.
+
+The ranks are those that share the largest unit. A launch over fewer (experts) is one among ranks next to each other. Of
+all other axes (replicas, tensor and expert parallelism) there is one place: what another collective brings are the
+values that the rank itself has, repeated or cut to the size that comes.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -25,11 +29,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fxshard import torch_private
 from fxshard.errors import UnsupportedGraph
 from fxshard.inspect.fake_model import FakeModel
-from fxshard.ir import collectives, ops, tags
+from fxshard.ir import collectives, ops, regions
 from fxshard.ir.plan import ShardPlan
 from fxshard.runtime import mesh_axes
 from fxshard.runtime.flat_shard import Home, home_of
 from fxshard.runtime.frame import Frame
+from fxshard.runtime.unit import Unit
 from fxshard.sharding.sharded_module import units_under
 
 
@@ -97,14 +102,14 @@ class InputValues:
             parameters.append(self._originals[id(module)]._parameters[name].detach())
         dims = [member.settings.dim for member in shard.members]
         flat = torch.zeros(shard.plan.numel, dtype=shard.plan.dtype, device=parameters[0].device)
-        return _fill(flat, shard.plan, list(zip(parameters, dims, strict=True)), rank, self._num_ranks)
+        return _fill(flat, shard.plan, list(zip(parameters, dims, strict=True)), rank % home.unit.world_size, home.unit)
 
 
-def _fill(flat: Tensor, plan: ShardPlan, parameters: Sequence[tuple[Tensor, int]], rank: int, num_ranks: int) -> Tensor:
+def _fill(flat: Tensor, plan: ShardPlan, parameters: Sequence[tuple[Tensor, int]], rank: int, unit: Unit) -> Tensor:
     """Write a rank's rows of each parameter, which comes with the dimension along which it is cut, into its slot."""
+    own, num_ranks = mesh_axes.shard_rank(unit.mesh), unit.world_size
     for slot, (parameter, dim) in zip(plan.slots, parameters, strict=True):
         if isinstance(parameter, DTensor):
-            own = mesh_axes.shard_rank(parameter.device_mesh)
             local = parameter.to_local()
             rows = (local.movedim(dim, 0) if dim else local).reshape(-1).roll(rank - own)
         else:
@@ -167,7 +172,7 @@ def run(graph: fx.Graph, inputs: Mapping[str, PerRank], attributes: Mapping[str,
         keep: whether to keep a copy of every value.
 
     Raises:
-        UnsupportedGraph: a collective that none of our passes inserts.
+        UnsupportedGraph: a collective of the model's own of which no size is known.
     """
     values: dict[fx.Node, PerRank] = {}
     kept: dict[str, PerRank] = {}
@@ -199,23 +204,18 @@ def _call(node: fx.Node, values: Mapping[fx.Node, PerRank], num_ranks: int) -> P
         return map_arg((node.args, node.kwargs), lambda n: values[n][rank])
 
     ranks = [given(rank) for rank in range(num_ranks)]
-    collective = _COLLECTIVES.get(node.target) if node.op == "call_function" else None
-    if collective is not None and _spans(node, num_ranks):
-        return collective([args for args, _ in ranks])
-    if node.target in collectives.GATHERS and tags.units_of(node) and not num_ranks % collectives.world_size_of(node):
-        return _in_subgroups([args for args, _ in ranks], _COLLECTIVES[node.target], collectives.world_size_of(node))
+    if (code := regions.code_of(node)) is not None:
+        return _call_region(code, [args[2:] for args, _ in ranks])
+    if (size := _ranks_together(node, num_ranks)) is not None:
+        return _in_subgroups([args for args, _ in ranks], _COLLECTIVES[node.target], size)
     if node.target is ops.KEEP_ROWS:
         return tuple(ops.rows_kept(args[0], args[2], rank % args[2]) for rank, (args, _) in enumerate(ranks))
     if node.target is ops.COPY_OUT:
         return tuple(_cut(*args[:4]) for args, _ in ranks)
     if node.target in ops.BETWEEN_HOST_AND_DEVICE:
         return tuple(args[0].clone() for args, _ in ranks)
-    namespace = getattr(node.target, "namespace", "")
-    if "c10d" in namespace and node.target is not collectives.WAIT:
-        raise UnsupportedGraph(
-            f"%{node.name} is {node.target}: bisect_numerics can only run the collectives of fxshard's own passes, "
-            f"over all {num_ranks} ranks. Bisect the part of the model that has no others."
-        )
+    if collectives.is_launch(node):
+        return tuple(_from_itself(node, args[0]) for args, _ in ranks)
     if node.target is collectives.WAIT:
         return tuple(args[0] for args, _ in ranks)
     if node.op == "call_method":
@@ -224,9 +224,9 @@ def _call(node: fx.Node, values: Mapping[fx.Node, PerRank], num_ranks: int) -> P
     return tuple(function(*args, **kwargs) for args, kwargs in ranks)
 
 
-def _in_subgroups(ranks: Sequence[tuple[Any, ...]], gather: Callable[..., PerRank], size: int) -> PerRank:
-    """Gather among each `size` ranks next to each other."""
-    blocks = [gather(ranks[first : first + size]) for first in range(0, len(ranks), size)]
+def _in_subgroups(ranks: Sequence[tuple[Any, ...]], collective: Callable[..., PerRank], size: int) -> PerRank:
+    """Run a collective among each `size` ranks next to each other."""
+    blocks = [collective(ranks[first : first + size]) for first in range(0, len(ranks), size)]
     return tuple(value for block in blocks for value in block)
 
 
@@ -234,13 +234,43 @@ def _cut(gathered: Tensor, size: list[int], stride: list[int], start: int) -> Te
     return gathered.as_strided(size, stride, start).clone(memory_format=torch.contiguous_format)
 
 
-def _spans(node: fx.Node, num_ranks: int) -> bool:
-    """Whether a launch is over all ranks, or over replicas, and moves or averages."""
-    given = collectives.arguments_of(node)
-    moves_or_averages = given.get("reduce_op", "sum") in ("sum", "avg")
-    if node.target in collectives.ALL_REDUCES:
-        return moves_or_averages and bool(tags.units_of(node))
-    return moves_or_averages and collectives.world_size_of(node) == num_ranks
+def _call_region(code: fx.GraphModule, ranks: Sequence[Sequence[Any]]) -> PerRank:
+    """Run the graph of a region, which may have collectives."""
+    places = [place.name for place in code.graph.find_nodes(op="placeholder")]
+    reads = {node.target for node in code.graph.find_nodes(op="get_attr")}
+    given = dict(zip(places, zip(*ranks, strict=True), strict=True))
+    results = run(code.graph, given, {name: constant(code, name) for name in reads}, keep=False).results
+    return tuple(zip(*results, strict=True))
+
+
+def _ranks_together(node: fx.Node, num_ranks: int) -> int | None:
+    """Return how many of the ranks that run here a launch is over, `None` if it is over others."""
+    if node.op != "call_function" or node.target not in _COLLECTIVES:
+        return None
+    size = collectives.world_size_of(node)
+    moves_or_averages = collectives.arguments_of(node).get("reduce_op", "sum") in ("sum", "avg")
+    return size if moves_or_averages and size and not num_ranks % size else None
+
+
+def _from_itself(launch: fx.Node, sent: Any) -> Any:
+    """What a rank gets if it alone sends: what it sends, repeated or cut to the size that comes."""
+    value = launch.meta.get("val")
+    if value is None:
+        raise UnsupportedGraph(
+            f"%{launch.name} is {launch.target}, of which no size is known: bisect_numerics cannot say what it brings. "
+            "Bisect the part of the model that does not launch it."
+        )
+    if isinstance(value, list | tuple):
+        return [_repeated(each, like) for each, like in zip(sent, value, strict=True)]
+    return _repeated(sent, value)
+
+
+def _repeated(sent: Tensor, like: Tensor) -> Tensor:
+    shape = [int(size) for size in like.shape]
+    if not sent.numel():
+        return sent.new_zeros(shape)
+    numel = math.prod(shape)
+    return sent.flatten().repeat(-(-numel // sent.numel()))[:numel].view(shape)
 
 
 def _gather(ranks: Sequence[tuple[Any, ...]]) -> PerRank:
@@ -267,10 +297,6 @@ def _reduce_all(ranks: Sequence[tuple[Any, ...]]) -> PerRank:
     return tuple(list(parts) for parts in zip(*reduced, strict=True))
 
 
-def _all_reduce(ranks: Sequence[tuple[Any, ...]]) -> PerRank:
-    return tuple(copied(args[0]) for args in ranks)
-
-
 def _gather_parts(ranks: Sequence[tuple[Any, ...]]) -> PerRank:
     def parts(flat: Tensor, dtype: torch.dtype, starts: list[int], numels: list[int]) -> list[Tensor]:
         cast = flat.to(dtype)
@@ -292,8 +318,6 @@ _COLLECTIVES: dict[Any, Callable[[Sequence[tuple[Any, ...]]], PerRank]] = {
     collectives.ALL_GATHER_COALESCED: _gather_all,
     collectives.REDUCE_SCATTER: _reduce,
     collectives.REDUCE_SCATTER_COALESCED: _reduce_all,
-    collectives.ALL_REDUCE: _all_reduce,
-    collectives.ALL_REDUCE_COALESCED: _all_reduce,
     ops.PREFETCHED_ALL_GATHER: _gather_parts,
     ops.ALL_GATHER_ON_STREAM: _gather_cast,
     ops.REDUCE_SCATTER_ON_STREAM: _reduce_cast,

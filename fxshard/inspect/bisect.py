@@ -99,16 +99,14 @@ def bisect_numerics(
         The first difference in the order in which the passes ran; `None` if every pass left every bit alone.
 
     Raises:
-        ConfigError: a parameter or input has no values, units are shared by different numbers of ranks, or what
-            `explain` raises it for.
-        UnsupportedGraph: as `explain`, or a graph has collectives that are not fxshard's.
+        ConfigError: a parameter or input has no values, units are shared by numbers of ranks of which one is no
+            multiple of another, or what `explain` raises it for.
+        UnsupportedGraph: as `explain`, or a graph has a collective of which no size is known.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"bisect_numerics expects an nn.Module, got {type(model).__name__}.")
     model = plain_module(model)
-    _refuse_tensor_parallel(model)
     _require_values(model, args, kwargs)
-    _require_one_number_of_ranks(model)
     parsed = parse({"lower": "eager", **(options or {})})
     require_known_flags(parsed)
     if world_size is None and parsed.mesh is None and not units_under(model):
@@ -119,34 +117,26 @@ def bisect_numerics(
     captures = _capture(fake_model, args, kwargs, dataclasses.replace(parsed, passes=lambda _: chosen))
     if not captures:
         raise nothing_captured(type_name(model))
+    num_ranks = _num_ranks(fake_model.model)
     originals = originals_of(model, (args, kwargs), fake_model)
     for number, captured in enumerate(captures):
-        values = InputValues(
-            captured, originals, {id(leaf) for leaf in tree_leaves((args, kwargs))}, fake_model.world_size
-        )
+        values = InputValues(captured, originals, {id(leaf) for leaf in tree_leaves((args, kwargs))}, num_ranks)
         found = _Bisection(captured, values, chosen, keeper, all_passes).first(number)
         if found is not None:
             return found
     return None
 
 
-def _require_one_number_of_ranks(model: nn.Module) -> None:
-    """Raise for a model on several meshes: which of its ranks are together in a smaller one is not known here."""
+def _num_ranks(model: nn.Module) -> int:
+    """Return over how many ranks the largest unit is sharded; those of others must be parts of them."""
     ranks = {unit.label: unit.world_size for unit in units_under(model)}
-    if len(set(ranks.values())) > 1:
+    found = max(ranks.values())
+    if any(found % size for size in ranks.values()):
         raise ConfigError(
-            f"bisect_numerics: units are shared by different numbers of ranks: {ranks}. Bisect a part of the model "
-            "that has one mesh, or one that is not sharded, with world_size=...."
+            f"bisect_numerics: units are shared by different numbers of ranks, of which one is no multiple of another: "
+            f"{ranks}. Bisect a part of the model that has one mesh, or one that is not sharded, with world_size=...."
         )
-
-
-def _refuse_tensor_parallel(model: nn.Module) -> None:
-    found = [m.fqn for unit in units_under(model) for m in unit.members if m.tensor_parallel]
-    if found:
-        raise ConfigError(
-            f"bisect_numerics: parameters are tensor-parallel: {', '.join(found)}. It runs the ranks of the axis that "
-            "shards in one process, and the collectives of no other axis. Bisect the model before parallelize_module."
-        )
+    return found
 
 
 def _require_values(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

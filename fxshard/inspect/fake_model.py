@@ -29,6 +29,7 @@ from fxshard.errors import ConfigError
 from fxshard.inspect.replica import Replica
 from fxshard.options import Options, launched_world_size
 from fxshard.runtime import mesh_axes
+from fxshard.runtime.tensor_parallel import WholeMesh
 from fxshard.runtime.unit import Unit
 from fxshard.sharding import shard_module
 from fxshard.sharding.mesh import require_mesh, resharding
@@ -141,7 +142,6 @@ def fake_model_of(
     size = _size(units, world_size, mesh)
     if not units:
         auto_shard.require_plain(dict(model.named_parameters()))
-    _refuse_whole_meshes(units)
     replica = Replica(_device(model, units[0].mesh if units else mesh))
     with torch.inference_mode(False), torch.enable_grad():
         outside = {id(module): module for unit in units for module in unit.modules}
@@ -160,16 +160,6 @@ def fake_model_of(
                 if options.separate_reduce_scatter_group:
                     _give_reduce_groups(made)
     return FakeModel(model=copied, world_size=size.shards, replica=replica)
-
-
-def _refuse_whole_meshes(units: tuple[Unit, ...]) -> None:
-    """Raise for parameters on a mesh that has the axes of `fully_shard`, too: what a copy would have is not built."""
-    parallel = [(m.fqn, m.tensor_parallel) for unit in units for m in unit.members if m.tensor_parallel]
-    if found := [fqn for fqn, each in parallel if each.within]:
-        raise ConfigError(
-            f"explain: parameters are DTensors on all axes of a mesh (dp_mesh_dims): {', '.join(found)}. Run a step of "
-            "the compiled model, then ask fxshard.explanation_of(model)."
-        )
 
 
 def _size(units: tuple[Unit, ...], world_size: object, mesh: DeviceMesh | None) -> MeshSize:
@@ -226,6 +216,7 @@ def _shard_alike(model: nn.Module, units: tuple[Unit, ...], replica: Replica) ->
                 ignored=unsharded,
                 settings_of=_settings_in(state.units, meshes, replica),
                 offload=first.offload if first else None,
+                within=_whole_mesh(state.units),
             )
     for unit in units:
         _take_over(unit, replica)
@@ -238,6 +229,12 @@ def _shard_alike(model: nn.Module, units: tuple[Unit, ...], replica: Replica) ->
     for unit in units:
         if unit.subgroup_size:
             _give_subgroup(_copy_of(unit, replica), unit.subgroup_size)
+
+
+def _whole_mesh(units: Sequence[Unit]) -> WholeMesh | None:
+    """Return the mesh of all axes that a call of `fully_shard` was given with `dp_mesh_dims`."""
+    parallel = (member.tensor_parallel for unit in units for member in unit.members)
+    return next((each.within for each in parallel if each and each.within), None)
 
 
 def _settings_in(units: Sequence[Unit], meshes: Mapping[DeviceMesh, DeviceMesh], replica: Replica) -> Chooser:

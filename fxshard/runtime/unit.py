@@ -63,6 +63,7 @@ class Unit:
         all_reduce_hook: called with each reduced gradient of a flat, which it may change in place.
         reduce_group: for reductions alone, once it was made.
         uses_reduce_group: whether they use it, and not the mesh's.
+        stages: of a pipeline, that have it and are in a step.
         microbatches, prefetcher, unsharded: of the model, whose units share them from when they are named.
     """
 
@@ -101,10 +102,10 @@ class Unit:
         self.microbatches, self.prefetcher = Microbatches((self,)), Prefetcher(self.unsharded)
         self._agreements: dict[tuple[str, str], Agreement] = {}
         self.reduce_group: dist.ProcessGroup | None = None
-        self.uses_reduce_group = False
         self.divide_factor: float | None = None
-        self.sums_only, self.reduces_unused = False, False
+        self.uses_reduce_group, self.sums_only, self.reduces_unused = False, False, False
         self.all_reduce_hook: Callable[[Tensor], None] | None = None
+        self.stages = weakref.WeakSet[Any]()
         self.plan: UnitPlan
         self.pack()
 

@@ -387,6 +387,32 @@ def tensor_parallel(schedule: str, _: DeviceMesh) -> None:
     compare_with_unsharded(train(start(ours(), schedule, mesh, prepare=split)), replicas=1)
 
 
+def a_layer_of_two_stages(schedule: str, mesh: DeviceMesh) -> None:
+    """The first layer of the first stage is also the last but one of the last stage, on the same rank."""
+    layers: list[Any] = []
+
+    def tie(part: nn.Module) -> None:
+        net: Any = part
+        if net.embed is not None:
+            layers.append(fxshard.fully_shard(net.embed, mesh=mesh["dp"]))
+        if net.head is not None and layers:
+            net.head = nn.Sequential(layers[0], net.head)
+
+    model: Any = Net()
+    model.head = nn.Sequential(model.embed, model.head)
+    for replica in range(2):
+        x, y = batch(0, replica)
+        (squared_error(model(x), y) / 2).backward()
+    expected = {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
+    run = start(ours(), schedule, mesh, prepare=tie)
+    for _ in range(2):
+        for p in run.parameters().values():
+            p.grad = None
+        run.run_schedule(0)
+        found = {name: full(cast(Tensor, p.grad)) for name, p in run.parameters().items()}
+        assert_same_tensors(found, {name: expected[name] for name in found}, "gradient", rtol=1e-9, atol=1e-11)
+
+
 BODIES: dict[str, Callable[[str, DeviceMesh], None]] = {
     "as FSDP2": trains_as_fsdp2,
     "resident": partial(trains_as_fsdp2, resident_gib=1),
@@ -402,6 +428,8 @@ BODIES: dict[str, Callable[[str, DeviceMesh], None]] = {
     "replicas": replicas,
     "tensor parallel": tensor_parallel,
 }
+ON_ONE_RANK = {"a layer of two stages": a_layer_of_two_stages}
+"""Where the first and the last stage are on one rank."""
 
 
 def run(schedule: str, *names: str) -> None:
@@ -409,7 +437,7 @@ def run(schedule: str, *names: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     for name in names:
         try:
-            BODIES[name](schedule, mesh)
+            (BODIES | ON_ONE_RANK)[name](schedule, mesh)
         except Exception as error:
             error.add_note(f"in {name!r}")
             raise
