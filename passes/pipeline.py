@@ -32,6 +32,7 @@ from fxshard.passes.offload_shards import OffloadShards
 from fxshard.passes.outline_regions import OutlineRegions
 from fxshard.passes.pin_order import PinOrder
 from fxshard.passes.read_resident import ReadResident
+from fxshard.passes.reduce_unused import ReduceUnused
 from fxshard.passes.reshard_policy import ReshardPolicy
 from fxshard.passes.reshard_to_subgroup import ReshardToSubgroup
 from fxshard.passes.sink_waits import SinkWaits
@@ -73,6 +74,7 @@ class Pipeline:
 
 JOINT: tuple[GraphPass, ...] = (
     DedupUnshard(),  # first: later passes count on one marker per parameter and call
+    ReduceUnused(),  # after it, for it reads parameters once per call; before what decides how backward reads them
     ReshardToSubgroup(),  # before the tags: these are of the markers that backward may read
     ReshardPolicy(),  # before the split: the partitioner reads its tags
     TagParameterViews(),  # last: of what the split then finds
@@ -136,6 +138,13 @@ def of_variant(passes: tuple[GraphPass, ...], which: Variant, lower: str) -> tup
     )
     fused = (FuseGradAccumulation(),) if lower == "inductor" else ()
     return (*passes[:at], AccumulateGradients(which=which), *fused, ReadResident(which=which), *passes[at:])
+
+
+def in_step(passes: tuple[GraphPass, ...]) -> tuple[GraphPass, ...]:
+    """Return the split stage for units of which other ranks run other graphs: without what weighs one graph's costs."""
+    weighing = (BucketCollectives, ChainReductions, CoalesceCollectives, DeferWeightGradients)
+    fixed = (HoistPrefetch() if step == HoistPrefetch(depth="auto") else step for step in passes)
+    return tuple(step for step in fixed if not isinstance(step, weighing))
 
 
 DEFAULT = default()

@@ -114,7 +114,9 @@ METHODS: Mapping[str, Row] = {
     ),
     "set_force_sum_reduction_for_comms": Row("same"),
     "set_reduce_scatter_unused_params": Row(
-        "differs", "code that is not compiled; a graph that leaves some of the unit out is refused", torch="2.13, 2.15"
+        "differs",
+        "a graph that reads nothing of a unit, or of what it has in one dtype, trained or frozen, is refused",
+        torch="2.13, 2.15",
     ),
     "set_reduce_scatter_max_input_buffers": Row(
         "sets nothing", "the option of `torch.compile` of that name does, 2 by default", torch="2.13, 2.15"

@@ -125,7 +125,7 @@ FSDP2: Mapping[str, Mapping[str, Held]] = {
         ),
         "ranks that use other parameters of a module": by(
             "numerics/test_unused.py::test_ranks_that_take_other_branches_reduce_as_fsdp2",
-            "numerics/test_unused.py::test_a_graph_has_to_read_all_parameters_of_the_unit",
+            "numerics/test_unused.py::test_graphs_of_other_branches_reduce_as_fsdp2",
         ),
         "a module that forward does not use": by(f"{UNITS}trains_a_model_that_skips_a_unit_in_some_steps"),
         "dicts, lists and tuples as inputs and outputs": by(f"{GRAPHS}trains_with_dicts_as_inputs_and_outputs"),

@@ -246,12 +246,12 @@ def trace(
     lowering: Literal["eager", "inductor"] = "eager",
     verify: bool = True,
     offloads: bool = False,
+    reduces_unused: bool = False,
     **shard_kwargs: Any,
 ) -> Traced:
     """Shard, compile and run a module once, forward and (if `train`) backward.
 
     Args:
-        module: takes `inputs`.
         units: the modules to make units of, inner ones first.
         world_size: number of fake ranks that share the parameters.
         replicas: how many of them hold the same shard.
@@ -264,6 +264,7 @@ def trace(
         lowering: in whose dialect of aten; Inductor generates no code.
         verify: off where the pipeline leaves out what the verifier would miss.
         offloads: whether shards are in the host's memory.
+        reduces_unused: whether zeros are reduced for what has no gradient.
         **shard_kwargs: of fully_shard.
     """
     frames: list[Frame] = []
@@ -285,12 +286,12 @@ def trace(
             mesh = mesh["shard"]
         offload = CPUOffloadPolicy() if offloads else OffloadPolicy()
         for i, unit in enumerate(units(module)):
-            fully_shard(unit, mesh=mesh_of(mesh, i), offload_policy=offload, **shard_kwargs)
+            sharded: Any = fully_shard(unit, mesh=mesh_of(mesh, i), offload_policy=offload, **shard_kwargs)
+            sharded.set_reduce_scatter_unused_params(reduces_unused)
         result = torch.compile(module, backend=backend)(*given)
         if train:
             result.sum().backward()
-    (frame,) = frames
-    return Traced(module=original, plan=frame.plan, history=frame.history, width=width)
+    return Traced(module=original, plan=frames[0].plan, history=frames[0].history, width=width)
 
 
 def traced_once(build: Callable[..., Traced]) -> Callable[..., Traced]:

@@ -38,12 +38,14 @@ from fxshard.passes.offload_shards import OffloadShards
 from fxshard.passes.outline_regions import OutlineRegions
 from fxshard.passes.pin_order import PinOrder
 from fxshard.passes.read_resident import ReadResident
+from fxshard.passes.reduce_unused import ReduceUnused
 from fxshard.passes.reshard_policy import ReshardPolicy
 from fxshard.passes.reshard_to_subgroup import ReshardToSubgroup
 from fxshard.passes.sink_waits import SinkWaits
 from fxshard.passes.tag_parameter_views import TagParameterViews
 from tests import graphs
 from tests.graphs import SPLIT, Traced, convolution, run_pass, text, without_subgroup_name
+from tests.mutation.cases import in_step
 from tests.pages import assert_filled, assert_page, code_block, described
 from tests.schedules import SCHEDULE, after_passes, model_of
 
@@ -191,6 +193,16 @@ def test_keeps_the_page_of_reshard_to_subgroup_in_step() -> None:
     example = "Two layers on four ranks, with `reshard_after_forward=2`."
     page = page_of(ReshardToSubgroup, example, [(title, without_subgroup_name(block)) for title, block in pairs])
     assert_page("docs/passes/reshard_to_subgroup.md", page)
+
+
+def test_keeps_the_page_of_reduce_unused_in_step() -> None:
+    traced = in_step()
+    pairs = [
+        *before_and_after(traced, "joint", DedupUnshard, ReduceUnused),
+        ("The backward graph, once collectives are inserted", graph_block(traced, "backward", InsertCollectives)),
+    ]
+    example = "A unit of three vectors on two ranks, of which this graph does not use the second one."
+    assert_page("docs/passes/reduce_unused.md", page_of(ReduceUnused, example, pairs))
 
 
 def test_keeps_the_page_of_accumulate_gradients_in_step() -> None:

@@ -216,6 +216,13 @@ def _as_collective(op: torch._ops.OpOverload) -> Callable[..., Any]:
     return lower
 
 
+def _zeros(parameters: Sequence[Any], index: int) -> Any:
+    """Lower a gradient that is not there: a constant, for which nothing is read."""
+    like = parameters[index]
+    return lowering.full(like.get_size(), 0, dtype=like.get_dtype(), device=like.get_device())
+
+
+lowering.register_lowering(ops.ZERO_GRADIENT, type_promotion_kind=None)(_zeros)
 lowering.make_fallback(ops.COPY_IN, lowering.require_contiguous)
 lowering.make_fallback(ops.KEEP_ROWS, lowering.require_contiguous)
 _ON_STREAMS = (ops.ALL_GATHER_ON_STREAM, ops.REDUCE_SCATTER_ON_STREAM, ops.COPY_OUT)

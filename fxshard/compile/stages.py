@@ -13,8 +13,7 @@ from torch._inductor.decomposition import select_decomp_table
 from fxshard.compile import cache, regions
 from fxshard.compile.cache import CompiledFacts
 from fxshard.cost import hardware
-from fxshard.errors import UnsupportedGraph
-from fxshard.ir import launches, ops, signature
+from fxshard.ir import buckets, launches, ops, signature
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.graph_edit import TracedCode
 from fxshard.ir.regions import Region
@@ -30,6 +29,7 @@ from fxshard.passes.pipeline import (
     SPLIT_GIVEN,
     Pipeline,
     codegen_given,
+    in_step,
     of_variant,
 )
 from fxshard.runtime import dispatch
@@ -75,30 +75,16 @@ class Stages:
         self._num_results = kwargs.get("num_fwd_outputs")
         _manager.run(gm, self.pipeline.joint, self._context("joint"), given=JOINT_GIVEN)
         self.frame.trained.update(signature.trained_by(gm.graph))
-        self._refuse_unused()
         return min_cut_rematerialization_partition(gm, inputs, **kwargs)
-
-    def _refuse_unused(self) -> None:
-        """Raise if a unit of which all parameters are to be reduced has some that this graph gives no gradient."""
-        for key, unit in self.frame.plan.units.items():
-            trained = self.frame.trained.get(key, ())
-            slots = [(i, j) for i, s in enumerate(unit.shards) if s.trainable for j in range(len(s.slots))]
-            unused = [unit.slot(slot).fqn for slot in slots if slot not in trained]
-            if unit.reduces_unused and unused:
-                raise UnsupportedGraph(
-                    f"set_reduce_scatter_unused_params(True): a graph gives {', '.join(unused)} no gradient, and "
-                    "reduces nothing for them, while another rank may. Let it read all parameters of the unit, with a "
-                    "factor of 0 where they do not count, or leave the module uncompiled (torch.compiler.disable)."
-                )
 
     def split(self, gm: fx.GraphModule, kind: GraphKind, inputs: Sequence[Any]) -> CompiledFacts:
         """Run the split stage of one graph, in place; return what must be known of the graph to run it."""
         facts = self._facts(gm.graph, kind, inputs)
-        passes = self.pipeline.split
+        passes = in_step(self.pipeline.split) if self.frame.plan.in_step else self.pipeline.split
         if self.variant != PLAIN:
             passes = of_variant(passes, self.variant, self.options.lower)
         _manager.run(gm, passes, self._context(kind), given=SPLIT_GIVEN, stage=self._named(kind))
-        return facts.launching(launches.sequence(gm.graph))
+        return facts.launching(launches.sequence(gm.graph, buckets.parts_of(gm.graph, self.frame.plan)))
 
     def last(self, gm: fx.GraphModule, kind: GraphKind) -> None:
         """Run the last and the codegen stage of one graph, in place; the latter on a copy where no code is made."""

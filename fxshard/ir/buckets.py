@@ -124,6 +124,25 @@ def buckets_of(graph: fx.Graph, plan: FramePlan) -> LaunchedBuckets:
     return _BucketReader(graph, plan).run()
 
 
+def parts_of(graph: fx.Graph, plan: FramePlan) -> dict[fx.Node, str]:
+    """Map launch -> what it moves of its units, where that is not all of them: `first.weight, first.bias`."""
+    launched = buckets_of(graph, plan)
+    moved = {
+        launch: [(g.unit, slot) for g in bucket for slot in g.slots] for launch, bucket in launched.gathers.items()
+    }
+    moved |= {launch: bucket.gradients for launch, bucket in launched.reductions.items()}
+    found: dict[fx.Node, str] = {}
+    for launch, slots in moved.items():
+        units = {key: plan.units[key] for key, _ in slots}
+        shards = [shard for unit in units.values() for shard in unit.shards]
+        everything = sum(len(s.slots) for s in shards if s.trainable or launch in launched.gathers)
+        if len(slots) < everything:
+            found[launch] = ", ".join(
+                units[key].slot(slot).fqn.removeprefix(f"{units[key].fqn}.") for key, slot in slots
+            )
+    return found
+
+
 def unit_of(gradient: UnitSlot) -> str:
     """Return the unit of a gradient."""
     return gradient[0]

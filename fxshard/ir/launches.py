@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -45,12 +46,15 @@ class Launch(NamedTuple):
         return self._replace(text=self.text.removesuffix(self.serves) + units, serves=units)
 
 
-def sequence(graph: fx.Graph) -> tuple[Launch, ...]:
-    """Return the collectives that a run of `graph` launches, in order, with those of the user's code."""
+def sequence(graph: fx.Graph, parts: Mapping[fx.Node, str] = MappingProxyType({})) -> tuple[Launch, ...]:
+    """Return the collectives that a run of `graph` launches, in order, with those of the user's code.
+
+    `parts` says of launches what they move of their units: other parameters of one size could be taken for them.
+    """
     found: list[Launch] = []
     for node in graph.nodes:
         if collectives.is_launch(node):
-            found.append(_launch(node))
+            found.append(_launch(node, parts.get(node, "")))
         elif (code := regions.code_of(node)) is not None:
             found += (inner._replace(name=f"%{node.name}/{inner.name[1:]}") for inner in sequence(code.graph))
     return tuple(found)
@@ -95,14 +99,13 @@ def _inside(call: fx.Node, operand: fx.Node) -> list[fx.Node]:
     return [place for place, node in given if node is operand]
 
 
-def _launch(node: fx.Node) -> Launch:
+def _launch(node: fx.Node, part: str) -> Launch:
     given, kind, group = collectives.arguments_of(node), kind_of(node), collectives.group_of(node)
     words = [kind, *(v for name, v in given.items() if isinstance(v, str) and name not in _NOT_COMPARED)]
     units = ", ".join(unit or "root" for unit in tags.units_of(node))
     serves = f" for {units}" if units else ""  # else two units of one shape could swap places on one rank
-    return Launch(
-        group, f"{' '.join(words)} {_sizes(node, given)} on group {group!r}{serves}", f"%{node.name}", kind, units
-    )
+    sent = _sizes(node, given) + (f" of {part}" if part else "")
+    return Launch(group, f"{' '.join(words)} {sent} on group {group!r}{serves}", f"%{node.name}", kind, units)
 
 
 def _sizes(launch: fx.Node, given: Mapping[str, Any]) -> str:

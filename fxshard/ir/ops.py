@@ -25,6 +25,8 @@ The other ops:
   drops `clone` where a wait hides that the source is the caller's, and repeats a cast for each that reads a part of it.
 - `fxshard::keep_rows(parameters, key, num_ranks, group_name)` is this rank's shard of parameters over a smaller group:
   [Note: subgroups] in `passes/reshard_to_subgroup.py`.
+- `fxshard::zero_gradient(parameters, index)` is zeros in place of the gradient of one of a unit's parameters, all of
+  which it reads so that they are gathered (`passes/reduce_unused.py`).
 - `fxshard::region(operands, name, call)` and `fxshard::region_backward` call code that a repeated module shares; they
   are gone before there is code: [Note: regions].
 - `fxshard::prefetched_all_gather` takes an all_gather that was launched ahead, or launches it: [Note: prefetch across
@@ -113,6 +115,7 @@ LIBRARY.define("copy_out(Tensor gathered, int[] size, int[] stride, int start, s
 LIBRARY.define("copy_to_device(Tensor shard, str device, str stream) -> Tensor")
 LIBRARY.define("copy_to_host(Tensor gradient, bool pinned, str stream) -> Tensor")
 LIBRARY.define("copy_in(Tensor[] gradients, int world_size, ScalarType dtype) -> Tensor")
+LIBRARY.define("zero_gradient(Tensor[] parameters, int index) -> Tensor")
 LIBRARY.define("addmm_acc(Tensor(a!) acc, Tensor left, Tensor right) -> ()")
 LIBRARY.define("copy(Tensor source, ScalarType? dtype=None) -> Tensor")
 LIBRARY.define("keep_rows(Tensor[] parameters, str key, int num_ranks, str group_name) -> Tensor")
@@ -129,6 +132,7 @@ ADDMM_ACC = torch.ops.fxshard.addmm_acc.default
 COPY = torch.ops.fxshard.copy.default
 ALL_GATHER_ON_STREAM = torch.ops.fxshard.all_gather_on_stream.default
 REDUCE_SCATTER_ON_STREAM = torch.ops.fxshard.reduce_scatter_on_stream.default
+ZERO_GRADIENT = torch.ops.fxshard.zero_gradient.default
 KEEP_ROWS = torch.ops.fxshard.keep_rows.default
 COPY_OUT = torch.ops.fxshard.copy_out.default
 COPY_TO_DEVICE = torch.ops.fxshard.copy_to_device.default
@@ -338,6 +342,12 @@ def fake_kept_rows(parameters: list[Tensor], key: str, num_ranks: int, group_nam
     return parameters[0].new_empty((sum(_kept_numel(parameter, num_ranks) for parameter in parameters),))
 
 
+def _zero_gradient(parameters: list[Tensor], index: int) -> Tensor:
+    return parameters[index].new_zeros(parameters[index].shape)
+
+
+LIBRARY.impl("zero_gradient", _zero_gradient, "CompositeExplicitAutograd")
+torch.library.register_fake("fxshard::zero_gradient", _zero_gradient, lib=LIBRARY)
 LIBRARY.impl("keep_rows", _keep_rows, "CompositeExplicitAutograd")
 torch.library.register_fake("fxshard::keep_rows", fake_kept_rows, lib=LIBRARY)
 LIBRARY.impl("addmm_acc", _addmm_acc, "CompositeExplicitAutograd")

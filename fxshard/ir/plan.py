@@ -222,6 +222,11 @@ class FramePlan:
         """What subgroups share -> the key of the unit that it is of."""
         return {key: unit.subgroup_of for key, unit in self.units.items() if unit.subgroup_of is not None}
 
+    @property
+    def in_step(self) -> list[str]:
+        """Units of which other ranks may run other graphs, which must launch the same: those that reduce the unused."""
+        return [key for key, unit in self.units.items() if unit.reduces_unused]
+
     def owner_of(self, key: str) -> str:
         """Return the key of the unit itself where `key` is that of what a subgroup shares of it."""
         return self.in_subgroups.get(key, key)

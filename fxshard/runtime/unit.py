@@ -58,7 +58,7 @@ class Unit:
         after_forward: its parameters while they may be read between forward and backward.
         divide_factor: by which gradients are divided, `None` for the number of ranks.
         sums_only: whether reductions use no average of the group's.
-        reduces_unused: whether zeros are reduced for what a backward outside of graphs gives no gradient.
+        reduces_unused: whether zeros are reduced for what a backward gives no gradient.
         offload: the policy of its shards, `None` if they are on the device; see [Note: offloaded shards].
         all_reduce_hook: called with each reduced gradient of a flat, which it may change in place.
         reduce_group: for reductions alone, once it was made.

@@ -292,10 +292,10 @@ class ShardedModule(ParameterOwner):
             unit.replica_sums.averages = requires_all_reduce
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Say whether to reduce zeros for parameters that a backward gives no gradient; code that is not compiled only.
+        """Say whether to reduce zeros for parameters that a backward gives no gradient.
 
-        For ranks that take other branches in a module: with it they reduce the same parameters, if each gives one of
-        the module's a gradient. A compiled graph has no branches, and refuses to leave out a parameter of such a unit.
+        For ranks that take other branches in a module: with it they reduce the same parameters, if each reads one of
+        the module's. Backward then gathers all of the module, and no bucket or prefetch depends on what a graph costs.
         With `recurse` this holds for the modules inside as well; the next forward compiles anew.
         """
         _require_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)

@@ -22,6 +22,7 @@ from tests.mutation import (
     codegen_mutators,
     collective_mutators,
     gradient_mutators,
+    in_step_mutators,
     marker_mutators,
     offload_mutators,
     parameter_mutators,
@@ -42,6 +43,7 @@ EXPLICIT: tuple[Mutator, ...] = (
     *replica_mutators.MUTATORS,
     *subgroup_mutators.MUTATORS,
     *offload_mutators.MUTATORS,
+    *in_step_mutators.MUTATORS,
 )
 RESULTS: tuple[Mutator, ...] = (
     gradient_mutators.return_none,
@@ -54,6 +56,7 @@ MARKED: tuple[Mutator, ...] = (
     *RESULTS,
     *region_mutators.MUTATORS,
     *subgroup_mutators.MUTATORS,
+    *in_step_mutators.MUTATORS,
 )
 
 

@@ -19,7 +19,7 @@ from torch import fx
 from fxshard.errors import InvariantError
 from fxshard.ir import text
 from fxshard.ir.properties import Property
-from fxshard.ir.verify import invariants, offload
+from fxshard.ir.verify import in_step, invariants, offload
 from fxshard.ir.verify.baseline import Baseline, Subject
 from fxshard.ir.verify.invariants import Violation
 
@@ -127,11 +127,13 @@ INVARIANTS: tuple[Invariant, ...] = (
     Invariant(check=invariants.parameters_are_read_once_per_call, applies=_deduped),
     Invariant(check=invariants.markers_say_whether_backward_gathers_again, applies=_tagged),
     Invariant(check=invariants.what_a_subgroup_shares_is_read_from_it, applies=_tagged),
+    Invariant(check=in_step.zero_gradients_are_of_their_parameters, applies=_tagged),
     Invariant(check=invariants.no_marker_is_left, applies=_explicit),
     Invariant(check=invariants.launch_has_one_wait, applies=_explicit),
     Invariant(check=invariants.buffers_in_flight_are_waited_for, applies=_followed),
     Invariant(check=invariants.side_streams_meet_the_main_one_at_waits, applies=_explicit),
     Invariant(check=invariants.nothing_is_written_while_in_use, applies=_explicit),
+    Invariant(check=in_step.units_in_step_are_moved_whole, applies=_followed),
     Invariant(check=invariants.gathers_match_the_plan, applies=_followed),
     Invariant(check=invariants.parameters_are_their_slots, applies=_followed),
     Invariant(check=invariants.gathered_buffers_are_read_as_parameters, applies=_followed),
