@@ -227,7 +227,8 @@ def overlap_step(optimizer: AnyOptimizer) -> AnyOptimizer:
     parameters that the next forward reads first, then the others, and all others step as a whole, as these do with a
     closure, with hooks around their steps or a replaced `step()`. A write to parameters that torch counts (`copy_`,
     `load_state_dict`, another optimizer) has the gather repeated. Memory: the buffers of one launch, and a copy of this
-    rank's rows of it, are held from the step until the forward. A compiled step launches nothing.
+    rank's rows of it, are held from the step until the forward. A compiled step launches nothing, nor does one whose
+    first unit is offloaded.
 
     Args:
         optimizer: of torch, or a wrapper with one in its attribute `optimizer`, as accelerate has. Where several own

@@ -197,6 +197,9 @@ class Fsdp2Unit:
         return {
             "reduced gradients that wait for an all_reduce": any_of(groups, "_partial_reduce_output"),
             "set_all_reduce_hook with a stream": any_of(groups, "_all_reduce_hook_stream"),
+            "set_all_reduce_hook of offloaded parameters": any_of(groups, "_all_reduce_hook")
+            and self.offload is not None
+            and any(mesh.device_type != "cpu" for mesh in self.meshes),
             "set_custom_all_gather or set_custom_reduce_scatter": any(
                 not type(comm).__module__.startswith("torch.") for comm in comms
             ),

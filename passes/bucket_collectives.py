@@ -87,11 +87,13 @@ class BucketCollectives(GraphPass):
         pieces.sort(key=lambda piece: piece.first_read)
 
         def may_join(bucket: Sequence[UnitGather], piece: UnitGather) -> bool:
-            gathered_early = sum(early.nbytes(ctx.plan) for early in (*bucket[1:], piece))
+            first, *others = joined = (*bucket, piece)
+            early_bytes = sum(part.nbytes(ctx.plan) for part in others)
+            early_bytes += sum(part.copied_bytes(ctx.plan) for part in joined)  # sent until all has arrived
             return (
-                bucket[0].dtypes(ctx.plan) == piece.dtypes(ctx.plan)  # a launch has one
-                and _can_share_launch([part.unit for part in (*bucket, piece)], ctx)
-                and budget.fits(bucket[0].first_read, piece.first_read, gathered_early)
+                first.dtypes(ctx.plan) == piece.dtypes(ctx.plan)  # a launch has one
+                and _can_share_launch([part.unit for part in joined], ctx)
+                and budget.fits(first.first_read, piece.first_read, early_bytes)
             )
 
         merged = bucket_sizes.merge(pieces, lambda piece: piece.nbytes(ctx.plan), limits, may_join)

@@ -33,9 +33,7 @@ FUNCTIONS: Mapping[str, Row] = {
     "share_comm_ctx": Row("sets nothing", "graphs have no streams of their own to share"),
     "MixedPrecisionPolicy": Row("same", "torch's own class"),
     "OffloadPolicy": Row("same", "torch's own class, the default: nothing is offloaded"),
-    "CPUOffloadPolicy": Row(
-        "same", "torch's own class; the hook of `set_all_reduce_hook` then gets the gradient on the host"
-    ),
+    "CPUOffloadPolicy": Row("same", "torch's own class; on GPUs it goes with no `set_all_reduce_hook`"),
     "GradientReductionHandle": Row("same", "a class of its own", torch="2.15"),
     "DataParallelMeshDims": Row("missing", "import torch's own, which `dp_mesh_dims` takes", torch="2.13, 2.15"),
 }

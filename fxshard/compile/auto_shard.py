@@ -74,7 +74,7 @@ def shard_root(gm: fx.GraphModule, unsharded: dict[str, nn.Parameter], options: 
         return
     mesh = _mesh(options, {parameter.device.type for parameter in unsharded.values()})
     if mesh is None or mesh.size() == 1:
-        _announce(roots)
+        _announce(roots, offloads=bool(options.offload))
         return
     fsdp2_or_ddp.refuse([dynamo.compiled_around(root) or root for root in roots])
     _require_ready(roots, unsharded)
@@ -104,10 +104,11 @@ def _mesh(options: Options, device_types: set[str]) -> DeviceMesh | None:
     return None
 
 
-def _announce(roots: list[nn.Module]) -> None:
+def _announce(roots: list[nn.Module], *, offloads: bool) -> None:
     """Say once per model that it trains unsharded; graph breaks and recompiles come here again."""
     if any(root not in _announced() for root in roots):
-        _log.warning("fxshard: one rank, nothing to shard; the model trains unsharded.")
+        besides = " Nothing is offloaded: for that call fully_shard(..., offload_policy=...)." if offloads else ""
+        _log.warning("fxshard: one rank, nothing to shard; the model trains unsharded.%s", besides)
     _announced().update(roots)
 
 
@@ -317,11 +318,18 @@ def offloaded_of(modules: Sequence[nn.Module], options: Options) -> set[nn.Modul
         taken.update(own)
         sizes.append((module, sum(own.values())))
     *blocks, root = sizes
-    left, chosen = (options.offload or {}).get("params", 0) * sum(size for _, size in sizes), set[nn.Module]()
-    for module, size in [*reversed(blocks), root]:
+    whole, part = sum(size for _, size in sizes), (options.offload or {}).get("params", 0)
+    left, chosen, in_turn = part * whole, set[nn.Module](), [*reversed(blocks), root]
+    for module, size in in_turn:
         if (left := left - size) < 0:
             break
         chosen.add(module)
+    if part and not chosen:
+        _log.warning(
+            "fxshard: nothing is offloaded: whole units are, the last one first, and it has %.2g of the bytes of the "
+            'parameters. Give offload={"params": ...} as much, or make smaller units with fully_shard.',
+            in_turn[0][1] / whole,
+        )
     return chosen
 
 
@@ -335,21 +343,23 @@ def _rebind_optimizers(replaced: dict[int, tuple[nn.Parameter, nn.Parameter]]) -
     """Put the sharded parameters into every live optimizer, with their rows of its state."""
     for optimizer in instances_of(Optimizer):
         for group in optimizer.param_groups:
+            counts_there = group.get("capturable") or group.get("fused")
+            for old in [p for p in group["params"] if id(p) in replaced and p in optimizer.state]:
+                new, state = replaced[id(old)][1], optimizer.state.pop(old)
+                step = {"step": state.pop("step")} if "step" in state and not counts_there else {}
+                optimizer.state[new] = step | {name: _beside(new, name, each, old) for name, each in state.items()}
             group["params"] = [replaced[id(p)][1] if id(p) in replaced else p for p in group["params"]]
-        for old in [p for p in optimizer.state if id(p) in replaced]:
-            new = replaced[id(old)][1]
-            state = optimizer.state.pop(old)
-            optimizer.state[new] = {
-                name: _like(value, new) if name != "step" and getattr(value, "shape", None) == old.shape else value
-                for name, value in state.items()
-            }
 
 
-def _like(value: Tensor, new: nn.Parameter) -> Tensor:
-    """Return this rank's rows of an optimizer state tensor that is shaped like the parameter."""
+def _beside(new: nn.Parameter, name: str, value: Any, old: nn.Parameter) -> Any:
+    """Return what an optimizer keeps of a parameter where that is now: this rank's rows of what is shaped like it."""
+    if not isinstance(value, Tensor):
+        return value
+    if name == "step" or value.shape != old.shape:
+        return value.to(new.device)
     mesh = new.device_mesh  # type: ignore[attr-defined]
-    rows = shard_rows(value, mesh_axes.shard_rank(mesh), mesh_axes.num_shards(mesh)).clone()
-    return as_dtensor(value, rows, mesh).detach()
+    rows = shard_rows(value, mesh_axes.shard_rank(mesh), mesh_axes.num_shards(mesh))
+    return as_dtensor(value, rows.to(new.device, copy=True), mesh).detach()
 
 
 def _require_no_holders(orphans: dict[str, weakref.ref[nn.Parameter]]) -> None:

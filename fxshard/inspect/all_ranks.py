@@ -212,8 +212,10 @@ def _call(node: fx.Node, values: Mapping[fx.Node, PerRank], num_ranks: int) -> P
         return tuple(ops.rows_kept(args[0], args[2], rank % args[2]) for rank, (args, _) in enumerate(ranks))
     if node.target is ops.COPY_OUT:
         return tuple(_cut(*args[:4]) for args, _ in ranks)
-    if node.target in ops.BETWEEN_HOST_AND_DEVICE:
-        return tuple(args[0].clone() for args, _ in ranks)
+    if node.target is ops.COPY_TO_DEVICE:
+        return tuple(args[0].to(args[1], copy=True) for args, _ in ranks)
+    if node.target is ops.COPY_TO_HOST:
+        return tuple(args[0].to("cpu", copy=True) for args, _ in ranks)
     if collectives.is_launch(node):
         return tuple(_from_itself(node, args[0]) for args, _ in ranks)
     if node.target is collectives.WAIT:

@@ -52,6 +52,12 @@ class UnitGather:
         """Of the gathered parameters, padding included."""
         return sum(map(plan.units[self.unit].unsharded_bytes_of, self.slots))
 
+    def copied_bytes(self, plan: FramePlan) -> int:
+        """Of the shards that are copied to the device for it."""
+        unit = plan.units[self.unit]
+        shards = [unit.shards[i] for i in self.flats] if unit.offload is not None else []
+        return sum(shard.numel * shard.dtype.itemsize for shard in shards)
+
     def dtypes(self, plan: FramePlan) -> set[torch.dtype]:
         """Dtypes of the gathered parameters."""
         return set(map(plan.units[self.unit].unsharded_dtype_of, self.slots))

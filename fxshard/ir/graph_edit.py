@@ -41,7 +41,10 @@ def add_parameter(
     assert mode is not None, "a graph with parameters has tensors"
     with mode:
         tensors = [n for n in before if isinstance(n.meta.get("val"), Tensor)]
-        device = next(n.meta["val"].device for n in tensors if not _is_offloaded(n, plan))
+        devices = (n.meta["val"].device for n in tensors if not _is_offloaded(n, plan))
+        offload = plan.units[key].offload
+        device = next(devices, None if offload is None else torch.device(offload.device))
+        assert device is not None, "a shard is on the device, or is copied there"
         node.meta["val"] = torch.empty(plan.units[key].shards[i].slots[j].shape, dtype=dtype, device=device)
     tags.tag(node, **{tag: name})
     return node

@@ -40,6 +40,11 @@ class LaunchGroup:
         return ", ".join(unit or "root" for unit in self.units)
 
     @property
+    def fills(self) -> list[fx.Node]:
+        """What fills buffers of unsharded parameters: its launches, and the copies of shards that come along."""
+        return [node for node in self.nodes if node in self.launches or node.target is ops.COPY_TO_DEVICE]
+
+    @property
     def inputs(self) -> set[fx.Node]:
         """What its nodes read of others."""
         return {source for node in self.nodes for source in node.all_input_nodes} - set(self.nodes)
@@ -136,20 +141,20 @@ class Hoist:
         if (latest := max(group.inputs)) >= place:  # nodes compare by their place in the graph
             place = self.following(latest)
             limits.append(f"it reads %{latest.name}")
-        nbytes = 0  # of the launches that have come up to here
-        behind = [launch for launch in group.launches if launch > place]
-        for before, launch in reversed([*itertools.pairwise([place, *behind])]):
-            nbytes += launched_bytes(launch)
-            free = self.budget.earliest(before, launch, nbytes)
+        nbytes = 0  # of what has come up to here
+        behind = [node for node in group.fills if node > place]
+        for before, node in reversed([*itertools.pairwise([place, *behind])]):
+            nbytes += launched_bytes(node)
+            free = self.budget.earliest(before, node, nbytes)
             if free != before:
                 return self.following(free.prev), [*limits, self.budget.full_before(free, nbytes)]
         return place, limits
 
     def launch(self, group: LaunchGroup, place: fx.Node) -> None:
         """Launch right before `place` what of a group is launched later now."""
-        for launch in group.launches:
-            if launch > place:
-                self.budget.reserve(place, launch, launched_bytes(launch))
+        for node in group.fills:
+            if node > place:
+                self.budget.reserve(place, node, launched_bytes(node))
         self.places |= dict.fromkeys((node for node in group.nodes if node > place), place)
 
     def move(self) -> None:

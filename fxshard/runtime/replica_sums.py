@@ -6,6 +6,9 @@ each flat is added up here: shards, where `no_sync` keeps whole gradients. The f
 the same variant, and each flat is averaged when its gradient is handed over, by one all_reduce outside of the graph. A
 backward does one or the other for all graphs of a unit, for autograd adds up what they give a flat.
 
+Of an offloaded unit that is on the host, where autograd hands gradients over in a thread of its own, beside the one
+that runs the graphs, and in an order that ranks do not share. So these are averaged when the last backward has ended.
+
 Source: FSDP2 `_fsdp_collectives.py` (`foreach_reduce`, `partial_reduce_output`).
 """
 
@@ -44,6 +47,7 @@ class ReplicaSums:
         self._slots: dict[int, set[int]] = {}  # the parameters with a gradient in it
         self._apart: dict[int | None, bool] = {}  # by backward
         self._epoch = 0
+        self._ends = False  # the last backward
 
     @property
     def waiting(self) -> bool:
@@ -85,19 +89,23 @@ class ReplicaSums:
         earlier, known = self._sums.pop(shard, None), self._slots.pop(shard, set()) | set(slots)
         with torch.no_grad():
             total = grad if earlier is None else earlier + grad
-            if self.averages:
+            if self.averages and (self._ends or self._unit.offload is None):
                 return self._averaged(shard, total), sorted(known)
             self._sums[shard], self._slots[shard] = total.clone() if earlier is None else total, known
         self._unit.microbatches.watch_steps()
         return None
 
     def finish(self) -> None:
-        """Average what waits, of flats to which the backward that ends now gave nothing."""
-        for shard in sorted(self._sums) if self.averages else ():
-            flat, sink = self._unit.shards[shard].flat, self._unit.shards[shard].sink
-            sink.expect(self._slots[shard])
-            flat.grad = torch.zeros_like(self._sums[shard])
-            sink.take(flat)
+        """Average what waits: of flats to which the backward that ends now gave nothing, and of offloaded ones."""
+        self._ends = True
+        try:
+            for shard in sorted(self._sums) if self.averages else ():
+                flat, sink = self._unit.shards[shard].flat, self._unit.shards[shard].sink
+                sink.expect(self._slots[shard])
+                flat.grad = torch.zeros_like(self._sums[shard])
+                sink.take(flat)
+        finally:
+            self._ends = False
 
     def _averaged(self, shard: int, total: Tensor) -> Tensor:
         unit, plan = self._unit, self._unit.plan

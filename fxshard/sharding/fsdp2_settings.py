@@ -58,6 +58,12 @@ def set_all_reduce_hook(units: Iterable[Unit], hook: object, stream: object) -> 
     if not callable(hook):
         raise ConfigError(f"set_all_reduce_hook expects a function of a tensor, got {type(hook).__name__}.")
     for unit in units:
+        if unit.offload is not None and unit.mesh.device_type != "cpu":
+            raise ConfigError(
+                f"set_all_reduce_hook: unit {unit.label!r} is offloaded. Gradients on the host are handed over in an "
+                "order that ranks do not share, so a hook could call no collective. Shard over a mesh with replicas, "
+                "whose gradients are averaged in the graph, or leave offload_policy out."
+            )
         if stream is not None and unit.plan.replicas > 1:
             raise ConfigError(
                 "set_all_reduce_hook: a stream is for a mesh of one axis; with replicas the hook runs behind the "

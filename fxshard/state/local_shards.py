@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fxshard.errors import ConfigError
 from fxshard.runtime import mesh_axes
-from fxshard.runtime.parameters import local_of, rows_first
+from fxshard.runtime.parameters import full_tensor_of, local_of, rows_first
 from fxshard.runtime.rank_values import checksum
 from fxshard.runtime.raw import as_bytes
 from fxshard.state import transport
@@ -179,7 +179,7 @@ def gather_all(
 
 def _full(tensor: DTensor, to_cpu: bool) -> Tensor:
     """Make it full, in memory of its own: along axes of one rank torch gives the tensor itself."""
-    full = tensor.full_tensor()
+    full = full_tensor_of(tensor)
     if full.untyped_storage().data_ptr() == local_of(tensor).untyped_storage().data_ptr():
         return copied(full, to_cpu=to_cpu)
     return full.to("cpu" if to_cpu else full.device)

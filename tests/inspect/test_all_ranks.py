@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from fxshard import UnsupportedGraph
 from fxshard.inspect.all_ranks import run
-from fxshard.ir import collectives
+from fxshard.ir import collectives, ops, tags
 from fxshard.passes.insert_collectives import InsertCollectives
 from tests.graphs import SPLIT, Traced, doubles, two_dtypes, two_layers, uneven
 from tests.steps import batch_of, shard_of, step
@@ -59,6 +59,14 @@ def test_reduces_in_the_order_of_the_ranks(op: str, dtype: torch.dtype, expected
     rows = tuple(torch.tensor([value, 10 * value], dtype=dtype) for value in (1.0, 2.0))
     (result,) = run(graph, {"x": rows}, {}, keep=False).results
     assert [part.tolist() for part in result] == [[expected], [10 * expected]]
+
+
+def test_copies_an_offloaded_shard_to_its_device_and_back() -> None:
+    graph = fx.Graph()
+    there = graph.call_function(ops.COPY_TO_DEVICE, (graph.placeholder("x"), "meta", tags.TO_DEVICE))
+    graph.output([graph.call_function(collectives.WAIT, (there,))])
+    (result,) = run(graph, {"x": (torch.zeros(2), torch.zeros(2))}, {}, keep=False).results
+    assert [value.device.type for value in result] == ["meta", "meta"]
 
 
 def test_refuses_collectives_of_others() -> None:

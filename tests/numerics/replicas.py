@@ -50,6 +50,7 @@ Body = Callable[[DeviceMesh], object]
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 FP16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float16)
+ON_HOST = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
 
 
 def mesh_of(replicas: int) -> DeviceMesh:
@@ -336,7 +337,9 @@ EXACT: dict[str, Body] = {
     "accumulation": lambda mesh: check(on(mesh, backward=several)),
     "a graph break": lambda mesh: check(on(mesh, prepare=with_a_break)),
     "bfloat16": lambda mesh: check_bitwise(on(mesh, shard_kwargs={"mp_policy": BF16})),
-    "offloaded": lambda mesh: check(on(mesh, shard_kwargs={"offload_policy": CPUOffloadPolicy(False)})),
+    "offloaded": lambda mesh: check(on(mesh, shard_kwargs=ON_HOST)),
+    "offloaded, averaged once": lambda mesh: check(on(mesh, shard_kwargs=ON_HOST, backward=averaged_once)),
+    "offloaded, toggled": lambda mesh: check_close(on(mesh, shard_kwargs=ON_HOST, backward=toggled_in_odd_orders)),
     "float16 sums": lambda mesh: check_bitwise(on(mesh, shard_kwargs={"mp_policy": FP16})),
     "clipped gradients": lambda mesh: check(on(mesh, update=partial(clip_and_update, foreach=None))),
     "one line": one_line,

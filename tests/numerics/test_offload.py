@@ -45,7 +45,7 @@ from tests.numerics.harness import (
 )
 from tests.numerics.loops import clip_and_update, evaluate, freeze_then_thaw, scaled
 from tests.numerics.microbatches import kept, several
-from tests.numerics.models import GPT, MLP, CalledTwice, CheckpointedMLP, LoRA, cross_entropy, rows, tokens
+from tests.numerics.models import GPT, MLP, WIDTH, CalledTwice, CheckpointedMLP, LoRA, cross_entropy, rows, tokens
 from tests.ranks import two_ranks
 
 ON_HOST = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
@@ -94,10 +94,29 @@ def step_in_backward(run: Run, step: int) -> None:
             steps(parameter)
 
 
+class NoInput(nn.Module):
+    """Its graphs have no tensors to read but shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self) -> Tensor:
+        return torch.relu(self.first.weight @ self.second.weight) + self.second.bias
+
+
+def loss_without_input(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    loss: Tensor = (model() * y.mean()).mean()
+    return loss
+
+
 SCENARIOS: dict[str, Callable[[], None]] = {
     "compiled": lambda: check(PLAIN),
     "eager": lambda: check(replace(PLAIN, prepare=only_shard)),
     "one unit": lambda: check(replace(PLAIN, prepare=last_block_alone)),
+    "kept between microbatches, no input": lambda: check(
+        replace(PLAIN, model=NoInput, loss=loss_without_input, backward=kept)
+    ),
     "called twice": lambda: check(replace(PLAIN, model=CalledTwice)),
     "microbatches": lambda: check(replace(PLAIN, backward=several)),
     "adopted": lambda: check(replace(PLAIN, prepare=adopted)),

@@ -9,11 +9,12 @@ from tests.pairwise import slow
 from tests.ranks import two_ranks
 from tests.state import processes
 
-DEFAULT = ("compiled", "placements", "averaged without a backward")
+DEFAULT = ("compiled", "placements", "averaged without a backward", "offloaded")
 ON_FOUR_RANKS = (
     "compiled",
     "accumulation",
     "averaged once",
+    "offloaded, averaged once",
     "float16 sums",
     "one line",
     "full state",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import pytest
 
@@ -10,8 +11,10 @@ from fxshard.cost.hardware import BUILTIN
 from fxshard.ir import ops
 from fxshard.ir.liveness import unsharded_bytes
 from fxshard.passes._base import GraphKind, GraphPass
+from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.hoist_copies import HoistCopies
 from fxshard.passes.hoist_prefetch import HoistPrefetch
+from fxshard.passes.insert_collectives import InsertCollectives
 from fxshard.passes.sink_waits import SinkWaits
 from tests.graphs import OFFLOADED, SPLIT, Traced, assert_changes_nothing, run_pass
 from tests.schedules import after_passes, assert_schedule, model_of
@@ -46,6 +49,17 @@ def test_copies_what_the_budget_has_room_for() -> None:
     run_pass(HoistCopies(), gm, dataclasses.replace(ctx, hardware=SLOW_HOST, unsharded_budget_bytes=budget))
     assert max(used for _, used in unsharded_bytes(gm.graph)) <= budget
     assert any("memory budget" in note.why for note in ctx.notes)
+
+
+@pytest.mark.parametrize("depth", [1, "auto"])
+@pytest.mark.parametrize("size", ["unit", 100.0])
+def test_shards_on_the_device_count_wherever_gathers_are_moved(size: str | float, depth: int | Literal["auto"]) -> None:
+    gm, _ = model().at("forward", after=InsertCollectives)
+    alone = max(used for _, used in unsharded_bytes(gm.graph))
+    for budget in range(alone, 2 * alone, alone // 5):
+        passes = (BucketCollectives(size=size), HoistPrefetch(depth=depth), HoistCopies())
+        gm, _ = after_passes(model(), "forward", *passes, unsharded_budget_bytes=budget)
+        assert max(used for _, used in unsharded_bytes(gm.graph)) <= budget
 
 
 @pytest.mark.parametrize("kind", SPLIT)

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxshard
+from fxshard.runtime.parameters import local_of
 from fxshard.runtime.raw import as_bytes
 from fxshard.state import transport
 from fxshard.state.local_shards import MIB, LocalShard, gather_all
@@ -300,6 +301,23 @@ def test_state_that_is_not_on_the_device_of_its_mesh_stays_where_it_is() -> None
         patch.setattr(DeviceMesh, "device_type", "meta")
         gather_all(held, recipient=0, cpu_offload=False, bucket_mib=1, title="")
     assert devices == [("cpu", 2), ("meta", 1)]
+
+
+def test_what_is_on_the_host_and_not_cut_into_rows_is_made_full_on_the_device(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters of tensor parallelism, say."""
+    placed, devices = distribute_tensor(torch.zeros(4), mesh, [Shard(0)], src_data_rank=None), list[str]()
+
+    def record(dtensor: DTensor) -> Tensor:
+        devices.append(local_of(dtensor).device.type)
+        return torch.ones(4)
+
+    monkeypatch.setattr(DTensor, "full_tensor", record)
+    monkeypatch.setattr(DeviceMesh, "device_type", "meta")
+    held = [LocalShard((4,), torch.float32, placed, None, other=True)]
+    (full,) = gather_all(held, recipient=None, cpu_offload=True, bucket_mib=1, title="") or []
+    assert (devices, full.tolist()) == (["meta"], [1.0] * 4)
 
 
 @two_ranks
