@@ -73,7 +73,9 @@ FSDP2: Mapping[str, Mapping[str, Held]] = {
         "placements of the caller's (`shard_placement_fn`)": by(
             "numerics/test_placements.py::test_trains_what_is_cut_along_other_dimensions"
         ),
-        "tensor subclasses with hooks around the all_gather": none("not supported: parameters are plain tensors"),
+        "tensor subclasses with hooks around the all_gather": by(
+            "numerics/test_extensions.py::test_trains_as_fsdp2_with_the_same_subclass"
+        ),
     },
     "Training in parity": {
         "one group": by(f"{UNITS}trains_with_the_root_as_the_only_unit"),

@@ -34,6 +34,7 @@ from fxshard.errors import ConfigError
 from fxshard.live_objects import instances_of, referrers_of
 from fxshard.options import Options, launched_world_size
 from fxshard.runtime import mesh_axes, process_groups, rank_values
+from fxshard.runtime.extensions import has_hooks
 from fxshard.runtime.flat_shard import Home
 from fxshard.runtime.parameters import as_dtensor, shard_rows
 from fxshard.runtime.unit import Unit
@@ -81,6 +82,11 @@ def shard_root(gm: fx.GraphModule, unsharded: dict[str, nn.Parameter], options: 
     require_plain({name: p for root in roots for name, p in root.named_parameters()})
     for root in roots:
         shard_module.require_shardable(dict(root.named_parameters()), mesh)
+        if hooked := [name for name, parameter in root.named_parameters() if has_hooks(parameter)]:
+            raise ConfigError(
+                f"{', '.join(hooked)}: tensor subclasses with fsdp_pre_all_gather cannot be compared and sharded in "
+                "the first call. Call fully_shard before torch.compile."
+            )
     for root in roots:
         for group in mesh_axes.groups(mesh):
             _require_no_averages(root, group)

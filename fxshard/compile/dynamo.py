@@ -107,9 +107,17 @@ def bind_markers(gm: fx.GraphModule, flats: dict[int, Home]) -> FramePlan:
         input_names=tuple(
             "" if i in flats else source_name(node).removeprefix("self.") for i, node in enumerate(placeholders)
         ),
+        metadata=frozenset(
+            i for i, node in enumerate(placeholders) if i not in flats and any(map(_is_reader, node.users))
+        ),
         model_axes=meshes.axes_of([*meshes.meshes_in(gm.graph), *_meshes_of(home.unit for home in flats.values())]),
     )
     return plan.with_subgroups()
+
+
+def _is_reader(node: fx.Node) -> bool:
+    """Whether a node makes a parameter with hooks of gathered bytes; see [Note: extensions]."""
+    return hasattr(node.target, "makes_parameter")
 
 
 def _meshes_of(units: Iterable[Unit]) -> Iterator[DeviceMesh]:
@@ -140,8 +148,9 @@ def _markers(gm: fx.GraphModule) -> Iterator[fx.Node]:
 
 
 def _parameters_of(marker: fx.Node) -> list[fx.Node]:
-    """Return the nodes that are the parameter to the user's code: the marker, or what puts its dimensions in order."""
-    return [node for node in marker.users if node.target in (torch.ops.fxshard.whole, ops.WHOLE)] or [marker]
+    """Return the nodes that are the parameter to the user's code: the marker, or what makes the parameter of it."""
+    made = (torch.ops.fxshard.whole, ops.WHOLE)
+    return [n for n in marker.users if n.target in made or _is_reader(n)] or [marker]
 
 
 def refuse_writes(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: FramePlan | None = None) -> None:

@@ -96,6 +96,11 @@ class InputValues:
 
     def _flat(self, home: Home, rank: int) -> Tensor:
         shard = home.unit.shards[home.shard]
+        if home.unit.plan.encoded:
+            raise UnsupportedGraph(
+                f"unit {home.unit.label!r} has tensor subclasses with fsdp_pre_all_gather, whose hooks run for one "
+                "rank only. Compare a model with plain parameters."
+            )
         parameters = []
         for member in shard.members:
             module, name = member.owners[0]

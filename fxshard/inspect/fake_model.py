@@ -74,7 +74,7 @@ class StandInMesh(DeviceMesh):
         shape = [axes[name] for name in names]
         ranks = torch.arange(size.replicas * size.shards, device="cpu").view(shape)
         super().__init__(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=0)
-        named = [SimpleNamespace(group_name=name) for name in (f"{group}_replicas", group)[-len(shape) :]]
+        named = [_NamedGroup(name) for name in (f"{group}_replicas", group)[-len(shape) :]]
         self._groups = cast("list[dist.ProcessGroup]", named)
 
     def get_group(self, mesh_dim: int | str | None = None) -> dist.ProcessGroup:
@@ -84,6 +84,15 @@ class StandInMesh(DeviceMesh):
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         """Return 0."""
         return 0
+
+
+class _NamedGroup(str):
+    """The name of a group, which a functional collective takes in place of one."""
+
+    @property
+    def group_name(self) -> str:
+        """The same, as of a group."""
+        return str(self)
 
 
 @dataclass(frozen=True, kw_only=True)

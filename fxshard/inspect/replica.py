@@ -19,6 +19,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from fxshard import torch_private
 from fxshard.errors import UnsupportedGraph
+from fxshard.runtime import extensions
 from fxshard.runtime.parameters import REFS, TRACED, ParameterRef, adopt_attributes, placed
 from fxshard.sharding.sharded_module import STATE, plain_module
 
@@ -143,6 +144,7 @@ class Replica:
         )
         with torch.no_grad(), self.faking():
             full = torch.empty(shape, dtype=sharded.dtype, device=self._place(sharded))
+            full = extensions.around(full, cast(Any, sharded)._local_tensor)
             return _like(full if ref.layout is None else placed(full, ref.layout), sharded)
 
     def _fake(self, tensor: Tensor) -> Tensor:

@@ -160,7 +160,7 @@ def launch_parameters(shards: Mapping[int, Tensor], plan: UnitPlan) -> dict[Slot
     `shards` maps shard index -> this rank's flat, `[shard_numel]`. Parameters are contiguous, in the unit's unsharded
     dtype.
     """
-    slots = {(i, j): slot for i, shard in enumerate(plan.shards) for j, slot in enumerate(shard.slots)}
+    slots = {(i, j): slot for i, shard in plan.gathered for j, slot in enumerate(shard.slots)}
     segments: list[Segment] = [(index,) for index, slot in slots.items() if slot.numel]
     launched = launch_gather(gather_inputs(shards, plan, segments), plan.world_size, plan.group)
     found = {segment[0]: buffer for segment, buffer in zip(segments, launched, strict=True)}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -62,6 +62,16 @@ def reshapes_of(parameter: fx.Node) -> Iterator[fx.Node]:
         node = queue.pop()
         yield node
         queue.extend(user for user in node.users if user.target in ops.MOVEMENT and user.all_input_nodes == [node])
+
+
+def made_of(parameters: Iterable[fx.Node], beside: Collection[fx.Node]) -> set[fx.Node]:
+    """Return every node that is made of `parameters` alone, or of these and what is `beside` them."""
+    made = set(parameters)
+    for node in next(iter(made)).graph.nodes if made else ():
+        sources = node.all_input_nodes
+        if not made.isdisjoint(sources) and all(source in made or source in beside for source in sources):
+            made.add(node)
+    return {node for node in made if node.op == "call_function"}
 
 
 Decompositions = Mapping[Any, Callable[..., Any]]

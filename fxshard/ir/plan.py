@@ -9,6 +9,9 @@ other in registration order, so an all_gather of the shard fills `[world_size, s
 its columns. A scalar cannot be cut: its slot holds the whole value on every rank (replicated), and its gradient is
 reduced into every rank's slot.
 
+Where a tensor subclass says what is gathered ([Note: extensions] in `runtime/extensions.py`), its shard is never
+gathered. Another one *encodes* it: the bytes of this rank's all-gather inputs, a slot for each.
+
 On a mesh of two axes the second one shards as described, and the first one replicates: the ranks along it hold the same
 shard. `world_size` and `group` are those of the axis that shards.
 
@@ -73,6 +76,7 @@ class ShardPlan:
     trainable: bool
     slots: tuple[Slot, ...]
     keeps_dtype: bool = False  # whether it is gathered in `dtype`, whatever the unit's `param_dtype`
+    encodes: int | None = None  # the shard that this one is gathered in place of, by index
 
     @property
     def numel(self) -> int:
@@ -144,6 +148,16 @@ class UnitPlan:
         casts = self.param_dtype is not None and shard.dtype.is_floating_point and not shard.keeps_dtype
         return cast(torch.dtype, self.param_dtype) if casts else shard.dtype
 
+    @property
+    def encoded(self) -> frozenset[int]:
+        """The shards in place of which others are gathered, by index."""
+        return frozenset(shard.encodes for shard in self.shards if shard.encodes is not None)
+
+    @property
+    def gathered(self) -> list[tuple[int, ShardPlan]]:
+        """The shards that are gathered, with their indices."""
+        return [(i, shard) for i, shard in enumerate(self.shards) if i not in self.encoded]
+
     def slot(self, index: tuple[int, int]) -> Slot:
         """Return the slot of a parameter: (shard, slot)."""
         shard, i = index
@@ -165,7 +179,7 @@ class UnitPlan:
     @property
     def unsharded_bytes(self) -> int:
         """Bytes of the gathered unit, padding included."""
-        return sum(s.numel * self.world_size * self.unsharded_dtype(s).itemsize for s in self.shards)
+        return sum(s.numel * self.world_size * self.unsharded_dtype(s).itemsize for _, s in self.gathered)
 
     @property
     def shard_bytes(self) -> int:
@@ -185,6 +199,7 @@ class UnitPlan:
         groups = "+".join(filter(None, named))
         # A graph may read a part of a unit; the rest decides where that part lies.
         layout = [(str(s.dtype), s.keeps_dtype, s.trainable, [slot.shape for slot in s.slots]) for s in self.shards]
+        layout += [s.encodes for s in self.shards if s.encodes is not None]  # type: ignore[misc]
         digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:8]
         policy = "reshard" if self.reshard_after_forward else "keep"
         policy += f" to {self.subgroup_size}" if self.subgroup else ""
@@ -205,6 +220,7 @@ class FramePlan:
     shard_inputs: dict[int, tuple[str, int]]  # graph input index -> (unit key, shard index)
     input_names: tuple[str, ...] = ()  # as the user's code calls the inputs; empty for flats
     model_axes: tuple[MeshAxis, ...] = ()  # of the meshes of DTensors in the user's code
+    metadata: frozenset[int] = frozenset()  # the inputs with which gathered bytes become parameters, by index
 
     def unit_of(self, module: str) -> str:
         """Return the key of the unit that a module (an FQN) belongs to: the one whose module is nearest around it."""
@@ -240,6 +256,10 @@ class FramePlan:
             ahead = None if listed is None else tuple(keys.get(other, other) for other in listed)
             units[name] = replace(_in_subgroup(self.units[key], key), backward_prefetch=ahead)
         return replace(self, units=units) if keys else self
+
+    def is_encoded(self, unit: str, shard: int) -> bool:
+        """Return whether another shard of the unit is gathered in place of that one."""
+        return shard in self.units[unit].encoded
 
     def has_group(self, name: str) -> bool:
         """Return whether collectives of a unit run on the process group of that name; others are the model's own."""
@@ -312,18 +332,35 @@ class ParameterSpec:
     dtype: torch.dtype
     trainable: bool
     keeps_dtype: bool = False
+    input_bytes: tuple[int, ...] = ()  # of its all-gather inputs on one rank, if a tensor subclass says what they are
+
+
+def input_name(fqn: str, number: int) -> str:
+    """Return what the slot of a parameter's all-gather input is called."""
+    return f"{fqn}.input{number}"
 
 
 def lay_out(parameters: Iterable[ParameterSpec], world_size: int) -> tuple[ShardPlan, ...]:
     """Assign each parameter, in registration order, a slot; see [Note: layout of a unit]."""
-    groups: dict[tuple[torch.dtype, bool, bool], list[ParameterSpec]] = {}
+    groups: dict[tuple[torch.dtype, bool, bool, bool], list[ParameterSpec]] = {}
     for parameter in parameters:
-        key = parameter.dtype, parameter.trainable, parameter.keeps_dtype
+        key = parameter.dtype, parameter.trainable, parameter.keeps_dtype, bool(parameter.input_bytes)
         groups.setdefault(key, []).append(parameter)
-    return tuple(
+    shards = [
         ShardPlan(dtype=dtype, trainable=trainable, keeps_dtype=keeps_dtype, slots=_slots(members, world_size))
-        for (dtype, trainable, keeps_dtype), members in groups.items()
-    )
+        for (dtype, trainable, keeps_dtype, _), members in groups.items()
+    ]
+    for i, ((*_, is_encoded), members) in enumerate(groups.items()):
+        if is_encoded:
+            inputs = [
+                ParameterSpec(
+                    fqn=input_name(p.fqn, n), shape=(nbytes * world_size,), dtype=torch.uint8, trainable=False
+                )
+                for p in members
+                for n, nbytes in enumerate(p.input_bytes)
+            ]
+            shards.append(ShardPlan(dtype=torch.uint8, trainable=False, slots=_slots(inputs, world_size), encodes=i))
+    return tuple(shards)
 
 
 def _slots(parameters: Sequence[ParameterSpec], world_size: int) -> tuple[Slot, ...]:

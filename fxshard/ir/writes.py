@@ -10,7 +10,7 @@ more on fake tensors, and each op that runs is asked what it writes into.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
@@ -53,7 +53,7 @@ class _WriteRecorder(torch_private.DispatchMode):
 def writes_of(gm: fx.GraphModule, parameters: Collection[fx.Node]) -> Iterator[Write]:
     """Find the first write into each of `parameters` in Dynamo's graph and its subgraphs; see [Note: writes]."""
     found: dict[fx.Node, Write] = {}
-    with torch.no_grad(), torch_private.beside_a_trace(next(iter(parameters)).meta["example_value"]):
+    with torch.no_grad(), torch_private.beside_a_trace(_plain(next(iter(parameters)).meta["example_value"])):
         for write in _Search(parameters).writes_in(gm):
             found.setdefault(write.parameter, write)
     for node in parameters:
@@ -61,6 +61,13 @@ def writes_of(gm: fx.GraphModule, parameters: Collection[fx.Node]) -> Iterator[W
             yield found[node]
         elif node.op != "placeholder" and node.meta["example_value"]._version:  # Dynamo has run it on fake tensors too
             yield Write(node, node, "")
+
+
+def _plain(value: Any) -> Tensor:
+    """Return a tensor that a subclass is made of."""
+    while torch_private.is_wrapper(value):
+        value = getattr(value, value.__tensor_flatten__()[0][0])
+    return cast(Tensor, value)
 
 
 class _Search:

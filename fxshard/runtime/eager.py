@@ -270,7 +270,10 @@ class _UnshardUnit(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         with profiler_ranges.of_unit(unit.fqn):
             shards = host_copies.on_device(dict(enumerate(flats)), unit.plan)
-            values = collectives.unshard(shards, unit.plan, index)
+            reads = [(i, j) for i, shard in unit.plan.gathered for j in range(len(shard.slots))]
+            gathered = dict(zip(reads, collectives.unshard(shards, unit.plan, reads), strict=True))
+        parameters = unit.unsharded_of(gathered)
+        values = [parameters[slot] for slot in index]
         frozen = [v for v, (i, _) in zip(values, index, strict=True) if not unit.shards[i].plan.trainable]
         ctx.mark_non_differentiable(*frozen)
         return tuple(values)

@@ -23,11 +23,13 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fxshard.errors import ConfigError
 from fxshard.ir.plan import ParameterSpec, ShardPlan
 from fxshard.runtime import mesh_axes
+from fxshard.runtime.extensions import Extension, has_hooks
 from fxshard.runtime.gradients import GradientSink
 from fxshard.runtime.parameters import ParameterSettings, adopt_attributes, local_of, rows_first
 from fxshard.runtime.tensor_parallel import TensorParallel
@@ -63,6 +65,7 @@ class Member:
         original: the parameter that it replaced; the same reference for parameters that were tied.
         settings: how it is sharded otherwise than its unit.
         tensor_parallel: what it is besides, if it was a DTensor before.
+        extension: what its tensor subclass says of its gathers, if that has hooks.
         view: its local tensor, a view of the flat.
         pointer: address of `view`.
         wrapper_storage: the storage object that torch made for the DTensor itself; `p.data = ...` replaces it.
@@ -74,6 +77,7 @@ class Member:
     original: weakref.ref[nn.Parameter]
     settings: ParameterSettings
     tensor_parallel: TensorParallel | None = None
+    extension: Extension | None = None
     view: Tensor = field(init=False)
     pointer: int = field(init=False)
     wrapper_storage: torch.UntypedStorage = field(init=False)
@@ -94,7 +98,45 @@ class Member:
             dtype=p.dtype,
             trainable=p.requires_grad,
             keeps_dtype=self.settings.keeps_dtype,
+            input_bytes=self.extension.input_bytes if self.extension else (),
         )
+
+    def extend(self, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+        """Let its tensor subclass say what is gathered of it, if that has hooks.
+
+        Raises:
+            ConfigError: the hooks cannot be used.
+        """
+        local = cast(DTensor, self.parameter)._local_tensor
+        if hasattr(self, "view"):
+            self.require_known_hooks()
+        if not has_hooks(local):
+            return
+        shape, dtype = self.parameter.shape, self.parameter.dtype
+        if self.tensor_parallel or self.settings.dim or not shape:
+            raise ConfigError(
+                f"{self.fqn} is a {type(local).__name__} with fsdp_pre_all_gather, and is a scalar, is cut along "
+                "another dimension than 0, or was a DTensor before fully_shard. That is not supported: make it a plain "
+                "parameter, or leave out shard_placement_fn or parallelize_module for it."
+            )
+        on = mesh if mesh.ndim == 1 else mesh[cast("tuple[str, ...]", mesh.mesh_dim_names)[-1]]
+        if policy.param_dtype is not None and not self.settings.keeps_dtype:
+            dtype = policy.param_dtype
+        self.extension = Extension(self.fqn, local, self.owners[0][0], on, policy, (shape, dtype))
+
+    def require_known_hooks(self) -> None:
+        """Raise if its tensor subclass has been changed since `fully_shard` looked at it.
+
+        Raises:
+            ConfigError: as said.
+        """
+        local, known = cast(DTensor, self.parameter)._local_tensor, self.extension
+        if (known is None and has_hooks(local)) or (known is not None and type(local) is not type(known.local)):
+            was = "a plain tensor" if known is None else f"a {type(known.local).__name__}"
+            raise ConfigError(
+                f"{self.fqn} was {was} at fully_shard, and is now a {type(local).__name__} with other hooks around its "
+                "all_gather (fsdp_pre_all_gather). Make it the subclass before fully_shard."
+            )
 
     def read_from(self, gathered: Tensor) -> Tensor:
         """Return what modules read, of what was gathered."""
@@ -110,6 +152,8 @@ class Member:
         cannot where something holds a weak reference, and hooks would be left behind.
         """
         old = self.parameter
+        if self.extension is not None:
+            view = self.extension.hold(view, cast(DTensor, old)._local_tensor)
         has_hooks = bool(old._backward_hooks or getattr(old, "_post_accumulate_grad_hooks", None))
         if old.storage_offset() == view.storage_offset() or has_hooks or weakref.getweakrefs(old):
             cast(DTensor, old)._local_tensor = view
@@ -120,7 +164,7 @@ class Member:
             torch.utils.swap_tensors(old, nn.Parameter(rebuilt, requires_grad=old.requires_grad))
             old.grad = grad
             adopt_attributes(old, attributes)
-        self.view = self.local
+        self.view = cast(DTensor, self.parameter)._local_tensor
         self.pointer = self.view.data_ptr()
         self.wrapper_storage = self.parameter.untyped_storage()
 
@@ -147,7 +191,7 @@ class Member:
                 "same one in every module that shares it). Assign the same parameter to all of them, or none."
             )
         self.require_shard(new[0])
-        if local_of(new[0]) is self.view and new[0].untyped_storage() is not self.wrapper_storage:
+        if getattr(new[0], "_local_tensor", None) is self.view and new[0].untyped_storage() is not self.wrapper_storage:
             raise ConfigError(
                 f"{self.fqn}.data was assigned: torch replaces only the wrapper of a DTensor, so the new values are "
                 "lost. Write into it instead: with torch.no_grad(): parameter.copy_(values)."

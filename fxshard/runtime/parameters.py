@@ -8,7 +8,7 @@ fields is eight. It is an argument of the op that Dynamo records, and is taken a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from fxshard.ir import ops
 from fxshard.ir.plan import Slot
-from fxshard.runtime import mesh_axes
+from fxshard.runtime import extensions, mesh_axes
 
 REFS = "_fxshard_refs"
 """Key in a module's `__dict__`: name of each sharded parameter -> `ParameterRef`."""
@@ -39,6 +39,15 @@ Layout = tuple[DeviceMesh, tuple[Placement, ...], torch.Size, tuple[int, ...], t
 """Mesh, placements, shape and strides of a DTensor, and the placements of its gradient where they are others."""
 
 
+class HookRef(NamedTuple):
+    """What reading a parameter with hooks needs besides; see [Note: extensions] in `runtime/extensions.py`."""
+
+    reader: Callable[..., Tensor]
+    flat: Tensor  # of the all-gather inputs
+    texts: tuple[str, ...]  # of the markers of these
+    metadata: tuple[Tensor, ...]
+
+
 class ParameterRef(NamedTuple):
     """All that reading a parameter needs."""
 
@@ -50,6 +59,7 @@ class ParameterRef(NamedTuple):
     dim: int = 0
     layout: Layout | None = None  # of the DTensor that it is when it is gathered, if it is tensor-parallel
     device: str = ""  # on which it is gathered, if the flat is on another one
+    hooks: HookRef | None = None  # if a tensor subclass says what is gathered
 
     @property
     def text(self) -> str:
@@ -64,6 +74,15 @@ def publish(module: nn.Module, name: str, ref: ParameterRef) -> None:
     traced.update({name: ref.text, flat_key(name): ref.flat})
     if ref.layout is not None:
         traced[layout_key(name)] = ref.layout
+    if ref.hooks is not None:
+        traced |= {reader_key(name): ref.hooks.reader, inputs_key(name): ref.hooks.flat}
+        traced |= {input_key(name, i): text for i, text in enumerate(ref.hooks.texts)}
+        publish_metadata(module, name, ref.hooks.metadata)
+
+
+def publish_metadata(module: nn.Module, name: str, metadata: Sequence[Tensor]) -> None:
+    """Let the module's getter of `name` find what the first hook has given beside its inputs."""
+    module.__dict__[TRACED].update({metadata_key(name, i): tensor for i, tensor in enumerate(metadata)})
 
 
 def flat_key(name: str) -> str:
@@ -74,6 +93,26 @@ def flat_key(name: str) -> str:
 def layout_key(name: str) -> str:
     """Where the layout of a tensor-parallel parameter stands."""
     return f"{name}.layout"
+
+
+def reader_key(name: str) -> str:
+    """Where the function stands that makes a parameter with hooks of what was gathered."""
+    return f"{name}.reader"
+
+
+def inputs_key(name: str) -> str:
+    """Where the flat of its all-gather inputs stands."""
+    return f"{name}.inputs"
+
+
+def input_key(name: str, number: int) -> str:
+    """Where the marker of one of them stands."""
+    return f"{name}.input{number}"
+
+
+def metadata_key(name: str, number: int) -> str:
+    """Where a tensor of its metadata stands."""
+    return f"{name}.metadata{number}"
 
 
 def placed(local: Tensor, layout: Layout) -> Tensor:
@@ -87,14 +126,14 @@ def placed(local: Tensor, layout: Layout) -> Tensor:
 
 
 def local_of(parameter: Tensor) -> Tensor:
-    """The local tensor of a DTensor parameter."""
-    return cast(DTensor, parameter)._local_tensor
+    """The local tensor of a DTensor parameter; the rows, if that is a subclass with hooks."""
+    return extensions.rows_of(cast(DTensor, parameter)._local_tensor)
 
 
 def full_tensor_of(dtensor: DTensor) -> Tensor:
     """The whole of a DTensor, where its rows are; those of an offloaded one are gathered on the mesh's device."""
     rows, device_type = local_of(dtensor), dtensor.device_mesh.device_type
-    if rows.device.type == device_type:
+    if rows.device.type == device_type and rows is dtensor._local_tensor:
         return dtensor.full_tensor()
     return DTensor(rows.to(device_type), dtensor._spec, requires_grad=False).full_tensor().to(rows.device)
 
@@ -129,8 +168,9 @@ def as_dtensor(full: Tensor, rows: Tensor, mesh: DeviceMesh, dim: int = 0, spec:
     placements = mesh_axes.placements(mesh, is_scalar=full.dim() == 0, dim=dim)
     shape = full.shape
     stride = torch.empty(shape, device="meta").stride()
-    is_elsewhere = rows.device.type not in (mesh.device_type, "meta")  # `from_local` would move it to the mesh's device
-    local = rows.to("meta") if is_elsewhere else rows
+    # `from_local` would move it to the mesh's device, and make a view of a subclass with hooks.
+    is_elsewhere = rows.device.type not in (mesh.device_type, "meta") or extensions.has_hooks(rows)
+    local = extensions.rows_of(rows).to("meta") if is_elsewhere else rows
     dtensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
     if is_elsewhere:
         dtensor = DTensor(rows, dtensor._spec, requires_grad=False)

@@ -221,14 +221,15 @@ class Prefetcher:
         """Launch what the unit's forward takes, for the next call of the outermost module."""
         requests = self._of_unit.get((False, unit), {})
         self._cache.drop(*requests)  # may be of old weights
+        unit.encode()
         launched = [self._launch(request, "asked") for request in requests.values()]
         return [tensor for gathered in launched for tensor in gathered.tensors.values()]
 
     def launch_after_step(self, stepped: Collection[Unit]) -> None:
         """Launch what the next forward takes first, if it is of these units; see [Note: after a step]."""
         unit = self.first
-        if unit is None or unit not in stepped:
-            return
+        if unit is None or unit not in stepped or unit.plan.encoded:
+            return  # what hooks encode is there when the forward begins
         self.drop_stepped()
         self.first = unit
         with unit.agreed("step", "all_gather", "what the next forward reads first"), torch.no_grad():

@@ -16,12 +16,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from fxshard import torch_private
 from fxshard.errors import ConfigError, UnsupportedGraph
+from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.launches import Launch
-from fxshard.ir.plan import Offload, ShardPlan, UnitPlan, lay_out, prefetch_words
+from fxshard.ir.plan import Offload, ShardPlan, UnitPlan, input_name, lay_out, prefetch_words
 from fxshard.runtime import mesh_axes, parameters, unsharded_cache
 from fxshard.runtime.accumulation import Accumulation
 from fxshard.runtime.eager import AfterForward
 from fxshard.runtime.flat_shard import FlatShard, Home, Member
+from fxshard.runtime.input_shard import InputShard
 from fxshard.runtime.parameters import ParameterRef
 from fxshard.runtime.prefetcher import Prefetcher
 from fxshard.runtime.rank_check import Agreement, telling_others
@@ -167,12 +169,18 @@ class Unit:
     def pack(self) -> None:
         """Lay out all members anew, and copy this rank's rows of each into fresh flats."""
         before = self.epoch()
+        for member in self.members:
+            member.extend(self.mesh, self.mp_policy)
+        self._require_usable_hooks()
         by_fqn = {member.fqn: member for member in self.members}
         with torch.no_grad(), torch.inference_mode(False):
-            self.shards = [
-                FlatShard(plan, [by_fqn[slot.fqn] for slot in plan.slots], self.mesh, Home(self, i))
-                for i, plan in enumerate(self._layout())
-            ]
+            self.shards = []
+            for i, plan in enumerate(self._layout()):
+                home = Home(self, i)
+                if plan.encodes is not None:
+                    self.shards.append(InputShard(plan, self.shards[plan.encodes], home))
+                else:
+                    self.shards.append(FlatShard(plan, [by_fqn[slot.fqn] for slot in plan.slots], self.mesh, home))
         self._advance(before)
         unsharded_cache.reshard_resident(self)
         self.prefetcher.forget()  # it knows the old flats
@@ -211,13 +219,45 @@ class Unit:
         lists += prefetch_words(self.fqn, "<", _names(self.backward_prefetch))
         sharing_key = self.plan.sharing_key
         elsewhere = self.mesh.device_type if self.offload and self.mesh.device_type != "cpu" else ""
+        hooks = {shard.plan.encodes: shard.refs(f"{i} of {sharing_key}{lists}") for i, shard in self._inputs()}
         for index, shard in enumerate(self.shards):
             dtype, key = self.plan.unsharded_dtype(shard.plan), f"{index} of {sharing_key}{lists}"
-            for i, (slot, member) in enumerate(zip(shard.plan.slots, shard.members, strict=True)):
+            for i, member in enumerate(shard.members):  # an `InputShard` has none
                 layout = member.tensor_parallel.layout if member.tensor_parallel else None
-                ref = ParameterRef(shard.flat, key, i, slot.shape, dtype, member.settings.dim, layout, elsewhere)
+                shape = shard.plan.slots[i].shape
+                ref = ParameterRef(shard.flat, key, i, shape, dtype, member.settings.dim, layout, elsewhere)
+                if index in hooks:
+                    ref = ref._replace(hooks=hooks[index][i])
                 for module, name in member.owners:
                     parameters.publish(module, name, ref)
+
+    def _inputs(self) -> list[tuple[int, InputShard]]:
+        return [(i, shard) for i, shard in enumerate(self.shards) if isinstance(shard, InputShard)]
+
+    def _require_usable_hooks(self) -> None:
+        named = [member.fqn for member in self.members if member.extension is not None]
+        if named and (self.offload is not None or self.subgroup_size):
+            what = "offload_policy" if self.offload is not None else "reshard_after_forward as a number"
+            raise ConfigError(
+                f"{', '.join(named)}: what a tensor subclass with fsdp_pre_all_gather gives cannot be gathered with "
+                f"{what}. Leave it out, or make plain parameters of them."
+            )
+
+    def encode(self) -> None:
+        """Run the hooks of tensor subclasses on what the parameters are now; see [Note: extensions].
+
+        Not while what is gathered of them stays, or is in flight: the same bytes are sent again until that is dropped.
+        """
+        inputs = self._inputs()
+        if not inputs or torch_private.backward_id() is not None:
+            return
+        if not any(found.unit is self and found.is_current for found in self.unsharded.values()):
+            for _, shard in inputs:
+                shard.encode()
+
+    def unsharded_of(self, gathered: dict[SlotIndex, Tensor]) -> dict[SlotIndex, Tensor]:
+        """Make all parameters of what was gathered outside of graphs."""
+        return gathered | {slot: made for i, shard in self._inputs() for slot, made in shard.unshard(gathered, i)}
 
     def _offload(self) -> Offload | None:
         kind = self.mesh.device_type
@@ -258,6 +298,11 @@ class Unit:
         self.fqn = fqn
         renamed = {member.fqn: new for member, new in zip(self.members, member_fqns, strict=True)}
         for member, new in zip(self.members, member_fqns, strict=True):
+            if member.extension is not None:
+                member.extension.fqn = new
+                inputs = range(len(member.extension.input_bytes))
+                renamed |= {input_name(member.fqn, i): input_name(new, i) for i in inputs}
+        for member, new in zip(self.members, member_fqns, strict=True):
             member.fqn = new
         for shard in self.shards:
             shard.plan = shard.sink.plan = shard.plan.renamed(renamed)
@@ -289,6 +334,7 @@ class Unit:
                     f"parameters are offloaded (offload_policy), but on {shard.flat.device}: {names}. Leave them on "
                     'the CPU: model.to_empty(device="cpu"), no model.cuda() or model.to(device) after fully_shard.'
                 )
+        self.encode()
 
     def _is_attached(self) -> bool:
         return all(shard.is_attached() for shard in self.shards)

@@ -65,6 +65,11 @@ def _require_releasable(model: nn.Module, states: list[tuple[ModuleState, list[n
             f"release({name}): gradients of {', '.join(waiting)} wait to be reduced. Run a backward outside of "
             "no_sync() first, or drop them with reset_iter_state()."
         )
+    if hooked := [member.fqn for unit in units for member in unit.members if member.extension is not None]:
+        raise ConfigError(
+            f"release({name}): {', '.join(hooked)} are tensor subclasses with fsdp_pre_all_gather, which cannot be "
+            "handed over. Load the state into a model that is not sharded, or that torch's fully_shard has sharded."
+        )
     for unit in units:
         unit.check()
 

@@ -16,6 +16,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from fxshard.errors import ConfigError
 from fxshard.runtime import gloo, mesh_axes, process_groups
+from fxshard.runtime.extensions import around, has_hooks, rows_of
 from fxshard.runtime.flat_shard import Member, home_of
 from fxshard.runtime.parameters import REFS, ParameterSettings, adopt_attributes, as_dtensor, local_of, shard_rows
 from fxshard.runtime.prefetcher import Prefetcher
@@ -148,7 +149,9 @@ def _members(
             full = _on_device(param, device_type)
             dim = settings[fqn].dim
             parallel = tensor_parallel(full, mesh, dim, within)
-            rows = shard_rows(local_of(full) if parallel else full, rank, world_size, dim)
+            rows = shard_rows(local_of(full) if parallel else rows_of(full), rank, world_size, dim)
+            if has_hooks(full):
+                rows = around(rows, full)
             dtensor = as_dtensor(full, rows, mesh, dim, parallel.spec if parallel else None)
             adopt_attributes(dtensor, param.__dict__)
             members.append(Member(fqn, places, dtensor, weakref.ref(param), settings[fqn], parallel))

@@ -398,6 +398,8 @@ def _open_call(module: ShardedModule, args: Any, kwargs: Any) -> tuple[ModuleSta
         for unit in state.nested:
             unit.check()
         if not state.was_called:
+            for member in (member for unit in state.nested for member in unit.members):
+                member.require_known_hooks()
             stale_holders.refuse(state.nested)
             state.was_called = True
     args, kwargs = cast_inputs(state.mp_policy, args, kwargs)

@@ -21,7 +21,19 @@ from torch.distributed.tensor import DTensor
 
 from fxshard import torch_private
 from fxshard.runtime import eager, uncompiled_warning
-from fxshard.runtime.parameters import REFS, TRACED, ParameterRef, flat_key, full_tensor_of, layout_key, placed
+from fxshard.runtime.parameters import (
+    REFS,
+    TRACED,
+    ParameterRef,
+    flat_key,
+    full_tensor_of,
+    input_key,
+    inputs_key,
+    layout_key,
+    metadata_key,
+    placed,
+    reader_key,
+)
 from fxshard.sharding.sharded_module import ParameterOwner, ShardedModule, units_under
 
 
@@ -35,14 +47,20 @@ def _read(module: nn.Module, ref: ParameterRef, name: str) -> Any:
 _read_eagerly = torch.compiler.disable(_read)
 
 
-def _getter(name: str, dim: int, is_tensor_parallel: bool) -> property:
-    its_flat, its_layout = flat_key(name), layout_key(name)
+def _getter(name: str, dim: int, is_tensor_parallel: bool, num_inputs: int, num_metadata: int) -> property:
+    its_flat, its_layout, its_reader, its_inputs = flat_key(name), layout_key(name), reader_key(name), inputs_key(name)
+    inputs = tuple(input_key(name, i) for i in range(num_inputs))
+    metadata = tuple(metadata_key(name, i) for i in range(num_metadata))
 
     @torch_private.run_this_frame_eagerly
     def get(self: nn.Module) -> Any:
         if torch.compiler.is_compiling():  # never touch self._parameters here: Dynamo would trace the DTensors in it
             traced = self.__dict__[TRACED]
             what = traced[its_flat], traced[name]  # a result in a variable would be called after it in graphs
+            if inputs:
+                sent = [torch.ops.fxshard.parameter(traced[its_inputs], traced[text]) for text in inputs]
+                rows = torch.ops.fxshard.parameter(*what)
+                return traced[its_reader](rows, *sent, *[traced[each] for each in metadata])
             if is_tensor_parallel and dim:
                 return placed(torch.ops.fxshard.whole(torch.ops.fxshard.parameter(*what), dim), traced[its_layout])
             if is_tensor_parallel:
@@ -64,13 +82,16 @@ def _getter(name: str, dim: int, is_tensor_parallel: bool) -> property:
 
 
 @functools.cache
-def _swapped_class(cls: type[nn.Module], names: frozenset[tuple[str, int, bool]], is_unit: bool) -> type[nn.Module]:
+def _swapped_class(
+    cls: type[nn.Module], names: frozenset[tuple[str, int, bool, int, int]], is_unit: bool
+) -> type[nn.Module]:
     """Return the subclass of `cls` with a property for each of `names`; equal requests give the same class.
 
-    `names` come with the dimension along which the parameter is cut, and whether it is tensor-parallel.
+    `names` come with the dimension along which the parameter is cut, whether it is tensor-parallel, and how many
+    all-gather inputs and tensors of metadata it has, if it has hooks.
     """
     mixin = ShardedModule if is_unit else ParameterOwner
-    body: dict[str, Any] = {name: _getter(name, dim, parallel) for name, dim, parallel in sorted(names)}
+    body: dict[str, Any] = {each[0]: _getter(*each) for each in sorted(names)}
     if issubclass(cls, nn.RNNBase):
         # RNNs keep their weights in a list of their own beside _parameters.
         body["_flat_weights"] = property(_rnn_weights, lambda self, weights: None)
@@ -127,7 +148,15 @@ def swap_class(module: nn.Module, is_unit: bool) -> None:
     cls = type(module)
     base = original_class(cls)
     refs = module.__dict__.get(REFS, {})
-    names = frozenset((name, ref.dim, ref.layout is not None) for name, ref in refs.items())
+    names = frozenset(
+        (
+            name,
+            ref.dim,
+            ref.layout is not None,
+            *((len(ref.hooks.texts), len(ref.hooks.metadata)) if ref.hooks else (0, 0)),
+        )
+        for name, ref in refs.items()
+    )
     if issubclass(base, nn.RNNBase):
         module.__dict__.pop("_flat_weights", None)
     module.__class__ = _swapped_class(cast(Any, base), names, is_unit or issubclass(cls, ShardedModule))

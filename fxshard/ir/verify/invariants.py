@@ -188,7 +188,7 @@ def buffers_in_flight_are_waited_for(subject: Subject) -> Iterator[Violation]:
 
 
 def gathers_match_the_plan(subject: Subject) -> Iterator[Violation]:
-    """An all_gather sends whole slots, in their unit's unsharded dtype, to its group; each once per call."""
+    """An all_gather sends whole slots, as its unit gathers them and in that dtype, to its group; each once per call."""
     gathered: dict[tuple[str, str, str], fx.Node] = {}
     for launch in (n for n in subject.launches if n.target in collectives.GATHERS):
         flats = subject.flow.sent_by(launch)
@@ -200,6 +200,8 @@ def gathers_match_the_plan(subject: Subject) -> Iterator[Violation]:
             unit = subject.baseline.plan.units[flat.unit]
             expected = unit.unsharded_dtype(unit.shards[flat.shard])
             yield from ((launch, why) for why in slot_layout.wrong_ranks(launch, unit))
+            if flat.shard in unit.encoded:
+                yield launch, f"it sends {_shard(flat)}, in place of which another one is gathered"
             if flat.dtype is not expected:
                 yield launch, f"unit {flat.unit or 'root'!r} is gathered in {expected}, this is {flat.dtype}"
             slots = [slot for slot in unit.shards[flat.shard].slots if slot_layout.lies_in(slot, flat)]
