@@ -19,8 +19,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from fxshard import torch_private
 from fxshard.errors import UnsupportedGraph
-from fxshard.runtime import extensions
-from fxshard.runtime.parameters import REFS, TRACED, ParameterRef, adopt_attributes, placed
+from fxshard.runtime.parameters import REFS, TRACED, ParameterRef, adopt_attributes, like_local_of, placed
 from fxshard.sharding.sharded_module import STATE, plain_module
 
 _NOT_COPIED = (REFS, TRACED, STATE, "_compiled_call_impl")
@@ -144,7 +143,7 @@ class Replica:
         )
         with torch.no_grad(), self.faking():
             full = torch.empty(shape, dtype=sharded.dtype, device=self._place(sharded))
-            full = extensions.around(full, cast(Any, sharded)._local_tensor)
+            full = like_local_of(sharded, full)
             return _like(full if ref.layout is None else placed(full, ref.layout), sharded)
 
     def _fake(self, tensor: Tensor) -> Tensor:

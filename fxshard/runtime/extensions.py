@@ -40,7 +40,7 @@ from fxshard.ir.plan import Slot
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
-Layout = tuple[torch.Size, torch.dtype]
+SizeAndDtype = tuple[torch.Size, torch.dtype]
 """Shape and dtype of one all-gather input, or of a tensor in the metadata."""
 
 
@@ -83,7 +83,7 @@ class Unsharding:
     """
 
     prototype: Tensor
-    inputs: tuple[Layout, ...]
+    inputs: tuple[SizeAndDtype, ...]
     metadata: tuple[Any, tuple[Any, ...]]
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -140,11 +140,11 @@ def reader_of(unsharding: Unsharding) -> Callable[..., Tensor]:
     return cast("Callable[..., Tensor]", torch.compiler.allow_in_graph(read))
 
 
-def _layouts(tensors: Sequence[Tensor]) -> tuple[Layout, ...]:
+def _layouts(tensors: Sequence[Tensor]) -> tuple[SizeAndDtype, ...]:
     return tuple((tensor.shape, tensor.dtype) for tensor in tensors)
 
 
-def _text(layouts: Sequence[Layout]) -> str:
+def _text(layouts: Sequence[SizeAndDtype]) -> str:
     return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in layouts)
 
 
@@ -248,7 +248,7 @@ class Extension:
             self._refuse(f"{_PRE} gives a {type(tensors[0]).__name__} in its metadata; give plain tensors")
         return tuple(inputs), tensors, (spec, tuple(Tensor if isinstance(x, Tensor) else x for x in leaves))
 
-    def _lay_out(self) -> tuple[Unsharding, tuple[Layout, ...]]:
+    def _lay_out(self) -> tuple[Unsharding, tuple[SizeAndDtype, ...]]:
         """Run both hooks on fake rows, those of every rank, so that all ranks come to the same."""
         slot, ranks = Slot(fqn=self.fqn, shape=tuple(self._shape), offset=0, numel=0), self._mesh.size()
         first, *others = dict.fromkeys(slot.local_shape(rank, ranks) for rank in range(ranks))

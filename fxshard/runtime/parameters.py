@@ -130,6 +130,11 @@ def local_of(parameter: Tensor) -> Tensor:
     return extensions.rows_of(cast(DTensor, parameter)._local_tensor)
 
 
+def like_local_of(parameter: Tensor, values: Tensor) -> Tensor:
+    """A tensor subclass with hooks around `values`, if the local tensor of a DTensor parameter is one."""
+    return extensions.around(values, cast(DTensor, parameter)._local_tensor)
+
+
 def full_tensor_of(dtensor: DTensor) -> Tensor:
     """The whole of a DTensor, where its rows are; those of an offloaded one are gathered on the mesh's device."""
     rows, device_type = local_of(dtensor), dtensor.device_mesh.device_type

@@ -192,7 +192,7 @@ def test_a_model_on_meta_gets_its_values_later() -> None:
 
 
 class OneHook(Float8Weight):
-    fsdp_post_all_gather = property()  # type: ignore[assignment]
+    fsdp_post_all_gather = property()
 
 
 class Curious(Float8Weight):
