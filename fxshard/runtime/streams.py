@@ -10,7 +10,7 @@ the host never does. Three rules keep memory safe, without a check at run time:
 - What is allocated on a side stream is freed into that stream's pool, and handed out again to an op that has forked
   after the last reader was launched. So each stream that forks has side streams of its own.
 - What is freed by another stream's wait, or has no work to hold it, is recorded with the allocator: a cast whose gather
-  `copy_out` waits for, and gradients.
+  `copy_out` waits for, gradients, and the copy of a shard that is offloaded.
 
 The CPU has no streams. There a cast runs at once, and a copy at its join, the last moment at which a stream could run
 it: what is freed or overwritten too early shows as a wrong number.
@@ -119,11 +119,15 @@ def _copy_out(gathered: Tensor, size: Sequence[int], stride: Sequence[int], star
 
 
 def _copy_to_device(shard: Tensor, device: str, stream: str) -> Tensor:
-    with on_side_stream(stream, torch.device(device)) as side:
+    where = torch.device(device)
+    main = torch.cuda.current_stream(where) if where.type == "cuda" else None
+    with on_side_stream(stream, where) as side:
         copy = torch.empty_like(shard, device=device, requires_grad=False)
         if side is None:
             torch_private.register_work(copy, _Late(lambda: copy.copy_(shard.detach())))
             return copy
+        for name in (tags.COPY_IN, tags.COPY_OUT) if main is not None else ():
+            copy.record_stream(stream_of(name, main))  # a gather may read it there, or be waited for and free it
         copy.copy_(shard.detach(), non_blocking=True)
         torch_private.register_work(copy, _Joined(side.record_event(), copy.device, shard))
     return copy

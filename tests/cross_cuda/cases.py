@@ -31,6 +31,13 @@ BROKEN = Case(model=Broken, options=(FSDP2, ("resident_gib", 4.0)), microbatches
 
 OFFLOADED = Case(options=(FSDP2,), num_layers=3, offloads=True, faults=FAULTS_OF_OFFLOAD)
 
+OFFLOADED_SIDE = Case(
+    options=(FSDP2, ("streams", "side"), DEAR_TENSORS),
+    offloads=True,
+    microbatches=2,
+    faults=(*FAULTS_OF_OFFLOAD, Seeded(forgets_record_stream=True)),
+)
+
 QUICK = {
     "nccl": NCCL,
     "side": SIDE,
@@ -39,6 +46,7 @@ QUICK = {
     "hybrid": HYBRID,
     "graph breaks, resident": BROKEN,
     "offloaded": OFFLOADED,
+    "offloaded, side, one tensor per launch": OFFLOADED_SIDE,
 }
 """What CI compiles, for sm_90."""
 
@@ -47,6 +55,9 @@ MORE = {
     "defaults, accumulating": Case(microbatches=2, overlaps_step=True),
     "nccl, regions": Case(options=(FSDP2,), num_layers=3, microbatches=2),
     "hybrid, side, accumulating": Case(options=(FSDP2, ("streams", "side")), replicas=2, microbatches=2, faults=FAULTS),
+    "offloaded, side, fp32": dataclasses.replace(OFFLOADED_SIDE, policy=FP32),
+    "offloaded, hybrid": Case(options=(FSDP2,), offloads=True, replicas=2, faults=FAULTS_OF_OFFLOAD),
+    "offloaded, nothing overlaps": Case(options=(FSDP2, ("streams", "off")), offloads=True),
     "nccl, fp32": Case(options=(FSDP2,), policy=FP32),
     "side, fp32": Case(options=(FSDP2, ("streams", "side")), policy=FP32),
     "side, graph breaks": Case(model=Broken, options=(FSDP2, ("streams", "side")), num_layers=3, overlaps_step=True),

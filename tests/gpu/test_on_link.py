@@ -25,8 +25,9 @@ def test_compiled_code_trains_as_fsdp2(name: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize("streams", STREAMS)
-def test_compiled_code_trains_as_fsdp2_whatever_the_streams(streams: str) -> None:
-    check_against_fsdp2("accumulation", "cuda", "bf16", lower="inductor", streams=streams)
+@pytest.mark.parametrize("name", ["accumulation", "offloaded accumulation"])
+def test_compiled_code_trains_as_fsdp2_whatever_the_streams(name: str, streams: str) -> None:
+    check_against_fsdp2(name, "cuda", "bf16", lower="inductor", streams=streams)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

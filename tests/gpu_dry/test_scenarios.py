@@ -64,7 +64,7 @@ def test_one_rank_trains_as_unsharded(name: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", sometimes(Lane.LINK, ("clipped gradients",)))
+@pytest.mark.parametrize("name", sometimes(Lane.LINK, ("clipped gradients", "offloaded", "replicas")))
 def test_emulated_ranks_train_as_fsdp2(name: str, precision: str) -> None:
     with on_link("cpu"):
         check_against_fsdp2(name, "cpu", precision)
@@ -72,9 +72,10 @@ def test_emulated_ranks_train_as_fsdp2(name: str, precision: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", STREAMS)
-def test_emulated_ranks_train_as_fsdp2_whatever_the_streams(streams: str) -> None:
+@pytest.mark.parametrize("name", ["accumulation", "offloaded accumulation"])
+def test_emulated_ranks_train_as_fsdp2_whatever_the_streams(name: str, streams: str) -> None:
     with on_link("cpu"):
-        check_against_fsdp2("accumulation", "cpu", "bf16", streams=streams)
+        check_against_fsdp2(name, "cpu", "bf16", streams=streams)
 
 
 @pytest.mark.slow

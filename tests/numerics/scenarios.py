@@ -12,11 +12,16 @@ from enum import Flag, auto
 from functools import partial
 from typing import Any, Final, cast
 
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from tests.numerics.harness import (
     Scenario,
     Tools,
+    blocks_of,
     compile_each_block,
     only_compile,
     only_shard,
@@ -88,6 +93,7 @@ CHECKPOINTED: Final = replace(LANGUAGE, model=partial(GPT, width=WIDE, checkpoin
 SHAPES: Final = replace(LANGUAGE, batch=tokens_of_many_shapes)
 RESHARD: Final = {"reshard_after_forward": True}
 KEEP: Final = {"reshard_after_forward": False}
+ON_HOST: Final = {"offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())}
 DYNAMIC: Final = {"dynamic": True, "fullgraph": True}
 
 
@@ -96,6 +102,17 @@ def reduce_in_a_group_of_its_own(model: nn.Module, tools: Tools) -> nn.Module:
     shard_blocks(model, tools)
     if tools.system.ours:
         cast(Any, model).set_separate_reduce_scatter_group(True)
+    return tools.compile(model)
+
+
+def shard_over_replicas(model: nn.Module, tools: Tools) -> nn.Module:
+    """Shard block by block over half of the ranks; the other half holds the same."""
+    ranks = dist.get_world_size()
+    shape = (2, ranks // 2) if ranks > 1 else (1, 1)
+    mesh = init_device_mesh(tools.system.device, shape, mesh_dim_names=("replicate", "shard"))
+    for block in blocks_of(model):
+        tools.shard(block, mesh=mesh)
+    tools.shard(model, mesh=mesh)
     return tools.compile(model)
 
 
@@ -144,6 +161,16 @@ _LIST: Final[Mapping[str, tuple[Scenario, Lane]]] = {
         replace(REGRESSION, prepare=reduce_in_a_group_of_its_own),
         Lane.ONE_RANK | Lane.LINK,
     ),
+    "offloaded": (replace(REGRESSION, shard_kwargs=ON_HOST), ONE_RANK_BOTH | LINK_BOTH | Lane.LINK_COMPILED_BF16),
+    "offloaded accumulation": (
+        replace(REGRESSION, shard_kwargs=ON_HOST, backward=several),
+        Lane.ONE_RANK | Lane.LINK | Lane.LINK_COMPILED_BF16,
+    ),
+    "offloaded with a graph break": (
+        replace(REGRESSION, shard_kwargs=ON_HOST, model=Broken),
+        Lane.ONE_RANK | LINK_BOTH,
+    ),
+    "replicas": (replace(REGRESSION, prepare=shard_over_replicas), LINK_BOTH | Lane.LINK_COMPILED_BF16),
     "two forwards, two backwards": (
         replace(REGRESSION, backward=two_forwards_before_two_backwards),
         RANKS_BOTH | Lane.ONE_RANK,
