@@ -209,7 +209,7 @@ class Run:
 def full(x: Tensor) -> Tensor:
     """Return a copy of the whole of a tensor that may be sharded; rows on the host are gathered where the ranks are."""
     x = x.detach()
-    return (x.to(x.device_mesh.device_type).full_tensor() if isinstance(x, DTensor) else x).clone()
+    return (cast(DTensor, x.to(x.device_mesh.device_type)).full_tensor() if isinstance(x, DTensor) else x).clone()
 
 
 def backward_of_one_loss(run: Run, step: int) -> Tensor:
