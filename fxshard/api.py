@@ -105,14 +105,8 @@ def fully_shard(
 
     Raises:
         ConfigError: wrong mesh, sharded twice, compiled before, or parameters that cannot be sharded (named).
-        NotImplementedError: an argument of a later release, named.
     """
     _require_kinds(reshard_after_forward, mp_policy, offload_policy)
-    if dp_mesh_dims is not None and not isinstance(reshard_after_forward, bool | None):
-        raise NotImplementedError(
-            "fully_shard: reshard_after_forward as a number of ranks is not implemented yet with dp_mesh_dims; give "
-            "True or False."
-        )
     modules = _modules(module)
     _require_fresh(modules)
     policy = mp_policy or MixedPrecisionPolicy()

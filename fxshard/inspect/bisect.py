@@ -129,14 +129,14 @@ def bisect_numerics(
 
 def _num_ranks(model: nn.Module) -> int:
     """Return over how many ranks the largest unit is sharded; those of others must be parts of them."""
-    ranks = {unit.label: unit.world_size for unit in units_under(model)}
-    found = max(ranks.values())
-    if any(found % size for size in ranks.values()):
+    sizes = sorted({unit.world_size for unit in units_under(model)})
+    if any(sizes[-1] % size for size in sizes):
         raise ConfigError(
-            f"bisect_numerics: units are shared by different numbers of ranks, of which one is no multiple of another: "
-            f"{ranks}. Bisect a part of the model that has one mesh, or one that is not sharded, with world_size=...."
+            f"bisect_numerics: units are shared by different numbers of ranks, {', '.join(map(str, sizes))}, of which "
+            "one is no multiple of another. Bisect a part of the model that has one mesh, or one that is not sharded, "
+            "with world_size=...."
         )
-    return found
+    return sizes[-1]
 
 
 def _require_values(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fxshard
 from fxshard import torch_fsdp2
+from fxshard.errors import ConfigError
 from fxshard.ir import collectives
 from fxshard.passes._base import GraphPass, PassContext
 from fxshard.passes.pipeline import Pipeline
@@ -131,3 +132,13 @@ def test_bisects_models_with_collectives_of_their_own(what: str, lower: str) -> 
 
 def and_then(last: GraphPass) -> Callable[[Pipeline], Pipeline]:
     return lambda pipeline: dataclasses.replace(pipeline, split=(*pipeline.split, last))
+
+
+def test_refuses_to_bisect_meshes_that_are_no_parts_of_each_other() -> None:
+    with fake_ranks(12):
+        mesh = init_device_mesh("cpu", (4, 3), mesh_dim_names=("a", "b"))
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for layer, name in zip(model, ("a", "b"), strict=True):
+            fxshard.fully_shard(layer, mesh=mesh[name])
+        with pytest.raises(ConfigError, match="numbers of ranks, 3, 4, of which one is no multiple"):
+            fxshard.bisect_numerics(model, torch.ones(2, 4), options=EAGER)

@@ -35,6 +35,7 @@ from tests.numerics.harness import (
     check_inductor,
     check_sums_in_few_bits,
     compare,
+    compile_each_block,
     fxshard_system,
     only_shard,
     shard_and_compile,
@@ -293,6 +294,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 BODIES: dict[str, Body] = {
     "compiled": lambda mesh: check(on(mesh)),
     "not compiled": lambda mesh: check(on(mesh, only_shard)),
+    "block by block": lambda mesh: check(on(mesh, compile_each_block)),
     "placements": parameters_lie_as_those_of_fsdp2,
     "float32": lambda mesh: check_bitwise(on(mesh)),
     # FSDP2 of torch 2.15 casts the gradient of a norm before it is summed over the split sequence.

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-import fxshard
 from fxshard import fully_shard, torch_fsdp2
 from fxshard.errors import ConfigError
+from fxshard.sharding.sharded_module import units_under
 from tests.fake_ranks import fake_ranks
 from tests.sharding.untouched import left_as_it_was
 
@@ -82,13 +83,10 @@ def test_wants_parameters_that_are_whole_on_the_axes_of_the_data(whole: DeviceMe
 
 
 @needs_dims
-def test_refuses_a_number_of_ranks_to_reshard_to(whole: DeviceMesh) -> None:
-    model, kwargs = layer(whole, Replicate(), Shard(0)), {"mesh": whole, "dp_mesh_dims": dims(shard="dp")}
-    refuses(
-        model,
-        "is not implemented yet with dp_mesh_dims",
-        NotImplementedError,
-        reshard_after_forward=2,
-        **kwargs,
-    )
-    assert isinstance(fully_shard(model, reshard_after_forward=True, **kwargs), fxshard.ShardedModule)
+def test_takes_a_number_of_ranks_to_reshard_to() -> None:
+    with fake_ranks(8):
+        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+        kwargs = {"mesh": mesh, "dp_mesh_dims": dims(shard="dp"), "reshard_after_forward": 2}
+        (unit,) = units_under(fully_shard(layer(mesh, Replicate(), Shard(0)), **kwargs))
+        assert unit.subgroup is not None
+        assert dist.get_process_group_ranks(unit.subgroup) == [0, 2]

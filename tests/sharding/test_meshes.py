@@ -95,8 +95,7 @@ def test_graphs_name_the_units_and_explain_knows_them(mesh: DeviceMesh) -> None:
     x, model = torch.ones(2, WIDTH), sharded(mesh)
     names = {name for name, *_ in described(model)}
     assert set(fxshard.explain(model, x, options=EAGER).units) == names
-    with pytest.raises(ConfigError, match=r"different numbers of ranks: .*'blocks\.0\.<shard>': 2"):
-        fxshard.bisect_numerics(model, x, options=EAGER)
+    assert fxshard.bisect_numerics(model, x, options=EAGER) is None
     compiled = compile_module(model, options=EAGER)
     compiled(x).sum().backward()
     forward, backward = fxshard.compiled_graphs(compiled)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fxshard
@@ -59,12 +59,6 @@ def test_the_columns_of_a_tensor_parallel_parameter_are_those_that_a_rank_has(me
     model = parallelize_module(nn.Linear(6, 4), split_axis(mesh), RowwiseParallel(), src_data_rank=None)
     with pytest.raises(ConfigError, match=r"Shard\(dim=1\) for weight of shape \[4, 3\].* among the 2 ranks"):
         fxshard.fully_shard(model, mesh=mesh["shard"], shard_placement_fn=lambda p: Shard(p.dim() - 1))
-
-
-def test_bisect_numerics_says_that_it_runs_the_ranks_of_one_axis(mesh: DeviceMesh) -> None:
-    model = fxshard.fully_shard(split(mesh), mesh=mesh["shard"])
-    with pytest.raises(ConfigError, match=r"(?s)tensor-parallel: 0\.weight, 0\.bias.*before parallelize_module"):
-        fxshard.bisect_numerics(model, torch.ones(2, 4))
 
 
 @pytest.mark.parametrize("reshard_after_forward", [None, 2])
@@ -156,3 +150,18 @@ def test_parameters_beside_tensor_parallel_ones_are_of_one_set_of_ranks(mesh: De
     )
     with pytest.raises(ConfigError, match="sharded over several"):
         require_one_set(model)
+
+
+def test_a_compiled_block_takes_what_a_collective_is_still_filling(mesh: DeviceMesh) -> None:
+    """The embedding before it is not compiled; its backward must get the gradient as the DTensor that it gave."""
+    model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4))
+    rows = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    parallelize_module(model, split_axis(mesh), {"0": rows}, src_data_rank=None)
+    for layer in model:
+        fxshard.fully_shard(layer, mesh=mesh["shard"])
+    given: list[Tensor] = []
+    model[1].register_forward_pre_hook(lambda layer, args: given.append(args[0]))
+    cast(Any, model[1]).compile(backend="fxshard", options=EAGER)
+    model(torch.zeros(2, 2, dtype=torch.int64)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert type(given[0]) is Tensor
