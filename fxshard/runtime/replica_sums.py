@@ -7,7 +7,7 @@ the same variant, and each flat is averaged when its gradient is handed over, by
 backward does one or the other for all graphs of a unit, for autograd adds up what they give a flat.
 
 Of an offloaded unit that is on the host, where autograd hands gradients over in a thread of its own, beside the one
-that runs the graphs, and in an order that ranks do not share. So these are averaged when the last backward has ended.
+that runs the graphs, and in an order that ranks do not share. So these are averaged when the backward has ended.
 
 Source: FSDP2 `_fsdp_collectives.py` (`foreach_reduce`, `partial_reduce_output`).
 """
@@ -47,7 +47,7 @@ class ReplicaSums:
         self._slots: dict[int, set[int]] = {}  # the parameters with a gradient in it
         self._apart: dict[int | None, bool] = {}  # by backward
         self._epoch = 0
-        self._ends = False  # the last backward
+        self._ends = False  # a backward
 
     @property
     def waiting(self) -> bool:

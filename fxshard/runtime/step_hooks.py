@@ -87,7 +87,8 @@ class Microbatches:
     def _end(self, is_last: bool) -> None:
         if is_last:
             self.reduce(unit for unit in self.units if unit.accumulation.sync)
-            for unit in self.units:
+        for unit in self.units:
+            if is_last or unit.offload is not None:  # on the host nothing is averaged before
                 unit.replica_sums.finish()
         for unit in self.units:
             unsharded_cache.reshard_if_reduced(unit)

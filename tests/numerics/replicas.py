@@ -31,6 +31,7 @@ from tests.numerics.harness import (
     check_bitwise,
     check_close,
     check_inductor,
+    check_unsharded,
     compare,
     compile_module,
     fxshard_system,
@@ -221,6 +222,13 @@ def averaged_once(run: Run, step: int) -> Tensor:
     return torch.stack([loss.detach() for loss in losses]).sum()
 
 
+def averaged_by_no_last_backward(run: Run, step: int) -> Tensor:
+    """The same, and another backward may always follow."""
+    if hasattr(run.model, "set_is_last_backward"):
+        run.model.set_is_last_backward(False)  # type: ignore[operator]
+    return averaged_once(run, step)
+
+
 def averaged_after_some_were_added_up(run: Run, step: int) -> Tensor:
     """Four microbatches: whole gradients are added up, reduced, reduced again, and then averaged."""
     model: Any = run.model
@@ -339,6 +347,9 @@ EXACT: dict[str, Body] = {
     "bfloat16": lambda mesh: check_bitwise(on(mesh, shard_kwargs={"mp_policy": BF16})),
     "offloaded": lambda mesh: check(on(mesh, shard_kwargs=ON_HOST)),
     "offloaded, averaged once": lambda mesh: check(on(mesh, shard_kwargs=ON_HOST, backward=averaged_once)),
+    "offloaded, by no last backward": lambda mesh: check_unsharded(
+        on(mesh, shard_kwargs=ON_HOST, backward=averaged_by_no_last_backward)
+    ),
     "offloaded, toggled": lambda mesh: check_close(on(mesh, shard_kwargs=ON_HOST, backward=toggled_in_odd_orders)),
     "float16 sums": lambda mesh: check_bitwise(on(mesh, shard_kwargs={"mp_policy": FP16})),
     "clipped gradients": lambda mesh: check(on(mesh, update=partial(clip_and_update, foreach=None))),
