@@ -76,6 +76,8 @@ class _Search:
     def __init__(self, parameters: Collection[fx.Node]) -> None:
         self.owners: dict[int, fx.Node] = {}  # by storage of its stand-in
         self.values: dict[fx.Node, Any] = {}  # of nodes that share memory with a parameter
+        # A tensor subclass may have few ops; its version tells.
+        parameters = [node for node in parameters if not torch_private.is_wrapper(node.meta["example_value"])]
         self.lifted = {torch_private.storage_id(node.meta["example_value"]): node for node in parameters}
         for node in parameters:
             self.values[node] = torch.empty_like(node.meta["example_value"])

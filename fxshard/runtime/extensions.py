@@ -65,7 +65,7 @@ def around(rows: Tensor, like: Tensor) -> Tensor:
     """Return a subclass as `like` around other rows; a plain tensor if `like` is one, or does not give a subclass."""
     if not has_hooks(like) or not name_of_rows(like):
         return rows
-    made = like.new_zeros(rows.shape)
+    made = like.new_zeros(rows.shape, device=rows.device)
     if type(made) is type(like):
         setattr(made, name_of_rows(made), rows)
     return made

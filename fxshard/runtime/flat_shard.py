@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from fxshard.errors import ConfigError
 from fxshard.ir.plan import ParameterSpec, ShardPlan
 from fxshard.runtime import mesh_axes
-from fxshard.runtime.extensions import Extension, has_hooks
+from fxshard.runtime.extensions import Extension, around, has_hooks, rows_of
 from fxshard.runtime.gradients import GradientSink
 from fxshard.runtime.parameters import ParameterSettings, adopt_attributes, local_of, rows_first
 from fxshard.runtime.tensor_parallel import TensorParallel
@@ -110,6 +110,8 @@ class Member:
         local = cast(DTensor, self.parameter)._local_tensor
         if hasattr(self, "view"):
             self.require_known_hooks()
+        if self.extension is not None and not has_hooks(local):  # a state was assigned, which has plain tensors
+            local = cast(DTensor, self.parameter)._local_tensor = around(rows_of(local), self.extension.local)
         if not has_hooks(local):
             return
         shape, dtype = self.parameter.shape, self.parameter.dtype
@@ -131,7 +133,7 @@ class Member:
             ConfigError: as said.
         """
         local, known = cast(DTensor, self.parameter)._local_tensor, self.extension
-        if (known is None and has_hooks(local)) or (known is not None and type(local) is not type(known.local)):
+        if has_hooks(local) and (known is None or type(local) is not type(known.local)):
             was = "a plain tensor" if known is None else f"a {type(known.local).__name__}"
             raise ConfigError(
                 f"{self.fqn} was {was} at fully_shard, and is now a {type(local).__name__} with other hooks around its "

@@ -183,13 +183,13 @@ def as_dtensor(full: Tensor, rows: Tensor, mesh: DeviceMesh, dim: int = 0, spec:
 
 
 def without_offset(dtensor: DTensor) -> DTensor:
-    """The same rows of the same memory, in a DTensor that itself begins at offset 0.
+    """The same rows of the same memory, plain, in a DTensor that itself begins at offset 0.
 
     A DTensor has no memory of its own, only the storage offset of the local tensor that it was made with. From another
     one than 0 torch's stager of asynchronous checkpoints concludes that there is memory, and fails.
     """
     local = local_of(dtensor)
-    if dtensor.storage_offset() == 0:
+    if dtensor.storage_offset() == 0 and local is dtensor._local_tensor:
         return dtensor
     begins_at_0 = DTensor(local.new_empty(0), dtensor._spec, requires_grad=False)
     begins_at_0._local_tensor = local

@@ -37,6 +37,7 @@ from tests.numerics.harness import (
 from tests.numerics.microbatches import kept, several
 from tests.numerics.models import WIDTH, rows
 from tests.ranks import two_ranks
+from tests.state.helpers import shared_folder
 
 
 class Block(nn.Module):
@@ -158,6 +159,37 @@ def test_states_have_the_values_that_are_trained() -> None:
         assert torch.equal(parameter.full_tensor(), plain.state_dict()[name] + 1)  # type: ignore[attr-defined]
 
 
+def stepped(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, WIDTH)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+@two_ranks
+def test_checkpoints_have_plain_rows() -> None:
+    with shared_folder() as folder:
+        model, other = sharded(), sharded()
+        fxshard.save_checkpoint(folder / "1", model, stepped(model))
+        fxshard.load_checkpoint(folder / "1", other, stepped(other))
+        for one, two in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(local_of(one), local_of(two))
+
+
+@two_ranks
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_state_that_is_assigned_keeps_the_hooks(device: str) -> None:
+    model = sharded()
+    with torch.device(device):
+        other = give_hooks(Model())
+    for part in (*blocks_of(other), other):
+        fxshard.fully_shard(part, mesh=world_mesh())
+    other.load_state_dict(model.state_dict(), assign=True)
+    x = torch.ones(2, WIDTH)
+    assert torch.equal(compile_module(other, EAGER)(x), model(x))
+    assert isinstance(cast(Any, other).head.weight._local_tensor, Float8Weight)
+
+
 @two_ranks
 def test_a_write_that_torch_does_not_count_is_gathered() -> None:
     model = sharded()
@@ -259,13 +291,14 @@ def test_refuses_to_shard_in_the_first_call_to_release_and_to_compare() -> None:
 
 
 @two_ranks
-def test_refuses_a_write_into_the_unsharded_parameter() -> None:
+@pytest.mark.parametrize("cls", [Float8Weight, Half])
+def test_refuses_a_write_into_the_unsharded_parameter(cls: type[Float8Weight]) -> None:
     class Writing(Block):
         def forward(self, x: Tensor) -> Tensor:
             self.up.weight.add_(1)
             return super().forward(x)
 
-    model = give_hooks(Writing(), Half)
+    model = give_hooks(Writing(), cls)
     fxshard.fully_shard(model, mesh=world_mesh())
     with pytest.raises(fxshard.UnsupportedGraph, match=r"changed in place during forward: up.weight"), torch.no_grad():
         compile_module(model, EAGER)(torch.ones(2, WIDTH))
