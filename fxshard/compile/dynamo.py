@@ -25,6 +25,7 @@ from fxshard.ir.plan import FramePlan, ParameterKey, UnitPlan
 from fxshard.live_objects import instances_of
 from fxshard.runtime import eager
 from fxshard.runtime.flat_shard import Home, home_of
+from fxshard.runtime.parameters import TRACED
 from fxshard.runtime.unit import Unit
 from fxshard.sharding.sharded_module import ParameterOwner, ShardedModule, plain_module
 
@@ -71,7 +72,8 @@ def source_name(placeholder: fx.Node) -> str:
 def readable(name: str) -> str:
     """Turn `L['self']._modules['blocks']._modules['0']._parameters['weight']` into `self.blocks.0.weight`."""
     expression = name.removeprefix("L").removeprefix("G")
-    return re.sub(r"(?:\._modules|\._parameters)?\['([^']+)'\]", r".\1", expression).strip(".")
+    words = re.sub(r"(?:\._modules|\._parameters)?\['([^']+)'\]", r".\1", expression).strip(".")
+    return re.sub(rf"(?:\.__dict__)?\.{TRACED}", "", words)
 
 
 def bind_markers(gm: fx.GraphModule, flats: dict[int, Home]) -> FramePlan:
