@@ -18,8 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 import fxshard
+from fxshard import torch_private
 from fxshard.compile.auto_shard import units_of
 from fxshard.passes.chain_reductions import ChainReductions
 from fxshard.passes.defer_weight_gradients import DeferWeightGradients
@@ -167,8 +170,25 @@ def _fsdp2_compiled(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward
     _fsdp2(model, mesh, entry)
     for block in blocks:
         # As block.compile(), which under FSDP2's hooks leaves out silently what is of a class of torch.nn.
-        block.forward = torch.compile(block.forward)
+        block.forward = _with_inputs_there(torch.compile(block.forward))
     return model
+
+
+def _with_inputs_there(compiled: Forward) -> Forward:
+    """Have compiled code of a block get no result of a collective that is still on its way: a copy waits for it.
+
+    Where layers are split, the first block's input is one, and torch (2.13) loses its gradient: the embedding would not
+    be trained.
+    """
+
+    def forward(*inputs: Any, **named: Any) -> Any:
+        return compiled(*tree_map_only(Tensor, _there, inputs), **named)
+
+    return forward
+
+
+def _there(value: Tensor) -> Tensor:
+    return value.clone() if torch_private.is_wrapper(value) and not isinstance(value, DTensor) else value
 
 
 def _fsdp2_best(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward:

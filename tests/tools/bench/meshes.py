@@ -4,9 +4,9 @@ For 2 x 4 and 4 x 8 ranks chooses both speeds so that FSDP2's gathers and reduct
 as compute, and its all_reduces between machines a quarter. Runs `fxshard bench` there, and once more with a link
 between machines that takes no time: what a step is shorter then is what it waited for the all_reduces.
 
-With `tp` (`... llama out 8 tp`) for 4 machines of 2 ranks that split each layer, sharded between machines: transfers of
-tensor parallelism take a quarter as long as compute, FSDP2's gathers and reductions half. The step of the layers alone,
-with what they send within the machine, is what the others are compared with.
+With `tp` (`... llama out 8 tp 2x4`) for 2 machines of 4 ranks that split each layer, sharded between machines:
+transfers of tensor parallelism take a quarter as long as compute, FSDP2's gathers and reductions half. The step of the
+layers alone, with what they send within the machine, is what the others are compared with.
 """
 
 from __future__ import annotations
@@ -31,10 +31,6 @@ def speeds(alone: Report, replicas: int, shards: int) -> tuple[float, float]:
     return float(f"{within / 1e9:.3g}"), float(f"{between / 1e9:.3g}")
 
 
-SPLIT = (4, 2)
-"""Machines, and ranks of each that split the layers."""
-
-
 def speeds_beside(alone: Report, machines: int, ranks: int) -> tuple[float, float]:
     """GB/s within a machine and between machines, where layers are split within and sharded between."""
     layers, sharded = (system(alone, name)["collectives"] for name in (FLOOR, "fsdp2"))
@@ -46,9 +42,8 @@ def speeds_beside(alone: Report, machines: int, ranks: int) -> tuple[float, floa
     return float(f"{within / 1e9:.3g}"), float(f"{between / 1e9:.3g}")
 
 
-def split_layers(target: str, folder: Path, rounds: int) -> str:
-    """Measure layers that are split within a machine; the table."""
-    machines, ranks = SPLIT
+def split_layers(target: str, folder: Path, rounds: int, machines: int, ranks: int) -> str:
+    """Measure layers that are split over the ranks of a machine; the table."""
     shape = ("--world-size", f"{machines}x{ranks}", "--tensor-parallel", ranks)
     alone = bench(target, f"{FLOOR},fsdp2", rounds, folder / "tp_alone.json", *shape)
     within, between = speeds_beside(alone, machines, ranks)
@@ -56,7 +51,7 @@ def split_layers(target: str, folder: Path, rounds: int) -> str:
     systems = ",".join([FLOOR, *SYSTEMS])
     report = bench(target, systems, rounds, folder / "tp.json", *link, between)
     free = bench(target, systems, rounds, folder / "tp_free.json", *link, NO_TIME)
-    return table(SPLIT, within, between, report, free, "exposed gathers and reductions")
+    return table((machines, ranks), within, between, report, free, "exposed gathers and reductions")
 
 
 def table(
@@ -70,23 +65,25 @@ def table(
     """Steps over compute alone, over FSDP2 at its best, and what of them is waiting for what goes between machines."""
     compute = system(report, FLOOR)["step_ms"]["median"]
     links = f"{within} GB/s, {between} GB/s between machines; compute alone {compute:.0f} ms"
-    columns = ("system", "over compute", "over FSDP2 at its best", exposed, "MB unsharded")
+    columns = ("system", "over compute", "over FSDP2 at its best", exposed, "MB unsharded", "loss off by")
     lines = [f"{shape[0]} x {shape[1]}: {links}", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name in SYSTEMS:
         best = system(report, name)["ratio_to"]["fsdp2_best"]
         here, without = over_compute(report, name), over_compute(free, name)
         held = system(report, name)["unsharded_peak_bytes"]
         told = f"{held / 1e6:.1f}" if held else "-"
-        lines.append(f"| {name} | {here:.3f} | {best:.2f} | {(here - without) / here:.1%} | {told} |")
+        off = system(report, name)["loss_difference"]
+        lines.append(f"| {name} | {here:.3f} | {best:.2f} | {(here - without) / here:.1%} | {told} | {off:.1e} |")
     return "\n".join(lines) + "\n\n"
 
 
-def main(model: str, folder: Path, rounds: int, axis: str = "replicate") -> None:
-    """Measure, and write everything into a folder."""
+def main(model: str, folder: Path, rounds: int, axis: str = "replicate", split: str = "4x2") -> None:
+    """Measure, and write everything into a folder; `split` is machines x ranks of each, where layers are split."""
     folder.mkdir(parents=True, exist_ok=True)
     target, text = f"tests.tools.bench.models:{model}", ""
     if axis == "tp":
-        text = split_layers(target, folder, rounds)
+        machines, ranks = map(int, split.split("x"))
+        text = split_layers(target, folder, rounds, machines, ranks)
     for replicas, shards in SHAPES if axis == "replicate" else ():
         name = f"{replicas}x{shards}"
         shape = ("--world-size", name)
