@@ -20,10 +20,13 @@ from torch.nn.utils import get_total_norm
 import fxshard
 from fxshard.errors import ConfigError
 from tests.numerics.experts import (
+    TOP,
     DenseMoE,
     DroplessMoE,
+    Experts,
     Meshes,
     Mixtral,
+    MoE,
     adamw,
     experts_of,
     meshes_of,
@@ -32,6 +35,7 @@ from tests.numerics.experts import (
     parallelize,
 )
 from tests.numerics.harness import (
+    EAGER,
     FSDP2,
     Run,
     Scenario,
@@ -44,6 +48,7 @@ from tests.numerics.harness import (
     check_unsharded,
     compare,
     compile_each_block,
+    compile_module,
     full,
     fxshard_system,
     only_shard,
@@ -98,11 +103,16 @@ def parameters_lie_as_those_of_fsdp2(meshes: Meshes) -> None:
 
 
 def sharded(
-    meshes: Meshes, fully_shard: Any = fxshard.fully_shard, *, seed: int = 0, placement: Any = None
+    meshes: Meshes,
+    fully_shard: Any = fxshard.fully_shard,
+    *,
+    seed: int = 0,
+    placement: Any = None,
+    kind: type[MoE] = DenseMoE,
 ) -> tuple[Any, dict[str, Tensor]]:
     """Return a sharded model, and what its whole parameters were."""
     torch.manual_seed(seed)
-    model: Any = Mixtral(DenseMoE)
+    model: Any = Mixtral(kind)
     whole = {name: p.detach().clone() for name, p in model.named_parameters()}
     parallelize(model, meshes.ep)
     for experts in experts_of(model):
@@ -234,6 +244,45 @@ def on_the_outer_axis(meshes: Meshes) -> None:
     checkpoints_load_into_other_layouts(other)
 
 
+class SkippingExperts(Experts):
+    """Reads no parameter where there are no rows."""
+
+    def forward(self, x: Tensor, counts: list[int] | None = None) -> Tensor:
+        return super().forward(x, counts) if x.shape[0] else x * 1.0
+
+
+class FirstExpertsMoE(DroplessMoE):
+    """Chooses the first experts for every token: the last ranks of expert parallelism get none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = SkippingExperts()
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.router(x).softmax(-1)[:, :TOP], torch.arange(TOP).expand(x.shape[0], TOP)
+
+
+def experts_without_rows_are_left_uncompiled(meshes: Meshes) -> None:
+    """What is not compiled gathers where FSDP2 does, whatever it reads."""
+    found = []
+    for fully_shard in (fxshard.fully_shard, FSDP2.fully_shard):
+        model, _ = sharded(meshes, fully_shard, kind=FirstExpertsMoE)
+        call = model
+        if fully_shard is fxshard.fully_shard:
+            for experts in experts_of(model):
+                experts.forward = torch.compiler.disable(experts.forward)  # type: ignore[method-assign]
+            call = compile_module(model, options=EAGER)
+        optim = adamw(model.parameters())
+        for step in range(2):
+            torch.manual_seed(10 * step + dist.get_rank())
+            call(torch.randint(VOCAB, (2, 6))).square().mean().backward()
+            assert (model.blocks[0].moe.experts.up.grad is None) == (meshes.ep.get_local_rank() > 0)
+            optim.step()
+            optim.zero_grad()
+        found.append({name: p.to_local() for name, p in model.named_parameters()})
+    assert_same(found[0], found[1])
+
+
 def only_root(model: nn.Module, tools: Tools) -> nn.Module:
     return tools.compile(only_root_not_compiled(model, tools))
 
@@ -268,6 +317,7 @@ BODIES: dict[str, Body] = {
     "accumulation": lambda meshes: check(on(meshes, backward=several)),
     "columns": lambda meshes: check(on(meshes, expert_kwargs={"shard_placement_fn": columns})),
     "replicas of the dense part": on_two_axes,
+    "no rows": experts_without_rows_are_left_uncompiled,
     "prefetch lists": lambda meshes: check(on(meshes, prepare=listed)),
     "an overlapped step": lambda meshes: check(on(meshes, optimizer=overlapped)),
     "mixed precision": lambda meshes: check_sums_in_few_bits(
