@@ -195,7 +195,7 @@ def test_an_emulated_link_is_measured_where_it_is_made_and_its_transfers_are_not
         link.set_speed(gigabytes_per_s=1.0, latency_us=1000.0)
         fxshard.fully_shard(nn.Linear(8, 8), mesh=link.mesh)
         faster = measured.numbers_for([link.mesh.get_group()], CPU)
-        assert spec.link_bandwidth < faster.link_bandwidth <= 2e9
+        assert spec.link_bandwidth < faster.link_bandwidth
     assert files(tmp_path) == []  # its speed is in no file's name
 
 
