@@ -27,7 +27,7 @@ FUNCTIONS: Mapping[str, Row] = {
     "fully_shard": Row(
         "differs",
         "see its arguments; a module becomes a `ShardedModule`, which is no `FSDPModule`. Tensor subclasses with "
-        "`fsdp_pre_all_gather` are gathered as in FSDP2 ([what is refused](adr/0031-all-gather-extensions.md))",
+        "`fsdp_pre_all_gather` are gathered as in FSDP2 ([what is refused](adr/0032-all-gather-extensions.md))",
     ),
     "FSDPModule": Row(
         "differs", "`ShardedModule`, with the same methods: libraries reach into the private state of torch's"
