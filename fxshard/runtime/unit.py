@@ -332,7 +332,8 @@ class Unit:
                 names = ", ".join(member.fqn for member in shard.members)
                 raise ConfigError(
                     f"parameters are offloaded (offload_policy), but on {shard.flat.device}: {names}. Leave them on "
-                    'the CPU: model.to_empty(device="cpu"), no model.cuda() or model.to(device) after fully_shard.'
+                    "the CPU: no model.cuda() or model.to(device) after fully_shard, and behind model.to_empty(...) "
+                    'the offloaded module.to_empty(device="cpu").'
                 )
         self.encode()
 

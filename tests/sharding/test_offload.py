@@ -86,6 +86,7 @@ def test_refuses_shards_that_were_moved_off_the_host(mesh: DeviceMesh) -> None:
     """In place of two devices: what a unit on the host is told of a flat that is elsewhere."""
     model: nn.Module = nn.Linear(4, 4)
     fxshard.fully_shard(model, mesh=mesh, offload_policy=ON_HOST)
+    model.to_empty(device="cpu")
     (unit,) = units_under(model)
     moved: Any = SimpleNamespace(is_meta=False, device=torch.device("cuda", 0))
     unit.shards[0].flat = moved
