@@ -17,9 +17,13 @@ def zero_gradients_are_of_their_parameters(subject: Subject) -> Iterator[Violati
         parameters, index = node.args
         if subject.baseline.kind != "joint":
             return  # in backward parameters may have been saved, and read from elsewhere
+        if strays := [marker for marker in parameters if not ops.is_unshard(marker)]:
+            yield node, f"it reads %{strays[0].name}, which is no parameter"
+            continue
         keys = [ops.parameter_key_of(marker) for marker in parameters]
         calls = {(ops.key_of(marker).unit, ops.key_of(marker).call) for marker in parameters}
-        slots = [(i, j) for i, shard in enumerate(plan.units[keys[0][0]].shards) for j in range(len(shard.slots))]
+        shards = plan.units[keys[0][0]].shards if keys[0][0] in plan.units else ()
+        slots = [(i, j) for i, shard in enumerate(shards) for j in range(len(shard.slots))]
         if len(calls) != 1 or [key[1:] for key in keys] != slots:
             yield node, f"it reads {', '.join(plan.parameter_name(*key) for key in keys)}"
             continue
