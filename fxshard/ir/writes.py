@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from fxshard import torch_private
@@ -70,14 +71,19 @@ def _plain(value: Any) -> Tensor:
     return cast(Tensor, value)
 
 
+def _has_all_ops(parameter: fx.Node) -> bool:
+    """Whether a parameter is no tensor subclass that may have few ops, whose version tells of writes."""
+    value = parameter.meta["example_value"]
+    return isinstance(value, DTensor) or not torch_private.is_wrapper(value)
+
+
 class _Search:
     """Runs the nodes that touch parameters, in the order of the graphs."""
 
     def __init__(self, parameters: Collection[fx.Node]) -> None:
         self.owners: dict[int, fx.Node] = {}  # by storage of its stand-in
         self.values: dict[fx.Node, Any] = {}  # of nodes that share memory with a parameter
-        # A tensor subclass may have few ops; its version tells.
-        parameters = [node for node in parameters if not torch_private.is_wrapper(node.meta["example_value"])]
+        parameters = list(filter(_has_all_ops, parameters))
         self.lifted = {torch_private.storage_id(node.meta["example_value"]): node for node in parameters}
         for node in parameters:
             self.values[node] = torch.empty_like(node.meta["example_value"])
