@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
+import torch
 from torch import fx
 from torch.fx import GraphModule
 
@@ -44,8 +45,8 @@ class BucketCollectives(GraphPass):
         so sums over three ranks or more may be rounded differently.
     Memory: a merged unit is gathered earlier than it is read, never beyond the budget; a split one later.
     No-op: size="unit", one rank, or where no launch is too small or too large.
-    Limits: merges neighbours of one process group and dtype only; a parameter is never split; a launch with anything
-        else in it is left alone.
+    Limits: merges neighbours among the launches of one dtype, if they are of one process group; a parameter is never
+        split; a launch with anything else in it is left alone.
     Source: Li et al., "PyTorch Distributed" (VLDB 2020), which buckets gradients so.
     """
 
@@ -87,16 +88,20 @@ class BucketCollectives(GraphPass):
         pieces.sort(key=lambda piece: piece.first_read)
 
         def may_join(bucket: Sequence[UnitGather], piece: UnitGather) -> bool:
-            first, *others = joined = (*bucket, piece)
-            early_bytes = sum(part.nbytes(ctx.plan) for part in others)
-            early_bytes += sum(part.copied_bytes(ctx.plan) for part in joined)  # sent until all has arrived
-            return (
-                first.dtypes(ctx.plan) == piece.dtypes(ctx.plan)  # a launch has one
-                and _can_share_launch([part.unit for part in joined], ctx)
-                and budget.fits(first.first_read, piece.first_read, early_bytes)
-            )
+            joined = (*bucket, piece)
+            early_bytes = _early_bytes(joined, ctx)
+            can_share = _can_share_launch([part.unit for part in joined], ctx)
+            return can_share and budget.fits(joined[0].first_read, piece.first_read, early_bytes)
 
-        merged = bucket_sizes.merge(pieces, lambda piece: piece.nbytes(ctx.plan), limits, may_join)
+        alike: dict[frozenset[torch.dtype], list[UnitGather]] = {}  # a launch has one dtype, a unit may have several
+        for piece in pieces:
+            alike.setdefault(frozenset(piece.dtypes(ctx.plan)), []).append(piece)
+        merged: list[list[UnitGather]] = []
+        for same in sorted(alike.values(), key=lambda same: same[0].slots):  # as the shards of a unit stand
+            buckets = bucket_sizes.merge(same, lambda piece: piece.nbytes(ctx.plan), limits, may_join)
+            for bucket in buckets:  # it is early while those of another dtype are merged, too
+                budget.reserve(bucket[0].first_read, bucket[-1].first_read, _early_bytes(bucket, ctx))
+            merged += buckets
         return [(tuple(bucket), _why(sum(piece.nbytes(ctx.plan) for piece in bucket), limits)) for bucket in merged]
 
     def _bucket_reductions(
@@ -190,6 +195,12 @@ def _split_reduction(
         for tensor in splitter.split(list(gradients), nbytes, place, limits, ctx.hardware.link_latency):
             terms = {gradient: reduction.terms[gradient] for gradient in tensor}
             yield replace(reduction, tensors=(tuple(tensor),), terms=terms, calls={unit: reduction.calls[unit]})
+
+
+def _early_bytes(bucket: Sequence[UnitGather], ctx: PassContext) -> int:
+    """Return what there is of a bucket from its launch on that a launch for each unit would bring later."""
+    copied = sum(part.copied_bytes(ctx.plan) for part in bucket)  # sent until all has arrived
+    return sum(part.nbytes(ctx.plan) for part in bucket[1:]) + copied
 
 
 def _join(pieces: Sequence[ReduceBucket]) -> ReduceBucket:

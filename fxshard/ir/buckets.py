@@ -459,11 +459,12 @@ class _BucketReader:
 
     def _owner(self, parts: list[slot_layout.GradientPart]) -> tuple[str, int] | None:
         """Return the unit and shard whose gradient this is: each slot has its own gradient in it, or none."""
-        first = next(piece for _, _, piece in parts if isinstance(piece, Piece)).concat.rows[0]
-        for fqn in tags.meta_of(first.terms[0]).grads:
-            unit, (shard, _) = self.places.get(fqn, ("", (-1, 0)))
-            slots = self.plan.units[unit].shards[shard].slots if shard >= 0 else ()
-            rows = [(qualified(unit, slot.fqn), slot_layout.row_at(parts, slot)) for slot in slots]
-            if rows and all(row is None or name in tags.meta_of(row.terms[0]).grads for name, row in rows):
+        sent = next(piece for _, _, piece in parts if isinstance(piece, Piece)).concat.rows
+        places = [self.places[fqn] for row in sent for fqn in tags.meta_of(row.terms[0]).grads if fqn in self.places]
+        for unit, shard in dict.fromkeys((unit, shard) for unit, (shard, _) in places):
+            slots = self.plan.units[unit].shards[shard].slots
+            found = [(qualified(unit, slot.fqn), slot_layout.row_at(parts, slot)) for slot in slots]
+            rows = [(name, row) for name, row in found if row is not None]
+            if rows and all(name in tags.meta_of(row.terms[0]).grads for name, row in rows):
                 return unit, shard
         return None

@@ -11,6 +11,7 @@ from torch import fx, nn
 from fxshard import ConfigError, explain, fully_shard
 from fxshard.ir import collectives, tags
 from fxshard.passes._base import GraphKind
+from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.dedup_unshard import DedupUnshard
 from fxshard.passes.insert_collectives import InsertCollectives
 from fxshard.passes.reshard_policy import ReshardPolicy
@@ -76,6 +77,15 @@ def _gather_rows(graph: fx.Graph) -> None:
 def test_the_verifier_tells_a_gather_of_the_rows_from_one_of_the_bytes() -> None:
     gm, ctx = encoded().at("forward", after=DedupUnshard)
     assert broken_by(InsertCollectives(), _gather_rows, gm, ctx) == "gathers_match_the_plan"
+
+
+@pytest.mark.parametrize("kind", SPLIT)
+def test_merges_launches_of_several_units(kind: GraphKind) -> None:
+    """A launch per dtype in forward; backward gathers one unit, and reduces both shards of both at once."""
+    gm, ctx = encoded().at(kind, after=InsertCollectives)
+    assert run_pass(BucketCollectives(size=1.0), gm, ctx)
+    launches = [tags.launches_of(gm.graph, targets) for targets in (collectives.GATHERS, collectives.REDUCTIONS)]
+    assert [len(found) for found in launches] == ([2, 0] if kind == "forward" else [1, 1])
 
 
 def test_refuses_a_subgroup() -> None:
