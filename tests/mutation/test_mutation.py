@@ -183,7 +183,7 @@ def test_the_error_names_pass_invariant_and_node_and_shows_the_lines_around_it()
         str(refused.value),
         """\
 Mutant() broke `gathers_match_the_plan` in the forward graph at %unshard_layers_0: expected group '0', found 'other'
-Rule: An all_gather sends whole slots, in their unit's unsharded dtype, to its group; each once per call.
+Rule: An all_gather sends whole slots, as its unit gathers them and in that dtype, to its group; each once per call.
 
    %shard_layers_0: f32[10] = input  # flat of layers.0
    %x: f32[2, 4] = input
