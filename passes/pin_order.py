@@ -56,7 +56,7 @@ class PinOrder(GraphPass):
                 if own is not None and regions.INVOKE in (own.target, node.target) and not _reads(node, own):
                     changed |= pins.pin(node, own)
                 own = node
-            elif collectives.is_wait(node) and node.args[0] is own:
+            elif collectives.is_wait(node) and own in node.all_input_nodes:
                 own = node  # the call comes after this, for nothing reads what is under way
             if before is not None and pins.pin(node, before):
                 changed = True

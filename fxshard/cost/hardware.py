@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,6 +63,8 @@ class HardwareSpec:
 
     def __post_init__(self) -> None:
         """Reject numbers that no hardware has."""
+        if not isinstance(self.name, str) or not isinstance(self.source, str):
+            raise ConfigError(f"hardware {self.name!r}: name and source must be texts, got source={self.source!r}.")
         if not self.peak_flops:
             raise ConfigError(f"hardware {self.name!r}: peak_flops names no dtype; give at least one FLOP/s.")
         unknown = [_near(name, _DTYPES) for name in self.peak_flops if name not in _DTYPES]
@@ -117,7 +120,7 @@ def _near(name: str, known: Iterable[str]) -> str:
 def _positive(value: Any, *, or_zero: bool) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return 0 < value < float("inf") or (or_zero and value == 0)
+    return 0 < value <= sys.float_info.max or (or_zero and value == 0)
 
 
 BUILTIN: Mapping[str, HardwareSpec] = {
@@ -209,7 +212,7 @@ def read(text: str, path: Path | str = "the text") -> HardwareSpec:
     """The spec that `HardwareSpec.to_json` wrote; `path` is what errors call it."""
     try:
         fields = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # ValueError: no JSON, or an int with too many digits to be read
         raise ConfigError(f"{path} is not a JSON file: {error}.") from error
     return _from_fields(fields, path)
 

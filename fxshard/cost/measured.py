@@ -118,7 +118,13 @@ def _known() -> dict[_GroupKey, HardwareSpec]:
 
 
 def _key(groups: Iterable[dist.ProcessGroup], device_type: str) -> _GroupKey:
-    return device_type, frozenset(tuple(dist.get_process_group_ranks(group)) for group in groups)
+    try:
+        return device_type, frozenset(tuple(dist.get_process_group_ranks(group)) for group in groups)
+    except KeyError as error:
+        raise ConfigError(
+            "parameters are sharded over a process group that has been destroyed. Shard a model anew over the present "
+            "groups: load its state into one that was built after init_process_group()."
+        ) from error
 
 
 class _Axes:

@@ -114,7 +114,7 @@ class ComputeModel:
         if node.op != "call_function" or not (self._live.storages_of[node] or _is_mutable(target)):
             return True
         if (
-            collectives.is_launch(node)
+            (collectives.is_launch(node) and not collectives.waits_itself(node))
             or target is collectives.WAIT
             or ops.is_unshard(node)
             or ops.is_reduce_grad(node)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from torch import fx
 
-from fxshard.cost.comm import LaunchCost, launches_inside, launches_of
+from fxshard.cost.comm import launches_inside, launches_of
 from fxshard.cost.hardware import HardwareSpec
 from fxshard.cost.roofline import FREE, ComputeModel
 from fxshard.cost.sizes import Sizes
@@ -99,9 +99,12 @@ class Timeline:
         costs = {node: cost for node in live.nodes if (cost := model.cost(node)) is not FREE}
         self.copies = {node: cost for node, cost in costs.items() if node.target in ops.BETWEEN_HOST_AND_DEVICE}
         self.compute = {node: cost for node, cost in costs.items() if node not in self.copies}
-        self.launches: dict[fx.Node, LaunchCost] = launches_of(sizes, hardware)
+        launched = launches_of(sizes, hardware)
+        self.launches = {node: cost for node, cost in launched.items() if not collectives.waits_itself(node)}
         self.inside = launches_inside(sizes, hardware)
-        """Call of a region -> what it launches and waits for: to what stands around it, no other than compute."""
+        self.inside |= {node: [cost] for node, cost in launched.items() if node not in self.launches}
+        """Call of a region, or launch that waits itself -> what it launches and waits for: to what stands around it, no
+        other than compute."""
         self._quantities: dict[fx.Node, Quantity] = {
             node: cost.seconds for found in (costs, self.launches) for node, cost in found.items()
         }
@@ -219,7 +222,7 @@ def _needs(
             needs[node] = _found(cast, read)
             filled |= dict.fromkeys(made, node)
         elif collectives.is_wait(node):
-            needs[node] = _found(filled, made)
+            needs[node] = _found(filled, read)
         elif node.target in ops.BETWEEN_HOST_AND_DEVICE:
             needs[node] = _found(filled, read)
             filled |= dict.fromkeys(made, node)

@@ -19,7 +19,9 @@ from fxshard.torch_private import REDUCES_IN_STORAGE_DTYPE
 
 _c10d = torch.ops._c10d_functional
 _aten = torch.ops.aten
-_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd")
+_IN_FLIGHT = ("_c10d_functional", "_c10d_functional_autograd")
+_DONE_AT_ONCE = ("_dtensor", "symm_mem")
+"""Namespaces of torch's collectives: those whose results must be waited for, and those that wait themselves."""
 
 ALL_GATHER = _c10d.all_gather_into_tensor.default
 ALL_GATHER_COALESCED = _c10d.all_gather_into_tensor_coalesced.default
@@ -56,17 +58,23 @@ Segment = tuple[SlotIndex, ...]
 def is_launch(node: fx.Node) -> bool:
     """Return whether a node starts a collective, ours or another library's."""
     target = node.target
-    return target in LAUNCHES or (_is_collective(target) and target._opname != "wait_tensor")
+    return target in LAUNCHES or (
+        _is_of(target, *_IN_FLIGHT, *_DONE_AT_ONCE) and "group_name" in _argument_names(target)
+    )
+
+
+def waits_itself(node: fx.Node) -> bool:
+    """Return whether a launch is over when the next node runs, such as DTensor's `shard_dim_alltoall`."""
+    return is_launch(node) and _is_of(node.target, *_DONE_AT_ONCE)
 
 
 def is_wait(node: fx.Node) -> bool:
     """Return whether a node waits for a collective."""
-    target = node.target
-    return _is_collective(target) and target._opname == "wait_tensor"
+    return _is_of(node.target, *_IN_FLIGHT) and node.target._opname in ("wait_tensor", "wait_tensors")
 
 
-def _is_collective(target: object) -> TypeGuard[torch._ops.OpOverload]:
-    return isinstance(target, torch._ops.OpOverload) and target.namespace in _NAMESPACES
+def _is_of(target: object, *namespaces: str) -> TypeGuard[torch._ops.OpOverload]:
+    return isinstance(target, torch._ops.OpOverload) and target.namespace in namespaces
 
 
 def unshard_launches(graph: fx.Graph) -> list[fx.Node]:

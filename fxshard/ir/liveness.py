@@ -223,11 +223,11 @@ class _Sweep:
                 for index in self.storages_of[source]:
                     self.storages[index].last_use = position
             made = self.storages_of[node] = self._storages(node, position)
-            if node.target is collectives.WAIT:
-                for filled in made:
+            read = tuple(i for source in node.all_input_nodes for i in self.storages_of[source])
+            if collectives.is_wait(node):
+                for filled in read:
                     self._end(filled, position)
-            elif collectives.is_launch(node) or node.target in _COPIES_ASIDE:
-                read = tuple(i for source in node.all_input_nodes for i in self.storages_of[source])
+            elif (collectives.is_launch(node) and not collectives.waits_itself(node)) or node.target in _COPIES_ASIDE:
                 behind = [self.in_flight.pop(index) for index in read if index in self.in_flight]  # a copy waits for it
                 self.in_use += [launch._replace(until=position) for launch in behind]
                 used = (*read, *(i for launch in behind for i in launch.storages), *made)

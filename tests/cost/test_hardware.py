@@ -61,6 +61,7 @@ def test_a_file_names_all_missing_and_unknown_fields(tmp_path: Path) -> None:
         ({"link_latency": "fast"}, "link_latency='fast'"),
         ({"peak_flops": {"bf16": -2.0}}, "peak_flops.bf16=-2.0"),
         ({"kernel_overhead": float("inf")}, "kernel_overhead=inf"),
+        ({"memory_gib": 10**400}, "memory_gib=1000"),
         ({"peak_flops": {}}, "peak_flops names no dtype"),
         ({"peak_flops": {"bfloat16": 1.0}}, "unknown dtypes: 'bfloat16' (did you mean 'bf16'?)"),
     ],
@@ -83,6 +84,18 @@ def test_a_file_of_another_form_is_refused(content: str, tmp_path: Path) -> None
 def test_a_file_that_is_not_json_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"mine\.json is not a JSON file"):
         load(written(tmp_path, "h100"))
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"memory_gib": ' + "9" * 5000 + "}"], ids=["nested", "digits"])
+def test_a_file_that_python_cannot_read_as_json_is_refused(content: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"mine\.json is not a JSON file"):
+        load(written(tmp_path, content))
+
+
+@pytest.mark.parametrize("changed", [{"name": 3}, {"source": None}])
+def test_names_are_texts(changed: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="name and source must be texts"):
+        load(written(tmp_path, fields(**changed)))
 
 
 def test_a_link_without_latency_is_allowed() -> None:

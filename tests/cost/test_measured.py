@@ -258,3 +258,10 @@ def test_the_switch_must_be_0_or_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FXSHARD_CALIBRATE", "off")
     with pytest.raises(ConfigError, match=r"FXSHARD_CALIBRATE must be 0 .* or 1, got 'off'"):
         fxshard.options.measures_hardware()
+
+
+def test_a_model_that_outlives_its_link_is_refused_where_it_is_compiled_anew() -> None:
+    with emulated_link(2) as link:
+        model = fxshard.fully_shard(nn.Linear(4, 4), mesh=link.mesh)
+    with emulated_link(2), pytest.raises(Exception, match="over a process group that has been destroyed"):
+        torch.compile(model, backend="fxshard")(torch.ones(2, 4))

@@ -75,6 +75,19 @@ def times(result: Result) -> list[tuple[float, float, float]]:
     return [(t.start, t.end, t.exposed) for t in result.transfers]
 
 
+def test_compute_waits_for_a_launch_that_waits_itself() -> None:
+    plan = Schedule()
+    plan.product()
+    exchange = plan.graph.call_function(torch.ops._dtensor.shard_dim_alltoall.default, (plan.x, 0, 1, "0"))
+    exchange.meta["val"] = torch.empty_like(plan.x.meta["val"])
+    plan.x = exchange
+    plan.product()
+    result = plan.run()
+    assert result.transfers == []
+    assert result.exposed == pytest.approx(1.0)  # the latency: no plan says how many ranks there are
+    assert result.total == pytest.approx(2 * PRODUCT + result.exposed)
+
+
 def test_without_prefetch_every_transfer_is_exposed() -> None:
     plan = Schedule()
     plan.wait(plan.launch())
