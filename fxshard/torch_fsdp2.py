@@ -158,6 +158,13 @@ class Fsdp2Unit:
         return next((getattr(group, "_all_reduce_hook", None) for group in self.groups), None)
 
     @property
+    def comms(self) -> dict[str, Any]:
+        """The objects of the user's that do its "all_gather" or "reduce_scatter"."""
+        kinds = ("all_gather", "reduce_scatter")
+        found = {kind: getattr(group, f"_{kind}_comm") for group in self.groups for kind in kinds}
+        return {kind: comm for kind, comm in found.items() if not type(comm).__module__.startswith("torch.")}
+
+    @property
     def separate_reduce_scatter_group(self) -> bool:
         """Whether reductions have a process group of their own."""
         return any(getattr(group.mesh_info, "reduce_scatter_process_group", None) for group in self.groups)
@@ -193,15 +200,14 @@ class Fsdp2Unit:
         def any_of(owners: Sequence[Any], name: str, usual: Any = None) -> bool:
             return any(getattr(owner, name, usual) not in (usual, None) for owner in owners)
 
-        comms = [getattr(g, name) for g in groups for name in ("_all_gather_comm", "_reduce_scatter_comm")]
         return {
             "reduced gradients that wait for an all_reduce": any_of(groups, "_partial_reduce_output"),
             "set_all_reduce_hook with a stream": any_of(groups, "_all_reduce_hook_stream"),
             "set_all_reduce_hook of offloaded parameters": any_of(groups, "_all_reduce_hook")
             and self.offload is not None
             and any(mesh.device_type != "cpu" for mesh in self.meshes),
-            "set_custom_all_gather or set_custom_reduce_scatter": any(
-                not type(comm).__module__.startswith("torch.") for comm in comms
+            "set_custom_all_gather or set_custom_reduce_scatter with an object that has no allocate": any(
+                not (callable(comm) and hasattr(comm, "allocate")) for comm in self.comms.values()
             ),
             "an extension (fsdp_pre_all_gather on a tensor subclass)": any(
                 hasattr(each.sharded_param._local_tensor, "fsdp_pre_all_gather") for each in params

@@ -101,8 +101,8 @@ the dtype of the gradient, as FSDP2 before."""
 default_store = _get_default_store
 """The store at which the ranks of the default process group met."""
 
-register_work = _register_work
-"""`register_work(tensor, work)`: who waits for the tensor waits for the work."""
+register_work, register_group = _register_work, cast("Callable[[str, Any], None]", _register_process_group)
+"""Who waits for a tensor waits for its work; graphs find a group by its name, as long as somebody holds it."""
 
 CONTROL_DEPS = control_deps
 """The op of Inductor that runs a node after others: `control_deps(others, subgraph of the node, *its inputs)`."""

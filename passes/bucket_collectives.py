@@ -90,7 +90,7 @@ class BucketCollectives(GraphPass):
         def may_join(bucket: Sequence[UnitGather], piece: UnitGather) -> bool:
             joined = (*bucket, piece)
             early_bytes = _early_bytes(joined, ctx)
-            can_share = _can_share_launch([part.unit for part in joined], ctx)
+            can_share = _can_share_launch([part.unit for part in joined], ctx, "gathers_whole")
             return can_share and budget.fits(joined[0].first_read, piece.first_read, early_bytes)
 
         alike: dict[frozenset[torch.dtype], list[UnitGather]] = {}  # a launch has one dtype, a unit may have several
@@ -118,7 +118,7 @@ class BucketCollectives(GraphPass):
 
         def may_join(bucket: Sequence[ReduceBucket], piece: ReduceBucket) -> bool:
             units = [unit for part in (*bucket, piece) for unit in part.calls]
-            return bucket[0].dtype is piece.dtype and _can_share_launch(units, ctx)
+            return bucket[0].dtype is piece.dtype and _can_share_launch(units, ctx, "reduces_whole")
 
         merged = map(_join, bucket_sizes.merge(pieces, lambda piece: piece.nbytes(ctx.plan), limits, may_join))
         return [(bucket, _why(bucket.nbytes(ctx.plan), limits)) for bucket in merged]
@@ -168,6 +168,9 @@ class _Splitter:
 
 def _split_gather(gather: UnitGather, splitter: _Splitter, limits: Limits, ctx: PassContext) -> Iterator[UnitGather]:
     """Cut `gather` into pieces that are not too large, without those that nothing reads."""
+    if ctx.plan.units[gather.unit].gathers_whole:
+        yield gather
+        return
     places: dict[SlotIndex, fx.Node | None] = {}
     place: fx.Node | None = None
     for slot in gather.slots:
@@ -186,6 +189,9 @@ def _split_reduction(
     reduction: ReduceBucket, splitter: _Splitter, limits: Limits, ctx: PassContext
 ) -> Iterator[ReduceBucket]:
     """Cut `reduction` into pieces of one unit each that are not too large."""
+    if any(ctx.plan.units[unit].reduces_whole for unit in reduction.calls):
+        yield reduction
+        return
 
     def place(gradient: UnitSlot) -> fx.Node:
         return max(reduction.terms[gradient])
@@ -210,9 +216,14 @@ def _join(pieces: Sequence[ReduceBucket]) -> ReduceBucket:
     return replace(pieces[0], tensors=(tuple(terms),), terms=terms, calls=calls)
 
 
-def _can_share_launch(units: Sequence[str], ctx: PassContext) -> bool:
-    """Return whether one launch can serve these units: all different, of the same process groups and division."""
+def _can_share_launch(units: Sequence[str], ctx: PassContext, alone: str) -> bool:
+    """Return whether one launch can serve these units: all different, of the same process groups and division.
+
+    Not if an object of the user's does it: the property `alone` of their plans.
+    """
     plans = [ctx.plan.units[unit] for unit in units]
+    if any(getattr(plan, alone) for plan in plans):
+        return False
     ways = {(tuple(plan.groups), plan.divide_factor, plan.sums_only) for plan in plans}
     return len(set(units)) == len(units) and len(ways) == 1
 

@@ -78,6 +78,8 @@ class CoalesceCollectives(GraphPass):
 
     def _coalesce_gather(self, gather: UnitGather, ctx: PassContext) -> tuple[UnitGather, str]:
         """Gather the parameters that are expensive to copy out alone, neighbours among the others together."""
+        if ctx.plan.units[gather.unit].gathers_whole:
+            return gather, ""
         cuts, uncuts = [], []
         for _, slots in itertools.groupby(gather.slots, key=lambda slot: slot[0]):  # a tensor is of one shard
             copies = {slot: self._copy_out_seconds(gather, slot, ctx) for slot in slots}
@@ -94,6 +96,8 @@ class CoalesceCollectives(GraphPass):
 
     def _coalesce_reduction(self, reduction: ReduceBucket, ctx: PassContext) -> tuple[ReduceBucket, str]:
         """Send the gradients that are expensive to copy in alone, the others together."""
+        if any(ctx.plan.units[unit].reduces_whole for unit in reduction.calls):
+            return reduction, "an object of the user's reduces it whole"
         copies = {gradient: _copy_in_seconds(reduction, gradient, ctx) for gradient in reduction.gradients}
         cut = one_tensor = _one_tensor(copies)
         if not self.same_sums:

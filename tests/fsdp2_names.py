@@ -101,9 +101,9 @@ METHODS: Mapping[str, Row] = {
     ),
     "set_modules_to_backward_prefetch": Row("differs", "as for forward"),
     "set_custom_all_gather": Row(
-        "refused", "an object of your own; torch's own set nothing. A pass may replace the nodes"
+        "differs", "one call per dtype; its buffers are copied. torch's own objects set nothing; ADR 0033"
     ),
-    "set_custom_reduce_scatter": Row("refused", "as `set_custom_all_gather`"),
+    "set_custom_reduce_scatter": Row("differs", "as `set_custom_all_gather`; with a divide factor the operator is SUM"),
     "set_all_reduce_hook": Row(
         "differs",
         "runs when the gradient is handed over: one tensor per dtype, in the dtype of the shard, divided already",

@@ -246,7 +246,7 @@ def trace(
     lowering: Literal["eager", "inductor"] = "eager",
     verify: bool = True,
     offloads: bool = False,
-    reduces_unused: bool = False,
+    then: Callable[[Any], object] = lambda unit: None,
     **shard_kwargs: Any,
 ) -> Traced:
     """Shard, compile and run a module once, forward and (if `train`) backward.
@@ -264,7 +264,7 @@ def trace(
         lowering: in whose dialect of aten; Inductor generates no code.
         verify: off where the pipeline leaves out what the verifier would miss.
         offloads: whether shards are in the host's memory.
-        reduces_unused: whether zeros are reduced for what has no gradient.
+        then: is called with each sharded module, to set more.
         **shard_kwargs: of fully_shard.
     """
     frames: list[Frame] = []
@@ -286,8 +286,7 @@ def trace(
             mesh = mesh["shard"]
         offload = CPUOffloadPolicy() if offloads else OffloadPolicy()
         for i, unit in enumerate(units(module)):
-            sharded: Any = fully_shard(unit, mesh=mesh_of(mesh, i), offload_policy=offload, **shard_kwargs)
-            sharded.set_reduce_scatter_unused_params(reduces_unused)
+            then(fully_shard(unit, mesh=mesh_of(mesh, i), offload_policy=offload, **shard_kwargs))
         result = torch.compile(module, backend=backend)(*given)
         if train:
             result.sum().backward()

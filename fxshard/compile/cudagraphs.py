@@ -32,7 +32,7 @@ from fxshard.options import Options
 
 
 def require_device(options: Options, device: torch.device, plan: FramePlan) -> None:
-    """Raise `ConfigError` if CUDA graphs are wanted of a model that is not on CUDA, or has units on the host."""
+    """Raise `ConfigError` if CUDA graphs are wanted where none can be recorded: off CUDA, or of some kinds of units."""
     if options.cudagraphs and device.type != "cuda":
         raise ConfigError(f"cudagraphs=True needs a model on CUDA; this one is on {device}. Leave the option out.")
     offloaded = [unit.fqn or "root" for unit in plan.units.values() if unit.offload is not None]
@@ -40,6 +40,12 @@ def require_device(options: Options, device: torch.device, plan: FramePlan) -> N
         raise ConfigError(
             f"cudagraphs=True, but units are offloaded to the host, which no recording waits for: "
             f"{', '.join(offloaded)}. Leave one out: the option, or their offload_policy."
+        )
+    called = [unit.fqn or "root" for unit in plan.units.values() if unit.gathers_whole or unit.reduces_whole]
+    if options.cudagraphs and called:
+        raise ConfigError(
+            f"cudagraphs=True, but an object does the collectives of units, which no recording calls again: "
+            f"{', '.join(called)}. Leave one out: the option, or set_custom_all_gather and set_custom_reduce_scatter."
         )
 
 

@@ -12,6 +12,7 @@ from fxshard.cost.symbols import WORLD_SIZE, Quantity
 from fxshard.ir import collectives, regions, tags
 from fxshard.ir.launches import kind_of
 from fxshard.ir.liveness import tensors_in
+from fxshard.ir.plan import BY
 from fxshard.ir.text import dtype_text
 
 
@@ -69,7 +70,7 @@ def launches_of(sizes: Sizes, hardware: HardwareSpec) -> dict[fx.Node, LaunchCos
             axis=axis,
             op=op,
             dtype="+".join(dict.fromkeys(dtype_text(t.dtype) for t in tensors_in(node))),
-            group=group,
+            group=group.partition(BY)[0],  # what an object does goes over the links of the group behind it
             nbytes=nbytes,
             seconds=known[key],
         )

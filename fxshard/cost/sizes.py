@@ -123,7 +123,9 @@ class _Measurement:
             point=self.point,
             of_storage=tuple(self.sizes),
             of_launch=self.launches,
-            open_groups=frozenset(g for unit in self.units.values() for g in (unit.group, unit.reducing_group)),
+            open_groups=frozenset(
+                g for unit in self.units.values() for g in (unit.gathering_group, unit.reducing_group)
+            ),
             group_sizes=self.group_sizes,
             axes=self.axes,
         )

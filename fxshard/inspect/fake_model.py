@@ -296,7 +296,7 @@ def _take_over(unit: Unit, replica: Replica) -> None:
     places = [(member, member.owners[0]) for member in copied.members]
     copied.is_root, copied.from_one_line = unit.is_root, unit.from_one_line
     copied.divide_factor, copied.sums_only = unit.divide_factor, unit.sums_only
-    copied.reduces_unused = unit.reduces_unused
+    copied.reduces_unused, copied.comms = unit.reduces_unused, dict(unit.comms)
     copied.ignored = frozenset(replica.of(parameter) for parameter in unit.ignored if replica.knows(parameter))
     copied.rename(unit.fqn, [names.get((id(owner), name), member.fqn) for member, (owner, name) in places])
 

@@ -206,7 +206,7 @@ class CollectiveBuilder:
             for part, unit in zip(bucket, units, strict=True):
                 shards = {i: tensors[place[flat]] for i, flat in part.flats.items()}
                 inputs += collectives.gather_inputs(shards, unit, part.segments)
-            return collectives.launch_gather(inputs, units[0].world_size, units[0].group)
+            return collectives.launch_gather(inputs, units[0].world_size, units[0].gathering_group)
 
         first_read = min(part.first_read for part in bucket)
         for flat in flats:

@@ -158,7 +158,7 @@ def unshard(shards: Mapping[int, Tensor], plan: UnitPlan, reads: Sequence[SlotIn
     dtype.
     """
     segments = whole_shards(reads, plan)
-    launched = launch_gather(gather_inputs(shards, plan, segments), plan.world_size, plan.group)
+    launched = launch_gather(gather_inputs(shards, plan, segments), plan.world_size, plan.gathering_group)
     return parameters_in(launched, plan, segments, reads)
 
 
@@ -170,7 +170,7 @@ def launch_parameters(shards: Mapping[int, Tensor], plan: UnitPlan) -> dict[Slot
     """
     slots = {(i, j): slot for i, shard in plan.gathered for j, slot in enumerate(shard.slots)}
     segments: list[Segment] = [(index,) for index, slot in slots.items() if slot.numel]
-    launched = launch_gather(gather_inputs(shards, plan, segments), plan.world_size, plan.group)
+    launched = launch_gather(gather_inputs(shards, plan, segments), plan.world_size, plan.gathering_group)
     found = {segment[0]: buffer for segment, buffer in zip(segments, launched, strict=True)}
     for (i, j), slot in slots.items():
         if not slot.numel:

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from fxshard.ir import collectives, ops, regions, tags, text
+from fxshard.ir.plan import BY
 
 _MORE_KERNELS = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
@@ -37,13 +38,21 @@ class Launch(NamedTuple):
 
     @property
     def on_any_group(self) -> Launch:
-        """The same without the name of its group, which is another one for each replica."""
-        return self._replace(text=self.text.replace(f" on group {self.group!r}", ""))
+        """The same without the name of its group, which is another one for each replica; with that of its object."""
+        _, by, comm = self.group.partition(BY)
+        text = self.text.replace(on_group(self.group), by + comm.partition(" ")[0])
+        return self._replace(text=text)
 
     def renamed(self, names: Mapping[str, str]) -> Launch:
         """Return the same for units of other `names`: blocks that are compiled one by one share a graph."""
         units = ", ".join(names.get(unit, unit) for unit in self.serves.split(", "))
         return self._replace(text=self.text.removesuffix(self.serves) + units, serves=units)
+
+
+def on_group(name: str) -> str:
+    """Say on which process group, and by what type of object; ranks count objects of a type for themselves."""
+    shared, by, comm = name.partition(BY)
+    return f" on group {shared + by + comm.partition(' ')[0]!r}"
 
 
 def sequence(graph: fx.Graph, parts: Mapping[fx.Node, str] = MappingProxyType({})) -> tuple[Launch, ...]:
@@ -105,7 +114,7 @@ def _launch(node: fx.Node, part: str) -> Launch:
     units = ", ".join(unit or "root" for unit in tags.units_of(node))
     serves = f" for {units}" if units else ""  # else two units of one shape could swap places on one rank
     sent = _sizes(node, given) + (f" of {part}" if part else "")
-    return Launch(group, f"{' '.join(words)} {sent} on group {group!r}{serves}", f"%{node.name}", kind, units)
+    return Launch(group, f"{' '.join(words)} {sent}{on_group(group)}{serves}", f"%{node.name}", kind, units)
 
 
 def _sizes(launch: fx.Node, given: Mapping[str, Any]) -> str:

@@ -35,6 +35,9 @@ from fxshard.ir.meshes import MeshAxis
 ParameterKey = tuple[str, int, int]
 """(unit key, shard, slot): a parameter of a captured graph."""
 
+BY = " by "
+"""In the name of a process group behind whose collectives is an object of the user's: `0 by my_module.MyAllGather`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
@@ -109,6 +112,7 @@ class UnitPlan:
     reshard_after_forward: bool = True  # whether backward gathers the parameters again
     forward_prefetch: tuple[str, ...] | None = ()  # to launch right after the wait for this one; `None`: nothing
     backward_prefetch: tuple[str, ...] | None = ()  # the same in backward
+    gather_group: str = ""  # of gathers, if an object of the user's does them
     reduce_group: str = ""  # of reductions, if they have a process group of their own
     replicas: int = 1  # ranks that hold the same shard, along the mesh axis that replicates
     replicate_group: str = ""  # name of their process group; none for one replica
@@ -118,8 +122,24 @@ class UnitPlan:
     reduces_unused: bool = False  # whether zeros are reduced for what a backward gives no gradient
     subgroup_size: int = 0  # ranks that share its parameters between forward and backward; 0 for all of them
     subgroup: str = ""  # name of their process group
+    subgroup_gather: str = ""  # of gathers from it, if an object does them
     subgroup_of: str | None = None  # key of a unit, if this is what a subgroup shares of it
     offload: Offload | None = None  # `None`: shards are on the device
+
+    @property
+    def gathering_group(self) -> str:
+        """Name of the process group that gathers are launched on."""
+        return self.gather_group or self.group
+
+    @property
+    def gathers_whole(self) -> bool:
+        """Whether what is gathered is all of this unit and nothing else, for an object of the user's does it."""
+        return BY in self.gathering_group
+
+    @property
+    def reduces_whole(self) -> bool:
+        """The same for reductions."""
+        return BY in self.reducing_group
 
     @property
     def reducing_group(self) -> str:
@@ -129,9 +149,9 @@ class UnitPlan:
     @property
     def groups(self) -> dict[str, int]:
         """Names of all its process groups -> how many ranks are in each."""
-        found = {self.group: self.world_size, self.reducing_group: self.world_size}
+        found = dict.fromkeys((self.group, self.gathering_group, self.reducing_group), self.world_size)
         found |= {self.replicate_group: self.replicas} if self.replicas > 1 else {}
-        return found | ({self.subgroup: self.subgroup_size} if self.subgroup else {})
+        return found | {name: self.subgroup_size for name in (self.subgroup, self.subgroup_gather) if name}
 
     @property
     def averages_replicas(self) -> bool:
@@ -195,8 +215,7 @@ class UnitPlan:
     def sharing_key(self) -> str:
         """Return what two units must have in common to run through one compiled graph, their layout included."""
         names = (str(d).removeprefix("torch.") for d in (self.param_dtype, self.reduce_dtype))
-        named = dict.fromkeys((self.group, self.reducing_group, self.replicate_group, self.subgroup))
-        groups = "+".join(filter(None, named))
+        groups = "+".join(self.groups)
         # A graph may read a part of a unit; the rest decides where that part lies.
         layout = [(str(s.dtype), s.keeps_dtype, s.trainable, [slot.shape for slot in s.slots]) for s in self.shards]
         layout += [s.encodes for s in self.shards if s.encodes is not None]  # type: ignore[misc]
@@ -294,6 +313,7 @@ def _in_subgroup(unit: UnitPlan, key: str) -> UnitPlan:
         shards=tuple(shards),
         world_size=unit.subgroup_size,
         group=unit.subgroup,
+        gather_group=unit.subgroup_gather,
         subgroup_of=key,
     )
 

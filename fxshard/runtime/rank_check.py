@@ -46,7 +46,7 @@ import torch.distributed as dist
 from fxshard import torch_private
 from fxshard.errors import FxshardError, RankMismatchError
 from fxshard.ir.launches import Launch
-from fxshard.ir.plan import is_in_subgroup
+from fxshard.ir.plan import BY, is_in_subgroup
 from fxshard.runtime.rank_values import first_difference, is_in_process
 
 RING = 512
@@ -269,7 +269,7 @@ def _rank_group_of(group_name: str) -> RankGroup | None:
     world = dist.group.WORLD
     if world is None or is_in_process(torch_private.default_store()):
         return None
-    group = torch_private.process_group_of(group_name)
+    group = torch_private.process_group_of(group_name.partition(BY)[0])
     if group.size() == 1 or "fake" in dist.get_backend(group):  # of a new group it is a list of devices
         return None
     rank_groups = _rank_groups().setdefault(world, {})

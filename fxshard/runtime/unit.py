@@ -17,9 +17,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from fxshard import torch_private
 from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.ir.collectives import SlotIndex
-from fxshard.ir.launches import Launch
+from fxshard.ir.launches import Launch, on_group
 from fxshard.ir.plan import Offload, ShardPlan, UnitPlan, input_name, lay_out, prefetch_words
-from fxshard.runtime import mesh_axes, parameters, unsharded_cache
+from fxshard.runtime import comm_group, mesh_axes, parameters, unsharded_cache
 from fxshard.runtime.accumulation import Accumulation
 from fxshard.runtime.eager import AfterForward
 from fxshard.runtime.flat_shard import FlatShard, Home, Member
@@ -63,6 +63,7 @@ class Unit:
         reduces_unused: whether zeros are reduced for what a backward gives no gradient.
         offload: the policy of its shards, `None` if they are on the device; see [Note: offloaded shards].
         all_reduce_hook: called with each reduced gradient of a flat, which it may change in place.
+        comms: objects of the user's that do its "all_gather" or "reduce_scatter".
         reduce_group: for reductions alone, once it was made.
         uses_reduce_group: whether they use it, and not the mesh's.
         stages: of a pipeline, that have it and are in a step.
@@ -90,8 +91,7 @@ class Unit:
         self.backward_prefetch: tuple[Unit, ...] | None = ()
         self.reshard_after_backward = True
         self.is_root = True
-        self.beside = ""
-        self.fqn = ""
+        self.beside, self.fqn = "", ""
         self.shards: list[FlatShard] = []
         self.generation = 0
         self.from_one_line = False
@@ -103,6 +103,7 @@ class Unit:
         self.unsharded = UnshardedCache()
         self.microbatches, self.prefetcher = Microbatches((self,)), Prefetcher(self.unsharded)
         self._agreements: dict[tuple[str, str], Agreement] = {}
+        self.comms: dict[str, Any] = {}
         self.reduce_group: dist.ProcessGroup | None = None
         self.divide_factor: float | None = None
         self.uses_reduce_group, self.sums_only, self.reduces_unused = False, False, False
@@ -198,7 +199,7 @@ class Unit:
             shards=tuple(shard.plan for shard in self.shards),
             world_size=self.world_size,
             group=mesh_axes.shard_group(self.mesh).group_name,
-            reduce_group=self.reduce_group.group_name if self.reduce_group and self.uses_reduce_group else "",
+            **self._own_groups(),
             replicas=mesh_axes.num_replicas(self.mesh),
             replicate_group=outer.group_name if outer is not None else "",
             divide_factor=self.divide_factor,
@@ -209,7 +210,6 @@ class Unit:
             reduce_dtype=self.mp_policy.reduce_dtype,
             reshard_after_forward=not self.is_root if given is None else bool(given),
             subgroup_size=self.subgroup_size,
-            subgroup=self.subgroup.group_name if self.subgroup and self.subgroup_size else "",
         )
         self.microbatches.forget_choice()
         self._agreements.clear()
@@ -230,6 +230,20 @@ class Unit:
                     ref = ref._replace(hooks=hooks[index][i])
                 for module, name in member.owners:
                     parameters.publish(module, name, ref)
+
+    def _own_groups(self) -> dict[str, Any]:
+        """Names of the groups of its collectives that are not the mesh's."""
+        shared = mesh_axes.shard_group(self.mesh)
+        reducing = self.reduce_group if self.uses_reduce_group else None
+        gather, reduce = self.comms.get("all_gather"), self.comms.get("reduce_scatter")
+        reduced = comm_group.name_of(reducing or shared, reduce)
+        subgroup = self.subgroup if self.subgroup_size else None
+        return {
+            "gather_group": comm_group.name_of(shared, gather),
+            "reduce_group": reduced or (reducing.group_name if reducing is not None else ""),
+            "subgroup": subgroup.group_name if subgroup is not None else "",
+            "subgroup_gather": comm_group.name_of(subgroup, gather),
+        }
 
     def _inputs(self) -> list[tuple[int, InputShard]]:
         return [(i, shard) for i, shard in enumerate(self.shards) if isinstance(shard, InputShard)]
@@ -282,10 +296,11 @@ class Unit:
             what: is gathered or reduced: "all parameters".
         """
         plan = self.plan
-        groups = {"all_gather": plan.group, "reduce_scatter": plan.reducing_group, "all_reduce": plan.replicate_group}
+        groups = {"all_gather": plan.gathering_group, "reduce_scatter": plan.reducing_group}
+        groups["all_reduce"] = plan.replicate_group
         averages = wanted == "reduce_scatter" and plan.replicas > 1 and not self.replica_sums.apart()
         launches = tuple(
-            Launch(group, f"{op} of {what} on group {group!r} for {self.label}", "outside of graphs", op, self.label)
+            Launch(group, f"{op} of {what}{on_group(group)} for {self.label}", "outside of graphs", op, self.label)
             for op, group in groups.items()
             if op == wanted or (op == "all_reduce" and averages)
         )

@@ -119,6 +119,7 @@ class _Settings:
         self.averages = unit.requires_all_reduce
         self.reduces_unused = unit.reduces_unused
         self.factor, self.sums_only, self.hook = unit.gradient_divide_factor, unit.sums_only, unit.all_reduce_hook
+        self.comms = unit.comms
         self.prefetched = {d: [plain_module(m) for m in unit.prefetched(d)] for d in ("forward", "backward")}
         self.methods = [
             (module, name, before)
@@ -172,6 +173,8 @@ class _Settings:
             module.set_force_sum_reduction_for_comms(True)
         if self.hook is not None:
             module.set_all_reduce_hook(self.hook)
+        for kind, comm in self.comms.items():
+            getattr(module, f"set_custom_{kind}")(comm)
         if self.separate:
             process_groups.separate(cast(ModuleState, state_of(module)).units)
         for owner, name, before in self.methods:

@@ -6,6 +6,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +20,8 @@ _log = logging.getLogger(__name__)
 
 MEANINGLESS = {
     "set_unshard_in_backward": "backward gathers what it reads, and nothing else",
-    "set_custom_all_gather": "torch's own changes where buffers lie, which Inductor decides",
-    "set_custom_reduce_scatter": "torch's own changes where buffers lie, which Inductor decides",
+    "set_custom_all_gather": "torch's own change where buffers lie, which Inductor decides",
+    "set_custom_reduce_scatter": "torch's own change where buffers lie, which Inductor decides",
     "set_allocate_memory_from_process_group_for_comm": "Inductor allocates the buffers of a graph",
     "set_symm_mem_for_comm": "Inductor allocates the buffers of a graph",
     "set_reduce_scatter_max_input_buffers": (
@@ -145,17 +146,21 @@ def set_reduces_unused(units: Iterable[Unit], enable: bool) -> None:
         unit.publish()
 
 
-def refuse_custom_comm(name: str, comm: object) -> None:
-    """Refuse a communication of the user's; torch's own change where buffers lie, which Inductor decides.
+def set_comm(units: Iterable[Unit], kind: str, comm: Any) -> None:
+    """Let an object of the user's do the collectives of units of a `kind`, "all_gather" or "reduce_scatter".
 
-    Raises:
-        NotImplementedError: it is not one of torch's.
+    One of torch's takes that back; what it changes is where buffers lie, which Inductor decides.
     """
-    if not type(comm).__module__.startswith("torch."):
-        raise NotImplementedError(
-            f"{name}({type(comm).__name__}()) is not implemented: collectives are nodes of the graph, on the process "
-            "group of the mesh. Make yours its backend (torch.distributed.Backend.register_backend), or replace the "
-            'nodes with a pass of your own, torch.compile(..., options={"passes": ...}): docs/contributing.md, "A new '
-            'pass".'
+    is_torchs, name = type(comm).__module__.startswith("torch."), f"set_custom_{kind}"
+    if not (callable(comm) and callable(getattr(comm, "allocate", None))):
+        raise ConfigError(
+            f"{name} expects an object that can be called and has allocate(size, *, dtype, device), as FSDP2's, got "
+            f"{type(comm).__name__}."
         )
-    say_once(name)
+    for unit in units:
+        unit.comms.pop(kind, None)
+        if not is_torchs:
+            unit.comms[kind] = comm
+        unit.publish()
+    if is_torchs:
+        say_once(name)

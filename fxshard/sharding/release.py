@@ -156,6 +156,8 @@ class _Ours:
             module.set_force_sum_reduction_for_comms(True)
         if unit.all_reduce_hook is not None:
             module.set_all_reduce_hook(unit.all_reduce_hook)
+        for kind, comm in unit.comms.items():
+            getattr(module, f"set_custom_{kind}")(comm)
         module.set_requires_gradient_sync(unit.accumulation.sync, recurse=False)
         module.set_requires_all_reduce(unit.replica_sums.averages, recurse=False)
         module.set_reshard_after_backward(unit.reshard_after_backward, recurse=False)

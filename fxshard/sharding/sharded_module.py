@@ -303,12 +303,17 @@ class ShardedModule(ParameterOwner):
         fsdp2_settings.set_reduces_unused(_state(self).chosen(recurse), reduce_scatter_unused_params)
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Refuse a communication that is not torch's own: a pass may replace the nodes of a graph instead."""
-        fsdp2_settings.refuse_custom_comm("set_custom_all_gather", comm)
+        """Let an object gather this module's parameters, as FSDP2's; the next forward compiles anew.
+
+        It is called once for each gather and dtype of the unit, with buffers that its `allocate` has given, and must be
+        of the same type on all ranks. Blocks that are to share a graph must have the same object. One of torch's own
+        sets nothing: Inductor decides where buffers lie.
+        """
+        fsdp2_settings.set_comm(_state(self).units, "all_gather", comm)
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Refuse a communication that is not torch's own: a pass may replace the nodes of a graph instead."""
-        fsdp2_settings.refuse_custom_comm("set_custom_reduce_scatter", comm)
+        """Let an object reduce this module's gradients: as `set_custom_all_gather`."""
+        fsdp2_settings.set_comm(_state(self).units, "reduce_scatter", comm)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Refuse True: a graph owns what it gathers, and allocates it anew in each run."""

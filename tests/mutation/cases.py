@@ -34,7 +34,7 @@ from fxshard.passes.pipeline import LAST_GIVEN
 from fxshard.passes.reduce_unused import ReduceUnused
 from fxshard.passes.reshard_policy import ReshardPolicy
 from fxshard.passes.sink_waits import SinkWaits
-from tests import graphs
+from tests import graphs, objects
 from tests.graphs import SPLIT, Traced
 from tests.mutation.edits import Mutator
 from tests.schedules import DEAR_COPIES
@@ -56,9 +56,14 @@ def partly_used(**kwargs: Any) -> Traced:
     return graphs.trace(PartlyUsed(), **kwargs)
 
 
+def reduce_unused(unit: Any) -> None:
+    """Have zeros reduced for what has no gradient."""
+    unit.set_reduce_scatter_unused_params(True)
+
+
 def in_step(**kwargs: Any) -> Traced:
     """The same, where other ranks may read the others."""
-    return partly_used(reduces_unused=True, **{"reshard_after_forward": True, **kwargs})
+    return partly_used(then=reduce_unused, **{"reshard_after_forward": True, **kwargs})
 
 
 class Gated(graphs.Layer):
@@ -112,6 +117,7 @@ MODELS: dict[str, Callable[..., Traced]] = {
     "gpt": graphs.gpt,
     "partly_used": partly_used,
     "in_step": in_step,
+    "by_object": objects.by_object,
     "square_batch": square_batch,
     "two_regions": two_regions,
     "in_subgroups": graphs.in_subgroups,
@@ -121,6 +127,8 @@ MODELS: dict[str, Callable[..., Traced]] = {
     "two_meshes": graphs.two_meshes,
 }
 MUTATED = tuple(model for model in MODELS if model not in ("frozen_weight", "casting", "gpt"))
+WHOLE = ("in_step", "by_object")
+"""Whose launches are not cut."""
 ON_FOUR_RANKS = ("two_layers", "uneven", "doubles", "scalar", "in_subgroups")
 REWRITTEN = ("two_layers", "uneven", "two_dtypes", "doubles", "called_twice", "offloaded", "two_replicas")
 ASIDE = ("two_layers", "two_dtypes", "mixed_precision")
@@ -285,7 +293,7 @@ def correct_cases(models: Sequence[str]) -> Iterator[Case]:
     for model, world_size, dialect, kind in itertools.product(models, WORLD_SIZES, DIALECTS, KINDS):
         if dialect == "eager" or world_size == 2:
             yield Case(model=model, world_size=world_size, dialect=dialect, kind=kind)
-        rewrites = kind != "joint" and world_size == 2 and model != "in_step"  # whose launches are not cut
+        rewrites = kind != "joint" and world_size == 2 and model not in WHOLE
         for rewritten in REWRITES if rewrites else ():
             yield Case(model=model, world_size=world_size, dialect=dialect, kind=kind, rewritten=rewritten)
 

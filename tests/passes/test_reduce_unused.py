@@ -17,7 +17,7 @@ from fxshard.passes.insert_collectives import InsertCollectives
 from fxshard.passes.reduce_unused import ReduceUnused
 from tests import graphs
 from tests.graphs import Traced, assert_changes_nothing, assert_golden, run_pass, text
-from tests.mutation.cases import in_step, partly_used
+from tests.mutation.cases import in_step, partly_used, reduce_unused
 from tests.steps import step
 
 
@@ -53,13 +53,14 @@ def test_a_unit_that_is_kept_is_not_gathered_again() -> None:
 @pytest.mark.parametrize("on", [False, True])
 def test_gathers_in_backward_what_it_does_not_read_there(on: bool) -> None:
     """Another rank's graph may read it."""
-    gm, _ = graphs.trace(Norm(), reduces_unused=on, reshard_after_forward=True).at("backward", after=InsertCollectives)
+    traced = graphs.trace(Norm(), then=reduce_unused if on else (lambda unit: None), reshard_after_forward=True)
+    gm, _ = traced.at("backward", after=InsertCollectives)
     assert len(collectives.unshard_launches(gm.graph)) == on
 
 
 @pytest.mark.parametrize("unit", [graphs.called_twice, graphs.two_layers, graphs.in_subgroups, graphs.offloaded])
 def test_gives_the_same_gradients_where_all_is_used(unit: Callable[..., Traced]) -> None:
-    ours, without = step(unit(reduces_unused=True)), step(unit())
+    ours, without = step(unit(then=reduce_unused)), step(unit())
     assert ours.grads.keys() == without.grads.keys()
     assert all(torch.equal(grad, without.grads[fqn]) for fqn, grad in ours.grads.items())
 

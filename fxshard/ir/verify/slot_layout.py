@@ -105,7 +105,7 @@ def sent_by(launch: fx.Node, found: dataflow.Dataflow) -> list[Concat | None]:
 
 def wrong_ranks(launch: fx.Node, unit: UnitPlan) -> Iterator[str]:
     """Say how a launch addresses other ranks than those that share the unit."""
-    group = unit.reducing_group if launch.target in collectives.REDUCTIONS else unit.group
+    group = unit.reducing_group if launch.target in collectives.REDUCTIONS else unit.gathering_group
     if collectives.group_of(launch) != group:
         yield f"expected group {group!r}, found {collectives.group_of(launch)!r}"
     if collectives.world_size_of(launch) != unit.world_size:

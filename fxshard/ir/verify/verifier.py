@@ -19,7 +19,7 @@ from torch import fx
 from fxshard.errors import InvariantError
 from fxshard.ir import text
 from fxshard.ir.properties import Property
-from fxshard.ir.verify import in_step, invariants, offload
+from fxshard.ir.verify import in_step, invariants, objects, offload
 from fxshard.ir.verify.baseline import Baseline, Subject
 from fxshard.ir.verify.invariants import Violation
 
@@ -134,6 +134,7 @@ INVARIANTS: tuple[Invariant, ...] = (
     Invariant(check=invariants.side_streams_meet_the_main_one_at_waits, applies=_explicit),
     Invariant(check=invariants.nothing_is_written_while_in_use, applies=_explicit),
     Invariant(check=in_step.units_in_step_are_moved_whole, applies=_followed),
+    Invariant(check=objects.objects_are_given_whole_units, applies=_followed),
     Invariant(check=invariants.gathers_match_the_plan, applies=_followed),
     Invariant(check=invariants.parameters_are_their_slots, applies=_followed),
     Invariant(check=invariants.gathered_buffers_are_read_as_parameters, applies=_followed),

@@ -1,0 +1,70 @@
+"""Objects that do a unit's collectives (FSDP2's `set_custom_all_gather`): they get, and make, what they do in FSDP2."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.numerics import comms
+from tests.ranks import two_ranks
+from tests.state import processes
+
+
+@two_ranks
+@pytest.mark.parametrize("name", comms.SCENARIOS)
+def test_trains_as_fsdp2_with_the_same_object(name: str) -> None:
+    comms.train(name)
+
+
+@two_ranks
+@pytest.mark.parametrize(("bucket", "prefetch"), [("unit", 1), ("auto", "auto"), (64.0, 2)])
+def test_gets_what_it_gets_in_fsdp2(bucket: str | float, prefetch: int | str) -> None:
+    comms.get_what_they_get_in_fsdp2(bucket, prefetch)
+
+
+@two_ranks
+@pytest.mark.parametrize("compiled", [True, False])
+def test_an_error_is_what_the_object_raises_or_gets_wrong(compiled: bool) -> None:
+    comms.fail_with_what_they_raise(compiled)
+
+
+@two_ranks
+@pytest.mark.parametrize("compiled", [True, False])
+def test_ranks_with_and_without_an_object_are_an_error(compiled: bool) -> None:
+    comms.differ_between_ranks(compiled)
+
+
+@two_ranks
+def test_cached_code_calls_the_object_that_is_there_now() -> None:
+    comms.are_found_again_by_their_type()
+
+
+@two_ranks
+def test_an_object_of_torchs_takes_it_back() -> None:
+    comms.may_be_taken_back()
+
+
+@two_ranks
+def test_adopt_and_release_carry_objects_over() -> None:
+    comms.are_carried_over()
+
+
+@pytest.mark.multi_rank
+def test_on_four_ranks_and_on_two_replicas() -> None:
+    processes.run(4, comms.train, "all")
+    processes.run(4, comms.train_replicas)
+    processes.run(4, comms.train_in_subgroups)
+
+
+@two_ranks
+def test_trains_with_code_of_inductors() -> None:
+    comms.train_compiled()
+
+
+@two_ranks
+def test_trains_block_by_block() -> None:
+    comms.train_blocks()
+
+
+@two_ranks
+def test_explain_says_which_object() -> None:
+    comms.are_explained()
