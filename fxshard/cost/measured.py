@@ -87,7 +87,7 @@ def numbers_for(groups: Iterable[object], device: torch.device) -> HardwareSpec:
     of one mesh, only what all ranks of the job have agreed on is the same on all.
     """
     known = _known() if dist.is_initialized() else {}
-    real = [group for group in groups if isinstance(group, dist.ProcessGroup)]
+    real = [_launched_on(group) for group in groups if isinstance(group, dist.ProcessGroup)]
     found = known.get(_key(real, device.type))
     whole = [group for group in real if dist.get_world_size(group) == dist.get_world_size()]
     if found is None and whole:
@@ -118,13 +118,22 @@ def _known() -> dict[_GroupKey, HardwareSpec]:
 
 
 def _key(groups: Iterable[dist.ProcessGroup], device_type: str) -> _GroupKey:
+    return device_type, frozenset(tuple(dist.get_process_group_ranks(group)) for group in groups)
+
+
+def _launched_on(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return the present group of that name: a mesh that DTensor's caches hold may be of an earlier default group."""
     try:
-        return device_type, frozenset(tuple(dist.get_process_group_ranks(group)) for group in groups)
-    except KeyError as error:
+        found = torch_private.process_group_of(group.group_name)
+    except RuntimeError:  # torch knows no such name
+        found = None
+    if found is None or dist.get_world_size(found) != group.size():
         raise ConfigError(
-            "parameters are sharded over a process group that has been destroyed. Shard a model anew over the present "
-            "groups: load its state into one that was built after init_process_group()."
-        ) from error
+            f"parameters are sharded over process group {group.group_name!r} of {group.size()} ranks, which has been "
+            "destroyed. Shard a model anew over the present groups: load its state into one that was built after "
+            "init_process_group()."
+        )
+    return found
 
 
 class _Axes:

@@ -263,5 +263,18 @@ def test_the_switch_must_be_0_or_1(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_model_that_outlives_its_link_is_refused_where_it_is_compiled_anew() -> None:
     with emulated_link(2) as link:
         model = fxshard.fully_shard(nn.Linear(4, 4), mesh=link.mesh)
-    with emulated_link(2), pytest.raises(Exception, match="over a process group that has been destroyed"):
+    with (
+        emulated_link(4),
+        pytest.raises(Exception, match="over process group '0' of 2 ranks, which has been destroyed"),
+    ):
         torch.compile(model, backend="fxshard")(torch.ones(2, 4))
+
+
+def test_tensor_parallelism_on_a_second_link_finds_its_groups_though_torch_caches_the_first_ones_mesh() -> None:
+    for _ in range(2):
+        with emulated_link(4):
+            whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+            model = parallelize_module(nn.Sequential(nn.Linear(4, 4)), whole["tp"], {"0": ColwiseParallel()})
+            fxshard.fully_shard(model, mesh=whole["dp"])
+            torch.compile(model, backend="fxshard")(torch.ones(2, 4)).sum().backward()
+        torch._dynamo.reset()

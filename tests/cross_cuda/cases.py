@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from fxshard.cost.hardware import BUILTIN
+from tests.cross_cuda import layouts
 from tests.cross_cuda.clocks import Seeded
 from tests.cross_cuda.gpus import A100, B200
 from tests.cross_cuda.training import FP32, Broken, Case
@@ -38,6 +39,25 @@ OFFLOADED_SIDE = Case(
     faults=(*FAULTS_OF_OFFLOAD, Seeded(forgets_record_stream=True)),
 )
 
+SIDE_STREAMS = (FSDP2, ("streams", "side"))
+
+TENSOR_PARALLEL = Case(layout=layouts.tensor_parallel, options=SIDE_STREAMS, faults=FAULTS)
+EXCHANGING = dataclasses.replace(TENSOR_PARALLEL, model=layouts.ExchangingGPT)
+EXPERTS = Case(model=layouts.MixingGPT, layout=layouts.expert_parallel, options=SIDE_STREAMS, faults=FAULTS)
+SUBGROUPS = Case(layout=layouts.subgroups, options=SIDE_STREAMS, faults=FAULTS)
+FP8 = Case(layout=layouts.encoded, options=SIDE_STREAMS, faults=FAULTS)
+UNUSED = Case(model=layouts.Sparing, layout=layouts.unused, options=SIDE_STREAMS, faults=FAULTS)
+HOOKED = Case(layout=layouts.hooked, options=SIDE_STREAMS, replicas=2, faults=FAULTS)
+
+LAYOUTS = {
+    "tensor parallel, exchanging": EXCHANGING,
+    "experts on a mesh of their own": EXPERTS,
+    "subgroups": SUBGROUPS,
+    "fp8": FP8,
+    "unused parameters": UNUSED,
+    "hybrid, hook": HOOKED,
+}
+
 QUICK = {
     "nccl": NCCL,
     "side": SIDE,
@@ -47,6 +67,7 @@ QUICK = {
     "graph breaks, resident": BROKEN,
     "offloaded": OFFLOADED,
     "offloaded, side, one tensor per launch": OFFLOADED_SIDE,
+    **LAYOUTS,
 }
 """What CI compiles, for sm_90."""
 
@@ -63,6 +84,17 @@ MORE = {
     "side, graph breaks": Case(model=Broken, options=(FSDP2, ("streams", "side")), num_layers=3, overlaps_step=True),
     "cudagraphs, accumulating": Case(options=(FSDP2, ("cudagraphs", True)), microbatches=2),
     "nccl, dim 2048": Case(options=(FSDP2,), dim=2048, batch=4),
+}
+
+OTHER_MODES = {
+    "nccl": ((FSDP2,), (Seeded(forgets_join=True),)),
+    "off": ((FSDP2, ("streams", "off")), ()),
+    "cudagraphs": ((FSDP2, ("cudagraphs", True)), ()),
+}
+MORE |= {"tensor parallel": TENSOR_PARALLEL} | {
+    f"{layout}, {mode}": dataclasses.replace(case, options=options, faults=faults)
+    for layout, case in LAYOUTS.items()
+    for mode, (options, faults) in OTHER_MODES.items()
 }
 
 OTHER_GPUS = (A100, B200)

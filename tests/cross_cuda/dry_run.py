@@ -36,8 +36,8 @@ class Step(NamedTuple):
     """Something that the device was given.
 
     Attributes:
-        kind: "gather", "reduce", "wait", "triton" (a generated kernel), "kernel" (one of a library) or "python" (an op
-            of ours that Python runs).
+        kind: "gather", "reduce", "exchange" (DTensor's, which is waited for where it is launched), "wait", "triton" (a
+            generated kernel), "kernel" (one of a library) or "python" (an op of ours that Python runs).
         name: of the op or the generated kernel.
         stream: on which.
         reads: storages, by number.
@@ -107,6 +107,9 @@ class DryRun(TorchDispatchMode):
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if name.startswith("_c10d_functional::"):
             self._launch("reduce" if "reduce" in name else "gather", name, given, made)
+        elif name.startswith("_dtensor::shard_dim_alltoall"):
+            self._launch("exchange", name, given, made)
+            self._wait(*made)
         elif name.startswith(_NO_OP):
             self.streams.allocate(made, name)
         elif not _is_new_memory(func, given, made):
@@ -187,6 +190,7 @@ def dry_run(mode: Any, seeded: Seeded = NO_FAULT) -> Iterator[DryRun]:
         (torch.cuda, "stream", made.using),
         (torch.cuda, "current_stream", lambda device=None: made.current),
         (torch_private, "register_work", run.register_work),
+        (torch_private, "is_fake", lambda tensor: False),  # shards with hooks are encoded in real ones alone
         (Tensor, "record_stream", lambda tensor, stream: made.record(tensor, stream)),  # bound, as a method is
     ]
     with ExitStack() as stack:

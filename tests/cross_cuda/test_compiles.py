@@ -7,12 +7,26 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from tests.cross_cuda import patches, reading
-from tests.cross_cuda.cases import CUDAGRAPHS, HYBRID, MORE, NCCL, OTHER_GPUS, QUICK, SIDE
+from fxshard.ir import collectives, launches
+from tests.cross_cuda import layouts, patches, reading
+from tests.cross_cuda.cases import (
+    CUDAGRAPHS,
+    EXCHANGING,
+    FP8,
+    HOOKED,
+    HYBRID,
+    LAYOUTS,
+    MORE,
+    NCCL,
+    OTHER_GPUS,
+    QUICK,
+    SIDE,
+    SUBGROUPS,
+)
 from tests.cross_cuda.dry_run import Step
 from tests.cross_cuda.gpus import Gpu
 from tests.cross_cuda.lane import installed
-from tests.cross_cuda.training import Case, Trained, trained_once
+from tests.cross_cuda.training import WORLD_SIZE, Case, Trained, trained_once
 
 pytestmark = [pytest.mark.cuda_lane, pytest.mark.timeout(900)]
 
@@ -83,6 +97,43 @@ def test_replicas_average_each_unit_in_the_order_of_the_graphs() -> None:
 def test_one_kernel_casts_what_a_gather_sends() -> None:
     casts = reading.copies_in(trained_once(NCCL).run.steps, "gather")
     assert casts == [1] * len(casts)
+
+
+@pytest.mark.parametrize("case", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_gradients_of_all_layouts_reach_the_buffer_of_a_reduction_by_one_kernel(case: Case) -> None:
+    steps = trained_once(case).run.steps
+    sent = zip((step for step in steps if step.kind == "reduce"), reading.copies_in(steps), strict=True)
+    copies = [writers for step, writers in sent if "reduce_scatter" in step.name]
+    assert copies == [1] * len(copies)
+    assert len(copies) >= case.num_layers + 1
+
+
+def test_what_dtensor_exchanges_is_launched_as_the_graphs_say() -> None:
+    made = trained_once(EXCHANGING)
+    (graphs,) = made.graphs
+    said = [launch.kind for stage in ("forward", "backward") for launch in launches.sequence(graphs[stage])]
+    assert said.count("shard_dim_alltoall") == 4 * EXCHANGING.num_layers
+    assert [step.kind for step in made.run.steps].count("exchange") == 4 * EXCHANGING.num_layers
+
+
+def test_backward_gathers_within_the_subgroup() -> None:
+    (graphs,) = trained_once(SUBGROUPS).graphs
+    ranks = {stage: [*map(collectives.world_size_of, collectives.unshard_launches(graphs[stage]))] for stage in graphs}
+    assert {*ranks["forward"]} == {WORLD_SIZE}
+    assert ranks["backward"].count(layouts.SUBGROUP) == SUBGROUPS.num_layers + 1
+
+
+def test_weights_are_gathered_in_fp8() -> None:
+    fewer, all_of_them = (reading.gathered_bytes(trained_once(case).run.steps) for case in (FP8, HOOKED))
+    assert fewer < 0.7 * all_of_them  # the other one has the same parameters
+
+
+def test_the_hook_runs_behind_the_all_reduce_and_before_the_optimizer() -> None:
+    steps = trained_once(HOOKED).run.steps
+    hooks = [i for i, step in enumerate(steps) if step.name.startswith("aten::mul_")]
+    averaged = {storage for step in steps if "all_reduce" in step.name for storage in step.writes}
+    assert {storage for i in hooks for storage in steps[i].writes} == averaged
+    assert all(any("all_reduce" in step.name for step in steps[:i]) for i in hooks)
 
 
 @pytest.mark.slow

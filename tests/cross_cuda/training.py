@@ -21,6 +21,7 @@ from fxshard.compile import backend
 from fxshard.runtime.frame import Frame
 from fxshard.sharding.sharded_module import ShardedModule
 from fxshard.tools.demo.gpt import GPT
+from tests.cross_cuda import layouts
 from tests.cross_cuda.clocks import NO_FAULT, Seeded
 from tests.cross_cuda.dry_run import DryRun, dry_run
 from tests.cross_cuda.gpus import H100, Gpu
@@ -55,6 +56,7 @@ class Case:
         batch: rows of a microbatch.
         policy: dtypes; `None` for a model in bfloat16 that is not sharded, and compiled by torch alone.
         gpu: for which it is compiled.
+        layout: how its parameters are shared by the ranks.
         replicas: of each shard; the ranks that share the parameters are fewer by as much.
         microbatches: of a step; all but the last only accumulate.
         offloads: whether shards are in the host's memory.
@@ -69,6 +71,7 @@ class Case:
     batch: int = 2
     policy: fxshard.MixedPrecisionPolicy | None = BF16
     gpu: Gpu = H100
+    layout: layouts.Layout = layouts.by_block
     replicas: int = 1
     microbatches: int = 1
     overlaps_step: bool = False
@@ -148,9 +151,8 @@ def _built(case: Case, mesh: DeviceMesh) -> tuple[nn.Module, Callable[[], None]]
     if case.policy is None:
         compiled: Any = torch.compile(model)
     else:
-        for module in (*model.blocks, model):
-            policy = fxshard.CPUOffloadPolicy() if case.offloads else fxshard.OffloadPolicy()
-            fxshard.fully_shard(module, mesh=mesh, mp_policy=case.policy, offload_policy=policy)
+        policy = fxshard.CPUOffloadPolicy() if case.offloads else fxshard.OffloadPolicy()
+        case.layout(model, mesh, functools.partial(fxshard.fully_shard, mp_policy=case.policy, offload_policy=policy))
         compiled = torch.compile(model, backend="fxshard", options=dict(case.options))
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if case.overlaps_step:
