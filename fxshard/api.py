@@ -170,7 +170,8 @@ def release(module: nn.Module, *, whole: bool = False) -> nn.Module:
 
     Args:
         module: the outermost module, compiled or plain, sharded by `fully_shard`, `adopt` or the one-line form.
-        whole: give back a plain model instead, with new and whole parameters on every rank; all ranks call it.
+        whole: give back a plain model instead, with new and whole parameters on every rank; all ranks call it. Those of
+            offloaded units are on the host, as their shards were.
 
     Returns:
         The module without `torch.compile`'s wrapper.

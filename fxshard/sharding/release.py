@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -30,6 +31,12 @@ def release(model: nn.Module, *, whole: bool) -> nn.Module:
     _require_releasable(plain, states)
     if not whole:
         _require_fsdp2_can(plain, states)
+    elif on_host := [unit.label for state, _ in states for unit in state.units if _is_beside_its_device(unit)]:
+        warnings.warn(
+            f"release({type(plain).__name__}, whole=True): whole parameters of {', '.join(on_host)} are in the host's "
+            "memory, where their shards were, and buffers where you have put them. Move the model to its device.",
+            stacklevel=3,
+        )
     unwrap_compiled(plain)
     settings = [_Ours(modules, state) for state, modules in states]
     for module in plain.modules():
@@ -51,6 +58,11 @@ def _states_in(model: nn.Module) -> list[tuple[ModuleState, list[nn.Module]]]:
         if (state := state_of(module)) is not None:
             found.setdefault(id(state), (state, []))[1].append(module)
     return list(found.values())
+
+
+def _is_beside_its_device(unit: Unit) -> bool:
+    """Whether parameters are on the host though they are computed with on a device."""
+    return unit.offload is not None and unit.mesh.device_type != "cpu"
 
 
 def _require_releasable(model: nn.Module, states: list[tuple[ModuleState, list[nn.Module]]]) -> None:

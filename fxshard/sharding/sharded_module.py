@@ -358,7 +358,13 @@ class ShardedModule(ParameterOwner):
 
 
 def _state(module: nn.Module) -> ModuleState:
-    return cast(ModuleState, module.__dict__[STATE])
+    try:
+        return cast(ModuleState, module.__dict__[STATE])
+    except KeyError:  # torch.compile's wrapper holds on to the call of the class that the module had
+        raise ConfigError(
+            f"{type(module).__name__} was given back by fxshard.release(), and what torch.compile made of it before is "
+            "called. Call the module that release() returned, or compile that anew."
+        ) from None
 
 
 def _require_bool(name: str, value: object) -> None:

@@ -212,6 +212,17 @@ def test_release_refuses_what_fsdp2_could_not_run() -> None:
         assert isinstance(fxshard.release(model), FSDPModule)
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_was_compiled_before_release_is_refused_and_the_model_itself_runs(mesh: DeviceMesh, whole: bool) -> None:
+    model = fxshard.fully_shard(nn.Linear(WIDTH, WIDTH), mesh=mesh)
+    compiled = compile_module(model, EAGER)
+    compiled(torch.ones(2, WIDTH)).sum().backward()
+    released = fxshard.release(compiled, whole=whole)
+    with pytest.raises(ConfigError, match=r"was given back by fxshard.release\(\), and what torch.compile made of it"):
+        compiled(torch.ones(2, WIDTH))
+    released(torch.ones(2, WIDTH)).sum().backward()
+
+
 def test_release_refuses_gradients_that_wait(mesh: DeviceMesh) -> None:
     model = fxshard.adopt(fsdp2_mlp(mesh))
     with fxshard.no_sync(model):
