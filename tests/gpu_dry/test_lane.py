@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from tests.gpu.conftest import require_time
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,7 +35,7 @@ class Without:
 sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 import pytest
 
-sys.exit(pytest.main(["tests/gpu", "-m", "gpu", "-q", "-rs"]))
+sys.exit(pytest.main(["tests/gpu", "-m", "gpu", "-q", "-rs", "--gpu-minutes", "8"]))
 """
 
 
@@ -45,3 +48,9 @@ def test_is_collected_and_skipped_where_there_is_no_gpu_and_little_is_installed(
     assert "skipped" in summary
     assert "passed" not in summary
     assert "CUDA" in done.stdout
+
+
+def test_no_gpu_test_begins_after_the_minutes_that_are_given() -> None:
+    require_time(time.monotonic() + 60.0)
+    with pytest.raises(pytest.skip.Exception, match="--gpu-minutes gives are over"):
+        require_time(time.monotonic())
