@@ -205,7 +205,10 @@ def _copies_in(graph: fx.Graph) -> tuple[dict[fx.Node, list[fx.Node]], dict[fx.N
 
 
 def _made(buffer: fx.Node, launch: fx.Node) -> set[fx.Node]:
-    """Return what is made for a buffer to send, up to the results of calls; nothing if others read a part of it."""
+    """Return what is made for a buffer to send, up to the results of calls; nothing if others read a part of it.
+
+    Nor if they read one of the results: what is made may be a view of it, and results of a call share no memory.
+    """
     made: set[fx.Node] = set()
     todo = [buffer]
     while todo:
@@ -213,7 +216,8 @@ def _made(buffer: fx.Node, launch: fx.Node) -> set[fx.Node]:
         if node not in made and node.target in _INTO_A_BUFFER:
             made.add(node)
             todo += node.all_input_nodes
-    readers = {user for node in made for user in node.users} - made
+    read = made.union(*(node.all_input_nodes for node in made))
+    readers = {user for node in read for user in node.users} - made
     return made if readers == {launch} else set()
 
 

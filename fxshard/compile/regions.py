@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, cast
@@ -137,10 +138,15 @@ def _with_backward(
     if len([source for source in sources.values() if source.kind == "gradient"]) != len(differentiable):
         return "its backward takes something else than what is saved and gradients of its results"
     forward.graph.output_node().args = ((*regions.results_of(forward)[:count], *saved),)
+    if regions.shared_results(forward):
+        return "a result shares memory with another tensor"
     merged = _merge_inputs(backward.graph, sources)
-    grads = regions.results_of(backward)
-    trained = tuple(i for i, grad in enumerate(grads) if isinstance(grad, fx.Node))
+    inputs, grads = backward.graph.find_nodes(op="placeholder"), regions.results_of(backward)
+    given = {inputs[i]: i for i, source in enumerate(merged) if source.kind == "gradient"}
+    passed = {i: given[grad] for i, grad in enumerate(grads) if grad in given}
+    trained = tuple(i for i, grad in enumerate(grads) if isinstance(grad, fx.Node) and i not in passed)
     backward.graph.output_node().args = (tuple(grads[i] for i in trained),)
+    _copy_shared_results(backward)
     for gm in (forward, backward):
         gm.graph.lint()
         gm.recompile()
@@ -153,8 +159,21 @@ def _with_backward(
             differentiable=differentiable,
             sources=merged,
             trained=trained,
+            passed=passed,
         )
     )
+
+
+def _copy_shared_results(gm: fx.GraphModule) -> None:
+    """Give memory of its own to what shares it: the gradients of two operands that are added, a view of an input."""
+    results = regions.results_of(gm)
+    for index in regions.shared_results(gm):
+        with gm.graph.inserting_before(gm.graph.output_node()):
+            copy = gm.graph.call_function(torch.ops.aten.clone.default, (results[index],))
+        value = results[index].meta["val"]
+        copy.meta["val"] = value.new_empty_strided(value.shape, value.stride())
+        results[index] = copy
+    gm.graph.output_node().args = (tuple(results),)
 
 
 def _sources(forward: fx.GraphModule, backward: fx.Graph, count: int, saved: list[fx.Node]) -> dict[fx.Node, Source]:
@@ -173,7 +192,7 @@ def _sources(forward: fx.GraphModule, backward: fx.Graph, count: int, saved: lis
         if by_name.get(place.name, kept[i]) is not kept[i]:
             return {}
         base, chain = kept[i], []
-        while base not in known and base.target in ops.VIEWS | ops.TRANSPOSES:
+        while base not in known and _is_view(base):
             chain.append(base)
             (base,) = base.all_input_nodes
         if base not in known:
@@ -183,6 +202,11 @@ def _sources(forward: fx.GraphModule, backward: fx.Graph, count: int, saved: lis
         if chain:
             _take_again(backward, place, base, chain[::-1])
     return sources
+
+
+def _is_view(node: fx.Node) -> bool:
+    of_list = node.args[0] if node.target is operator.getitem else node
+    return isinstance(of_list, fx.Node) and of_list.target in ops.VIEWS | ops.TRANSPOSES
 
 
 def _take_again(graph: fx.Graph, place: fx.Node, base: fx.Node, chain: Sequence[fx.Node]) -> None:

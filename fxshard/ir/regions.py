@@ -11,7 +11,10 @@ in the whole model's graph each of its calls is one node, and `fxshard::region_b
 
 Inductor has a list of the inputs that a backward may overwrite, by number, and reads it for the inputs of a subgraph,
 too (torch/_inductor/graph.py, `bw_donated_idxs`): a region would overwrite what the graph still needs. So
-`compile/variants.py` gives no input away where there are regions.
+`compile/variants.py` gives no input away where there are regions. It also takes each result of a subgraph for memory of
+its own, and writes there what comes later. A result that lies in the memory of an operand, such as a gradient that a
+residual connection hands on as it is, would then be overwritten while it is read. So a region returns no such result:
+`passed` says which gradients are inputs of backward, and the call's reader takes these.
 
 Source: torch's `nested_compile_region` (torch/_higher_order_ops/invoke_subgraph.py), which the user writes, which runs
 through AOTAutograd once per call, and which a parameter's gather would be inside of.
@@ -20,14 +23,14 @@ through AOTAutograd once per call, and which a parameter's gather would be insid
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from fxshard.ir import ops, text
+from fxshard.ir import liveness, ops, text
 from fxshard.ir.snapshot import Snapshot
 
 INVOKE = torch.ops.higher_order.invoke_subgraph
@@ -54,7 +57,8 @@ class Region:
         backward: see `sources` -> the gradients of operands that have one; `None` where nothing trains.
         differentiable: the results that have a gradient, by index.
         sources: what backward reads, input by input.
-        trained: the operands that have a gradient, by index, in the order in which backward returns them.
+        trained: the operands whose gradients backward returns, by index, in that order.
+        passed: operand -> the input of backward that is its gradient as it is, both by index.
     """
 
     name: str
@@ -64,6 +68,7 @@ class Region:
     differentiable: tuple[int, ...] = ()
     sources: tuple[Source, ...] = ()
     trained: tuple[int, ...] = ()
+    passed: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -163,6 +168,19 @@ def results_of(gm: fx.GraphModule) -> list[fx.Node]:
     return list(results)  # type: ignore[arg-type]
 
 
+def shared_results(gm: fx.GraphModule) -> list[int]:
+    """Return the results of a region's graph that lie in the memory of an input or of an earlier result, by index."""
+    live = liveness.liveness(gm.graph)
+    taken = {i for place in gm.graph.find_nodes(op="placeholder") for i in live.storages_of[place]}
+    found: list[int] = []
+    for index, result in enumerate(results_of(gm)):
+        storages = live.storages_of[result]
+        if not taken.isdisjoint(storages):
+            found.append(index)
+        taken.update(storages)
+    return found
+
+
 def is_dense(value: Tensor) -> bool:
     """Return whether a tensor has each element once and no gaps between them, in any order of its dimensions."""
     return value.permute(_order_of(value.stride())).is_contiguous()
@@ -233,6 +251,8 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, None, None
     found: list[Tensor | None] = [None] * count
     for index, grad in zip(region.trained, made, strict=True):
         found[index] = grad
+    for index, given in region.passed.items():
+        found[index] = inputs[given]
     return found, None, None
 
 

@@ -68,6 +68,29 @@ def number_a_call_as_another(graph: fx.Graph) -> Iterator[Edit]:
             yield other, edit(set_argument, other, 2, one.args[2])
 
 
+def give_an_operand_back(graph: fx.Graph) -> Iterator[Edit]:
+    """As a result, in place of a tensor of the same layout."""
+    for call in itertools.filterfalse(regions.is_call, _calls(graph)):
+        code = regions.code_of(call)
+        assert code is not None
+        for i, result in enumerate(regions.results_of(code)):
+            for place in code.graph.find_nodes(op="placeholder"):
+                if regions.layout_of(place) == regions.layout_of(result):
+                    yield call, edit(_return, call, i, place.name)
+
+
+def _return(call: fx.Node, index: int, name: str) -> None:
+    code, owner = regions.code_of(call), call.graph.owning_module
+    assert code is not None
+    assert owner is not None
+    copy = regions.copied(code)  # mutants share the code that they do not change
+    results = regions.results_of(copy)
+    results[index] = next(node for node in copy.graph.nodes if node.name == name)
+    copy.graph.output_node().args = (tuple(results),)
+    with call.graph.inserting_before(call):
+        call.args = (call.graph.get_attr(regions.add_code(owner, "mutant", copy)), *call.args[1:])
+
+
 def _calls(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if regions.called_by(node)]
 
@@ -105,4 +128,5 @@ MUTATORS = (
     drop_an_operand,
     read_an_operand_transposed,
     number_a_call_as_another,
+    give_an_operand_back,
 )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxshard.compile import regions as compile_regions
 from fxshard.ir import ops, regions
@@ -99,6 +100,38 @@ def test_backward_takes_views_of_operands_again_and_saves_them_not(lower: str) -
     assert region.num_results == len(regions.results_of(region.forward)) == 1  # tanh is a result and what is saved
     assert {source.kind for source in region.sources} == {"operand", "result", "gradient"}
     assert region.trained == (0, 1)
+
+
+def handed_on(x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor]:
+    """Gradients of `x`: the result's own; of `y`: a view of it; of `z`: neither."""
+    return (x + y.t() + torch.tanh(z),)
+
+
+@pytest.mark.parametrize("lower", ["eager", "inductor"])
+def test_returns_no_gradient_that_shares_memory_with_another_tensor(lower: str) -> None:
+    with FakeMode():
+        region = traced(handed_on, *(torch.empty(4, 4, requires_grad=True) for _ in range(3)), lower=lower)
+    assert isinstance(region, Region)
+    assert region.backward is not None
+    assert region.trained == (1, 2)
+    assert set(region.passed) == {0}
+    assert regions.shared_results(region.backward) == []
+    x, y, z = (torch.randn(4, 4, requires_grad=True) for _ in range(3))
+    (made,) = ops.REGION([x, y, z], region.name, 0)[:1]
+    gradient = torch.randn(4, 4)
+    found = torch.autograd.grad(made, (x, y, z), gradient)
+    expected = torch.autograd.grad(handed_on(x, y, z)[0], (x, y, z), gradient)
+    torch.testing.assert_close(found, expected)
+
+
+def test_finds_results_in_the_memory_of_others() -> None:
+    def code(x: Tensor) -> tuple[Tensor, ...]:
+        y = torch.ops.aten.sin.default(x)
+        parts = torch.ops.aten.split.Tensor(y, 2)
+        return y, torch.ops.aten.t.default(x), parts[1], torch.ops.aten.cos.default(y)
+
+    gm = make_fx(code, tracing_mode="fake")(torch.empty(4, 4))
+    assert regions.shared_results(gm) == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from fxshard import torch_private
-from fxshard.ir import collectives, dataflow, liveness, ops, regions, signature, tags, text
+from fxshard.ir import collectives, dataflow, liveness, ops, signature, tags, text
 from fxshard.ir.plan import qualified
 from fxshard.ir.verify import baseline, slot_layout
 from fxshard.ir.verify.baseline import Subject
@@ -386,38 +386,6 @@ def compute_reads_what_it_read(subject: Subject) -> Iterator[Violation]:
                 node,
                 f"it reduced the gradient of {subject.baseline.slots[name]}, now of {ops.parameter_key_of(node)}",
             )
-
-
-def regions_are_called_as_they_were(subject: Subject) -> Iterator[Violation]:
-    """A call of a region runs the code that it ran, its results are the same, and no two calls have one number."""
-    calls = {node.name: node for node in subject.graph.nodes if regions.called_by(node)}
-    for name, called in subject.baseline.calls.items():
-        if name in calls and regions.called_by(calls[name]) != called:
-            yield calls[name], f"it called {called}, and calls {regions.called_by(calls[name])}"
-    nodes = {node.name: node for node in subject.graph.nodes}
-    for name, (call, which) in baseline.results_of_calls(subject.graph).items():
-        was_of, was = subject.baseline.results.get(name, (call, which))
-        if was_of == call and was != which:
-            yield nodes[name], f"it was result {was} of %{call}, and is result {which}"
-    numbered = Counter((node.target, node.args[2]) for node in calls.values() if regions.is_call(node))
-    for node in calls.values():
-        if regions.is_call(node) and numbered[node.target, node.args[2]] > 1:
-            yield node, f"another call has number {node.args[2]}, too: torch may make one of both"
-
-
-def regions_read_what_they_were_traced_with(subject: Subject) -> Iterator[Violation]:
-    """A region reads as many operands as its code takes, of its types, and once it is a subgraph, of its strides."""
-    for node in subject.graph.nodes:
-        code = regions.code_of(node)
-        if code is None or not (regions.is_call(node) or regions.is_of_region(code)):
-            continue
-        given, places = regions.operands_of(node), code.graph.find_nodes(op="placeholder")
-        if len(given) != len(places):
-            yield node, f"it reads {len(given)} tensors, and its code takes {len(places)}"
-        layout_of = signature.type_of if regions.is_call(node) else regions.layout_of
-        for operand, place in zip(given, places, strict=False):
-            if "val" in operand.meta and layout_of(operand) != layout_of(place):
-                yield node, f"%{operand.name} is {layout_of(operand)}, and its code takes {layout_of(place)}"
 
 
 def unsharded_bytes_stay_within_the_budget(subject: Subject) -> Iterator[Violation]:

@@ -19,7 +19,7 @@ from torch import fx
 from fxshard.errors import InvariantError
 from fxshard.ir import text
 from fxshard.ir.properties import Property
-from fxshard.ir.verify import in_step, invariants, objects, offload
+from fxshard.ir.verify import calls, in_step, invariants, objects, offload
 from fxshard.ir.verify.baseline import Baseline, Subject
 from fxshard.ir.verify.invariants import Violation
 
@@ -150,8 +150,9 @@ INVARIANTS: tuple[Invariant, ...] = (
     Invariant(check=invariants.collectives_keep_their_order, applies=_scheduled),
     Invariant(check=invariants.launches_send_what_they_sent, applies=_scheduled),
     Invariant(check=invariants.compute_reads_what_it_read, applies=_always),
-    Invariant(check=invariants.regions_are_called_as_they_were, applies=_always),
-    Invariant(check=invariants.regions_read_what_they_were_traced_with, applies=_unlowered),
+    Invariant(check=calls.regions_are_called_as_they_were, applies=_always),
+    Invariant(check=calls.regions_read_what_they_were_traced_with, applies=_unlowered),
+    Invariant(check=calls.results_of_regions_share_no_memory, applies=_always),
     Invariant(check=invariants.unsharded_bytes_stay_within_the_budget, applies=_limited),
     Invariant(check=invariants.types_agree_with_a_fake_run, applies=_always, slow=True),
 )
