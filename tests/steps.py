@@ -175,13 +175,19 @@ def _per_rank(value: Any) -> list[Tensor]:
 
 
 def _forward_inputs(traced: Traced, forward: fx.GraphModule, xs: Sequence[Tensor]) -> Iterator[Tensor]:
-    parameters = dict(traced.module.named_parameters())
+    parameters = {name: getattr(value, "rows", value.detach()) for name, value in traced.module.named_parameters()}
     for i, _ in enumerate(forward.graph.find_nodes(op="placeholder")):
         if i in traced.plan.shard_inputs:
             unit, shard = traced.plan.shard_inputs[i]
             plan = traced.plan.units[unit].shards[shard]
+            if plan.encodes is not None:  # bytes that are numbers in fp8, other ones on each rank
+                parts = [torch.arange(plan.numel) * 7 % 101 + rank for rank in range(traced.world_size)]
+                yield _on_all_ranks([part.to(torch.uint8) for part in parts] * traced.replicas)
+                continue
             shards = [shard_of(plan, parameters, r, traced.world_size) for r in range(traced.world_size)]
             yield _on_all_ranks(shards * traced.replicas)
+        elif i in traced.plan.metadata:
+            yield _on_all_ranks([torch.tensor(2.0 + i)] * len(xs))
         else:
             yield _on_all_ranks(xs)
 

@@ -65,12 +65,12 @@ def reshapes_of(parameter: fx.Node) -> Iterator[fx.Node]:
 
 
 def made_of(parameters: Iterable[fx.Node], beside: Collection[fx.Node]) -> set[fx.Node]:
-    """Return every node that is made of `parameters` alone, or of these and what is `beside` them."""
-    made = set(parameters)
+    """Return every node that is made of `parameters` alone, or of these and what is `beside` them, or made of that."""
+    made, known = set(parameters), set(beside)
     for node in next(iter(made)).graph.nodes if made else ():
         sources = node.all_input_nodes
-        if not made.isdisjoint(sources) and all(source in made or source in beside for source in sources):
-            made.add(node)
+        if sources and all(source in made or source in known for source in sources):
+            (known if made.isdisjoint(sources) else made).add(node)
     return {node for node in made if node.op == "call_function"}
 
 

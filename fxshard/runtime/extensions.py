@@ -40,6 +40,9 @@ from fxshard.ir.plan import Slot
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
+_ALIGNMENT = 8
+"""Bytes: an input begins where a tensor of any dtype may. On one rank it is read where it lies."""
+
 SizeAndDtype = tuple[torch.Size, torch.dtype]
 """Shape and dtype of one all-gather input, or of a tensor in the metadata."""
 
@@ -76,13 +79,15 @@ class Unsharding:
     """How gathered bytes become a parameter; equal ones do the same.
 
     Attributes:
-        prototype: the subclass, without values, whose hook is called.
+        prototype: the subclass whose hook is called, without any tensor in it.
+        settings: all that tells it from others of its class.
         inputs: of the all_gather, on one rank.
         metadata: how they are put together; what is no tensor in them.
         shape, dtype: of the unsharded parameter.
     """
 
     prototype: Tensor
+    settings: tuple[Any, dict[str, Any]]
     inputs: tuple[SizeAndDtype, ...]
     metadata: tuple[Any, tuple[Any, ...]]
     shape: tuple[int, ...]
@@ -90,8 +95,7 @@ class Unsharding:
 
     @property
     def _key(self) -> tuple[Any, ...]:
-        context = cast(Any, self.prototype).__tensor_flatten__()[1]
-        return type(self.prototype), self.inputs, self.shape, self.dtype, context, self.metadata
+        return type(self.prototype), self.inputs, self.shape, self.dtype, self.settings, self.metadata
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Unsharding) and self._key == other._key
@@ -101,11 +105,12 @@ class Unsharding:
 
     def __call__(self, gathered: Sequence[Tensor], metadata: Sequence[Tensor]) -> Tensor:
         """Make the unsharded parameter."""
-        aligned = [
-            each.clone() if each.storage_offset() % dtype.itemsize else each  # one rank: a part of its bytes
-            for each, (_, dtype) in zip(gathered, self.inputs, strict=True)
-        ]
-        outputs = [t.view(d).view(-1, *shape[1:]) for t, (shape, d) in zip(aligned, self.inputs, strict=True)]
+        outputs = []
+        for each, (shape, dtype) in zip(gathered, self.inputs, strict=True):
+            nbytes = math.prod(shape) * dtype.itemsize
+            if nbytes != _aligned(nbytes):
+                each = each.view(-1, _aligned(nbytes))[:, :nbytes].reshape(-1)
+            outputs.append(each.view(dtype).view(-1, *shape[1:]))
         tensors, (spec, leaves) = iter(metadata), self.metadata
         whole = pytree.tree_unflatten([next(tensors) if leaf is Tensor else leaf for leaf in leaves], spec)
         made = getattr(self.prototype, _POST)(tuple(outputs), whole, self.dtype)[0]
@@ -140,12 +145,22 @@ def reader_of(unsharding: Unsharding) -> Callable[..., Tensor]:
     return cast("Callable[..., Tensor]", torch.compiler.allow_in_graph(read))
 
 
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
 def _layouts(tensors: Sequence[Tensor]) -> tuple[SizeAndDtype, ...]:
     return tuple((tensor.shape, tensor.dtype) for tensor in tensors)
 
 
 def _text(layouts: Sequence[SizeAndDtype]) -> str:
     return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in layouts)
+
+
+def _settings_of(local: Tensor) -> tuple[Any, dict[str, Any]]:
+    """What decides what the hooks of a subclass do, beside its tensors: its context and its attributes."""
+    values = {name: value for name, value in vars(local).items() if value is not None and not isinstance(value, Tensor)}
+    return cast(Any, local).__tensor_flatten__()[1], values
 
 
 def _is_plain(value: object) -> bool:
@@ -205,8 +220,8 @@ class Extension:
 
     @property
     def input_bytes(self) -> tuple[int, ...]:
-        """Bytes of each all-gather input on one rank."""
-        return tuple(math.prod(shape) * dtype.itemsize for shape, dtype in self.unsharding.inputs)
+        """Bytes of each all-gather input on one rank, with those that align the next one."""
+        return tuple(_aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in self.unsharding.inputs)
 
     @property
     def reader(self) -> Callable[..., Tensor]:
@@ -222,6 +237,12 @@ class Extension:
 
     def encode(self, into: Sequence[Tensor]) -> None:
         """Write what is sent, as bytes, and keep the metadata."""
+        if _settings_of(self.local) != self.unsharding.settings:
+            self._refuse(
+                f"its attributes have changed from {self.unsharding.settings[1]} to {_settings_of(self.local)[1]}, and "
+                f"{_POST} is traced with those that it had at fully_shard. Give it what changes as tensors in the "
+                "metadata"
+            )
         with torch.no_grad():
             inputs, metadata, leaves = self._run_pre(self.local)
             found, known = (*_layouts(inputs), *_layouts(metadata)), (*self.unsharding.inputs, *self._metadata_layouts)
@@ -231,7 +252,7 @@ class Extension:
                     "dtypes and what is no tensor in the metadata must stay the same"
                 )
             for view, tensor in zip(into, inputs, strict=True):
-                view.copy_(_bytes(tensor))
+                view[: tensor.nbytes].copy_(_bytes(tensor))
             self.metadata = [tensor.detach().clone() for tensor in metadata]
 
     def _run_pre(self, local: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor], tuple[Any, tuple[Any, ...]]]:
@@ -262,8 +283,13 @@ class Extension:
                         f"{_PRE} gives {_text(_layouts(found))} of rows {list(shape)}, which the last ranks have, and "
                         f"{_text(_layouts(inputs))} of {list(first)}. It must pad what it sends to the rows of rank 0"
                     )
-            made = Unsharding(prototype, _layouts(inputs), leaves, tuple(self._shape), self._dtype)
-            gathered = [tensor.new_empty(ranks * tensor.nbytes, dtype=torch.uint8) for tensor in inputs]
+            settings = _settings_of(self.local)
+            vars(prototype).update(settings[1])
+            for name, value in (vars(self.local) | vars(prototype)).items():
+                if isinstance(value, Tensor):  # of no use to a graph, or stale in the next step
+                    vars(prototype).pop(name, None)
+            made = Unsharding(prototype, settings, _layouts(inputs), leaves, tuple(self._shape), self._dtype)
+            gathered = [tensor.new_empty(ranks * _aligned(tensor.nbytes), dtype=torch.uint8) for tensor in inputs]
             whole = self._without_values(_POST, lambda: made(gathered, metadata))
         if whole.dtype is not self._dtype:
             self._refuse(f"{_POST} gives {whole.dtype}, and param_dtype is {self._dtype}")
@@ -284,8 +310,8 @@ class Extension:
         except Exception as error:  # the hook is the user's code
             self._refuse(
                 f"{name} was run on tensors without values, to see what will be gathered, and raised "
-                f"{type(error).__name__}: {error}. It must take rows of any rank, and may not look at values "
-                "(`if scale > 1`, .item())"
+                f"{type(error).__name__}: {error}. It must take rows of any rank, may not look at values "
+                f"(`if scale > 1`, .item()), and {_POST} gets tensors from all_gather and metadata, not from self"
             )
 
     def _refuse(self, why: str) -> NoReturn:

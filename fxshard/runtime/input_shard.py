@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +18,24 @@ from fxshard.runtime.gradients import GradientSink
 from fxshard.runtime.parameters import HookRef
 
 
+@dataclass(frozen=True, eq=False)
+class Metadata:
+    """What the first hooks of a shard gave beside the bytes; equal if the values are."""
+
+    tensors: tuple[Tensor, ...] = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Metadata) and all(map(torch.equal, self.tensors, other.tensors))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 class InputShard(FlatShard):
-    """A flat without parameters: the all-gather inputs of those of another shard."""
+    """A flat without parameters: the all-gather inputs of those of another shard.
+
+    Attributes:
+        metadata: of all of them, as they are now.
+    """
 
     def __init__(self, plan: ShardPlan, encoded: FlatShard, home: Home) -> None:
         """Make room for the inputs of `encoded`."""
@@ -27,6 +44,7 @@ class InputShard(FlatShard):
         self.flat = nn.Parameter(flat, requires_grad=False)
         self.flat._fxshard_home = home  # type: ignore[attr-defined]
         self.sink = GradientSink([], plan)
+        self.metadata = Metadata()
 
     def attach(self) -> None:
         """Do nothing: no parameter is a view of it."""
@@ -46,6 +64,7 @@ class InputShard(FlatShard):
             extension.encode([self.flat.data[part.offset : part.offset + part.numel] for part in parts])
             for module, name in member.owners:
                 parameters.publish_metadata(module, name, extension.metadata)
+        self.metadata = Metadata(tuple(t for member, _ in self.inputs() for t in extension_of(member).metadata))
 
     def refs(self, key: str) -> list[HookRef]:
         """What modules need to read each parameter; `key` is that of the markers of this shard."""

@@ -150,21 +150,21 @@ class Unit:
         versions: Iterator[int] = map(_VERSION, self.members)
         return self.generation + sum(versions)
 
-    def version(self) -> tuple[int, ...]:
-        """Changes with the epoch, and with writes to this rank's rows by way of `to_local()`."""
-        return (self.epoch(), *(shard.flat._version for shard in self.shards))
+    def version(self) -> tuple[Any, ...]:
+        """Changes with the epoch, with writes to this rank's rows by way of `to_local()`, and with hooks' metadata."""
+        return (self.epoch(), *(s.flat._version for s in self.shards), *(s.metadata for _, s in self._inputs()))
 
     def _advance(self, before: int) -> None:
         """Make the epoch one that never was: new parameters count their versions from 0 again."""
         self.generation += max(1, before + 1 - self.epoch())
 
-    def require_version(self, version: tuple[int, ...]) -> None:
+    def require_version(self, version: tuple[Any, ...]) -> None:
         """Raise if parameter values have changed since `version()` was that: the forward's backward is void."""
         if self.version() != version:
             raise UnsupportedGraph(
-                f"parameters of unit {self.label!r} were changed between forward and backward (by an optimizer "
-                "step, load_state_dict, copy_): backward would combine new values with activations of the old ones. "
-                "Run forward again after changing parameters."
+                f"parameters of unit {self.label!r} were changed between forward and backward (by an optimizer step, "
+                "load_state_dict, copy_, another scale of an fp8 weight): backward would combine new values with "
+                "activations of the old ones. Run forward again after changing parameters."
             )
 
     def pack(self) -> None:

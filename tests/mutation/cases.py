@@ -34,7 +34,7 @@ from fxshard.passes.pipeline import LAST_GIVEN
 from fxshard.passes.reduce_unused import ReduceUnused
 from fxshard.passes.reshard_policy import ReshardPolicy
 from fxshard.passes.sink_waits import SinkWaits
-from tests import graphs, objects
+from tests import encoded_shards, graphs, objects
 from tests.graphs import SPLIT, Traced
 from tests.mutation.edits import Mutator
 from tests.schedules import DEAR_COPIES
@@ -125,12 +125,13 @@ MODELS: dict[str, Callable[..., Traced]] = {
     "two_replicas": two_replicas,
     "two_replicas_of_doubles": two_replicas_of_doubles,
     "two_meshes": graphs.two_meshes,
+    "encoded": encoded_shards.twofold,
 }
 MUTATED = tuple(model for model in MODELS if model not in ("frozen_weight", "casting", "gpt"))
 WHOLE = ("in_step", "by_object")
 """Whose launches are not cut."""
 ON_FOUR_RANKS = ("two_layers", "uneven", "doubles", "scalar", "in_subgroups")
-REWRITTEN = ("two_layers", "uneven", "two_dtypes", "doubles", "called_twice", "offloaded", "two_replicas")
+REWRITTEN = ("two_layers", "uneven", "two_dtypes", "doubles", "called_twice", "offloaded", "two_replicas", "encoded")
 ASIDE = ("two_layers", "two_dtypes", "mixed_precision")
 REWRITES: dict[str, tuple[GraphPass, ...]] = {
     "coalesced": (CoalesceCollectives(),),

@@ -21,6 +21,7 @@ from tests.drawn import commit, is_drawn
 from tests.mutation import (
     codegen_mutators,
     collective_mutators,
+    encoded_mutators,
     gradient_mutators,
     in_step_mutators,
     marker_mutators,
@@ -44,6 +45,7 @@ EXPLICIT: tuple[Mutator, ...] = (
     *subgroup_mutators.MUTATORS,
     *offload_mutators.MUTATORS,
     *in_step_mutators.MUTATORS,
+    *encoded_mutators.MUTATORS,
 )
 RESULTS: tuple[Mutator, ...] = (
     gradient_mutators.return_none,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import fx, nn
+from torch import fx
 
 from fxshard import ConfigError, explain, fully_shard
 from fxshard.ir import collectives, tags
@@ -15,33 +13,11 @@ from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.dedup_unshard import DedupUnshard
 from fxshard.passes.insert_collectives import InsertCollectives
 from fxshard.passes.reshard_policy import ReshardPolicy
-from tests import graphs
+from tests.encoded_shards import encoded, twofold, with_hooks
 from tests.fake_ranks import fake_ranks
-from tests.graphs import SPLIT, Layer, TwoLayers, assert_golden, broken_by, layers_of, run_pass, text
-from tests.numerics.float8 import Float8Weight
+from tests.graphs import SPLIT, Layer, TwoLayers, assert_golden, broken_by, run_pass, text
 
 aten = torch.ops.aten
-
-
-class Scaled(Float8Weight):
-    """Gathered in fp8 with a scale of its own."""
-
-    def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
-        scale = 448 / self.rows.abs().max()
-        return ((self.rows * scale).to(torch.float8_e4m3fn),), (scale, "scaled")
-
-
-def with_hooks(module: nn.Module) -> nn.Module:
-    for layer in module.modules():
-        if isinstance(layer, Layer):
-            layer.weight = nn.Parameter(Scaled(layer.weight.detach()))
-    return module
-
-
-@graphs.traced_once
-def encoded(**kwargs: Any) -> graphs.Traced:
-    """Two units of a matrix in fp8 and a vector in float32."""
-    return graphs.trace(with_hooks(TwoLayers()), units=layers_of, **kwargs)
 
 
 @pytest.mark.parametrize("kind", SPLIT)
@@ -55,6 +31,12 @@ def test_backward_decodes_again_what_it_gathers_again() -> None:
     gm, ctx = encoded().at("joint", after=DedupUnshard)
     assert run_pass(ReshardPolicy(), gm, ctx)
     assert_golden(text(gm), "encoded_shards_joint")
+
+
+def test_backward_is_given_no_weight_that_was_decoded_with_what_is_made_of_metadata() -> None:
+    """The hook divides one by each scale before it reads a byte."""
+    gm, _ = twofold().at("backward", after=InsertCollectives)
+    assert {tuple(n.meta["val"].shape) for n in gm.graph.find_nodes(op="placeholder")} <= {(16,), (), (4, 2), (2, 4)}
 
 
 def _gather_rows(graph: fx.Graph) -> None:
@@ -95,6 +77,6 @@ def test_refuses_a_subgroup() -> None:
 
 def test_explains_what_is_sent() -> None:
     """Of each matrix a byte per element, where it has four."""
-    plain, ours = (explain(model, torch.ones(2, 4), world_size=4) for model in (TwoLayers(), with_hooks(TwoLayers())))
+    plain, ours = (explain(model, torch.ones(2, 4), world_size=2) for model in (TwoLayers(), with_hooks(TwoLayers())))
     sent = [list(each.frames[0].stats["forward"].values())[-1].evaluate().gathered_bytes for each in (plain, ours)]
     assert sent[0] - sent[1] == 2 * 3 * 16
