@@ -15,7 +15,7 @@ longer; that costs one more copy of what is sent or received, on its stream.
 
 - On CUDA it runs on a stream of its own, which the current one waits for where the graph waits.
 - On the CPU it runs where the graph launches. A `Work` that it returns is waited for where the graph waits, or before
-  its buffer is used again.
+  one of its buffers is used again.
 """
 # ruff: noqa: D102 (most methods are those of torch's ProcessGroup)
 
@@ -25,7 +25,8 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -46,8 +47,8 @@ class CommGroup(_ProcessGroup):  # type: ignore[misc] # see above
         super().__init__(behind.rank(), behind.size())
         self.comm, self.behind = comm, weakref.ref(behind)
         self._name, self._ranks, self._rank = name, behind.size(), behind.rank()
-        self._open: list[_Communication] = []
-        self._stream: torch.cuda.Stream | None = None
+        same = [each for known in _groups().values() for each in known if each.comm is comm]
+        self.turns: _Turns = same[0].turns if same else _Turns()
 
     def getBackendName(self) -> str:
         return "fxshard_comm"
@@ -73,13 +74,13 @@ class CommGroup(_ProcessGroup):  # type: ignore[misc] # see above
         """Gather all in one call."""
         numels = [tensor.numel() for tensor in inputs]
 
-        def call() -> tuple[Tensor, Any]:
-            sent = sum(numels)
-            buffer = self._allocate(sent * self._ranks, inputs[0])
-            own = buffer.narrow(0, self._rank * sent, sent)
+        def call() -> _ObjectCall:
+            number = sum(numels)
+            buffer = self._allocate(number * self._ranks, inputs[0])
+            own = buffer.narrow(0, self._rank * number, number)
             for part, tensor in zip(own.split(numels), inputs, strict=True):
                 part.copy_(tensor.view(-1))
-            return buffer, self._call(output_tensor=buffer, input_tensor=own, async_op=False)
+            return _ObjectCall(buffer, own, self._call(output_tensor=buffer, input_tensor=own, async_op=False))
 
         return self._launch(call, inputs, outputs, rows=self._ranks)
 
@@ -92,12 +93,12 @@ class CommGroup(_ProcessGroup):  # type: ignore[misc] # see above
         """Reduce all in one call."""
         numels = [tensor.numel() for tensor in outputs]
 
-        def call() -> tuple[Tensor, Any]:
+        def call() -> _ObjectCall:
             sent = self._allocate(sum(numels) * self._ranks, inputs[0])
             for part, tensor in zip(sent.view(self._ranks, -1).split(numels, 1), inputs, strict=True):
                 part.copy_(tensor.view(self._ranks, -1))
             buffer = self._allocate(sum(numels), inputs[0])
-            return buffer, self._call(output_tensor=buffer, input_tensor=sent, op=opts.reduceOp.op)
+            return _ObjectCall(buffer, sent, self._call(output_tensor=buffer, input_tensor=sent, op=opts.reduceOp.op))
 
         return self._launch(call, inputs, outputs, rows=1)
 
@@ -108,17 +109,15 @@ class CommGroup(_ProcessGroup):  # type: ignore[misc] # see above
     """What torch 2.11 to 2.13 call them."""
 
     def _launch(
-        self, call: Callable[[], tuple[Tensor, Any]], inputs: Sequence[Tensor], outputs: Sequence[Tensor], rows: int
+        self, call: Callable[[], _ObjectCall], inputs: Sequence[Tensor], outputs: Sequence[Tensor], rows: int
     ) -> Work:
         """Let the object start; what it makes is copied into `outputs`, each a block of columns of `rows` rows."""
         with torch.no_grad(), self._on_own_stream(outputs[0].device) as stream:
-            buffer, work = call()
-            made = _Communication(self, buffer, work, outputs, rows, inputs)
-            if stream is not None:
+            made = _Communication(self.turns, call(), inputs, outputs, rows)
+            if stream is not None or made.is_done:
                 made.finish()
+            if stream is not None:
                 made.joins = stream.record_event()
-            else:
-                self._open.append(made)
         return made
 
     @contextmanager
@@ -127,10 +126,10 @@ class CommGroup(_ProcessGroup):  # type: ignore[misc] # see above
         if device.type != "cuda":
             yield None
             return
-        self._stream = self._stream or torch.cuda.Stream(device, priority=-1)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):
-            yield self._stream
+        self.turns.stream = stream = self.turns.stream or torch.cuda.Stream(device, priority=-1)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            yield stream
 
     def _allocate(self, numel: int, like: Tensor) -> Tensor:
         """Return a buffer of the object's, which nothing reads any more."""
@@ -139,56 +138,75 @@ class CommGroup(_ProcessGroup):  # type: ignore[misc] # see above
         found = (made.dtype, made.device, made.numel()) if isinstance(made, Tensor) else type(made).__name__
         if found != (like.dtype, like.device, numel) or not made.is_contiguous():
             _refuse(self.comm, f"allocate(({numel},), dtype={like.dtype}, device={like.device}) gave {found}")
-        for call in [call for call in self._open if call.has(made)]:
+        for call in [call for call in self.turns.unfinished if call.has(made)]:
             call.finish()
         return made.detach().view(-1)
 
     def _call(self, **given: Any) -> Work | None:
-        work = self.comm(group=self.behind(), **given)
+        if (group := self.behind()) is None:
+            _refuse(self.comm, f"the process group of {self._name!r} has been destroyed")
+        work = self.comm(group=group, **given)
         if not isinstance(work, Work | None):
             _refuse(self.comm, f"its call returned a {type(work).__name__}, and neither a Work nor None")
         return work
 
-    def closed(self, call: _Communication) -> None:
-        """Note that a call has been finished."""
-        if call in self._open:
-            self._open.remove(call)
+
+@dataclass(eq=False)
+class _Turns:
+    """What is under way by one object, over all groups.
+
+    Attributes:
+        unfinished: calls whose buffers are read at their wait.
+        stream: on which it runs.
+    """
+
+    unfinished: list[_Communication] = field(default_factory=list)
+    stream: torch.cuda.Stream | None = None
+
+
+class _ObjectCall(NamedTuple):
+    """What a call of an object has begun: the buffers, of the result and of what is sent, and its work."""
+
+    buffer: Tensor
+    sent: Tensor
+    work: Work | None
 
 
 class _Communication(Work):
     """One call of an object, and what it reads and writes until somebody has waited."""
 
     def __init__(
-        self,
-        group: CommGroup,
-        buffer: Tensor,
-        work: Work | None,
-        outputs: Sequence[Tensor],
-        rows: int,
-        read: Sequence[Tensor],
+        self, turns: _Turns, begun: _ObjectCall, inputs: Sequence[Tensor], outputs: Sequence[Tensor], rows: int
     ) -> None:
         super().__init__()
-        self._group, self._work, self._rows = group, work, rows
-        self._buffer: Tensor | None = buffer
-        self._held: tuple[Sequence[Tensor], Sequence[Tensor]] | None = (outputs, read)
+        self._turns, self._rows = turns, rows
+        self._begun: _ObjectCall | None = begun
+        self._held: tuple[Sequence[Tensor], Sequence[Tensor]] | None = (outputs, inputs)
         self.joins: torch.Event | None = None
+        turns.unfinished.append(self)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the object was done when its call returned."""
+        return self._begun is None or self._begun.work is None
 
     def has(self, memory: Tensor) -> bool:
-        """Whether what it has made lies in the same memory."""
-        return self._buffer is not None and torch_private.storage_id(self._buffer) == torch_private.storage_id(memory)
+        """Whether one of its buffers lies in the same memory."""
+        buffers = self._begun[:2] if self._begun is not None else ()
+        return torch_private.storage_id(memory) in map(torch_private.storage_id, buffers)
 
     def finish(self) -> None:
-        """Wait for the object and copy what it has made; the buffer is its own again."""
-        buffer, self._buffer = self._buffer, None
-        if buffer is None or self._held is None:
+        """Wait for the object and copy what it has made; the buffers are its own again."""
+        begun, self._begun = self._begun, None
+        if begun is None or self._held is None:
             return
-        if self._work is not None:
-            self._work.wait()
+        self._turns.unfinished.remove(self)
+        if begun.work is not None:
+            begun.work.wait()
         outputs, _ = self._held
         numels = [tensor.numel() // self._rows for tensor in outputs]
-        for part, tensor in zip(buffer.view(self._rows, -1).split(numels, 1), outputs, strict=True):
+        for part, tensor in zip(begun.buffer.view(self._rows, -1).split(numels, 1), outputs, strict=True):
             tensor.view(self._rows, -1).copy_(part)
-        self._group.closed(self)
 
     def wait(self, timeout: Any = None) -> bool:
         with torch.no_grad():

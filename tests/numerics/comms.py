@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
@@ -36,7 +36,7 @@ from tests.numerics.harness import (
     start,
     world_mesh,
 )
-from tests.numerics.microbatches import several
+from tests.numerics.microbatches import kept, several
 from tests.numerics.models import MLP, WIDTH, Uneven, mlp_with_a_frozen_block, rows
 
 Call = tuple[str, int, int, torch.dtype, str]
@@ -121,6 +121,33 @@ class OneBuffer:
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=True)
 
 
+class OneBufferReduce(Counting):
+    """Sends from the same memory again and again, and returns before it has been sent."""
+
+    def __init__(self, is_async: bool) -> None:
+        super().__init__()
+        self.memory, self.is_async = torch.empty(0), is_async
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.allocated.append(size[0])
+        if len(self.allocated) % 2 == 0:  # what it gives is second
+            return torch.empty(*size, dtype=dtype, device=device)
+        if self.memory.numel() < size[0]:
+            self.memory = torch.empty(*size, dtype=dtype, device=device)
+        return self.memory[: size[0]]
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any) -> Any:
+        work = dist.reduce_scatter_tensor(output_tensor, input_tensor, group=group, op=op, async_op=self.is_async)
+        return work
+
+
+def reduce_from_one_buffer(model: nn.Module, tools: Tools) -> nn.Module:
+    """FSDP2 waits for no work of a reduction."""
+    shard_blocks(model, tools)
+    give(model, None, OneBufferReduce(is_async=tools.system.ours))
+    return tools.compile(model)
+
+
 def with_objects(
     gather: Callable[[], Any] | None, reduce: Callable[[], Any] | None, *, compiled: bool = True
 ) -> Callable[[nn.Module, Tools], nn.Module]:
@@ -164,11 +191,14 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
     "reductions alone": lambda: of(gather=None),
     "counted": lambda: of(CountingGather, CountingReduce),
     "one buffer": lambda: of(OneBuffer, None),
+    "one buffer to send": lambda: of(prepare=reduce_from_one_buffer),
     "not compiled": lambda: of(compiled=False),
     "kept": lambda: of(shard_kwargs={"reshard_after_forward": False}),
     "uneven": lambda: of(model=Uneven, batch=rows(15, 15)),
     "frozen": lambda: of(model=mlp_with_a_frozen_block),
     "mixed precision": lambda: of(shard_kwargs={"mp_policy": MIXED}),
+    "offloaded": lambda: of(shard_kwargs={"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+    "resident": lambda: of(backward=kept),
     "accumulation": lambda: of(backward=several),
 }
 
@@ -288,6 +318,34 @@ def may_be_taken_back() -> None:
     loss_on_ones(model).backward()
     assert (len(gather.calls), len(reduce.calls)) == before
     assert all(before)
+
+
+def are_told_apart(lower: str, each: bool) -> None:
+    """Blocks with objects of one type, one object each: equal code must not call another block's."""
+    torch._dynamo.reset()
+    model, comms = sharded(compiled=False), []
+    for block in blocks_of(model):
+        comms.append((CountingGather(), CountingReduce()))
+        give(block, *comms[-1])
+    if each:
+        for block in blocks_of(model):
+            block.compile(backend="fxshard", options={"lower": lower})
+    compiled = model if each else compile_module(model, options={"lower": lower})
+    for _ in range(2):
+        loss_on_ones(compiled).backward()
+    assert {len(reduce.calls) for _, reduce in comms} == {2}
+    assert all(len(gather.calls) >= 2 for gather, _ in comms)
+
+
+def serve_inference() -> None:
+    """Under inference mode, before and after training."""
+    torch._dynamo.reset()
+    ours, plain = (sharded(comm, lower=lower) for comm, lower in ((OneBuffer(), "eager"), (None, "eager")))
+    plain.load_state_dict(ours.state_dict())
+    for _ in range(2):
+        with torch.inference_mode():
+            assert torch.equal(loss_on_ones(ours), loss_on_ones(plain))
+        loss_on_ones(ours).backward()
 
 
 def are_explained() -> None:

@@ -33,6 +33,7 @@ def test_ranks_with_and_without_an_object_are_an_error(compiled: bool) -> None:
     comms.differ_between_ranks(compiled)
 
 
+@pytest.mark.slow
 @two_ranks
 def test_cached_code_calls_the_object_that_is_there_now() -> None:
     comms.are_found_again_by_their_type()
@@ -63,6 +64,18 @@ def test_trains_with_code_of_inductors() -> None:
 @two_ranks
 def test_trains_block_by_block() -> None:
     comms.train_blocks()
+
+
+@two_ranks
+@pytest.mark.parametrize("lower", ["eager", "inductor"])
+@pytest.mark.parametrize("each", [True, False])
+def test_equal_blocks_have_objects_of_their_own(lower: str, each: bool) -> None:
+    comms.are_told_apart(lower, each)
+
+
+@two_ranks
+def test_serves_inference() -> None:
+    comms.serve_inference()
 
 
 @two_ranks
