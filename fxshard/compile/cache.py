@@ -33,7 +33,10 @@ from fxshard.options import Options
 from fxshard.passes import pipeline as pipelines
 from fxshard.passes._base import GraphKind, GraphPass
 from fxshard.passes.pipeline import Pipeline
-from fxshard.runtime.dispatch import Order
+from fxshard.runtime.dispatch import MemoryLayout
+
+Strides = Sequence[tuple[str, ...] | None] | None
+"""The strides of each result of a graph, as Inductor writes them; `None` where it does not know."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +49,8 @@ class CompiledFacts:
     reads: dict[str, list[SlotIndex]]  # unit key -> the parameters that the graph gathers
     inputs: tuple[str, ...]  # name and type of each
     outputs: tuple[str, ...]  # type of each
-    orders: dict[int, Order]  # of a backward: how its inputs must lie in memory
+    layouts: dict[int, MemoryLayout]  # of a backward: how its inputs must lie in memory
+    strides: Strides = None  # of a forward's results
 
     def launching(self, sequence: tuple[Launch, ...]) -> CompiledFacts:
         """Return the same, of a graph with these collectives."""

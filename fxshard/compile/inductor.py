@@ -6,6 +6,8 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Container, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -18,6 +20,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._inductor.exc import InductorError
 from torch._inductor.output_code import CompiledFxGraph
+from torch._inductor.utils import set_tracing_context_output_strides
 
 from fxshard.compile import cudagraphs
 from fxshard.compile.cache import CachedCode, CodeOwner, CompiledFacts, stable_text
@@ -98,6 +101,8 @@ class _SplitCompiler:
         self._owner.found.add(kind)
         if stages.leaves_out(kind):
             cudagraphs.left_out(options, inputs, kwargs)
+            if stages.saved is not None:
+                set_tracing_context_output_strides(inputs, cast(Any, SimpleNamespace(output_strides=stages.saved)))
             return boxed(gm, inputs)
         facts = stages.split(gm, kind, inputs)
         _forget_absent_results(gm.graph)
@@ -118,6 +123,8 @@ class _SplitCompiler:
         with functorch_config.patch(bundled_autograd_cache=bundled and not called):
             code = _compile_split(gm, inputs, **kwargs)  # takes the graph over
         cudagraphs.require_recordable(self._stages.options, code, facts.kind)
+        if facts.kind == "forward":
+            facts = replace(facts, strides=getattr(code, "output_strides", None))
         if len(recorded) == before:
             self._owner.restore(facts)  # found by Inductor: the last stages did not run
         if bundled and isinstance(code, CompiledFxGraph):

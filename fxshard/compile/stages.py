@@ -11,7 +11,7 @@ from torch import fx
 from torch._inductor.decomposition import select_decomp_table
 
 from fxshard.compile import cache, regions
-from fxshard.compile.cache import CompiledFacts
+from fxshard.compile.cache import CompiledFacts, Strides
 from fxshard.cost import hardware
 from fxshard.ir import buckets, launches, ops, signature
 from fxshard.ir.collectives import SlotIndex
@@ -41,7 +41,7 @@ class Stages:
 
     `only` is the one kind of graph that is compiled for a `variant` other than the plain one, `None` for all. Without
     `generate_code` the codegen stage runs on copies. `traced` is code that passes have traced for any graph of the
-    frame.
+    frame. `saved` is how the results of the plain forward lie, where a backward alone is compiled.
     """
 
     def __init__(
@@ -54,11 +54,13 @@ class Stages:
         only: GraphKind | None = None,
         generate_code: bool = True,
         traced: TracedCode | None = None,
+        saved: Strides = None,
     ) -> None:
         self.frame, self.pipeline, self.options = frame, pipeline, options
         self.history = frame.history  # the frame has another one later, if its code comes out of a cache
         self.variant, self.only, self.generate_code = variant, only, generate_code
         self.traced: TracedCode = {} if traced is None else traced
+        self.saved = saved
         self._decompositions = select_decomp_table() if options.lower == "inductor" else {}
         self._num_results: int | None = None
 
@@ -120,7 +122,7 @@ class Stages:
             reads=reads,
             inputs=signature.inputs_of(graph),
             outputs=tuple(signature.type_of(result) for result in signature.results_of(graph)),
-            orders=dispatch.orders_of(inputs) if kind == "backward" else {},
+            layouts=dispatch.layouts_of(inputs) if kind == "backward" else {},
         )
 
     def _context(self, kind: GraphKind) -> PassContext:

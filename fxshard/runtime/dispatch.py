@@ -1,10 +1,9 @@
 """Compiled graphs that ask, when they run, which of their variants is meant: [Note: variants] in `ir/variant.py`.
 
 [Note: layouts]
-Inductor may lay out what it saves as it likes (channels last, for convolutions) and compiles the backward for that. Two
-variants of one forward need not agree, and either may be followed by any variant of the backward, whose code checks the
-strides of its inputs. So what comes in another order of dims is copied; where the two plain variants meet, torch has
-seen to it.
+Inductor may lay out what it saves as it likes (channels last for convolutions, padded rows on GPUs) and compiles the
+backward for that. Every variant of the backward is compiled for what the plain forward saves. Another variant of the
+forward need not agree, and the code of a backward checks the strides of its inputs. So what lies otherwise is copied.
 """
 
 from __future__ import annotations
@@ -28,29 +27,53 @@ from fxshard.runtime.accumulation import Units
 from fxshard.runtime.frame import Frame
 from fxshard.runtime.rank_check import Agreement
 
-Order = tuple[int, ...]
-"""The dims of a tensor, those with the largest strides first."""
+
+class MemoryLayout(NamedTuple):
+    """How a tensor must lie in memory.
+
+    Attributes:
+        order: its dims, those with the largest strides first.
+        strides: of its dims; `None` if one is a symbol, then only the order counts.
+    """
+
+    order: tuple[int, ...]
+    strides: tuple[int, ...] | None
+
+    def fits(self, value: Tensor) -> bool:
+        """Return whether a tensor lies so; the stride of a dim of one row does not count."""
+        dims = [dim for dim in self.order if value.shape[dim] > 1]
+        strides = [value.stride(dim) for dim in dims]
+        if self.strides is None:
+            return strides == sorted(strides, reverse=True)
+        return strides == [self.strides[dim] for dim in dims]
+
+    def copy_of(self, value: Tensor) -> Tensor:
+        """Return a copy that lies so."""
+        if self.strides is None:
+            made = torch.empty_permuted(value.shape, self.order, dtype=value.dtype, device=value.device)
+        else:
+            made = torch.empty_strided(value.shape, self.strides, dtype=value.dtype, device=value.device)
+        return made.copy_(value)
 
 
-def orders_of(inputs: Sequence[Any]) -> dict[int, Order]:
-    """The order that code compiled for `inputs` wants of each; nothing where any will do, or memory is shared."""
-    found: dict[int, Order] = {}
+def layouts_of(inputs: Sequence[Any]) -> dict[int, MemoryLayout]:
+    """The layout that code compiled for `inputs` wants of each; nothing where any will do, or memory is shared."""
+    found: dict[int, MemoryLayout] = {}
     for i, value in enumerate(inputs):
         if isinstance(value, Tensor) and value.dim() > 1:
-            strides = [hint_of(stride) for stride in value.stride()]
-            if all(strides):
-                found[i] = tuple(sorted(range(value.dim()), key=lambda dim: -strides[dim]))
+            hints = [hint_of(stride) for stride in value.stride()]
+            known = tuple(stride for stride in value.stride() if isinstance(stride, int))
+            if all(hints):
+                order = tuple(sorted(range(value.dim()), key=lambda dim: -hints[dim]))
+                found[i] = MemoryLayout(order, known if len(known) == len(hints) else None)
     return found
 
 
-def restride(inputs: list[Any], orders: dict[int, Order]) -> None:
-    """Copy those of `inputs` that are in another order than is wanted."""
-    for i, order in orders.items():
-        value = inputs[i]
-        strides = value.stride()
-        wanted = [strides[dim] for dim in order if value.shape[dim] > 1]
-        if wanted != sorted(wanted, reverse=True):
-            inputs[i] = torch.empty_permuted(value.shape, order, dtype=value.dtype, device=value.device).copy_(value)
+def restride(inputs: list[Any], layouts: dict[int, MemoryLayout]) -> None:
+    """Copy those of `inputs` that lie otherwise than is wanted."""
+    for i, layout in layouts.items():
+        if not layout.fits(inputs[i]):
+            inputs[i] = layout.copy_of(inputs[i])
 
 
 class GuardedCode:
@@ -79,11 +102,11 @@ class Code(NamedTuple):
 
     Attributes:
         run: a `GuardedCode`.
-        orders: how the inputs must lie in memory; see [Note: layouts] in `runtime/dispatch.py`.
+        layouts: how the inputs must lie in memory; see [Note: layouts] in `runtime/dispatch.py`.
     """
 
     run: Callable[[list[Any], Mapping[str, str]], Any]
-    orders: dict[int, Order]
+    layouts: dict[int, MemoryLayout]
 
 
 class Dispatch(ABC):
@@ -185,7 +208,7 @@ class BackwardDispatch(Dispatch):
         for unit in units.values():
             unsharded_cache.reshard_if_reduced(unit)  # if they end: then the graph frees each after its last use
         if call.forward != PLAIN or which != PLAIN:
-            restride(inputs, code.orders)
+            restride(inputs, code.layouts)
         with rank_check.telling_others(self._groups):
             results = code.run(inputs, self._frame.names_of(units))
         accumulation.note_run(which, units, trained)

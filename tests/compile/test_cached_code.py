@@ -7,7 +7,7 @@ from fxshard.compile.cache import CompiledFacts
 
 def signature(*inputs: str) -> list[str]:
     facts = CompiledFacts(
-        kind="backward", launches=(), trained={}, reads={}, inputs=inputs, outputs=("f32[s3]",), orders={}
+        kind="backward", launches=(), trained={}, reads={}, inputs=inputs, outputs=("f32[s3]",), layouts={}
     )
     return facts.signature
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -14,6 +15,7 @@ import fxshard
 from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.sharding.sharded_module import ShardedModule, units_under
 from tests.numerics.harness import (
+    FSDP2,
     Run,
     Scenario,
     Tools,
@@ -24,12 +26,14 @@ from tests.numerics.harness import (
     check_close,
     check_inductor,
     check_sums_in_few_bits,
+    compare,
     compile_each_block,
     fxshard_system,
     only_compile,
     only_shard,
     shard_and_compile,
     start,
+    train,
     train_step,
     update,
     with_a_break,
@@ -366,3 +370,12 @@ def test_refuses_what_is_no_module_or_no_bool() -> None:
         pass
     with pytest.raises(ConfigError, match="release_accumulators expects the model, got int"):
         fxshard.release_accumulators(cast(Any, 1))
+
+
+@pytest.mark.slow
+@two_ranks(timeout=240)
+def test_compiled_code_accumulates_what_inductor_has_padded() -> None:
+    # Inductor pads long rows of what a forward saves: on GPUs by default, on the CPU if it is told to.
+    scenario = Scenario(model=partial(MLP, 1, 520), batch=rows(520, 520), backward=several)
+    ours = train(scenario, fxshard_system(lower="inductor", inductor={"disable_padding_cpu": False}))
+    compare(ours, train(scenario, FSDP2), rtol=1e-5, atol=1e-6, params=False)
