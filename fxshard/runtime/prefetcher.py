@@ -181,12 +181,14 @@ class Prefetcher:
         ahead.wait_event(after)
         with torch.cuda.stream(ahead):  # no other stream beside it: that one would have waited for less than is read
             launched = request._replace(stream="").launch()
+        main = torch.cuda.current_stream(device)
+        main.wait_event(after)  # what it casts for a launch behind this one is read there
         for buffer in launched:
-            buffer.record_stream(torch.cuda.current_stream(device))  # it was allocated for the other one
+            buffer.record_stream(main)  # it was allocated for the other one
         return launched
 
     def settle(self, device: torch.device) -> None:
-        """Wait for the event that the user set, on the current stream of the units' device: no launch after it will."""
+        """Have the current stream of the units' device wait for the event that the user set, if any."""
         after, self.after = self.after, None
         if after is not None and device.type == "cuda":
             torch.cuda.current_stream(device).wait_event(after)
@@ -253,6 +255,7 @@ class Prefetcher:
     def _launch(self, request: AllGatherRequest, why: Why) -> Gathered:
         found = self._cache.get(request.key)
         if found is None:
+            self.settle(request.flat.device)
             launched = dict(enumerate(request.launch()))
             found = self._cache[request.key] = Gathered(cast("Unit", request.unit), launched, why)
         return found

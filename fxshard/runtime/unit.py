@@ -295,6 +295,8 @@ class Unit:
             wanted: "all_gather", "reduce_scatter" or "all_reduce".
             what: is gathered or reduced: "all parameters".
         """
+        if wanted == "all_gather":
+            self.prefetcher.settle(self.device)
         plan = self.plan
         groups = {"all_gather": plan.gathering_group, "reduce_scatter": plan.reducing_group}
         groups["all_reduce"] = plan.replicate_group

@@ -21,7 +21,18 @@ from torch.profiler import ProfilerActivity, profile
 import fxshard
 from fxshard.sharding.sharded_module import ShardedModule
 from tests.gpu.checks import BF16
-from tests.gpu.trace import Event, Span, Work, hidden_share, issued, kernels, products, transfers, units_beside
+from tests.gpu.trace import (
+    Event,
+    Span,
+    Work,
+    hidden_share,
+    issued,
+    kernels,
+    on_their_stream,
+    products,
+    transfers,
+    units_beside,
+)
 from tests.numerics.fsdp2_order import SizedBlock
 from tests.numerics.harness import Run, compare, fxshard_system, start, train, world_mesh
 from tests.numerics.scenarios import REGRESSION
@@ -146,7 +157,7 @@ def check_order(events: Sequence[Event], shape: Shape) -> None:
 
 
 def overlap_problems(events: Sequence[Event], shape: Shape, *, least: float = 0.5) -> list[str]:
-    """Say which transfers of blocks ran without compute beside them that could have hidden them.
+    """Say which transfers of blocks ran without kernels beside them that could have hidden them.
 
     In forward the gather of block i + 1 runs beside the products of block i. In backward that of block i - 1 is
     launched once block i + 1 has read its parameters for the last time, and runs beside its last products or those of
@@ -156,14 +167,14 @@ def overlap_problems(events: Sequence[Event], shape: Shape, *, least: float = 0.
     Args:
         events: of a trace with kernels.
         shape: of the model.
-        least: share of a transfer's time during which a product has to run.
+        least: share of a transfer's time during which a kernel has to run on the stream of the products.
     """
     found = kernels(events)
     compute = products(found, shape.unit_of)
-    moved = transfers(found, compute)
+    moved, busy = transfers(found, compute), on_their_stream(found, compute)
     problems = []
     for work, beside in expected_beside(moved, list(shape.unit_of_size.values())):
-        share, units = hidden_share(work, compute), units_beside(work, compute)
+        share, units = hidden_share(work, busy), units_beside(work, compute)
         if share < least or units.isdisjoint(beside):
             wanted = " or ".join(beside)
             problems.append(f"{work.verb} {work.unit}: {share:.0%} hidden, beside {sorted(units)}, not {wanted}")
@@ -234,9 +245,13 @@ def train_with_own_stream(device: str, stepping: OwnStream) -> None:
 
 
 def events_after_an_own_stream(device: str) -> list[Event]:
-    """Train on the link that is there with `OwnStream`, and return the trace of an update and the forward after it."""
+    """Train on the link that is there with `OwnStream`, and return the trace of an update and the forward after it.
+
+    Launches are FSDP2's: one that several units share is not the prefetcher's, and waits for the main stream too.
+    """
     torch._dynamo.reset()
-    run = start(REGRESSION, fxshard_system(lower="inductor" if device == "cuda" else "eager", device=device))
+    lower = "inductor" if device == "cuda" else "eager"
+    run = start(REGRESSION, fxshard_system(lower=lower, device=device, schedule="fsdp2"))
     stepping = OwnStream(device)
     for step in range(3):
         run.record_loss(run.scenario.backward(run, step))

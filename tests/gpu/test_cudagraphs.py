@@ -14,7 +14,8 @@ pytestmark = pytest.mark.gpu
 def test_steps_are_captured_once_and_replayed(microbatches: int) -> None:
     with one_rank("cuda"):
         ours = train_and_count("cuda", microbatches=microbatches, cudagraphs=True)
-        reference = train_and_count("cuda", microbatches=microbatches)
+        # Recorded blocks are written out: with regions Inductor fuses, and so rounds, otherwise.
+        reference = train_and_count("cuda", microbatches=microbatches, regions="off")
     assert_same(ours, reference)
     first, later = ours.captures
     assert ours.skips == 0

@@ -139,10 +139,15 @@ def issued(events: Iterable[Event], unit_of: Callable[[Span], str]) -> list[tupl
     return found
 
 
-def hidden_share(work: Work, compute: Iterable[Work]) -> float:
-    """The share of a transfer's time during which a product runs; products of one stream do not overlap."""
-    hidden = sum(work.span.overlap(product.span) for product in compute)
-    return hidden / (work.span.end - work.span.start)
+def on_their_stream(found: Iterable[Span], compute: Iterable[Work]) -> list[Span]:
+    """All kernels on the stream of the products; what lies between them is compute as well."""
+    main = {work.span.stream for work in compute}
+    return [kernel for kernel in found if kernel.stream in main]
+
+
+def hidden_share(work: Work, busy: Iterable[Span]) -> float:
+    """The share of a transfer's time during which one of these kernels runs; those of one stream do not overlap."""
+    return sum(work.span.overlap(kernel) for kernel in busy) / (work.span.end - work.span.start)
 
 
 def units_beside(work: Work, compute: Iterable[Work]) -> set[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.gpu.streams import Shape, check_order, gather_waited_for_the_main_stream, overlap_problems
-from tests.gpu.trace import Event, hidden_share, issued, kernels, products, transfers, units_beside
+from tests.gpu.trace import Event, hidden_share, issued, kernels, on_their_stream, products, transfers, units_beside
 
 SHAPE = Shape(width=8, first=10, step=4, num_blocks=2, rows=7)
 MAIN, LINK = 7, 20
@@ -96,8 +96,9 @@ def test_says_what_a_transfer_hides_behind() -> None:
     found = kernels(step())
     compute = products(found, SHAPE.unit_of)
     first, second, *_ = transfers(found, compute)
-    assert (hidden_share(first, compute), units_beside(first, compute)) == (0.0, set())
-    assert (hidden_share(second, compute), units_beside(second, compute)) == (1.0, {"blocks.0"})
+    busy = on_their_stream(found, compute)
+    assert (hidden_share(first, busy), units_beside(first, compute)) == (0.0, set())
+    assert (hidden_share(second, busy), units_beside(second, compute)) == (1.0, {"blocks.0"})
 
 
 def test_finds_nothing_wrong_with_transfers_one_ahead() -> None:

@@ -217,6 +217,18 @@ def test_an_event_after_the_optimizer_holds_for_one_forward_and_changes_nothing_
     assert prefetcher_of(model).after is None
 
 
+@pytest.mark.parametrize("lower", ["not compiled", "eager"])
+def test_an_event_is_waited_for_where_no_gather_is_the_prefetchers(link: EmulatedLink, lower: str) -> None:
+    model = sharded(link)
+    compiled: Any = model
+    if lower == "eager":  # bucket=1000: all blocks share one launch
+        compiled = torch.compile(model, backend="fxshard", options={"lower": lower, "bucket": 1000})
+    step(compiled)
+    cast(ShardedModule, model).set_post_optim_event(torch.Event())
+    step(compiled)
+    assert prefetcher_of(model).after is None
+
+
 def test_a_model_on_the_cpu_has_no_gpu_wait_where_there_is_one(
     link: EmulatedLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
