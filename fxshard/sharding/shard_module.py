@@ -290,6 +290,7 @@ def require_shardable(parameters: dict[str, nn.Parameter], mesh: DeviceMesh) -> 
                 f"{kind} parameters cannot be sharded: {', '.join(names)}. Pass them in ignored_params, or make them "
                 "real, dense and initialised first (a lazy module by one forward)."
             )
+    _require_plain_gradients(parameters)
     devices = {n: p.device.type for n, p in parameters.items()}
     if len(set(devices.values())) > 1:
         where = ", ".join(f"{name} on {device}" for name, device in devices.items())
@@ -297,6 +298,22 @@ def require_shardable(parameters: dict[str, nn.Parameter], mesh: DeviceMesh) -> 
     elsewhere = [f"{n} on {d}" for n, d in devices.items() if d not in (mesh.device_type, "meta", "cpu")]
     if elsewhere:
         raise ConfigError(f"the mesh is on {mesh.device_type!r}, but: {', '.join(elsewhere)}. Use one device type.")
+
+
+def _require_plain_gradients(parameters: dict[str, nn.Parameter]) -> None:
+    """Raise for what the user has said of whole gradients, which a sharded one would not get."""
+    if hooked := [n for n, p in parameters.items() if p._backward_hooks or p._post_accumulate_grad_hooks]:
+        raise ConfigError(
+            f"parameters have gradient hooks from before they are sharded: {', '.join(hooked)}. A hook would be called "
+            "with a shard in place of the whole gradient. Register it on the same parameter of model.parameters() "
+            "after fully_shard: it gets the sharded gradient, a DTensor. Remove the one from before (handle.remove())."
+        )
+    if others := [f"{n} ({p.grad_dtype})" for n, p in parameters.items() if p.grad_dtype not in (None, p.dtype)]:
+        raise ConfigError(
+            f"grad_dtype of sharded parameters must be their own dtype: {', '.join(others)}. For sums in another one "
+            "keep the parameters in it, and compute in less: MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
+            "reduce_dtype=torch.float32) with fp32 parameters."
+        )
 
 
 def _name_units(modules: Sequence[nn.Module], state: ModuleState) -> None:
