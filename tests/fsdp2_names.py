@@ -108,7 +108,7 @@ METHODS: Mapping[str, Row] = {
         "differs",
         "runs when the gradient is handed over: one tensor per dtype, in the dtype of the shard, divided already",
     ),
-    "set_post_optim_event": Row("differs", "a first gather that units share waits for the current stream too"),
+    "set_post_optim_event": Row("differs", "the current stream waits for the event, too"),
     "set_reduce_scatter_divide_factor": Row("same", "deprecated, here as there"),
     "set_gradient_divide_factor": Row(
         "differs",

@@ -50,12 +50,11 @@ class CompiledFacts:
     inputs: tuple[str, ...]  # name and type of each
     outputs: tuple[str, ...]  # type of each
     layouts: dict[int, MemoryLayout]  # of a backward: how its inputs must lie in memory
-    takes_over: bool = False  # whether its first gather is the prefetcher's
     strides: Strides = None  # of a forward's results
 
-    def launching(self, sequence: tuple[Launch, ...], *, takes_over: bool) -> CompiledFacts:
+    def launching(self, sequence: tuple[Launch, ...]) -> CompiledFacts:
         """Return the same, of a graph with these collectives."""
-        return dataclasses.replace(self, launches=sequence, takes_over=takes_over)
+        return dataclasses.replace(self, launches=sequence)
 
     @property
     def signature(self) -> list[str]:

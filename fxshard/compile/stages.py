@@ -13,7 +13,7 @@ from torch._inductor.decomposition import select_decomp_table
 from fxshard.compile import cache, regions
 from fxshard.compile.cache import CompiledFacts, Strides
 from fxshard.cost import hardware
-from fxshard.ir import buckets, collectives, launches, ops, signature
+from fxshard.ir import buckets, launches, ops, signature
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.graph_edit import TracedCode
 from fxshard.ir.regions import Region
@@ -86,11 +86,7 @@ class Stages:
         if self.variant != PLAIN:
             passes = of_variant(passes, self.variant, self.options.lower)
         _manager.run(gm, passes, self._context(kind), given=SPLIT_GIVEN, stage=self._named(kind))
-        first = next(iter(collectives.unshard_launches(gm.graph)), None)
-        return facts.launching(
-            launches.sequence(gm.graph, buckets.parts_of(gm.graph, self.frame.plan)),
-            takes_over=first is not None and first.target is ops.PREFETCHED_ALL_GATHER,
-        )
+        return facts.launching(launches.sequence(gm.graph, buckets.parts_of(gm.graph, self.frame.plan)))
 
     def last(self, gm: fx.GraphModule, kind: GraphKind) -> None:
         """Run the last and the codegen stage of one graph, in place; the latter on a copy where no code is made."""

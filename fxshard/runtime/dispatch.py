@@ -103,12 +103,10 @@ class Code(NamedTuple):
     Attributes:
         run: a `GuardedCode`.
         layouts: how the inputs must lie in memory; see [Note: layouts] in `runtime/dispatch.py`.
-        takes_over: whether its first gather is the prefetcher's, which knows what to wait for.
     """
 
     run: Callable[[list[Any], Mapping[str, str]], Any]
     layouts: dict[int, MemoryLayout]
-    takes_over: bool = False
 
 
 class Dispatch(ABC):
@@ -170,11 +168,10 @@ class ForwardDispatch(Dispatch):
             lambda: unsharded_cache.chosen_for(units, self._reads, budget, trains=trains)
         )
         which = Variant(resident=chosen)
-        code = self._compiled(which)
+        self._compiled(which)
         self._next = which, self._resident(which, units), self._frame.names_of(units)
         for unit in units.values():
-            if not code.takes_over:
-                unit.prefetcher.settle(unit.device)
+            unit.prefetcher.settle(unit.device)
 
     def __call__(self, inputs: list[Any]) -> Any:
         """Run the variant that `_begin` has chosen, with the parameters that it takes."""

@@ -98,7 +98,7 @@ class Prefetcher:
     """What to gather next for one model; see [Note: prefetch across graphs].
 
     Attributes:
-        after: what the next forward's first launch waits for in place of the current stream.
+        after: what the current stream waits for before the next gather; FSDP2 `_fsdp_state.py` (`post_optim_event`).
         first: the unit of what the last forward took first, if that was launched for it.
     """
 
@@ -129,7 +129,7 @@ class Prefetcher:
         if found is None or not _can_be_saved(found):
             self._cache.drop(request.key)
             self._cache.drop_if(lambda other: other.why == "next")  # the model took another way than before
-            return self._launch_first(request) if not scope.is_backward else request.launch()
+            return request.launch()
         if not found.is_current:  # to gather again would be right, but the other ranks need not do so
             self._cache.drop(request.key)
             raise UnsupportedGraph(
@@ -170,22 +170,6 @@ class Prefetcher:
             self._of_unit[scope.is_backward, unit] = {}
         self._of_unit[scope.is_backward, unit][request.key] = request
         self._taken.append(request.key)
-
-    def _launch_first(self, request: AllGatherRequest) -> list[Tensor]:
-        """Launch, after the event that the user set, if any; FSDP2 `_fsdp_state.py` (`post_optim_event`)."""
-        after, self.after = self.after, None
-        if after is None or not request.flat.is_cuda:
-            return request.launch()
-        device = request.flat.device
-        ahead = streams.stream_of("ahead", torch.cuda.current_stream(device))
-        ahead.wait_event(after)
-        with torch.cuda.stream(ahead):  # no other stream beside it: that one would have waited for less than is read
-            launched = request._replace(stream="").launch()
-        main = torch.cuda.current_stream(device)
-        main.wait_event(after)  # what it casts for a launch behind this one is read there
-        for buffer in launched:
-            buffer.record_stream(main)  # it was allocated for the other one
-        return launched
 
     def settle(self, device: torch.device) -> None:
         """Have the current stream of the units' device wait for the event that the user set, if any."""

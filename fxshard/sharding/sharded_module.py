@@ -238,11 +238,10 @@ class ShardedModule(ParameterOwner):
             unit.prefetcher.forget()
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let the next forward's first gather wait for `event` alone, not for all that the current stream has to do.
+        """Let the current stream wait for `event` before the next gather.
 
-        For an optimizer on a stream of its own, or one followed by work that the gather need not wait for. Record the
-        event after the parameters were written; it holds for one forward. On the CPU, where nothing is queued, nothing
-        happens.
+        For an optimizer on a stream of its own. Record the event after the parameters were written; it holds for one
+        forward. On the CPU, where nothing is queued, nothing happens.
         """
         if not isinstance(event, torch.Event):
             raise ConfigError(f"set_post_optim_event expects a torch.Event, got {type(event).__name__}.")

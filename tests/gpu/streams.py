@@ -34,13 +34,10 @@ from tests.gpu.trace import (
     units_beside,
 )
 from tests.numerics.fsdp2_order import SizedBlock
-from tests.numerics.harness import Run, compare, fxshard_system, start, train, world_mesh
+from tests.numerics.harness import Run, compare, fxshard_system, train, world_mesh
 from tests.numerics.scenarios import REGRESSION
 
-SLEEP: Final = "spin_kernel"
-"""Part of the name of the kernel of `torch.cuda._sleep`."""
-
-SLEEP_CYCLES: Final = 200_000_000  # 0.1 s: far longer than the host takes to launch the gather
+SLEEP_CYCLES: Final = 100_000_000  # 0.05 s: far longer than the host takes to launch the gather
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,26 +199,22 @@ def expected_beside(moved: Sequence[Work], blocks: Sequence[str]) -> Iterator[tu
 
 
 class OwnStream:
-    """Updates on a stream of its own, and lets the next forward's first gather wait for that alone.
+    """Updates on a stream of its own, late, and has the next forward wait for that by the event alone."""
 
-    Attributes:
-        sleep_cycles: how long the main stream works after the update, which the gather need not wait for.
-    """
-
-    def __init__(self, device: str, *, sleep_cycles: int = 0) -> None:
-        self.sleep_cycles = sleep_cycles
+    def __init__(self, device: str) -> None:
         self._stream = torch.cuda.Stream() if device == "cuda" else None
+        self._read: list[Tensor | None] = []  # kept until the main stream has waited
 
     def update(self, run: Run) -> None:
         """Step the optimizer; set the event."""
         with self._behind_the_main_stream():
+            if self._stream is not None:
+                torch.cuda._sleep(SLEEP_CYCLES)
             run.optim.step()
             event = torch.cuda.Event() if self._stream is not None else torch.Event()
             if self._stream is not None:
                 event.record()
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_event(cast(torch.cuda.Event, event))  # the gradients are freed below
-            torch.cuda._sleep(self.sleep_cycles)
+        self._read = [p.grad for p in run.model.parameters()]
         run.optim.zero_grad()
         cast(ShardedModule, run.model).set_post_optim_event(event)
 
@@ -235,46 +228,13 @@ class OwnStream:
             yield
 
 
-def train_with_own_stream(device: str, stepping: OwnStream) -> None:
+def train_with_own_stream(device: str, stepping: OwnStream, **options: Any) -> None:
     """Hold training on the link that is there, with such an update, to plain training."""
-    lower = "inductor" if device == "cuda" else "eager"
+    options = {"lower": "inductor" if device == "cuda" else "eager", **options}
     scenario = replace(REGRESSION, update=stepping.update)
-    ours = train(scenario, fxshard_system(lower=lower, device=device))
-    expected = train(REGRESSION, fxshard_system(lower=lower, device=device))
+    ours = train(scenario, fxshard_system(device=device, **options))
+    expected = train(REGRESSION, fxshard_system(device=device, **options))
     compare(ours, expected, rtol=1e-6, atol=1e-7)
-
-
-def events_after_an_own_stream(device: str) -> list[Event]:
-    """Train on the link that is there with `OwnStream`, and return the trace of an update and the forward after it.
-
-    Launches are FSDP2's: one that several units share is not the prefetcher's, and waits for the main stream too.
-    """
-    torch._dynamo.reset()
-    lower = "inductor" if device == "cuda" else "eager"
-    run = start(REGRESSION, fxshard_system(lower=lower, device=device, schedule="fsdp2"))
-    stepping = OwnStream(device)
-    for step in range(3):
-        run.record_loss(run.scenario.backward(run, step))
-        stepping.update(run)
-    stepping.sleep_cycles = SLEEP_CYCLES
-    run.scenario.backward(run, 3)
-
-    batch = run.batch(4)  # to bring it there would wait for the main stream
-
-    def update_and_forward() -> None:
-        stepping.update(run)
-        run.scenario.loss(run.model, *batch)
-
-    return profiled(device, update_and_forward)
-
-
-def gather_waited_for_the_main_stream(events: Sequence[Event]) -> bool:
-    """Whether the first gather began only after what the main stream did after the update."""
-    found = kernels(events)
-    (sleep,) = [kernel for kernel in found if SLEEP in kernel.name]
-    gathers = [k for k in found if any("unshard" in span.name for span in k.around) and k.stream != sleep.stream]
-    assert gathers, "no gather ran on a stream of its own"
-    return min(kernel.start for kernel in gathers) >= sleep.end
 
 
 def _synchronize(device: str) -> None:

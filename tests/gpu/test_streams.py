@@ -9,8 +9,6 @@ from tests.gpu.streams import (
     OwnStream,
     Shape,
     check_order,
-    events_after_an_own_stream,
-    gather_waited_for_the_main_stream,
     overlap_problems,
     profiled_step,
     train_with_own_stream,
@@ -35,12 +33,7 @@ def test_without_streams_or_prefetch_most_transfers_are_exposed() -> None:
     assert len(overlap_problems(events, SHAPE)) > SHAPE.num_blocks
 
 
-def test_an_optimizer_on_a_stream_of_its_own_changes_nothing() -> None:
+@pytest.mark.parametrize("schedule", ["auto", "fsdp2"])
+def test_an_optimizer_on_a_stream_of_its_own_changes_nothing(schedule: str) -> None:
     with on_link("cuda"):
-        train_with_own_stream("cuda", OwnStream("cuda"))
-
-
-def test_the_first_gather_waits_for_the_event_of_the_optimizer_alone() -> None:
-    with on_link("cuda", gigabytes_per_s=100.0):
-        events = events_after_an_own_stream("cuda")
-    assert not gather_waited_for_the_main_stream(events)
+        train_with_own_stream("cuda", OwnStream("cuda"), schedule=schedule)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tests.gpu.streams import Shape, check_order, gather_waited_for_the_main_stream, overlap_problems
+from tests.gpu.streams import Shape, check_order, overlap_problems
 from tests.gpu.trace import Event, hidden_share, issued, kernels, on_their_stream, products, transfers, units_beside
 
 SHAPE = Shape(width=8, first=10, step=4, num_blocks=2, rows=7)
@@ -119,15 +119,3 @@ def test_reads_the_order_of_the_host() -> None:
         ("compute", "blocks.1"),
     ]
     check_order(step(), SHAPE)
-
-
-def after_an_update(*, gather: float) -> Iterator[Event]:
-    trace = Trace()
-    trace.sleep(100, 900)
-    trace.transfer("unshard", "blocks.0", gather, gather + 50)
-    yield from trace.events
-
-
-def test_tells_a_gather_that_waited_for_the_main_stream() -> None:
-    assert not gather_waited_for_the_main_stream(list(after_an_update(gather=150)))
-    assert gather_waited_for_the_main_stream(list(after_an_update(gather=905)))
