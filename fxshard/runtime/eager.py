@@ -193,9 +193,9 @@ def returned_name(value: object) -> str | None:
     return getattr(value, _RETURNED, None) if isinstance(value, Tensor) else None
 
 
-def inside_call() -> bool:
-    """Whether the caller runs inside the call of a sharded module."""
-    return bool(_scopes.stack)
+def inside_call(depth: int = 1) -> bool:
+    """Whether the caller runs inside the call of a sharded module, or of so many."""
+    return len(_scopes.stack) >= depth
 
 
 def inside_forward() -> bool:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from fxshard import torch_private
 from fxshard.errors import UnsupportedGraph
@@ -51,6 +52,7 @@ class Microbatches:
     last: bool = True
     is_ended_by_hand: bool = False
     _begun: int | None = field(default=None, repr=False)
+    _unended: set[int] = field(default_factory=set, repr=False)  # backwards that have begun, and leave sums behind
     _resharded_in: int | None = field(default=None, repr=False)
     _resident_in: dict[int, frozenset[Unit]] = field(default_factory=dict, repr=False)
 
@@ -59,6 +61,18 @@ class Microbatches:
         hooks = step_hooks()
         hooks.models.add(self)
         hooks.lays |= any(member.settings.dim for unit in self.units for member in unit.members)
+
+    def watch_backward(self, result: object) -> None:
+        """See the backward of what a forward gives begin: also one that fails before it comes to a graph."""
+        if self._leaves_sums:
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                    tensor.register_hook(lambda _: self.backward_runs(of_forward=False))
+
+    @property
+    def _leaves_sums(self) -> bool:
+        """Whether a backward that fails may leave gradients that wait."""
+        return self.holds or not all(unit.accumulation.sync for unit in self.units)
 
     def backward_runs(self, *, of_forward: bool = True) -> None:
         """Called by the graphs of a backward: at the first one see to what begins, and later to what ends with it.
@@ -74,11 +88,37 @@ class Microbatches:
         if running == self._begun:
             return
         self._begun = running
-        if self.holds:
-            torch_private.when_backward_ends(self._backward_ends)
+        if running is not None and self._leaves_sums:
+            self._unended.add(running)
+            torch_private.when_backward_ends(functools.partial(self._backward_ends, running))
 
-    def _backward_ends(self) -> None:
+    def _backward_ends(self, which: int) -> None:
         self._end(self.last and not self.is_ended_by_hand)
+        self._unended.discard(which)
+
+    def require_whole_sums(self) -> None:
+        """Raise, outside of a backward, if what waits has only a part of a backward that failed.
+
+        Raises:
+            UnsupportedGraph: as said.
+        """
+        if not self._unended or torch_private.backward_id() is not None:
+            return
+        waiting = [unit.label for unit in self.units if unit.accumulation.waiting or unit.replica_sums.waiting]
+        if waiting:
+            raise UnsupportedGraph(
+                "a backward failed (out of memory, an exception in a hook) while gradients waited to be reduced, and "
+                f"would be added to the next step's: units {', '.join(map(repr, waiting))}. Give the step up on all "
+                "ranks: model.reset_iter_state() and optimizer.zero_grad() where the exception is caught."
+            )
+        self._unended.clear()
+
+    def drop(self, units: Iterable[Unit]) -> None:
+        """Forget the gradients of some units that wait."""
+        for unit in units:
+            unit.accumulation.waiting.clear()
+            unit.replica_sums.drop()
+        self.stop_watching_if_idle()
 
     def end_step(self) -> None:
         """Do what the end of the last backward of a step does."""

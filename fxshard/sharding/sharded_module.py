@@ -230,12 +230,16 @@ class ShardedModule(ParameterOwner):
 
     def reset_iter_state(self) -> None:
         """Forget what a step that was interrupted by an exception left behind: gathers, and gradients that wait."""
+        _drop_waiting(self)
         for unit in _state(self).nested:
-            unit.accumulation.waiting.clear()
-            unit.replica_sums.drop()
             unit.reshard()
-            unit.microbatches.stop_watching_if_idle()
             unit.prefetcher.forget()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, those that wait to be reduced as well."""
+        if not torch.compiler.is_compiling():
+            _drop_waiting(self)
+        super().zero_grad(set_to_none)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the current stream wait for `event` before the next gather.
@@ -366,6 +370,11 @@ def _state(module: nn.Module) -> ModuleState:
         ) from None
 
 
+def _drop_waiting(module: ShardedModule) -> None:
+    for unit in _state(module).nested:
+        unit.microbatches.drop([unit])
+
+
 def _require_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise ConfigError(f"{name} must be a bool, got {value!r}.")
@@ -408,6 +417,8 @@ def _open_call(module: ShardedModule, args: Any, kwargs: Any) -> tuple[ModuleSta
     if not eager.inside_call():
         for unit in state.nested:
             unit.check()
+        if state.nested:
+            state.nested[0].microbatches.require_whole_sums()
         if not state.was_called:
             for member in (member for unit in state.nested for member in unit.members):
                 member.require_known_hooks()
@@ -421,7 +432,10 @@ def _open_call(module: ShardedModule, args: Any, kwargs: Any) -> tuple[ModuleSta
 def _end_forward(state: ModuleState, result: Any) -> Any:
     """Note that the forward of a call has ended, and cast its result."""
     eager.forward_ended(state.nested)
-    return cast_output(state.mp_policy, result)
+    result = cast_output(state.mp_policy, result)
+    if state.nested and torch.is_grad_enabled() and not eager.inside_call(2):
+        state.nested[0].microbatches.watch_backward(result)
+    return result
 
 
 def _close_call(state: ModuleState) -> None:
