@@ -417,9 +417,13 @@ def gloo_of_one_thread(given: Any, interfaces: Sequence[str]) -> Any:
 def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
     """Return after which a collective of the group fails; `None` where it has no such thing, as a group in Python."""
     with suppress(RuntimeError):
-        backend: Any = cast(Any, group)._get_backend(torch.device(device_type))
-        return getattr(getattr(backend, "options", None), "_timeout", None)
+        return getattr(getattr(backend_for(group, device_type), "options", None), "_timeout", None)
     return None
+
+
+def backend_for(group: dist.ProcessGroup, device_type: str) -> Any:
+    """Return what does a group's collectives of tensors on such a device."""
+    return cast(Any, group)._get_backend(torch.device(device_type))
 
 
 def step_hooks_of(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from fxshard.ir import collectives, ops, regions, tags, text
-from fxshard.ir.plan import BY
+from fxshard.ir.plan import BY, EXCHANGING
 
 _MORE_KERNELS = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
@@ -51,7 +51,7 @@ class Launch(NamedTuple):
 
 def on_group(name: str) -> str:
     """Say on which process group, and by what type of object; ranks count objects of a type for themselves."""
-    shared, by, comm = name.partition(BY)
+    shared, by, comm = name.removesuffix(EXCHANGING).partition(BY)
     return f" on group {shared + by + comm.partition(' ')[0]!r}"
 
 

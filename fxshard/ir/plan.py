@@ -38,6 +38,9 @@ ParameterKey = tuple[str, int, int]
 BY = " by "
 """In the name of a process group behind whose collectives is an object of the user's: `0 by my_module.MyAllGather`."""
 
+EXCHANGING = f"{BY}all_to_all"
+"""Ends the name of a group whose reductions are an all_to_all and a sum."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
@@ -139,7 +142,7 @@ class UnitPlan:
     @property
     def reduces_whole(self) -> bool:
         """The same for reductions."""
-        return BY in self.reducing_group
+        return BY in self.reducing_group and not self.reducing_group.endswith(EXCHANGING)
 
     @property
     def reducing_group(self) -> str:

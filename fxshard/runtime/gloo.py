@@ -14,7 +14,14 @@ lock for it. Where the process ends in between, Python ends the thread inside of
 "terminate called without an active exception", which fails the whole job after its last step (2 of 113 runs of an
 example on a busy machine). A mesh keeps the group, and so the thread, alive beyond `destroy_process_group()`, so the
 process waits at its end until the thread has nothing left to do.
+
+[Note: reductions on gloo]
+torch's gloo does a reduce_scatter as an all_reduce of everything and a copy of one part. Units of two ranks reduce on
+an `ExchangeGroup` instead: each rank sends the other one its part, and adds what it has received on the thread that
+waits. That moves half of the bytes, and the sum of two has the bits of gloo's own. More ranks would round otherwise
+than FSDP2, which adds along gloo's ring; they stay with it.
 """
+# ruff: noqa: D102 (methods of torch's ProcessGroup and Work)
 
 from __future__ import annotations
 
@@ -22,14 +29,20 @@ import atexit
 import functools
 import logging
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import Work
 
 from fxshard import torch_private
+from fxshard.errors import InvariantError
+from fxshard.ir.plan import EXCHANGING
 from fxshard.options import gloo_interfaces
 from fxshard.runtime import mesh_axes
 
@@ -66,6 +79,96 @@ def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
     """Name of the backend that serves tensors of such a device, empty if none does."""
     backends = dict(part.split(":") for part in dist.get_backend_config(group).split(",") if ":" in part)
     return backends.get(device_type, "")
+
+
+# ---- reductions
+
+
+_ProcessGroup: Any = dist.ProcessGroup  # its stubs ask for every overload of a method; torch calls one
+
+
+class ExchangeGroup(_ProcessGroup):  # type: ignore[misc] # see above
+    """The reductions of two ranks on `fxshard_gloo`: an all_to_all and a sum; see [Note: reductions on gloo]."""
+
+    def __init__(self, behind: dist.ProcessGroup) -> None:
+        super().__init__(behind.rank(), behind.size())
+        self._gloo = torch_private.backend_for(behind, "cpu")
+        self._name, self._ranks, self._rank = f"{behind.group_name}{EXCHANGING}", behind.size(), behind.rank()
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def getRank(self) -> int:
+        return self._rank
+
+    def getSize(self) -> int:
+        return self._ranks
+
+    rank, size, name = getRank, getSize, getBackendName
+    group_name = property(getGroupName)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Work:
+        op = opts.reduceOp.op
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise InvariantError(f"units on gloo reduce to a sum or an average, and a graph asks for {op}.")
+        received = [torch.empty((2, *output.shape), dtype=output.dtype) for output in outputs]
+        pairs = zip(map(_bytes, received), map(_bytes, inputs), strict=True)
+        works = [self._gloo.alltoall_base(parts, sent, [], []) for parts, sent in pairs]
+        return _Exchange(works, outputs, received, is_average=op == dist.ReduceOp.AVG)
+
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    """What torch 2.11 to 2.13 call them."""
+
+
+class _Exchange(Work):
+    """All_to_alls under way, whose parts, `[2, *output.shape]`, are added by the thread that waits."""
+
+    def __init__(
+        self, works: Sequence[Work], outputs: Sequence[Tensor], received: Sequence[Tensor], *, is_average: bool
+    ) -> None:
+        super().__init__()
+        self._works, self._is_average = works, is_average
+        self._parts = list(zip(received, outputs, strict=True))
+
+    def wait(self, timeout: Any = None) -> bool:
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+        parts, self._parts = self._parts, []
+        with torch.no_grad():
+            for (first, second), output in parts:
+                torch.add(first, second, out=output)
+                if self._is_average:
+                    output.div_(2)
+        return True
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """View what is sent as bytes, which gloo sends of every dtype."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+@functools.cache
+def _exchange_groups() -> weakref.WeakKeyDictionary[dist.ProcessGroup, ExchangeGroup]:
+    """That of each process group: torch holds it weakly."""
+    return weakref.WeakKeyDictionary()
+
+
+def reducing(group: dist.ProcessGroup | None) -> str:
+    """Return the name of the group on which `group`'s ranks reduce; empty if that is itself."""
+    if not isinstance(group, dist.ProcessGroup) or group.size() != 2 or backend_of(group, "cpu") != BACKEND:
+        return ""  # `explain` has stand-ins
+    if (made := _exchange_groups().get(group)) is None:
+        made = _exchange_groups()[group] = ExchangeGroup(group)
+        torch_private.register_group(made.group_name, made)
+    return str(made.group_name)
 
 
 @functools.cache

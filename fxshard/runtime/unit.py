@@ -19,7 +19,7 @@ from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.launches import Launch, on_group
 from fxshard.ir.plan import Offload, ShardPlan, UnitPlan, input_name, lay_out, prefetch_words
-from fxshard.runtime import comm_group, mesh_axes, parameters, unsharded_cache
+from fxshard.runtime import comm_group, gloo, mesh_axes, parameters, unsharded_cache
 from fxshard.runtime.accumulation import Accumulation
 from fxshard.runtime.eager import AfterForward
 from fxshard.runtime.flat_shard import FlatShard, Home, Member
@@ -237,6 +237,8 @@ class Unit:
         reducing = self.reduce_group if self.uses_reduce_group else None
         gather, reduce = self.comms.get("all_gather"), self.comms.get("reduce_scatter")
         reduced = comm_group.name_of(reducing or shared, reduce)
+        if not reduced and self.mesh.device_type == "cpu":
+            reduced = gloo.reducing(reducing or shared)
         subgroup = self.subgroup if self.subgroup_size else None
         return {
             "gather_group": comm_group.name_of(shared, gather),

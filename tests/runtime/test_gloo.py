@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fxshard
+from fxshard.errors import InvariantError
 from fxshard.runtime import gloo
+from fxshard.sharding.sharded_module import units_under
 from tests.ranks import two_ranks
+from tests.state import processes
 from tests.watching import said_by
 
 BURSTS, IN_FLIGHT = 2_000, 8
@@ -57,6 +60,67 @@ def said() -> Iterator[list[str]]:
     gloo._say_once.cache_clear()
     with said_by(gloo.__name__) as lines:
         yield lines
+
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.complex64)
+
+
+def sent_by_this_rank(dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    numbers = [5 * torch.randn(dist.get_world_size() * n, generator=generator) for n in (1000, 3, 1, 0)]
+    return [each.to(dtype) for each in (*numbers, numbers[0].view(2, -1).t().reshape(-1))]
+
+
+def reduced(sent: list[Tensor], name: str, op: str = "sum") -> list[Tensor]:
+    launched = torch.ops._c10d_functional.reduce_scatter_tensor_coalesced(sent, op, dist.get_world_size(), name)
+    return [torch.ops._c10d_functional.wait_tensor(tensor) for tensor in launched]
+
+
+@two_ranks
+def test_two_ranks_reduce_to_the_bits_of_gloos_own() -> None:
+    world: Any = dist.group.WORLD
+    for dtype in DTYPES:
+        sent = sent_by_this_rank(dtype)
+        filled = [tensor for tensor in sent if tensor.numel()]  # of an empty one torch's gloo makes nothing
+        for op in ("sum", "avg") if dtype.is_floating_point else ("sum",):
+            ours = [tensor for tensor in reduced(sent, gloo.reducing(world), op) if tensor.numel()]
+            torch.testing.assert_close(ours, reduced(filled, world.group_name, op), rtol=0.0, atol=0.0)
+    with pytest.raises(InvariantError, match="reduce to a sum or an average"):
+        reduced([torch.ones(4)], gloo.reducing(world), "max")
+
+
+def reduce_by_themselves() -> None:
+    assert gloo.reducing(dist.group.WORLD) == ""
+    pair = dist.new_subgroups(2)[0]
+    assert gloo.reducing(pair) == f"{pair.group_name} by all_to_all"
+
+
+@pytest.mark.multi_rank
+def test_more_ranks_reduce_by_themselves_as_fsdp2() -> None:
+    processes.run(4, reduce_by_themselves)
+
+
+@two_ranks
+def test_reductions_do_not_overtake_one_another() -> None:
+    ops, name = torch.ops._c10d_functional, gloo.reducing(dist.group.WORLD)
+    launched = [ops.reduce_scatter_tensor(torch.full((2 * n,), float(n)), "sum", 2, name) for n in range(1, 200)]
+    for n, tensor in reversed(list(enumerate(launched, start=1))):
+        assert torch.equal(ops.wait_tensor(tensor), torch.full((n,), 2.0 * n))
+
+
+@two_ranks
+def test_units_reduce_so_and_a_group_of_their_own_does_too() -> None:
+    module: Any = fxshard.fully_shard(nn.Linear(4, 4))
+    (unit,) = units_under(module)
+    assert unit.plan.reducing_group == f"{unit.plan.group} by all_to_all"
+    assert not unit.plan.reduces_whole
+    module.set_separate_reduce_scatter_group()
+    assert unit.plan.reducing_group == f"{unit.reduce_group.group_name} by all_to_all"  # type: ignore[union-attr]
+
+
+def test_other_groups_reduce_by_themselves(mesh: DeviceMesh) -> None:
+    assert gloo.reducing(mesh.get_group()) == ""
+    assert gloo.reducing(None) == ""
 
 
 @two_ranks
