@@ -10,7 +10,6 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from datetime import timedelta
 from types import CodeType, FunctionType
 from typing import Any, TypeVar, cast
 
@@ -414,13 +413,6 @@ def gloo_of_one_thread(given: Any, interfaces: Sequence[str]) -> Any:
     return gloo(given.store, given.group_rank, given.group_size, options)
 
 
-def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
-    """Return after which a collective of the group fails; `None` where it has no such thing, as a group in Python."""
-    with suppress(RuntimeError):
-        return getattr(getattr(backend_for(group, device_type), "options", None), "_timeout", None)
-    return None
-
-
 def backend_for(group: dist.ProcessGroup, device_type: str) -> Any:
     """Return what does a group's collectives of tensors on such a device."""
     return cast(Any, group)._get_backend(torch.device(device_type))
@@ -437,7 +429,7 @@ def step_hooks_of(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
 def num_collectives(group: dist.ProcessGroup, device: torch.device) -> int:
     """Return how many collectives of such a device this rank has launched on the group; 0 where nobody counts."""
     with suppress(RuntimeError):
-        return int(cast(Any, group)._get_backend(device)._get_sequence_number_for_group())
+        return int(backend_for(group, device.type)._get_sequence_number_for_group())
     return 0
 
 

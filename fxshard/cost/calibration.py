@@ -192,8 +192,8 @@ class Calibration:
         _wait([_c10d.all_gather_into_tensor_coalesced(sent, ranks, name) for _ in range(launches)])
 
     def _reduce(self, sent: Sequence[Tensor]) -> None:
-        ranks, name = dist.get_world_size(self._group), self._group.group_name
-        _wait([_c10d.reduce_scatter_tensor_coalesced(sent, "sum", ranks, name)])
+        ranks, name = dist.get_world_size(self._group), gloo.reducing(self._group, self._device.type)
+        _wait([_c10d.reduce_scatter_tensor_coalesced(sent, "sum", ranks, name or self._group.group_name)])
 
     def _together(self, action: Callable[[], Any], tries: int | None = None) -> float:
         """The shortest of all tries, each as long as on the slowest rank: the same on all ranks."""

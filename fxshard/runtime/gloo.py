@@ -29,7 +29,6 @@ import atexit
 import functools
 import logging
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -90,10 +89,9 @@ _ProcessGroup: Any = dist.ProcessGroup  # its stubs ask for every overload of a 
 class ExchangeGroup(_ProcessGroup):  # type: ignore[misc] # see above
     """The reductions of two ranks on `fxshard_gloo`: an all_to_all and a sum; see [Note: reductions on gloo]."""
 
-    def __init__(self, behind: dist.ProcessGroup) -> None:
-        super().__init__(behind.rank(), behind.size())
-        self._gloo = torch_private.backend_for(behind, "cpu")
-        self._name, self._ranks, self._rank = f"{behind.group_name}{EXCHANGING}", behind.size(), behind.rank()
+    def __init__(self, name: str, rank: int) -> None:
+        super().__init__(rank, 2)
+        self._behind, self._name, self._rank = name, f"{name}{EXCHANGING}", rank
 
     def getBackendName(self) -> str:
         return BACKEND
@@ -105,7 +103,7 @@ class ExchangeGroup(_ProcessGroup):  # type: ignore[misc] # see above
         return self._rank
 
     def getSize(self) -> int:
-        return self._ranks
+        return 2
 
     rank, size, name = getRank, getSize, getBackendName
     group_name = property(getGroupName)
@@ -117,9 +115,10 @@ class ExchangeGroup(_ProcessGroup):  # type: ignore[misc] # see above
         op = opts.reduceOp.op
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise InvariantError(f"units on gloo reduce to a sum or an average, and a graph asks for {op}.")
+        behind = torch_private.backend_for(torch_private.process_group_of(self._behind), "cpu")
         received = [torch.empty((2, *output.shape), dtype=output.dtype) for output in outputs]
         pairs = zip(map(_bytes, received), map(_bytes, inputs), strict=True)
-        works = [self._gloo.alltoall_base(parts, sent, [], []) for parts, sent in pairs]
+        works = [behind.alltoall_base(parts, sent, [], []) for parts, sent in pairs]
         return _Exchange(works, outputs, received, is_average=op == dist.ReduceOp.AVG)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -138,10 +137,9 @@ class _Exchange(Work):
         self._parts = list(zip(received, outputs, strict=True))
 
     def wait(self, timeout: Any = None) -> bool:
-        works, self._works = self._works, []
-        for work in works:
+        for work in self._works:
             work.wait()
-        parts, self._parts = self._parts, []
+        parts, self._works, self._parts = self._parts, [], []
         with torch.no_grad():
             for (first, second), output in parts:
                 torch.add(first, second, out=output)
@@ -156,19 +154,18 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 @functools.cache
-def _exchange_groups() -> weakref.WeakKeyDictionary[dist.ProcessGroup, ExchangeGroup]:
-    """That of each process group: torch holds it weakly."""
-    return weakref.WeakKeyDictionary()
+def _exchange_group(name: str, rank: int) -> ExchangeGroup:
+    """Make that of the process groups called `name`; torch holds it weakly."""
+    return ExchangeGroup(name, rank)
 
 
-def reducing(group: dist.ProcessGroup | None) -> str:
-    """Return the name of the group on which `group`'s ranks reduce; empty if that is itself."""
-    if not isinstance(group, dist.ProcessGroup) or group.size() != 2 or backend_of(group, "cpu") != BACKEND:
-        return ""  # `explain` has stand-ins
-    if (made := _exchange_groups().get(group)) is None:
-        made = _exchange_groups()[group] = ExchangeGroup(group)
-        torch_private.register_group(made.group_name, made)
-    return str(made.group_name)
+def reducing(group: dist.ProcessGroup | None, device_type: str = "cpu") -> str:
+    """Return the name of the group on which `group`'s ranks reduce tensors of a device; empty if that is itself."""
+    if not isinstance(group, dist.ProcessGroup) or device_type != "cpu":  # `explain` has stand-ins
+        return ""
+    if group.size() != 2 or backend_of(group, "cpu") != BACKEND:
+        return ""
+    return str(_exchange_group(group.group_name, group.rank()).group_name)
 
 
 @functools.cache
@@ -182,6 +179,9 @@ def _say_once() -> None:
 
 def _make(given: Any, _: object) -> Any:
     _settle_at_exit()
+    if given.group_size == 2:  # made anew after `destroy_process_group()`, which forgets all names
+        made = _exchange_group(given.group_id, given.group_rank)
+        torch_private.register_group(made.group_name, made)
     return torch_private.gloo_of_one_thread(given, gloo_interfaces())  # which torch's own gloo heeds, too
 
 

@@ -236,9 +236,8 @@ class Unit:
         shared = mesh_axes.shard_group(self.mesh)
         reducing = self.reduce_group if self.uses_reduce_group else None
         gather, reduce = self.comms.get("all_gather"), self.comms.get("reduce_scatter")
-        reduced = comm_group.name_of(reducing or shared, reduce)
-        if not reduced and self.mesh.device_type == "cpu":
-            reduced = gloo.reducing(reducing or shared)
+        on = reducing or shared
+        reduced = comm_group.name_of(on, reduce) or gloo.reducing(on, self.mesh.device_type)
         subgroup = self.subgroup if self.subgroup_size else None
         return {
             "gather_group": comm_group.name_of(shared, gather),

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fxshard
+from fxshard import torch_private
 from fxshard.errors import InvariantError
 from fxshard.runtime import gloo
 from fxshard.sharding.sharded_module import units_under
@@ -109,6 +110,56 @@ def test_reductions_do_not_overtake_one_another() -> None:
 
 
 @two_ranks
+def test_a_wait_that_failed_is_no_wait_that_is_done() -> None:
+    group: Any = torch_private.process_group_of(gloo.reducing(dist.group.WORLD))
+    out = torch.full((4,), -1.0)
+    work = group.reduce_scatter_single(out, torch.ones(8), dist.ReduceScatterOptions())
+
+    class Failing(dist.Work):
+        def wait(self, timeout: Any = None) -> bool:
+            raise RuntimeError("the other rank is gone")
+
+    done, work._works = work._works, [Failing()]  # as where the connection breaks
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the other rank is gone"):
+            work.wait()
+    assert out.tolist() == [-1.0] * 4
+    work._works = done
+    assert work.wait()
+    assert out.tolist() == [2.0] * 4
+
+
+def train_over_two_lives() -> list[list[float]]:
+    """Train over a group, destroy it, and go on over the next one of that name; return the losses."""
+    rank = dist.get_rank()
+    model: Any = fxshard.fully_shard(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(2):
+        for _ in range(2):
+            loss = model(torch.full((2, 4), 1.0 + rank)).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        store = dist.distributed_c10d._get_default_store()
+        dist.barrier()
+        dist.destroy_process_group()
+        dist.init_process_group(
+            gloo.BACKEND, store=dist.PrefixStore("next", store), rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        )
+        dist.barrier()
+    return losses
+
+
+@pytest.mark.multi_rank
+def test_a_model_that_outlives_its_group_reduces_over_the_next_one() -> None:
+    for losses in processes.run(2, train_over_two_lives):
+        assert losses == sorted(losses, reverse=True)
+        assert len(set(losses)) == 4
+
+
+@two_ranks
 def test_units_reduce_so_and_a_group_of_their_own_does_too() -> None:
     module: Any = fxshard.fully_shard(nn.Linear(4, 4))
     (unit,) = units_under(module)
@@ -121,6 +172,12 @@ def test_units_reduce_so_and_a_group_of_their_own_does_too() -> None:
 def test_other_groups_reduce_by_themselves(mesh: DeviceMesh) -> None:
     assert gloo.reducing(mesh.get_group()) == ""
     assert gloo.reducing(None) == ""
+
+
+@two_ranks
+def test_tensors_of_other_devices_are_left_to_their_backend() -> None:
+    assert gloo.reducing(dist.group.WORLD, "cpu")
+    assert gloo.reducing(dist.group.WORLD, "cuda") == ""
 
 
 @two_ranks

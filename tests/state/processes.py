@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import FileStore
 
 from fxshard.runtime import gloo
 
-TIMEOUT_S = 100.0
+TIMEOUT_S = 240.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,8 @@ _OPS: Final = {
     "all_reduce": ("allreduce_", "allreduce_coalesced_"),
 }
 _COLLECTIVE: Final = {f"c10d::{op}": name for name, ops in _OPS.items() for op in ops}
+_REDUCTIONS: Final = tuple(f"_c10d_functional::reduce_scatter_tensor{end}" for end in ("", "_coalesced"))
+"""In which none of these is seen where their group is written in Python."""
 _ITEMSIZE: Final = {
     "double": 8,
     "float": 4,
@@ -81,8 +83,8 @@ def measure(step: Callable[[], object], itemsize: int) -> dict[str, Traffic]:
         itemsize: of the elements of tensors in lists, of which the profiler does not tell the dtype.
 
     Returns:
-        By name of the collective; what was not launched is absent. A process group that is written in Python is not
-        seen.
+        By name of the collective; what was not launched is absent. Of a process group that is written in Python only
+        reductions are seen.
     """
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         step()
@@ -96,9 +98,14 @@ def measure(step: Callable[[], object], itemsize: int) -> dict[str, Traffic]:
 
 def count(events: Iterable[dict[str, Any]], itemsize: int) -> dict[str, Traffic]:
     """Add up the collectives among the events of a trace; arguments as in `measure`."""
+    events = list(events)
+    names = {id(event): name for event in events if (name := _COLLECTIVE.get(event.get("name", "")))}
+    seen = [event for event in events if names.get(id(event)) == "reduce_scatter"]
+    reductions = [event for event in events if event.get("name") in _REDUCTIONS]
+    names |= {id(event): "reduce_scatter" for event in reductions if not any(_is_in(event, other) for other in seen)}
     found = []
     for event in events:
-        if (name := _COLLECTIVE.get(event.get("name", ""))) is not None:
+        if (name := names.get(id(event))) is not None:
             facts = event.get("args", {})
             tensors = zip(facts.get("Input Dims", []), facts.get("Input type", []), strict=True)
             sizes = [_nbytes(shape, dtype, itemsize) for shape, dtype in tensors]
@@ -121,6 +128,11 @@ def of_link(transfers: Iterable[LinkTransfer]) -> dict[str, Traffic]:
         )
         for moved in transfers
     )
+
+
+def _is_in(outer: dict[str, Any], inner: dict[str, Any]) -> bool:
+    """Whether one event of a trace is under way while the other one begins, on the same thread."""
+    return bool(outer["tid"] == inner["tid"] and outer["ts"] <= inner["ts"] <= outer["ts"] + outer["dur"])
 
 
 def _by_name(launches: Iterable[tuple[str, Traffic]]) -> dict[str, Traffic]:
