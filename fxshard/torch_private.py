@@ -6,11 +6,11 @@ Private names of torch stand here, in `compile/` and in `testing/`; `tests/test_
 from __future__ import annotations
 
 import builtins
-import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from types import CodeType, FunctionType
+from datetime import timedelta
+from types import CodeType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -23,13 +23,13 @@ from torch._C._distributed_c10d import (
     _resolve_process_group,
     _unregister_process_group,
 )
-from torch._C._dynamo.eval_frame import get_eval_frame_callback, reset_code
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._C._dynamo.guards import GlobalStateGuard
-from torch._dynamo import eval_frame, pgo, trace_rules
-from torch._dynamo.convert_frame import Tracker, input_codes, output_codes
-from torch._dynamo.eval_frame import cached_backends, skip_code
+from torch._dynamo import eval_frame, trace_rules
+from torch._dynamo.convert_frame import input_codes, output_codes
+from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.external_utils import get_nonrecursive_disable_wrapper
-from torch._dynamo.utils import CleanupManager, counters, get_compilation_metrics
+from torch._dynamo.utils import get_compilation_metrics
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import lowering
 from torch._inductor.fx_passes.control_dependencies import control_deps, preserve_node_ordering
@@ -60,8 +60,6 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,
 )
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
-
-from fxshard.live_objects import referrers_of
 
 FakeMode = FakeTensorMode
 """While it is on, tensors have shapes, strides, dtypes and devices, but no data."""
@@ -426,6 +424,13 @@ def step_hooks_of(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
     return [hook for each in registered for hook in each.values()]
 
 
+def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
+    """Return after which a collective of the group fails; `None` where it has no such thing, as a group in Python."""
+    with suppress(RuntimeError):
+        return getattr(getattr(backend_for(group, device_type), "options", None), "_timeout", None)
+    return None
+
+
 def num_collectives(group: dist.ProcessGroup, device: torch.device) -> int:
     """Return how many collectives of such a device this rank has launched on the group; 0 where nobody counts."""
     with suppress(RuntimeError):
@@ -447,50 +452,3 @@ def _is_group(name: str) -> bool:
 def storage_id(tensor: Tensor) -> int:
     """Return the identity of a tensor's storage, a DTensor's of its part: equal for views, also for fake tensors."""
     return cast(int, getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)
-
-
-@contextmanager
-def untouched_dynamo() -> Iterator[None]:
-    """Have Dynamo forget, at the end, everything that it compiled inside.
-
-    [Note: Dynamo's caches]
-    Dynamo keeps what it compiles with code objects, which all instances of a class share. Compiling a copy of a model
-    adds entries that the model's own calls would search and count against the recompile limit, and no entry can be
-    removed by itself. So functions that Dynamo knows already run with a copy of their code meanwhile, and code that it
-    came to know is reset afterwards, flags included. Sizes noted for automatic dynamic shapes (by file and line, not by
-    code object), backends and counters are put back, and what Dynamo put among the globals of the model's modules
-    (compiled graphs, functions that resume after a graph break) is removed. Limit: a function that is defined anew in
-    every call shares the code of its earlier definitions; if Dynamo knows that, entries are added to it.
-    """
-    known = {id(code): code for code in [*_alive(input_codes), *_alive(output_codes)]}
-    borrowed = [(function, function.__code__) for function in _functions_of(known)]
-    sizes, counts = copy.deepcopy(dict(pgo.get_code_state())), copy.deepcopy(dict(counters))
-    backends = {*cached_backends}
-    for function, code in borrowed:
-        function.__code__ = code.replace()
-    try:
-        yield
-    finally:
-        for function, code in borrowed:
-            function.__code__ = code
-        for code in _alive(input_codes):
-            if id(code) not in known:
-                reset_code(code)
-        for code in _alive(output_codes):
-            if id(code) not in known and code in CleanupManager.instance:
-                CleanupManager.instance._remove_id(id(code))
-        for current, saved in ((pgo.get_code_state(), sizes), (counters, counts)):
-            current.clear()
-            current.update(cast(Any, saved))
-        for key in cached_backends.keys() - backends:
-            del cached_backends[key]
-
-
-def _alive(codes: Tracker) -> list[CodeType]:
-    return [code for reference in codes.seen if (code := reference()) is not None]
-
-
-def _functions_of(codes: dict[int, CodeType]) -> list[FunctionType]:
-    """Return all functions that run one of `codes`."""
-    owners = referrers_of(*codes.values()) if codes else []
-    return [owner for owner in owners if type(owner) is FunctionType and id(owner.__code__) in codes]

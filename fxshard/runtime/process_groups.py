@@ -13,8 +13,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -120,17 +118,10 @@ def _made(groups: Iterable[Sequence[int]], mesh: DeviceMesh, description: str) -
         dist.new_group(
             list(ranks),
             backend=dist.get_backend_config(like),
-            timeout=_timeout_of(like, mesh.device_type),
+            timeout=torch_private.timeout_of(like, mesh.device_type),
             use_local_synchronization=True,
             group_desc=description,
         )
         for ranks in groups
     ]
     return next((group for group in made if isinstance(group, dist.ProcessGroup)), None)
-
-
-def _timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
-    """Return after which a collective of the group fails; `None` where it has no such thing, as a group in Python."""
-    with suppress(RuntimeError):
-        return getattr(getattr(torch_private.backend_for(group, device_type), "options", None), "_timeout", None)
-    return None
