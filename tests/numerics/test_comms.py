@@ -49,6 +49,7 @@ def test_adopt_and_release_carry_objects_over() -> None:
     comms.are_carried_over()
 
 
+@pytest.mark.slow
 @pytest.mark.multi_rank
 def test_on_four_ranks_and_on_two_replicas() -> None:
     processes.run(4, comms.train, "all")

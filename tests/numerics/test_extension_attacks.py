@@ -32,6 +32,7 @@ from tests.numerics.harness import (
 )
 from tests.numerics.microbatches import several
 from tests.numerics.models import WIDTH
+from tests.pairwise import slow
 from tests.ranks import two_ranks
 from tests.state import processes
 
@@ -58,13 +59,16 @@ def test_trains_as_fsdp2_in_other_settings(kwargs: dict[str, Any]) -> None:
     check_bitwise(odd(**kwargs))
 
 
+@pytest.mark.slow
 @two_ranks
 def test_trains_in_code_of_inductor() -> None:
     check_inductor(odd(), rtol=1e-4, atol=1e-5)
 
 
 @two_ranks
-@pytest.mark.parametrize("options", [{"bucket": 1.0}, {"bucket": 6e-5, "streams": "side"}, {"resident_gib": 1.0}])
+@pytest.mark.parametrize(
+    "options", [slow({"bucket": 1.0}), {"bucket": 6e-5, "streams": "side"}, slow({"resident_gib": 1.0})]
+)
 def test_passes_move_bytes_that_align_with_nothing(options: dict[str, Any]) -> None:
     which = odd(backward=several)
     compare(train(which, fxshard_system(**options)), train(which, FSDP2), rtol=0.0, atol=0.0)
@@ -111,6 +115,7 @@ def one_rank() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
 def test_trains_on_one_rank() -> None:
     """Also what FSDP2 does not, which there gives the second hook the first tensor alone."""
@@ -120,6 +125,7 @@ def test_trains_on_one_rank() -> None:
     compare(train(odd(), fxshard_system(lower="inductor")), uncompiled, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.multi_rank
 def test_trains_as_fsdp2_on_four_ranks() -> None:
     processes.run(4, on_four_ranks)

@@ -118,6 +118,7 @@ def test_trains_embeddings_and_linear_layers_by_columns(model: Any, reshard_afte
         check(Scenario(model=model, batch=tokens(), loss=cross_entropy, shard_kwargs=kwargs))
 
 
+@pytest.mark.slow
 @two_ranks
 def test_compiled_code_trains_what_is_cut_along_other_dimensions() -> None:
     check_inductor(BASE)

@@ -229,6 +229,7 @@ def dear_copies(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_compiled_code_has_the_ops_and_keeps_what_they_read(dear_copies: str) -> None:
     """Of the ops in Inductor's code no input is freed before the wait for the result of the same index."""
     policy = BF16["mp_policy"]

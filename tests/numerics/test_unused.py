@@ -134,9 +134,10 @@ def test_graphs_of_other_branches_reduce_as_fsdp2(taken: str, model: type[nn.Mod
     assert_same_tensors(ours, theirs, "gradient", rtol=0.0, atol=0.0)
 
 
+@pytest.mark.slow
 @needs_fsdp2
 @two_ranks
-@pytest.mark.parametrize("model", [Branches, slow(Blocks)])
+@pytest.mark.parametrize("model", [Branches, Blocks])
 def test_compiled_code_of_other_branches_reduces_as_fsdp2(model: type[nn.Module]) -> None:
     assert FSDP2.fully_shard is not None
     mine: Microbatches = ((0, 1), (dist.get_rank(),))
