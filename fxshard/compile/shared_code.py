@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.compiler._cache import CacheArtifact, CacheArtifactManager
 
 from fxshard import torch_private
-from fxshard.runtime.rank_check import Timeouts
+from fxshard.runtime.rank_group import Timeouts
 from fxshard.runtime.rank_values import is_in_process
 
 _T = TypeVar("_T")

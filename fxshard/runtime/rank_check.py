@@ -12,6 +12,11 @@ Only where a run is news does a rank read what the others wrote, and wait until 
 of a compiled graph, and where these collectives never followed those of the run before (an evaluation on one rank).
 Everybody writes before it waits here or in a collective, so this wait ends where that of the first collective would.
 
+Where no run is news, ranks look back: when a backward ends, before an optimizer can step, each reads what up to `PEERS`
+others wrote of the runs that are past. Every entry has a hash of all runs up to it, so one entry shows whether any of
+them differed: which modules run may hang on a rank's data, and every path be known (a tower for images, one for text).
+Without a backward a rank looks back once in `LOOK_EVERY` runs.
+
 - What differs without harm is not in the digest: batch sizes, recompilations, cache hits, forward against inference.
 - A graph break on one rank only is a difference: a graph is compared before it is known which ones follow.
 - Ranks that hold the same shard (a mesh of two axes) compare all of a run that all_reduces gradients, with the gathers
@@ -21,8 +26,10 @@ Everybody writes before it waits here or in a collective, so this wait ends wher
   themselves, these compare how theirs and those of all follow each other: then there is one order that all ranks keep.
 - A failed compilation takes a number too, with its message, so that the others need not wait for it. So does a
   run that was refused, in the groups that it was not compared in: replicas whose own shards agree would wait for it.
-- A rank that turns off a known path raises alone, while the others stand in a collective already. When that fails (the
-  rank has ended, or the group's timeout has passed), what is in the store explains it: `RankGroup.compare`.
+- A rank that turns off a known path may hang in a collective that does not fit. When that fails (the other rank has
+  ended, or the group's timeout has passed), what is in the store explains it: `rank_group.RankGroup.compare`.
+- On an accelerator collectives end later than the calls that launch them, and a rank that looks back does not wait for
+  one that has not come as far: it looks again at the next step.
 - The store forgets nothing, so the numbers share `RING` keys per rank. No rank is that many runs ahead of another:
   they wait for each other's data, and an accelerator's queue of launches is shorter.
 - A new default group may come with an old store: a `RankGroup` begins at 1 in a namespace of its own.
@@ -31,15 +38,10 @@ Everybody writes before it waits here or in a collective, so this wait ends wher
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
-import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import NamedTuple, cast
 
 import torch.distributed as dist
 
@@ -47,215 +49,10 @@ from fxshard import torch_private
 from fxshard.errors import FxshardError, RankMismatchError
 from fxshard.ir.launches import Launch
 from fxshard.ir.plan import BY, is_in_subgroup
-from fxshard.runtime.rank_values import first_difference, is_in_process
-
-RING = 512
-"""Runs per rank that the store keeps."""
-
-GRAPHS = ("forward", "backward", "inference")
-"""The kinds of compiled graphs that launch collectives."""
-
-FAILED, REFUSED = "failed", "refused"
-"""Stand for the kind of a graph that could not be compiled, and of what follows a run that was refused."""
+from fxshard.runtime.rank_group import FAILED, REFUSED, CollectiveSequence, RankGroup
+from fxshard.runtime.rank_values import is_in_process
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Timeouts:
-    """How long to wait for other ranks at the store, in seconds.
-
-    Attributes:
-        warn: when to say first who is late; said again each time the wait has doubled.
-        limit: when to give up, `None` for ten times the process group's timeout, but at least an hour: compilation may
-            take longer than any collective.
-    """
-
-    warn: float = 30.0
-    limit: float | None = None
-
-    def limit_for(self, store: dist.Store) -> float:
-        """When to give up waiting at `store`, which has the timeout of the default process group."""
-        timeout: timedelta = store.timeout  # type: ignore[attr-defined] # missing in torch's stubs
-        return max(3600.0, 10 * timeout.total_seconds()) if self.limit is None else self.limit
-
-
-class CollectiveSequence(NamedTuple):
-    """What a run does.
-
-    Attributes:
-        kind: of the graph, one of `GRAPHS`; outside of graphs one word for what is done.
-        digest: of what must be the same on all ranks.
-        text: the collectives, one per line, with what need not be the same after a "#".
-        key: where the text stands in the store.
-    """
-
-    kind: str
-    digest: str
-    text: str
-    key: str
-
-    @classmethod
-    def of(cls, kind: str, launches: Iterable[Launch]) -> CollectiveSequence:
-        """The launches of a graph that go to one rank group."""
-        launches = list(launches)
-        digest = _hash("\n".join(launch.text for launch in launches))
-        text = "\n".join(f"{launch.text}  # {launch.name}" for launch in launches)
-        return cls(kind, digest, text, _hash(text))
-
-    @classmethod
-    def failure(cls, message: str, kind: str = FAILED) -> CollectiveSequence:
-        """In place of a run that does not come: `FAILED` or `REFUSED`."""
-        return cls(kind, _hash(message), message, _hash(message))
-
-
-class RunEntry(NamedTuple):
-    """What a rank writes before a run: its number, and a `CollectiveSequence` without the text."""
-
-    run: int
-    kind: str
-    digest: str
-    key: str
-
-    @classmethod
-    def parse(cls, value: bytes) -> RunEntry:
-        """Read what `RankGroup.begin` has written."""
-        run, kind, digest, key = value.decode().split()
-        return cls(int(run), kind, digest, key)
-
-
-class RankGroup:
-    """The ranks of one or more process groups, and how far this one has come among them; see [Note: agreement]."""
-
-    def __init__(self, ranks: Sequence[int]) -> None:
-        """Begin at run 1, together with the same call on the other ranks."""
-        self.rank = dist.get_rank()
-        self.ranks = frozenset(ranks)
-        self.others = [rank for rank in ranks if rank != self.rank]
-        place = f"fxshard/runs/{_hash(repr(tuple(ranks)))}"
-        self._place = f"{place}/{self._store.add(f'{place}/lives/{self.rank}', 1)}"
-        self._run = 0
-        self._now = CollectiveSequence("", "", "", "")
-        self._written: set[str] = set()
-        self._agreed: set[tuple[str, str]] = set()
-        self._turn = ("", "")
-
-    @property
-    def _store(self) -> dist.Store:
-        """Of the default process group, asked for anew: whoever holds the last reference to it keeps a server alive."""
-        return torch_private.default_store()
-
-    def begin(self, sequence: CollectiveSequence) -> bool:
-        """Write the next run into the store; whether it never followed the one before."""
-        store = self._store
-        self._turn = (self._now.digest, sequence.digest)
-        self._run, self._now = self._run + 1, sequence
-        if sequence.key not in self._written:
-            store.set(f"{self._place}/text/{sequence.key}", sequence.text)
-            self._written.add(sequence.key)
-        store.set(self._slot(self.rank), f"{self._run} {sequence.kind} {sequence.digest} {sequence.key}")
-        return self._turn not in self._agreed
-
-    def wait_and_compare(self, timeouts: Timeouts = Timeouts()) -> None:
-        """Wait until all ranks have come to this run, and compare.
-
-        Raises:
-            RankMismatchError: a rank runs something else, never comes, or the store is gone.
-        """
-        try:
-            self._wait(timeouts)
-            self.compare()
-        except FxshardError:
-            raise
-        except RuntimeError as error:
-            raise RankMismatchError(
-                f"the store of the process group failed while rank {self.rank} waited for the others before "
-                f"{self._where()}: {error}. Another rank has probably ended; look at its output."
-            ) from error
-        self._agreed.add(self._turn)
-
-    def compare(self) -> None:
-        """Compare this run with the ranks that have come as far.
-
-        Raises:
-            RankMismatchError: one of them runs something else.
-        """
-        for rank in self.others:
-            for theirs in self._arrived([rank]).values():
-                if (theirs.run, theirs.digest) != (self._run, self._now.digest):
-                    raise RankMismatchError(self._difference(rank, theirs))
-
-    def _wait(self, timeouts: Timeouts) -> None:
-        late, began, warn, limit = self.others, time.monotonic(), timeouts.warn, timeouts.limit_for(self._store)
-        while late := sorted(set(late) - self._arrived(late).keys()):
-            waited = time.monotonic() - began
-            if waited > min(warn, limit):
-                # Nothing is said of a rank before all have filled the slot once: ask for each by itself.
-                absent = ", ".join(str(rank) for rank in late if not self._arrived([rank]))
-                if absent and waited > limit:
-                    raise RankMismatchError(
-                        f"rank {absent} never came to {self._where()}, for which rank {self.rank} waited {limit:.0f} "
-                        "s. Every rank must make the same calls of the compiled model."
-                    )
-                _log.warning(
-                    "fxshard: rank %d has waited %.0f s for rank %s (still compiling?) before %s.",
-                    self.rank,
-                    waited,
-                    absent,
-                    self._where(),
-                )
-                warn *= 2
-            time.sleep(min(1.0, max(0.001, waited / 10)))
-
-    def _arrived(self, ranks: Sequence[int]) -> dict[int, RunEntry]:
-        """What those of `ranks` wrote who have come to this run; nothing before all have filled the slot once."""
-        keys = [self._slot(rank) for rank in ranks]
-        if not self._store.check(keys):
-            return {}
-        entries = zip(ranks, map(RunEntry.parse, self._store.multi_get(keys)), strict=True)
-        return {rank: entry for rank, entry in entries if entry.run >= self._run}
-
-    def _slot(self, rank: int) -> str:
-        return f"{self._place}/{rank}/{self._run % RING}"
-
-    def _where(self) -> str:
-        return _named(self._run, self._now.kind)
-
-    def _difference(self, rank: int, theirs: RunEntry) -> str:
-        """What a rank does otherwise than this one, as a message."""
-        text = self._store.get(f"{self._place}/text/{theirs.key}").decode()
-        if theirs.kind == FAILED:
-            return f"rank {rank} could not compile what is {self._where()} on rank {self.rank}: {text}"
-        if theirs.kind == REFUSED:
-            return f"rank {rank} was refused before it came to what is {self._where()} on rank {self.rank}: {text}"
-        if theirs.run != self._run:
-            return (
-                f"rank {rank} is at {_named(theirs.run, theirs.kind)}, but rank {self.rank} has only come to "
-                f"{self._where()}. Every rank must make the same calls of the compiled model."
-            )
-        found = first_difference(self._now.text.splitlines(), text.splitlines(), "nothing more", _agreed)
-        at, ours, other = cast("tuple[int, str, str]", found)  # for the digests differ
-        sides = sorted([(self.rank, self._now.kind, ours), (rank, theirs.kind, other)])
-        lines = "\n".join(f"    rank {r} ({kind}): {launch}" for r, kind, launch in sides)
-        return (
-            f"the ranks launch different collectives. In run {self._run}, collective {at} is the first that differs:\n"
-            f"{lines}\nBuild, shard and compile the same model with the same options on every rank, and make the same "
-            "calls of it in the same order."
-        )
-
-
-def _named(run: int, kind: str) -> str:
-    """A run, in words."""
-    return f"run {run} ({kind} graph)" if kind in GRAPHS else f"run {run} ({kind}, outside of graphs)"
-
-
-def _agreed(line: str) -> str:
-    return line.partition("  #")[0]
-
-
-def _hash(text: str) -> str:
-    """Short, and the same on every rank."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @functools.cache
@@ -284,6 +81,18 @@ def report_failure(group_names: Iterable[str], message: str, kind: str = FAILED,
     found = [_rank_group_of(name) for name in sorted(group_names)]
     for rank_group in dict.fromkeys(group for group in found if group is not None and group not in told):
         rank_group.begin(CollectiveSequence.failure(message, kind))
+
+
+def look_back(group_names: Collection[str], *, are_over: bool) -> None:
+    """Compare what is past with other ranks of these groups, whose runs are over or may still be under way.
+
+    Raises:
+        RankMismatchError: one of them ran something else.
+    """
+    found = [_rank_group_of(name) for name in sorted(group_names)]
+    with telling_others(lambda: group_names):
+        for rank_group in dict.fromkeys(group for group in found if group is not None):
+            rank_group.look_back(is_over=are_over)
 
 
 @contextmanager
@@ -316,6 +125,9 @@ class Agreement:
             RankMismatchError: another rank launches something else.
         """
         sequences = self._sequences_of(launches)
+        for rank_group in sequences:
+            if rank_group.is_look_due:
+                rank_group.look_back(is_over=False)
         try:
             self._agree(sequences)
             with _explained(sequences):

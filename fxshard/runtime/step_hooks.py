@@ -3,7 +3,8 @@
 [Note: the end of a step]
 A unit that still waits when a backward ends which was to reduce it (`set_is_last_backward`) is reduced then, and what
 is resident of it is freed. The units go in the order in which the model names them, so that all ranks go alike; and as
-before a graph's collectives, the ranks compare what they are about to reduce (`rank_check.py`).
+before a graph's collectives, the ranks compare what they are about to reduce (`rank_check.py`). At the end of every
+backward they look back at what all of them ran.
 
 An optimizer's step concerns us: it must not leave waiting gradients behind, resident parameters are old after it, and
 so is every forward whose backward would gather again. Foreach and fused steps raise no version of a DTensor by which
@@ -27,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from fxshard import torch_private
 from fxshard.errors import UnsupportedGraph
 from fxshard.ir import collectives
-from fxshard.runtime import host_copies, profiler_ranges, unsharded_cache
+from fxshard.runtime import host_copies, profiler_ranges, rank_check, unsharded_cache
 from fxshard.runtime.accumulation import Waiting
 from fxshard.runtime.optimizer_layout import lay_as_parameters
 
@@ -88,13 +89,21 @@ class Microbatches:
         if running == self._begun:
             return
         self._begun = running
-        if running is not None and self._leaves_sums:
-            self._unended.add(running)
+        if running is not None:
+            if self._leaves_sums:
+                self._unended.add(running)
             torch_private.when_backward_ends(functools.partial(self._backward_ends, running))
 
     def _backward_ends(self, which: int) -> None:
-        self._end(self.last and not self.is_ended_by_hand)
-        self._unended.discard(which)
+        if which in self._unended:
+            self._end(self.last and not self.is_ended_by_hand)
+            self._unended.discard(which)
+        self._look_back()
+
+    def _look_back(self) -> None:
+        """Let ranks that ran different units be told before an optimizer steps."""
+        groups = {name for unit in self.units for name in unit.plan.groups}
+        rank_check.look_back(groups, are_over=all(unit.device.type == "cpu" for unit in self.units))
 
     def require_whole_sums(self) -> None:
         """Raise, outside of a backward, if what waits has only a part of a backward that failed.

@@ -14,11 +14,16 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from fxshard.errors import RankMismatchError
 from fxshard.ir.launches import Launch
-from fxshard.runtime import rank_check, rank_values
+from fxshard.runtime import rank_check, rank_group, rank_values
 from fxshard.runtime.dispatch import GuardedCode
-from fxshard.runtime.rank_check import RING, Agreement, CollectiveSequence, RankGroup, Timeouts
+from fxshard.runtime.rank_check import Agreement
+from fxshard.runtime.rank_group import ARRIVAL_S, LOOK_EVERY, RING, CollectiveSequence, RankGroup, Timeouts
 from tests.ranks import fresh_ranks, join_group, two_ranks
 
+REMEDY = (
+    "Where a rank's data decides which modules run, call all of them on every rank, in one order: give those without "
+    "input a dummy (an image of zeros, or zero rows: x[:0]) and add 0 times their output's sum to the loss."
+)
 HASTY = Timeouts(warn=0.2, limit=1.0)
 
 
@@ -80,7 +85,7 @@ def test_all_ranks_hear_of_the_first_difference_in_the_same_words() -> None:
         "\n    rank 0 (forward): b  # %b_0"
         "\n    rank 1 (backward): c  # %c_1\n"
         "Build, shard and compile the same model with the same options on every rank, and make the same calls of it "
-        "in the same order."
+        f"in the same order. {REMEDY}"
     ):
         meet(rank_group)
 
@@ -132,6 +137,91 @@ def test_a_rank_that_looks_finds_what_the_other_wrote_without_looking() -> None:
             meet(rank_group)
 
 
+def known(rank_group: RankGroup, *texts: str) -> None:
+    """Let the ranks agree on these runs, so that none is news later."""
+    for text in texts:
+        if begin(rank_group, text):
+            meet(rank_group)
+
+
+@two_ranks
+def test_ranks_that_look_back_find_where_known_runs_parted() -> None:
+    rank_group = both()
+    known(rank_group, "h", "a", "h", "b", "h", "a", "h")
+    rank_group.look_back(is_over=True)
+    assert not begin(rank_group, of_rank("a", "b"))
+    assert not begin(rank_group, "h", "backward")
+    with refused(
+        "the ranks launch different collectives. In run 8, collective 1 is the first that differs:"
+        f"\n    rank 0 (forward): {of_rank('a  # %a_0', 'a  # %a_0')}"
+        "\n    rank 1 (forward): b  # %b_1\n"
+        "Build, shard and compile the same model with the same options on every rank, and make the same calls of it "
+        f"in the same order. {REMEDY}\nThis was found after the run: outputs and gradients since then are wrong on all "
+        "ranks, so drop them before the optimizer steps."
+    ):
+        rank_group.look_back(is_over=True)
+    for _ in range(3):  # it is said once
+        begin(rank_group, "h")
+        rank_group.look_back(is_over=True)
+
+
+@two_ranks
+def test_a_look_is_over_all_runs_though_the_last_ones_are_the_same_again() -> None:
+    rank_group = both()
+    begin(rank_group, of_rank("a", "b"))
+    for _ in range(RING + 5):
+        begin(rank_group, "h")
+    rank = dist.get_rank()
+    message = rf"ranks {1 - rank} and {rank} launched different collectives before run 7. Where a rank's"
+    with pytest.raises(RankMismatchError, match=message):
+        rank_group.look_back(is_over=True)
+
+
+@two_ranks
+def test_runs_that_are_under_way_are_looked_at_later_and_nobody_waits() -> None:
+    rank_group = both()
+    known(rank_group, "h", "a", "b", "h", "b")
+    rank_group.look_back(is_over=False)
+    began = time.monotonic()
+    if dist.get_rank() == 0:  # it is a run ahead
+        begin(rank_group, "a")
+        rank_group.look_back(is_over=False)
+    assert time.monotonic() - began < ARRIVAL_S
+    dist.barrier()
+    if dist.get_rank() == 1:
+        begin(rank_group, "b")
+    dist.barrier()
+    if dist.get_rank() == 1:  # what it has begun since the last look counts at the next one
+        rank_group.look_back(is_over=False)
+    with pytest.raises(RankMismatchError, match="In run 6"):
+        rank_group.look_back(is_over=False)
+
+
+@two_ranks
+def test_without_a_backward_ranks_look_back_once_in_many_runs() -> None:
+    rank_group = both()
+    for _ in range(LOOK_EVERY - 1):
+        begin(rank_group, "a")
+    assert not rank_group.is_look_due
+    begin(rank_group, "a")
+    assert rank_group.is_look_due
+    rank_group.look_back(is_over=False)
+    assert not rank_group.is_look_due
+
+
+@two_ranks
+def test_after_an_error_that_one_rank_saw_only_the_runs_themselves_are_compared() -> None:
+    rank_group = both()
+    known(rank_group, "a", "b")
+    failed, ran = CollectiveSequence.failure("no memory"), CollectiveSequence.of("forward", launches("a"))
+    rank_group.begin(ran if dist.get_rank() else failed)
+    begin(rank_group, "a")
+    rank_group.look_back(is_over=True)
+    begin(rank_group, of_rank("a", "b"))
+    with pytest.raises(RankMismatchError, match="In run"):
+        rank_group.look_back(is_over=True)
+
+
 @two_ranks
 def test_a_rank_that_others_have_left_far_behind_is_told_so() -> None:
     rank_group = both()
@@ -150,15 +240,14 @@ def test_a_rank_that_others_have_left_far_behind_is_told_so() -> None:
 
 @two_ranks
 def test_a_line_says_who_is_late_and_the_late_rank_is_waited_for() -> None:
-    rank_group = both()
-    handler = Lines()
-    logger = logging.getLogger(rank_check.__name__)
+    handler, ranks = Lines(), both()
+    logger = logging.getLogger(rank_group.__name__)
     logger.addHandler(handler)
     if dist.get_rank() == 1:
         time.sleep(1.0)
     try:
-        begin(rank_group, "a")
-        meet(rank_group, Timeouts(warn=0.2, limit=30.0))
+        begin(ranks, "a")
+        meet(ranks, Timeouts(warn=0.2, limit=30.0))
     finally:
         logger.removeHandler(handler)
     lines = handler.lines

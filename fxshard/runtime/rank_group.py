@@ -1,0 +1,333 @@
+"""The runs of the ranks that share process groups, in a store: what each is about to launch, and what it has launched.
+
+See [Note: agreement] in `rank_check.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NamedTuple, cast
+
+import torch.distributed as dist
+
+from fxshard import torch_private
+from fxshard.errors import FxshardError, RankMismatchError
+from fxshard.ir.launches import Launch
+from fxshard.runtime.rank_values import first_difference
+
+RING = 512
+"""Runs per rank that the store keeps."""
+
+PEERS = 7
+"""Other ranks that a rank looks back at: those behind it in a ring, so that the store is asked as much per rank with
+any number of ranks."""
+
+LOOK_EVERY = 64
+"""Runs without a backward, after which a rank looks back."""
+
+ARRIVAL_S = 1.0
+"""How long a rank that looks back waits for an entry that another one must have written, but the store may not have."""
+
+GRAPHS = ("forward", "backward", "inference")
+"""The kinds of compiled graphs that launch collectives."""
+
+FAILED, REFUSED = "failed", "refused"
+"""Stand for the kind of a graph that could not be compiled, and of what follows a run that was refused."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """How long to wait for other ranks at the store, in seconds.
+
+    Attributes:
+        warn: when to say first who is late; said again each time the wait has doubled.
+        limit: when to give up, `None` for ten times the process group's timeout, but at least an hour: compilation may
+            take longer than any collective.
+    """
+
+    warn: float = 30.0
+    limit: float | None = None
+
+    def limit_for(self, store: dist.Store) -> float:
+        """When to give up waiting at `store`, which has the timeout of the default process group."""
+        timeout: timedelta = store.timeout  # type: ignore[attr-defined] # missing in torch's stubs
+        return max(3600.0, 10 * timeout.total_seconds()) if self.limit is None else self.limit
+
+
+class CollectiveSequence(NamedTuple):
+    """What a run does.
+
+    Attributes:
+        kind: of the graph, one of `GRAPHS`; outside of graphs one word for what is done.
+        digest: of what must be the same on all ranks.
+        text: the collectives, one per line, with what need not be the same after a "#".
+        key: where the text stands in the store.
+    """
+
+    kind: str
+    digest: str
+    text: str
+    key: str
+
+    @classmethod
+    def of(cls, kind: str, launches: Iterable[Launch]) -> CollectiveSequence:
+        """The launches of a graph that go to one rank group."""
+        launches = list(launches)
+        digest = _hash("\n".join(launch.text for launch in launches))
+        text = "\n".join(f"{launch.text}  # {launch.name}" for launch in launches)
+        return cls(kind, digest, text, _hash(text))
+
+    @classmethod
+    def failure(cls, message: str, kind: str = FAILED) -> CollectiveSequence:
+        """In place of a run that does not come: `FAILED` or `REFUSED`."""
+        return cls(kind, _hash(message), message, _hash(message))
+
+
+class RunEntry(NamedTuple):
+    """What a rank writes before a run: a `CollectiveSequence` without the text, and what was before.
+
+    Attributes:
+        run: its number.
+        kind: of the run.
+        digest: of the run.
+        key: where the text stands in the store.
+        since: the first run that `history` counts, the one after the last error.
+        history: a hash of the digests of all runs from there to this one.
+    """
+
+    run: int
+    kind: str
+    digest: str
+    key: str
+    since: int
+    history: str
+
+    @classmethod
+    def parse(cls, value: bytes) -> RunEntry:
+        """Read what `RankGroup.begin` has written."""
+        run, kind, digest, key, since, history = value.decode().split()
+        return cls(int(run), kind, digest, key, int(since), history)
+
+    def encode(self) -> str:
+        """Return the text that `parse` reads."""
+        return " ".join(map(str, self))
+
+
+class RankGroup:
+    """The ranks of one or more process groups, and how far this one has come among them; see [Note: agreement]."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        """Begin at run 1, together with the same call on the other ranks."""
+        self.rank = dist.get_rank()
+        self.ranks = frozenset(ranks)
+        ring = sorted(ranks)
+        at = ring.index(self.rank)
+        self.others = [rank for rank in ranks if rank != self.rank]
+        self._peers = [*ring[at + 1 :], *ring[:at]][:PEERS]
+        place = f"fxshard/runs/{_hash(repr(tuple(ranks)))}"
+        self._place = f"{place}/{self._store.add(f'{place}/lives/{self.rank}', 1)}"
+        self._run = 0
+        self._now = CollectiveSequence("", "", "", "")
+        self._past: deque[tuple[RunEntry, CollectiveSequence]] = deque(maxlen=RING)
+        self._since, self._history = 1, ""
+        self._looked = self._at_last_look = 0
+        self._written: set[str] = set()
+        self._agreed: set[tuple[str, str]] = set()
+        self._turn = ("", "")
+
+    @property
+    def _store(self) -> dist.Store:
+        """Of the default process group, asked for anew: whoever holds the last reference to it keeps a server alive."""
+        return torch_private.default_store()
+
+    def begin(self, sequence: CollectiveSequence) -> bool:
+        """Write the next run into the store; whether it never followed the one before."""
+        store = self._store
+        self._turn = (self._now.digest, sequence.digest)
+        self._run, self._now = self._run + 1, sequence
+        if sequence.key not in self._written:
+            store.set(f"{self._place}/text/{sequence.key}", sequence.text)
+            self._written.add(sequence.key)
+        self._history = _hash(self._history + sequence.digest)
+        entry = RunEntry(self._run, sequence.kind, sequence.digest, sequence.key, self._since, self._history)
+        self._past.append((entry, sequence))
+        store.set(self._slot(self.rank, self._run), entry.encode())
+        if sequence.kind in (FAILED, REFUSED):
+            self._forget()
+        return self._turn not in self._agreed
+
+    def _forget(self) -> None:
+        """Let what differed before not count after it was an error."""
+        self._since, self._history = self._run + 1, ""
+
+    def wait_and_compare(self, timeouts: Timeouts = Timeouts()) -> None:
+        """Wait until all ranks have come to this run, and compare.
+
+        Raises:
+            RankMismatchError: a rank runs something else, never comes, or the store is gone.
+        """
+        try:
+            self._wait(timeouts)
+            self.compare()
+        except FxshardError:
+            raise
+        except RuntimeError as error:
+            raise RankMismatchError(
+                f"the store of the process group failed while rank {self.rank} waited for the others before "
+                f"{self._where()}: {error}. Another rank has probably ended; look at its output."
+            ) from error
+        self._agreed.add(self._turn)
+
+    def compare(self) -> None:
+        """Compare this run with the ranks that have come as far.
+
+        Raises:
+            RankMismatchError: one of them runs something else.
+        """
+        for rank in self.others:
+            for theirs in self._arrived([rank], self._run).values():
+                if (theirs.run, theirs.digest) != (self._run, self._now.digest):
+                    self._forget()
+                    raise RankMismatchError(self._difference(rank, theirs, self._run, self._now))
+
+    def look_back(self, *, is_over: bool) -> None:
+        """Compare the runs that are past with some of the ranks that have come as far; see [Note: agreement].
+
+        Args:
+            is_over: whether this run is over, so that all ranks have begun it; else up to the run of the last look.
+
+        Raises:
+            RankMismatchError: one of them ran something else.
+        """
+        run = self._run if is_over else self._at_last_look
+        self._at_last_look = self._run
+        if not self._looked < run or not self._run - run < len(self._past):
+            return
+        try:
+            self._compare_past(run, ARRIVAL_S if is_over else 0.0)
+        except FxshardError:
+            raise
+        except RuntimeError as lost:
+            _log.info("fxshard: the store does not tell what other ranks ran (its rank may have ended): %s", lost)
+
+    def _compare_past(self, run: int, patience: float) -> None:
+        found, began = self._arrived(self._peers, run), time.monotonic()
+        while len(found) < len(self._peers) and time.monotonic() - began < patience:
+            time.sleep(0.001)
+            found = self._arrived(self._peers, run)
+        ours, _ = self._past[run - self._run - 1]
+        for rank, theirs in found.items():
+            is_same = theirs.history == ours.history if theirs.since == ours.since else theirs.digest == ours.digest
+            if theirs.run != run or not is_same:
+                self._forget()
+                raise RankMismatchError(self._past_difference(rank, theirs, run))
+        if len(found) == len(self._peers):
+            self._looked = run
+
+    @property
+    def is_look_due(self) -> bool:
+        """Whether so many runs are past that this rank should look back, though no backward has ended."""
+        return self._run - self._at_last_look >= LOOK_EVERY
+
+    def _wait(self, timeouts: Timeouts) -> None:
+        late, began, warn, limit = self.others, time.monotonic(), timeouts.warn, timeouts.limit_for(self._store)
+        while late := sorted(set(late) - self._arrived(late, self._run).keys()):
+            waited = time.monotonic() - began
+            if waited > min(warn, limit):
+                # Nothing is said of a rank before all have filled the slot once: ask for each by itself.
+                absent = ", ".join(str(rank) for rank in late if not self._arrived([rank], self._run))
+                if absent and waited > limit:
+                    raise RankMismatchError(
+                        f"rank {absent} never came to {self._where()}, for which rank {self.rank} waited {limit:.0f} "
+                        "s. Every rank must make the same calls of the compiled model."
+                    )
+                _log.warning(
+                    "fxshard: rank %d has waited %.0f s for rank %s (still compiling?) before %s.",
+                    self.rank,
+                    waited,
+                    absent,
+                    self._where(),
+                )
+                warn *= 2
+            time.sleep(min(1.0, max(0.001, waited / 10)))
+
+    def _arrived(self, ranks: Sequence[int], run: int) -> dict[int, RunEntry]:
+        """What those of `ranks` wrote who have come to a run; nothing before all have filled the slot once."""
+        keys = [self._slot(rank, run) for rank in ranks]
+        if run <= RING and not self._store.check(keys):
+            return {}
+        entries = zip(ranks, map(RunEntry.parse, self._store.multi_get(keys)), strict=True)
+        return {rank: entry for rank, entry in entries if entry.run >= run}
+
+    def _slot(self, rank: int, run: int) -> str:
+        return f"{self._place}/{rank}/{run % RING}"
+
+    def _where(self) -> str:
+        return _named(self._run, self._now.kind)
+
+    def _past_difference(self, rank: int, theirs: RunEntry, run: int) -> str:
+        """What a rank did otherwise than this one, in the first run up to `run` that still stands in the store."""
+        first = max(theirs.since, self._past[run - self._run - 1][0].since)
+        known = {entry.run: mine for entry, mine in self._past if first <= entry.run <= run} or {run: self._now}
+        for entry in map(RunEntry.parse, self._store.multi_get([self._slot(rank, each) for each in known])):
+            if entry.run in known and entry.digest != known[entry.run].digest:
+                theirs, run = entry, entry.run
+                break
+        else:
+            if theirs.run == run and theirs.digest == known[run].digest:
+                first = min(known)
+                return f"ranks {rank} and {self.rank} launched different collectives before run {first}. {_REMEDY}"
+        return (
+            f"{self._difference(rank, theirs, run, known[run])}\nThis was found after the run: outputs and gradients "
+            "since then are wrong on all ranks, so drop them before the optimizer steps."
+        )
+
+    def _difference(self, rank: int, theirs: RunEntry, run: int, ours: CollectiveSequence) -> str:
+        """What a rank does otherwise than this one in a run, as a message."""
+        text, where = self._store.get(f"{self._place}/text/{theirs.key}").decode(), _named(run, ours.kind)
+        if theirs.kind == FAILED:
+            return f"rank {rank} could not compile what is {where} on rank {self.rank}: {text}"
+        if theirs.kind == REFUSED:
+            return f"rank {rank} was refused before it came to what is {where} on rank {self.rank}: {text}"
+        if theirs.run != run:
+            return (
+                f"rank {rank} is at {_named(theirs.run, theirs.kind)}, but rank {self.rank} has only come to "
+                f"{where}. Every rank must make the same calls of the compiled model."
+            )
+        found = first_difference(ours.text.splitlines(), text.splitlines(), "nothing more", _agreed)
+        at, mine, other = cast("tuple[int, str, str]", found)  # for the digests differ
+        sides = sorted([(self.rank, ours.kind, mine), (rank, theirs.kind, other)])
+        lines = "\n".join(f"    rank {r} ({kind}): {launch}" for r, kind, launch in sides)
+        return (
+            f"the ranks launch different collectives. In run {run}, collective {at} is the first that differs:\n"
+            f"{lines}\nBuild, shard and compile the same model with the same options on every rank, and make the same "
+            f"calls of it in the same order. {_REMEDY}"
+        )
+
+
+_REMEDY = (
+    "Where a rank's data decides which modules run, call all of them on every rank, in one order: give those without "
+    "input a dummy (an image of zeros, or zero rows: x[:0]) and add 0 times their output's sum to the loss."
+)
+
+
+def _named(run: int, kind: str) -> str:
+    """A run, in words."""
+    return f"run {run} ({kind} graph)" if kind in GRAPHS else f"run {run} ({kind}, outside of graphs)"
+
+
+def _agreed(line: str) -> str:
+    return line.partition("  #")[0]
+
+
+def _hash(text: str) -> str:
+    """Short, and the same on every rank."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

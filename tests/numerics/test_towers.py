@@ -1,0 +1,153 @@
+"""Which module runs may hang on a rank's data: an error where the ranks differ, right where all call all."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fxshard
+from fxshard import RankMismatchError
+from tests.pairwise import slow
+from tests.ranks import two_ranks
+
+EAGER = {"lower": "eager"}
+
+
+class Towers(nn.Module):
+    """Two towers of one shape, of which a call uses one, or both: the other with no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, which: str, always: bool = False) -> Tensor:
+        if always:
+            image = self.image(x if which == "image" else x[:0])
+            text = self.text(x if which == "text" else x[:0])
+            hidden = image + 0 * text.sum() if which == "image" else text + 0 * image.sum()
+        else:
+            hidden = self.image(x) if which == "image" else self.text(x)
+        out: Tensor = self.head(torch.tanh(hidden))
+        return out
+
+
+def whole(model: nn.Module, options: dict[str, Any]) -> Any:
+    shard_parts(model)
+    return torch.compile(model, backend="fxshard", options=options)
+
+
+def by_block(model: nn.Module, options: dict[str, Any]) -> Any:
+    shard_parts(model)
+    for part in model.children():
+        part.compile(backend="fxshard", options=options)
+    return model
+
+
+def uncompiled(model: nn.Module, options: dict[str, Any]) -> Any:
+    shard_parts(model)
+    return model
+
+
+def one_line(model: nn.Module, options: dict[str, Any]) -> Any:
+    return torch.compile(model, backend="fxshard", options=options)
+
+
+def shard_parts(model: nn.Module) -> None:
+    for part in model.children():
+        fxshard.fully_shard(part)
+    fxshard.fully_shard(model)
+
+
+FORMS = pytest.mark.parametrize("form", [whole, by_block, uncompiled, one_line])
+
+Form = Callable[[nn.Module, dict[str, Any]], Any]
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * step + rank))
+
+
+def built(form: Form, options: dict[str, Any]) -> tuple[Any, Any, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    plain = Towers()
+    model = Towers()
+    model.load_state_dict(plain.state_dict())
+    made = form(model, options)
+    if form is one_line:
+        made(batch(0, 0), "image")  # shards
+    return plain, made, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def differ_at_last(form: Form, options: dict[str, Any], steps: tuple[str, ...]) -> None:
+    """Train while the ranks go alike through every transition, then let each call another tower."""
+    rank = dist.get_rank()
+    _, model, optimizer = built(form, options)
+    for step, which in enumerate(steps):
+        model(batch(step, rank), which).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    loss = model(batch(9, rank), ("image", "text")[rank]).square().mean()
+    with pytest.raises(RankMismatchError) as caught:
+        loss.backward()
+    text = str(caught.value)
+    assert "the ranks launch different collectives" in text
+    for line in ("    rank 0 .*image", "    rank 1 .*text"):
+        assert any(re.match(line, each) for each in text.splitlines()), text
+    assert "call all of them on every rank, in one order" in text
+    assert "drop them before the optimizer steps" in text
+    optimizer.zero_grad()
+    for step in range(2):  # those who catch it may go on
+        model(batch(step, rank), "text").square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@two_ranks
+@FORMS
+def test_another_tower_on_each_rank_is_an_error_before_the_optimizer_steps(form: Form) -> None:
+    differ_at_last(form, EAGER, ("image", "image", "text", "text", "image"))
+
+
+@two_ranks
+@pytest.mark.parametrize("form", [slow(whole), slow(by_block), slow(one_line)])
+def test_also_in_code_of_inductor(form: Form) -> None:
+    differ_at_last(form, {"lower": "inductor"}, ("image", "image", "text", "text", "image"))
+
+
+@two_ranks
+@FORMS
+def test_towers_that_all_ranks_call_train_as_unsharded_whichever_has_rows(form: Form) -> None:
+    rank = dist.get_rank()
+    plain, model, optimizer = built(form, EAGER)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step, words in enumerate(("image image", "text image", "image text", "text text", "image text")):
+        names = words.split()
+        model(batch(step, rank), names[rank], always=True).square().mean().backward()
+        sum(plain(batch(step, r), names[r], always=True).square().mean() / 2 for r in range(2)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step()
+        reference.zero_grad()
+    expected = dict(plain.named_parameters())
+    for name, found in getattr(model, "_orig_mod", model).named_parameters():
+        torch.testing.assert_close(found.full_tensor(), expected[name].data, rtol=1e-5, atol=1e-6)
+
+
+@two_ranks
+@FORMS
+def test_towers_that_the_ranks_choose_alike_are_no_difference(form: Form) -> None:
+    rank = dist.get_rank()
+    _, model, optimizer = built(form, EAGER)
+    for step, which in enumerate(("image", "text", "text", "image", "image", "text")):
+        model(batch(step, rank), which).square().mean().backward()
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            model(batch(step, rank), "text" if step < 3 else "image")
