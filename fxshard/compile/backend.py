@@ -123,7 +123,6 @@ def _compile(
         plan = keep_last_unit_unsharded(gm, plan, flats)
     frame = Frame(
         plan,
-        reads=dynamo.reads_of(gm),
         returned=dynamo.returned_by(gm),
         reduced_separately=reduced_separately(gm, plan, flats) if options.lower == "eager" else {},
         hardware=_hardware(options, flats, device).to_json(),

@@ -196,16 +196,6 @@ def refuse_replaced_parameters() -> None:
         )
 
 
-def reads_of(gm: fx.GraphModule) -> dict[str, frozenset[eager.Read]]:
-    """Map unit key -> the parameters that a graph with bound markers reads, with the ids of the modules that do."""
-    reads: dict[str, set[eager.Read]] = {}
-    for marker in _markers(gm):
-        unit, shard, slot = ops.parameter_key_of(marker)
-        module = next(reversed(marker.meta.get("nn_module_stack") or {}), "").partition("@")[0]
-        reads.setdefault(unit, set()).add(((shard, slot), int(module) if module.isdigit() else 0))
-    return {unit: frozenset(found) for unit, found in reads.items()}
-
-
 def returned_by(gm: fx.GraphModule) -> dict[int, ParameterKey]:
     """Map index of a result of a graph with bound markers -> the parameter that it is, or whose memory it shares."""
     places = {

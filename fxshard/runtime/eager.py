@@ -7,23 +7,23 @@ weights), or inside a backward (activation checkpointing runs forwards again the
 
 [Note: after a forward]
 A loss may read a weight (`fused_cross_entropy(hidden, model.head.weight, labels)`). FSDP2's root, and every unit that
-does not reshard after forward, is unsharded then, until its backward. So here too, for what forward has not read by
-itself: such a read gives the unsharded parameter, whose gradient is reduced in its own backward. It is gathered at the
-first read; the ranks compare that they all read, as before a graph (`rank_check.py`). The backward of the forward, the
-next forward with gradients and any change of the parameters end it. What forward has read as well is the DTensor, for
-who looks at it, writes to it or hangs a hook on it means the parameter, not a copy.
+does not reshard after forward, is unsharded then, until its backward. So here too: `module.weight` gives the unsharded
+parameter, whose gradient is reduced in its own backward. It is gathered at the first read; the ranks compare that they
+all read, as before a graph (`rank_check.py`). The backward of the forward, the next forward with gradients and any
+change of the parameters end it; forwards without gradients leave it as it is, so a loop that generates gathers once.
+It is a copy: a write to it, a hook on it or a new `requires_grad` would be lost, and is an error when it ends.
+`module.parameters()`, `state_dict()` and `module.get_parameter(name)` always give the DTensors.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fxshard import torch_private
 from fxshard.errors import InvariantError, UnsupportedGraph
@@ -38,9 +38,6 @@ if TYPE_CHECKING:
 
 Parameters = dict[SlotIndex, Tensor]
 
-Read = tuple[SlotIndex, int]
-"""A parameter, and the id of the module through which it was read."""
-
 LOST_WRITE = (
     "The change would be lost with the gathered copy. Change parameters outside of forward, under torch.no_grad(): "
     "after the optimizer's step, say."
@@ -50,21 +47,26 @@ _RETURNED = "_fxshard_parameter"
 """Attribute of a gathered parameter that a graph has returned: its FQN."""
 
 
+class _Watched(NamedTuple):
+    fqn: str
+    value: Tensor
+    version: int
+    requires_grad: bool
+
+
 class _Scope:
     """One call of a unit's module: what was gathered in it, by unit and autograd mode.
 
     Attributes:
         units: that the module was made into.
         gathered: parameters, by unit, grad mode and inference mode.
-        reads: of the outermost call: what forward has read of each unit.
-        watched: FQN, parameter, and its version when it was gathered.
+        watched: what must stay as it was gathered.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = units
         self.gathered: dict[tuple[int, bool, bool], Parameters] = {}
-        self.reads: dict[Unit, set[Read]] = {}
-        self.watched: list[tuple[str, Tensor, int]] = []
+        self.watched: list[_Watched] = []
 
     def parameters_of(self, unit: Unit, *, after_forward: bool = False) -> Parameters:
         key = (id(unit), torch.is_grad_enabled(), torch.is_inference_mode_enabled())
@@ -76,13 +78,26 @@ class _Scope:
 
     def watch(self, fqn: str, value: Tensor) -> None:
         if not value.is_inference():
-            self.watched.append((fqn, value, value._version))
+            self.watched.append(_Watched(fqn, value, value._version, value.requires_grad))
 
     def require_unchanged(self) -> None:
-        changed = [fqn for fqn, value, version in self.watched if value._version != version]
+        changed = [each.fqn for each in self.watched if each.value._version != each.version]
         if changed:
             names = ", ".join(dict.fromkeys(changed))
             raise UnsupportedGraph(f"unsharded parameters were changed in place: {names}. {LOST_WRITE}")
+
+    def require_unmarked(self) -> None:
+        marked = [
+            each.fqn
+            for each in self.watched
+            if each.value._backward_hooks or each.value.requires_grad != each.requires_grad
+        ]
+        if marked:
+            names = ", ".join(dict.fromkeys(marked))
+            raise UnsupportedGraph(
+                f"unsharded parameters got hooks or another requires_grad: {names}. They would be lost with the "
+                "gathered copy. Set them on model.get_parameter(name)."
+            )
 
 
 class Running(NamedTuple):
@@ -110,64 +125,43 @@ class AfterForward:
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._epoch: int | None = None
-        self._read: set[Read] = set()
         self._scope = _Scope(())
 
-    def begin(self, reads: Iterable[Read]) -> None:
-        """A forward has ended, which has read these parameters itself."""
+    def begin(self) -> None:
+        """A forward has ended."""
         epoch = self._unit.epoch()
-        if self._epoch != epoch:
-            self._read.clear()
-        self.end()
-        self._epoch = epoch
-        self._read.update(reads)
+        if self._epoch != epoch or torch.is_grad_enabled():
+            self.end()
+            self._epoch = epoch
 
     def end(self) -> None:
         """A backward begins, or values change: forget the unsharded parameters.
 
         Raises:
-            UnsupportedGraph: somebody has written into them.
+            UnsupportedGraph: somebody has written into them, or has hung hooks on them.
         """
         if self._epoch is not None:
             self._epoch, scope, self._scope = None, self._scope, _Scope(())
             scope.require_unchanged()
+            scope.require_unmarked()
 
-    def parameter(self, slot: SlotIndex, module: nn.Module) -> Tensor | None:
-        """The unsharded parameter, `None` if it is the DTensor that is meant."""
+    def parameter(self, slot: SlotIndex) -> Tensor | None:
+        """The unsharded parameter, `None` if it is sharded."""
         if self._epoch is not None and self._epoch != self._unit.epoch():
             self.end()
-        if self._epoch is None or self._was_read(slot, module):
+        if self._epoch is None:
             return None
         with torch.inference_mode(False), torch.enable_grad():
             return self._scope.parameters_of(self._unit, after_forward=True)[slot]
 
-    def _was_read(self, slot: SlotIndex, module: nn.Module) -> bool:
-        """Whether forward has read a parameter: one that is tied, through this module."""
-        if len(self._unit.shards[slot[0]].members[slot[1]].owners) > 1:
-            return (slot, id(module)) in self._read
-        return any(slot == read for read, _ in self._read)
 
-
-def forward_ended(units: Iterable[Unit], reads: Mapping[Unit, Iterable[Read]] = MappingProxyType({})) -> None:
-    """The outermost call of a model has given its result: what it does not reshard may be read until its backward.
-
-    Args:
-        units: of the model.
-        reads: what was read, where no call of a module has noted it.
-    """
+def forward_ended(units: Iterable[Unit]) -> None:
+    """The outermost call of a model has given its result: what it does not reshard may be read until its backward."""
     if len(_scopes.stack) > 1 or torch_private.backward_id() is not None:
         return
-    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-        noted = _scopes.stack[0].reads if _scopes.stack else reads
-        for unit in units:
-            if not unit.plan.reshard_after_forward:
-                unit.after_forward.begin(noted.get(unit, ()))
-
-
-def note_reads(unit: Unit, reads: Iterable[Read]) -> None:
-    """A graph of the running call reads parameters."""
-    if _scopes.stack:
-        _scopes.stack[0].reads.setdefault(unit, set()).update(reads)
+    for unit in units:
+        if not unit.plan.reshard_after_forward:
+            unit.after_forward.begin()
 
 
 def enter_call(units: Sequence[Unit]) -> None:
@@ -211,20 +205,19 @@ def running() -> Running | None:
     return Running(False, _scopes.calls) if _scopes.stack else None
 
 
-def read(ref: ParameterRef, module: nn.Module) -> Tensor:
+def read(ref: ParameterRef) -> Tensor:
     """The unsharded parameter, gathered at the first read in the running call of its unit."""
     home = home_of(ref.flat)
     if home is None:
         raise InvariantError("a parameter reference points to a tensor that is not a flat of any unit.")
     slot = home.shard, ref.slot
-    note_reads(home.unit, [(slot, id(module))])
     return _scope_for(home.unit).parameters_of(home.unit)[slot]
 
 
-def read_after_forward(ref: ParameterRef, module: nn.Module) -> Tensor | None:
+def read_after_forward(ref: ParameterRef) -> Tensor | None:
     """The unsharded parameter of a unit that is between forward and backward, `None` if it is sharded."""
     home = home_of(ref.flat)
-    return home.unit.after_forward.parameter((home.shard, ref.slot), module) if home is not None else None
+    return home.unit.after_forward.parameter((home.shard, ref.slot)) if home is not None else None
 
 
 def _scope_for(unit: Unit) -> _Scope:

@@ -28,7 +28,6 @@ class Frame:
     Attributes:
         plan: the units, by the key of their markers. Blocks of equal shape share a frame, so the units themselves are
             found at each call, from the flats that come in.
-        reads: unit key -> the parameters that the graph reads, and through which modules.
         returned: index of a result -> the parameter that it is; see `eager.note_returned`.
         trained: unit key -> the parameters that the graph's backward gives a gradient; filled on the joint graph.
         reduced_separately: unit key -> those of which what earlier microbatches left is reduced by itself: see
@@ -45,7 +44,6 @@ class Frame:
     """
 
     plan: FramePlan
-    reads: Mapping[str, frozenset[eager.Read]] = field(default_factory=dict)
     returned: dict[int, ParameterKey] = field(default_factory=dict)
     trained: dict[str, list[SlotIndex]] = field(default_factory=dict)
     reduced_separately: Mapping[str, frozenset[SlotIndex]] = field(default_factory=dict)
@@ -77,11 +75,8 @@ class Frame:
             self._prepare_backward([r for r in (*_flat(results), *mutated) if _has_graph(r)], units)
         for i, (key, shard, slot) in self.returned.items():
             eager.note_returned(results[i], units[key].plan.shards[shard].slots[slot].fqn)
-        reads = {u: self.reads.get(key, ()) for key, u in units.items() if not u.plan.reshard_after_forward}
-        for unit, read in reads.items():
-            eager.note_reads(unit, read)
         if not eager.inside_call():
-            eager.forward_ended(reads, reads)
+            eager.forward_ended(units.values())
         for unit in units.values():
             if unit.after_first_call is not None:
                 unit.after_first_call()  # raises until its cause is gone

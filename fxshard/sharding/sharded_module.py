@@ -74,6 +74,14 @@ class ParameterOwner(nn.Module):
         _require_replaceable(self, name, param)
         super().register_parameter(name, param)
 
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """Return the parameter itself, as torch's: also where `module.weight` is unsharded after a forward."""
+        path, _, name = target.rpartition(".")
+        owner = self.get_submodule(path)
+        if not isinstance(owner._parameters.get(name), nn.Parameter):
+            return super().get_parameter(target)  # which says why there is none
+        return cast(nn.Parameter, owner._parameters[name])
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in () if keep_vars else self.__dict__.get(REFS, {}):

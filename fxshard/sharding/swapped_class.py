@@ -39,8 +39,8 @@ from fxshard.sharding.sharded_module import ParameterOwner, ShardedModule, units
 
 def _read(module: nn.Module, ref: ParameterRef, name: str) -> Any:
     if eager.inside_forward():
-        return eager.read(ref, module)
-    unsharded = eager.read_after_forward(ref, module)
+        return eager.read(ref)
+    unsharded = eager.read_after_forward(ref)
     return module._parameters[name] if unsharded is None else unsharded
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor, Partial
 
 import fxshard
+from fxshard.tools.bench import traffic
 from tests.numerics.harness import EAGER, compile_module, full
 from tests.pairwise import slow
 from tests.ranks import two_ranks
@@ -143,9 +145,10 @@ def test_it_is_sharded_again_where_fsdp2_would_have_new_values() -> None:
         run(tokens)
     assert not isinstance(model.head.weight, DTensor)
     torch.optim.AdamW(model.parameters(), foreach=True).step()
+    assert isinstance(model.head.weight, DTensor)
     with torch.no_grad():
         run(tokens)
-    assert isinstance(model.head.weight, DTensor)
+    assert not isinstance(model.head.weight, DTensor)
     run(tokens)
     assert not isinstance(model.head.weight, DTensor)
     cast(Any, model).reshard()
@@ -215,20 +218,98 @@ class WithHead(Headless):
 
 @two_ranks
 @WAYS
-def test_what_forward_has_read_is_the_parameter_itself(way: str) -> None:
-    """Who looks at it, writes to it or takes its gradient away means the parameter, not a copy."""
+def test_what_forward_has_read_may_be_read_by_the_loss_as_well(way: str) -> None:
+    def loss(run: Any, model: Any, tokens: Tensor) -> Tensor:
+        return (run(tokens) @ model.head.weight).square().mean() + model.embed.weight.square().mean()  # type: ignore[no-any-return]
+
     run, model = sharded(WithHead, way)
+    reference = WithHead().double()
+    for rank in range(2):
+        (loss(reference, reference, tokens_of(rank)) / 2).backward()
+    for _ in range(2):
+        model.zero_grad()
+        loss(run, model, tokens_of(dist.get_rank())).backward()
+        assert_same(model, {name: cast(Tensor, p.grad) for name, p in reference.named_parameters()})
+    named = dict(model.named_parameters())
+    assert model.head.weight is named["head.weight"]  # after the backward
+    run(tokens_of(dist.get_rank()))
+    assert not isinstance(model.head.weight, DTensor)
+    assert model.get_parameter("head.weight") is named["head.weight"]
+    assert isinstance(model.state_dict()["head.weight"], DTensor)
+    with pytest.raises(AttributeError, match="no attribute `nothing`"):
+        model.get_parameter("head.nothing")
+
+
+@two_ranks
+@WAYS
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("kind", [Headless, Tied, WithHead])
+def test_evaluation_reads_it_too(way: str, context: Any, kind: type[Headless]) -> None:
+    run, model = sharded(kind, way)
+    plain, tokens = kind().double(), tokens_of(dist.get_rank())
+    for _ in range(2):
+        with context():
+            for each in range(2):
+                torch.testing.assert_close(
+                    run(tokens).sum() + model.head.weight.sum(), plain(tokens).sum() + plain.head.weight.sum()
+                )
+                torch.testing.assert_close(model.embed.weight[each], plain.embed.weight[each].detach())
+        loss = run(tokens).sum() + model.head.weight.sum()
+        loss.backward()
+        torch.optim.SGD(model.parameters(), lr=0.0).step()
+
+
+@two_ranks
+def test_a_loop_that_generates_gathers_what_it_reads_once() -> None:
+    run, model = sharded(Headless, "eager")
     tokens = tokens_of(dist.get_rank())
-    loss = run(tokens).sum()
-    assert model.head.weight is dict(model.named_parameters())["head.weight"]
-    loss.backward()
-    model.head.weight.grad = None
-    assert dict(model.named_parameters())["head.weight"].grad is None
-    run(tokens)
-    values = full(model.head.weight)
+
+    def generate(steps: int, *, reads: bool) -> None:
+        for _ in range(steps):
+            hidden = run(tokens)
+            if reads:
+                hidden @ model.head.weight.t()
+
+    def gathers(steps: int, *, reads: bool) -> int:
+        cast(Any, model).reshard()
+        with torch.no_grad():
+            return traffic.measure(partial(generate, steps, reads=reads), 8)["all_gather"].launches
+
+    assert gathers(4, reads=True) == gathers(4, reads=False) + 1
+
+
+@two_ranks
+def test_new_values_are_read_after_a_step_or_a_load() -> None:
+    run, model = sharded(WithHead, "compiled")
+    tokens = tokens_of(dist.get_rank())
+    named = dict(model.named_parameters())
     with torch.no_grad():
-        model.head.weight.mul_(2)
-    torch.testing.assert_close(full(dict(model.named_parameters())["head.weight"]), values * 2)
+        for change in (
+            lambda: named["head.weight"].mul_(2),
+            lambda: model.load_state_dict({name: value * 3 for name, value in model.state_dict().items()}),
+            lambda: fxshard.load_full_state_dict(model, fxshard.full_state_dict(model, recipient_rank=None)),
+        ):
+            run(tokens)
+            assert torch.equal(model.head.weight, full(named["head.weight"]))
+            change()
+            run(tokens)
+            assert torch.equal(model.head.weight, full(named["head.weight"]))
+
+
+@two_ranks
+@pytest.mark.parametrize("mark", ["hook", "requires_grad"])
+def test_refuses_what_would_be_lost_with_the_unsharded_parameter(mark: str) -> None:
+    run, model = sharded(Headless, "compiled")
+    dict(model.named_parameters())["head.weight"].requires_grad_(mark == "hook")
+    hidden = run(tokens_of(dist.get_rank()))
+    if mark == "hook":
+        model.head.weight.register_hook(lambda grad: grad * 2)
+    else:
+        model.head.weight.requires_grad_(True)
+    with pytest.raises(
+        fxshard.UnsupportedGraph, match=r"got hooks or another requires_grad: head.weight\. They would be"
+    ):
+        hidden.sum().backward()
 
 
 @two_ranks
