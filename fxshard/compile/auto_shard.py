@@ -415,7 +415,8 @@ class _ReplicaGuard:
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():  # Dynamo cannot trace the search: a compiled step is not checked
             return
-        if optimizer in self._approved or not dist.is_initialized() or dist.get_world_size() == 1:
+        ranks = dist.get_world_size() if dist.is_initialized() else launched_world_size()
+        if optimizer in self._approved or ranks == 1:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         fsdp2_or_ddp.refuse_compiled(parameters)
@@ -426,7 +427,8 @@ class _ReplicaGuard:
                 f"optimizer step on parameters that are not sharded: {', '.join(replicas)}. Their model was only "
                 "partly captured with backend='fxshard' (compiled in part, or split by graph breaks: "
                 "TORCH_LOGS=graph_breaks), so their gradients were never averaged over the ranks. "
-                "Compile the outermost module, or call fxshard.fully_shard(model) before compiling."
+                "Compile the outermost module, or call fxshard.fully_shard(model) before compiling, after "
+                "torch.distributed.init_process_group()."
             )
         self._approved.add(optimizer)
 

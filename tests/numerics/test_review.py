@@ -113,6 +113,21 @@ def test_refuses_to_step_a_compiled_model_of_which_nothing_was_captured(model: C
         train_once(compiled, optim)
 
 
+class Disabled(nn.Linear):
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+def test_refuses_it_where_a_launcher_started_ranks_that_have_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model = nn.Sequential(nn.Linear(4, 4), Disabled(4, 4), nn.Linear(4, 4))  # Dynamo skips the loop over them
+    compiled = compile_module(model, options=EAGER)
+    optim = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    with pytest.raises(fxshard.ConfigError, match=r"(?s)not sharded: 0.weight.*fully_shard.*init_process_group"):
+        train_once(compiled, optim)
+
+
 @two_ranks
 @pytest.mark.parametrize("compiled", [False, True])
 def test_keeps_gradients_announced_around_a_nested_backward(compiled: bool) -> None:
