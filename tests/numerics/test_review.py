@@ -114,7 +114,7 @@ def test_refuses_to_step_a_compiled_model_of_which_nothing_was_captured(model: C
 
 
 class Disabled(nn.Linear):
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)
 
