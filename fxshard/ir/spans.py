@@ -138,9 +138,9 @@ class Span:
         return GraphModule(root, graph)
 
     def operands(self) -> list[fx.Node]:
-        """Have what it reads stand before it."""
+        """Have what it reads stand right before it; a parameter that something before it reads stays where it is."""
         for node in self.reads:
-            if ops.is_unshard(node):
+            if ops.is_unshard(node) and not any(user < self.nodes[0] for user in node.users):
                 self.nodes[0].prepend(node)
         return self.reads
 
