@@ -23,6 +23,9 @@ _IN_FLIGHT = ("_c10d_functional", "_c10d_functional_autograd")
 _DONE_AT_ONCE = ("_dtensor", "symm_mem")
 """Namespaces of torch's collectives: those whose results must be waited for, and those that wait themselves."""
 
+ALIGNMENT = 16
+"""Bytes at whose multiples parameters begin: complex views and vector loads of kernels want it."""
+
 ALL_GATHER = _c10d.all_gather_into_tensor.default
 ALL_GATHER_COALESCED = _c10d.all_gather_into_tensor_coalesced.default
 REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
@@ -206,7 +209,8 @@ def parameters_in(
     """Wait for the segments of a unit and return the parameters in them.
 
     A parameter that is a segment of its own is the gathered buffer. Of several in one segment, each is a block of
-    columns of `[world_size, segment_numel]` and is copied out.
+    columns of `[world_size, segment_numel]` and is copied out; on one rank, where it is a view of the shard, only if
+    that does not begin at a multiple of `ALIGNMENT`.
     """
     parameters: dict[SlotIndex, Tensor] = {}
     for buffer, segment in zip(launched, segments, strict=True):
@@ -219,6 +223,8 @@ def parameters_in(
         for shard, i in wanted:
             slot = plan.shards[shard].slots[i]
             block = _columns(rows, 1, slot.offset - start, slot.numel).contiguous() if len(segment) > 1 else rows
+            if plan.world_size == 1 and slot.offset * block.element_size() % ALIGNMENT:
+                block = ops.COPY(block)
             parameters[shard, i] = _trim(block, slot)
     return [parameters[read] for read in reads]
 

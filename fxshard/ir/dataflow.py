@@ -243,6 +243,12 @@ def _copy(node: fx.Node, flow: Dataflow, plan: FramePlan) -> Value | None:
 
 def _cast(node: fx.Node, flow: Dataflow, plan: FramePlan) -> Value | None:
     value = _input(node, flow)
+    if (
+        isinstance(value, Window)
+        and node.target is ops.COPY
+        and ops.cast_dtype(node, value.flat.dtype) == value.flat.dtype
+    ):
+        return _copy(node, flow, plan)
     if isinstance(value, Flat | GradientRow | Concat | Piece):
         return replace(value, dtype=ops.cast_dtype(node, value.dtype))
     return None

@@ -6,7 +6,8 @@ while they are gathered and one `requires_grad` share a *shard*: one contiguous 
 shape `[rows, ...]` is cut into `world_size` chunks of `ceil(rows / world_size)` rows, as `torch.chunk` and
 `DTensor(Shard(0))` cut it. This rank's chunk, zero-padded, is the parameter's *slot* in the shard. Slots follow each
 other in registration order, so an all_gather of the shard fills `[world_size, shard_numel]`, and slot `i` is a block of
-its columns. A scalar cannot be cut: its slot holds the whole value on every rank (replicated), and its gradient is
+its columns. Where one rank holds the shard alone, a parameter is a view of it, and copied only if it would not begin at
+a multiple of 16 bytes. A scalar cannot be cut: its slot holds the whole value on every rank (replicated), and its gradient is
 reduced into every rank's slot.
 
 Where a tensor subclass says what is gathered ([Note: extensions] in `runtime/extensions.py`), its shard is never
