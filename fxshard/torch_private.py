@@ -8,7 +8,7 @@ from __future__ import annotations
 import builtins
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from types import CodeType
 from typing import Any, TypeVar, cast
@@ -25,11 +25,13 @@ from torch._C._distributed_c10d import (
 )
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._C._dynamo.guards import GlobalStateGuard
+from torch._C._functorch import peek_interpreter_stack
 from torch._dynamo import eval_frame, trace_rules
 from torch._dynamo.convert_frame import input_codes, output_codes
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.external_utils import get_nonrecursive_disable_wrapper
 from torch._dynamo.utils import get_compilation_metrics
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import lowering
 from torch._inductor.fx_passes.control_dependencies import control_deps, preserve_node_ordering
@@ -48,6 +50,7 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd import Variable, profiler
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.node import _get_qualified_name
 from torch.optim import optimizer as optim_module
 from torch.utils._ordered_set import OrderedSet
@@ -338,6 +341,17 @@ def _exchange_modes(present: Sequence[TorchDispatchMode], modes: Sequence[TorchD
         _pop_mode()
     for mode in modes:
         _push_mode(mode)
+
+
+@contextmanager
+def outside_transforms(are_left: bool) -> Iterator[None]:
+    """Run code outside of all `torch.func` transforms and FX traces: what it makes is constant to them."""
+    with ExitStack() as stack:
+        if are_left and peek_interpreter_stack() is not None:
+            stack.enter_context(temporarily_clear_interpreter_stack())
+        if are_left and get_proxy_mode() is not None:
+            stack.enter_context(_disable_current_modes())
+        yield
 
 
 def as_in_forward(choose: Callable[[], Result]) -> Result:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import BackendCompilerFailed, TensorifyScalarRestartAnalysis
@@ -97,6 +98,12 @@ def bind_markers(gm: fx.GraphModule, flats: dict[int, Home]) -> FramePlan:
         unit = keys[id(home.unit)]
         numbered = calls.setdefault((unit, _call(marker)), sum(u == unit for u, _ in calls))
         _, slot, *rest = ops.marker_arguments(str(marker.args[1]))
+        if is_functorch_wrapped_tensor(marker.meta["example_value"]):
+            raise UnsupportedGraph(
+                f"{home.unit.plan.shards[home.shard].slots[int(slot)].fqn} is read inside of a torch.func transform in "
+                "compiled code. Transform the compiled model from outside: torch.func.grad(compiled), not "
+                "torch.compile(torch.func.grad(model))."
+            )
         marker.target = ops.UNSHARD
         marker.args = (flat, str(MarkerKey(unit, home.shard, str(numbered))), slot, *rest)
     for module in gm.modules():

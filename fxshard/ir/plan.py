@@ -7,8 +7,8 @@ shape `[rows, ...]` is cut into `world_size` chunks of `ceil(rows / world_size)`
 `DTensor(Shard(0))` cut it. This rank's chunk, zero-padded, is the parameter's *slot* in the shard. Slots follow each
 other in registration order, so an all_gather of the shard fills `[world_size, shard_numel]`, and slot `i` is a block of
 its columns. Where one rank holds the shard alone, a parameter is a view of it, and copied only if it would not begin at
-a multiple of 16 bytes. A scalar cannot be cut: its slot holds the whole value on every rank (replicated), and its gradient is
-reduced into every rank's slot.
+a multiple of 16 bytes. A scalar cannot be cut: its slot holds the whole value on every rank (replicated), and its
+gradient is reduced into every rank's slot.
 
 Where a tensor subclass says what is gathered ([Note: extensions] in `runtime/extensions.py`), its shard is never
 gathered. Another one *encodes* it: the bytes of this rank's all-gather inputs, a slot for each.

@@ -246,7 +246,8 @@ def gather_unit(unit: Unit, *, after_forward: bool = False) -> Parameters:
     flats = [shard.flat for shard in unit.shards]
     when = "after forward" if after_forward else "outside of graphs"
     agreed = unit.agreed("read", "all_gather", f"all parameters, read {when},")
-    with agreed if not any(map(torch_private.is_fake, flats)) else nullcontext():  # then there are no ranks
+    are_real = not any(map(torch_private.is_fake, flats))  # else there are no ranks, and the trace is ours
+    with agreed if are_real else nullcontext(), torch_private.outside_transforms(are_real):
         values = _UnshardUnit.apply(unit, index, after_forward, *flats)  # type: ignore[no-untyped-call]
     members = [unit.shards[i].members[j] for i, j in index]
     return {slot: member.read_from(value) for slot, member, value in zip(index, members, values, strict=True)}
