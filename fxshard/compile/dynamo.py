@@ -98,12 +98,7 @@ def bind_markers(gm: fx.GraphModule, flats: dict[int, Home]) -> FramePlan:
         unit = keys[id(home.unit)]
         numbered = calls.setdefault((unit, _call(marker)), sum(u == unit for u, _ in calls))
         _, slot, *rest = ops.marker_arguments(str(marker.args[1]))
-        if is_functorch_wrapped_tensor(marker.meta["example_value"]):
-            raise UnsupportedGraph(
-                f"{home.unit.plan.shards[home.shard].slots[int(slot)].fqn} is read inside of a torch.func transform in "
-                "compiled code. Transform the compiled model from outside: torch.func.grad(compiled), not "
-                "torch.compile(torch.func.grad(model))."
-            )
+        _require_no_transform(marker, home.unit.plan.shards[home.shard].slots[int(slot)].fqn)
         marker.target = ops.UNSHARD
         marker.args = (flat, str(MarkerKey(unit, home.shard, str(numbered))), slot, *rest)
     for module in gm.modules():
@@ -122,6 +117,14 @@ def bind_markers(gm: fx.GraphModule, flats: dict[int, Home]) -> FramePlan:
         model_axes=meshes.axes_of([*meshes.meshes_in(gm.graph), *_meshes_of(home.unit for home in flats.values())]),
     )
     return plan.with_subgroups()
+
+
+def _require_no_transform(marker: fx.Node, fqn: str) -> None:
+    if is_functorch_wrapped_tensor(marker.meta["example_value"]):
+        raise UnsupportedGraph(
+            f"{fqn} is read inside of a torch.func transform in compiled code. Transform the compiled model from outside: "
+            "torch.func.grad(compiled), not torch.compile(torch.func.grad(model))."
+        )
 
 
 def _is_reader(node: fx.Node) -> bool:
