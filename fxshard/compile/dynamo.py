@@ -122,8 +122,8 @@ def bind_markers(gm: fx.GraphModule, flats: dict[int, Home]) -> FramePlan:
 def _require_no_transform(marker: fx.Node, fqn: str) -> None:
     if is_functorch_wrapped_tensor(marker.meta["example_value"]):
         raise UnsupportedGraph(
-            f"{fqn} is read inside of a torch.func transform in compiled code. Transform the compiled model from outside: "
-            "torch.func.grad(compiled), not torch.compile(torch.func.grad(model))."
+            f"{fqn} is read inside of a torch.func transform in compiled code. Transform the compiled model "
+            "from outside: torch.func.grad(compiled), not torch.compile(torch.func.grad(model))."
         )
 
 
