@@ -24,7 +24,7 @@ from fxshard.errors import CheckpointError, ConfigError
 from fxshard.state import serializable
 from fxshard.state.dcp_reader import CheckpointIndex, assemble, shape_and_dtype
 from fxshard.state.names import GROUPS, PARAMS, STATE, named_parameters, names_of
-from fxshard.state.optimizer_state import require_no_shards
+from fxshard.state.optimizer_state import require_known_classes, require_no_shards
 from fxshard.state.pytree import KeyPath, take_out
 from fxshard.state.user_hooks import is_writable
 
@@ -55,6 +55,7 @@ def state_of(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
     """
     fqns = _fqns(model, optim)
     named = {fqns[id(p)]: dict(each) for p, each in optim.state.items() if each}
+    require_known_classes(named)
     state = {fqn: serializable.named(each, f"state of {fqn}") for fqn, each in named.items()}
     groups = []
     for i, group in enumerate(optim.param_groups):
@@ -132,6 +133,7 @@ class OptimizerStaging:
         self.whole: dict[str, Any] | None = None
         self._parameters = dict(named_parameters(model))
         self._groups = groups_of(model, optim)
+        require_known_classes({fqn: optim.state.get(p, {}) for fqn, p in self._parameters.items()})
         self._paths = dict(contents.under(ROOT))
         tensors = [(path, key, contents.tensors[key]) for path, key in self._paths.items() if key in contents.tensors]
         problems = list(self._problems_of_names()) or [each for found in tensors for each in self._problems_of(*found)]

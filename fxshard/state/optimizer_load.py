@@ -19,7 +19,14 @@ from fxshard.state import full
 from fxshard.state.full import Announced, FullState
 from fxshard.state.local_shards import LocalShard, can_cut, deliver, hold, require_bucket
 from fxshard.state.names import GROUPS, PARAMS, STATE, ParameterNames, module_in, names_of
-from fxshard.state.optimizer_state import is_step, parameter_states, simple, state_fact, unknown_keys
+from fxshard.state.optimizer_state import (
+    is_step,
+    parameter_states,
+    require_known_classes,
+    simple,
+    state_fact,
+    unknown_keys,
+)
 from fxshard.state.pytree import KeyPath, LeafMark, put_back, take_out
 from fxshard.state.ranks import Ranks, is_sharded
 
@@ -222,6 +229,7 @@ def _targets(
     """Return where everything that is coming goes, in the order in which it comes."""
     found: dict[int, _LoadTarget] = {}
     is_strict = _is_strict(optim)
+    require_known_classes({fqn: optim.state.get(p, {}) for fqn, p in names.parameters.items()})
     states = parameter_states({p: optim.state.get(p, {}) for p in names.parameters.values()})
     present = dict(zip(names.parameters, states, strict=True))
     counters = _counters(contents, announced, names)

@@ -187,7 +187,7 @@ def test_a_state_that_is_assigned_keeps_the_hooks(device: str) -> None:
     other.load_state_dict(model.state_dict(), assign=True)
     x = torch.ones(2, WIDTH)
     assert torch.equal(compile_module(other, EAGER)(x), model(x))
-    assert isinstance(cast(Any, other).head.weight._local_tensor, Float8Weight)
+    assert isinstance(cast(Any, other.get_parameter("head.weight"))._local_tensor, Float8Weight)
 
 
 @two_ranks
@@ -267,7 +267,7 @@ def test_refuses_hooks_that_change() -> None:
     model = give_hooks(Block(), Fickle)
     fxshard.fully_shard(model, mesh=world_mesh())
     model(torch.ones(2, WIDTH))
-    cast(Any, model).down.weight._local_tensor.scale = torch.ones(())
+    cast(Any, model.get_parameter("down.weight"))._local_tensor.scale = torch.ones(())
     with pytest.raises(ConfigError, match=r"down.weight is a Fickle .* must stay the same"):
         model(torch.ones(2, WIDTH))
 
