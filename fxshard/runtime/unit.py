@@ -51,6 +51,7 @@ class Unit:
         backward_prefetch: the same in backward.
         reshard_after_backward: whether the user wants its parameters freed after backward.
         generation: raised by every repack and re-attachment, and by every step of an optimizer that has its parameters.
+        was_on_meta: whether its parameters were sharded on the meta device, and have got values since.
         from_one_line: whether `torch.compile` made it, not the user.
         ignored: parameters of the modules that stay unsharded on purpose.
         after_first_call: run once, when a compiled graph with this unit has run for the first time.
@@ -94,7 +95,7 @@ class Unit:
         self.beside, self.fqn = "", ""
         self.shards: list[FlatShard] = []
         self.generation = 0
-        self.from_one_line = False
+        self.from_one_line, self.was_on_meta = False, False
         self.ignored: frozenset[nn.Parameter] = frozenset()
         self.after_first_call: Callable[[], None] | None = None
         self.frames: list[weakref.ref[Any]] = []
@@ -365,7 +366,7 @@ class Unit:
 
     def reattach(self) -> None:
         """Take over whatever the user put in place of our parameters, and view the flats again."""
-        before = self.epoch()
+        before, was_on_meta = self.epoch(), any(shard.flat.is_meta for shard in self.shards)
         replaced = [member.adopt() for member in self.members]
         if len({member.local.device for member in self.members}) > 1:
             devices = ", ".join(f"{member.fqn} on {member.local.device}" for member in self.members)
@@ -375,6 +376,7 @@ class Unit:
             # and may come back (weights swapped in for an evaluation).
             self.pack()
             self._advance(before)
+            self.was_on_meta |= was_on_meta
             return
         with torch.no_grad(), torch.inference_mode(False):
             for shard in self.shards:

@@ -19,7 +19,7 @@ from fxshard.runtime.flat_shard import Home, home_of
 from fxshard.runtime.parameters import REFS, without_offset
 from fxshard.runtime.prefetcher import UnshardHandle
 from fxshard.runtime.unit import Unit
-from fxshard.sharding import fsdp2_settings, stale_holders
+from fxshard.sharding import fsdp2_settings, initial_rows, stale_holders
 from fxshard.sharding.awaited import awaited
 from fxshard.sharding.fsdp2_settings import GradientReductionHandle
 from fxshard.sharding.mixed_precision import cast_inputs, cast_output
@@ -431,6 +431,7 @@ def _open_call(module: ShardedModule, args: Any, kwargs: Any) -> tuple[ModuleSta
             for member in (member for unit in state.nested for member in unit.members):
                 member.require_known_hooks()
             stale_holders.refuse(state.nested)
+            initial_rows.warn_of_equal_rows(state.nested)
             state.was_called = True
     args, kwargs = cast_inputs(state.mp_policy, *awaited(args, kwargs))
     eager.enter_call(state.units)
