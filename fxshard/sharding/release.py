@@ -170,6 +170,8 @@ class _Ours:
             module.set_all_reduce_hook(unit.all_reduce_hook)
         for kind, comm in unit.comms.items():
             getattr(module, f"set_custom_{kind}")(comm)
+        if unit.uses_reduce_group and hasattr(module, "set_separate_reduce_scatter_group"):  # from torch 2.13 on
+            module.set_separate_reduce_scatter_group(True, recurse=False)
         module.set_requires_gradient_sync(unit.accumulation.sync, recurse=False)
         module.set_requires_all_reduce(unit.replica_sums.averages, recurse=False)
         module.set_reshard_after_backward(unit.reshard_after_backward, recurse=False)
