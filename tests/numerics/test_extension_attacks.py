@@ -196,7 +196,7 @@ def test_refuses_attributes_that_it_would_not_see() -> None:
     cast(Any, layer.weight).factor = 1.0
     fxshard.fully_shard(layer, mesh=world_mesh())
     layer(torch.ones(2, 4))
-    cast(Any, layer.weight)._local_tensor.factor = 2.0
+    cast(Any, layer.get_parameter("weight"))._local_tensor.factor = 2.0
     with pytest.raises(ConfigError, match=r"weight is a Factored .* attributes have changed .*1.0.*2.0"):
         layer(torch.ones(2, 4))
-    assert local_of(layer.weight).shape == (2, 4)
+    assert local_of(cast(Any, layer.get_parameter("weight"))).shape == (2, 4)
