@@ -156,9 +156,15 @@ class AfterForward:
 
 
 def forward_ended(units: Iterable[Unit]) -> None:
-    """The outermost call of a model has given its result: what it does not reshard may be read until its backward."""
+    """The outermost call of a model has given its result: what it does not reshard may be read until its backward.
+
+    Where no backward will come, the ranks look back here.
+    """
     if len(_scopes.stack) > 1 or torch_private.backward_id() is not None:
         return
+    units = tuple(units)
+    for microbatches in () if torch.is_grad_enabled() else dict.fromkeys(unit.microbatches for unit in units):
+        microbatches.look_back()
     for unit in units:
         if not unit.plan.reshard_after_forward:
             unit.after_forward.begin()
@@ -246,7 +252,7 @@ def gather_unit(unit: Unit, *, after_forward: bool = False) -> Parameters:
     flats = [shard.flat for shard in unit.shards]
     when = "after forward" if after_forward else "outside of graphs"
     agreed = unit.agreed("read", "all_gather", f"all parameters, read {when},")
-    are_real = not any(map(torch_private.is_fake, flats))  # else there are no ranks, and the trace is ours
+    are_real = not unit.is_fake  # else there are no ranks, and the trace is ours
     with agreed if are_real else nullcontext(), torch_private.outside_transforms(are_real):
         values = _UnshardUnit.apply(unit, index, after_forward, *flats)  # type: ignore[no-untyped-call]
     members = [unit.shards[i].members[j] for i, j in index]
@@ -289,7 +295,9 @@ class _UnshardUnit(torch.autograd.Function):
             written = _with_zeros(written, unit)
         for i, j in written:
             unit.shards[i].sink.expect((j,))
-        with profiler_ranges.of_unit(unit.fqn):
+        names = ", ".join(unit.plan.shards[i].slots[j].fqn for i, j in written)
+        agreed = unit.agreed("reduced", "reduce_scatter", f"gradients of {names}")
+        with nullcontext() if unit.is_fake else agreed, profiler_ranges.of_unit(unit.fqn):
             reduced = host_copies.on_host(collectives.reduce_grads(written, unit.replica_sums.plan()), unit.plan)
         return (None, None, None, *(reduced.get(i) for i in range(len(unit.shards))))
 

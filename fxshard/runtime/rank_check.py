@@ -15,7 +15,7 @@ Everybody writes before it waits here or in a collective, so this wait ends wher
 Where no run is news, ranks look back: when a backward ends, before an optimizer can step, each reads what up to `PEERS`
 others wrote of the runs that are past. Every entry has a hash of all runs up to it, so one entry shows whether any of
 them differed: which modules run may hang on a rank's data, and every path be known (a tower for images, one for text).
-Without a backward a rank looks back once in `LOOK_EVERY` runs.
+They do so, too, where a forward ends without gradients, and else once in `LOOK_EVERY` runs.
 
 - What differs without harm is not in the digest: batch sizes, recompilations, cache hits, forward against inference.
 - A graph break on one rank only is a difference: a graph is compared before it is known which ones follow.

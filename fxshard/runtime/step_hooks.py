@@ -98,11 +98,11 @@ class Microbatches:
         if which in self._unended:
             self._end(self.last and not self.is_ended_by_hand)
             self._unended.discard(which)
-        self._look_back()
+        self.look_back()
 
-    def _look_back(self) -> None:
+    def look_back(self) -> None:
         """Let ranks that ran different units be told before an optimizer steps; behind fake tensors there are none."""
-        if any(torch_private.is_fake(shard.flat) for unit in self.units for shard in unit.shards):
+        if any(unit.is_fake for unit in self.units):
             return
         groups = {name for unit in self.units for name in unit.plan.groups}
         rank_check.look_back(groups, are_over=all(unit.device.type == "cpu" for unit in self.units))

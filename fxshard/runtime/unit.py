@@ -139,6 +139,11 @@ class Unit:
         return torch.device(kind, torch.get_device_module(kind).current_device())
 
     @property
+    def is_fake(self) -> bool:
+        """Whether there is no data behind it, and so no other rank."""
+        return any(torch_private.is_fake(shard.flat) for shard in self.shards)
+
+    @property
     def label(self) -> str:
         """What messages call it."""
         return self.fqn or "root"
@@ -293,7 +298,7 @@ class Unit:
         """Around one collective outside of graphs, on which the ranks agree first; an all_reduce may follow it.
 
         Args:
-            kind: of run, one word: "read", "resident", "step", "waiting" or "averaged".
+            kind: of run, one word: "read", "reduced", "resident", "step", "waiting" or "averaged".
             wanted: "all_gather", "reduce_scatter" or "all_reduce".
             what: is gathered or reduced: "all parameters".
         """

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -84,6 +85,19 @@ def built(form: Form, options: dict[str, Any]) -> tuple[Any, Any, torch.optim.Op
     return plain, made, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+@contextmanager
+def refused_late() -> Iterator[None]:
+    """Expect what a rank says where rank 0 ran the tower for images, and rank 1 that for text."""
+    with pytest.raises(RankMismatchError) as caught:
+        yield
+    text = str(caught.value)
+    assert "the ranks launch different collectives" in text
+    for line in ("    rank 0 .*image", "    rank 1 .*text"):
+        assert any(re.match(line, each) for each in text.splitlines()), text
+    assert "call all of them on every rank, in one order" in text
+    assert "drop them before the optimizer steps" in text
+
+
 def differ_at_last(form: Form, options: dict[str, Any], steps: tuple[str, ...]) -> None:
     """Train while the ranks go alike through every transition, then let each call another tower."""
     rank = dist.get_rank()
@@ -93,14 +107,8 @@ def differ_at_last(form: Form, options: dict[str, Any], steps: tuple[str, ...]) 
         optimizer.step()
         optimizer.zero_grad()
     loss = model(batch(9, rank), ("image", "text")[rank]).square().mean()
-    with pytest.raises(RankMismatchError) as caught:
+    with refused_late():
         loss.backward()
-    text = str(caught.value)
-    assert "the ranks launch different collectives" in text
-    for line in ("    rank 0 .*image", "    rank 1 .*text"):
-        assert any(re.match(line, each) for each in text.splitlines()), text
-    assert "call all of them on every rank, in one order" in text
-    assert "drop them before the optimizer steps" in text
     optimizer.zero_grad()
     for step in range(2):  # those who catch it may go on
         model(batch(step, rank), "text").square().mean().backward()
@@ -118,6 +126,36 @@ def test_another_tower_on_each_rank_is_an_error_before_the_optimizer_steps(form:
 @pytest.mark.parametrize("form", [slow(whole), slow(by_block), slow(one_line)])
 def test_also_in_code_of_inductor(form: Form) -> None:
     differ_at_last(form, {"lower": "inductor"}, ("image", "image", "text", "text", "image"))
+
+
+@two_ranks
+@pytest.mark.parametrize("form", [whole, by_block, uncompiled])  # in one line so small a model is one unit
+def test_another_tower_in_an_evaluation_is_an_error_where_its_forward_ends(form: Form) -> None:
+    rank = dist.get_rank()
+    _, model, _ = built(form, EAGER)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            for which in ("image", "image", "text", "text", "image"):
+                model(batch(0, rank), which)
+            with refused_late():
+                model(batch(0, rank), ("image", "text")[rank])
+
+
+@two_ranks
+@pytest.mark.parametrize("form", [by_block, uncompiled])
+def test_another_tower_of_which_only_the_backward_differs(form: Form) -> None:
+    """Both ranks call both towers, and a loss has a gradient for one."""
+    rank = dist.get_rank()
+    _, model, _ = built(form, EAGER)
+
+    def train(which: str) -> None:
+        outputs = {"image": model.image(batch(0, rank)), "text": model.text(batch(1, rank))}
+        outputs[which].square().mean().backward()
+
+    for which in ("image", "text", "text", "image", "image"):
+        train(which)
+    with refused_late():
+        train(("image", "text")[rank])
 
 
 @two_ranks
