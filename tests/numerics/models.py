@@ -151,12 +151,14 @@ class GPTBlock(nn.Module):
 class GPT(nn.Module):
     """A decoder whose embedding and head may share their weight, and whose blocks may be recomputed."""
 
-    def __init__(self, *, tied: bool = False, checkpointing: bool = False, width: int = WIDTH) -> None:
+    def __init__(
+        self, *, tied: bool = False, checkpointing: bool = False, width: int = WIDTH, num_blocks: int = 2
+    ) -> None:
         super().__init__()
         self.checkpointing = checkpointing
         self.embed = nn.Embedding(VOCAB, width)
         self.position = nn.Embedding(64, width)
-        self.blocks = nn.ModuleList(GPTBlock(width) for _ in range(2))
+        self.blocks = nn.ModuleList(GPTBlock(width) for _ in range(num_blocks))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCAB, bias=False)
         if tied:

@@ -219,3 +219,16 @@ def test_compiled_code_computes_what_fsdp2_does(name: str) -> None:
     assert num_calls(ours)
     # As `check_inductor`: losses and gradients. Keys' biases have gradients of rounding noise, which AdamW scales up.
     compare(ours, train(COMPILED[name], FSDP2), rtol=1e-5, atol=1e-6, params=False)
+
+
+@pytest.mark.slow
+@two_ranks(timeout=240)
+def test_compiled_code_writes_over_no_gradient_that_a_part_of_a_block_hands_on() -> None:
+    """A part that ends in a residual connection hands its gradient on as it is.
+
+    Inductor takes each result of a part for new memory. Were this gradient one of them, others would be wrong.
+    """
+    scenario = replace(LANGUAGE, model=partial(GPT, num_blocks=3))
+    ours = train(scenario, with_regions("inductor", bucket=0.004))
+    assert num_calls(ours) > 2 * 3  # blocks are cut
+    compare(ours, train(scenario, FSDP2), rtol=1e-5, atol=1e-6, params=False)
