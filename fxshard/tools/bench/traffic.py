@@ -102,7 +102,9 @@ def count(events: Iterable[dict[str, Any]], itemsize: int) -> dict[str, Traffic]
     names = {id(event): name for event in events if (name := _COLLECTIVE.get(event.get("name", "")))}
     seen = [event for event in events if names.get(id(event)) == "reduce_scatter"]
     reductions = [event for event in events if event.get("name") in _REDUCTIONS]
-    names |= {id(event): "reduce_scatter" for event in reductions if not any(_is_in(event, other) for other in seen)}
+    seen += reductions  # of one within another (torch dispatches some twice) the inner one counts
+    inner = [event for event in reductions if not any(_is_in(event, other) for other in seen if other is not event)]
+    names |= {id(event): "reduce_scatter" for event in inner}
     found = []
     for event in events:
         if (name := names.get(id(event))) is not None:

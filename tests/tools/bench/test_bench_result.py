@@ -191,14 +191,18 @@ def test_collectives_of_a_trace_are_counted_with_their_unsharded_bytes() -> None
 
 
 def test_counts_a_reduction_of_a_group_in_python_once() -> None:
-    def at(name: str, begin: float, tid: int = 1) -> dict[str, Any]:
+    def at(name: str, begin: float, tid: int = 1, duration: float = 10.0) -> dict[str, Any]:
         facts = {"Input Dims": [[8], [], [], []], "Input type": ["float", "", "Scalar", ""]}
-        return {"name": name, "args": facts, "ts": begin, "dur": 10.0, "tid": tid}
+        return {"name": name, "args": facts, "ts": begin, "dur": duration, "tid": tid}
 
     functional, inner = "_c10d_functional::reduce_scatter_tensor", "c10d::_reduce_scatter_base_"
     one = Traffic(launches=1, nbytes=32)
     assert count([at(functional, 0)], itemsize=4) == {"reduce_scatter": one}
     assert count([at(functional, 0), at(inner, 5)], itemsize=4) == {"reduce_scatter": one}
+    twice = [at(functional, 0), at(functional, 5, duration=4)]
+    assert count(twice, itemsize=4) == {"reduce_scatter": one}
+    assert count([*twice, at(inner, 6, duration=2)], itemsize=4) == {"reduce_scatter": one}
+    assert count([*twice, at(functional, 15)], itemsize=4) == {"reduce_scatter": one + one}
     assert count([at(functional, 0), at(inner, 5, tid=2)], itemsize=4) == {"reduce_scatter": one + one}
     assert count([at(functional, 0), at(inner, 15)], itemsize=4) == {"reduce_scatter": one + one}
 
