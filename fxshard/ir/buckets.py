@@ -458,10 +458,17 @@ class _BucketReader:
         return ReduceBucket(tensors=tensors, terms=terms, calls=calls, dtype=sent[0].dtype)
 
     def _owner(self, parts: list[slot_layout.GradientPart]) -> tuple[str, int] | None:
-        """Return the unit and shard whose gradient this is: each slot has its own gradient in it, or none."""
-        sent = next(piece for _, _, piece in parts if isinstance(piece, Piece)).concat.rows
-        places = [self.places[fqn] for row in sent for fqn in tags.meta_of(row.terms[0]).grads if fqn in self.places]
-        for unit, shard in dict.fromkeys((unit, shard) for unit, (shard, _) in places):
+        """Return the unit and shard whose gradient this is: each slot has its own gradient in it, or none.
+
+        One node may be the gradient of parameters of several units: each result goes to another one of them.
+        """
+        piece = next(piece for _, _, piece in parts if isinstance(piece, Piece))
+        served = tags.units_of(piece.launch) if piece.launch is not None else self.plan.units
+        grads = {fqn for row in piece.concat.rows for fqn in tags.meta_of(row.terms[0]).grads}
+        places = [(unit, shard) for fqn, (unit, (shard, _)) in self.places.items() if fqn in grads]
+        for unit, shard in dict.fromkeys(places):
+            if unit not in served or shard in self.found.outputs.get(unit, {}):
+                continue
             slots = self.plan.units[unit].shards[shard].slots
             found = [(qualified(unit, slot.fqn), slot_layout.row_at(parts, slot)) for slot in slots]
             rows = [(name, row) for name, row in found if row is not None]

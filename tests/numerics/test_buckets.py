@@ -15,7 +15,18 @@ import fxshard
 from fxshard.cost.hardware import BUILTIN
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.pipeline import Pipeline
-from tests.numerics.harness import EAGER, FSDP2, compare, compile_module, fxshard_system, train, world_mesh
+from tests.numerics.harness import (
+    EAGER,
+    FSDP2,
+    Scenario,
+    Tools,
+    compare,
+    compile_module,
+    fxshard_system,
+    train,
+    world_mesh,
+)
+from tests.numerics.models import WIDTH, rows
 from tests.numerics.scenarios import REGRESSION
 from tests.pairwise import slow
 from tests.ranks import two_ranks
@@ -100,6 +111,33 @@ def test_gathers_a_unit_of_two_dtypes(first: torch.dtype, second: torch.dtype, l
         grad = parameter.grad
         assert grad is not None
         torch.testing.assert_close(grad.full_tensor(), plain.get_parameter(name).grad)  # type: ignore[attr-defined]
+
+
+class SideBySide(nn.Module):
+    """Adds two layers of one input, so that one node of a graph is the gradient of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(torch.tanh(self.a(x) + self.b(x)))
+        return y
+
+
+def shard_each_child(model: nn.Module, tools: Tools) -> nn.Module:
+    for child in model.children():
+        tools.shard(child)
+    tools.shard(model)
+    return tools.compile(model)
+
+
+@two_ranks
+@pytest.mark.parametrize("size", ["auto", 1])
+def test_trains_units_that_share_a_gradient(size: str | float) -> None:
+    scenario = Scenario(model=SideBySide, batch=rows(), prepare=shard_each_child)
+    ours = train(scenario, fxshard_system(bucket=size, lower="inductor"))
+    same_but_for_fusion(ours, train(scenario, FSDP2))
 
 
 class LearnedToken(nn.Module):

@@ -245,3 +245,24 @@ def two_frozen() -> Traced:
 def test_sends_no_shard_that_backward_does_not_read(size: float) -> None:
     gm, _ = bucketed(two_frozen(), "backward", size)
     assert gathered(gm)
+
+
+class SideBySide(graphs.Layers):
+    """Adds two layers of one input: one node is the gradient of both."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, last = self.layers
+        y: Tensor = last(torch.tanh(first(x) + second(x)))
+        return y
+
+
+@functools.cache
+def side_by_side() -> Traced:
+    return graphs.trace(SideBySide(3), units=graphs.layers_of)
+
+
+@pytest.mark.parametrize(("size", "expected"), [(1.0, 1), (1e-5, 6)])
+def test_reduces_a_node_for_each_unit_whose_gradient_it_is(size: float, expected: int) -> None:
+    gm, _ = bucketed(side_by_side(), "backward", size)
+    assert len(reduced(gm)) == expected
+    assert_same_step(step(side_by_side(), BucketCollectives(size=size)), step(side_by_side()), rtol=0, atol=0)
