@@ -163,6 +163,8 @@ def _like(empty: Tensor, original: Tensor) -> Tensor:
     made = nn.Parameter(empty, original.requires_grad) if isinstance(original, nn.Parameter) else empty
     made.requires_grad_(original.requires_grad)
     adopt_attributes(cast(nn.Parameter, made), original.__dict__)
+    if isinstance(original, nn.Parameter):
+        made.grad_dtype = original.grad_dtype
     return made
 
 

@@ -333,11 +333,9 @@ class CollectiveBuilder:
 
 def _layout(unit: UnitPlan) -> Hashable:
     """Return all of a unit that its collectives depend on: everything but names."""
-    slots = tuple(
-        (shard.dtype, shard.keeps_dtype, tuple((slot.shape, slot.offset, slot.numel) for slot in shard.slots))
-        for shard in unit.shards
-    )
-    return slots, *unit.groups.items(), unit.param_dtype, unit.reduce_dtype
+    dtypes = tuple((shard.dtype, shard.keeps_dtype, shard.grad_dtype) for shard in unit.shards)
+    slots = tuple(tuple((slot.shape, slot.offset, slot.numel) for slot in shard.slots) for shard in unit.shards)
+    return dtypes, slots, *unit.groups.items(), unit.param_dtype, unit.reduce_dtype
 
 
 def _launch_among(nodes: Sequence[fx.Node]) -> fx.Node | None:

@@ -298,7 +298,8 @@ def reduce_dtypes(dtypes: Mapping[SlotIndex, torch.dtype], plan: UnitPlan) -> di
     """Return which gradients are reduced together, by reduce dtype; `dtypes` are the gradients' own."""
     groups: dict[torch.dtype, list[SlotIndex]] = {}
     for slot, dtype in dtypes.items():
-        default = plan.shards[slot[0]].dtype if REDUCES_IN_STORAGE_DTYPE else dtype
+        shard = plan.shards[slot[0]]
+        default = shard.gradient_dtype if REDUCES_IN_STORAGE_DTYPE or shard.grad_dtype else dtype
         groups.setdefault(plan.reduce_dtype or default, []).append(slot)
     return {dtype: tuple(slots) for dtype, slots in groups.items()}
 
@@ -307,7 +308,7 @@ def reduce_grads(grads: Mapping[SlotIndex, Tensor], plan: UnitPlan) -> dict[int,
     """Average gradients over the group, with one reduction per reduce dtype, and return this rank's shard of them.
 
     `grads` are unsharded, in their parameters' shapes and registration order. Returns shard index -> `[shard_numel]` in
-    the shard's dtype, zeros where no gradient was given.
+    the dtype of its gradients, zeros where no gradient was given.
     """
     reduced: dict[Segment, Tensor] = {}
     for dtype, segment in reduce_dtypes({slot: grad.dtype for slot, grad in grads.items()}, plan).items():
@@ -385,7 +386,7 @@ def _waited_for(launched: Sequence[Tensor], num_ranks: int) -> list[Tensor]:
 
 
 def shard_grads(reduced: Mapping[Segment, Tensor], plan: UnitPlan) -> dict[int, Tensor]:
-    """Put reduced segments into their shards, in the shards' dtype, with zeros where there is no gradient."""
+    """Put reduced segments into their shards, in the dtype of gradients, with zeros where there is none."""
     pieces: dict[int, dict[int, tuple[Tensor, int]]] = {}  # shard -> first slot -> piece, number of slots
     for segment, tensor in reduced.items():
         runs = _runs(segment)
@@ -414,7 +415,7 @@ def _assembled(pieces: Mapping[int, tuple[Tensor, int]], shard: ShardPlan) -> Te
     while i < len(shard.slots):
         piece, num_slots = pieces.get(i, (None, 1))
         if piece is None:
-            piece = like.new_zeros(shard.slots[i].numel, dtype=shard.dtype)
-        parts.append(piece.to(shard.dtype))
+            piece = like.new_zeros(shard.slots[i].numel, dtype=shard.gradient_dtype)
+        parts.append(piece.to(shard.gradient_dtype))
         i += num_slots
     return parts[0] if len(parts) == 1 else torch.cat(parts)

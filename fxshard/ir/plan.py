@@ -2,13 +2,13 @@
 
 [Note: layout of a unit]
 A *unit* is the set of parameters that are gathered and reduced together. Parameters of one storage dtype, one dtype
-while they are gathered and one `requires_grad` share a *shard*: one contiguous 1-D tensor per rank. A parameter of
-shape `[rows, ...]` is cut into `world_size` chunks of `ceil(rows / world_size)` rows, as `torch.chunk` and
-`DTensor(Shard(0))` cut it. This rank's chunk, zero-padded, is the parameter's *slot* in the shard. Slots follow each
-other in registration order, so an all_gather of the shard fills `[world_size, shard_numel]`, and slot `i` is a block of
-its columns. Where one rank holds the shard alone, a parameter is a view of it, and copied only if it would not begin at
-a multiple of 16 bytes. A scalar cannot be cut: its slot holds the whole value on every rank (replicated), and its
-gradient is reduced into every rank's slot.
+while they are gathered, one of their gradients and one `requires_grad` share a *shard*: one contiguous 1-D tensor per
+rank. A parameter of shape `[rows, ...]` is cut into `world_size` chunks of `ceil(rows / world_size)` rows, as
+`torch.chunk` and `DTensor(Shard(0))` cut it. This rank's chunk, zero-padded, is the parameter's *slot* in the shard.
+Slots follow each other in registration order, so an all_gather of the shard fills `[world_size, shard_numel]`, and slot
+`i` is a block of its columns. Where one rank holds the shard alone, a parameter is a view of it, and copied only if it
+would not begin at a multiple of 16 bytes. A scalar cannot be cut: its slot holds the whole value on every rank
+(replicated), and its gradient is reduced into every rank's slot.
 
 Where a tensor subclass says what is gathered ([Note: extensions] in `runtime/extensions.py`), its shard is never
 gathered. Another one *encodes* it: the bytes of this rank's all-gather inputs, a slot for each.
@@ -84,6 +84,12 @@ class ShardPlan:
     slots: tuple[Slot, ...]
     keeps_dtype: bool = False  # whether it is gathered in `dtype`, whatever the unit's `param_dtype`
     encodes: int | None = None  # the shard that this one is gathered in place of, by index
+    grad_dtype: torch.dtype | None = None  # of its gradients, if the user has set another than `dtype`
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """Dtype of its gradients, as parameters have them in `.grad`."""
+        return self.grad_dtype or self.dtype
 
     @property
     def numel(self) -> int:
@@ -223,6 +229,7 @@ class UnitPlan:
         # A graph may read a part of a unit; the rest decides where that part lies.
         layout = [(str(s.dtype), s.keeps_dtype, s.trainable, [slot.shape for slot in s.slots]) for s in self.shards]
         layout += [s.encodes for s in self.shards if s.encodes is not None]  # type: ignore[misc]
+        layout += [(i, str(s.grad_dtype)) for i, s in enumerate(self.shards) if s.grad_dtype]  # type: ignore[misc]
         digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:8]
         policy = "reshard" if self.reshard_after_forward else "keep"
         policy += f" to {self.subgroup_size}" if self.subgroup else ""
@@ -356,6 +363,7 @@ class ParameterSpec:
     dtype: torch.dtype
     trainable: bool
     keeps_dtype: bool = False
+    grad_dtype: torch.dtype | None = None  # if that is not `dtype`
     input_bytes: tuple[int, ...] = ()  # of its all-gather inputs on one rank, if a tensor subclass says what they are
 
 
@@ -366,13 +374,18 @@ def input_name(fqn: str, number: int) -> str:
 
 def lay_out(parameters: Iterable[ParameterSpec], world_size: int) -> tuple[ShardPlan, ...]:
     """Assign each parameter, in registration order, a slot; see [Note: layout of a unit]."""
-    groups: dict[tuple[torch.dtype, bool, bool, bool], list[ParameterSpec]] = {}
-    for parameter in parameters:
-        key = parameter.dtype, parameter.trainable, parameter.keeps_dtype, bool(parameter.input_bytes)
-        groups.setdefault(key, []).append(parameter)
+    groups: dict[tuple[torch.dtype, bool, bool, torch.dtype | None, bool], list[ParameterSpec]] = {}
+    for p in parameters:
+        groups.setdefault((p.dtype, p.trainable, p.keeps_dtype, p.grad_dtype, bool(p.input_bytes)), []).append(p)
     shards = [
-        ShardPlan(dtype=dtype, trainable=trainable, keeps_dtype=keeps_dtype, slots=_slots(members, world_size))
-        for (dtype, trainable, keeps_dtype, _), members in groups.items()
+        ShardPlan(
+            dtype=dtype,
+            trainable=trainable,
+            keeps_dtype=keeps_dtype,
+            grad_dtype=grad_dtype,
+            slots=_slots(members, world_size),
+        )
+        for (dtype, trainable, keeps_dtype, grad_dtype, _), members in groups.items()
     ]
     for i, ((*_, is_encoded), members) in enumerate(groups.items()):
         if is_encoded:

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from operator import attrgetter, eq, is_
+from operator import attrgetter, contains, eq, is_
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
@@ -31,7 +31,7 @@ from fxshard.ir.plan import ParameterSpec, ShardPlan
 from fxshard.runtime import mesh_axes
 from fxshard.runtime.extensions import Extension, around, has_hooks, rows_of
 from fxshard.runtime.gradients import GradientSink
-from fxshard.runtime.parameters import ParameterSettings, adopt_attributes, local_of, rows_first
+from fxshard.runtime.parameters import ParameterSettings, adopt_attributes, grad_dtype_of, local_of, rows_first
 from fxshard.runtime.tensor_parallel import TensorParallel
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 _PARAMETER, _VIEW, _POINTER = attrgetter("parameter"), attrgetter("view"), attrgetter("pointer")
 _WRAPPER_STORAGE, _LOCAL = attrgetter("wrapper_storage"), attrgetter("_local_tensor")
 _TRAINABLE, _REGISTERED = attrgetter("requires_grad"), attrgetter("_parameters")
+_GRAD_DTYPE = attrgetter("grad_dtype")
 
 
 class Home(NamedTuple):
@@ -98,6 +99,7 @@ class Member:
             dtype=p.dtype,
             trainable=p.requires_grad,
             keeps_dtype=self.settings.keeps_dtype,
+            grad_dtype=grad_dtype_of(p),
             input_bytes=self.extension.input_bytes if self.extension else (),
         )
 
@@ -160,11 +162,11 @@ class Member:
         if old.storage_offset() == view.storage_offset() or has_hooks or weakref.getweakrefs(old):
             cast(DTensor, old)._local_tensor = view
         else:
-            grad, old.grad = old.grad, None
+            (grad, old.grad), grad_dtype = (old.grad, None), old.grad_dtype
             attributes = dict(old.__dict__)
             rebuilt = DTensor(view, cast(DTensor, old)._spec, requires_grad=False)
             torch.utils.swap_tensors(old, nn.Parameter(rebuilt, requires_grad=old.requires_grad))
-            old.grad = grad
+            old.grad_dtype, old.grad = grad_dtype, grad
             adopt_attributes(old, attributes)
         self.view = cast(DTensor, self.parameter)._local_tensor
         self.pointer = self.view.data_ptr()
@@ -243,6 +245,7 @@ class FlatShard:
         flat = torch.zeros(plan.numel, dtype=plan.dtype, device=device, pin_memory=pinned)
         self.flat = nn.Parameter(flat, requires_grad=plan.trainable)
         self.flat._fxshard_home = home  # type: ignore[attr-defined]
+        self.flat.grad_dtype = plan.gradient_dtype
         self.sink = GradientSink([member.parameter for member in members], plan)
         self.sink.hook = home.unit.all_reduce_hook
         if mesh_axes.num_replicas(mesh) > 1:
@@ -272,6 +275,7 @@ class FlatShard:
             all(map(is_, map(_LOCAL, parameters), views))
             and all(map(eq, map(Tensor.data_ptr, views), map(_POINTER, self.members)))
             and all(map(is_, map(_TRAINABLE, parameters), repeat(self.plan.trainable)))
+            and all(map(contains, repeat((self.plan.gradient_dtype, None)), map(_GRAD_DTYPE, parameters)))
             and all(map(is_, map(Tensor.untyped_storage, parameters), map(_WRAPPER_STORAGE, self.members)))
             and all(map(is_, registered, map(_PARAMETER, self._owned)))
         )

@@ -9,6 +9,7 @@ parameter has hooks, or a `.grad` that is not ours, that unit's parameters go on
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
@@ -56,6 +57,7 @@ class GradientSink:
         # By backward: reentrant checkpointing runs backwards inside of a backward.
         self._expected: dict[int | None, set[int]] = {}
         self._separate: dict[int | None, Tensor] = {}
+        self._specs: dict[int, tuple[Any, Any]] = {}  # id of a parameter's -> that, and the same in `grad_dtype`
 
     def expect(self, slots: Iterable[int]) -> None:
         """Say which parameters the running backward gives a gradient, before it arrives."""
@@ -103,8 +105,18 @@ class GradientSink:
             if self.hook is not None:
                 with torch.no_grad():
                     self.hook(part)
-            grads = map(_wrap, self._slices(part, slots, parameters), map(_SPEC, parameters))
+            specs = map(_SPEC, parameters)
+            if self.plan.grad_dtype is not None:
+                specs = map(self._in_grad_dtype, specs)
+            grads = map(_wrap, self._slices(part, slots, parameters), specs)
             give(parameters, list(grads))
+
+    def _in_grad_dtype(self, spec: Any) -> Any:
+        """The spec of a gradient whose dtype is not its parameter's: one object, which tells that both can be added."""
+        if id(spec) not in self._specs:
+            meta = spec.tensor_meta._replace(dtype=self.plan.grad_dtype)
+            self._specs[id(spec)] = spec, dataclasses.replace(spec, tensor_meta=meta)
+        return self._specs[id(spec)][1]
 
     def _slices(self, grad: Tensor, slots: Sequence[int], parameters: Sequence[nn.Parameter]) -> Iterable[Tensor]:
         """Views of `grad`, each of its parameter's local shape: a slot without its padding."""

@@ -149,6 +149,11 @@ def adopt_attributes(parameter: nn.Parameter, attributes: Mapping[str, Any]) -> 
         parameter.__dict__.setdefault(name, value)
 
 
+def grad_dtype_of(parameter: Tensor) -> torch.dtype | None:
+    """What the user has said of the dtype of its gradients, `None` for its own."""
+    return None if parameter.grad_dtype is parameter.dtype else parameter.grad_dtype
+
+
 def rows_first(shape: Sequence[int], dim: int) -> tuple[int, ...]:
     """Return a shape with the dimension along which a parameter is cut before the others."""
     return tuple(shape) if dim == 0 else (shape[dim], *shape[:dim], *shape[dim + 1 :])

@@ -87,8 +87,16 @@ def _require_releasable(model: nn.Module, states: list[tuple[ModuleState, list[n
 
 
 def _require_fsdp2_can(model: nn.Module, states: list[tuple[ModuleState, list[nn.Module]]]) -> None:
-    """Raise where FSDP2 would fail in its first forward: it reshards to a subgroup what is cut by rows alone."""
+    """Raise where FSDP2 would fail in its first step.
+
+    It reshards to a subgroup what is cut by rows alone, and gives gradients in their parameters' dtype.
+    """
     units = [unit for state, _ in states for unit in state.units]
+    if other := [f"{m.fqn} ({m.spec.grad_dtype})" for unit in units for m in unit.members if m.spec.grad_dtype]:
+        raise ConfigError(
+            f"release({type(model).__name__}): FSDP2 has no grad_dtype: {', '.join(other)}. Set it to the parameter's "
+            "own dtype first, or release it with whole=True."
+        )
     found = [m.fqn for u in units if u.subgroup_size for m in u.members if m.tensor_parallel or m.settings.dim]
     if found:
         raise ConfigError(
@@ -227,7 +235,9 @@ def _whole(member: Member) -> nn.Parameter:
     full = full_tensor_of(cast(DTensor, parameter.detach()))
     if parallel is not None:
         full = distribute_tensor(full, parallel.before.mesh, parallel.before.placements, src_data_rank=None)
-    return nn.Parameter(full, requires_grad=parameter.requires_grad)
+    whole = nn.Parameter(full, requires_grad=parameter.requires_grad)
+    whole.grad_dtype = parameter.grad_dtype
+    return whole
 
 
 def _with_memory_of_its_own(member: Member) -> nn.Parameter:

@@ -154,6 +154,7 @@ def _members(
                 rows = around(rows, full)
             dtensor = as_dtensor(full, rows, mesh, dim, parallel.spec if parallel else None)
             adopt_attributes(dtensor, param.__dict__)
+            dtensor.grad_dtype = param.grad_dtype
             members.append(Member(fqn, places, dtensor, weakref.ref(param), settings[fqn], parallel))
     gloo.warn_of_two_threads(mesh)
     return members
@@ -307,12 +308,6 @@ def _require_plain_gradients(parameters: dict[str, nn.Parameter]) -> None:
             f"parameters have gradient hooks from before they are sharded: {', '.join(hooked)}. A hook would be called "
             "with a shard in place of the whole gradient. Register it on the same parameter of model.parameters() "
             "after fully_shard: it gets the sharded gradient, a DTensor. Remove the one from before (handle.remove())."
-        )
-    if others := [f"{n} ({p.grad_dtype})" for n, p in parameters.items() if p.grad_dtype not in (None, p.dtype)]:
-        raise ConfigError(
-            f"grad_dtype of sharded parameters must be their own dtype: {', '.join(others)}. For sums in another one "
-            "keep the parameters in it, and compute in less: MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
-            "reduce_dtype=torch.float32) with fp32 parameters."
         )
 
 

@@ -226,6 +226,12 @@ return %reduced_root, None""",
     )
 
 
+def test_reduces_and_returns_gradients_in_the_dtype_that_the_user_wants() -> None:
+    layer = graphs.Layer()
+    layer.weight.grad_dtype = torch.float64
+    assert_golden(inserted(graphs.trace(layer), "backward"), "insert_collectives_grad_dtype")
+
+
 def test_divides_float64_gradients_before_and_after_the_sum() -> None:
     assert_expected_inline(
         inserted(graphs.doubles(world_size=4), "backward"),

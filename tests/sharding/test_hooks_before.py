@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from fxshard import fully_shard
 from fxshard.errors import ConfigError
 from tests.numerics.harness import EAGER, compile_module, loss_on_ones
-from tests.numerics.models import MLP, WIDTH
+from tests.numerics.models import MLP
 from tests.ranks import two_ranks
 
 Register = Callable[[Any], RemovableHandle]
@@ -59,14 +59,3 @@ def test_the_one_line_form_refuses_them_at_the_first_call(register: Register) ->
     register(model.head.weight)
     with pytest.raises(ConfigError, match=r"(?s)hooks from before .*head\.weight"):
         loss_on_ones(compile_module(model, EAGER))
-
-
-def test_refuses_gradients_of_another_dtype(mesh: DeviceMesh) -> None:
-    model = MLP().bfloat16()
-    for weight in (model.head.weight, model.head.bias):
-        weight.grad_dtype = torch.float32
-    with pytest.raises(ConfigError, match=r"(?s)grad_dtype .* own dtype: head\.weight \(torch\.float32\), head\.bias"):
-        fully_shard(model, mesh=mesh)
-    model.head.weight.grad_dtype, model.head.bias.grad_dtype = torch.bfloat16, None
-    fully_shard(model, mesh=mesh)
-    model(torch.ones(2, WIDTH).bfloat16()).sum().backward()

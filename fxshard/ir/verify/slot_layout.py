@@ -114,7 +114,7 @@ def wrong_ranks(launch: fx.Node, unit: UnitPlan) -> Iterator[str]:
 
 def wrong_reduction(launch: fx.Node, sent: Concat, row: GradientRow, unit: UnitPlan, shard: ShardPlan) -> Iterator[str]:
     """Say how a launch reduces a gradient otherwise than planned."""
-    default = shard.dtype if REDUCES_IN_STORAGE_DTYPE else _dtype_of(row)
+    default = shard.gradient_dtype if REDUCES_IN_STORAGE_DTYPE or shard.grad_dtype else _dtype_of(row)
     expected = unit.reduce_dtype or default
     rule = collectives.division_of(unit, expected)
     if sent.dtype is not expected:
@@ -155,8 +155,8 @@ def wrong_result(piece: Piece, unit: UnitPlan, shard: ShardPlan) -> Iterator[str
         yield "no launch reduced it: it is this rank's own gradient"
     if found != after:
         yield f"expected division by {after:g} after the reduction, found {found:g}"
-    if piece.dtype is not shard.dtype:
-        yield f"expected the gradient in {shard.dtype}, found {piece.dtype}"
+    if piece.dtype is not shard.gradient_dtype:
+        yield f"expected the gradient in {shard.gradient_dtype}, found {piece.dtype}"
 
 
 def _dtype_of(row: GradientRow) -> torch.dtype:
