@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
+from torch.optim import Adafactor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from fxshard import torch_private
-from fxshard.errors import UnsupportedGraph
+from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.ir import collectives
 from fxshard.runtime import host_copies, profiler_ranges, rank_check, unsharded_cache
 from fxshard.runtime.accumulation import Waiting
@@ -247,7 +248,8 @@ class StepHooks:
 
     def begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Called by torch before each step."""
-        if self.holds or (self.lays and (not torch.compiler.is_compiling() or _is_fused(optimizer))):
+        lays = self.lays and (not torch.compiler.is_compiling() or _is_fused(optimizer))
+        if self.holds or lays or _is_adafactor(optimizer):
             _step_begins_eagerly(self, optimizer)
 
     def ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -265,6 +267,8 @@ class StepHooks:
         if self.lays:
             lay_as_parameters(optimizer)
         written = _written_by(optimizer)
+        if _is_adafactor(optimizer):
+            _refuse_adafactor(optimizer, [unit for model in list(self.models) for unit in model.units], written)
         for model in list(self.models):
             model.step_begins(written)
 
@@ -293,6 +297,25 @@ def step_hooks() -> StepHooks:
 
 def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
     return any(group.get("fused") for group in optimizer.param_groups)
+
+
+def _is_adafactor(optimizer: torch.optim.Optimizer) -> bool:
+    return isinstance(optimizer, Adafactor) or type(optimizer).__name__ == "Adafactor"  # as that of transformers
+
+
+def _refuse_adafactor(optimizer: torch.optim.Optimizer, units: Iterable[Unit], written: Collection[int]) -> None:
+    """Raise if an Adafactor would step sharded parameters: torch's own silently takes norms of a rank's part.
+
+    Matrices are errors of torch's in every Adafactor; that of `transformers` steps vectors as it should.
+    """
+    dims = 1 if isinstance(optimizer, Adafactor) else 2
+    members = [member for unit in units for member in unit.members if id(member.parameter) in written]
+    if found := [m.fqn for m in members if m.parameter.dim() >= dims and m.parameter.grad is not None]:
+        raise ConfigError(
+            f"Adafactor ({type(optimizer).__module__}) cannot step sharded parameters: {', '.join(found)}. It needs "
+            "norms and means of whole ones. Use an optimizer that treats elements one by one (torch.optim.AdamW), or "
+            "leave them whole (ignored_params) and average their gradients over the ranks yourself."
+        )
 
 
 def _place_of(unit: Unit, written: Mapping[int, int]) -> int:

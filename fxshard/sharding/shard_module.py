@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils.parametrize import is_parametrized
 
 from fxshard.errors import ConfigError
 from fxshard.runtime import gloo, mesh_axes, process_groups
@@ -24,6 +25,7 @@ from fxshard.runtime.step_hooks import Microbatches
 from fxshard.runtime.tensor_parallel import WholeMesh, require_parallel_beside, require_whole_on, tensor_parallel
 from fxshard.runtime.unit import Unit
 from fxshard.runtime.unsharded_cache import UnshardedCache
+from fxshard.sharding.fixed_places import PARAMETRIZED
 from fxshard.sharding.mesh import resharding
 from fxshard.sharding.no_sync import NO_SYNC
 from fxshard.sharding.per_parameter import Chooser, like_its_unit
@@ -127,11 +129,28 @@ def install(modules: Sequence[nn.Module], units: tuple[Unit, ...], mp_policy: Mi
     for module in modules:
         module.__dict__[STATE] = state
     owners = {id(owner): owner for unit in units for member in unit.members for owner, _ in member.owners}
-    for owner in owners.values():
+    for owner in (*owners.values(), *_changeable(modules, units)):
         swap_class(owner, is_unit=False)
     for module in modules:
         swap_class(module, is_unit=True)
     _name_units(modules, state)
+
+
+def _changeable(modules: Sequence[nn.Module], units: Sequence[Unit]) -> list[nn.Module]:
+    """Return the modules that would be asked to change what is sharded inside of them.
+
+    Those of Hugging Face have embeddings to resize. Those with parametrizations are told of which members these are.
+    """
+    members = [(owner, member) for unit in units for member in unit.members for owner, _ in member.owners]
+    found = []
+    for module in managed_modules(modules):
+        lists = cast(nn.ModuleDict, module.parametrizations).items() if is_parametrized(module) else ()
+        computed = {name: [member for owner, member in members if owner is each] for name, each in lists}
+        if any(computed.values()):
+            module.__dict__[PARAMETRIZED] = {name: each for name, each in computed.items() if each}
+        if any(computed.values()) or hasattr(type(module), "resize_token_embeddings"):
+            found.append(module)
+    return found
 
 
 def _members(

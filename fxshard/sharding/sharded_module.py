@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor
 from fxshard import torch_private
 from fxshard.errors import ConfigError
 from fxshard.runtime import eager, process_groups
-from fxshard.runtime.flat_shard import Home, home_of
 from fxshard.runtime.parameters import REFS, without_offset
 from fxshard.runtime.prefetcher import UnshardHandle
 from fxshard.runtime.unit import Unit
 from fxshard.sharding import fsdp2_settings, initial_rows, stale_holders
 from fxshard.sharding.awaited import awaited
+from fxshard.sharding.fixed_places import member_at, refuse_to_delete, refuse_to_displace
 from fxshard.sharding.fsdp2_settings import GradientReductionHandle
 from fxshard.sharding.mixed_precision import cast_inputs, cast_output
 
@@ -72,7 +72,19 @@ class ParameterOwner(nn.Module):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Refuse at once what could not stand in place of a shard; `module.weight = ...` comes through here."""
         _require_replaceable(self, name, param)
+        if param is not None:
+            refuse_to_displace(self, name)
         super().register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Refuse the same: as a buffer `remove_parametrizations` registers what is frozen, or unsharded just now."""
+        refuse_to_displace(self, name)
+        super().register_buffer(name, tensor, persistent)
+
+    def __delattr__(self, name: str) -> None:
+        """Refuse at once to take away a shard: `register_parametrization` comes through here."""
+        refuse_to_delete(self, name)
+        super().__delattr__(name)
 
     def get_parameter(self, target: str) -> nn.Parameter:
         """Return the parameter itself, as torch's: also where `module.weight` is unsharded after a forward."""
@@ -410,13 +422,8 @@ def _set_prefetch(module: ShardedModule, direction: str, modules: Sequence[nn.Mo
 
 
 def _require_replaceable(module: nn.Module, name: str, value: object) -> None:
-    ref = module.__dict__.get(REFS, {}).get(name)
-    if ref is None or value is None:
-        return
-    unit = cast(Home, home_of(ref.flat)).unit
-    for member in unit.members:
-        if any(owner is module and own == name for owner, own in member.owners):
-            member.require_shard(value)
+    if value is not None and (member := member_at(module, name)):
+        member.require_shard(value)
 
 
 def _open_call(module: ShardedModule, args: Any, kwargs: Any) -> tuple[ModuleState, Any, Any]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fxshard import torch_private
+from fxshard.errors import ConfigError
 from fxshard.runtime import eager, uncompiled_warning
 from fxshard.runtime.parameters import (
     REFS,
@@ -34,6 +35,7 @@ from fxshard.runtime.parameters import (
     placed,
     reader_key,
 )
+from fxshard.sharding.fixed_places import PARAMETRIZED, member_at
 from fxshard.sharding.sharded_module import ParameterOwner, ShardedModule, units_under
 
 
@@ -100,6 +102,8 @@ def _swapped_class(
         body["forward"] = _own_forward(cls)
     if is_unit and callable(save := getattr(cls, "save_pretrained", None)):
         body["save_pretrained"] = _save_whole(save)
+    if callable(resize := getattr(cls, "resize_token_embeddings", None)):
+        body["resize_token_embeddings"] = _keep_size(resize)
     body["_fxshard_base"] = cls
     body["__qualname__"] = cls.__qualname__
     if not cls.__module__.startswith("torch."):  # Dynamo has rules of its own for classes of torch
@@ -131,6 +135,30 @@ def _save_whole(save: Callable[..., Any]) -> Callable[..., Any]:
     return save_pretrained
 
 
+def _keep_size(resize: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Hugging Face's `resize_token_embeddings` do what changes no size, and refuse the rest.
+
+    It would fail in torch's DTensors, or resize the copy that a module has after a forward, and lose it.
+    """
+
+    @functools.wraps(resize)
+    def resize_token_embeddings(self: Any, *args: Any, **kwargs: Any) -> Any:
+        member = member_at(self.get_input_embeddings(), "weight")
+        given = inspect.signature(resize).bind_partial(self, *args, **kwargs).arguments
+        rows = member.parameter.shape[0] if member else 0
+        wanted = rows if (asked := given.get("new_num_tokens")) is None else asked
+        if multiple := given.get("pad_to_multiple_of"):
+            wanted = -(-wanted // multiple) * multiple
+        if member and wanted != rows:
+            raise ConfigError(
+                f"resize_token_embeddings: {member.fqn} is sharded with {rows} rows, and cannot get {wanted}. Resize "
+                "before fully_shard, or before the first call of the compiled model."
+            )
+        return resize(self, *args, **kwargs)
+
+    return resize_token_embeddings
+
+
 def _own_forward(cls: type[nn.Module]) -> Callable[..., Any]:
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -160,6 +188,9 @@ def swap_class(module: nn.Module, is_unit: bool) -> None:
     if issubclass(base, nn.RNNBase):
         module.__dict__.pop("_flat_weights", None)
     module.__class__ = _swapped_class(cast(Any, base), names, is_unit or issubclass(cls, ShardedModule))
+    for name in module.__dict__.get(PARAMETRIZED, ()):
+        # `remove_parametrizations` deletes it of the class itself, and then registers the parameter: that is refused.
+        setattr(module.__class__, name, getattr(base, name))
 
 
 def original_class(cls: type[nn.Module]) -> type[nn.Module]:

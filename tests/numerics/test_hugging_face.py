@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
+import fxshard
 from tests.numerics.harness import (
+    EAGER,
     Run,
     Scenario,
     Tools,
@@ -19,6 +23,7 @@ from tests.numerics.harness import (
     check_bitwise,
     check_close,
     check_inductor,
+    compile_module,
 )
 from tests.numerics.models import VOCAB, tokens
 from tests.pairwise import slow
@@ -178,3 +183,46 @@ def test_trains_llama_through_inductor() -> None:
 @two_ranks(timeout=240)
 def test_trains_gpt2_through_inductor() -> None:
     check_inductor(GPT2)
+
+
+def as_it_is(model: nn.Module) -> nn.Module:
+    return model
+
+
+class Wrapper(nn.Module):
+    """As of adapters: it has the model's methods, and no parameter of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor) -> Any:
+        return self.model(input_ids=input_ids, use_cache=False)
+
+
+@two_ranks
+@pytest.mark.parametrize("one_line", [False, True])
+@pytest.mark.parametrize("wrap", [slow(as_it_is), Wrapper])
+def test_refuses_to_resize_sharded_embeddings(wrap: Callable[[nn.Module], nn.Module], one_line: bool) -> None:
+    """After a forward that leaves them unsharded it would resize a copy, and lose it."""
+    ids = torch.arange(1, 7).view(1, 6)
+    model: Any = gpt2()
+    around: Any = wrap(model)
+    around = compile_module(around, options=EAGER) if one_line else fxshard.fully_shard(around)
+    with torch.no_grad():
+        before = around(input_ids=ids).logits
+        for asked in ((VOCAB + 8,), (VOCAB - 8,), (None, VOCAB - 1)):
+            for each in (model, model.transformer):
+                with pytest.raises(fxshard.ConfigError, match=r"resize.*: .*\.wte\.weight is sharded.*before"):
+                    each.resize_token_embeddings(*asked)
+        for same in ((), (VOCAB,), (VOCAB - 1, VOCAB)):
+            assert model.resize_token_embeddings(*same) is model.transformer.wte
+        torch.testing.assert_close(around(input_ids=ids).logits, before)
+
+
+@two_ranks
+def test_resizes_embeddings_that_are_not_sharded() -> None:
+    model: Any = gpt2()
+    fxshard.fully_shard(model, ignored_params={model.transformer.wte.weight})
+    model.resize_token_embeddings(VOCAB + 8)
+    assert model(input_ids=torch.arange(1, 7).view(1, 6)).logits.shape == (1, 6, VOCAB + 8)
