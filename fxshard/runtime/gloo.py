@@ -27,9 +27,14 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import logging
+import os
+import socket
+import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -177,12 +182,49 @@ def _say_once() -> None:
     )
 
 
+def disconnect(group_names: Iterable[str]) -> bool:
+    """Shut down this rank's connections of some groups, so that what waits on them fails; whether there were any.
+
+    It fails on the other ranks of these groups as well, and so does all that is launched on them later.
+    """
+    done = False
+    known = _connections()
+    for fd, inode in itertools.chain.from_iterable(known.get(name, ()) for name in group_names):
+        with suppress(OSError):  # the group was destroyed meanwhile
+            if os.stat(fd).st_ino == inode:
+                with socket.socket(fileno=os.dup(fd)) as connection:
+                    connection.getpeername()  # one that listens has none
+                    connection.shutdown(socket.SHUT_RDWR)
+                    done = True
+    return done
+
+
+@functools.cache
+def _connections() -> dict[str, set[tuple[int, int]]]:
+    """Sockets of each group that was made here: file descriptor and inode."""
+    return {}
+
+
+def _sockets() -> set[tuple[int, int]]:
+    """All that this process has open, where /proc says so."""
+    found = set()
+    for entry in Path("/proc/self/fd").glob("*"):
+        with suppress(OSError):  # closed meanwhile
+            status = entry.stat()
+            if stat.S_ISSOCK(status.st_mode):
+                found.add((int(entry.name), status.st_ino))
+    return found
+
+
 def _make(given: Any, _: object) -> Any:
     _settle_at_exit()
     if given.group_size == 2:  # made anew after `destroy_process_group()`, which forgets all names
         made = _exchange_group(given.group_id, given.group_rank)
         torch_private.register_group(made.group_name, made)
-    return torch_private.gloo_of_one_thread(given, gloo_interfaces())  # which torch's own gloo heeds, too
+    before = _sockets()
+    backend = torch_private.gloo_of_one_thread(given, gloo_interfaces())  # which torch's own gloo heeds, too
+    _connections()[given.group_id] = _sockets() - before
+    return backend
 
 
 @functools.cache

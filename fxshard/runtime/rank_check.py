@@ -27,7 +27,8 @@ They do so, too, where a forward ends without gradients, and else once in `LOOK_
 - A failed compilation takes a number too, with its message, so that the others need not wait for it. So does a
   run that was refused, in the groups that it was not compared in: replicas whose own shards agree would wait for it.
 - A rank that turns off a known path may hang in a collective that does not fit. When that fails (the other rank has
-  ended, or the group's timeout has passed), what is in the store explains it: `rank_group.RankGroup.compare`.
+  ended), what is in the store explains it: `rank_group.RankGroup.compare`. Where both wait, a thread ends the wait:
+  [Note: stalled runs] in `stalled_runs.py`.
 - On an accelerator collectives end later than the calls that launch them, and a rank that looks back does not wait for
   one that has not come as far: it looks again at the next step.
 - The store forgets nothing, so the numbers share `RING` keys per rank. No rank is that many runs ahead of another:
@@ -51,6 +52,7 @@ from fxshard.ir.launches import Launch
 from fxshard.ir.plan import BY, is_in_subgroup
 from fxshard.runtime.rank_group import FAILED, REFUSED, CollectiveSequence, RankGroup
 from fxshard.runtime.rank_values import is_in_process
+from fxshard.runtime.stalled_runs import watching
 
 _log = logging.getLogger(__name__)
 
@@ -130,7 +132,8 @@ class Agreement:
                 rank_group.look_back(is_over=False)
         try:
             self._agree(sequences)
-            with _explained(sequences):
+            groups = {launch.group.partition(BY)[0] for launch in launches}
+            with _explained(sequences), watching(sequences, groups):
                 yield
         except RankMismatchError as error:
             error.told += tuple(sequences)

@@ -192,11 +192,22 @@ class RankGroup:
         Raises:
             RankMismatchError: one of them runs something else.
         """
-        for rank in self.others:
+        if found := self._differing(self.others):
+            self._forget()
+            raise RankMismatchError(self._difference(*found, self._run, self._now))
+
+    def known_difference(self) -> str:
+        """What one of some ranks does otherwise in this run, which this rank waits in; empty if none is known."""
+        found, run, now = self._differing(self._peers), self._run, self._now
+        return self._difference(*found, run, now) if found else ""
+
+    def _differing(self, ranks: Sequence[int]) -> tuple[int, RunEntry] | None:
+        """The first of `ranks` that has come to this run with something else, and what."""
+        for rank in ranks:
             for theirs in self._arrived([rank], self._run).values():
                 if (theirs.run, theirs.digest) != (self._run, self._now.digest):
-                    self._forget()
-                    raise RankMismatchError(self._difference(rank, theirs, self._run, self._now))
+                    return rank, theirs
+        return None
 
     def look_back(self, *, is_over: bool) -> None:
         """Compare the runs that are past with some of the ranks that have come as far; see [Note: agreement].

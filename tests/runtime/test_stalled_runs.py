@@ -1,0 +1,120 @@
+"""Ranks that wait for each other in different process groups get an error within seconds, not at a timeout."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import fxshard
+from fxshard import RankMismatchError
+from fxshard.runtime import gloo
+from tests.pairwise import slow
+from tests.ranks import two_ranks
+
+EAGER: dict[str, Any] = {"lower": "eager"}
+
+
+class Towers(nn.Module):
+    """Two towers, of which a call uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, which: str) -> Tensor:
+        out: Tensor = self.head(torch.tanh(self.image(x) if which == "image" else self.text(x)))
+        return out
+
+
+def mesh_of_its_own(backend: str, timeout: timedelta) -> DeviceMesh:
+    return DeviceMesh.from_group(dist.new_group(backend=backend, timeout=timeout), "cpu")
+
+
+def sharded(backend: str = gloo.BACKEND, timeout: timedelta = timedelta(minutes=30)) -> Any:
+    """Each part has a process group of its own."""
+    torch.manual_seed(0)
+    model = Towers()
+    for part in (*model.children(), model):
+        fxshard.fully_shard(part, mesh=mesh_of_its_own(backend, timeout))
+    return model
+
+
+def whole(model: Any) -> Any:
+    return torch.compile(model, backend="fxshard", options=EAGER)
+
+
+def by_block(model: Any) -> Any:
+    for part in model.children():
+        part.compile(backend="fxshard", options=EAGER)
+    return model
+
+
+def uncompiled(model: Any) -> Any:
+    return model
+
+
+def call(model: Any, which: str) -> None:
+    model(torch.ones(2, 8), which).sum().backward()
+
+
+def learn_both_ways(model: Any) -> None:
+    for which in ("image", "image", "text", "text", "image"):
+        call(model, which)
+
+
+@two_ranks
+@pytest.mark.parametrize("form", [whole, by_block, slow(uncompiled)])
+def test_ranks_that_wait_for_each_other_are_an_error(form: Callable[[Any], Any]) -> None:
+    model = form(sharded())
+    learn_both_ways(model)
+    began = time.monotonic()
+    with pytest.raises(RankMismatchError) as caught:
+        call(model, ("image", "text")[dist.get_rank()])
+    assert time.monotonic() - began < 20
+    text = str(caught.value)
+    assert "the ranks launch different collectives" in text
+    assert "image" in text
+    assert "text" in text
+    assert "call all of them on every rank, in one order" in text
+    dist.barrier()  # the other groups are as they were
+
+
+@two_ranks
+def test_a_rank_that_is_slow_is_waited_for() -> None:
+    model = whole(sharded())
+    learn_both_ways(model)
+    if dist.get_rank():
+        time.sleep(7)
+    call(model, "image")
+    call(model, "text")
+
+
+class Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@two_ranks
+def test_on_another_backend_it_is_said_at_once_and_an_error_at_the_timeout() -> None:
+    model, records = uncompiled(sharded("gloo", timedelta(seconds=8))), Records()
+    learn_both_ways(model)
+    logging.getLogger("fxshard").addHandler(records)
+    try:
+        with pytest.raises(RankMismatchError, match="the ranks launch different collectives"):
+            call(model, ("image", "text")[dist.get_rank()])
+    finally:
+        logging.getLogger("fxshard").removeHandler(records)
+    assert any("a run will never end, for other ranks went another way" in text for text in records.messages)
