@@ -24,10 +24,10 @@ from torch._inductor.utils import set_tracing_context_output_strides
 
 from fxshard.compile import cudagraphs
 from fxshard.compile.cache import CachedCode, CodeOwner, CompiledFacts, stable_text
-from fxshard.compile.interpreter import boxed, interpret_plain
+from fxshard.compile.interpreter import boxed, guarded, interpret_plain
 from fxshard.compile.stages import Stages
 from fxshard.errors import ConfigError, FxshardError, InvariantError
-from fxshard.ir import ops
+from fxshard.ir import launches, ops
 from fxshard.ir.regions import is_of_region
 from fxshard.options import KEEP_ORDER_FLAGS, Options
 from fxshard.passes._base import GraphKind
@@ -67,7 +67,19 @@ def compile_plain(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -
     """Compile a graph that reads no sharded parameter, as torch would."""
     if options.lower == "eager":
         return interpret_plain(gm, inputs)
-    return cast("Callable[..., Any]", compile_fx(gm, list(inputs), config_patches=dict(options.inductor)))
+    patches = dict(options.inductor)
+    if not any(map(launches.is_models_own, gm.graph.nodes)):
+        return cast("Callable[..., Any]", compile_fx(gm, list(inputs), config_patches=patches))
+
+    def compile_guarded(graph: fx.GraphModule, graph_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        kind: GraphKind = "inference" if kwargs.get("is_inference") else "forward"
+        kind = "backward" if kwargs.get("is_backward") else kind
+        launched = launches.sequence(graph.graph)
+        return guarded(compile_fx_inner(graph, list(graph_inputs), **kwargs), kind, launched)
+
+    patches["force_disable_caches"] = True  # a hit would leave out what guards it
+    compiled = compile_fx(gm, list(inputs), inner_compile=compile_guarded, config_patches=patches)
+    return cast("Callable[..., Any]", compiled)
 
 
 def compile_with_inductor(

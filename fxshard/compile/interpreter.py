@@ -12,7 +12,10 @@ from torch.fx.graph import _BoxedCodeGen
 
 from fxshard.compile.cache import CodeOwner
 from fxshard.compile.stages import Stages
+from fxshard.ir import launches
+from fxshard.ir.launches import Launch
 from fxshard.passes._base import GraphKind
+from fxshard.runtime.dispatch import GuardedCode
 
 
 def interpret(gm: fx.GraphModule, inputs: Sequence[Any], stages: Stages, owner: CodeOwner) -> Callable[..., Any]:
@@ -43,7 +46,21 @@ def interpret(gm: fx.GraphModule, inputs: Sequence[Any], stages: Stages, owner: 
 
 def interpret_plain(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """Run a graph that reads no sharded parameter as it is."""
-    return aot_autograd(fw_compiler=boxed, bw_compiler=boxed)(gm, inputs)
+
+    def compiler(kind: GraphKind) -> Callable[..., Any]:
+        return lambda graph, graph_inputs: guarded(boxed(graph, graph_inputs), kind, launches.sequence(graph.graph))
+
+    kinds: tuple[GraphKind, ...] = ("forward", "backward", "inference")
+    forward, backward, inference = map(compiler, kinds)
+    return aot_autograd(fw_compiler=forward, bw_compiler=backward, inference_compiler=inference)(gm, inputs)
+
+
+def guarded(run: Callable[..., Any], kind: GraphKind, launched: Sequence[Launch]) -> Callable[..., Any]:
+    """Let the ranks agree on what a graph without units launches: on another rank it may be a part of one with units.
+
+    A rank whose experts get no rows runs such a graph, with the all_to_all in which the others wait for it.
+    """
+    return GuardedCode(run, kind, launched) if launched else run
 
 
 def boxed(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

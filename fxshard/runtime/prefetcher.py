@@ -5,7 +5,9 @@ A model that breaks into several graphs, or is compiled block by block, would ga
 nothing to hide it. So the first launch of a graph is `fxshard::prefetched_all_gather`, which takes what is in flight
 already, and the last one also launches what the next graph will take. Which graph that is, the prefetcher has seen
 before: it remembers what was taken after what, separately for forward and backward. What was launched and is not taken
-(the model went another way this time) is dropped. All ranks see the same requests, so they launch the same.
+(the model went another way this time) is dropped. All ranks see the same requests, so they launch the same. But where
+fewer ranks share some units of a model (experts), and these get no rows, their ranks see fewer requests than others: so
+there a guess is for ranks among which all see what came before, of whom each shares more with others.
 
 Nothing reaches over the end of the outermost module's call or of a backward: an optimizer may step there. A call that
 activation checkpointing repeats is part of its backward.
@@ -25,11 +27,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fxshard import torch_private
 from fxshard.errors import UnsupportedGraph
 from fxshard.ir import ops
+from fxshard.ir.plan import BY
 from fxshard.runtime import eager, profiler_ranges, rank_check, streams, unsharded_cache
 from fxshard.runtime.flat_shard import home_of
 from fxshard.runtime.unsharded_cache import Gathered, UnshardedCache, Why
@@ -113,6 +117,7 @@ class Prefetcher:
         self._of_unit: dict[tuple[bool, Unit], dict[Key, AllGatherRequest]] = {}
         self._units: set[Unit] = set()  # whose requests of this scope are in `_of_unit`
         self.first: Unit | None = None
+        self._are_alike: bool | None = None  # whether the same ranks share all units
 
     def take_or_launch(self, request: AllGatherRequest, unit: Unit) -> list[Tensor]:
         """What a request of a unit gathers: taken over, or launched now."""
@@ -233,8 +238,14 @@ class Prefetcher:
                 if key not in self._taken:
                     self._launch(request, "listed")
         following = self._following.get((scope.is_backward, len(self._taken), self._taken[-1]))
-        if guess and listed == () and following is not None:
+        if guess and listed == () and following is not None and self._is_foreseen_alike(following, unit):
             self._launch(following, "next")
+
+    def _is_foreseen_alike(self, request: AllGatherRequest, after: Unit) -> bool:
+        """Whether all ranks that must launch a request have seen alike what came before it; a unit came last."""
+        if self._are_alike is None:
+            self._are_alike = len({_ranks_of(unit.plan.group) for unit in after.microbatches.units}) <= 1
+        return self._are_alike or _ranks_of(request.group) < _ranks_of(after.plan.group)
 
     def _launch(self, request: AllGatherRequest, why: Why) -> Gathered:
         found = self._cache.get(request.key)
@@ -247,7 +258,7 @@ class Prefetcher:
     def forget(self) -> None:
         """Drop what is in flight, and what was remembered."""
         self._cache.drop_if(lambda gathered: gathered.why != "resident")
-        self._scope = self.first = None
+        self._scope = self.first = self._are_alike = None
         self._taken.clear()
         self._units.clear()
         self._following.clear()
@@ -258,6 +269,11 @@ def _bits(flat: Tensor) -> Tensor:
     """Read a flat as integers, which are equal to themselves also where a number is NaN."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return flat.detach().view(integers[flat.element_size()])
+
+
+def _ranks_of(group_name: str) -> frozenset[int]:
+    """The ranks of a process group, and behind what object ever."""
+    return frozenset(dist.get_process_group_ranks(torch_private.process_group_of(group_name.partition(BY)[0])))
 
 
 def _can_be_saved(gathered: Gathered) -> bool:

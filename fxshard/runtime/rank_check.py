@@ -131,10 +131,10 @@ class Agreement:
             if rank_group.is_look_due:
                 rank_group.look_back(is_over=False)
         try:
-            self._agree(sequences)
-            groups = {launch.group.partition(BY)[0] for launch in launches}
-            with _explained(sequences), watching(sequences, groups):
-                yield
+            with watching(sequences, launches) as run:
+                self._agree(sequences, run.reason)
+                with _explained(sequences, run.reason):
+                    yield
         except RankMismatchError as error:
             error.told += tuple(sequences)
             raise
@@ -152,11 +152,11 @@ class Agreement:
             self._sequences[units] = self._by_rank_group(launches)
         return self._sequences[units]
 
-    def _agree(self, sequences: Mapping[RankGroup, CollectiveSequence]) -> None:
+    def _agree(self, sequences: Mapping[RankGroup, CollectiveSequence], never: Callable[[], str]) -> None:
         begun = [(rank_group, rank_group.begin(sequence)) for rank_group, sequence in sequences.items()]
         for rank_group, is_news in begun:
             if is_news or not self._ran:
-                rank_group.wait_and_compare()
+                rank_group.wait_and_compare(never=never)
         self._ran = self._ran or bool(begun)
 
     def _by_rank_group(self, launches: Sequence[Launch]) -> dict[RankGroup, CollectiveSequence]:
@@ -189,14 +189,15 @@ def _with_those_of_all(launches: Sequence[Launch], mine: Sequence[Launch], wider
 
 
 @contextmanager
-def _explained(rank_groups: Iterable[RankGroup]) -> Iterator[None]:
-    """Around a run: where a collective fails, raise what the store knows about it, if anything."""
+def _explained(rank_groups: Iterable[RankGroup], known: Callable[[], str]) -> Iterator[None]:
+    """Around a run: where a collective fails, raise what the store knows about it, if anything and if not `known`."""
     try:
         yield
     except FxshardError:
         raise
     except RuntimeError as error:
-        _explain(rank_groups, error)
+        if not known():
+            _explain(rank_groups, error)
         raise
 
 

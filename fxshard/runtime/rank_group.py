@@ -9,7 +9,7 @@ import hashlib
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple, cast
@@ -161,21 +161,21 @@ class RankGroup:
         self._past.append((entry, sequence))
         store.set(self._slot(self.rank, self._run), entry.encode())
         if sequence.kind in (FAILED, REFUSED):
-            self._forget()
+            self.forget()
         return self._turn not in self._agreed
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Let what differed before not count after it was an error."""
         self._since, self._history = self._run + 1, ""
 
-    def wait_and_compare(self, timeouts: Timeouts = Timeouts()) -> None:
-        """Wait until all ranks have come to this run, and compare.
+    def wait_and_compare(self, timeouts: Timeouts = Timeouts(), never: Callable[[], str] = str) -> None:
+        """Wait until all ranks have come to this run, and compare; `never` says why they will not, once it is known.
 
         Raises:
             RankMismatchError: a rank runs something else, never comes, or the store is gone.
         """
         try:
-            self._wait(timeouts)
+            self._wait(timeouts, never)
             self.compare()
         except FxshardError:
             raise
@@ -193,13 +193,31 @@ class RankGroup:
             RankMismatchError: one of them runs something else.
         """
         if found := self._differing(self.others):
-            self._forget()
+            self.forget()
             raise RankMismatchError(self._difference(*found, self._run, self._now))
 
     def known_difference(self) -> str:
         """What one of some ranks does otherwise in this run, which this rank waits in; empty if none is known."""
-        found, run, now = self._differing(self._peers), self._run, self._now
-        return self._difference(*found, run, now) if found else ""
+        run, now = self._run, self._now
+        found = self._differing(self._peers)
+        is_this_run = run == self._run and now is self._now  # asked by another thread than that which runs
+        return self._difference(*found, run, now) if found and is_this_run else ""
+
+    def whereabouts(self) -> tuple[list[int], list[int]]:
+        """Of some ranks, those that have not come to this run, and those that are in it."""
+        arrived = [self._arrived([rank], self._run).get(rank) for rank in self._peers]
+        come = list(zip(self._peers, arrived, strict=True))
+        absent = [rank for rank, entry in come if entry is None]
+        return absent, [rank for rank, entry in come if entry is not None and entry.run == self._run]
+
+    @property
+    def run(self) -> str:
+        """What all its ranks call this run."""
+        return f"{self._place} {self._run}"
+
+    def words(self) -> str:
+        """What this rank does in this run."""
+        return f"{self._where()}: {_agreed(self._now.text.partition(chr(10))[0])}"
 
     def _differing(self, ranks: Sequence[int]) -> tuple[int, RunEntry] | None:
         """The first of `ranks` that has come to this run with something else, and what."""
@@ -238,7 +256,7 @@ class RankGroup:
         for rank, theirs in found.items():
             is_same = theirs.history == ours.history if theirs.since == ours.since else theirs.digest == ours.digest
             if theirs.run != run or not is_same:
-                self._forget()
+                self.forget()
                 raise RankMismatchError(self._past_difference(rank, theirs, run))
         if len(found) == len(self._peers):
             self._looked = run
@@ -248,10 +266,12 @@ class RankGroup:
         """Whether so many runs are past that this rank should look back, though no backward has ended."""
         return self._run - self._at_last_look >= LOOK_EVERY
 
-    def _wait(self, timeouts: Timeouts) -> None:
+    def _wait(self, timeouts: Timeouts, never: Callable[[], str]) -> None:
         late, began, warn, limit = self.others, time.monotonic(), timeouts.warn, timeouts.limit_for(self._store)
         while late := sorted(set(late) - self._arrived(late, self._run).keys()):
             waited = time.monotonic() - began
+            if why := never():
+                raise RankMismatchError(why)
             if waited > min(warn, limit):
                 # Nothing is said of a rank before all have filled the slot once: ask for each by itself.
                 absent = ", ".join(str(rank) for rank in late if not self._arrived([rank], self._run))

@@ -3,73 +3,227 @@
 [Note: stalled runs]
 On a path that is known no rank reads what the others write before it launches ([Note: agreement] in `rank_check.py`).
 Where ranks then wait in collectives of different process groups, none of them fails, and all wait until the timeout of
-the groups, half an hour. So a thread looks at each run that has not ended after `AFTER_S`: does another rank write
-something else under the same number, then the collective will never come. On `fxshard_gloo` the thread shuts the
-connections of the run's groups down, the wait fails, and what the store knows becomes the error. Other backends have no
-such connections of ours: there the thread logs what differs. A rank that is slow writes nothing else, and is waited
-for.
+the groups, half an hour. So a thread looks at each run that has not ended after `AFTER_S`, and tells the others of it:
+
+- Another rank has written something else under the same number. Then the collective will never come.
+- A rank that has not come to this run is itself in one that waits for a rank, and so on, back to this rank. Then none
+  of them will come. (Who shares experts with a rank that gets no rows waits for it there, while it waits for all in the
+  next block.) A rank that is in the same run counts, too, if it waits for one that has not come. A circle is believed
+  when it is seen `SIGHTINGS` times without change.
+- The ranks for which this one waits lead to one that got such an error, and has begun nothing since.
+
+On `fxshard_gloo` the thread shuts the connections of the run's groups down, the wait fails, and what was found becomes
+the error. Other backends have no such connections of ours: there the thread logs what it found. A rank that is slow is
+in no circle, and is waited for.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import json
 import logging
 import os
 import threading
 import time
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import torch.distributed as dist
+
+from fxshard import torch_private
+from fxshard.errors import FxshardError, RankMismatchError
+from fxshard.ir.launches import Launch
+from fxshard.ir.plan import BY
 from fxshard.runtime import gloo
 from fxshard.runtime.rank_group import RankGroup
 
 AFTER_S = 3.0
 """When a run is looked at first, and how often from then on."""
 
+SIGHTINGS = 4
+
+ENDED = -1
+
 _log = logging.getLogger(__name__)
 
 
-@dataclass
-class _StalledRun:
+class Place(NamedTuple):
+    """Where a rank is stalled.
+
+    Attributes:
+        number: tells it from others of the rank; 0 for nowhere, `ENDED` where it was ended.
+        absent: ranks that have not come to its run.
+        present: ranks that have come to it, and may have left it since.
+        runs: what its run is called among the ranks that agree on it.
+        words: what it does, or why it was ended.
+    """
+
+    number: int
+    absent: list[int]
+    present: list[int]
+    runs: list[str]
+    words: str
+
+
+@dataclass(eq=False)
+class StalledRun:
+    """A run that may be stalled.
+
+    Attributes:
+        rank_groups: that agree on it.
+        launches: what it launches.
+        next_look: when the thread looks at it again.
+        why: why it will never end, as a message; empty for what is not known.
+        number: tells it from others of this rank, once others were told of it.
+        suspect: the circle that was seen at the last look: ranks, and the numbers of their runs.
+        sightings: how often it was seen.
+    """
+
     rank_groups: Collection[RankGroup]
-    group_names: Collection[str]
+    launches: Sequence[Launch]
     next_look: float
+    why: str = ""
+    number: int = 0
+    suspect: list[tuple[int, int]] = field(default_factory=list)
+    sightings: int = 0
+
+    def look(self) -> str:
+        """Tell the others of this run, and return why it will never end; empty if it may."""
+        for rank_group in self.rank_groups:
+            if found := rank_group.known_difference():
+                return found
+        place = self._place()
+        _tell(place)
+        circle, places = _path_from(place)
+        before, self.suspect = self.suspect, [(each, places[each].number) for each in circle]
+        self.sightings = self.sightings + 1 if circle and self.suspect == before else 1
+        if not circle or self.sightings < (2 if places[circle[-1]].number == ENDED else SIGHTINGS):
+            return ""
+        why = _as_message(circle, places)
+        for other, number in self.suspect if places[circle[-1]].number != ENDED else ():
+            torch_private.default_store().set(f"{_key(other)}/why", json.dumps([number, why]))
+        return why
+
+    def _place(self) -> Place:
+        place = Place(self.number, [], [], [], "")
+        for rank_group in self.rank_groups:
+            absent, present = rank_group.whereabouts()
+            words = rank_group.words() if absent and not place.absent else place.words or rank_group.words()
+            runs = [*place.runs, rank_group.run]
+            place = Place(self.number, [*place.absent, *absent], [*place.present, *present], runs, words)
+        return place
+
+    def why_it_failed(self) -> str:
+        """Why a collective of it has failed: an error of a rank for which it waited; empty for what is not known."""
+        with suppress(RuntimeError, ValueError):  # the store may be what is lost
+            path, places = _path_from(self._place())
+            return _as_message(path, places) if path and places[path[-1]].number == ENDED else ""
+        return ""
+
+    def reason(self) -> str:
+        """Why it will never end, as this rank has found or another one has said; empty for what is not known."""
+        if self.why or not self.number:
+            return self.why
+        store, key = torch_private.default_store(), f"{_key(dist.get_rank())}/why"
+        with suppress(RuntimeError, ValueError):  # the store may be what is lost
+            number, why = json.loads(store.get(key)) if store.check([key]) else (0, "")
+            return str(why) if number == self.number else ""
+        return ""
+
+    def forget(self, why: str = "") -> None:
+        """Tell the others that it is over, if they were told of it, or why it was ended."""
+        if self.number:
+            _tell(Place(ENDED, [], [], [], why) if why else _NOWHERE)
+
+
+_NOWHERE = Place(0, [], [], [], "")
+
+
+def _tell(place: Place) -> None:
+    with suppress(RuntimeError, ValueError):  # the store may be what is lost
+        torch_private.default_store().set(_key(dist.get_rank()), json.dumps(place))
+
+
+def _key(rank: int) -> str:
+    return f"fxshard/stalled/{rank}"
+
+
+def _path_from(place: Place) -> tuple[list[int], dict[int, Place]]:
+    """The ranks of which each waits for the next one, from this rank, which is at `place`, to one whose run was ended.
+
+    Or back to this rank. Empty if there is no such path. Second the places of these ranks, and of others.
+    """
+    rank, store = dist.get_rank(), torch_private.default_store()
+    places, paths, known = {rank: place}, [([rank], True)], {rank}
+    for path, may_be_present in paths:  # which grows: a search in breadth
+        place = places[path[-1]]
+        for other in (*place.absent, *(place.present if may_be_present else ())):
+            if other == rank and other in place.absent:
+                return path, places
+            if other in known or not store.check([_key(other)]):
+                continue
+            there = Place(*json.loads(store.get(_key(other))))
+            if there.number == ENDED:
+                places[other] = there
+                return [*path, other], places
+            if other in place.absent or not set(there.runs).isdisjoint(place.runs):
+                known.add(other)
+                places[other] = there
+                paths.append(([*path, other], other in place.absent))
+    return [], places
+
+
+def _as_message(circle: list[int], places: dict[int, Place]) -> str:
+    if places[circle[-1]].number == ENDED:
+        rank, last = circle[0], circle[-1]
+        return f"rank {rank} waits in {places[rank].words}, and rank {last} has got an error: {places[last].words}"
+    lines = [
+        f"    rank {rank} waits for rank {other} in {places[rank].words}"
+        for rank, other in zip(circle, [*circle[1:], circle[0]], strict=True)
+    ]
+    return (
+        f"ranks {', '.join(map(str, sorted(circle)))} wait for each other, because they went different ways:\n"
+        + "\n".join(lines)
+        + "\nIt is so where one of the ranks that share experts gets rows for them, and another one does not. Every "
+        "rank must make the same calls: let zero rows (x[:0]) go through what has no input, and add 0 times the "
+        "output's sum to the loss."
+    )
 
 
 class _Watch:
     """The runs that are under way in this process, and the thread that looks at them."""
 
     def __init__(self) -> None:
-        self.runs: dict[int, _StalledRun] = {}
-        self.numbers = itertools.count()
+        self.runs: list[StalledRun] = []
+        self.was_ended = False
+        self.numbers = itertools.count(1)
         threading.Thread(target=self._look, name="fxshard_stalled_runs", daemon=True).start()
 
     def _look(self) -> None:
         while True:
             time.sleep(AFTER_S / 3)
-            for number, run in list(self.runs.items()):
-                if time.monotonic() < run.next_look:
-                    continue
-                run.next_look = time.monotonic() + AFTER_S
-                if why := _difference(run):
-                    self.runs.pop(number, None)
-                    _end(run, why)
+            for run in self.runs[-1:]:  # others have begun it, and wait for it
+                if not run.why and time.monotonic() >= run.next_look:
+                    self._look_at(run)
 
-
-def _difference(run: _StalledRun) -> str:
-    """What another rank does otherwise in the run that should be the same; empty if nothing is known."""
-    try:
-        return next(filter(None, (rank_group.known_difference() for rank_group in run.rank_groups)), "")
-    except (RuntimeError, ValueError) as lost:  # the store is gone, or the group: the wait fails by itself
-        _log.info("fxshard: the store cannot say whether a run is stalled: %s", lost)
-        return ""
-
-
-def _end(run: _StalledRun, why: str) -> None:
-    if not gloo.disconnect(run.group_names):
-        _log.error("fxshard: a run will never end, for other ranks went another way: %s", why)
+    def _look_at(self, run: StalledRun) -> None:
+        run.next_look = time.monotonic() + AFTER_S
+        run.number, why = run.number or next(self.numbers), ""
+        try:
+            why = run.look()
+        except (RuntimeError, ValueError) as lost:  # the store is gone, or the group: the wait fails by itself
+            _log.info("fxshard: the store cannot say whether a run is stalled: %s", lost)
+        if self.runs[-1:] != [run]:
+            run.forget()  # it has ended since, or begun another one
+            return
+        if why:
+            run.why = why
+            _tell(Place(ENDED, [], [], [], why))  # before the others see connections close
+            if not gloo.disconnect({launch.group.partition(BY)[0] for launch in run.launches}):
+                _log.error("fxshard: a run will never end, for other ranks went another way: %s", why)
 
 
 @functools.cache
@@ -79,15 +233,31 @@ def _watch_in(_process: int) -> _Watch:
 
 
 @contextmanager
-def watching(rank_groups: Collection[RankGroup], group_names: Collection[str]) -> Iterator[None]:
-    """Around a run that these rank groups agree on, and that launches on these process groups."""
+def watching(rank_groups: Collection[RankGroup], launches: Sequence[Launch]) -> Iterator[StalledRun]:
+    """Around a run that makes these launches, on which these rank groups agree.
+
+    Raises:
+        RankMismatchError: it was ended, for it waited for what never comes.
+    """
+    run = StalledRun(rank_groups, launches, time.monotonic() + AFTER_S)
     if not rank_groups:
-        yield
+        yield run
         return
-    watch = _watch_in(os.getpid())
-    number = next(watch.numbers)
-    watch.runs[number] = _StalledRun(rank_groups, group_names, time.monotonic() + AFTER_S)
+    watch, why = _watch_in(os.getpid()), ""
+    if watch.was_ended:  # and goes on
+        watch.was_ended = False
+        _tell(_NOWHERE)
+    watch.runs.append(run)
     try:
-        yield
+        yield run
+    except RuntimeError as error:
+        why = run.reason() or ("" if isinstance(error, FxshardError) else run.why_it_failed())
+        watch.was_ended = bool(why)
+        for rank_group in rank_groups if why else ():
+            rank_group.forget()
+        if not why or isinstance(error, FxshardError):
+            raise
+        raise RankMismatchError(why) from error
     finally:
-        watch.runs.pop(number, None)
+        watch.runs.remove(run)
+        run.forget(why)

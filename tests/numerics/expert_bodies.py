@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,8 +20,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import get_total_norm
 
 import fxshard
-from fxshard.errors import ConfigError
+from fxshard.errors import ConfigError, RankMismatchError
 from tests.numerics.experts import (
+    NUM_EXPERTS,
     TOP,
     DenseMoE,
     DroplessMoE,
@@ -283,6 +286,45 @@ def experts_without_rows_are_left_uncompiled(meshes: Meshes) -> None:
     assert_same(found[0], found[1])
 
 
+def experts_without_rows_on_all_their_ranks_train(meshes: Meshes) -> None:
+    """Compiled, their graph has no unit, and is on the others a part of one that has."""
+    found = []
+    for fully_shard in (fxshard.fully_shard, FSDP2.fully_shard):
+        model, _ = sharded(meshes, fully_shard, kind=FirstExpertsMoE)
+        call = compile_module(model, options=EAGER) if fully_shard is fxshard.fully_shard else model
+        optim = adamw(model.parameters())
+        for step in range(3):
+            torch.manual_seed(10 * step + dist.get_rank())
+            call(torch.randint(VOCAB, (2, 6))).square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+        found.append({name: p.to_local() for name, p in model.named_parameters()})
+    assert_same(found[0], found[1])
+
+
+class FirstExpertsOnSomeMoE(FirstExpertsMoE):
+    """Half of the ranks choose the first experts, so that of two that share some one has no rows for them."""
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weights, chosen = super().route(x)
+        if dist.get_rank() < 2:
+            chosen = (chosen + torch.arange(x.shape[0]).unsqueeze(1)) % NUM_EXPERTS
+        return weights, chosen
+
+
+def experts_without_rows_on_one_rank_are_an_error(meshes: Meshes) -> None:
+    """Within seconds, where all would wait for half an hour."""
+    model, _ = sharded(meshes, kind=FirstExpertsOnSomeMoE)
+    call, began = compile_module(model, options=EAGER), time.monotonic()
+    with pytest.raises(RankMismatchError) as caught:
+        call(torch.randint(VOCAB, (2, 6))).square().mean().backward()
+    assert time.monotonic() - began < 120  # much of it compiles
+    text = str(caught.value)
+    assert re.search(r"(?s)ranks \d, .* wait for each other", text), text
+    assert re.search(r"rank \d waits for rank \d in run .*experts", text), text
+    assert "let zero rows (x[:0]) go through what has no input" in text
+
+
 def only_root(model: nn.Module, tools: Tools) -> nn.Module:
     return tools.compile(only_root_not_compiled(model, tools))
 
@@ -318,6 +360,8 @@ BODIES: dict[str, Body] = {
     "columns": lambda meshes: check(on(meshes, expert_kwargs={"shard_placement_fn": columns})),
     "replicas of the dense part": on_two_axes,
     "no rows": experts_without_rows_are_left_uncompiled,
+    "no rows, compiled": experts_without_rows_on_all_their_ranks_train,
+    "no rows on one rank": experts_without_rows_on_one_rank_are_an_error,
     "prefetch lists": lambda meshes: check(on(meshes, prepare=listed)),
     "an overlapped step": lambda meshes: check(on(meshes, optimizer=overlapped)),
     "mixed precision": lambda meshes: check_sums_in_few_bits(

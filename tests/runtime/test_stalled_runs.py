@@ -18,7 +18,7 @@ import fxshard
 from fxshard import RankMismatchError
 from fxshard.runtime import gloo
 from tests.pairwise import slow
-from tests.ranks import two_ranks
+from tests.state import processes
 
 EAGER: dict[str, Any] = {"lower": "eager"}
 
@@ -71,10 +71,11 @@ def learn_both_ways(model: Any) -> None:
         call(model, which)
 
 
-@two_ranks
-@pytest.mark.parametrize("form", [whole, by_block, slow(uncompiled)])
-def test_ranks_that_wait_for_each_other_are_an_error(form: Callable[[Any], Any]) -> None:
-    model = form(sharded())
+FORMS: dict[str, Callable[[Any], Any]] = {"whole": whole, "by block": by_block, "uncompiled": uncompiled}
+
+
+def wait_for_each_other(form: str) -> None:
+    model = FORMS[form](sharded())
     learn_both_ways(model)
     began = time.monotonic()
     with pytest.raises(RankMismatchError) as caught:
@@ -88,14 +89,24 @@ def test_ranks_that_wait_for_each_other_are_an_error(form: Callable[[Any], Any])
     dist.barrier()  # the other groups are as they were
 
 
-@two_ranks
-def test_a_rank_that_is_slow_is_waited_for() -> None:
+@pytest.mark.multi_rank
+@pytest.mark.parametrize("form", ["whole", slow("by block"), slow("uncompiled")])
+def test_ranks_that_wait_for_each_other_are_an_error(form: str) -> None:
+    processes.run(2, wait_for_each_other, form)
+
+
+def be_slow() -> None:
     model = whole(sharded())
     learn_both_ways(model)
     if dist.get_rank():
-        time.sleep(7)
+        time.sleep(16)
     call(model, "image")
     call(model, "text")
+
+
+@pytest.mark.multi_rank
+def test_a_rank_that_is_slow_is_waited_for() -> None:
+    processes.run(2, be_slow)
 
 
 class Records(logging.Handler):
@@ -107,14 +118,15 @@ class Records(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-@two_ranks
-def test_on_another_backend_it_is_said_at_once_and_an_error_at_the_timeout() -> None:
+def wait_on_another_backend() -> None:
     model, records = uncompiled(sharded("gloo", timedelta(seconds=8))), Records()
     learn_both_ways(model)
     logging.getLogger("fxshard").addHandler(records)
-    try:
-        with pytest.raises(RankMismatchError, match="the ranks launch different collectives"):
-            call(model, ("image", "text")[dist.get_rank()])
-    finally:
-        logging.getLogger("fxshard").removeHandler(records)
+    with pytest.raises(RankMismatchError, match="the ranks launch different collectives"):
+        call(model, ("image", "text")[dist.get_rank()])
     assert any("a run will never end, for other ranks went another way" in text for text in records.messages)
+
+
+@pytest.mark.multi_rank
+def test_on_another_backend_it_is_said_at_once_and_an_error_at_the_timeout() -> None:
+    processes.run(2, wait_on_another_backend)
