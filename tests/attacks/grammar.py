@@ -99,6 +99,8 @@ _ACTIONS = st.one_of(
     _action("read", _INDEX, _INDEX),
     _action("clip", _INDEX),
     _action("fail_in_forward", _ROWS),
+    _action("fail_in_backward", _ROWS, st.booleans()),
+    _action("hook", _INDEX, _INDEX),
     _action("swap_weights", _INDEX),
     _action("keep_unsharded", st.booleans()),
     _action("set_reshard", st.booleans()),

@@ -301,6 +301,7 @@ class Player:
         context: Any = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "grad": torch.enable_grad}[
             mode
         ]
+        both = self.models, self.plain
         with context():
             x = self.batch(rows, self.rank)
             theirs = x
@@ -308,6 +309,9 @@ class Player:
             for run, plain in zip(self.runs, self.plain, strict=True):
                 ours, theirs = run(ours), plain(theirs)
             _same(ours.detach(), theirs.detach(), f"evaluation with {mode}")
+            if self._root_is_unsharded():
+                heads = [x @ models[-1].read_by_loss.weight.t() for x, models in zip((ours, theirs), both, strict=True)]
+                _same(heads[0].detach(), heads[1].detach(), f"a head read after an evaluation with {mode}")
 
     def functional_call(self, rows: tuple[int, int], kind: str) -> None:
         run, plain = self.runs[0], self.plain[0]
@@ -338,6 +342,39 @@ class Player:
             self.runs[0](self.batch(rows, self.rank))
             raise AssertionError("the user's error was lost")
         self.models[0].fails = False
+
+    def fail_in_backward(self, rows: tuple[int, int], waits: bool) -> None:
+        """Fail between the backwards of two forwards; the script drops what there is, and goes on."""
+        if not self._trains():
+            return
+        with contextlib.ExitStack() as stack:
+            for model in self.models if waits else ():
+                stack.enter_context(fxshard.no_sync(model))
+            outputs = []
+            for _ in range(2):
+                x = self.batch(rows, self.rank)
+                for run in self.runs:
+                    x = run(x)
+                outputs.append(x)
+            outputs[0].register_hook(_fail)
+            with contextlib.suppress(ArithmeticError):
+                (outputs[0].sum() + outputs[1].sum()).backward()
+                raise AssertionError("the user's error was lost")
+        for model in (*self.models, *self.plain):
+            model.zero_grad()
+        self.waits = False
+
+    def hook(self, which: int, block: int) -> None:
+        """Halve a gradient by a hook of its parameter."""
+        which %= len(self.models)
+        blocks = [cast(Block, models[which].blocks[block]) for models in (self.models, self.plain)]
+        weights = [each.linear.get_parameter("weight") for each in blocks]
+        if self.waits or not weights[0].requires_grad:
+            return  # what waits has been added up before the hook on one side alone
+        handles = [weight.register_hook(lambda grad: grad * 0.5) for weight in weights]
+        self.backward((2, 2), "plain")
+        for handle in handles:
+            handle.remove()
 
     def swap_weights(self, which: int) -> None:
         """Evaluate with other weights, and put the old ones back, as averages of weights do."""
@@ -388,6 +425,10 @@ class Player:
         state = fxshard.full_optim_state_dict(model, optim)
         fxshard.load_full_state_dict(model, weights)
         fxshard.load_full_optim_state_dict(model, optim, state)
+
+
+def _fail(grad: Tensor) -> None:
+    raise ArithmeticError("the user's own")
 
 
 def _own_rows(value: Tensor) -> Tensor:
