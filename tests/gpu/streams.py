@@ -34,7 +34,7 @@ from tests.gpu.trace import (
     units_beside,
 )
 from tests.numerics.fsdp2_order import SizedBlock
-from tests.numerics.harness import Run, compare, fxshard_system, train, world_mesh
+from tests.numerics.harness import NUM_STEPS, Run, compare, fxshard_system, train, world_mesh
 from tests.numerics.scenarios import REGRESSION
 
 SLEEP_CYCLES: Final = 100_000_000  # 0.05 s: far longer than the host takes to launch the gather
@@ -217,6 +217,8 @@ class OwnStream:
         self._read = [p.grad for p in run.model.parameters()]
         run.optim.zero_grad()
         cast(ShardedModule, run.model).set_post_optim_event(event)
+        if self._stream is not None and len(run.losses) == NUM_STEPS:  # no forward comes: parameters are read
+            torch.cuda.current_stream().wait_stream(self._stream)
 
     @contextmanager
     def _behind_the_main_stream(self) -> Iterator[None]:
