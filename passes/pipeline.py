@@ -24,6 +24,7 @@ from fxshard.passes.enforce_order import EnforceOrder
 from fxshard.passes.fold_copies import FoldCopies
 from fxshard.passes.fuse_grad_accumulation import FuseGradAccumulation
 from fxshard.passes.hand_off_prefetch import HandOffPrefetch
+from fxshard.passes.hand_off_reductions import HandOffReductions
 from fxshard.passes.hoist_copies import HoistCopies
 from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.passes.insert_collectives import InsertCollectives
@@ -103,7 +104,6 @@ def default(
     outlining = (OutlineRegions(bucket=bucket),) if (outlines := regions == "auto" and not cudagraphs) else ()
     deferring = (DeferWeightGradients(),) if prefetch == "auto" else ()
     calling = (CallRegions(interpreted=not compiled, parts_last=bool(deferring)),) if outlines else ()
-    folding = (FoldCopies(),) if outlines else ()  # once launches are final
     return Pipeline(
         dynamo=outlining,  # before AOTAutograd, which then sees each block once
         joint=JOINT,
@@ -120,9 +120,12 @@ def default(
             HoistPrefetch(depth=0 if prefetch == "off" else prefetch),  # type: ignore[arg-type]  # the pass checks it
             *((HoistCopies(),) if prefetch not in (0, "off") else ()),  # once gathers are where they are launched
             ChainReductions(),  # once everything is on the links that a reduction may wait for
-            AssignStreams(mode=streams, fuses_copies=compiled),  # last: where a wait stands decides what streams may do
+            AssignStreams(mode=streams, fuses_copies=compiled),  # where a wait stands decides what streams may do
+            *(() if cudagraphs or streams == "off" else (HandOffReductions(),)),  # last: no wait moves any more
         ),
-        last=(CastShards(), CopyInGradients(), *folding, PinOrder()) if compiled else (),  # fusion comes next
+        last=(CastShards(), CopyInGradients(), *(FoldCopies(),) * outlines, PinOrder())
+        if compiled
+        else (),  # then fusion
         codegen=(
             *(() if cudagraphs else (HandOffPrefetch(guess=prefetch not in (0, "off"), hands_over=streams != "off"),)),
             LowerStreams(),  # after it: what is handed over knows its stream

@@ -30,6 +30,7 @@ from fxshard.passes.enforce_order import EnforceOrder
 from fxshard.passes.fold_copies import FoldCopies
 from fxshard.passes.fuse_grad_accumulation import FuseGradAccumulation
 from fxshard.passes.hand_off_prefetch import HandOffPrefetch
+from fxshard.passes.hand_off_reductions import HandOffReductions
 from fxshard.passes.hoist_copies import HoistCopies
 from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.passes.insert_collectives import InsertCollectives
@@ -354,6 +355,15 @@ def test_keeps_the_page_of_hand_off_prefetch_in_step() -> None:
     pairs = [pair for kind in SPLIT for pair in rewritten(traced, kind, HandOffPrefetch(), HoistPrefetch(depth=1))]
     example = "Two layers, `x @ weight + bias`, on two ranks; `HoistPrefetch` has run."
     assert_page("docs/passes/hand_off_prefetch.md", page_of(HandOffPrefetch, example, pairs))
+
+
+def test_keeps_the_page_of_hand_off_reductions_in_step() -> None:
+    traced = graphs.two_layers(reshard_after_forward=True)
+    plan = dataclasses.replace(traced.plan, is_part=True)
+    traced = dataclasses.replace(traced, plan=plan)
+    pairs = rewritten(traced, "backward", HandOffReductions(), SinkWaits())
+    example = "Two layers, `x @ weight + bias`, on two ranks, of a model with more units; `SinkWaits` has run."
+    assert_page("docs/passes/hand_off_reductions.md", page_of(HandOffReductions, example, pairs))
 
 
 def test_keeps_the_page_of_lower_streams_in_step() -> None:

@@ -128,6 +128,7 @@ def _compile(
         hardware=_hardware(options, flats, device).to_json(),
         unsharded_budget_bytes=None if budget is None else int(budget * GIB),
         resident_budget_bytes=int(options.resident_gib * GIB),
+        max_late=options.reduce_scatter_max_input_buffers - 1,
         replays=options.cudagraphs,
     )
     for key, share in dynamo.read_shares(gm, frame.plan).items():

@@ -29,6 +29,7 @@ from fxshard.ir import meshes
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.launches import Launch
 from fxshard.ir.plan import FramePlan
+from fxshard.ir.tags import ShardKey
 from fxshard.options import Options
 from fxshard.passes import pipeline as pipelines
 from fxshard.passes._base import GraphKind, GraphPass
@@ -51,10 +52,7 @@ class CompiledFacts:
     outputs: tuple[str, ...]  # type of each
     layouts: dict[int, MemoryLayout]  # of a backward: how its inputs must lie in memory
     strides: Strides = None  # of a forward's results
-
-    def launching(self, sequence: tuple[Launch, ...]) -> CompiledFacts:
-        """Return the same, of a graph with these collectives."""
-        return dataclasses.replace(self, launches=sequence)
+    late: dict[int, ShardKey] = dataclasses.field(default_factory=dict)  # as in `dispatch.Code`
 
     @property
     def signature(self) -> list[str]:

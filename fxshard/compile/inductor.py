@@ -241,6 +241,13 @@ def _zeros(parameters: Sequence[Any], index: int) -> Any:
     return lowering.full(like.get_size(), 0, dtype=like.get_dtype(), device=like.get_device())
 
 
+def _deferred_wait(launched: Any) -> Any:
+    """Lower it as a wait, up to which what was sent is kept."""
+    inductor_ir._WaitKernel.create_wait(ops.DEFERRED_WAIT, launched)
+    return launched
+
+
+lowering.register_lowering(ops.DEFERRED_WAIT, type_promotion_kind=None)(_deferred_wait)
 lowering.register_lowering(ops.ZERO_GRADIENT, type_promotion_kind=None)(_zeros)
 lowering.make_fallback(ops.COPY_IN, lowering.require_contiguous)
 lowering.make_fallback(ops.KEEP_ROWS, lowering.require_contiguous)

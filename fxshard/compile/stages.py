@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from functorch.compile import min_cut_rematerialization_partition
@@ -81,12 +82,18 @@ class Stages:
 
     def split(self, gm: fx.GraphModule, kind: GraphKind, inputs: Sequence[Any]) -> CompiledFacts:
         """Run the split stage of one graph, in place; return what must be known of the graph to run it."""
-        facts = self._facts(gm.graph, kind, inputs)
+        facts, gradients = self._facts(gm.graph, kind, inputs), signature.gradients_of(gm.graph)
         passes = in_step(self.pipeline.split) if self.frame.plan.in_step else self.pipeline.split
         if self.variant != PLAIN:
             passes = of_variant(passes, self.variant, self.options.lower)
         _manager.run(gm, passes, self._context(kind), given=SPLIT_GIVEN, stage=self._named(kind))
-        return facts.launching(launches.sequence(gm.graph, buckets.parts_of(gm.graph, self.frame.plan)))
+        late = {
+            i: gradients[i]
+            for i, result in enumerate(signature.results_of(gm.graph))
+            if isinstance(result, fx.Node) and result.target is ops.DEFERRED_WAIT
+        }
+        sequence = launches.sequence(gm.graph, buckets.parts_of(gm.graph, self.frame.plan))
+        return replace(facts, launches=sequence, late=late)
 
     def last(self, gm: fx.GraphModule, kind: GraphKind) -> None:
         """Run the last and the codegen stage of one graph, in place; the latter on a copy where no code is made."""

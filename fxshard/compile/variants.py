@@ -95,7 +95,7 @@ class Compilation:
         self._stages, self._frame = stages, stages.frame
         self._history = stages.history
         self._context = CompileContext.capture(self._captured)
-        self._made: dict[GraphKind, tuple[Callable[..., Any], CompiledFacts]] = {}
+        self._made: dict[GraphKind, tuple[GuardedCode, CompiledFacts]] = {}
 
     @property
     def _captured(self) -> fx.Graph:
@@ -167,7 +167,7 @@ class Compilation:
             return run
         dispatch = BackwardDispatch if facts.kind == "backward" else ForwardDispatch
         compile_variant = functools.partial(self._compile_variant, facts.kind)
-        return dispatch(Code(run, facts.layouts), facts.reads, self._frame, compile_variant)
+        return dispatch(Code(run, facts.layouts, facts.late), facts.reads, self._frame, compile_variant)
 
     def restore(self, facts: CompiledFacts) -> None:
         """Tell the frame what the passes found out when this code, found in a cache, was compiled."""
@@ -185,7 +185,7 @@ class Compilation:
             raise InvariantError(f"the {name} {kind} takes or gives other things than the plain one.")
         ours, theirs = self._frame.history, other._frame.history
         self._frame.history = LazyHistory(lambda: with_variant(ours, theirs, kind))
-        return Code(made[0], made[1].layouts)
+        return Code(made[0], made[1].layouts, made[1].late)
 
     def _replay(self) -> dict[str, dict[str, PassResult]]:
         """Run all passes again, and return what the history then has."""

@@ -115,7 +115,7 @@ class ComputeModel:
             return True
         if (
             (collectives.is_launch(node) and not collectives.waits_itself(node))
-            or target is collectives.WAIT
+            or target in collectives.WAITS
             or ops.is_unshard(node)
             or ops.is_reduce_grad(node)
         ):

@@ -222,7 +222,7 @@ def _needs(
             needs[node] = _found(cast, read)
             filled |= dict.fromkeys(made, node)
         elif collectives.is_wait(node):
-            needs[node] = _found(filled, read)
+            needs[node] = _found(filled, read) if node.target is not ops.DEFERRED_WAIT else []
         elif node.target in ops.BETWEEN_HOST_AND_DEVICE:
             needs[node] = _found(filled, read)
             filled |= dict.fromkeys(made, node)

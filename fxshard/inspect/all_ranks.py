@@ -223,7 +223,7 @@ def _call(node: fx.Node, values: Mapping[fx.Node, PerRank], num_ranks: int) -> P
         return tuple(args[0].to("cpu", copy=True) for args, _ in ranks)
     if collectives.is_launch(node):
         return tuple(_from_itself(node, args[0]) for args, _ in ranks)
-    if node.target is collectives.WAIT:
+    if node.target in collectives.WAITS:
         return tuple(args[0] for args, _ in ranks)
     if node.op == "call_method":
         return tuple(operator.methodcaller(str(node.target), *args[1:], **kwargs)(args[0]) for args, kwargs in ranks)

@@ -374,6 +374,7 @@ class _BucketReader:
             for i, shard in enumerate(unit.shards)
             for j, slot in enumerate(shard.slots)
         }
+        self.order = {key: i for i, key in enumerate(plan.units)}
         self.found = LaunchedBuckets()
         self.gradients: dict[int, UnitSlot] = {}  # id of a row -> the parameter whose gradient it is
 
@@ -431,15 +432,14 @@ class _BucketReader:
     def _read_gradient(self, position: int, result: fx.Node) -> None:
         """Find where each gradient in one result comes from."""
         value = self.flow.values.get(result)
-        parts = (None if isinstance(value, tuple) else slot_layout.parts_of_gradient(value)) or []
-        pieces = [piece for _, _, piece in parts if isinstance(piece, Piece)]
-        owner = self._owner(parts) if pieces and all(piece.launch for piece in pieces) else None
-        if owner is None:
+        gradient = None if isinstance(value, tuple) else slot_layout.gradient_of_shard(value)
+        owner = self._owner(gradient) if gradient is not None else None
+        if gradient is None or owner is None:
             return
         unit, shard = owner
         self.found.outputs.setdefault(unit, {})[shard] = position
         for i, slot in enumerate(self.plan.units[unit].shards[shard].slots):
-            row = slot_layout.row_at(parts, slot)
+            row = gradient.row_at(slot)
             if row is not None:
                 self.gradients[id(row)] = (unit, (shard, i))
 
@@ -455,20 +455,23 @@ class _BucketReader:
         calls = {unit: tags.units_of(launch).get(unit, "0") for unit, _ in terms}
         return ReduceBucket(tensors=tensors, terms=terms, calls=calls, dtype=sent[0].dtype)
 
-    def _owner(self, parts: list[slot_layout.GradientPart]) -> tuple[str, int] | None:
+    def _owner(self, gradient: slot_layout.ShardGradient) -> tuple[str, int] | None:
         """Return the unit and shard whose gradient this is: each slot has its own gradient in it, or none.
 
         One node may be the gradient of parameters of several units: each result goes to another one of them.
         """
-        piece = next(piece for _, _, piece in parts if isinstance(piece, Piece))
-        served = tags.units_of(piece.launch) if piece.launch is not None else self.plan.units
-        grads = {fqn for row in piece.concat.rows for fqn in tags.meta_of(row.terms[0]).grads}
-        places = [(unit, shard) for fqn, (unit, (shard, _)) in self.places.items() if fqn in grads]
-        for unit, shard in dict.fromkeys(places):
+        pieces = [piece for piece in gradient.pieces if isinstance(piece, Piece)]
+        launches = [piece.launch for piece in pieces if piece.launch is not None]
+        if not launches or len(launches) < len(pieces):
+            return None
+        served = tags.units_of(launches[0])
+        grads = {fqn for row in gradient.rows for fqn in tags.meta_of(row.terms[0]).grads if fqn in self.places}
+        places = {(unit, shard) for unit, (shard, _) in (self.places[fqn] for fqn in grads)}
+        for unit, shard in sorted(places, key=lambda place: (self.order[place[0]], place[1])):
             if unit not in served or shard in self.found.outputs.get(unit, {}):
                 continue
             slots = self.plan.units[unit].shards[shard].slots
-            found = [(qualified(unit, slot.fqn), slot_layout.row_at(parts, slot)) for slot in slots]
+            found = [(qualified(unit, slot.fqn), gradient.row_at(slot)) for slot in slots]
             rows = [(name, row) for name, row in found if row is not None]
             if rows and all(name in tags.meta_of(row.terms[0]).grads for name, row in rows):
                 return unit, shard

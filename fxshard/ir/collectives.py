@@ -33,6 +33,8 @@ REDUCE_SCATTER_COALESCED = _c10d.reduce_scatter_tensor_coalesced.default
 ALL_REDUCE = _c10d.all_reduce.default
 ALL_REDUCE_COALESCED = _c10d.all_reduce_coalesced.default
 WAIT = _c10d.wait_tensor.default
+WAITS = (WAIT, ops.DEFERRED_WAIT)
+"""Now, or after the graph has ended: `HandOffReductions`."""
 GATHERS = (ALL_GATHER, ALL_GATHER_COALESCED, ops.PREFETCHED_ALL_GATHER, ops.ALL_GATHER_ON_STREAM)
 REDUCTIONS = (REDUCE_SCATTER, REDUCE_SCATTER_COALESCED, ops.REDUCE_SCATTER_ON_STREAM)
 ALL_REDUCES = (ALL_REDUCE, ALL_REDUCE_COALESCED)
@@ -72,8 +74,10 @@ def waits_itself(node: fx.Node) -> bool:
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Return whether a node waits for a collective."""
-    return _is_of(node.target, *_IN_FLIGHT) and node.target._opname in ("wait_tensor", "wait_tensors")
+    """Return whether a node waits for a collective, or stands for a wait after the graph has ended."""
+    return node.target is ops.DEFERRED_WAIT or (
+        _is_of(node.target, *_IN_FLIGHT) and node.target._opname in ("wait_tensor", "wait_tensors")
+    )
 
 
 def _is_of(target: object, *namespaces: str) -> TypeGuard[torch._ops.OpOverload]:

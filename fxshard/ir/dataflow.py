@@ -16,6 +16,8 @@ A description stops at a node tagged `param` (what reads it is compute) and star
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable
@@ -82,6 +84,11 @@ class Concat:
     world_size: int
     dtype: torch.dtype
     divisor: float = 1.0
+
+    @functools.cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where each row begins on one rank, and the end of the last."""
+        return (0, *itertools.accumulate(row_numel(row, self.world_size) for row in self.rows))
 
 
 @dataclass(frozen=True)
@@ -444,7 +451,7 @@ def _rules() -> dict[Any, Rule]:
         ((ops.COPY_IN,), _copy_in),
         ((operator.getitem,), _getitem),
         (collectives.LAUNCHES, _launch),
-        ((collectives.WAIT,), _wait),
+        (collectives.WAITS, _wait),
         ((ops.COPY_OUT,), _copy_out),
         (ops.BETWEEN_HOST_AND_DEVICE, _copy_between),
         (_ZEROS, _zeros),

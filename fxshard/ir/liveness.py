@@ -191,7 +191,7 @@ def _passes_on(node: fx.Node, live: Liveness) -> bool:
 @functools.cache
 def _aliases(target: torch._ops.OpOverload) -> tuple[tuple[int, str] | None, ...]:
     """Return for each result of an op the argument (position, name) in whose memory it lies."""
-    if target in (_UNSAFE_VIEW, collectives.WAIT):
+    if target in (_UNSAFE_VIEW, *collectives.WAITS):
         return ((0, target._schema.arguments[0].name),)
     found: list[tuple[int, str] | None] = []
     arguments = [(i, a.name, a.alias_info.before_set) for i, a in enumerate(target._schema.arguments) if a.alias_info]

@@ -112,6 +112,7 @@ LIBRARY.define(
     "str stream) -> Tensor[]"
 )
 LIBRARY.define("copy_out(Tensor gathered, int[] size, int[] stride, int start, str stream) -> Tensor")
+LIBRARY.define("deferred_wait(Tensor launched) -> Tensor")
 LIBRARY.define("copy_to_device(Tensor shard, str device, str stream) -> Tensor")
 LIBRARY.define("copy_to_host(Tensor gradient, bool pinned, str stream) -> Tensor")
 LIBRARY.define("copy_in(Tensor[] gradients, int world_size, ScalarType dtype) -> Tensor")
@@ -135,6 +136,7 @@ REDUCE_SCATTER_ON_STREAM = torch.ops.fxshard.reduce_scatter_on_stream.default
 ZERO_GRADIENT = torch.ops.fxshard.zero_gradient.default
 KEEP_ROWS = torch.ops.fxshard.keep_rows.default
 COPY_OUT = torch.ops.fxshard.copy_out.default
+DEFERRED_WAIT = torch.ops.fxshard.deferred_wait.default
 COPY_TO_DEVICE = torch.ops.fxshard.copy_to_device.default
 COPY_TO_HOST = torch.ops.fxshard.copy_to_host.default
 BETWEEN_HOST_AND_DEVICE = (COPY_TO_DEVICE, COPY_TO_HOST)
@@ -342,10 +344,16 @@ def fake_kept_rows(parameters: list[Tensor], key: str, num_ranks: int, group_nam
     return parameters[0].new_empty((sum(_kept_numel(parameter, num_ranks) for parameter in parameters),))
 
 
+def _deferred_wait(launched: Tensor) -> Tensor:
+    return launched
+
+
 def _zero_gradient(parameters: list[Tensor], index: int) -> Tensor:
     return parameters[index].new_zeros(parameters[index].shape)
 
 
+LIBRARY.impl("deferred_wait", _deferred_wait, "CompositeExplicitAutograd")
+torch.library.register_fake("fxshard::deferred_wait", _deferred_wait, lib=LIBRARY)
 LIBRARY.impl("zero_gradient", _zero_gradient, "CompositeExplicitAutograd")
 torch.library.register_fake("fxshard::zero_gradient", _zero_gradient, lib=LIBRARY)
 LIBRARY.impl("keep_rows", _keep_rows, "CompositeExplicitAutograd")

@@ -251,6 +251,7 @@ class FramePlan:
     input_names: tuple[str, ...] = ()  # as the user's code calls the inputs; empty for flats
     model_axes: tuple[MeshAxis, ...] = ()  # of the meshes of DTensors in the user's code
     metadata: frozenset[int] = frozenset()  # the inputs with which gathered bytes become parameters, by index
+    is_part: bool = False  # whether the model has other units, which run in other graphs
 
     def unit_of(self, module: str) -> str:
         """Return the key of the unit that a module (an FQN) belongs to: the one whose module is nearest around it."""

@@ -31,7 +31,7 @@ def _line(node: fx.Node, results: Mapping[str, str]) -> str:
     meta = tags.meta_of(node)
     said = {"after": meta.after, "control_deps": meta.control_deps, "stream": (meta.stream,) if meta.stream else ()}
     namespace, _, op = str(node.target).removesuffix(".default").partition(".")
-    is_ours = collectives.is_launch(node) and namespace == "fxshard"
+    is_ours = namespace == "fxshard" and (collectives.is_launch(node) or collectives.is_wait(node))
     if is_ours and "role" in (given := collectives.arguments_of(node)):
         said["role"] = (given["role"],)
     comments = (f"  # {key}={','.join(results.get(name, name) for name in said[key])}" for key in said if said[key])

@@ -6,6 +6,7 @@ from torch import fx
 
 from fxshard.ir import ops, text
 from fxshard.ir.collectives import SlotIndex
+from fxshard.ir.tags import ShardKey
 
 
 def inputs_of(graph: fx.Graph) -> tuple[str, ...]:
@@ -22,6 +23,12 @@ def results_of(graph: fx.Graph) -> list[fx.node.Argument]:
 def type_of(value: fx.node.Argument) -> str:
     """Return the type of a node as the printer writes it; other values as they are."""
     return (text.type_text(value) or "untyped") if isinstance(value, fx.Node) else str(value)
+
+
+def gradients_of(graph: fx.Graph) -> dict[int, ShardKey]:
+    """Map index of a result -> the shard whose gradient it is, in a graph with markers."""
+    markers = {i: ops.reduce_markers(result) for i, result in enumerate(results_of(graph))}
+    return {i: ShardKey(ops.key_of(found[0]).unit, ops.key_of(found[0]).shard) for i, found in markers.items() if found}
 
 
 def trained_by(graph: fx.Graph) -> dict[str, list[SlotIndex]]:

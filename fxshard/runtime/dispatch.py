@@ -9,8 +9,10 @@ forward need not agree, and the code of a backward checks the strides of its inp
 from __future__ import annotations
 
 import dataclasses
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -21,10 +23,12 @@ from fxshard import torch_private
 from fxshard.errors import FxshardError, InvariantError, UnsupportedGraph
 from fxshard.ir.launches import Launch
 from fxshard.ir.liveness import hint_of
+from fxshard.ir.tags import ShardKey
 from fxshard.ir.variant import PLAIN, Slots, Variant
 from fxshard.runtime import accumulation, profiler_ranges, rank_check, unsharded_cache
 from fxshard.runtime.accumulation import Units
 from fxshard.runtime.frame import Frame
+from fxshard.runtime.late_gradients import LateGradient
 from fxshard.runtime.rank_check import Agreement
 
 
@@ -92,21 +96,30 @@ class GuardedCode:
         """Run the code, once the ranks have agreed on what it launches."""
         if not self._launches:
             return self._run(inputs)
-        launches = [launch.renamed(names) for launch in self._launches] if names else self._launches
+        launches = self._launched(names)
         with self._agreement.before(launches), profiler_ranges.of_graph(launches):
             return self._run(inputs)
+
+    def waiting(self, names: Mapping[str, str]) -> AbstractContextManager[None]:
+        """Around a wait, later than a run with units of these names, for what it has left on the link."""
+        return self._agreement.after(self._launched(names))
+
+    def _launched(self, names: Mapping[str, str]) -> Sequence[Launch]:
+        return [launch.renamed(names) for launch in self._launches] if names else self._launches
 
 
 class Code(NamedTuple):
     """A compiled graph.
 
     Attributes:
-        run: a `GuardedCode`.
+        run: it, with the ranks' agreement.
         layouts: how the inputs must lie in memory; see [Note: layouts] in `runtime/dispatch.py`.
+        late: index of a result that it returns before it has arrived -> the unit and shard whose gradient it is.
     """
 
-    run: Callable[[list[Any], Mapping[str, str]], Any]
+    run: GuardedCode
     layouts: dict[int, MemoryLayout]
+    late: Mapping[int, ShardKey] = MappingProxyType({})
 
 
 class Dispatch(ABC):
@@ -206,9 +219,23 @@ class BackwardDispatch(Dispatch):
         inputs.extend(self._resident(which, units))
         for unit in units.values():
             unsharded_cache.reshard_if_reduced(unit)  # if they end: then the graph frees each after its last use
+        for microbatches in dict.fromkeys(unit.microbatches for unit in units.values()):
+            microbatches.late.arrive(keep=self._frame.max_late)
         if call.forward != PLAIN or which != PLAIN:
             restride(inputs, code.layouts)
         with rank_check.telling_others(self._groups):
             results = code.run(inputs, self._frame.names_of(units))
+        if code.late:
+            results = self._deferred(results, code, units)
         accumulation.note_run(which, units, trained)
         return results
+
+    def _deferred(self, results: Sequence[Any], code: Code, units: Units) -> list[Any]:
+        """Hand over the gradients that have not arrived yet; nothing is in their places."""
+        left, waiting = list(results), functools.partial(code.run.waiting, self._frame.names_of(units))
+        for i, (key, shard) in code.late.items():
+            unit, trained = units[key], [slot for j, slot in self._frame.trained[key] if j == shard]
+            gradient = LateGradient(unit.fqn, results[i], unit.shards[shard].sink, trained, waiting)
+            if unit.microbatches.late.defer(gradient):
+                left[i] = None
+        return left

@@ -57,6 +57,7 @@ class GradientSink:
         # By backward: reentrant checkpointing runs backwards inside of a backward.
         self._expected: dict[int | None, set[int]] = {}
         self._separate: dict[int | None, Tensor] = {}
+        self._late: set[int | None] = set()  # backwards that gave a gradient which comes later
         self._specs: dict[int, tuple[Any, Any]] = {}  # id of a parameter's -> that, and the same in `grad_dtype`
 
     def expect(self, slots: Iterable[int]) -> None:
@@ -67,12 +68,22 @@ class GradientSink:
         """Drop what backwards that never ended (an exception) have announced; called when no backward runs."""
         self._expected.clear()
         self._separate.clear()
+        self._late.clear()
 
     def keep(self, grad: Tensor) -> None:
         """Take a gradient that was reduced separately from that of the running backward, which arrives later."""
         backward = torch_private.backward_id()
         earlier = self._separate.get(backward)  # by another graph, of other parameters
         self._separate[backward] = grad if earlier is None else earlier + grad
+
+    def can_be_late(self) -> bool:
+        """Whether nobody looks at the gradient of the running backward before that ends."""
+        is_seen = self.hook is not None or self.is_apart() or torch_private.backward_id() in self._separate
+        return not is_seen and not _have_hooks(self.parameters)
+
+    def expect_late(self) -> None:
+        """Let the running backward bring no gradient of the flat: `give` takes it later."""
+        self._late.add(torch_private.backward_id())
 
     def hand_over(self, flat: Tensor) -> None:
         """Post-accumulate-grad hook of the flat; leaves `flat.grad` None."""
@@ -83,6 +94,9 @@ class GradientSink:
         grad, flat.grad = flat.grad, None
         backward = torch_private.backward_id()
         slots, separate = sorted(self._expected.pop(backward, ())), self._separate.pop(backward, None)
+        if grad is None and backward in self._late:
+            self._late.remove(backward)
+            return
         if grad is None and not slots:
             if separate is not None:
                 raise InvariantError("a gradient was reduced for a backward that brought none.")
@@ -94,22 +108,23 @@ class GradientSink:
             if (taken := self.take_apart(grad if separate is None else separate + grad, slots)) is None:
                 return  # reduced, and to be averaged over replicas in a later backward
             (grad, slots), separate = taken, None
-        slots = [i for i in slots if self.parameters[i].requires_grad]  # what was frozen since forward gets none
-        parameters = [self.parameters[i] for i in slots]
-        has_hooks = any(map(_HOOKS, parameters)) or any(map(_POST_HOOKS, parameters))
-        if separate is not None and has_hooks:  # they see a backward's whole gradient, once
-            grad, separate = separate + grad, None
-        give = _give_one_by_one if has_hooks else _give_together
+        if separate is not None and _have_hooks([self.parameters[i] for i in slots]):
+            grad, separate = separate + grad, None  # they see a backward's whole gradient, once
         for part in (grad,) if separate is None else (separate, grad):
-            part = part.contiguous()
-            if self.hook is not None:
-                with torch.no_grad():
-                    self.hook(part)
-            specs = map(_SPEC, parameters)
-            if self.plan.grad_dtype is not None:
-                specs = map(self._in_grad_dtype, specs)
-            grads = map(_wrap, self._slices(part, slots, parameters), specs)
-            give(parameters, list(grads))
+            self.give(part, slots)
+
+    def give(self, grad: Tensor, slots: Sequence[int]) -> None:
+        """Add slices of a reduced gradient, `[shard_numel]`, to the `.grad` of the parameters in these slots."""
+        slots = [i for i in slots if self.parameters[i].requires_grad]  # what was frozen since forward gets none
+        parameters, grad = [self.parameters[i] for i in slots], grad.contiguous()
+        if self.hook is not None:
+            with torch.no_grad():
+                self.hook(grad)
+        specs = map(_SPEC, parameters)
+        if self.plan.grad_dtype is not None:
+            specs = map(self._in_grad_dtype, specs)
+        grads = list(map(_wrap, self._slices(grad, slots, parameters), specs))
+        (_give_one_by_one if _have_hooks(parameters) else _give_together)(parameters, grads)
 
     def _in_grad_dtype(self, spec: Any) -> Any:
         """The spec of a gradient whose dtype is not its parameter's: one object, which tells that both can be added."""
@@ -128,6 +143,10 @@ class GradientSink:
 
 # A whole train step may be compiled: then Dynamo is on during backward, and must leave our hooks alone.
 _hand_over_eagerly = torch.compiler.disable(GradientSink.take)
+
+
+def _have_hooks(parameters: Sequence[nn.Parameter]) -> bool:
+    return any(map(_HOOKS, parameters)) or any(map(_POST_HOOKS, parameters))
 
 
 def _give_together(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> None:

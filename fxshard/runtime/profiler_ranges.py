@@ -50,6 +50,14 @@ def of_unit(fqn: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def of_wait(fqn: str) -> Iterator[None]:
+    """Around a wait outside of graphs for one unit, which no policy sees."""
+    in_profile = record_function(f"fxshard::wait({fqn or 'root'})") if torch_private.profiler_runs() else nullcontext()
+    with torch_private.unseen_by_policies(), in_profile:
+        yield
+
+
 class _Ranges(torch_private.DispatchMode):
     """Opens the ranges; see [Note: ranges]."""
 

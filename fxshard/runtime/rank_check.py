@@ -139,6 +139,17 @@ class Agreement:
             error.told += tuple(sequences)
             raise
 
+    @contextmanager
+    def after(self, launches: Sequence[Launch]) -> Iterator[None]:
+        """Around a wait for what a run that made these launches has left on the link.
+
+        Raises:
+            RankMismatchError: it would wait for what never comes.
+        """
+        sequences = self._sequences_of(launches)
+        with watching(sequences, launches) as run, _explained(sequences, run.reason):
+            yield
+
     def _sequences_of(self, launches: Sequence[Launch]) -> Mapping[RankGroup, CollectiveSequence]:
         """The rank groups of a run, and what it launches on each."""
         world = dist.group.WORLD

@@ -31,6 +31,7 @@ from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.ir import collectives
 from fxshard.runtime import host_copies, profiler_ranges, rank_check, unsharded_cache
 from fxshard.runtime.accumulation import Waiting
+from fxshard.runtime.late_gradients import LateGradients
 from fxshard.runtime.optimizer_layout import lay_as_parameters
 
 if TYPE_CHECKING:
@@ -46,11 +47,13 @@ class Microbatches:
 
     Attributes:
         units: of the model, in the order in which it names them.
+        late: reduced gradients that have not arrived yet.
         last: whether a backward that ends now is the last one of its step.
         is_ended_by_hand: whether none is, and `end_step` is called instead.
     """
 
     units: Sequence[Unit]
+    late: LateGradients = field(default_factory=LateGradients)
     last: bool = True
     is_ended_by_hand: bool = False
     _begun: int | None = field(default=None, repr=False)
@@ -96,6 +99,7 @@ class Microbatches:
             torch_private.when_backward_ends(functools.partial(self._backward_ends, running))
 
     def _backward_ends(self, which: int) -> None:
+        self.late.arrive()
         if which in self._unended:
             self._end(self.last and not self.is_ended_by_hand)
             self._unended.discard(which)
@@ -109,12 +113,15 @@ class Microbatches:
         rank_check.look_back(groups, are_over=all(unit.device.type == "cpu" for unit in self.units))
 
     def require_whole_sums(self) -> None:
-        """Raise, outside of a backward, if what waits has only a part of a backward that failed.
+        """Raise, outside of a backward, if what waits has only a part of a backward that failed; drop what is late.
 
         Raises:
             UnsupportedGraph: as said.
         """
-        if not self._unended or torch_private.backward_id() is not None:
+        if torch_private.backward_id() is not None:
+            return
+        self.late.drop()
+        if not self._unended:
             return
         waiting = [unit.label for unit in self.units if unit.accumulation.waiting or unit.replica_sums.waiting]
         if waiting:
@@ -126,7 +133,8 @@ class Microbatches:
         self._unended.clear()
 
     def drop(self, units: Iterable[Unit]) -> None:
-        """Forget the gradients of some units that wait."""
+        """Forget the gradients of some units that wait, and what a backward that failed has left."""
+        self.late.drop()
         for unit in units:
             unit.accumulation.waiting.clear()
             unit.replica_sums.drop()

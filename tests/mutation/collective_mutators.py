@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, fx
 
-from fxshard.ir import collectives, signature, tags
+from fxshard.ir import collectives, ops, signature, tags
 from tests.mutation.edits import (
     GATHERS,
     Edit,
@@ -44,6 +44,15 @@ def read_a_launch(graph: fx.Graph) -> Iterator[Edit]:
     for wait in waits(graph):
         for reader in wait.users:
             yield reader, edit(read_instead, reader, wait, wait.args[0])
+
+
+def defer_a_wait(graph: fx.Graph) -> Iterator[Edit]:
+    """What is read in the graph, or is no gradient, is left on the link."""
+    for wait in waits(graph):
+        reductions = (*collectives.REDUCTIONS, *collectives.ALL_REDUCES)
+        is_reduced = any(source.target in reductions for source in (wait, *wait.all_input_nodes))
+        if not is_reduced or wait not in signature.results_of(graph):
+            yield wait, edit(setattr, wait, "target", ops.DEFERRED_WAIT)
 
 
 def wait_twice(graph: fx.Graph) -> Iterator[Edit]:
@@ -282,6 +291,7 @@ MUTATORS = (
     run_a_launch_elsewhere,
     write_what_is_sent,
     drop_a_wait,
+    defer_a_wait,
     read_a_launch,
     wait_twice,
     wait_for_a_wait,

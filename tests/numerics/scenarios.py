@@ -148,7 +148,7 @@ _LIST: Final[Mapping[str, tuple[Scenario, Lane]]] = {
     "a unit of two graphs": (replace(REGRESSION, model=ReadOnBothSides), Lane.ONE_RANK),
     "each block compiled alone": (
         replace(LANGUAGE, prepare=compile_each_block),
-        RANKS_BOTH | ONE_RANK_BOTH | Lane.LINK,
+        RANKS_BOTH | ONE_RANK_BOTH | LINK_BOTH | Lane.LINK_COMPILED_BF16,
     ),
     "nothing compiled": (replace(LANGUAGE, prepare=only_shard), Lane.ONE_RANK),
     "units inside units": (replace(LANGUAGE, prepare=shard_nested), RANKS_BOTH | Lane.ONE_RANK),

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import gc
-import re
-from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _get_work_registry_size
-from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from fxshard import fully_shard
 from fxshard.compile.backend import frames_of
 from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.runtime.prefetcher import Prefetcher
@@ -24,103 +20,20 @@ from fxshard.sharding.sharded_module import ShardedModule, units_under
 from fxshard.testing import EmulatedLink
 from tests.numerics.harness import EAGER
 from tests.pairwise import slow
-
-WORDS = {"unshard": "ag", "wait": "w", "reduce": "rs"}
-RANGE = re.compile(r"fxshard::(unshard|wait|reduce)\((?:blocks\.)?(.*)\)")
-NUM_BLOCKS = 4
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, width), nn.Linear(width, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + cast(Tensor, self.down(torch.relu(self.up(x))))
-
-
-class Blocks(nn.Module):
-    """Nothing but blocks; those of different widths do not share a graph. `skipped` are left out."""
-
-    skipped: Sequence[int] = ()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(8 + i) for i in range(NUM_BLOCKS))
-        self.breaks = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        for i, block in enumerate(self.blocks):
-            if self.breaks:
-                torch._dynamo.graph_break()
-            if i not in self.skipped:
-                x = block(x)
-        return x
-
-
-def sharded(link: EmulatedLink, model_type: Callable[[], Blocks] = Blocks) -> Blocks:
-    torch.manual_seed(0)
-    model = model_type()
-    for block in model.blocks:
-        fully_shard(block, mesh=link.mesh)
-    fully_shard(model, mesh=link.mesh)
-    return model
-
-
-def block_by_block(link: EmulatedLink, model_type: Callable[[], Blocks] = Blocks, **options: Any) -> Blocks:
-    model = sharded(link, model_type)
-    for block in model.blocks:
-        block.compile(backend="fxshard", options={"lower": "eager"} | options)
-    return model
-
-
-def step(model: nn.Module) -> Tensor:
-    """The gradients of a step, in one tensor."""
-    model.zero_grad()
-    torch.manual_seed(1)
-    model(torch.randn(3, 4)).square().sum().backward()
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    return torch.cat([cast(DTensor, grad).to_local().flatten() for grad in grads])
-
-
-def issued(model: nn.Module) -> list[str]:
-    """What forward and backward of a step launch and wait for, and when a block computes: `c`."""
-    torch.manual_seed(1)
-    x = torch.randn(3, 4)
-    words = []
-    with profile(activities=[ProfilerActivity.CPU]) as forward:
-        loss = model(x).square().sum()
-    with profile(activities=[ProfilerActivity.CPU]) as backward:
-        loss.backward()
-    for record in (forward, backward):
-        found: list[str] = []
-        for event in sorted(record.events() or (), key=lambda event: event.time_range.start):
-            match = RANGE.fullmatch(event.name)
-            word = "c" if event.name in ("aten::addmm", "aten::mm") else ""
-            word = WORDS[match[1]] + match[2] if match else word
-            if word and found[-1:] != [word]:
-                found.append(word)
-        words.append(" ".join(found))
-    return words
-
-
-def warm(model: Blocks) -> Blocks:
-    """After a step, in which the prefetch cache has seen what follows what."""
-    step(model)
-    return model
+from tests.runtime.blocks import NUM_BLOCKS, RANGE, Block, Blocks, block_by_block, issued, sharded, step, warm
 
 
 def test_gathers_the_next_block_before_one_computes(link: EmulatedLink) -> None:
     forward, backward = issued(warm(block_by_block(link)))
     assert forward == "ag0 ag1 w0 c ag2 w1 c ag3 w2 c w3 c"
-    assert backward == "ag3 ag2 w3 c rs3 w3 ag1 w2 c rs2 w2 ag0 w1 c rs1 w1 w0 c rs0 w0"
+    assert backward == "ag3 ag2 w3 c rs3 ag1 w2 c rs2 w3 ag0 w1 c rs1 w2 w0 c rs0 w1 w0"
 
 
 @pytest.mark.slow
 def test_gathers_nothing_ahead_in_the_first_step_or_without_prefetch(link: EmulatedLink) -> None:
     alone = [
         "ag0 w0 c ag1 w1 c ag2 w2 c ag3 w3 c",
-        "ag3 w3 c rs3 w3 ag2 w2 c rs2 w2 ag1 w1 c rs1 w1 ag0 w0 c rs0 w0",
+        "ag3 w3 c rs3 ag2 w2 c rs2 w3 ag1 w1 c rs1 w2 ag0 w0 c rs0 w1 w0",
     ]
     assert issued(warm(block_by_block(link, prefetch=0))) == alone
     model = warm(block_by_block(link))
@@ -136,7 +49,7 @@ def test_follows_lists_from_graph_to_graph(link: EmulatedLink) -> None:
         block.set_modules_to_backward_prefetch(None)
     forward, backward = issued(warm(model))
     assert forward == "ag0 ag1 ag2 w0 c ag3 w1 c w2 c w3 c"
-    assert backward == "ag3 w3 c rs3 w3 ag2 w2 c rs2 w2 ag1 w1 c rs1 w1 ag0 w0 c rs0 w0"
+    assert backward == "ag3 w3 c rs3 ag2 w2 c rs2 w3 ag1 w1 c rs1 w2 ag0 w0 c rs0 w1 w0"
 
 
 def test_hands_over_where_a_model_breaks_into_graphs(link: EmulatedLink) -> None:

@@ -15,6 +15,8 @@ from fxshard.ir import collectives, dataflow, launches, ops, regions, signature,
 from fxshard.ir.dataflow import Dataflow, Value
 from fxshard.ir.plan import FramePlan, ParameterKey, ShardPlan, Slot, UnitPlan, qualified
 from fxshard.ir.properties import GraphKind, Property
+from fxshard.ir.tags import ShardKey
+from fxshard.ir.verify.slot_layout import ShardGradient, gradient_of_shard
 
 ReadName = tuple[str, str | None]
 """What a node reads: a parameter and in which call of its unit (`None`: not known), or another node by its name."""
@@ -29,7 +31,7 @@ class Baseline:
     inputs: tuple[str, ...]  # name and type of each
     outputs: tuple[str, ...]  # type of each, "None" where there is none
     promised: dict[ParameterKey, int]  # how many gradients the markers add up; empty without markers
-    gradients: dict[int, tuple[str, int]]  # output index -> the (unit, shard) whose gradient it is
+    gradients: dict[int, ShardKey]  # output index -> the shard whose gradient it is
     had_launches: bool  # of ours, at the start: then more is reduced than was promised
     sequence: tuple[str, ...]  # the launches of every group, in order
     payloads: tuple[tuple[str, ...], ...]  # what each launch of ours sends, in words; see `payload_of`
@@ -76,6 +78,11 @@ class Subject:
     def all_reduces(self) -> list[fx.Node]:
         """Those that average what the reductions leave over the replicas."""
         return [launch for launch in self.launches if launch.target in collectives.ALL_REDUCES]
+
+    @functools.cached_property
+    def gradients(self) -> dict[int, ShardGradient | None]:
+        """Map each output that must be a shard's gradient -> what it is made of; `None` if it is something else."""
+        return {output: gradient_of_shard(self.value_of(output)) for output in self.baseline.gradients}
 
     @functools.cached_property
     def slots(self) -> dict[str, list[tuple[str, int, Slot]]]:
@@ -138,15 +145,13 @@ def baseline_of(
     results = signature.results_of(graph)
     launched = [n for n in graph.nodes if n.target in collectives.LAUNCHES and tags.meta_of(n).calls]
     flow = dataflow.dataflow_of(graph, plan) if launched else Dataflow()
-    summands = {i: ops.reduce_markers(result) for i, result in enumerate(results)}
-    gradients = {i: (ops.key_of(m[0]).unit, ops.key_of(m[0]).shard) for i, m in summands.items() if m}
     return Baseline(
         plan=plan,
         kind=kind,
         inputs=signature.inputs_of(graph),
         outputs=tuple(signature.type_of(result) for result in results),
         promised=expected_reductions(results),
-        gradients=gradients,
+        gradients=signature.gradients_of(graph),
         had_launches=bool(launched),
         sequence=sequence_of(graph),
         payloads=tuple(payload_of(launch, flow) for launch in launched),

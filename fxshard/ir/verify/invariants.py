@@ -118,9 +118,23 @@ def launch_has_one_wait(subject: Subject) -> Iterator[Violation]:
 
 def _not_waited_for(result: fx.Node) -> Iterator[str]:
     readers = list(result.users)
-    if len(readers) != 1 or readers[0].target is not collectives.WAIT:
+    if len(readers) != 1 or readers[0].target not in collectives.WAITS:
         names = ", ".join(_name(reader) for reader in readers) or "none"
         yield f"expected one user, its wait; found {names}"
+
+
+def deferred_waits_are_for_results(subject: Subject) -> Iterator[Violation]:
+    """What a graph leaves on the link is a reduced gradient that it returns once, and reads in no other way."""
+    for node in subject.graph.find_nodes(op="call_function", target=ops.DEFERRED_WAIT):
+        launch = node.all_input_nodes[0]
+        launch = launch.all_input_nodes[0] if launch.target is operator.getitem else launch
+        if launch.target not in (*collectives.REDUCTIONS, *collectives.ALL_REDUCES):
+            yield node, f"{_name(launch)} is no reduction"
+        output = subject.results.index(node) if node in subject.results else -1
+        if output not in subject.baseline.gradients and not subject.baseline.had_launches:
+            yield node, "it is no gradient that the graph returns"
+        if len(node.users) != 1 or subject.results.count(node) != 1:
+            yield node, "it is read before it has arrived"
 
 
 def side_streams_meet_the_main_one_at_waits(subject: Subject) -> Iterator[Violation]:
@@ -175,7 +189,7 @@ def values_are_read_after_they_are_there(subject: Subject) -> Iterator[Violation
 def buffers_in_flight_are_waited_for(subject: Subject) -> Iterator[Violation]:
     """Between a launch and its wait nothing reads the buffer, and a wait of ours completes a launch."""
     for node in subject.graph.nodes:
-        is_wait = node.target is collectives.WAIT
+        is_wait = node.target in collectives.WAITS
         values = {n: subject.flow.values.get(n) for n in node.all_input_nodes}
         for source, value in values.items():
             if isinstance(value, dataflow.InFlight) and not is_wait and value.index is not None:
@@ -275,18 +289,18 @@ def what_a_subgroup_keeps_is_its_shard(subject: Subject) -> Iterator[Violation]:
 def gradients_reach_their_slots(subject: Subject) -> Iterator[Violation]:
     """The gradient of each parameter is in its slot of its shard's gradient: all of its terms, each once."""
     for output, (unit, shard) in subject.baseline.gradients.items():
-        parts = slot_layout.parts_of_gradient(subject.value_of(output))
+        found = subject.gradients[output]
         node = _result_node(subject, output)
-        if parts is None:
+        if found is None:
             yield node, f"output {output} is not the reduced gradient of shard {shard} of unit {unit or 'root'!r}"
             continue
         for slot, place in baseline.parameter_keys_of(subject.baseline.plan, unit, shard):
-            row, promised = slot_layout.row_at(parts, slot), subject.baseline.promised.get(place, 0)
+            row, promised = found.row_at(slot), subject.baseline.promised.get(place, 0)
             if row is not None and not promised:
                 yield node, f"{slot.fqn} has no gradient, but {_name(row.terms[0])} is in its slot"
             elif row is not None:
                 yield from ((node, why) for why in _wrong_terms(subject, qualified(unit, slot.fqn), row, promised))
-            elif promised or not slot_layout.is_zero(parts, slot):
+            elif promised or not found.is_zero(slot):
                 yield node, f"{slot.fqn} is not in its slot of the reduced gradient"
 
 
@@ -294,12 +308,9 @@ def gradients_are_reduced_once(subject: Subject) -> Iterator[Violation]:
     """Every gradient is sent by one launch, and what a launch reduces is used."""
     placed: Counter[int] = Counter()
     for output, (unit, shard) in subject.baseline.gradients.items():
-        parts = slot_layout.parts_of_gradient(subject.value_of(output)) or []
-        rows = (
-            slot_layout.row_at(parts, slot)
-            for slot, _ in baseline.parameter_keys_of(subject.baseline.plan, unit, shard)
-        )
-        placed.update(id(row) for row in rows if row is not None)
+        if found := subject.gradients[output]:
+            keys = baseline.parameter_keys_of(subject.baseline.plan, unit, shard)
+            placed.update(id(row) for slot, _ in keys if (row := found.row_at(slot)) is not None)
     sent = [(launch, row) for launch in subject.reductions for row in _rows(subject, launch)]
     counts = Counter(id(row) for _, row in sent)
     for launch, row in sent:
@@ -320,16 +331,17 @@ def reductions_match_the_plan(subject: Subject) -> Iterator[Violation]:
                 yield launch, f"its gradients are cut for {value.world_size} ranks"
     for output, (key, shard) in subject.baseline.gradients.items():
         unit, plan = units[key], units[key].shards[shard]
-        parts = slot_layout.parts_of_gradient(subject.value_of(output)) or []
-        for _, _, piece in parts:
+        if (found := subject.gradients[output]) is None:
+            continue
+        for piece in found.pieces:
             if isinstance(piece, dataflow.Piece):
                 yield from ((_result_node(subject, output), why) for why in slot_layout.wrong_result(piece, unit, plan))
         for slot, _ in baseline.parameter_keys_of(subject.baseline.plan, key, shard):
-            row, found = slot_layout.row_at(parts, slot), slot_layout.piece_at(parts, slot)
-            reduced_by = found.launch if found is not None else None
-            if row is not None and found is not None and reduced_by is not None:
+            row, sent = found.row_at(slot), found.piece_at(slot)
+            reduced_by = sent.launch if sent is not None else None
+            if row is not None and sent is not None and reduced_by is not None:
                 wrong = [*slot_layout.wrong_ranks(reduced_by, unit)]
-                wrong += slot_layout.wrong_reduction(reduced_by, found.concat, row, unit, plan)
+                wrong += slot_layout.wrong_reduction(reduced_by, sent.concat, row, unit, plan)
                 yield from ((reduced_by, f"{slot.fqn}: {why}") for why in wrong)
 
 
@@ -338,7 +350,8 @@ def reduced_shards_are_averaged_over_replicas(subject: Subject) -> Iterator[Viol
     used: set[fx.Node | None] = set()
     for output, (key, _) in subject.baseline.gradients.items():
         unit, node = subject.baseline.plan.units[key], _result_node(subject, output)
-        for _, _, piece in slot_layout.parts_of_gradient(subject.value_of(output)) or []:
+        found = subject.gradients[output]
+        for piece in found.pieces if found is not None else ():
             if isinstance(piece, dataflow.Piece):
                 used.add(piece.all_reduce)
                 yield from ((piece.all_reduce or node, why) for why in slot_layout.wrong_all_reduce(piece, unit))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import bisect
+import itertools
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import fx
@@ -12,9 +14,6 @@ from fxshard.ir.dataflow import Concat, Flat, GradientRow, Piece, Window, Zeros
 from fxshard.ir.plan import ShardPlan, Slot, UnitPlan
 from fxshard.ir.strided import View, whole
 from fxshard.torch_private import REDUCES_IN_STORAGE_DTYPE
-
-GradientPart = tuple[int, int, Piece | Zeros]
-"""First element in a shard's gradient, number of elements, what they are."""
 
 
 def is_slot(value: Flat | Window, unit: str, shard: int, slot: Slot, plan: UnitPlan) -> bool:
@@ -50,50 +49,63 @@ def lies_in(slot: Slot, flat: Flat) -> bool:
     return bool(slot.numel) and flat.start <= slot.offset < flat.start + flat.numel
 
 
-def parts_of_gradient(value: dataflow.Value | None) -> list[GradientPart] | None:
-    """Return a shard's gradient, piece by piece; `None` if it is something else."""
+class ShardGradient:
+    """What the gradient of one shard is made of, piece after piece.
+
+    Attributes:
+        pieces: reduced buffers, and zeros where there is no gradient.
+    """
+
+    def __init__(self, pieces: Sequence[Piece | Zeros]) -> None:
+        self.pieces = tuple(pieces)
+        sizes = [piece.numel if isinstance(piece, Zeros) else piece.view.numel for piece in self.pieces]
+        self._starts = [0, *itertools.accumulate(sizes)]
+        self._rows: dict[tuple[int, int], tuple[GradientRow, Piece]] = {}
+        for start, numel, piece in zip(self._starts, sizes, self.pieces, strict=False):
+            if isinstance(piece, Piece) and piece.view.is_contiguous():
+                for offset, row, size in _rows_of(piece, numel):
+                    self._rows.setdefault((start + offset, size), (row, piece))
+
+    @property
+    def rows(self) -> list[GradientRow]:
+        """The gradients that lie whole in it."""
+        return [row for row, _ in self._rows.values()]
+
+    def row_at(self, slot: Slot) -> GradientRow | None:
+        """Return the gradient that lies in `slot`, `None` if no single one does."""
+        row, _ = self._rows.get((slot.offset, slot.numel), (None, None))
+        return row
+
+    def piece_at(self, slot: Slot) -> Piece | None:
+        """Return the reduced buffer in which the gradient in `slot` lies."""
+        _, piece = self._rows.get((slot.offset, slot.numel), (None, None))
+        return piece
+
+    def is_zero(self, slot: Slot) -> bool:
+        """Return whether `slot` has no gradient."""
+        first = max(0, bisect.bisect_right(self._starts, slot.offset) - 1)
+        last = bisect.bisect_left(self._starts, slot.offset + slot.numel)
+        overlapping = self.pieces[first:last]
+        return bool(overlapping) and all(isinstance(piece, Zeros) for piece in overlapping)
+
+
+def gradient_of_shard(value: dataflow.Value | None) -> ShardGradient | None:
+    """Return what a shard's gradient is made of; `None` if it is something else."""
     found = dataflow.on_one_rank(value.gradient if isinstance(value, dataflow.OnHost) else value)
     pieces = found.parts if isinstance(found, dataflow.Assembled) else (found,)
-    parts: list[GradientPart] = []
-    start = 0
-    for piece in pieces:
-        if not isinstance(piece, Piece | Zeros):
-            return None
-        numel = piece.numel if isinstance(piece, Zeros) else piece.view.numel
-        parts.append((start, numel, piece))
-        start += numel
-    return parts
+    known = [piece for piece in pieces if isinstance(piece, Piece | Zeros)]
+    return ShardGradient(known) if len(known) == len(pieces) else None
 
 
-def row_at(parts: list[GradientPart], slot: Slot) -> GradientRow | None:
-    """Return the gradient that lies in `slot`, `None` if no single one does."""
-    found = _found_at(parts, slot)
-    return found[0] if found is not None else None
-
-
-def piece_at(parts: list[GradientPart], slot: Slot) -> Piece | None:
-    """Return the reduced buffer in which the gradient in `slot` lies."""
-    found = _found_at(parts, slot)
-    return found[1] if found is not None else None
-
-
-def _found_at(parts: list[GradientPart], slot: Slot) -> tuple[GradientRow, Piece] | None:
-    for start, numel, piece in parts:
-        if isinstance(piece, Zeros) or not start <= slot.offset < start + numel or not piece.view.is_contiguous():
-            continue
-        offset = piece.view.start + slot.offset - start
-        for row in piece.concat.rows:
-            size = dataflow.row_numel(row, piece.concat.world_size)
-            if offset == 0 and size == slot.numel and slot.offset + size <= start + numel:
-                return row, piece
-            offset -= size
-    return None
-
-
-def is_zero(parts: list[GradientPart], slot: Slot) -> bool:
-    """Return whether `slot` has no gradient."""
-    overlapping = [piece for start, n, piece in parts if start < slot.offset + slot.numel and slot.offset < start + n]
-    return bool(overlapping) and all(isinstance(piece, Zeros) for piece in overlapping)
+def _rows_of(piece: Piece, numel: int) -> Iterator[tuple[int, GradientRow, int]]:
+    """Yield the gradients that lie whole in a piece: where they begin in it, they, and their size on one rank."""
+    rows, starts = piece.concat.rows, piece.concat.starts
+    for i in range(bisect.bisect_left(starts, piece.view.start), len(rows)):
+        offset, size = starts[i] - piece.view.start, starts[i + 1] - starts[i]
+        if offset >= numel:
+            return
+        if offset + size <= numel:
+            yield offset, rows[i], size
 
 
 def sent_by(launch: fx.Node, found: dataflow.Dataflow) -> list[Concat | None]:

@@ -130,6 +130,7 @@ INVARIANTS: tuple[Invariant, ...] = (
     Invariant(check=in_step.zero_gradients_are_of_their_parameters, applies=_tagged),
     Invariant(check=invariants.no_marker_is_left, applies=_explicit),
     Invariant(check=invariants.launch_has_one_wait, applies=_explicit),
+    Invariant(check=invariants.deferred_waits_are_for_results, applies=_explicit),
     Invariant(check=invariants.buffers_in_flight_are_waited_for, applies=_followed),
     Invariant(check=invariants.side_streams_meet_the_main_one_at_waits, applies=_explicit),
     Invariant(check=invariants.nothing_is_written_while_in_use, applies=_explicit),

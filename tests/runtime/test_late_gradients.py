@@ -1,0 +1,149 @@
+"""Reductions that are on the link when their graph ends: same bits, who sees them when, and backwards that fail."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import _get_work_registry_size
+from torch.distributed.tensor import DTensor
+
+from fxshard.sharding.sharded_module import ShardedModule, units_under
+from fxshard.testing import EmulatedLink
+from tests.pairwise import slow
+from tests.runtime.blocks import Blocks, block_by_block, issued, step, warm
+
+LOWERS = pytest.mark.parametrize("lower", ["eager", slow("inductor")])
+
+
+def late(model: nn.Module) -> int:
+    """How many reductions are late now."""
+    return len(units_under(model)[0].microbatches.late._late)
+
+
+def pair(link: EmulatedLink, **options: Any) -> tuple[Blocks, Blocks]:
+    """The model, and one whose graphs wait for everything themselves."""
+    return block_by_block(link, **options), block_by_block(link, **options | {"streams": "off"})
+
+
+def local_grads(model: nn.Module) -> Tensor:
+    grads = [cast(DTensor, p.grad).to_local().flatten() for p in model.parameters() if p.grad is not None]
+    return torch.cat(grads)
+
+
+@LOWERS
+def test_gradients_are_the_same_to_the_bit(link: EmulatedLink, lower: str) -> None:
+    model, reference = pair(link, lower=lower)
+    for _ in range(3):
+        assert torch.equal(step(model), step(reference))
+    assert late(model) == 0
+
+
+@LOWERS
+def test_they_are_added_to_what_was_there(link: EmulatedLink, lower: str) -> None:
+    models = pair(link, lower=lower)
+    for model in models:
+        for seed in range(3):
+            torch.manual_seed(seed)
+            model(torch.randn(3, 4)).square().sum().backward()
+    assert torch.equal(*map(local_grads, models))
+
+
+@LOWERS
+def test_microbatches_end_in_them(link: EmulatedLink, lower: str) -> None:
+    models = pair(link, lower=lower)
+    for model in models:
+        for seed in range(3):
+            torch.manual_seed(seed)
+            cast(ShardedModule, model).set_requires_gradient_sync(seed == 2)
+            model(torch.randn(3, 4)).square().sum().backward()
+    assert torch.equal(*map(local_grads, models))
+
+
+@pytest.mark.parametrize(
+    ("max_buffers", "expected"),
+    [
+        (1, "ag3 ag2 w3 c rs3 w3 ag1 w2 c rs2 w2 ag0 w1 c rs1 w1 w0 c rs0 w0"),
+        (3, "ag3 ag2 w3 c rs3 ag1 w2 c rs2 ag0 w1 c rs1 w3 w0 c rs0 w2 w1 w0"),
+    ],
+)
+def test_no_more_are_late_than_may_be_in_flight(link: EmulatedLink, max_buffers: int, expected: str) -> None:
+    _, backward = issued(warm(block_by_block(link, reduce_scatter_max_input_buffers=max_buffers)))
+    assert backward == expected
+
+
+def _with_tensor_hook(model: Blocks, seen: list[Tensor]) -> None:
+    next(iter(model.blocks[2].parameters())).register_hook(lambda grad: seen.append(grad.to_local().clone()))
+
+
+def _with_post_hook(model: Blocks, seen: list[Tensor]) -> None:
+    def keep(parameter: Tensor) -> None:
+        seen.append(cast(DTensor, parameter.grad).to_local().clone())
+
+    next(iter(model.blocks[2].parameters())).register_post_accumulate_grad_hook(keep)
+
+
+@pytest.mark.parametrize("register", [_with_tensor_hook, _with_post_hook])
+def test_hooks_of_parameters_run_when_their_block_ends(
+    link: EmulatedLink, register: Callable[[Blocks, list[Tensor]], None]
+) -> None:
+    model, reference = pair(link)
+    seen: list[Tensor] = []
+    places: list[int] = []
+    register(model, seen)
+    model.blocks[0].register_full_backward_hook(lambda *_: places.append(len(seen)))
+    assert torch.equal(step(model), step(reference))
+    grad = cast(DTensor, next(iter(reference.blocks[2].parameters())).grad)
+    assert torch.equal(seen[0], grad.to_local())
+    assert places == [1]  # before the first block's backward has ended
+
+
+def test_a_backward_that_fails_leaves_nothing_to_the_next_step(link: EmulatedLink) -> None:
+    model, reference = pair(link)
+    expected, waiting = step(reference), _get_work_registry_size()
+    fails = [True]
+
+    def fail(*_: Any) -> None:
+        if fails[0]:
+            raise KeyboardInterrupt
+
+    model.blocks[1].register_full_backward_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        step(model)
+    assert late(model) > 0
+    fails[0] = False
+    model.zero_grad()
+    assert torch.equal(step(model), expected)
+    assert (late(model), _get_work_registry_size()) == (0, waiting)
+
+
+def test_reset_iter_state_and_the_end_of_a_model_wait_for_what_is_left(link: EmulatedLink) -> None:
+    waiting = _get_work_registry_size()
+    for ends in ("reset", "deleted"):
+        model = block_by_block(link)
+        model.blocks[1].register_full_backward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            step(model)
+        assert _get_work_registry_size() > waiting
+        if ends == "reset":
+            cast(ShardedModule, model).reset_iter_state()
+        else:
+            del model
+            torch._dynamo.reset()
+            gc.collect()
+        assert _get_work_registry_size() == waiting
+
+
+def test_a_block_that_is_frozen_after_forward_gets_none(link: EmulatedLink) -> None:
+    model = warm(block_by_block(link))
+    model.zero_grad()
+    loss = model(torch.ones(3, 4)).square().sum()
+    for parameter in model.blocks[3].parameters():
+        parameter.requires_grad_(False)
+    loss.backward()
+    assert [p.grad is None for p in model.blocks[3].parameters()] == [True] * 4
+    assert all(p.grad is not None for p in model.blocks[2].parameters())
