@@ -14,7 +14,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from operator import attrgetter, is_
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from torch.distributed.tensor import DTensor
 from fxshard import torch_private
 from fxshard.errors import InvariantError
 from fxshard.ir.plan import ShardPlan
+
+if TYPE_CHECKING:
+    from fxshard.runtime.late_gradients import LateGradient
 
 _GRAD, _SPEC, _LOCAL, _SHAPE = map(attrgetter, ("grad", "_spec", "_local_tensor", "_local_tensor.shape"))
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -57,7 +60,7 @@ class GradientSink:
         # By backward: reentrant checkpointing runs backwards inside of a backward.
         self._expected: dict[int | None, set[int]] = {}
         self._separate: dict[int | None, Tensor] = {}
-        self._late: set[int | None] = set()  # backwards that gave a gradient which comes later
+        self._late: dict[int | None, list[LateGradient]] = {}  # which this sink takes when they have arrived
         self._specs: dict[int, tuple[Any, Any]] = {}  # id of a parameter's -> that, and the same in `grad_dtype`
 
     def expect(self, slots: Iterable[int]) -> None:
@@ -81,9 +84,9 @@ class GradientSink:
         is_seen = self.hook is not None or self.is_apart() or torch_private.backward_id() in self._separate
         return not is_seen and not _have_hooks(self.parameters)
 
-    def expect_late(self) -> None:
-        """Let the running backward bring no gradient of the flat: `give` takes it later."""
-        self._late.add(torch_private.backward_id())
+    def expect_late(self, gradient: LateGradient) -> None:
+        """Let the running backward bring no gradient of the flat: `give` takes it later, if `take` is called before."""
+        self._late.setdefault(torch_private.backward_id(), []).append(gradient)
 
     def hand_over(self, flat: Tensor) -> None:
         """Post-accumulate-grad hook of the flat; leaves `flat.grad` None."""
@@ -94,8 +97,9 @@ class GradientSink:
         grad, flat.grad = flat.grad, None
         backward = torch_private.backward_id()
         slots, separate = sorted(self._expected.pop(backward, ())), self._separate.pop(backward, None)
-        if grad is None and backward in self._late:
-            self._late.remove(backward)
+        for gradient in (late := self._late.pop(backward, [])):
+            gradient.is_wanted = True
+        if grad is None and late:
             return
         if grad is None and not slots:
             if separate is not None:

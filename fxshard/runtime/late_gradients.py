@@ -23,8 +23,9 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from fxshard import torch_private
@@ -33,7 +34,8 @@ from fxshard.runtime import profiler_ranges
 from fxshard.runtime.gradients import GradientSink
 
 
-class LateGradient(NamedTuple):
+@dataclass(eq=False)
+class LateGradient:
     """One reduced gradient of a shard that was left on the link.
 
     Attributes:
@@ -42,6 +44,7 @@ class LateGradient(NamedTuple):
         sink: that gives it to the parameters.
         slots: of the parameters that its graph trains.
         waiting: around the wait, so that ranks that wait for each other are named.
+        is_wanted: whether autograd has come to the flat: not where `backward(inputs=...)` leaves parameters out.
     """
 
     unit: str
@@ -49,6 +52,7 @@ class LateGradient(NamedTuple):
     sink: GradientSink
     slots: Sequence[int]
     waiting: Callable[[], AbstractContextManager[None]]
+    is_wanted: bool = False
 
     def wait(self) -> None:
         """Have what follows on the current stream (on the CPU: the caller) wait for it."""
@@ -68,16 +72,22 @@ class LateGradients:
         if not gradient.sink.can_be_late():
             gradient.wait()
             return False
-        gradient.sink.expect_late()
+        gradient.sink.expect_late(gradient)
         self._late.append(gradient)
         return True
 
     def arrive(self, keep: int = 0) -> None:
         """Wait for the oldest ones, all but `keep`, and give them to their parameters."""
+        if len(self._late) > keep:
+            _arrive_eagerly(self, keep)
+
+    def wait_and_give(self, keep: int) -> None:
+        """Do so."""
         while len(self._late) > keep:
             gradient = self._late.popleft()
             gradient.wait()
-            gradient.sink.give(gradient.grad, gradient.slots)
+            if gradient.is_wanted:
+                gradient.sink.give(gradient.grad, gradient.slots)
 
     def __del__(self) -> None:
         """Wait for what is left of a model that is gone, unseen by who traces meanwhile."""
@@ -89,3 +99,7 @@ class LateGradients:
         """Wait for what a backward that failed has left, and forget it."""
         while self._late:
             self._late.popleft().wait()
+
+
+# A whole train step may be compiled: then Dynamo is on during backward, and must leave this alone.
+_arrive_eagerly = torch.compiler.disable(LateGradients.wait_and_give)

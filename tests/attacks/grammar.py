@@ -21,6 +21,8 @@ class Setup:
         blocks: of each model.
         tied: whether the first and the last block share their weight.
         twice: whether every block is called twice.
+        held: "", or what stands between two uses of a weight that each block reads once: "no_grad", "graph break".
+        grad_dtype: of all parameters, "" for their own.
         checkpoint: "", "all" or "save products": activation checkpointing around each block.
         units: "blocks" and the root, the "root" alone, or "one line".
         compiled: "whole", "blocks" one by one, or "no".
@@ -33,6 +35,8 @@ class Setup:
     blocks: int = 2
     tied: bool = False
     twice: bool = False
+    held: str = ""
+    grad_dtype: str = ""
     checkpoint: str = ""
     units: str = "blocks"
     compiled: str = "whole"
@@ -124,17 +128,20 @@ def setups(draw: st.DrawFn) -> Setup:
     """Any way of building and compiling."""
     units = draw(st.sampled_from(["blocks", "blocks", "root", "one line"]))
     compiled = draw(st.sampled_from(["whole", "whole", "blocks", "no"])) if units == "blocks" else "whole"
+    optimizer = draw(_OPTIMIZERS)
     return Setup(
         models=draw(st.sampled_from([1, 1, 2])),
         blocks=draw(st.integers(2, 3)),
         tied=draw(st.booleans()) if units == "root" else False,
         twice=draw(st.sampled_from([False, False, False, True])),
+        held=draw(st.sampled_from(["", "", "no_grad", "no_grad" if units == "one line" else "graph break"])),
+        grad_dtype=draw(st.sampled_from(["", "", "float32"])) if optimizer[0] == "SGD" else "",
         checkpoint=draw(st.sampled_from(["", "", "all", "save products"])),
         units=units,
         compiled=compiled,
         reshard=draw(st.sampled_from([None, True, False])),
         options=draw(_OPTIONS),
-        optimizer=draw(_OPTIMIZERS),
+        optimizer=optimizer,
     )
 
 

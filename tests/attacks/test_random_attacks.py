@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from fxshard.testing import emulated_link
 from tests.attacks.grammar import Script, scripts
-from tests.attacks.player import RANKS, play
+from tests.attacks.play import play
+from tests.attacks.player import RANKS
 from tests.ranks import shared_pool
 
 BY_CHANCE = "FXSHARD_ATTACKS" in os.environ

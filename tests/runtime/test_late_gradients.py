@@ -147,3 +147,15 @@ def test_a_block_that_is_frozen_after_forward_gets_none(link: EmulatedLink) -> N
     loss.backward()
     assert [p.grad is None for p in model.blocks[3].parameters()] == [True] * 4
     assert all(p.grad is not None for p in model.blocks[2].parameters())
+
+
+def test_a_backward_for_some_inputs_gives_parameters_none(link: EmulatedLink) -> None:
+    for options in ({"lower": "eager"}, {"lower": "inductor"}):
+        torch._dynamo.reset()
+        model = warm(block_by_block(link, **options))
+        model.zero_grad()
+        x = torch.ones(3, 4, requires_grad=True)
+        model(x).square().sum().backward(inputs=[x])
+        assert x.grad is not None
+        assert all(p.grad is None for p in model.parameters())
+        assert late(model) == 0
