@@ -63,6 +63,8 @@ class Options:
         streams: "nccl" leaves collectives to the streams of their process group; "side" also puts casts and copies of
             parameters and gradients on streams of their own; "off" overlaps nothing, for debugging; "auto" is "nccl".
         lower: "inductor", or "eager" to run the transformed graphs node by node (no decompositions, bitwise FSDP2).
+        regional: compile each block that is alike another one by itself, once for all of them, and what is around
+            them as far as Dynamo can: the first step does not grow with depth. Else the whole model is one graph.
         regions: "auto" traces and lowers the code of blocks that are alike once, and calls it for each of them; "off"
             writes out every block, as `cudagraphs` does.
         compile_on: "all": each rank compiles its graphs; "one": a rank compiles each, and the others of the same device
@@ -93,6 +95,7 @@ class Options:
     streams: str = "auto"
     lower: str = "inductor"
     cudagraphs: bool = False
+    regional: bool = False
     regions: str = "auto"
     compile_on: str = "all"
     verify: bool | str = True
@@ -134,7 +137,7 @@ class Options:
                 raise ConfigError(f"{name} must be a floating-point torch.dtype or None, got {value!r}.")
         if self.mesh is not None and not isinstance(self.mesh, DeviceMesh):
             raise ConfigError(f"mesh must be a DeviceMesh or None, got {type(self.mesh).__name__}.")
-        for name in ("separate_reduce_scatter_group", "cudagraphs"):
+        for name in ("separate_reduce_scatter_group", "cudagraphs", "regional"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if not isinstance(self.inductor, Mapping):

@@ -263,6 +263,31 @@ def run_this_frame_eagerly(function: Function) -> Function:
     return function
 
 
+def break_graph() -> None:
+    """Have Dynamo end its graph here, where it traces the call."""
+    torch._dynamo.graph_break()
+
+
+def backends_of(module: torch.nn.Module, callback: Any = None) -> list[Any]:
+    """Return what compiles the calls of a module that `torch.compile` returned, or of which `compile()` was called.
+
+    Each is the innermost of Dynamo's wrappers, which has the user's `compiler_name` and `kwargs`; what is no backend
+    has neither. First comes `callback`, Dynamo's on this thread.
+    """
+    if isinstance(module, eval_frame.OptimizedModule):
+        found = [getattr(module.dynamo_ctx, "callback", None)]
+    else:
+        closure = getattr(module._compiled_call_impl, "__closure__", None) or ()
+        found = [cell.cell_contents for cell in closure if hasattr(cell, "cell_contents")]
+    return [_innermost(each) for each in (callback, *found)]
+
+
+def _innermost(callback: Any) -> Any:
+    while (inner := getattr(callback, "_torchdynamo_orig_backend", None)) is not None:
+        callback = inner
+    return callback
+
+
 def is_never_compiled(code: CodeType) -> bool:
     """Return whether Dynamo never compiles this code for itself: torch's own, Python's."""
     return bool(trace_rules.check(code))

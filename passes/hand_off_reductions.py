@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import fx
 from torch.fx import GraphModule
 
 from fxshard.ir import collectives, launch_groups, ops, signature, tags
@@ -18,12 +20,13 @@ class HandOffReductions(GraphPass):
     After    %r = reduce_scatter(%dw)  %g = fxshard.deferred_wait(%r)  return %g
 
     A model that is compiled block by block would wait at the end of each block's backward for the reduction that it has
-    just launched. Instead the graph of the next block runs beside it. The runtime waits when a later graph of the same
-    backward begins, or when the backward ends: `runtime/late_gradients.py`.
+    just launched. Instead the graph of the next block runs beside it. The runtime waits when more are in flight than
+    `reduce_scatter_max_input_buffers` allows (by default when the next graph but one begins), or when the backward
+    ends: `runtime/late_gradients.py`.
 
-    No-op: the frame has all units of the model, so no graph follows; the reduced gradient is cast, divided or put
-    together first (`reduce_dtype` other than the parameter's, float16); it is copied to the host; its launch is on a
-    side stream; a later reduction of the graph follows its wait.
+    No-op: the frame has all units of the model; the reduced gradient is cast, divided or put together first
+    (`reduce_dtype` other than the parameter's, float16), copied to the host, or read again; its launch is on a side
+    stream; a later reduction of the graph follows its wait. CUDA graphs and `streams="off"` leave the pass out.
 
     Numerics: unchanged. Memory: what the last reductions send and bring stays until the next graph but one begins.
     Source: FSDP2 `_fsdp_param_group.py` (`reduce_scatter_state`), which waits in the backward of the next module.
@@ -39,19 +42,24 @@ class HandOffReductions(GraphPass):
         results = signature.results_of(gm.graph)
         last = max(tags.launches_of(gm.graph, collectives.REDUCTIONS), default=None)  # nodes compare by their place
         changed = False
-        for targets in (collectives.REDUCTIONS, collectives.ALL_REDUCES):
-            for group in launch_groups.groups_of(gm.graph, targets):
-                for wait in group.waits:
-                    if wait.target is not collectives.WAIT or wait not in results:
-                        why = "" if wait.target is ops.DEFERRED_WAIT else "more is computed of what it brings"
-                    elif tags.meta_of(group.launches[0]).stream:
-                        why = "it is launched on a side stream"
-                    elif last is not None and wait < last:
-                        why = "another reduction is launched behind its wait"
-                    elif len(wait.users) > 1 or results.count(wait) > 1:
-                        why = "what it brings is read again"
-                    else:
-                        wait.target, why, changed = ops.DEFERRED_WAIT, "", True
-                    if why:
-                        ctx.decline(group.launches[0], f"{why}; it is waited for in this graph")
+        kinds = (collectives.REDUCTIONS, collectives.ALL_REDUCES)
+        for group in (group for kind in kinds for group in launch_groups.groups_of(gm.graph, kind)):
+            for wait in (wait for wait in group.waits if wait.target is not ops.DEFERRED_WAIT):
+                if why := _why_not(wait, group.launches[0], results, last):
+                    ctx.decline(group.launches[0], f"{why}; it is waited for in this graph")
+                else:
+                    wait.target, changed = ops.DEFERRED_WAIT, True
         return changed
+
+
+def _why_not(wait: fx.Node, launch: fx.Node, results: Sequence[object], last: fx.Node | None) -> str:
+    """Say why a reduction must be waited for in its graph; nothing if it need not. `last` is the last reduction."""
+    if wait.target is not collectives.WAIT or wait not in results:
+        return "more is computed of what it brings"
+    if tags.meta_of(launch).stream:
+        return "it is launched on a side stream"
+    if last is not None and wait < last:
+        return "another reduction is launched behind its wait"
+    if len(wait.users) > 1 or results.count(wait) > 1:
+        return "what it brings is read again"
+    return ""

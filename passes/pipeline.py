@@ -102,8 +102,8 @@ def default(
     """
     compiled = lower == "inductor"
     outlining = (OutlineRegions(bucket=bucket),) if (outlines := regions == "auto" and not cudagraphs) else ()
-    deferring = (DeferWeightGradients(),) if prefetch == "auto" else ()
-    calling = (CallRegions(interpreted=not compiled, parts_last=bool(deferring)),) if outlines else ()
+    calling = (CallRegions(interpreted=not compiled, parts_last=prefetch == "auto"),) if outlines else ()
+    folding = (FoldCopies(),) if outlines else ()  # once launches are final
     return Pipeline(
         dynamo=outlining,  # before AOTAutograd, which then sees each block once
         joint=JOINT,
@@ -115,7 +115,7 @@ def default(
             InsertCollectives(),  # after the split: each graph gathers where it reads and reduces where it writes
             BucketCollectives(size=bucket),  # before tensors are cut: the cut is for one launch
             CoalesceCollectives(fuses_copies=compiled, same_sums=not compiled),
-            *deferring,  # before waits sink: these go behind what is deferred
+            *((DeferWeightGradients(),) if prefetch == "auto" else ()),  # before waits sink, behind it
             SinkWaits(max_buffers=reduce_scatter_max_input_buffers),
             HoistPrefetch(depth=0 if prefetch == "off" else prefetch),  # type: ignore[arg-type]  # the pass checks it
             *((HoistCopies(),) if prefetch not in (0, "off") else ()),  # once gathers are where they are launched
@@ -123,9 +123,7 @@ def default(
             AssignStreams(mode=streams, fuses_copies=compiled),  # where a wait stands decides what streams may do
             *(() if cudagraphs or streams == "off" else (HandOffReductions(),)),  # last: no wait moves any more
         ),
-        last=(CastShards(), CopyInGradients(), *(FoldCopies(),) * outlines, PinOrder())
-        if compiled
-        else (),  # then fusion
+        last=(CastShards(), CopyInGradients(), *folding, PinOrder()) if compiled else (),  # fusion comes next
         codegen=(
             *(() if cudagraphs else (HandOffPrefetch(guess=prefetch not in (0, "off"), hands_over=streams != "off"),)),
             LowerStreams(),  # after it: what is handed over knows its stream

@@ -78,6 +78,12 @@ def shard_root(gm: fx.GraphModule, unsharded: dict[str, nn.Parameter], options: 
         _announce(roots, offloads=bool(options.offload))
         return
     fsdp2_or_ddp.refuse([dynamo.compiled_around(root) or root for root in roots])
+    if options.regional:
+        raise ConfigError(
+            "regional=True needs a model that is sharded already: the first call would have been traced as a whole "
+            "before there is a block to leave. Write before torch.compile:\n    for block in model.layers:  # as your "
+            "model calls them\n        fxshard.fully_shard(block)\n    fxshard.fully_shard(model)"
+        )
     _require_ready(roots, unsharded)
     require_plain({name: p for root in roots for name, p in root.named_parameters()})
     for root in roots:

@@ -135,7 +135,7 @@ def digest(options: Options, plan: FramePlan, pipeline: Pipeline, hardware: Hard
     """
     # `options.passes` is a function; what it returned is the pipeline. Who compiles decides nothing.
     numbers = dataclasses.replace(hardware, source="")
-    values = (dataclasses.replace(options, passes=None, compile_on="all"), plan, pipeline, numbers)
+    values = (dataclasses.replace(options, passes=None, compile_on="all", regional=False), plan, pipeline, numbers)
     try:
         parts = [torch.__version__, _own_sources(), *map(stable_text, values), *_foreign_sources(pipeline)]
     except (OSError, TypeError) as error:

@@ -305,21 +305,7 @@ def compiled_around(part: nn.Module) -> nn.Module | None:
 
 def is_compiled_by(module: nn.Module, name: str) -> bool:
     """Return whether `torch.compile(module)` or `module.compile()` was given the backend called `name`."""
-    if type(module) is OptimizedModule:
-        candidates = [getattr(module.dynamo_ctx, "callback", None)]
-    else:
-        closure = getattr(module._compiled_call_impl, "__closure__", None) or ()
-        candidates = [cell.cell_contents for cell in closure if hasattr(cell, "cell_contents")]
-    return any(_backend_name(candidate) == name for candidate in candidates)
-
-
-def _backend_name(callback: Any) -> str | None:
-    """Return the name that the user gave, which the innermost of Dynamo's wrappers around a backend knows."""
-    name = None
-    while callback is not None:
-        name = getattr(callback, "compiler_name", None)
-        callback = getattr(callback, "_torchdynamo_orig_backend", None)
-    return name
+    return any(getattr(each, "compiler_name", None) == name for each in torch_private.backends_of(module))
 
 
 def refresh_compiled(root: nn.Module) -> None:

@@ -34,7 +34,7 @@ ALL_REDUCE = _c10d.all_reduce.default
 ALL_REDUCE_COALESCED = _c10d.all_reduce_coalesced.default
 WAIT = _c10d.wait_tensor.default
 WAITS = (WAIT, ops.DEFERRED_WAIT)
-"""Now, or after the graph has ended: `HandOffReductions`."""
+"""The wait in the graph, and the mark of one that the runtime makes later: `HandOffReductions`."""
 GATHERS = (ALL_GATHER, ALL_GATHER_COALESCED, ops.PREFETCHED_ALL_GATHER, ops.ALL_GATHER_ON_STREAM)
 REDUCTIONS = (REDUCE_SCATTER, REDUCE_SCATTER_COALESCED, ops.REDUCE_SCATTER_ON_STREAM)
 ALL_REDUCES = (ALL_REDUCE, ALL_REDUCE_COALESCED)

@@ -28,7 +28,7 @@ from fxshard.ir.variant import PLAIN, Slots, Variant
 from fxshard.runtime import accumulation, profiler_ranges, rank_check, unsharded_cache
 from fxshard.runtime.accumulation import Units
 from fxshard.runtime.frame import Frame
-from fxshard.runtime.late_gradients import LateGradient
+from fxshard.runtime.late_gradients import Reduction
 from fxshard.runtime.rank_check import Agreement
 
 
@@ -101,7 +101,7 @@ class GuardedCode:
             return self._run(inputs)
 
     def waiting(self, names: Mapping[str, str]) -> AbstractContextManager[None]:
-        """Around a wait, later than a run with units of these names, for what it has left on the link."""
+        """Return a context for a wait, after a run of units with these names has returned, for what it left."""
         return self._agreement.after(self._launched(names))
 
     def _launched(self, names: Mapping[str, str]) -> Sequence[Launch]:
@@ -112,9 +112,9 @@ class Code(NamedTuple):
     """A compiled graph.
 
     Attributes:
-        run: it, with the ranks' agreement.
+        run: its code, which makes the ranks agree first.
         layouts: how the inputs must lie in memory; see [Note: layouts] in `runtime/dispatch.py`.
-        late: index of a result that it returns before it has arrived -> the unit and shard whose gradient it is.
+        late: index of a result that it returns while it is in flight -> the unit and shard whose gradient it is.
     """
 
     run: GuardedCode
@@ -231,11 +231,11 @@ class BackwardDispatch(Dispatch):
         return results
 
     def _deferred(self, results: Sequence[Any], code: Code, units: Units) -> list[Any]:
-        """Hand over the gradients that have not arrived yet; nothing is in their places."""
+        """Keep the gradients that are in flight; return the results with `None` in their places."""
         left, waiting = list(results), functools.partial(code.run.waiting, self._frame.names_of(units))
         for i, (key, shard) in code.late.items():
             unit, trained = units[key], [slot for j, slot in self._frame.trained[key] if j == shard]
-            gradient = LateGradient(unit.fqn, results[i], unit.shards[shard].sink, trained, waiting)
-            if unit.microbatches.late.defer(gradient):
+            reduction = Reduction(unit.fqn, results[i], waiting)
+            if unit.microbatches.late.defer(reduction, unit.shards[shard].sink, trained):
                 left[i] = None
         return left

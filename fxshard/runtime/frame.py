@@ -36,7 +36,7 @@ class Frame:
         hardware: what the cost model counts on: a name, or the text that `HardwareSpec.to_json` gives.
         resident_budget_bytes: what they let parameters take that stay gathered while gradients accumulate.
         unsharded_budget_bytes: what the user's options let unsharded parameters take, `None` for no limit.
-        max_late: how many reductions may be on the link when a backward graph begins.
+        max_late: how many units may have reductions in flight when a backward graph begins.
         replays: whether its graphs are CUDA graphs, which run no Python.
         compiled: the lowered forward (or inference) graph.
         begin: tells the lowered graph of the units of a call that is about to run.

@@ -60,7 +60,7 @@ class GradientSink:
         # By backward: reentrant checkpointing runs backwards inside of a backward.
         self._expected: dict[int | None, set[int]] = {}
         self._separate: dict[int | None, Tensor] = {}
-        self._late: dict[int | None, list[LateGradient]] = {}  # which this sink takes when they have arrived
+        self._late: dict[int | None, LateGradient] = {}  # by backward, until autograd comes to the flat
         self._specs: dict[int, tuple[Any, Any]] = {}  # id of a parameter's -> that, and the same in `grad_dtype`
 
     def expect(self, slots: Iterable[int]) -> None:
@@ -80,13 +80,17 @@ class GradientSink:
         self._separate[backward] = grad if earlier is None else earlier + grad
 
     def can_be_late(self) -> bool:
-        """Whether nobody looks at the gradient of the running backward before that ends."""
+        """Whether no hook sees the gradient of the running backward before that ends."""
         is_seen = self.hook is not None or self.is_apart() or torch_private.backward_id() in self._separate
         return not is_seen and not _have_hooks(self.parameters)
 
     def expect_late(self, gradient: LateGradient) -> None:
         """Let the running backward bring no gradient of the flat: `give` takes it later, if `take` is called before."""
-        self._late.setdefault(torch_private.backward_id(), []).append(gradient)
+        self._late[gradient.backward] = gradient
+
+    def forget_late(self, backward: int | None) -> None:
+        """Expect no late gradient any more."""
+        self._late.pop(backward, None)
 
     def hand_over(self, flat: Tensor) -> None:
         """Post-accumulate-grad hook of the flat; leaves `flat.grad` None."""
@@ -97,10 +101,10 @@ class GradientSink:
         grad, flat.grad = flat.grad, None
         backward = torch_private.backward_id()
         slots, separate = sorted(self._expected.pop(backward, ())), self._separate.pop(backward, None)
-        for gradient in (late := self._late.pop(backward, [])):
-            gradient.is_wanted = True
-        if grad is None and late:
-            return
+        if (late := self._late.pop(backward, None)) is not None:
+            late.is_reached = True
+            if grad is None:
+                return
         if grad is None and not slots:
             if separate is not None:
                 raise InvariantError("a gradient was reduced for a backward that brought none.")

@@ -3,15 +3,19 @@
 [Note: late gradients]
 A block that is compiled by itself launches its reduction at the end of its backward graph. If the graph waited for it,
 nothing would run beside it. So the graph returns the buffer as it is (`HandOffReductions`), autograd is given no
-gradient for the flat, and the buffer is kept here. It is waited for, and becomes the `.grad` of the parameters,
+gradient for the flat, and the buffer is kept here. It is waited for
 
-- when a later graph of the same backward begins and more than `keep` reductions are late: what they send and bring
-  takes memory, and the same number is allowed inside of a graph (`reduce_scatter_max_input_buffers`);
+- when a later graph of the same backward begins and reductions of more than `keep` units are in flight: what they send
+  and bring takes memory, and the same number is allowed inside of a graph (`reduce_scatter_max_input_buffers`);
 - at the end of the backward, before anything else that ends with it: waiting sums are reduced behind it.
 
-Nothing is late where somebody looks at a gradient before: a hook of a parameter, the user's all_reduce hook, an
-all_reduce over replicas that is still to come, or a part of the gradient that was reduced separately. The order of
-additions to `.grad` is that of the graphs, as without.
+Autograd comes to a flat when all graphs that give it a gradient have run: a block may be called at several places. Only
+then is it known that the gradient is whole, and wanted: `backward(inputs=...)` may leave it out. Its parts are added in
+the order of their graphs, as autograd would add them, and go to the parameters at once.
+
+A unit whose parameters have hooks is waited for at once, and so is one with an all_reduce hook, with an all_reduce over
+replicas that is still to come, or with a part that was reduced separately. Other code that reads `.grad` in
+mid-backward may find None.
 
 A backward that fails leaves late gradients behind. The reductions are waited for (other ranks take part in them), and
 what they brought is dropped at the next forward.
@@ -19,11 +23,12 @@ what they brought is dropped at the next forward.
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,25 +39,18 @@ from fxshard.runtime import profiler_ranges
 from fxshard.runtime.gradients import GradientSink
 
 
-@dataclass(eq=False)
-class LateGradient:
-    """One reduced gradient of a shard that was left on the link.
+class Reduction(NamedTuple):
+    """A reduction that a graph has left on the link.
 
     Attributes:
-        unit: FQN of whose it is.
-        grad: `[shard_numel]`, to be waited for.
-        sink: that gives it to the parameters.
-        slots: of the parameters that its graph trains.
+        unit: FQN of the unit.
+        grad: what it brings, `[shard_numel]`, to be waited for.
         waiting: around the wait, so that ranks that wait for each other are named.
-        is_wanted: whether autograd has come to the flat: not where `backward(inputs=...)` leaves parameters out.
     """
 
     unit: str
     grad: Tensor
-    sink: GradientSink
-    slots: Sequence[int]
     waiting: Callable[[], AbstractContextManager[None]]
-    is_wanted: bool = False
 
     def wait(self) -> None:
         """Have what follows on the current stream (on the CPU: the caller) wait for it."""
@@ -60,45 +58,104 @@ class LateGradient:
             collectives.WAIT(self.grad)
 
 
+@dataclass(eq=False)
+class LateGradient:
+    """The gradient of a shard in one backward.
+
+    Attributes:
+        sink: that gives it to the parameters.
+        backward: identity of the backward.
+        parts: one for each graph run that gives one, `[shard_numel]` each.
+        slots: of the parameters that these graphs train.
+        in_flight: how many parts are to be waited for.
+        is_reached: whether autograd has come to the flat.
+    """
+
+    sink: GradientSink
+    backward: int | None
+    parts: list[Tensor] = field(default_factory=list)
+    slots: set[int] = field(default_factory=set)
+    in_flight: int = 0
+    is_reached: bool = False
+
+    def sum(self) -> Tensor:
+        """Return all parts together."""
+        return functools.reduce(torch.add, self.parts)
+
+
 class LateGradients:
-    """Those of one model, oldest first; see [Note: late gradients]."""
+    """The late gradients of one model; see [Note: late gradients]."""
 
     def __init__(self) -> None:
-        """None is late."""
-        self._late: deque[LateGradient] = deque()
+        """Begin with none."""
+        self._in_flight: list[tuple[Reduction, LateGradient]] = []  # oldest first
+        self._late: dict[tuple[GradientSink, int | None], LateGradient] = {}
 
-    def defer(self, gradient: LateGradient) -> bool:
-        """Keep a gradient for later; if somebody looks at it before, wait for it now and return `False`."""
-        if not gradient.sink.can_be_late():
-            gradient.wait()
+    def __len__(self) -> int:
+        """How many reductions are in flight."""
+        return len(self._in_flight)
+
+    def defer(self, reduction: Reduction, sink: GradientSink, slots: Iterable[int]) -> bool:
+        """Keep a part of a gradient for later; if a hook sees it before, wait for it now and return `False`.
+
+        `slots` are those of the parameters that its graph trains.
+        """
+        if not sink.can_be_late():
+            reduction.wait()
             return False
-        gradient.sink.expect_late(gradient)
-        self._late.append(gradient)
+        key = sink, torch_private.backward_id()
+        if key not in self._late:
+            self._late[key] = LateGradient(*key)
+            sink.expect_late(self._late[key])
+        late = self._late[key]
+        late.parts.append(reduction.grad)
+        late.slots.update(slots)
+        late.in_flight += 1
+        self._in_flight.append((reduction, late))
         return True
 
-    def arrive(self, keep: int = 0) -> None:
-        """Wait for the oldest ones, all but `keep`, and give them to their parameters."""
-        if len(self._late) > keep:
+    def arrive(self, keep: int) -> None:
+        """Wait for the oldest reductions, all but those of `keep` units, and give away the gradients that are whole."""
+        if self._late:
             _arrive_eagerly(self, keep)
 
-    def wait_and_give(self, keep: int) -> None:
-        """Do so."""
-        while len(self._late) > keep:
-            gradient = self._late.popleft()
-            gradient.wait()
-            if gradient.is_wanted:
-                gradient.sink.give(gradient.grad, gradient.slots)
+    def end(self, backward: int | None) -> None:
+        """A backward ends: wait for everything, and drop what of it autograd has not come to."""
+        if self._late:
+            _arrive_eagerly(self, 0)
+            for late in [late for late in self._late.values() if late.backward == backward]:
+                self._forget(late)
 
-    def __del__(self) -> None:
-        """Wait for what is left of a model that is gone, unseen by who traces meanwhile."""
-        if self._late and not sys.is_finalizing():
-            with torch_private.without_modes():
-                self.drop()
+    def wait_and_give(self, keep: int) -> None:
+        """`arrive`, without Dynamo."""
+        units = list(dict.fromkeys(reduction.unit for reduction, _ in self._in_flight))
+        oldest = set(units[: max(0, len(units) - keep)])
+        due = [pair for pair in self._in_flight if pair[0].unit in oldest]
+        self._in_flight = [pair for pair in self._in_flight if pair[0].unit not in oldest]
+        for reduction, late in due:
+            reduction.wait()
+            late.in_flight -= 1
+        for late in [late for late in self._late.values() if late.is_reached and not late.in_flight]:
+            self._forget(late)
+            late.sink.give(late.sum(), sorted(late.slots))
+
+    def _forget(self, late: LateGradient) -> None:
+        del self._late[late.sink, late.backward]
+        late.sink.forget_late(late.backward)
 
     def drop(self) -> None:
         """Wait for what a backward that failed has left, and forget it."""
-        while self._late:
-            self._late.popleft().wait()
+        for reduction, _ in self._in_flight:
+            reduction.wait()
+        self._in_flight.clear()
+        for late in list(self._late.values()):
+            self._forget(late)
+
+    def __del__(self) -> None:
+        """Wait for what is left of a model that is gone, unseen by who traces meanwhile."""
+        if self._in_flight and not sys.is_finalizing():
+            with torch_private.without_modes():
+                self.drop()
 
 
 # A whole train step may be compiled: then Dynamo is on during backward, and must leave this alone.

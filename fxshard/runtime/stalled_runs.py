@@ -187,7 +187,7 @@ def _as_message(circle: list[int], places: dict[int, Place]) -> str:
     return (
         f"ranks {', '.join(map(str, sorted(circle)))} wait for each other, because they went different ways:\n"
         + "\n".join(lines)
-        + "\nIt is so where one of the ranks that share experts gets rows for them, and another one does not. Every "
+        + "\nA usual cause: one of the ranks that share experts gets rows for them, and another one does not. Every "
         "rank must make the same calls: let zero rows (x[:0]) go through what has no input, and add 0 times the "
         "output's sum to the loss."
     )

@@ -99,7 +99,7 @@ class Microbatches:
             torch_private.when_backward_ends(functools.partial(self._backward_ends, running))
 
     def _backward_ends(self, which: int) -> None:
-        self.late.arrive()
+        self.late.end(which)
         if which in self._unended:
             self._end(self.last and not self.is_ended_by_hand)
             self._unended.discard(which)

@@ -18,7 +18,7 @@ from fxshard.runtime import eager, process_groups
 from fxshard.runtime.parameters import REFS, without_offset
 from fxshard.runtime.prefetcher import UnshardHandle
 from fxshard.runtime.unit import Unit
-from fxshard.sharding import fsdp2_settings, initial_rows, stale_holders
+from fxshard.sharding import fsdp2_settings, initial_rows, regional, stale_holders
 from fxshard.sharding.awaited import awaited
 from fxshard.sharding.fixed_places import member_at, refuse_to_delete, refuse_to_displace
 from fxshard.sharding.fsdp2_settings import GradientReductionHandle
@@ -36,6 +36,8 @@ class ModuleState:
     mp_policy: MixedPrecisionPolicy
     nested: tuple[Unit, ...] = field(default=())  # those, and the units of all modules inside
     was_called: bool = False  # as the outermost module
+    compiles_alone: bool = False  # whether Dynamo breaks its graph at calls of it; see `regional.py`
+    compiled_by: object = None  # the compiled call, or Dynamo's callback, of which `regional.py` has read the options
 
     def chosen(self, recurse: bool) -> tuple[Unit, ...]:
         """The units that a setting is for."""
@@ -55,6 +57,11 @@ def plain_module(module: nn.Module) -> nn.Module:
 def is_compiled(module: nn.Module) -> bool:
     """Return whether `torch.compile(module)` or `module.compile()` was applied."""
     return plain_module(module) is not module or module._compiled_call_impl is not None
+
+
+def states_under(module: nn.Module) -> dict[str, tuple[nn.Module, ModuleState]]:
+    """Return the modules under a module that were given to `fully_shard`, by name, each before what is inside."""
+    return {name: (child, state) for name, child in module.named_modules() if (state := state_of(child))}
 
 
 def units_under(module: nn.Module) -> tuple[Unit, ...]:
@@ -124,10 +131,12 @@ class ShardedModule(ParameterOwner):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Cast inputs, run the module, cast outputs, as the mixed-precision policy says."""
         if torch.compiler.is_compiling():
+            if self.__dict__[STATE].compiles_alone:
+                torch_private.break_graph()
             policy = self.__dict__[STATE].mp_policy
             args, kwargs = cast_inputs(policy, args, kwargs)
             return cast_output(policy, super().__call__(*args, **kwargs))
-        state, args, kwargs = enter_call(self, args, kwargs)
+        state, args, kwargs = enter_call(self, args, kwargs, torch_private.eval_frame_callback())
         try:
             return end_call(state, super().__call__(*args, **kwargs))
         finally:
@@ -426,10 +435,18 @@ def _require_replaceable(module: nn.Module, name: str, value: object) -> None:
         member.require_shard(value)
 
 
-def _open_call(module: ShardedModule, args: Any, kwargs: Any) -> tuple[ModuleState, Any, Any]:
-    """Open the scope of a call; the outermost one first makes sure that every parameter is a view of its flat."""
+def _open_call(module: ShardedModule, args: Any, kwargs: Any, callback: Any = None) -> tuple[ModuleState, Any, Any]:
+    """Open the scope of a call; the outermost one first makes sure that every parameter is a view of its flat.
+
+    `callback` is Dynamo's on this thread.
+    """
     state = _state(module)
     if not eager.inside_call():
+        compiled_by = callback or module._compiled_call_impl
+        if compiled_by is not None and compiled_by is not state.compiled_by:
+            state.compiled_by = compiled_by
+            if (wanted := regional.is_wanted(module, callback)) is not None:
+                regional.mark_blocks(states_under(module), regional=wanted)
         for unit in state.nested:
             unit.check()
         if state.nested:

@@ -21,7 +21,7 @@ class Setup:
         blocks: of each model.
         tied: whether the first and the last block share their weight.
         twice: whether every block is called twice.
-        held: "", or what stands between two uses of a weight that each block reads once: "no_grad", "graph break".
+        cut: "", or what cuts each block between two uses of a weight that it reads once: "no_grad", "graph break".
         grad_dtype: of all parameters, "" for their own.
         checkpoint: "", "all" or "save products": activation checkpointing around each block.
         units: "blocks" and the root, the "root" alone, or "one line".
@@ -35,7 +35,7 @@ class Setup:
     blocks: int = 2
     tied: bool = False
     twice: bool = False
-    held: str = ""
+    cut: str = ""
     grad_dtype: str = ""
     checkpoint: str = ""
     units: str = "blocks"
@@ -117,6 +117,7 @@ _OPTIONS = st.fixed_dictionaries(
     optional={
         "prefetch": st.sampled_from(["off", 1, 2, "auto"]),
         "bucket": st.sampled_from(["unit", "auto"]),
+        "reduce_scatter_max_input_buffers": st.sampled_from([1, 3]),
         "resident_gib": st.sampled_from([0, 1]),
     },
 )
@@ -134,7 +135,7 @@ def setups(draw: st.DrawFn) -> Setup:
         blocks=draw(st.integers(2, 3)),
         tied=draw(st.booleans()) if units == "root" else False,
         twice=draw(st.sampled_from([False, False, False, True])),
-        held=draw(st.sampled_from(["", "", "no_grad", "no_grad" if units == "one line" else "graph break"])),
+        cut=draw(st.sampled_from(["", "", "no_grad", "no_grad" if units == "one line" else "graph break"])),
         grad_dtype=draw(st.sampled_from(["", "", "float32"])) if optimizer[0] == "SGD" else "",
         checkpoint=draw(st.sampled_from(["", "", "all", "save products"])),
         units=units,

@@ -21,24 +21,24 @@ def _saves_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointP
 
 
 class Block(nn.Module):
-    def __init__(self, held: str = "") -> None:
+    def __init__(self, cut: str = "") -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.held = held
+        self.cut = cut
         self.write: Callable[[Tensor], object] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.write is not None:
             self.write(self.linear.weight)
         y: Tensor = self.linear(x).tanh()
-        return self._read_once(y) if self.held else y
+        return self._read_once(y) if self.cut else y
 
     def _read_once(self, x: Tensor) -> Tensor:
         weight = self.linear.weight
         with torch.no_grad():
             scale = weight.abs().max()
         y = (x @ weight.t()).tanh()
-        if self.held == "graph break":
+        if self.cut == "graph break":
             torch._dynamo.graph_break()
         return y @ (weight / scale)
 
@@ -48,7 +48,7 @@ class Net(nn.Module):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(setup.held) for _ in range(setup.blocks))
+        self.blocks = nn.ModuleList(Block(setup.cut) for _ in range(setup.blocks))
         self.head, self.read_by_loss = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
         if setup.tied:
             cast(Block, self.blocks[-1]).linear.weight = cast(Block, self.blocks[0]).linear.weight

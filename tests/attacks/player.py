@@ -1,4 +1,4 @@
-"""Plays a script on a sharded model and, in step with it, on an unsharded one; the two must stay equal.
+"""The actions of a script, on a sharded model and, in step with it, on an unsharded one; the two must stay equal.
 
 Among real ranks the unsharded model sees the batches of all of them, so that each rank has the whole reference for
 itself. Among emulated ones (`fxshard.testing.emulated_link`), where all peers hold what this process holds, a parameter
@@ -364,9 +364,11 @@ class Player:
         if self.waits or not weights[0].requires_grad:
             return  # what waits has been added up before the hook on one side alone
         handles = [weight.register_hook(lambda grad: grad * 0.5) for weight in weights]
-        self.backward((2, 2), "plain")
-        for handle in handles:
-            handle.remove()
+        try:
+            self.backward((2, 2), "plain")
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def swap_weights(self, which: int) -> None:
         """Evaluate with other weights, and put the old ones back, as averages of weights do."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
+from operator import getitem
 
 import torch
 from torch import Tensor, fx
@@ -49,9 +50,11 @@ def read_a_launch(graph: fx.Graph) -> Iterator[Edit]:
 def defer_a_wait(graph: fx.Graph) -> Iterator[Edit]:
     """What is read in the graph, or is no gradient, is left on the link."""
     for wait in waits(graph):
-        reductions = (*collectives.REDUCTIONS, *collectives.ALL_REDUCES)
-        is_reduced = any(source.target in reductions for source in (wait, *wait.all_input_nodes))
-        if not is_reduced or wait not in signature.results_of(graph):
+        (source,) = wait.all_input_nodes
+        launch = source.all_input_nodes[0] if source.target is getitem else source
+        if launch.target not in (*collectives.REDUCTIONS, *collectives.ALL_REDUCES) or wait not in signature.results_of(
+            graph
+        ):
             yield wait, edit(setattr, wait, "target", ops.DEFERRED_WAIT)
 
 

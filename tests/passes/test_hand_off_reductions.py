@@ -12,11 +12,12 @@ from torch import fx
 
 from fxshard.cost.sizes import sizes_of
 from fxshard.cost.timeline import Timeline
-from fxshard.ir import collectives, ops
+from fxshard.ir import collectives, ops, tags
 from fxshard.passes._base import GraphKind, GraphPass, PassContext
+from fxshard.passes.assign_streams import AssignStreams
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.hand_off_reductions import HandOffReductions
-from tests.graphs import Traced, assert_changes_nothing, broken_by, offloaded
+from tests.graphs import Traced, assert_changes_nothing, broken_by, offloaded, two_layers
 from tests.schedules import SCHEDULE, after_passes, assert_schedule, model_of
 
 aten = torch.ops.aten
@@ -54,29 +55,46 @@ def test_a_coalesced_launch_is_left_with_all_that_it_brings() -> None:
     assert deferred(gm)
 
 
-@pytest.mark.parametrize(
-    ("model", "why"),
-    [
-        ("mixed_precision", ""),
-        ("doubles", "more is computed of what it brings; it is waited for in this graph"),
-    ],
-)
-def test_what_must_be_divided_first_is_waited_for_in_the_graph(model: str, why: str) -> None:
-    gm, ctx = handed_off(model_of(model))
-    assert bool(deferred(gm)) == (not why)
-    assert not why or {remark.why for remark in ctx.declined} == {why}
+def whys(ctx: PassContext) -> set[str]:
+    """Why reductions are waited for in the graph."""
+    return {remark.why.removesuffix("; it is waited for in this graph") for remark in ctx.declined}
+
+
+def test_gathers_in_bfloat16_change_nothing() -> None:
+    gm, _ = handed_off(model_of("mixed_precision"))
+    assert deferred(gm)
+
+
+def test_what_must_be_divided_first_is_waited_for_in_the_graph() -> None:
+    gm, ctx = handed_off(model_of("doubles"))
+    assert (deferred(gm), whys(ctx)) == ([], {"more is computed of what it brings"})
 
 
 def test_a_gradient_that_goes_to_the_host_is_waited_for() -> None:
     gm, ctx = handed_off(offloaded())
+    assert (deferred(gm), whys(ctx)) == ([], {"more is computed of what it brings"})
+
+
+def test_of_two_reductions_over_replicas_the_second_is_left() -> None:
+    gm, ctx = handed_off(two_layers(replicas=2))
+    launches = {node.all_input_nodes[0].target for node in deferred(gm)}
+    assert (launches, whys(ctx)) == ({collectives.ALL_REDUCE}, {"more is computed of what it brings"})
+
+
+def test_a_launch_on_a_side_stream_is_waited_for() -> None:
+    gm, ctx = handed_off(model_of("mixed_precision"), *SCHEDULE, AssignStreams(mode="side"))
+    for launch in collectives.reduce_launches(gm.graph):
+        assert bool(tags.meta_of(launch).stream) == any("side stream" in why for why in whys(ctx))
+
+
+def test_a_frame_with_the_whole_model_waits_itself() -> None:
+    gm, ctx = handed_off(model_of("four_layers"), is_part=False)
     assert deferred(gm) == []
-    assert ctx.declined
+    assert_changes_nothing(HandOffReductions(), gm, ctx)
 
 
-@pytest.mark.parametrize("kind", ["forward", "backward"])
-def test_a_frame_with_the_whole_model_waits_itself(kind: GraphKind) -> None:
-    traced = model_of("four_layers")
-    gm, ctx = handed_off(traced, kind=kind, is_part=kind == "forward")
+def test_a_forward_reduces_nothing() -> None:
+    gm, ctx = handed_off(model_of("four_layers"), kind="forward")
     assert deferred(gm) == []
     assert_changes_nothing(HandOffReductions(), gm, ctx)
 

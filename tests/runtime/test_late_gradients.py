@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _get_work_registry_size
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from fxshard.sharding.sharded_module import ShardedModule, units_under
 from fxshard.testing import EmulatedLink
@@ -22,12 +23,17 @@ LOWERS = pytest.mark.parametrize("lower", ["eager", slow("inductor")])
 
 def late(model: nn.Module) -> int:
     """How many reductions are late now."""
-    return len(units_under(model)[0].microbatches.late._late)
+    return len(units_under(model)[0].microbatches.late)
+
+
+def pair_of(link: EmulatedLink, kind: type[Blocks], **options: Any) -> tuple[Blocks, Blocks]:
+    """A model, and one whose graphs wait for everything themselves."""
+    return block_by_block(link, kind, **options), block_by_block(link, kind, **options | {"streams": "off"})
 
 
 def pair(link: EmulatedLink, **options: Any) -> tuple[Blocks, Blocks]:
     """The model, and one whose graphs wait for everything themselves."""
-    return block_by_block(link, **options), block_by_block(link, **options | {"streams": "off"})
+    return pair_of(link, Blocks, **options)
 
 
 def local_grads(model: nn.Module) -> Tensor:
@@ -38,9 +44,42 @@ def local_grads(model: nn.Module) -> Tensor:
 @LOWERS
 def test_gradients_are_the_same_to_the_bit(link: EmulatedLink, lower: str) -> None:
     model, reference = pair(link, lower=lower)
+    seen: list[int] = []
+    model.blocks[0].register_full_backward_pre_hook(lambda *_: seen.append(late(model)))
     for _ in range(3):
         assert torch.equal(step(model), step(reference))
-    assert late(model) == 0
+    assert (seen, late(model)) == ([2] * 3, 0)
+
+
+class Called(Blocks):
+    """Calls its blocks in any order, and some of them again."""
+
+    order: tuple[int, ...] = ()
+    checkpoints: bool = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in self.order:
+            block = self.blocks[i]
+            x = cast(Tensor, checkpoint(block, x, use_reentrant=True)) if self.checkpoints else block(x)
+        return x
+
+
+@pytest.mark.parametrize("max_buffers", [1, slow(2)])
+@pytest.mark.parametrize("order", [(0, 1, 2, 0), (0, 0, 0), slow((0, 1, 0, 1, 0)), slow((1, 2, 3, 3))])
+@pytest.mark.parametrize("checkpoints", [False, slow(True)])
+def test_a_block_may_be_called_at_several_places(
+    link: EmulatedLink, order: tuple[int, ...], max_buffers: int, checkpoints: bool
+) -> None:
+    models = pair_of(link, Called, reduce_scatter_max_input_buffers=max_buffers)
+    grads = []
+    with torch._dynamo.config.patch(recompile_limit=64):
+        for model in models:
+            cast(Called, model).order, cast(Called, model).checkpoints = order, checkpoints
+            torch.manual_seed(1)
+            model(torch.randn(3, 4, requires_grad=True)).square().sum().backward()
+            grads.append(local_grads(model))
+    assert torch.equal(*grads)
+    assert [late(model) for model in models] == [0, 0]
 
 
 @LOWERS
@@ -95,11 +134,11 @@ def test_hooks_of_parameters_run_when_their_block_ends(
     seen: list[Tensor] = []
     places: list[int] = []
     register(model, seen)
-    model.blocks[0].register_full_backward_hook(lambda *_: places.append(len(seen)))
+    model.blocks[1].register_full_backward_pre_hook(lambda *_: places.append(len(seen)))
     assert torch.equal(step(model), step(reference))
     grad = cast(DTensor, next(iter(reference.blocks[2].parameters())).grad)
     assert torch.equal(seen[0], grad.to_local())
-    assert places == [1]  # before the first block's backward has ended
+    assert places == [1]  # before the backward of the block before it begins
 
 
 def test_a_backward_that_fails_leaves_nothing_to_the_next_step(link: EmulatedLink) -> None:
@@ -150,9 +189,9 @@ def test_a_block_that_is_frozen_after_forward_gets_none(link: EmulatedLink) -> N
 
 
 def test_a_backward_for_some_inputs_gives_parameters_none(link: EmulatedLink) -> None:
-    for options in ({"lower": "eager"}, {"lower": "inductor"}):
+    for lower in ("eager", "inductor"):
         torch._dynamo.reset()
-        model = warm(block_by_block(link, **options))
+        model = warm(block_by_block(link, lower=lower))
         model.zero_grad()
         x = torch.ones(3, 4, requires_grad=True)
         model(x).square().sum().backward(inputs=[x])

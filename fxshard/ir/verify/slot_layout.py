@@ -83,7 +83,7 @@ class ShardGradient:
 
     def is_zero(self, slot: Slot) -> bool:
         """Return whether `slot` has no gradient."""
-        first = max(0, bisect.bisect_right(self._starts, slot.offset) - 1)
+        first = bisect.bisect_right(self._starts, slot.offset) - 1
         last = bisect.bisect_left(self._starts, slot.offset + slot.numel)
         overlapping = self.pieces[first:last]
         return bool(overlapping) and all(isinstance(piece, Zeros) for piece in overlapping)

@@ -1,0 +1,126 @@
+"""Models that are compiled block by block by one option: the same numbers, and one graph for all blocks."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxshard import fully_shard
+from fxshard.compile.backend import frames_of
+from fxshard.errors import ConfigError
+from fxshard.testing import emulated_link
+from tests.numerics.harness import (
+    EAGER,
+    FSDP2,
+    UNSHARDED,
+    Prepare,
+    Tools,
+    blocks_of,
+    compare,
+    fxshard_system,
+    shard_and_compile,
+    shard_blocks,
+    train,
+)
+from tests.numerics.scenarios import CHECKPOINTED, LANGUAGE, REGRESSION, TIED
+from tests.pairwise import slow
+from tests.ranks import two_ranks
+
+REGIONAL = {**EAGER, "regional": True}
+SCENARIOS = {"language": LANGUAGE, "tied": TIED, "checkpoints": CHECKPOINTED, "mlp": REGRESSION}
+
+
+def in_place(model: nn.Module, tools: Tools) -> nn.Module:
+    """Compile by `model.compile()`."""
+    shard_blocks(model, tools)
+    tools.compile_in_place(model)
+    return model
+
+
+@two_ranks
+@pytest.mark.parametrize("name", ["language", slow("tied"), slow("checkpoints"), "mlp"])
+@pytest.mark.parametrize("prepare", [shard_and_compile, slow(in_place)])
+def test_trains_as_fsdp2_and_unsharded(name: str, prepare: Prepare) -> None:
+    scenario = replace(SCENARIOS[name], prepare=prepare)
+    ours = train(scenario, fxshard_system(dtype=torch.float64, regional=True))
+    compare(ours, train(scenario, replace(FSDP2, dtype=torch.float64)), rtol=1e-9, atol=1e-11)
+    compare(ours, train(scenario, UNSHARDED), rtol=1e-9, atol=1e-11)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(torch.relu(self.up(x)))
+        return y
+
+
+class Deep(nn.Module):
+    """Blocks of which all but the last are alike, between an embedding and a head."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 8)
+        self.blocks = nn.ModuleList([*(Block() for _ in range(num_blocks)), Block(12)])
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 10)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) * 2
+        for block in self.blocks:
+            x = block(x)
+        y: Tensor = self.head(self.norm(x))
+        return y
+
+
+class InARow(Deep):
+    """The same as one call of a Sequential."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        y: Tensor = self.head(self.norm(nn.Sequential(*self.blocks)(self.embedding(tokens) * 2)))
+        return y
+
+
+def sharded(kind: Callable[[int], Deep], num_blocks: int) -> Deep:
+    model = kind(num_blocks)
+    for block in blocks_of(model):
+        fully_shard(block)
+    fully_shard(model)
+    return model
+
+
+@pytest.mark.parametrize("kind", [Deep, slow(InARow)])
+def test_blocks_that_are_alike_share_one_graph(kind: Callable[[int], Deep]) -> None:
+    graphs = []
+    for num_blocks in (2, 9):
+        torch._dynamo.reset()
+        with emulated_link(2):
+            model = sharded(kind, num_blocks)
+            torch.compile(model, backend="fxshard", options=REGIONAL)(torch.arange(6)).sum().backward()
+            graphs.append(sum("blocks.0" in frame.plan.units for frame in frames_of(model)))
+            assert all(len(frame.plan.units) == 1 for frame in frames_of(model))
+    assert graphs == [1, 1]
+
+
+def test_the_option_may_change(caplog: pytest.LogCaptureFixture) -> None:
+    with emulated_link(2):
+        model, tokens = sharded(Deep, 2), torch.arange(6)
+        counts = []
+        for options in (EAGER, REGIONAL, EAGER):
+            torch._dynamo.reset()  # Dynamo remembers by code which frames to leave
+            torch.compile(model, backend="fxshard", options=options)(tokens).sum().backward()
+            gc.collect()
+            counts.append({len(frame.plan.units) for frame in frames_of(model)})
+        assert counts == [{4}, {1}, {4}]
+    assert "uncompiled" not in caplog.text  # the frame around the blocks runs as it is because the user wants it
+
+
+def test_the_one_line_form_says_to_shard_before() -> None:
+    with emulated_link(2), pytest.raises(ConfigError, match=r"(?s)regional=True needs.*fully_shard\(block\)"):
+        torch.compile(Deep(2), backend="fxshard", options=REGIONAL)(torch.arange(6))
