@@ -7,6 +7,7 @@ gradient for the flat, and the buffer is kept here. It is waited for
 
 - when a later graph of the same backward begins and reductions of more than `keep` units are in flight: what they send
   and bring takes memory, and the same number is allowed inside of a graph (`reduce_scatter_max_input_buffers`);
+- when an optimizer steps in a hook of the backward;
 - at the end of the backward, before anything else that ends with it: waiting sums are reduced behind it.
 
 Autograd comes to a flat when all graphs that give it a gradient have run: a block may be called at several places. Only

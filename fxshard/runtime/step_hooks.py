@@ -201,11 +201,12 @@ class Microbatches:
         hooks.holds = any(model.holds for model in list(hooks.models))
 
     def step_begins(self, written: Collection[int]) -> None:
-        """An optimizer is about to write parameters, whose ids these are.
+        """An optimizer is about to write parameters, whose ids these are; in a backward gradients may still be late.
 
         Raises:
             UnsupportedGraph: gradients of some of them wait to be reduced.
         """
+        self.late.arrive(keep=0)
         for unit in self._units_of(written):
             if unit.accumulation.waiting:
                 raise UnsupportedGraph(
@@ -257,7 +258,8 @@ class StepHooks:
     def begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Called by torch before each step."""
         lays = self.lays and (not torch.compiler.is_compiling() or _is_fused(optimizer))
-        if self.holds or lays or _is_adafactor(optimizer):
+        in_backward = not torch.compiler.is_compiling() and torch_private.backward_id() is not None
+        if self.holds or lays or in_backward or _is_adafactor(optimizer):
             _step_begins_eagerly(self, optimizer)
 
     def ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -36,6 +36,7 @@ from tests.mutation.edits import Mutator, launch_nodes
 from tests.pages import ROOT, assert_page
 from tests.steps import Step, step
 
+pytestmark = pytest.mark.timeout(1800)  # the first test that needs all mutants makes them
 EXPLICIT: tuple[Mutator, ...] = (
     *collective_mutators.MUTATORS,
     *parameter_mutators.MUTATORS,

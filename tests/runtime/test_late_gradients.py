@@ -198,3 +198,15 @@ def test_a_backward_for_some_inputs_gives_parameters_none(link: EmulatedLink) ->
         assert x.grad is not None
         assert all(p.grad is None for p in model.parameters())
         assert late(model) == 0
+
+
+def test_an_optimizer_that_steps_in_a_hook_steps_all(link: EmulatedLink) -> None:
+    """The parameter that gets its gradient last has the hook, in the block that is called first."""
+    stepped = []
+    for model in pair(link):
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        last = next(iter(model.blocks[0].parameters()))
+        last.register_post_accumulate_grad_hook(lambda _, optim=optim: optim.step())
+        step(model)
+        stepped.append(torch.cat([cast(DTensor, p).to_local().detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*stepped)

@@ -1,9 +1,9 @@
 """What the first step of a deep model costs: `python -m tests.tools.bench.first_step auto 32 gpt`.
 
 One rank of a fake group of eight, in this process; collectives move nothing. Systems: `off` and `auto` are the option
-`regions`, `fsdp2` is FSDP2 with each block compiled. Models: the deep GPT, and a Llama of the same width, ours
-(`llama`) and that of Hugging Face (`hf`). Inductor's and AOTAutograd's caches of graphs are off, unless a fourth
-argument says `cached`; the C++ kernels come out of their cache where a run before has made them
+`regions`, `regional` is that option, `fsdp2` is FSDP2 with each block compiled. Models: the deep GPT, and a Llama of
+the same width, ours (`llama`) and that of Hugging Face (`hf`). Inductor's and AOTAutograd's caches of graphs are off,
+unless a fourth argument says `cached`; the C++ kernels come out of their cache where a run before has made them
 (TORCHINDUCTOR_CACHE_DIR says where), so run each line twice for warm kernels. Processor time is that of this process,
 without the C++ compilers it starts.
 """
@@ -75,7 +75,8 @@ def compiled(system: str, model: nn.Module, blocks: nn.ModuleList) -> nn.Module:
         return model
     for part in (*blocks, model):
         fxshard.fully_shard(part)
-    return cast(Any, torch.compile)(model, backend="fxshard", options={"regions": system})  # type: ignore[no-any-return]
+    options = {"regional": True} if system == "regional" else {"regions": system}
+    return cast(Any, torch.compile)(model, backend="fxshard", options=options)  # type: ignore[no-any-return]
 
 
 def main(system: str, num_layers: int, name: str = "gpt", caches: str = "") -> None:
