@@ -19,13 +19,15 @@ replicas that is still to come, or with a part that was reduced separately. Othe
 mid-backward may find None.
 
 A backward that fails leaves late gradients behind. The reductions are waited for (other ranks take part in them), and
-what they brought is dropped at the next forward.
+what they brought is dropped: at the next forward, or before anything is given. That a backward has failed shows in a
+mark that only autograd holds, in the callback for the end of the backward: it is gone with the backward.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -66,6 +68,7 @@ class LateGradient:
     Attributes:
         sink: that gives it to the parameters.
         backward: identity of the backward.
+        mark: gives an object for as long as the backward runs.
         parts: one for each graph run that gives one, `[shard_numel]` each.
         slots: of the parameters that these graphs train.
         in_flight: how many parts are to be waited for.
@@ -74,6 +77,7 @@ class LateGradient:
 
     sink: GradientSink
     backward: int | None
+    mark: Callable[[], object | None]
     parts: list[Tensor] = field(default_factory=list)
     slots: set[int] = field(default_factory=set)
     in_flight: int = 0
@@ -84,6 +88,10 @@ class LateGradient:
         return functools.reduce(torch.add, self.parts)
 
 
+class BackwardMark:
+    """Lives for as long as a backward runs."""
+
+
 class LateGradients:
     """The late gradients of one model; see [Note: late gradients]."""
 
@@ -91,10 +99,16 @@ class LateGradients:
         """Begin with none."""
         self._in_flight: list[tuple[Reduction, LateGradient]] = []  # oldest first
         self._late: dict[tuple[GradientSink, int | None], LateGradient] = {}
+        self._marks: weakref.WeakValueDictionary[int | None, BackwardMark] = weakref.WeakValueDictionary()
 
     def __len__(self) -> int:
         """How many reductions are in flight."""
         return len(self._in_flight)
+
+    def begin(self, backward: int | None) -> BackwardMark:
+        """A backward begins: return what autograd is to hold until it ends, in whatever way."""
+        self._marks[backward] = mark = BackwardMark()
+        return mark
 
     def defer(self, reduction: Reduction, sink: GradientSink, slots: Iterable[int]) -> bool:
         """Keep a part of a gradient for later; if a hook sees it before, wait for it now and return `False`.
@@ -106,7 +120,8 @@ class LateGradients:
             return False
         key = sink, torch_private.backward_id()
         if key not in self._late:
-            self._late[key] = LateGradient(*key)
+            mark = self._marks.get(key[1])
+            self._late[key] = LateGradient(*key, weakref.ref(mark) if mark is not None else lambda: None)
             sink.expect_late(self._late[key])
         late = self._late[key]
         late.parts.append(reduction.grad)
@@ -129,6 +144,8 @@ class LateGradients:
 
     def wait_and_give(self, keep: int) -> None:
         """`arrive`, without Dynamo."""
+        if any(late.mark() is None for late in self._late.values()):
+            self._drop(lambda late: late.mark() is None)
         units = list(dict.fromkeys(reduction.unit for reduction, _ in self._in_flight))
         oldest = set(units[: max(0, len(units) - keep)])
         due = [pair for pair in self._in_flight if pair[0].unit in oldest]
@@ -146,10 +163,14 @@ class LateGradients:
 
     def drop(self) -> None:
         """Wait for what a backward that failed has left, and forget it."""
-        for reduction, _ in self._in_flight:
+        self._drop(lambda late: True)
+
+    def _drop(self, which: Callable[[LateGradient], bool]) -> None:
+        dropped = [pair for pair in self._in_flight if which(pair[1])]
+        self._in_flight = [pair for pair in self._in_flight if not which(pair[1])]
+        for reduction, _ in dropped:
             reduction.wait()
-        self._in_flight.clear()
-        for late in list(self._late.values()):
+        for late in filter(which, list(self._late.values())):
             self._forget(late)
 
     def __del__(self) -> None:

@@ -216,6 +216,8 @@ def _explain(rank_groups: Iterable[RankGroup], error: RuntimeError) -> None:
     for rank_group in rank_groups:
         try:
             rank_group.compare()
+            if why := rank_group.known_difference():
+                raise RankMismatchError(why)
         except RankMismatchError as mismatch:
             raise mismatch from error
         except (RuntimeError, ValueError) as lost:  # the store is gone as well, or the group

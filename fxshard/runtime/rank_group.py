@@ -197,11 +197,17 @@ class RankGroup:
             raise RankMismatchError(self._difference(*found, self._run, self._now))
 
     def known_difference(self) -> str:
-        """What one of some ranks does otherwise in this run, which this rank waits in; empty if none is known."""
+        """What one of some ranks does otherwise in this run, which this rank waits in, or did before; or nothing.
+
+        What was launched in an earlier run may be waited for in this one.
+        """
         run, now = self._run, self._now
-        found = self._differing(self._peers)
-        is_this_run = run == self._run and now is self._now  # asked by another thread than that which runs
-        return self._difference(*found, run, now) if found and is_this_run else ""
+        found, before = self._differing(self._peers), self._differing_before()
+        if run != self._run or now is not self._now:  # asked by another thread than that which runs
+            return ""
+        if found:
+            return self._difference(*found, run, now)
+        return self._past_difference(*before, run) if before else ""
 
     def whereabouts(self) -> tuple[list[int], list[int]]:
         """Of some ranks, those that have not come to this run, and those that are in it."""
@@ -225,6 +231,16 @@ class RankGroup:
             for theirs in self._arrived([rank], self._run).values():
                 if (theirs.run, theirs.digest) != (self._run, self._now.digest):
                     return rank, theirs
+        return None
+
+    def _differing_before(self) -> tuple[int, RunEntry] | None:
+        """The first of some ranks that is in this run, and did something else before it, and what it is in."""
+        if not self._past:
+            return None
+        ours, _ = self._past[-1]
+        for rank, theirs in self._arrived(self._peers, ours.run).items():
+            if (theirs.run, theirs.since) == (ours.run, ours.since) and theirs.history != ours.history:
+                return rank, theirs
         return None
 
     def look_back(self, *, is_over: bool) -> None:

@@ -31,7 +31,7 @@ from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.ir import collectives
 from fxshard.runtime import host_copies, profiler_ranges, rank_check, unsharded_cache
 from fxshard.runtime.accumulation import Waiting
-from fxshard.runtime.late_gradients import LateGradients
+from fxshard.runtime.late_gradients import BackwardMark, LateGradients
 from fxshard.runtime.optimizer_layout import lay_as_parameters
 
 if TYPE_CHECKING:
@@ -96,9 +96,9 @@ class Microbatches:
         if running is not None:
             if self._leaves_sums:
                 self._unended.add(running)
-            torch_private.when_backward_ends(functools.partial(self._backward_ends, running))
+            torch_private.when_backward_ends(functools.partial(self._backward_ends, running, self.late.begin(running)))
 
-    def _backward_ends(self, which: int) -> None:
+    def _backward_ends(self, which: int, mark: BackwardMark) -> None:
         self.late.end(which)
         if which in self._unended:
             self._end(self.last and not self.is_ended_by_hand)

@@ -126,6 +126,10 @@ def _with_post_hook(model: Blocks, seen: list[Tensor]) -> None:
     next(iter(model.blocks[2].parameters())).register_post_accumulate_grad_hook(keep)
 
 
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("register", [_with_tensor_hook, _with_post_hook])
 def test_hooks_of_parameters_run_when_their_block_ends(
     link: EmulatedLink, register: Callable[[Blocks, list[Tensor]], None]
@@ -210,3 +214,17 @@ def test_an_optimizer_that_steps_in_a_hook_steps_all(link: EmulatedLink) -> None
         step(model)
         stepped.append(torch.cat([cast(DTensor, p).to_local().detach().flatten() for p in model.parameters()]))
     assert torch.equal(*stepped)
+
+
+def test_a_backward_of_an_earlier_forward_takes_nothing_of_one_that_failed(link: EmulatedLink) -> None:
+    grads = []
+    for model in pair(link):
+        loss = model(torch.ones(3, 4)).square().sum()
+        hidden = torch.ones(3, 4, requires_grad=True)
+        hidden.register_hook(_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model.blocks[3](model.blocks[2](hidden)).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=1.0).zero_grad()
+        loss.backward()
+        grads.append(local_grads(model))
+    assert torch.equal(*grads)
