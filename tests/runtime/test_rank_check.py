@@ -198,6 +198,26 @@ def test_runs_that_are_under_way_are_looked_at_later_and_nobody_waits() -> None:
 
 
 @two_ranks
+def test_a_difference_before_the_run_in_which_a_rank_waits_is_known() -> None:
+    """What was launched in the earlier run may be waited for now."""
+    rank_group = both()
+    begin(rank_group, "a")
+    dist.barrier()
+    assert rank_group.known_difference() == ""
+    begin(rank_group, of_rank("b", "c"), "backward")
+    begin(rank_group, "a")
+    dist.barrier()
+    found = rank_group.known_difference()
+    assert "In run 2, collective 1 is the first that differs" in found
+    assert "rank 0 (backward): b" in found
+    assert "rank 1 (backward): c" in found
+    rank_group.forget()
+    begin(rank_group, "a")
+    dist.barrier()
+    assert rank_group.known_difference() == ""
+
+
+@two_ranks
 def test_without_a_backward_ranks_look_back_once_in_many_runs() -> None:
     rank_group = both()
     for _ in range(LOOK_EVERY - 1):
