@@ -132,6 +132,7 @@ def test_a_wait_that_failed_is_no_wait_that_is_done() -> None:
 def train_over_two_lives() -> list[list[float]]:
     """Train over a group, destroy it, and go on over the next one of that name; return the losses."""
     rank = dist.get_rank()
+    torch.manual_seed(0)
     model: Any = fxshard.fully_shard(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
