@@ -106,7 +106,7 @@ class LateGradients:
         return len(self._in_flight)
 
     def begin(self, backward: int | None) -> BackwardMark:
-        """A backward begins: return what autograd is to hold until it ends, in whatever way."""
+        """Note that a backward begins; return its mark, for autograd to keep until the backward has ended or failed."""
         self._marks[backward] = mark = BackwardMark()
         return mark
 

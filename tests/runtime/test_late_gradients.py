@@ -83,22 +83,14 @@ def test_a_block_may_be_called_at_several_places(
 
 
 @LOWERS
-def test_they_are_added_to_what_was_there(link: EmulatedLink, lower: str) -> None:
+@pytest.mark.parametrize("first_synced", [0, 2])
+def test_several_backwards_add_up(link: EmulatedLink, lower: str, first_synced: int) -> None:
+    """Each one reduced, or the last one alone."""
     models = pair(link, lower=lower)
     for model in models:
         for seed in range(3):
             torch.manual_seed(seed)
-            model(torch.randn(3, 4)).square().sum().backward()
-    assert torch.equal(*map(local_grads, models))
-
-
-@LOWERS
-def test_microbatches_end_in_them(link: EmulatedLink, lower: str) -> None:
-    models = pair(link, lower=lower)
-    for model in models:
-        for seed in range(3):
-            torch.manual_seed(seed)
-            cast(ShardedModule, model).set_requires_gradient_sync(seed == 2)
+            cast(ShardedModule, model).set_requires_gradient_sync(seed >= first_synced)
             model(torch.randn(3, 4)).square().sum().backward()
     assert torch.equal(*map(local_grads, models))
 

@@ -37,10 +37,9 @@ SYSTEMS: Final[Mapping[str, str]] = {
     "simplefsdp_overlapped": "the same, merged and moved by Inductor's overlap scheduling; needs triton",
     "fxshard_unordered": "fxshard with no collective moved and none held in its place: Inductor's order",
     "fxshard_listed": "fxshard told for each unit which two to gather ahead, in forward and in backward",
-    "fxshard_blocks": "fxshard with every unit but the root compiled by itself",
     FXSHARD: 'torch.compile(backend="fxshard")',
 }
-_ON_DEMAND: Final = ("fsdp2_kept", "simplefsdp_overlapped", "fxshard_unordered", "fxshard_listed", "fxshard_blocks")
+_ON_DEMAND: Final = ("fsdp2_kept", "simplefsdp_overlapped", "fxshard_unordered", "fxshard_listed")
 DEFAULT_SYSTEMS: Final = tuple(name for name in SYSTEMS if name not in _ON_DEMAND)
 
 

@@ -229,16 +229,6 @@ def _fxshard(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward:
     return torch.compile(model, backend="fxshard", options=dict(entry.options))
 
 
-def _fxshard_blocks(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward:
-    """Each block compiled by itself, as in FSDP2 with compiled blocks; what is around them runs as it is."""
-    *blocks, _ = units_of(model)
-    for unit in units_of(model):
-        fxshard.fully_shard(unit, mesh=mesh, mp_policy=entry.mp_policy)
-    for block in blocks:
-        block.compile(backend="fxshard", options=dict(entry.options))
-    return model
-
-
 def _fxshard_listed(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward:
     forward = _fxshard(model, mesh, entry)
     *blocks, root = cast(list[fxshard.ShardedModule], units_of(model))
@@ -275,7 +265,6 @@ _MAKE: Final[dict[str, Callable[[nn.Module, DeviceMesh, Entry], Forward]]] = {
     "simplefsdp": _simplefsdp,
     "simplefsdp_bucketed": _simplefsdp_bucketed,
     "simplefsdp_overlapped": _simplefsdp_overlapped,
-    "fxshard_blocks": _fxshard_blocks,
     "fxshard_unordered": _fxshard_unordered,
     "fxshard_listed": _fxshard_listed,
     FXSHARD: _fxshard,

@@ -20,7 +20,7 @@ ROWS: Final[dict[str, tuple[str, ...]]] = {
     "SimpleFSDP, Inductor's overlap scheduling": ("overlapped_100", "overlapped_50"),
     'fxshard, `prefetch="off"`': ("fxshard_off",),
     "**fxshard**": ("fxshard",),
-    "fxshard, compiled blocks": ("fxshard_blocks",),
+    "fxshard, `regional=True`": ("fxshard_regional",),
     "fxshard, lists of two ahead": ("fxshard_listed",),
     '**fxshard, both "auto"**': ("fxshard_auto_100", "fxshard_auto_50"),
     'fxshard, `streams="side"`': ("fxshard_side",),

@@ -148,7 +148,7 @@ def all_cases(folder: Path, device_name: str, world_size: int = 8) -> list[Case]
         _case("fxshard", FXSHARD, accumulates=True),
         _case("fxshard_auto_100", FXSHARD, auto[100.0], accumulates=True, speeds=(370.0, 100.0)),
         _case("fxshard_auto_50", FXSHARD, auto[50.0], speeds=(50.0, 25.0)),
-        _case("fxshard_blocks", "fxshard_blocks"),
+        _case("fxshard_regional", FXSHARD, {"regional": True}),
         _case("fxshard_off", FXSHARD, {"prefetch": "off"}, checkpointing=False, ctas=CTAS[:1]),
         _case("fxshard_listed", "fxshard_listed", checkpointing=False, ctas=CTAS[:1]),
         _case("no_overlap", FXSHARD, {"streams": "off"}, checkpointing=False, ctas=CTAS[:1]),
