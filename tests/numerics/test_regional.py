@@ -49,8 +49,8 @@ def test_trains_as_fsdp2_and_unsharded(name: str, prepare: Prepare) -> None:
     """To the bit as FSDP2, but where a weight is tied: its two gradients are added in another order."""
     scenario = replace(SCENARIOS[name], prepare=prepare)
     ours = train(scenario, fxshard_system(dtype=torch.float64, regional=True))
-    tolerance = {"rtol": 1e-9, "atol": 1e-11} if name == "tied" else {"rtol": 0.0, "atol": 0.0}
-    compare(ours, train(scenario, replace(FSDP2, dtype=torch.float64)), **tolerance)
+    rtol, atol = (1e-9, 1e-11) if name == "tied" else (0.0, 0.0)
+    compare(ours, train(scenario, replace(FSDP2, dtype=torch.float64)), rtol=rtol, atol=atol)
     compare(ours, train(scenario, UNSHARDED), rtol=1e-9, atol=1e-11)
 
 
