@@ -139,6 +139,7 @@ def test_hooks_of_parameters_run_when_their_block_ends(
 
 def test_a_backward_that_fails_leaves_nothing_to_the_next_step(link: EmulatedLink) -> None:
     model, reference = pair(link)
+    gc.collect()  # what other tests have left
     expected, waiting = step(reference), _get_work_registry_size()
     fails = [True]
 
@@ -157,6 +158,7 @@ def test_a_backward_that_fails_leaves_nothing_to_the_next_step(link: EmulatedLin
 
 
 def test_reset_iter_state_and_the_end_of_a_model_wait_for_what_is_left(link: EmulatedLink) -> None:
+    gc.collect()  # what other tests have left
     waiting = _get_work_registry_size()
     for ends in ("reset", "deleted"):
         model = block_by_block(link)

@@ -193,6 +193,7 @@ def test_unshard_gathers_anew_what_it_gathered_before(link: EmulatedLink) -> Non
 
 def test_a_model_that_is_dropped_leaves_no_collective_unwaited(link: EmulatedLink) -> None:
     model = warm(block_by_block(link))
+    gc.collect()  # what other tests have left
     unwaited = _get_work_registry_size()
     cast(ShardedModule, list(model.blocks)[2]).unshard(async_op=True)
     assert _get_work_registry_size() == unwaited + 1
