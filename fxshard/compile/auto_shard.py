@@ -33,7 +33,7 @@ from fxshard.cost import measured
 from fxshard.errors import ConfigError
 from fxshard.live_objects import instances_of, referrers_of
 from fxshard.options import Options, launched_world_size
-from fxshard.runtime import mesh_axes, process_groups, rank_values
+from fxshard.runtime import eager, mesh_axes, process_groups, rank_values
 from fxshard.runtime.extensions import has_hooks
 from fxshard.runtime.flat_shard import Home
 from fxshard.runtime.parameters import as_dtensor, shard_rows
@@ -276,7 +276,16 @@ def _shard(root: nn.Module, mesh: DeviceMesh, options: Options) -> None:
     if options.separate_reduce_scatter_group:
         process_groups.separate(units)
     orphans = {fqn: weakref.ref(parameter) for fqn, parameter in old.items()}
-    units[0].after_first_call = functools.partial(_require_no_holders, orphans)
+    for unit in units:
+        unit.after_first_call = functools.partial(_end_first_call, units, orphans)
+
+
+def _end_first_call(units: Sequence[Unit], orphans: dict[str, weakref.ref[nn.Parameter]]) -> None:
+    """Do for the call that sharded the model what the call of a sharded module does at its end."""
+    eager.forward_ended(units)  # its graph may lack units that a loss reads
+    _require_no_holders(orphans)
+    for unit in units:
+        unit.after_first_call = None
 
 
 def make_units(root: nn.Module, mesh: DeviceMesh, options: Options) -> tuple[Unit, ...]:
@@ -430,9 +439,10 @@ class _ReplicaGuard:
         replicas = _replicas(plain) if plain else []
         if replicas:
             raise ConfigError(
-                f"optimizer step on parameters that are not sharded: {', '.join(replicas)}. Their model was only "
-                "partly captured with backend='fxshard' (compiled in part, or split by graph breaks: "
-                "TORCH_LOGS=graph_breaks), so their gradients were never averaged over the ranks. "
+                f"optimizer step on parameters that are not sharded: {', '.join(replicas)}. Their model was not "
+                "captured with backend='fxshard', or only in part (compiled in part, split by graph breaks: "
+                "TORCH_LOGS=graph_breaks, or called where Dynamo does nothing: in torch.func transforms, under a "
+                "TorchDispatchMode such as FlopCounterMode), so their gradients were never averaged over the ranks. "
                 "Compile the outermost module, or call fxshard.fully_shard(model) before compiling, after "
                 "torch.distributed.init_process_group()."
             )

@@ -81,8 +81,7 @@ class Frame:
             eager.forward_ended(units.values())
         for unit in units.values():
             if unit.after_first_call is not None:
-                unit.after_first_call()  # raises until its cause is gone
-                unit.after_first_call = None
+                unit.after_first_call()
         return results
 
     def _units(self, args: Sequence[Any]) -> Units:

@@ -54,7 +54,7 @@ class Unit:
         was_on_meta: whether its parameters were sharded on the meta device, and have got values since.
         from_one_line: whether `torch.compile` made it, not the user.
         ignored: parameters of the modules that stay unsharded on purpose.
-        after_first_call: run once, when a compiled graph with this unit has run for the first time.
+        after_first_call: run after a compiled graph with this unit until it has succeeded, and then set to `None`.
         frames: the captured graphs that read it, weakly.
         accumulation: its gradients of microbatches that were not reduced.
         replica_sums: its gradients that were reduced and not averaged over replicas.
@@ -308,12 +308,19 @@ class Unit:
         groups = {"all_gather": plan.gathering_group, "reduce_scatter": plan.reducing_group}
         groups["all_reduce"] = plan.replicate_group
         averages = wanted == "reduce_scatter" and plan.replicas > 1 and not self.replica_sums.apart()
+        sizes = " and ".join(shard.size for shard in plan.shards)
         launches = tuple(
-            Launch(group, f"{op} of {what}{on_group(group)} for {self.label}", "outside of graphs", op, self.label)
+            Launch(
+                group,
+                f"{op} of {what} in {sizes} per rank{on_group(group)} for {self.label}",
+                "outside of graphs",
+                op,
+                self.label,
+            )
             for op, group in groups.items()
             if op == wanted or (op == "all_reduce" and averages)
         )
-        key = kind, f"{what} {len(launches)}"
+        key = kind, f"{what} {sizes} {len(launches)}"
         with telling_others(lambda: plan.groups), self._agreements.setdefault(key, Agreement(kind)).before(launches):
             yield
 

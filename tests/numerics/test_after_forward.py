@@ -47,6 +47,22 @@ class Tied(Headless):
         self.head.weight = self.embed.weight
 
 
+class Apart(Headless):
+    """The root has the head alone: no graph of a forward reads its unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.embed, *self.blocks])
+        del self.embed
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        embed, *blocks = self.blocks
+        x: Tensor = embed(tokens)
+        for block in blocks:
+            x = block(x).relu()
+        return x
+
+
 def tokens_of(rank: int, microbatch: int = 0) -> Tensor:
     return torch.randint(WORDS, (4 + rank, 3), generator=torch.Generator().manual_seed(10 * microbatch + rank))
 
@@ -91,7 +107,7 @@ def assert_same(model: nn.Module, expected: dict[str, Tensor]) -> None:
 
 @two_ranks
 @WAYS
-@pytest.mark.parametrize("kind", [Headless, Tied])
+@pytest.mark.parametrize("kind", [Headless, Tied, Apart])
 def test_a_loss_that_reads_a_root_parameter_gives_the_gradient_of_unsharded_training(
     way: str, kind: type[Headless]
 ) -> None:

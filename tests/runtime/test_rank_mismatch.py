@@ -117,6 +117,16 @@ def test_different_shapes_of_parameters(lower: str) -> None:
 
 
 @two_ranks
+def test_different_shapes_of_parameters_of_a_model_that_is_not_compiled() -> None:
+    # gloo would end the process from a thread of its own.
+    model = fully_shard(nn.Linear(3, of_rank(4, 8), bias=False))
+    end = "per rank on group '0' for root  # outside of graphs"
+    ours, theirs = (f"all_gather of all parameters, read outside of graphs, in float32[{n}] {end}" for n in (6, 12))
+    with refused(difference(1, ours, theirs, kind="read")):
+        train_step(model, width=3)
+
+
+@two_ranks
 @pytest.mark.parametrize("per_block", [True, False])
 def test_different_dtypes_of_the_gathered_parameters(per_block: bool) -> None:
     policy = MixedPrecisionPolicy(param_dtype=of_rank(torch.float32, torch.bfloat16))
