@@ -65,6 +65,7 @@ class Options:
         lower: "inductor", or "eager" to run the transformed graphs node by node (no decompositions, bitwise FSDP2).
         regional: compile each block that is alike another one by itself, once for all of them, and what is around
             them as far as Dynamo can: the first step does not grow with depth. Else the whole model is one graph.
+            Dynamo remembers by code which frames it left: `torch._dynamo.reset()` before another choice.
         regions: "auto" traces and lowers the code of blocks that are alike once, and calls it for each of them; "off"
             writes out every block, as `cudagraphs` does.
         compile_on: "all": each rank compiles its graphs; "one": a rank compiles each, and the others of the same device

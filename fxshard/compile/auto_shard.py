@@ -38,9 +38,9 @@ from fxshard.runtime.extensions import has_hooks
 from fxshard.runtime.flat_shard import Home
 from fxshard.runtime.parameters import as_dtensor, shard_rows
 from fxshard.runtime.unit import Unit
-from fxshard.sharding import shard_module
+from fxshard.sharding import regional, shard_module
 from fxshard.sharding.mesh import default_mesh, require_mesh
-from fxshard.sharding.sharded_module import plain_module, units_under
+from fxshard.sharding.sharded_module import plain_module, states_under, units_under
 
 _log = logging.getLogger(__name__)
 
@@ -78,12 +78,7 @@ def shard_root(gm: fx.GraphModule, unsharded: dict[str, nn.Parameter], options: 
         _announce(roots, offloads=bool(options.offload))
         return
     fsdp2_or_ddp.refuse([dynamo.compiled_around(root) or root for root in roots])
-    if options.regional:
-        raise ConfigError(
-            "regional=True needs a model that is sharded already: the first call would have been traced as a whole "
-            "before there is a block to leave. Write before torch.compile:\n    for block in model.layers:  # as your "
-            "model calls them\n        fxshard.fully_shard(block)\n    fxshard.fully_shard(model)"
-        )
+    _require_cast(gm, roots, options)
     _require_ready(roots, unsharded)
     require_plain({name: p for root in roots for name, p in root.named_parameters()})
     for root in roots:
@@ -100,6 +95,8 @@ def shard_root(gm: fx.GraphModule, unsharded: dict[str, nn.Parameter], options: 
         if options.hardware is None:
             measured.agree(mesh)
         _shard(root, mesh, options)
+        if options.regional:
+            regional.begin_in_first_call(states_under(root))
     dynamo.restart("fxshard sharded the model")
 
 
@@ -114,6 +111,22 @@ def _mesh(options: Options, device_types: set[str]) -> DeviceMesh | None:
             "copy. Before the first call of the model add: torch.distributed.init_process_group()"
         )
     return None
+
+
+def _require_cast(gm: fx.GraphModule, roots: Sequence[nn.Module], options: Options) -> None:
+    """Raise if the first call was given what later calls cast: its frame has its arguments already."""
+    if options.param_dtype is None:
+        return
+    blocks = {id(block) for root in roots for block in units_of(root)[:-1]}
+    names = {name for root in roots for name, module in root.named_modules() if id(module) in blocks}
+    if found := dynamo.uncast_arguments(gm, options.param_dtype, names):
+        wanted = str(options.param_dtype)
+        raise ConfigError(
+            f"the first call has arguments that are not {wanted.removeprefix('torch.')}, as param_dtype wants: "
+            f"{', '.join(found)}. It shards the model when it has them already, too late to cast them. Cast them "
+            f"yourself (x.to({wanted})), or write before torch.compile: fxshard.fully_shard(model, "
+            f"mp_policy=torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype={wanted}))"
+        )
 
 
 def _announce(roots: list[nn.Module], *, offloads: bool) -> None:

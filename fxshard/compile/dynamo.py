@@ -268,6 +268,28 @@ def roots_of(gm: fx.GraphModule) -> list[nn.Module]:
     return [r for r in roots.values() if not any(r is not o and r in list(o.modules()) for o in roots.values())]
 
 
+def uncast_arguments(gm: fx.GraphModule, dtype: torch.dtype, casting: set[str]) -> list[str]:
+    """Name the floating-point tensors of other dtypes that the traced call of a model was given, as `x: float32`.
+
+    What only modules of these FQNs (`casting`) read is left out: their calls cast it.
+    """
+    found = []
+    for node in gm.graph.find_nodes(op="placeholder"):
+        value, sources = node.meta["example_value"], list(_bases(getattr(node, "_dynamo_source", None)))
+        is_argument = bool(sources) and getattr(sources[-1], "is_input", False)
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != dtype and is_argument:
+            is_cast = all(casting & _modules_around(user) for user in node.users)
+            if not is_cast and not any(isinstance(_value_of(source), nn.Module) for source in sources):
+                found.append(f"{source_name(node)}: {str(value.dtype).removeprefix('torch.')}")
+    return found
+
+
+def _modules_around(node: fx.Node) -> set[str]:
+    """Return the FQNs of the modules in whose calls a node stands."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return {readable(path).removeprefix("self.") for path, _ in stack.values()}
+
+
 def _value_of(source: Any) -> Any:
     """Evaluate the expression that led Dynamo to a value in the frame that it traces; `None` if that gives nothing."""
     root_frame = InstructionTranslator.current_tx().output.root_tx

@@ -9,7 +9,8 @@ it before and behind are compiled. In both cases Dynamo is offered the block's o
 
 Marks must be there before Dynamo traces anything. So the option is read from the compiled call that is under way
 (`torch.compile(model)`), or from what `model.compile()` was given. The one-line form shards in the middle of the first
-trace, which is of the whole model, so there the option is refused.
+trace, which is of the whole model; the trace begins anew with the marks. That call is none of a sharded module, so what
+its frame reads eagerly around the blocks is read as after a forward: [Note: after a forward] in `runtime/eager.py`.
 """
 
 from __future__ import annotations
@@ -56,6 +57,14 @@ def mark_blocks(places: ShardedModules, *, regional: bool) -> None:
         for name, module in places[""][0].named_modules():
             if not any(name == outer or name.startswith(f"{outer}.") for outer in marked):
                 module.__dict__[uncompiled_warning.SEEN] = True
+
+
+def begin_in_first_call(places: ShardedModules) -> None:
+    """Mark the blocks of a model that has just been sharded, in the middle of a call, and let this read the others."""
+    mark_blocks(places, regional=True)
+    for _, state in places.values():
+        for unit in () if state.compiles_alone else state.units:
+            unit.after_forward.begin()
 
 
 def _kind(module: nn.Module, state: ModuleState) -> tuple[type[nn.Module], tuple[str, ...]]:

@@ -443,7 +443,7 @@ def _open_call(module: ShardedModule, args: Any, kwargs: Any, callback: Any = No
     state = _state(module)
     if not eager.inside_call():
         compiled_by = callback or module._compiled_call_impl
-        if compiled_by is not None and compiled_by is not state.compiled_by:
+        if compiled_by is not None and compiled_by is not state.compiled_by and not state.compiles_alone:
             state.compiled_by = compiled_by
             if (wanted := regional.is_wanted(module, callback)) is not None:
                 regional.mark_blocks(states_under(module), regional=wanted)

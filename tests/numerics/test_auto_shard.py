@@ -294,6 +294,29 @@ def test_takes_the_options_of_fully_shard() -> None:
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
 
 
+class Stem(nn.Module):
+    """A model that reads its argument itself, before its blocks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.blocks = nn.Linear(6, 6), nn.ModuleList([nn.Linear(6, 6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.blocks[0](self.stem(x))
+        return y
+
+
+@pytest.mark.parametrize("regional", [False, True])
+def test_refuses_a_first_call_whose_arguments_it_can_no_longer_cast(regional: bool) -> None:
+    options = {**EAGER, "param_dtype": torch.bfloat16, "regional": regional}
+    with emulated_link(2):
+        with pytest.raises(ConfigError, match=r"(?s)not bfloat16, as param_dtype wants: x: float32.*fully_shard"):
+            compile_module(Stem(), options)(torch.ones(2, 6))
+        torch._dynamo.reset()
+        compile_module(Stem(), options)(torch.ones(2, 6, dtype=torch.bfloat16)).sum().backward()
+        torch._dynamo.reset()
+
+
 @two_ranks
 def test_refuses_options_of_the_one_line_path_for_a_sharded_model() -> None:
     model = MLP()

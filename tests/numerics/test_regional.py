@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxshard import fully_shard
+from fxshard import adopt, fully_shard
 from fxshard.compile.backend import frames_of
-from fxshard.errors import ConfigError
 from fxshard.testing import emulated_link
 from tests.numerics.harness import (
     EAGER,
@@ -23,6 +22,7 @@ from tests.numerics.harness import (
     blocks_of,
     compare,
     fxshard_system,
+    only_compile,
     shard_and_compile,
     shard_blocks,
     train,
@@ -42,9 +42,24 @@ def in_place(model: nn.Module, tools: Tools) -> nn.Module:
     return model
 
 
+def adopted(model: nn.Module, tools: Tools) -> nn.Module:
+    """Take over what FSDP2 has sharded."""
+    if not tools.system.ours:
+        return shard_and_compile(model, tools)
+    shard_blocks(model, Tools(system=FSDP2, scenario=tools.scenario))
+    return tools.compile(adopt(model))
+
+
+def blocks_as_one_unit(model: nn.Module, tools: Tools) -> nn.Module:
+    """Gather all blocks at once."""
+    tools.shard(list(blocks_of(model)))
+    tools.shard(model)
+    return tools.compile(model)
+
+
 @two_ranks
 @pytest.mark.parametrize("name", ["language", slow("tied"), slow("checkpoints"), "mlp"])
-@pytest.mark.parametrize("prepare", [shard_and_compile, slow(in_place)])
+@pytest.mark.parametrize("prepare", [shard_and_compile, slow(in_place), slow(adopted), slow(blocks_as_one_unit)])
 def test_trains_as_fsdp2_and_unsharded(name: str, prepare: Prepare) -> None:
     """To the bit as FSDP2, but where a weight is tied: its two gradients are added in another order."""
     scenario = replace(SCENARIOS[name], prepare=prepare)
@@ -123,6 +138,24 @@ def test_the_option_may_change(caplog: pytest.LogCaptureFixture) -> None:
     assert "uncompiled" not in caplog.text  # the frame around the blocks runs as it is because the user wants it
 
 
-def test_the_one_line_form_says_to_shard_before() -> None:
-    with emulated_link(2), pytest.raises(ConfigError, match=r"(?s)regional=True needs.*fully_shard\(block\)"):
-        torch.compile(Deep(2), backend="fxshard", options=REGIONAL)(torch.arange(6))
+@two_ranks
+@pytest.mark.parametrize("name", ["language", slow("tied"), slow("checkpoints"), "mlp"])
+def test_one_line_trains_as_the_model_sharded_before(name: str) -> None:
+    scenario = replace(SCENARIOS[name], prepare=only_compile)
+    ours = train(scenario, fxshard_system(dtype=torch.float64, regional=True))
+    compare(ours, train(scenario, UNSHARDED), rtol=1e-9, atol=1e-11)
+    if name != "tied":
+        sharded_before = replace(scenario, prepare=shard_and_compile)
+        compare(ours, train(sharded_before, fxshard_system(dtype=torch.float64, regional=True)), rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("kind", [Deep, slow(InARow)])
+def test_one_line_has_one_graph_for_all_blocks(kind: Callable[[int], Deep]) -> None:
+    torch._dynamo.reset()
+    with emulated_link(2):
+        model, tokens = kind(5), torch.arange(6)
+        compiled = torch.compile(model, backend="fxshard", options=REGIONAL)
+        for _ in range(2):
+            compiled(tokens).sum().backward()
+        assert [len(frame.plan.units) for frame in frames_of(model)].count(1) == len(frames_of(model))
+        assert sum("blocks.0" in frame.plan.units for frame in frames_of(model)) == 1
