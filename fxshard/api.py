@@ -249,11 +249,13 @@ class CompiledGraph:
         text: one node per line (`ir/text.py`).
         collectives: "all_gather", "reduce_scatter" and "all_reduce" (over replicas, or the user's own) -> how many the
             graph launches; absent where none.
+        calls: the units of each call, by FQN ("" is the root): blocks that are alike share a graph.
     """
 
     kind: str
     text: str
     collectives: dict[str, int]
+    calls: tuple[tuple[str, ...], ...] = ()
 
 
 def compiled_graphs(module: nn.Module) -> list[CompiledGraph]:
@@ -261,7 +263,19 @@ def compiled_graphs(module: nn.Module) -> list[CompiledGraph]:
 
     `module` may be compiled or plain. `fxshard.explanation_of` has the graphs after every pass.
     """
-    return [_compiled_graph(kind, graph) for frame in frames_of(module) for kind, graph in _final_graphs(frame)]
+    return [
+        _compiled_graph(kind, graph, _calls_of(frame, sharded_module.units_under(plain_module(module))))
+        for frame in frames_of(module)
+        for kind, graph in _final_graphs(frame)
+    ]
+
+
+def _calls_of(frame: Frame, units: Sequence[Unit]) -> tuple[tuple[str, ...], ...]:
+    """The FQNs of the units of each call of a frame; one of a single unit serves all that are laid out alike."""
+    if len(frame.plan.units) > 1:
+        return (tuple(frame.plan.units),)
+    alike = next(iter(frame.plan.units.values())).sharing_key
+    return tuple((unit.fqn,) for unit in units if unit.plan.sharing_key == alike)
 
 
 def _final_graphs(frame: Frame) -> Iterator[tuple[str, fx.Graph]]:
@@ -271,14 +285,14 @@ def _final_graphs(frame: Frame) -> Iterator[tuple[str, fx.Graph]]:
             yield kind, frame.history.last(stage).graph
 
 
-def _compiled_graph(kind: str, graph: fx.Graph) -> CompiledGraph:
+def _compiled_graph(kind: str, graph: fx.Graph, calls: tuple[tuple[str, ...], ...]) -> CompiledGraph:
     launches = {
         "all_gather": len(collectives.unshard_launches(graph)),
         "reduce_scatter": len(collectives.reduce_launches(graph)),
         "all_reduce": len(collectives.all_reduce_launches(graph)),
     }
     used = {op: count for op, count in launches.items() if count}
-    return CompiledGraph(kind=kind, text=text.graph_text(graph), collectives=used)
+    return CompiledGraph(kind=kind, text=text.graph_text(graph), collectives=used, calls=calls)
 
 
 @contextlib.contextmanager

@@ -54,4 +54,19 @@ class Graph:
     collectives: dict[str, int]
 
 
-Event = Started | Step | Graph
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """Parameters that are gathered and reduced together.
+
+    Attributes:
+        name: FQN of its module.
+        num_params: Of all ranks together.
+        launches: Kind of graph -> the collectives that it launches for the unit in one call.
+    """
+
+    name: str
+    num_params: int
+    launches: dict[str, dict[str, int]]
+
+
+Event = Started | Step | Graph | Unit

@@ -8,17 +8,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fxshard.tools.demo.config import MAX_DIFFERENCE, DemoConfig
-from fxshard.tools.demo.events import Event, Graph, Run, Started, Step
+from fxshard.tools.demo.events import Event, Graph, Run, Started, Step, Unit
 
 _RECENT_STEPS = 5
 
 
 @dataclass
 class Outcome:
-    """Losses, times, bytes and graphs; grows with every event. `state_bytes` is the most that a sharded rank stores."""
+    """Losses, times, bytes, graphs and units; grows with every event.
+
+    `state_bytes` is the most that a sharded rank stores.
+    """
 
     config: DemoConfig
     graphs: list[Graph] = field(default_factory=list)
+    units: list[Unit] = field(default_factory=list)
     num_params: int = 0
     full_bytes: int = 0
     state_bytes: int = 0
@@ -35,6 +39,8 @@ class Outcome:
                     self.state_bytes = max(self.state_bytes, event.state_bytes)
             case Graph():
                 self.graphs.append(event)
+            case Unit():
+                self.units.append(event)
 
     def losses(self, run: Run) -> list[float]:
         """The loss of each step that all ranks have taken: the mean over ranks, hence over the global batch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Self
 
 from fxshard.tools.demo.config import DemoConfig
@@ -79,6 +80,7 @@ def show_end(console: Console, outcome: Outcome, seconds: float) -> None:
     """Print the loss table, what was measured, and the verdict in the last line."""
     console.print()
     console.print(_loss_table(outcome))
+    console.print(_unit_table(outcome))
     for name, value in _facts(outcome, seconds):
         print_line(console, f"{name:<22}{value}")
     print_verdict(console, outcome.problems(), label="FAILED", success=_success(outcome))
@@ -100,6 +102,23 @@ def _loss_table(outcome: Outcome) -> Table:
     return table
 
 
+def _unit_table(outcome: Outcome) -> Table:
+    from rich.table import Table
+
+    table = Table(title="each unit is gathered when it is needed, and its gradients are reduced")
+    for column in ("unit", "parameters", "forward", "backward"):
+        table.add_column(column, justify="right" if column == "parameters" else "left")
+    for unit in outcome.units:
+        found = [unit.launches.get(kind) for kind in ("forward", "backward")]
+        row = [_launches(each) if each is not None else "where it is read" for each in found]
+        table.add_row(unit.name, f"{unit.num_params:,}", *row)
+    return table
+
+
+def _launches(collectives: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in collectives.items()) or "no collectives"
+
+
 def _facts(outcome: Outcome, seconds: float) -> list[tuple[str, str]]:
     facts = []
     if (difference := outcome.largest_difference()) is not None:
@@ -115,8 +134,10 @@ def _facts(outcome: Outcome, seconds: float) -> list[tuple[str, str]]:
     speeds = {run.value: outcome.tokens_per_s(run) for run in Run}
     facts.append(("tokens per second", ", ".join(f"{speed:,.0f} {run}" for run, speed in speeds.items() if speed)))
     for graph in outcome.graphs:
-        launches = ", ".join(f"{count} {name}" for name, count in graph.collectives.items()) or "no collectives"
-        facts.append((f"{graph.kind} graph", f"{launches} per step: {graph.path}"))
+        facts.append((f"{graph.kind} graph", f"{_launches(graph.collectives)} per call: {graph.path}"))
+    facts.append(
+        ("one graph for all", "without regional=True small launches are merged: docs/passes/bucket_collectives.md")
+    )
     facts.append(("time", f"{seconds:.0f} s, {outcome.first_step_s(Run.SHARDED):.0f} s of them the first step"))
     return facts
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Final, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from fxshard import compiled_graphs, fully_shard
+from fxshard import compiled_graphs
 from fxshard.tools.demo.config import DemoConfig
-from fxshard.tools.demo.events import Event, Graph, Run, Started, Step
+from fxshard.tools.demo.events import Event, Graph, Run, Started, Step, Unit
 from fxshard.tools.demo.gpt import GPT
 from fxshard.tools.demo.llama import Llama
 from fxshard.tools.demo.text import global_batch, read_corpus
@@ -26,11 +26,11 @@ _WARMUP_STEPS: Final = 10  # without it the loss jumps at about the fifth step
 
 
 class LanguageModel(Protocol):
-    """What the demo asks of a model: blocks to shard one by one, and logits for tokens."""
+    """What the demo asks of a model: blocks that are alike, and logits for tokens."""
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """The repeated layers; each becomes a unit."""
+        """The repeated layers; each becomes a unit by itself."""
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """Map int64 `[batch, seq]` to logits `[batch, seq, vocab]`."""
@@ -42,10 +42,8 @@ def train_sharded(config: DemoConfig, rank: int, mesh: DeviceMesh, tell: Tell) -
     model = build_model(config)
     full_bytes = unsharded_state_bytes(model)
     num_params = sum(parameter.numel() for parameter in model.parameters())
-    for block in cast(LanguageModel, model).blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    compiled = torch.compile(model, backend="fxshard", options={"lower": config.lower})
+    options: dict[str, Any] = {"lower": config.lower, "mesh": mesh, "regional": True}
+    compiled = torch.compile(model, backend="fxshard", options=options)
 
     tell(Started(run=Run.SHARDED, num_params=num_params, full_bytes=full_bytes))
     for step in _train(compiled, model, batches, config.steps, Run.SHARDED, rank):
@@ -53,6 +51,8 @@ def train_sharded(config: DemoConfig, rank: int, mesh: DeviceMesh, tell: Tell) -
     if rank == 0:
         for graph in write_graphs(config, model):
             tell(graph)
+        for unit in units_of(model):
+            tell(unit)
 
 
 def train_unsharded(config: DemoConfig, tell: Tell) -> None:
@@ -95,6 +95,19 @@ def write_graphs(config: DemoConfig, model: nn.Module) -> Iterator[Graph]:
         path = config.out / (f"{graph.kind}_{index}.txt" if index else f"{graph.kind}.txt")
         path.write_text(graph.text + "\n")
         yield Graph(kind=graph.kind, path=str(path), collectives=dict(graph.collectives))
+
+
+def units_of(model: nn.Module) -> Iterator[Unit]:
+    """Say of each unit what is launched for it; what no graph reads is gathered and reduced where it is read."""
+    graphs = compiled_graphs(model)
+    sizes: dict[str, int] = {}
+    blocks = [name for name, _ in cast(LanguageModel, model).blocks.named_children()]
+    for name, parameter in model.named_parameters():
+        unit = next((f"blocks.{block}" for block in blocks if name.startswith(f"blocks.{block}.")), "")
+        sizes[unit] = sizes.get(unit, 0) + parameter.numel()
+    for unit, num_params in sizes.items():
+        launches = {graph.kind: graph.collectives for graph in graphs if (unit,) in graph.calls}
+        yield Unit(name=unit or "the rest", num_params=num_params, launches=launches)
 
 
 def _batches(config: DemoConfig, rows: slice) -> Batch:
