@@ -81,7 +81,8 @@ class BucketCollectives(GraphPass):
         """Split the large ones, then merge neighbours among them in the order in which they are read."""
         limits = self._limits([gather.unit for gather in gathers], ctx)
         places = sorted(gather.first_read for gather in gathers)
-        splitters = [_Splitter(timeline, places, at_end=gather.first_read is places[0]) for gather in gathers]
+        ends = [] if ctx.plan.is_part else places[:1]
+        splitters = [_Splitter(timeline, places, at_end=gather.first_read in ends) for gather in gathers]
         pieces = [
             p for gather, s in zip(gathers, splitters, strict=True) for p in _split_gather(gather, s, limits, ctx)
         ]
@@ -110,7 +111,8 @@ class BucketCollectives(GraphPass):
         """Split the large ones, then merge neighbours among them in the order in which their gradients are there."""
         limits = self._limits([unit for reduction in reductions for unit in reduction.calls], ctx)
         places = sorted(reduction.last_term for reduction in reductions)
-        splitters = [_Splitter(timeline, places, at_end=reduction.last_term is places[-1]) for reduction in reductions]
+        ends = [] if ctx.plan.is_part else places[-1:]
+        splitters = [_Splitter(timeline, places, at_end=reduction.last_term in ends) for reduction in reductions]
         pieces = [
             p for each, s in zip(reductions, splitters, strict=True) for p in _split_reduction(each, s, limits, ctx)
         ]

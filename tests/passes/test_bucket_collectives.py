@@ -153,6 +153,13 @@ def test_auto_makes_small_what_is_read_first_and_what_is_reduced_last() -> None:
     assert reduced(backward) == ["1", "0", "0", "0"]
 
 
+def test_auto_cuts_nothing_at_the_ends_of_a_part_of_the_model() -> None:
+    traced = dataclasses.replace(two_of_three(), plan=dataclasses.replace(two_of_three().plan, is_part=True))
+    forward, _ = bucketed(traced, "forward", "auto", hardware=SHORT)
+    backward, _ = bucketed(traced, "backward", "auto", hardware=SHORT)
+    assert (gathered(forward), gathered(backward), reduced(backward)) == (["0", "1"], ["1", "0"], ["1", "0"])
+
+
 def test_auto_cuts_nothing_at_the_ends_that_is_there_within_a_latency() -> None:
     backward, _ = bucketed(two_of_three(), "backward", "auto", hardware=LONG)
     assert (gathered(backward), reduced(backward)) == (["1", "0"], ["1", "0"])

@@ -23,7 +23,6 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fxshard
 from tests.tools.bench.llama import Llama
@@ -81,7 +80,7 @@ def compiled(system: str, model: nn.Module, blocks: nn.ModuleList) -> nn.Module:
 
 def main(system: str, num_layers: int, name: str = "gpt", caches: str = "") -> None:
     """Train some steps and print what they took."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=WORLD_SIZE)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = compiled(system, *built(name, num_layers))
