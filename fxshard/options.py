@@ -63,9 +63,9 @@ class Options:
         streams: "nccl" leaves collectives to the streams of their process group; "side" also puts casts and copies of
             parameters and gradients on streams of their own; "off" overlaps nothing, for debugging; "auto" is "nccl".
         lower: "inductor", or "eager" to run the transformed graphs node by node (no decompositions, bitwise FSDP2).
-        regional: compile each block that is alike another one by itself, once for all of them, and what is around
-            them as far as Dynamo can: the first step does not grow with depth. Else the whole model is one graph.
-            Dynamo remembers by code which frames it left: `torch._dynamo.reset()` before another choice.
+        regional: compile each unit by itself, those that are alike once for all of them, and run what is around them as
+            it is: the first step does not grow with depth. Else the whole model is one graph. In the one-line form
+            Dynamo remembers that it left the model's code: `torch._dynamo.reset()` before another choice.
         regions: "auto" traces and lowers the code of blocks that are alike once, and calls it for each of them; "off"
             writes out every block, as `cudagraphs` does.
         compile_on: "all": each rank compiles its graphs; "one": a rank compiles each, and the others of the same device

@@ -78,6 +78,7 @@ def shard_root(gm: fx.GraphModule, unsharded: dict[str, nn.Parameter], options: 
         _announce(roots, offloads=bool(options.offload))
         return
     fsdp2_or_ddp.refuse([dynamo.compiled_around(root) or root for root in roots])
+    by_block = {root: dynamo.compiled_model(root) for root in roots} if options.regional else {}
     _require_cast(gm, roots, options)
     _require_ready(roots, unsharded)
     require_plain({name: p for root in roots for name, p in root.named_parameters()})
@@ -95,8 +96,10 @@ def shard_root(gm: fx.GraphModule, unsharded: dict[str, nn.Parameter], options: 
         if options.hardware is None:
             measured.agree(mesh)
         _shard(root, mesh, options)
-        if options.regional:
-            regional.begin_in_first_call(states_under(root))
+    if options.regional:
+        for root, compiled in by_block.items():
+            regional.begin_in_first_call(states_under(root), compiled)
+        dynamo.leave("fxshard compiles the model block by block")
     dynamo.restart("fxshard sharded the model")
 
 

@@ -63,6 +63,8 @@ def _dispatch(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Option
     flats = dynamo.flats_of(example_inputs)
     unsharded = dynamo.unsharded_parameters(gm, example_inputs)
     if flats:
+        if options.regional and len({id(home.unit) for home in flats.values()}) > 1:
+            raise ConfigError(dynamo.REGIONAL_OF_A_FUNCTION)
         _require_one_way(options, flats)
         auto_shard.require_no_replicas(unsharded, flats)
         return _compile(gm, example_inputs, flats, options)

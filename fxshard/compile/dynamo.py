@@ -6,20 +6,20 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import entry_points
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, Final, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.eval_frame import OptimizedModule
-from torch._dynamo.exc import BackendCompilerFailed, TensorifyScalarRestartAnalysis
+from torch._dynamo.exc import BackendCompilerFailed, SkipFrame, TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fxshard import torch_private
-from fxshard.errors import UnsupportedGraph
+from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.ir import meshes, ops, writes
 from fxshard.ir.ops import MarkerKey
 from fxshard.ir.plan import FramePlan, ParameterKey, UnitPlan
@@ -31,6 +31,11 @@ from fxshard.runtime.unit import Unit
 from fxshard.sharding.sharded_module import ParameterOwner, ShardedModule, plain_module
 
 Error = TypeVar("Error", bound=Exception)
+
+REGIONAL_OF_A_FUNCTION: Final = (
+    "regional=True is for a model, but a function that calls one was given to torch.compile, which would be one graph. "
+    "Compile the model: torch.compile(model, ...) or model.compile(...)."
+)
 
 
 def refuse_compiled_autograd() -> None:
@@ -315,6 +320,24 @@ def restart(reason: str) -> NoReturn:
     """Have Dynamo forget this capture and trace the frame again, within the same call."""
     InstructionTranslator.current_tx().output.root_tx.speculation_log.clear()
     raise TensorifyScalarRestartAnalysis(restart_reason=reason)
+
+
+def leave(reason: str) -> NoReturn:
+    """Have Dynamo forget this capture, and run the frame as it is, now and in later calls."""
+    raise SkipFrame(reason)
+
+
+def compiled_model(root: nn.Module) -> nn.Module:
+    """Return what was given the backend for `root`: itself by `root.compile()`, or `torch.compile`'s wrapper of it.
+
+    Raises:
+        ConfigError: neither, so a function that calls it was compiled.
+    """
+    wrappers = [each for each in instances_of(OptimizedModule) if each._orig_mod is root]
+    for each in (root, *wrappers):
+        if is_compiled_by(each, "fxshard"):
+            return each
+    raise ConfigError(REGIONAL_OF_A_FUNCTION)
 
 
 def compiled_around(part: nn.Module) -> nn.Module | None:

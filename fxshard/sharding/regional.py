@@ -1,24 +1,26 @@
-"""Compile a model block by block: Dynamo breaks its graph at each block that is alike another one.
+"""Compile a model block by block: each block is a compiled function, and what is around them runs as it is.
 
 [Note: regional compilation]
 `torch.compile(model, backend="fxshard", options={"regional": True})`. Blocks whose code and layout are alike share one
 graph, so what is traced and compiled does not grow with the number of blocks. torch's recipe ("regional compilation")
-has the user call `block.compile()` for each; here blocks are marked when the model is called. Where Dynamo traces the
-call of a marked block it breaks its graph: the frame around runs as it is if the call is in a loop, else the parts of
-it before and behind are compiled. In both cases Dynamo is offered the block's own frame, and compiles that.
+has the user call `block.compile()` for each; here that happens when the model is called. The model's own frames run
+with Dynamo off: a frame that calls blocks in a loop cannot be compiled, and each of the small ones beside it (a norm, a
+rotary table) would gather the root's parameters once more.
 
-Marks must be there before Dynamo traces anything. So the option is read from the compiled call that is under way
-(`torch.compile(model)`), or from what `model.compile()` was given. The one-line form shards in the middle of the first
-trace, which is of the whole model; the trace begins anew with the marks. That call is none of a sharded module, so what
-its frame reads eagerly around the blocks is read as after a forward: [Note: after a forward] in `runtime/eager.py`.
+The option is read from the compiled call that is under way (`torch.compile(model)`), or from what `model.compile()` was
+given. The one-line form shards in the middle of the first trace, which is of the whole model: Dynamo then leaves that
+frame. That call is none of a sharded module, so what it reads around the blocks is read as after a forward: [Note:
+after a forward] in `runtime/eager.py`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import nn
 
 from fxshard import torch_private
@@ -28,43 +30,69 @@ if TYPE_CHECKING:
     from fxshard.sharding.sharded_module import ModuleState
 
 ShardedModules = Mapping[str, "tuple[nn.Module, ModuleState]"]
-"""The sharded modules of a model by their names in it, outer ones first."""
+"""The sharded modules of a model by their names in it, outer ones first; its own is \"\"."""
 
 
-def is_wanted(root: nn.Module, callback: Any) -> bool | None:
-    """Return whether the compiled call of a model that is about to run is regional; `None` if it is not ours.
+def compile_as_wanted(places: ShardedModules, callback: Any) -> None:
+    """Compile a model block by block, or as a whole again, as the compiled call wants that is about to run.
 
     Args:
-        root: the model.
+        places: the model.
         callback: Dynamo's on this thread.
     """
-    for backend in torch_private.backends_of(root, callback):
-        if getattr(backend, "compiler_name", None) == "fxshard":
-            return bool((getattr(backend, "kwargs", {}).get("options") or {}).get("regional"))
-    return None
+    if (backend := _ours(places[""][0], callback)) is not None:
+        _compile_blocks(places, backend)
 
 
-def mark_blocks(places: ShardedModules, *, regional: bool) -> None:
-    """Mark each module that is alike another one, and inside of no marked one; or none."""
+def begin_in_first_call(places: ShardedModules, compiled: nn.Module) -> None:
+    """Compile the blocks of a model that has just been sharded, in a call of it, which may read what is around them.
+
+    Args:
+        places: the model.
+        compiled: the same, or what `torch.compile` made of it.
+    """
+    _compile_blocks(places, _ours(compiled))
+    for module, state in places.values():
+        for unit in () if id(module) in state.blocks else state.units:
+            unit.after_forward.begin()
+    for module in places[""][0].modules():
+        module.__dict__[uncompiled_warning.SEEN] = True  # that it runs as it is needs no warning
+
+
+def _compile_blocks(places: ShardedModules, backend: Any) -> None:
+    """Have each block run as a compiled function, and the model around them as it is; none if it is not regional."""
+    options = backend.kwargs.get("options") or {}
+    blocks = _blocks_of(places) if options.get("regional") else set()
+    for _, state in places.values():
+        state.runs.clear()
+        state.blocks.clear()
+    compile_ = functools.partial(cast(Any, torch.compile), backend="fxshard", dynamic=backend.dynamic)
+    for module, state in (places[name] for name in blocks):
+        state.runs[id(module)] = compile_(module._call_impl, options={**options, "regional": False})
+        state.blocks.add(id(module))
+    if options.get("regional"):
+        model, state = places[""]
+        state.runs[id(model)] = torch.compiler.disable(model._call_impl)
+
+
+def _ours(model: nn.Module, callback: Any = None) -> Any:
+    """Return the backend "fxshard" with the options that a model was compiled with; `None` if it is another one."""
+    backends = torch_private.backends_of(model, callback)
+    return next((each for each in backends if getattr(each, "compiler_name", None) == "fxshard"), None)
+
+
+def _blocks_of(places: ShardedModules) -> set[str]:
+    """Return the outermost modules that are alike another one, and those beside them that hold none of these."""
     kinds = {name: _kind(module, state) for name, (module, state) in places.items() if name and state.units}
     count = Counter(kinds.values())
-    marked: list[str] = []
-    for name, (_, state) in places.items():
-        inside = any(name.startswith(f"{outer}.") for outer in marked)
-        state.compiles_alone = regional and not inside and name in kinds and count[kinds[name]] > 1
-        marked += [name] * state.compiles_alone
-    if marked:  # what is around them runs eagerly, for a reason that needs no warning
-        for name, module in places[""][0].named_modules():
-            if not any(name == outer or name.startswith(f"{outer}.") for outer in marked):
-                module.__dict__[uncompiled_warning.SEEN] = True
-
-
-def begin_in_first_call(places: ShardedModules) -> None:
-    """Mark the blocks of a model that has just been sharded, in the middle of a call, and let this read the others."""
-    mark_blocks(places, regional=True)
-    for _, state in places.values():
-        for unit in () if state.compiles_alone else state.units:
-            unit.after_forward.begin()
+    repeated = {name for name, kind in kinds.items() if count[kind] > 1}
+    found: set[str] = set()
+    for name in kinds:
+        if not any(name.startswith(f"{outer}.") for outer in found) and (
+            name in repeated or not any(inner.startswith(f"{name}.") for inner in repeated)
+        ):
+            found.add(name)
+    return found
 
 
 def _kind(module: nn.Module, state: ModuleState) -> tuple[type[nn.Module], tuple[str, ...]]:

@@ -36,8 +36,10 @@ class ModuleState:
     mp_policy: MixedPrecisionPolicy
     nested: tuple[Unit, ...] = field(default=())  # those, and the units of all modules inside
     was_called: bool = False  # as the outermost module
-    compiles_alone: bool = False  # whether Dynamo breaks its graph at calls of it; see `regional.py`
     compiled_by: object = None  # the compiled call, or Dynamo's callback, of which `regional.py` has read the options
+    # By id of a module of that call, for `regional.py`: what runs in place of it, and which of these are compiled.
+    runs: dict[int, Callable[..., Any]] = field(default_factory=dict)
+    blocks: set[int] = field(default_factory=set)
 
     def chosen(self, recurse: bool) -> tuple[Unit, ...]:
         """The units that a setting is for."""
@@ -131,14 +133,13 @@ class ShardedModule(ParameterOwner):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Cast inputs, run the module, cast outputs, as the mixed-precision policy says."""
         if torch.compiler.is_compiling():
-            if self.__dict__[STATE].compiles_alone:
-                torch_private.break_graph()
             policy = self.__dict__[STATE].mp_policy
             args, kwargs = cast_inputs(policy, args, kwargs)
             return cast_output(policy, super().__call__(*args, **kwargs))
         state, args, kwargs = enter_call(self, args, kwargs, torch_private.eval_frame_callback())
         try:
-            return end_call(state, super().__call__(*args, **kwargs))
+            run = state.runs.get(id(self)) or super().__call__
+            return end_call(state, run(*args, **kwargs))
         finally:
             leave_call(state)
 
@@ -443,10 +444,9 @@ def _open_call(module: ShardedModule, args: Any, kwargs: Any, callback: Any = No
     state = _state(module)
     if not eager.inside_call():
         compiled_by = callback or module._compiled_call_impl
-        if compiled_by is not None and compiled_by is not state.compiled_by and not state.compiles_alone:
+        if compiled_by is not None and compiled_by is not state.compiled_by and id(module) not in state.blocks:
             state.compiled_by = compiled_by
-            if (wanted := regional.is_wanted(module, callback)) is not None:
-                regional.mark_blocks(states_under(module), regional=wanted)
+            regional.compile_as_wanted(states_under(module), callback)
         for unit in state.nested:
             unit.check()
         if state.nested:

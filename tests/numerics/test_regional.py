@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fxshard import adopt, fully_shard
 from fxshard.compile.backend import frames_of
+from fxshard.errors import ConfigError
 from fxshard.testing import emulated_link
 from tests.numerics.harness import (
     EAGER,
@@ -129,12 +130,12 @@ def test_the_option_may_change(caplog: pytest.LogCaptureFixture) -> None:
     with emulated_link(2):
         model, tokens = sharded(Deep, 2), torch.arange(6)
         counts = []
-        for options in (EAGER, REGIONAL, EAGER):
-            torch._dynamo.reset()  # Dynamo remembers by code which frames to leave
+        torch._dynamo.reset()
+        for options in (REGIONAL, EAGER, REGIONAL):
             torch.compile(model, backend="fxshard", options=options)(tokens).sum().backward()
             gc.collect()
             counts.append({len(frame.plan.units) for frame in frames_of(model)})
-        assert counts == [{4}, {1}, {4}]
+        assert counts == [{1}, {1, 4}, {1, 4}]  # the graphs of the other choice stay
     assert "uncompiled" not in caplog.text  # the frame around the blocks runs as it is because the user wants it
 
 
@@ -159,3 +160,13 @@ def test_one_line_has_one_graph_for_all_blocks(kind: Callable[[int], Deep]) -> N
             compiled(tokens).sum().backward()
         assert [len(frame.plan.units) for frame in frames_of(model)].count(1) == len(frames_of(model))
         assert sum("blocks.0" in frame.plan.units for frame in frames_of(model)) == 1
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_refuses_a_function_that_calls_the_model(is_sharded: bool) -> None:
+    torch._dynamo.reset()
+    with emulated_link(2):
+        model = sharded(Deep, 2) if is_sharded else Deep(2)
+        step = torch.compile(lambda tokens: model(tokens).sum(), backend="fxshard", options=REGIONAL)
+        with pytest.raises(ConfigError, match=r"(?s)regional=True is for a model.*torch.compile\(model"):
+            step(torch.arange(6))
