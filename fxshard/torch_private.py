@@ -263,6 +263,16 @@ def run_this_frame_eagerly(function: Function) -> Function:
     return function
 
 
+def break_graph() -> None:
+    """Have Dynamo end its graph here, where it traces the call."""
+    torch._dynamo.graph_break()
+
+
+def uncompiled_call(module: torch.nn.Module) -> Callable[..., Any]:
+    """Return a module's call, hooks included, without what `module.compile()` was given."""
+    return module._call_impl
+
+
 def backends_of(module: torch.nn.Module, callback: Any = None) -> list[Any]:
     """Return what compiles the calls of a module that `torch.compile` returned, or of which `compile()` was called.
 

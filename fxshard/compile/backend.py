@@ -134,7 +134,7 @@ def _compile(
         replays=options.cudagraphs,
     )
     for key, share in dynamo.read_shares(gm, frame.plan).items():
-        if share < 0.5 and frame.plan.units[key].world_size > 1:
+        if share < 0.5 and frame.plan.units[key].world_size > 1 and not options.regional:  # else in one call only
             _log.warning(
                 "fxshard: a captured graph reads %.0f%% of unit %r but gathers all of it. Where a graph break splits "
                 "the unit, remove the break (TORCH_LOGS=graph_breaks) or give the parts a fully_shard each.",

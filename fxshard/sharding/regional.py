@@ -9,8 +9,8 @@ rotary table) would gather the root's parameters once more.
 
 The option is read from the compiled call that is under way (`torch.compile(model)`), or from what `model.compile()` was
 given. The one-line form shards in the middle of the first trace, which is of the whole model: Dynamo then leaves that
-frame. That call is none of a sharded module, so what it reads around the blocks is read as after a forward: [Note:
-after a forward] in `runtime/eager.py`.
+frame, and breaks its graph at blocks that it meets in frames inside. That call is none of a sharded module, so what it
+reads around the blocks is read as after a forward: [Note: after a forward] in `runtime/eager.py`.
 """
 
 from __future__ import annotations
@@ -66,13 +66,15 @@ def _compile_blocks(places: ShardedModules, backend: Any) -> None:
     for _, state in places.values():
         state.runs.clear()
         state.blocks.clear()
+        state.has_blocks = False
     compile_ = functools.partial(cast(Any, torch.compile), backend="fxshard", dynamic=backend.dynamic)
     for module, state in (places[name] for name in blocks):
-        state.runs[id(module)] = compile_(module._call_impl, options={**options, "regional": False})
+        state.runs[id(module)] = compile_(torch_private.uncompiled_call(module), options={**options, "regional": False})
         state.blocks.add(id(module))
+        state.has_blocks = True
     if options.get("regional"):
         model, state = places[""]
-        state.runs[id(model)] = torch.compiler.disable(model._call_impl)
+        state.runs[id(model)] = torch.compiler.disable(torch_private.uncompiled_call(model))
 
 
 def _ours(model: nn.Module, callback: Any = None) -> Any:

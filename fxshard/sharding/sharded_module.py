@@ -40,6 +40,7 @@ class ModuleState:
     # By id of a module of that call, for `regional.py`: what runs in place of it, and which of these are compiled.
     runs: dict[int, Callable[..., Any]] = field(default_factory=dict)
     blocks: set[int] = field(default_factory=set)
+    has_blocks: bool = False  # what a trace may read of them: ids would be guarded
 
     def chosen(self, recurse: bool) -> tuple[Unit, ...]:
         """The units that a setting is for."""
@@ -133,6 +134,8 @@ class ShardedModule(ParameterOwner):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Cast inputs, run the module, cast outputs, as the mixed-precision policy says."""
         if torch.compiler.is_compiling():
+            if self.__dict__[STATE].has_blocks:
+                torch_private.break_graph()
             policy = self.__dict__[STATE].mp_policy
             args, kwargs = cast_inputs(policy, args, kwargs)
             return cast_output(policy, super().__call__(*args, **kwargs))

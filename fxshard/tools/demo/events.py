@@ -55,7 +55,7 @@ class Graph:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unit:
+class UnitLaunches:
     """Parameters that are gathered and reduced together.
 
     Attributes:
@@ -69,4 +69,4 @@ class Unit:
     launches: dict[str, dict[str, int]]
 
 
-Event = Started | Step | Graph | Unit
+Event = Started | Step | Graph | UnitLaunches

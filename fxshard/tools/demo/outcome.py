@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fxshard.tools.demo.config import MAX_DIFFERENCE, DemoConfig
-from fxshard.tools.demo.events import Event, Graph, Run, Started, Step, Unit
+from fxshard.tools.demo.events import Event, Graph, Run, Started, Step, UnitLaunches
 
 _RECENT_STEPS = 5
 
@@ -22,7 +22,7 @@ class Outcome:
 
     config: DemoConfig
     graphs: list[Graph] = field(default_factory=list)
-    units: list[Unit] = field(default_factory=list)
+    units: list[UnitLaunches] = field(default_factory=list)
     num_params: int = 0
     full_bytes: int = 0
     state_bytes: int = 0
@@ -39,7 +39,7 @@ class Outcome:
                     self.state_bytes = max(self.state_bytes, event.state_bytes)
             case Graph():
                 self.graphs.append(event)
-            case Unit():
+            case UnitLaunches():
                 self.units.append(event)
 
     def losses(self, run: Run) -> list[float]:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from fxshard import compiled_graphs
 from fxshard.tools.demo.config import DemoConfig
-from fxshard.tools.demo.events import Event, Graph, Run, Started, Step, Unit
+from fxshard.tools.demo.events import Event, Graph, Run, Started, Step, UnitLaunches
 from fxshard.tools.demo.gpt import GPT
 from fxshard.tools.demo.llama import Llama
 from fxshard.tools.demo.text import global_batch, read_corpus
@@ -97,7 +97,7 @@ def write_graphs(config: DemoConfig, model: nn.Module) -> Iterator[Graph]:
         yield Graph(kind=graph.kind, path=str(path), collectives=dict(graph.collectives))
 
 
-def units_of(model: nn.Module) -> Iterator[Unit]:
+def units_of(model: nn.Module) -> Iterator[UnitLaunches]:
     """Say of each unit what is launched for it; what no graph reads is gathered and reduced where it is read."""
     graphs = compiled_graphs(model)
     sizes: dict[str, int] = {}
@@ -107,7 +107,7 @@ def units_of(model: nn.Module) -> Iterator[Unit]:
         sizes[unit] = sizes.get(unit, 0) + parameter.numel()
     for unit, num_params in sizes.items():
         launches = {graph.kind: graph.collectives for graph in graphs if (unit,) in graph.calls}
-        yield Unit(name=unit or "the rest", num_params=num_params, launches=launches)
+        yield UnitLaunches(name=unit or "the rest", num_params=num_params, launches=launches)
 
 
 def _batches(config: DemoConfig, rows: slice) -> Batch:

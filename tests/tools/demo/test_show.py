@@ -11,7 +11,7 @@ from rich.console import Console
 
 from fxshard.tools.demo import run
 from fxshard.tools.demo.config import DemoConfig
-from fxshard.tools.demo.events import Event, Graph, Run, Started, Step, Unit
+from fxshard.tools.demo.events import Event, Graph, Run, Started, Step, UnitLaunches
 
 
 def scripted(last_loss: float) -> Generator[Event]:
@@ -21,8 +21,8 @@ def scripted(last_loss: float) -> Generator[Event]:
         for step, loss in enumerate((5.0, 4.0, end)):
             yield Step(run=training, rank=0, step=step, loss=loss, seconds=0.5, state_bytes=8 << 20)
     yield Graph(kind="forward", path="out/forward.txt", collectives={"all_gather": 7})
-    yield Unit(name="blocks.0", num_params=1000, launches={"forward": {"all_gather": 1}, "backward": {}})
-    yield Unit(name="the rest", num_params=24, launches={})
+    yield UnitLaunches(name="blocks.0", num_params=1000, launches={"forward": {"all_gather": 1}, "backward": {}})
+    yield UnitLaunches(name="the rest", num_params=24, launches={})
 
 
 def demo(monkeypatch: pytest.MonkeyPatch, last_loss: float) -> tuple[int, list[str]]:
