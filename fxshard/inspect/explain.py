@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import traceback
@@ -72,7 +73,10 @@ def explain(
     fake_model = fake_model_of(model, world_size=world_size, mesh=mesh, options=parsed)
     frames: list[Frame] = []
     try:
-        fake_model.compile(functools.partial(backend.capture_only, options=parsed, frames=frames), args, kwargs)
+        capture = functools.partial(
+            backend.capture_only, options=dataclasses.replace(parsed, regional=False), frames=frames
+        )
+        fake_model.compile(capture, args, kwargs, by_block=parsed.regional)
     except torch_private.NO_VALUE as error:
         raise UnsupportedGraph(
             f"the forward of {name} reads values of a tensor ({error.func} at {_place(error)}), but explain runs "

@@ -31,10 +31,10 @@ from fxshard.options import Options, launched_world_size
 from fxshard.runtime import mesh_axes
 from fxshard.runtime.tensor_parallel import WholeMesh
 from fxshard.runtime.unit import Unit
-from fxshard.sharding import shard_module
+from fxshard.sharding import regional, shard_module
 from fxshard.sharding.mesh import require_mesh, resharding
 from fxshard.sharding.per_parameter import Chooser
-from fxshard.sharding.sharded_module import ModuleState, plain_module, state_of, units_under
+from fxshard.sharding.sharded_module import ModuleState, plain_module, state_of, states_under, units_under
 
 
 class MeshSize(NamedTuple):
@@ -114,13 +114,19 @@ class FakeModel:
         copied: tuple[tuple[Any, ...], dict[str, Any]] = self.replica.copy((args, kwargs), "the arguments")
         return copied
 
-    def compile(self, backend: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def compile(
+        self, backend: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, by_block: bool = False
+    ) -> None:
         """Compile the model with `backend` and call it once, on fake copies of the arguments; may raise `NO_VALUE`."""
         fake_args, fake_kwargs = self.inputs(args, kwargs)
         plans = [unit.plan for unit in units_under(self.model)]
         groups = {name: size for plan in plans for name, size in plan.groups.items()}
         with torch_private.named_groups(groups), self.tracing():
-            torch.compile(self.model, backend=backend)(*fake_args, **fake_kwargs)
+            if by_block:
+                regional.compile_blocks(states_under(self.model), backend=backend, dynamic=False)
+                self.model(*fake_args, **fake_kwargs)
+            else:
+                torch.compile(self.model, backend=backend)(*fake_args, **fake_kwargs)
 
 
 def fake_model_of(

@@ -15,7 +15,6 @@ reads around the blocks is read as after a forward: [Note: after a forward] in `
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
@@ -41,7 +40,7 @@ def compile_as_wanted(places: ShardedModules, callback: Any) -> None:
         callback: Dynamo's on this thread.
     """
     if (backend := _ours(places[""][0], callback)) is not None:
-        _compile_blocks(places, backend)
+        _compile_as(places, backend)
 
 
 def begin_in_first_call(places: ShardedModules, compiled: nn.Module) -> None:
@@ -51,7 +50,7 @@ def begin_in_first_call(places: ShardedModules, compiled: nn.Module) -> None:
         places: the model.
         compiled: the same, or what `torch.compile` made of it.
     """
-    _compile_blocks(places, _ours(compiled))
+    _compile_as(places, _ours(compiled))
     for module, state in places.values():
         for unit in () if id(module) in state.blocks else state.units:
             unit.after_forward.begin()
@@ -59,22 +58,31 @@ def begin_in_first_call(places: ShardedModules, compiled: nn.Module) -> None:
         module.__dict__[uncompiled_warning.SEEN] = True  # that it runs as it is needs no warning
 
 
-def _compile_blocks(places: ShardedModules, backend: Any) -> None:
-    """Have each block run as a compiled function, and the model around them as it is; none if it is not regional."""
+def _compile_as(places: ShardedModules, backend: Any) -> None:
+    """Compile block by block or not, as the options of a backend say."""
     options = backend.kwargs.get("options") or {}
-    blocks = _blocks_of(places) if options.get("regional") else set()
+    if options.get("regional"):
+        compile_blocks(places, backend="fxshard", options={**options, "regional": False}, dynamic=backend.dynamic)
+    else:
+        _forget_blocks(places)
+
+
+def compile_blocks(places: ShardedModules, **kwargs: Any) -> None:
+    """Have each block run as a compiled function, by `torch.compile(**kwargs)`, and the model around them as it is."""
+    _forget_blocks(places)
+    for module, state in (places[name] for name in _blocks_of(places)):
+        state.runs[id(module)] = cast(Any, torch.compile)(torch_private.uncompiled_call(module), **kwargs)
+        state.blocks.add(id(module))
+        state.has_blocks = True
+    model, state = places[""]
+    state.runs[id(model)] = torch.compiler.disable(torch_private.uncompiled_call(model))
+
+
+def _forget_blocks(places: ShardedModules) -> None:
     for _, state in places.values():
         state.runs.clear()
         state.blocks.clear()
         state.has_blocks = False
-    compile_ = functools.partial(cast(Any, torch.compile), backend="fxshard", dynamic=backend.dynamic)
-    for module, state in (places[name] for name in blocks):
-        state.runs[id(module)] = compile_(torch_private.uncompiled_call(module), options={**options, "regional": False})
-        state.blocks.add(id(module))
-        state.has_blocks = True
-    if options.get("regional"):
-        model, state = places[""]
-        state.runs[id(model)] = torch.compiler.disable(torch_private.uncompiled_call(model))
 
 
 def _ours(model: nn.Module, callback: Any = None) -> Any:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxshard import adopt, fully_shard
+from fxshard import adopt, explain, fully_shard
 from fxshard.compile.backend import frames_of
 from fxshard.errors import ConfigError
 from fxshard.testing import emulated_link
@@ -160,6 +160,11 @@ def test_one_line_has_one_graph_for_all_blocks(kind: Callable[[int], Deep]) -> N
             compiled(tokens).sum().backward()
         assert [len(frame.plan.units) for frame in frames_of(model)].count(1) == len(frames_of(model))
         assert sum("blocks.0" in frame.plan.units for frame in frames_of(model)) == 1
+
+
+def test_explain_shows_blocks_that_are_alike_once() -> None:
+    found = explain(Deep(3), torch.arange(6), world_size=4, options={"regional": True})
+    assert [list(frame.plan.units) for frame in found.frames] == [["blocks.0"], ["blocks.3"]]
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
