@@ -17,6 +17,7 @@ from fxshard.ir import collectives
 
 NEVER_IN_A_GRAPH = {
     "c10d": "in place, of a ProcessGroup object: Dynamo writes functional ones instead, or breaks the graph",
+    "bucketing": "Inductor's own merging of collectives, which fxshard leaves off",
     "c10d_functional": "torch's former names, which trace as what they call",
 }
 LAUNCH_NOTHING = {"fxshard::keep_rows"}
