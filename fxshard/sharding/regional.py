@@ -54,8 +54,12 @@ def begin_in_first_call(places: ShardedModules, compiled: nn.Module) -> None:
     for module, state in places.values():
         for unit in () if id(module) in state.blocks else state.units:
             unit.after_forward.begin()
+    in_blocks = {
+        id(part) for module, state in places.values() if id(module) in state.blocks for part in module.modules()
+    }
     for module in places[""][0].modules():
-        module.__dict__[uncompiled_warning.SEEN] = True  # that it runs as it is needs no warning
+        if id(module) not in in_blocks:
+            module.__dict__[uncompiled_warning.SEEN] = True  # that it runs as it is needs no warning
 
 
 def _compile_as(places: ShardedModules, backend: Any) -> None:
