@@ -220,10 +220,16 @@ def read(ref: ParameterRef) -> Tensor:
     return _scope_for(home.unit).parameters_of(home.unit)[slot]
 
 
-def read_after_forward(ref: ParameterRef) -> Tensor | None:
-    """The unsharded parameter of a unit that is between forward and backward, `None` if it is sharded."""
+def read_after_forward(ref: ParameterRef, registered: Tensor | None) -> Tensor | None:
+    """The unsharded parameter of a unit that is between forward and backward, `None` if it is sharded.
+
+    So is one in whose place another object is `registered` by now: forward ran with other values
+    (`torch.func.functional_call`), or these have been replaced since.
+    """
     home = home_of(ref.flat)
-    return home.unit.after_forward.parameter((home.shard, ref.slot)) if home is not None else None
+    if home is None or home.unit.shards[home.shard].members[ref.slot].parameter is not registered:
+        return None
+    return home.unit.after_forward.parameter((home.shard, ref.slot))
 
 
 def _scope_for(unit: Unit) -> _Scope:

@@ -42,8 +42,9 @@ from fxshard.sharding.sharded_module import ParameterOwner, ShardedModule, units
 def _read(module: nn.Module, ref: ParameterRef, name: str) -> Any:
     if eager.inside_forward():
         return eager.read(ref)
-    unsharded = eager.read_after_forward(ref)
-    return module._parameters[name] if unsharded is None else unsharded
+    registered = module._parameters[name]
+    unsharded = eager.read_after_forward(ref, registered)
+    return registered if unsharded is None else unsharded
 
 
 _read_eagerly = torch.compiler.disable(_read)

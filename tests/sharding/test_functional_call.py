@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from fxshard.errors import ConfigError, UnsupportedGraph
@@ -63,3 +64,15 @@ def test_gives_leaves_that_stand_in_for_parameters_their_gradients(compiled: boo
     functional_call(run, leaves, (torch.ones(2, WIDTH),)).sum().backward()
     assert all(leaf.grad is not None for leaf in leaves.values())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_read_after_the_call_gives_what_the_model_has_again(compiled: bool, mesh: DeviceMesh) -> None:
+    model = cast(MLP, sharded_mlp(mesh))
+    run = compile_module(model, options=EAGER) if compiled else model
+    run(torch.ones(2, WIDTH))
+    assert not isinstance(model.head.weight, DTensor), "a root is unsharded after its forward"
+    functional_call(run, {n: p.detach() * 0.5 for n, p in run.named_parameters()}, (torch.ones(2, WIDTH),))
+    assert model.head.weight is model.get_parameter("head.weight")
+    run(torch.ones(2, WIDTH))
+    assert not isinstance(model.head.weight, DTensor)
