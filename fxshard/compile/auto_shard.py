@@ -78,9 +78,9 @@ def shard_root(gm: fx.GraphModule, unsharded: dict[str, nn.Parameter], options: 
         _announce(roots, offloads=bool(options.offload))
         return
     fsdp2_or_ddp.refuse([dynamo.compiled_around(root) or root for root in roots])
-    by_block = {root: dynamo.compiled_model(root) for root in roots} if options.regional else {}
     _require_cast(gm, roots, options)
     _require_ready(roots, unsharded)
+    by_block = {root: dynamo.compiled_model(root) for root in roots} if options.regional else {}
     require_plain({name: p for root in roots for name, p in root.named_parameters()})
     for root in roots:
         shard_module.require_shardable(dict(root.named_parameters()), mesh)

@@ -128,11 +128,7 @@ def _launched_on(group: dist.ProcessGroup) -> dist.ProcessGroup:
     except RuntimeError:  # torch knows no such name
         found = None
     if found is None or dist.get_world_size(found) != group.size():
-        raise ConfigError(
-            f"parameters are sharded over process group {group.group_name!r} of {group.size()} ranks, which has been "
-            "destroyed. Shard a model anew over the present groups: load its state into one that was built after "
-            "init_process_group()."
-        )
+        raise mesh_axes.destroyed(group.group_name, group.size())
     return found
 
 

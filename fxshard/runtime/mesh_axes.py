@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from fxshard.errors import ConfigError
+
 
 def shard_axis(mesh: DeviceMesh) -> int:
     """Return the number of the axis that shards."""
@@ -17,7 +19,7 @@ def shard_axis(mesh: DeviceMesh) -> int:
 
 def shard_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return the group of the ranks that share the parameters with this one."""
-    return mesh.get_group(shard_axis(mesh))
+    return _group(mesh, shard_axis(mesh))
 
 
 def num_shards(mesh: DeviceMesh) -> int:
@@ -37,7 +39,22 @@ def num_replicas(mesh: DeviceMesh) -> int:
 
 def replicate_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """Return the group of the ranks that hold the same shard as this one, `None` if there is no other."""
-    return mesh.get_group(0) if num_replicas(mesh) > 1 else None
+    return _group(mesh, 0) if num_replicas(mesh) > 1 else None
+
+
+def _group(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
+    group = mesh.get_group(axis)
+    if isinstance(group, dist.ProcessGroup) and group.size() != mesh.size(axis):  # torch 2.11 looks for its name
+        raise destroyed(group.group_name, mesh.size(axis))
+    return group
+
+
+def destroyed(name: str, num_ranks: int) -> ConfigError:
+    """Return the error of a group that is gone, while a later one may have its name."""
+    return ConfigError(
+        f"parameters are sharded over process group {name!r} of {num_ranks} ranks, which has been destroyed. Shard a "
+        "model anew over the present groups: load its state into one that was built after init_process_group()."
+    )
 
 
 def groups(mesh: DeviceMesh) -> Iterator[dist.ProcessGroup]:

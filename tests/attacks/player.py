@@ -269,7 +269,7 @@ class Player:
             return
         which = 0 if how == "step" else len(models) - 1
         for p in models[which].parameters():
-            p.grad = torch.ones_like(p) if p.requires_grad else None
+            p.grad = torch.ones_like(p, dtype=p.grad_dtype) if p.requires_grad else None
         optims[which].step()
         for model in models:
             model.zero_grad()

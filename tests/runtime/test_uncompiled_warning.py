@@ -6,7 +6,7 @@ import gc
 import re
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxshard
 from fxshard.runtime import uncompiled_warning
+from fxshard.testing import emulated_link
 from tests.numerics.harness import EAGER, compile_module
 
 WIDTH = 4
@@ -55,6 +56,18 @@ class Layers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # without a loop: a graph break in one makes Dynamo give up on all of it
         y: Tensor = self.after(self.other(self.inner(self.before(x).relu())))
+        return y
+
+
+class Stack(nn.Module):
+    """Blocks that Dynamo gives up on, around which nothing is read before they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList([Experts(), Experts()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.blocks[1](self.blocks[0](self.before(x)))
         return y
 
 
@@ -113,6 +126,15 @@ def test_names_the_code_its_first_parameter_and_dynamos_reason(
     assert "nonzero" in message
     assert "graph break in a for/while loop" in message
     assert "TORCH_LOGS=graph_breaks" in message
+
+
+def test_names_it_in_the_blocks_of_a_regional_model_and_not_what_is_around_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with emulated_link(2):
+        train(cast(Any, torch.compile)(Stack(), backend="fxshard", options={**EAGER, "regional": True}))
+    (message,) = said(caplog)
+    assert re.search(r"Experts\.forward .* uncompiled: blocks\.0\.", message)
 
 
 def test_says_it_once_for_all_modules_that_run_the_code(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
