@@ -17,6 +17,7 @@ import fxshard
 from fxshard.errors import ConfigError
 from fxshard.integrations.trainer import FxshardTrainer
 from tests.integrations.llama import Sequences, accelerate_state, llama, sequences, shared_folder
+from tests.pairwise import slow
 from tests.ranks import two_ranks
 
 STEPS = 4
@@ -26,6 +27,12 @@ class Ours(FxshardTrainer):
     """Without the time that Inductor takes."""
 
     fxshard_options: ClassVar[dict[str, Any]] = {"lower": "eager"}
+
+
+class Regional(Ours):
+    """Block by block."""
+
+    fxshard_options: ClassVar[dict[str, Any]] = {"lower": "eager", "regional": True}
 
 
 def trainer_of(kind: type[Any], folder: str, model: Any = None, **kwargs: Any) -> Any:
@@ -68,14 +75,15 @@ def close(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> None:
 
 
 @two_ranks
-def test_logs_evaluates_and_saves_what_ddp_does() -> None:
+@pytest.mark.parametrize("kind", [Ours, slow(Regional)])
+def test_logs_evaluates_and_saves_what_ddp_does(kind: type[Ours]) -> None:
     """With accumulation, clipping and a schedule; from its checkpoint training goes on as if it had not stopped."""
     with tempfile.TemporaryDirectory() as own, accelerate_state():
         folder = Path(shared_folder(own))
         reference = trainer_of(Trainer, str(folder / "ddp"))
         reference.train()
         with accelerate_state():
-            ours = trainer_of(Ours, str(folder / "ours"))
+            ours = trainer_of(kind, str(folder / "ours"))
             ours.train()
             ours.save_model(str(folder / "saved"))
         close(logged(ours), logged(reference))
@@ -88,7 +96,7 @@ def test_logs_evaluates_and_saves_what_ddp_does() -> None:
             torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
         assert type(LlamaForCausalLM.from_pretrained(folder / "saved")).__name__ == "LlamaForCausalLM"
         with accelerate_state():
-            again = trainer_of(Ours, str(folder / "ours"))
+            again = trainer_of(kind, str(folder / "ours"))
             again.train(resume_from_checkpoint=str(folder / "ours/checkpoint-2"))
         assert logged(again) == logged(ours)
         dist.barrier()
