@@ -19,7 +19,7 @@ from fxshard.cost import measured
 from fxshard.errors import ConfigError
 from fxshard.ir import collectives, text
 from fxshard.runtime import overlapped_step
-from fxshard.runtime.frame import Frame
+from fxshard.runtime.frame import Frame, calls_of
 from fxshard.runtime.unit import Unit
 from fxshard.sharding import adopt as adopt_module
 from fxshard.sharding import forward_methods, fsdp2_settings, per_parameter, shard_module, sharded_module
@@ -264,18 +264,10 @@ def compiled_graphs(module: nn.Module) -> list[CompiledGraph]:
     `module` may be compiled or plain. `fxshard.explanation_of` has the graphs after every pass.
     """
     return [
-        _compiled_graph(kind, graph, _calls_of(frame, sharded_module.units_under(plain_module(module))))
+        _compiled_graph(kind, graph, calls_of(frame.plan, sharded_module.units_under(plain_module(module))))
         for frame in frames_of(module)
         for kind, graph in _final_graphs(frame)
     ]
-
-
-def _calls_of(frame: Frame, units: Sequence[Unit]) -> tuple[tuple[str, ...], ...]:
-    """The FQNs of the units of each call of a frame; one of a single unit serves all that are laid out alike."""
-    if len(frame.plan.units) > 1:
-        return (tuple(frame.plan.units),)
-    alike = next(iter(frame.plan.units.values())).sharing_key
-    return tuple((unit.fqn,) for unit in units if unit.plan.sharing_key == alike)
 
 
 def _final_graphs(frame: Frame) -> Iterator[tuple[str, fx.Graph]]:

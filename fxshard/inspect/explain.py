@@ -22,7 +22,7 @@ from fxshard.inspect.explanation import Explanation, FrameExplanation
 from fxshard.inspect.fake_model import fake_model_of
 from fxshard.options import parse
 from fxshard.passes import pipeline
-from fxshard.runtime.frame import Frame
+from fxshard.runtime.frame import Frame, calls_of
 from fxshard.runtime.unit import Unit
 from fxshard.sharding.sharded_module import plain_module, units_under
 
@@ -125,9 +125,11 @@ def explanation(name: str, units: Sequence[Unit], device: torch.device, frames: 
             history=frame.history,
             hardware=hardware.load(frame.hardware or DEFAULT_HARDWARE),
             unsharded_budget_bytes=frame.unsharded_budget_bytes,
+            calls=calls_of(frame.plan, units),
         )
         for frame in frames
     )
+    captured = {name for frame in kept for call in frame.calls for name in call}
     offloaded = [unit for unit in units if unit.offload is not None]
     host_bytes = sum(unit.plan.shard_bytes for unit in offloaded)
     return Explanation(
@@ -140,6 +142,7 @@ def explanation(name: str, units: Sequence[Unit], device: torch.device, frames: 
         device_bytes=sum(unit.plan.shard_bytes for unit in units) - host_bytes,
         host_bytes=host_bytes,
         offloaded=tuple(unit.label for unit in offloaded),
+        uncaptured={unit.label: unit.plan.unsharded_bytes for unit in units if unit.fqn not in captured},
     )
 
 

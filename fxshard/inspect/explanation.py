@@ -58,12 +58,14 @@ class FrameExplanation:
         history: its records.
         hardware: what the costs are estimates for.
         unsharded_budget_bytes: what unsharded parameters may take at any time, `None` for no limit.
+        calls: the units of each call, by FQN: blocks that are alike share a frame.
     """
 
     plan: FramePlan
     history: PassHistory = field(repr=False)
     hardware: HardwareSpec = field(repr=False)
     unsharded_budget_bytes: int | None = None
+    calls: tuple[tuple[str, ...], ...] = ()
     _known: dict[tuple[int, bool], GraphStats] = field(default_factory=dict, repr=False)
     _schedules: dict[int, tuple[Schedule, ...]] = field(default_factory=dict, repr=False)
 
@@ -178,6 +180,7 @@ class Explanation:
         device_bytes: of one rank's shards on the device; gradients and optimizer state are where their shards are.
         host_bytes: the same of those in the host's memory.
         offloaded: names of the units that these are of.
+        uncaptured: units that no frame reads -> bytes that are gathered of them, where code that runs uncompiled does.
     """
 
     model: str
@@ -189,6 +192,7 @@ class Explanation:
     device_bytes: int = 0
     host_bytes: int = 0
     offloaded: tuple[str, ...] = ()
+    uncaptured: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def graphs(self) -> Mapping[str, Mapping[str, PassResult]]:
@@ -210,8 +214,12 @@ class Explanation:
 
     @property
     def units(self) -> tuple[str, ...]:
-        """Keys of the units, the empty one for the root, in the order of their first use."""
-        return tuple(dict.fromkeys(key for f in self.frames for key in f.plan.units if key not in f.plan.in_subgroups))
+        """FQNs of the units that frames read, the empty one for the root, in the order of their first use."""
+        return tuple(
+            dict.fromkeys(
+                name for f in self.frames for call in f.calls for name in call if name not in f.plan.in_subgroups
+            )
+        )
 
     @property
     def model_axes(self) -> tuple[MeshAxis, ...]:

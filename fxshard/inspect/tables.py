@@ -102,14 +102,14 @@ def text(explanation: Explanation) -> str:
     }
     width = max(map(len, lines))
     stages = [f"  {place:<{width}} {line}" for place, line in lines.items()]
-    return "\n".join([headline(explanation), *stages, *filter(None, [_remark(explanation)])])
+    return "\n".join([headline(explanation), *stages, *_remarks(explanation)])
 
 
 def headline(explanation: Explanation) -> str:
     """Model, ranks, units and frames, on one line."""
     replicas = f"{explanation.replicas} replicas of " if explanation.replicas > 1 else ""
     counted = (
-        number(len(explanation.units), "unit"),
+        number(len(explanation.units) + len(explanation.uncaptured), "unit"),
         f"{replicas}world size {explanation.world_size}",
         *(f"{axis.size} ranks of {axis.name}" for axis in explanation.model_axes),
         number(len(explanation.frames), "frame"),
@@ -207,12 +207,21 @@ def html_tables(explanation: Explanation) -> str:
 def caption(explanation: Explanation) -> str:
     """What the numbers are."""
     numbers = f"of one rank and one step; times are estimates for {explanation.hardware.label}"
-    return "; ".join(filter(None, [numbers, _remark(explanation)]))
+    return "; ".join([numbers, *_remarks(explanation)])
 
 
-def _remark(explanation: Explanation) -> str:
+def _remarks(explanation: Explanation) -> Iterator[str]:
+    """Who runs a frame that several blocks share, what no frame reads, and kernels that may be others elsewhere."""
+    for place, frame in enumerate(explanation.frames):
+        if len(frame.calls) > 1:
+            (first,), (last,) = frame.calls[0], frame.calls[-1]
+            yield f"{len(frame.calls):,} units share frame {place}: {first} to {last}"
+    if explanation.uncaptured:
+        names, total = ", ".join(explanation.uncaptured), sum(explanation.uncaptured.values())
+        yield f"no frame reads {names}: {size(total)} are gathered where uncompiled code reads them"
     running = [frame.running(stage).graph for frame in explanation.frames for stage in frame.scheduled]
-    return remark(explanation.device, explanation.hardware, running)
+    if foreign := remark(explanation.device, explanation.hardware, running):
+        yield foreign
 
 
 def launches(collectives: Mapping[str, int]) -> str:

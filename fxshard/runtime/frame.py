@@ -191,3 +191,16 @@ def _refuse_repeated_backward() -> None:
             "backward(retain_graph=True) through a graph compiled by fxshard is not supported: its backward frees what "
             "forward saved. Add the losses and call backward once, or run forward again."
         )
+
+
+def calls_of(plan: FramePlan, units: Sequence[Unit]) -> tuple[tuple[str, ...], ...]:
+    """Return the FQNs of the units of each call of a frame; one of a single unit serves all that are laid out alike.
+
+    Args:
+        plan: of the frame.
+        units: of the model.
+    """
+    if len(plan.units) > 1:
+        return (tuple(plan.units),)
+    alike = next(iter(plan.units.values())).sharing_key
+    return tuple((unit.fqn,) for unit in units if unit.plan.sharing_key == alike)

@@ -165,6 +165,9 @@ def test_one_line_has_one_graph_for_all_blocks(kind: Callable[[int], Deep]) -> N
 def test_explain_shows_blocks_that_are_alike_once() -> None:
     found = explain(Deep(3), torch.arange(6), world_size=4, options={"regional": True})
     assert [list(frame.plan.units) for frame in found.frames] == [["blocks.0"], ["blocks.3"]]
+    text = repr(found)
+    assert text.startswith("Explanation of Deep: 5 units, world size 4, 2 frames\n")
+    assert "3 units share frame 0: blocks.0 to blocks.2\nno frame reads root: 880 B are gathered where" in text
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
