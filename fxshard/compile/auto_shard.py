@@ -98,7 +98,7 @@ def shard_root(gm: fx.GraphModule, unsharded: dict[str, nn.Parameter], options: 
         _shard(root, mesh, options)
     if options.regional:
         for root, compiled in by_block.items():
-            regional.begin_in_first_call(states_under(root), compiled)
+            regional.begin_in_first_call(states_under(root), compiled, dynamo.allow_again())
         dynamo.leave("fxshard compiles the model block by block")
     dynamo.restart("fxshard sharded the model")
 
@@ -328,14 +328,14 @@ def units_of(root: nn.Module) -> list[nn.Module]:
 
     Those that stand in ModuleLists and Sequentials, outermost, if they share no parameter; then the root.
     """
-    found: list[nn.Module] = []
+    found: dict[nn.Module, None] = {}  # a part that two others share is met twice
 
     def visit(module: nn.Module) -> None:
         for child in module.children():
             inside_container = isinstance(module, nn.ModuleList | nn.Sequential)
             is_container = isinstance(child, nn.ModuleList | nn.ModuleDict)
             if inside_container and not is_container and next(child.parameters(), None) is not None:
-                found.append(child)
+                found[child] = None
             else:
                 visit(child)
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._dynamo import config as dynamo_config
-from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.eval_frame import OptimizedModule, set_code_exec_strategy
 from torch._dynamo.exc import BackendCompilerFailed, SkipFrame, TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -323,8 +324,14 @@ def restart(reason: str) -> NoReturn:
 
 
 def leave(reason: str) -> NoReturn:
-    """Have Dynamo forget this capture, and run the frame as it is, now and in later calls."""
+    """Have Dynamo forget this capture, and run the frame as it is; its code is skipped from now on: `allow_again`."""
     raise SkipFrame(reason)
+
+
+def allow_again() -> Callable[[], None]:
+    """Return what lets Dynamo capture the code of this frame again, in another model of the class, once it was left."""
+    code = InstructionTranslator.current_tx().output.root_tx.f_code
+    return lambda: set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
 
 
 def compiled_model(root: nn.Module) -> nn.Module:

@@ -40,6 +40,7 @@ def interpret(gm: fx.GraphModule, inputs: Sequence[Any], stages: Stages, owner: 
         bw_compiler=compiler("backward"),
         inference_compiler=compiler("inference"),
         partition_fn=stages.partition,
+        keep_inference_input_mutations=True,  # written in the graph, as Inductor has it: before a recomputation ends
     )
     return backend(gm, inputs)
 
@@ -52,7 +53,10 @@ def interpret_plain(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., 
 
     kinds: tuple[GraphKind, ...] = ("forward", "backward", "inference")
     forward, backward, inference = map(compiler, kinds)
-    return aot_autograd(fw_compiler=forward, bw_compiler=backward, inference_compiler=inference)(gm, inputs)
+    backend = aot_autograd(
+        fw_compiler=forward, bw_compiler=backward, inference_compiler=inference, keep_inference_input_mutations=True
+    )
+    return backend(gm, inputs)
 
 
 def guarded(run: Callable[..., Any], kind: GraphKind, launched: Sequence[Launch]) -> Callable[..., Any]:

@@ -268,13 +268,13 @@ class FlatShard:
         self.sink.parameters = [member.parameter for member in self.members]
 
     def is_attached(self) -> bool:
-        """Whether nothing that the alias rests on has changed."""
+        """Whether nothing that the alias rests on has changed; without gradients it does not rest on who trains."""
         parameters, views = list(map(_PARAMETER, self.members)), list(map(_VIEW, self.members))
         registered = map(dict.get, map(_REGISTERED, self._owners), self._names)
         return (
             all(map(is_, map(_LOCAL, parameters), views))
             and all(map(eq, map(Tensor.data_ptr, views), map(_POINTER, self.members)))
-            and all(map(is_, map(_TRAINABLE, parameters), repeat(self.plan.trainable)))
+            and (not torch.is_grad_enabled() or all(map(is_, map(_TRAINABLE, parameters), repeat(self.plan.trainable))))
             and all(map(contains, repeat((self.plan.gradient_dtype, None)), map(_GRAD_DTYPE, parameters)))
             and all(map(is_, map(Tensor.untyped_storage, parameters), map(_WRAPPER_STORAGE, self.members)))
             and all(map(is_, registered, map(_PARAMETER, self._owned)))

@@ -169,8 +169,8 @@ class Unit:
         if self.version() != version:
             raise UnsupportedGraph(
                 f"parameters of unit {self.label!r} were changed between forward and backward (by an optimizer step, "
-                "load_state_dict, copy_, another scale of an fp8 weight): backward would combine new values with "
-                "activations of the old ones. Run forward again after changing parameters."
+                "load_state_dict, copy_, another requires_grad or scale of an fp8 weight): backward would combine "
+                "new values with activations of the old ones. Run forward again after changing parameters."
             )
 
     def pack(self) -> None:

@@ -15,11 +15,13 @@ reads around the blocks is read as after a forward: [Note: after a forward] in `
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.compiler.config
 from torch import nn
 
 from fxshard import torch_private
@@ -43,23 +45,34 @@ def compile_as_wanted(places: ShardedModules, callback: Any) -> None:
         _compile_as(places, backend)
 
 
-def begin_in_first_call(places: ShardedModules, compiled: nn.Module) -> None:
-    """Compile the blocks of a model that has just been sharded, in a call of it, which may read what is around them.
+def begin_in_first_call(places: ShardedModules, compiled: nn.Module, then: Callable[[], None]) -> None:
+    """Compile the blocks of a model that has just been sharded, in a call of it, which may read any parameter.
 
     Args:
         places: the model.
         compiled: the same, or what `torch.compile` made of it.
+        then: to be called when the first block runs.
     """
     _compile_as(places, _ours(compiled))
     for module, state in places.values():
-        for unit in () if id(module) in state.blocks else state.units:
+        for unit in state.units:
             unit.after_forward.begin()
+        if id(module) in state.blocks:
+            state.runs[id(module)] = _after(then, state.runs[id(module)])
     in_blocks = {
         id(part) for module, state in places.values() if id(module) in state.blocks for part in module.modules()
     }
     for module in places[""][0].modules():
         if id(module) not in in_blocks:
             module.__dict__[uncompiled_warning.SEEN] = True  # that it runs as it is needs no warning
+
+
+def _after(first: Callable[[], None], run: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        first()
+        return run(*args, **kwargs)
+
+    return cast("Callable[..., Any]", torch.compiler.disable(call))
 
 
 def _compile_as(places: ShardedModules, backend: Any) -> None:
@@ -74,12 +87,22 @@ def _compile_as(places: ShardedModules, backend: Any) -> None:
 def compile_blocks(places: ShardedModules, **kwargs: Any) -> None:
     """Have each block run as a compiled function, by `torch.compile(**kwargs)`, and the model around them as it is."""
     _forget_blocks(places)
-    for module, state in (places[name] for name in _blocks_of(places)):
-        state.runs[id(module)] = cast(Any, torch.compile)(torch_private.uncompiled_call(module), **kwargs)
+    blocks = [places[name] for name in _blocks_of(places)]
+    kinds = len({_kind(*block) for block in blocks})
+    for module, state in blocks:
+        call = torch_private.uncompiled_call(module)
+        state.runs[id(module)] = cast(Any, torch.compile)(call, **kwargs, **_limit(kinds))
         state.blocks.add(id(module))
         state.has_blocks = True
     model, state = places[""]
     state.runs[id(model)] = torch.compiler.disable(torch_private.uncompiled_call(model))
+
+
+def _limit(kinds: int) -> dict[str, int]:
+    """Let Dynamo compile code that several kinds of blocks share as often as that of so many functions."""
+    if "recompile_limit" not in inspect.signature(torch.compile).parameters:  # torch 2.11
+        return {}
+    return {"recompile_limit": kinds * torch.compiler.config.recompile_limit}
 
 
 def _forget_blocks(places: ShardedModules) -> None:

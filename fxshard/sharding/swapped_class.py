@@ -98,7 +98,9 @@ def _swapped_class(
     if issubclass(cls, nn.RNNBase):
         # RNNs keep their weights in a list of their own beside _parameters.
         body["_flat_weights"] = property(_rnn_weights, lambda self, weights: None)
-    if is_unit and cls.forward.__module__.startswith("torch.nn"):
+    if is_unit and str(getattr(cls.forward, "__module__", "")).startswith(
+        "torch.nn"
+    ):  # `torch.fx` makes ones of `None`
         # torch.compile traces the call of torch.nn's own modules from outside; ours must run first, as it is.
         body["forward"] = _own_forward(cls)
     if is_unit and callable(save := getattr(cls, "save_pretrained", None)):
@@ -165,6 +167,8 @@ def _own_forward(cls: type[nn.Module]) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return cls.forward(self, *args, **kwargs)
 
+    made: Any = forward
+    made.__code__ = made.__code__.replace()  # Dynamo counts by code how often it compiles anew
     return forward
 
 

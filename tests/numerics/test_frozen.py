@@ -136,3 +136,20 @@ def test_refuses_the_backward_of_a_frozen_graph_after_its_parameters_were_change
             parameter.mul_(2)
     with pytest.raises(UnsupportedGraph, match="changed between forward and backward"):
         loss.backward()
+
+
+@two_ranks
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_a_forward_without_gradients_may_freeze_parameters_for_itself(one_by_one: bool) -> None:
+    """As peft's `disable_adapter` does for the reference of a DPO step, between forward and backward."""
+    rank, plain, ours = dist.get_rank(), blocks(), blocks()
+    model = sharded(ours, "eager", one_by_one=one_by_one)
+    for step in range(2):
+        loss = loss_of(model, step, None, rank)
+        ours[0].requires_grad_(False)
+        with torch.no_grad():
+            loss_of(model, step, None, rank)
+        ours[0].requires_grad_(True)
+        loss.backward()
+        mean_of(partial(loss_of, plain, step, None))
+        same_gradients(model.parameters(), plain.parameters())

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import gc
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,7 +16,7 @@ from torch import Tensor, nn
 
 from fxshard import adopt, explain, fully_shard
 from fxshard.compile.backend import frames_of
-from fxshard.errors import ConfigError
+from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.testing import emulated_link
 from tests.numerics.harness import (
     EAGER,
@@ -160,6 +164,75 @@ def test_one_line_has_one_graph_for_all_blocks(kind: Callable[[int], Deep]) -> N
             compiled(tokens).sum().backward()
         assert [len(frame.plan.units) for frame in frames_of(model)].count(1) == len(frames_of(model))
         assert sum("blocks.0" in frame.plan.units for frame in frames_of(model)) == 1
+
+
+class Middle(nn.Module):
+    """Reads a block's weight beside the block, and goes through a part by two ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+        self.also = self.blocks
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.before(x)
+        for block in (*self.blocks, *self.also):
+            y = block(y)
+        linear = cast(nn.Linear, cast(nn.Sequential, self.blocks[0])[0])
+        read: Tensor = y @ linear.weight[:2].t()
+        return read
+
+
+@pytest.mark.parametrize("options", [EAGER, REGIONAL])
+def test_two_models_of_one_class_run_as_unsharded_from_the_first_call(options: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    with emulated_link(2):
+        for seed in range(2):
+            torch.manual_seed(seed)
+            model = Middle().double()
+            with torch.no_grad():  # whatever emulated ranks gather is this one's rows
+                for p in model.parameters():
+                    p.copy_(p[: len(p) // 2].repeat(2, *[1] * (p.dim() - 1)))
+            plain, x = copy.deepcopy(model), torch.randn(3, 4, dtype=torch.float64)
+            compiled: Any = torch.compile(model, backend="fxshard", options=options)
+            for _ in range(2):
+                torch.testing.assert_close(compiled(x), plain(x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [EAGER, REGIONAL])
+def test_two_parts_may_share_blocks(options: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    shared = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.ModuleDict({"body": shared}), nn.ModuleDict({"body": shared})
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.left["body"](x) + self.right["body"](x)
+            return y
+
+    with emulated_link(2):
+        compiled: Any = torch.compile(Two(), backend="fxshard", options=options)
+        compiled(torch.ones(2, 4)).sum().backward()
+        compiled(torch.ones(2, 4)).sum().backward()
+    assert all(p.grad is not None for p in shared.parameters())
+
+
+def test_more_kinds_of_blocks_than_dynamo_compiles_anew() -> None:
+    torch._dynamo.reset()
+    with emulated_link(2):
+        blocks = [nn.Sequential(nn.Linear(4, 2 * i), nn.Linear(2 * i, 4)) for i in range(1, 6) for _ in range(2)]
+        model: Any = torch.compile(nn.Sequential(*blocks), backend="fxshard", options=REGIONAL)
+        with contextlib.ExitStack() as stack:
+            if "recompile_limit" not in inspect.signature(torch.compile).parameters:
+                stack.enter_context(pytest.raises(UnsupportedGraph, match=r"torch\._dynamo\.config\.recompile_limit"))
+            for train in (True, False, True):
+                model.train(train)
+                with torch.set_grad_enabled(train):
+                    model(torch.ones(2, 4))
 
 
 def test_explain_shows_blocks_that_are_alike_once() -> None:

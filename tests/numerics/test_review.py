@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
@@ -199,3 +200,34 @@ def test_a_torch_module_as_root_follows_requires_grad() -> None:
     model.zero_grad()
     step().sum().backward()
     assert [p.grad is None for p in model.parameters()] == [True, True, False, False]
+
+
+class Normed(nn.Module):
+    """A block with buffers that forward writes, and that backward runs again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(checkpoint(self.block, x, use_reentrant=False))
+        return y
+
+
+@two_ranks
+@pytest.mark.parametrize("by_block", [False, True])
+def test_a_checkpointed_block_writes_its_buffers_as_often_as_torchs_compilation(by_block: bool) -> None:
+    """Once in a whole graph; by blocks once more when backward runs it again."""
+    torch._dynamo.reset()
+    plain, model = Normed().double(), fxshard.fully_shard(Normed().double())
+    fxshard.load_full_state_dict(model, plain.state_dict())
+    runs: list[Any] = []
+    for each, how in ((plain, {"backend": "aot_eager"}), (model, {"backend": "fxshard", "options": EAGER})):
+        if by_block:
+            each.block.compile(**how)
+        runs.append(each if by_block else cast(Any, torch.compile)(each, **how))
+    for _ in range(2):
+        for run in runs:
+            run(batch()).square().mean().backward()
+    for (name, expected), buffer in zip(plain.named_buffers(), model.buffers(), strict=True):
+        torch.testing.assert_close(buffer, expected, msg=name)

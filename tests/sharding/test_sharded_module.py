@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
+from fxshard import fully_shard
 from fxshard.errors import ConfigError, FxshardError, UnsupportedGraph
 from tests.numerics.harness import EAGER, compile_module, loss_on_ones, sharded_mlp
 from tests.numerics.models import WIDTH
@@ -116,3 +118,13 @@ def test_refuses_assigned_data_whose_values_torch_drops(mesh: DeviceMesh, compil
     weight.data = weight.data * 0.5
     with pytest.raises(ConfigError, match=r"(?s)head\.weight.*data.*copy_"):
         loss_on_ones(model)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_shards_a_graph_module_whose_forward_has_no_module(compiled: bool, mesh: DeviceMesh) -> None:
+    model = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    assert type(model).forward.__module__ is None
+    fully_shard(model, mesh=mesh)
+    run = compile_module(model, options=EAGER) if compiled else model
+    run(torch.ones(2, 4)).sum().backward()
+    assert all(isinstance(p.grad, DTensor) for p in model.parameters())
