@@ -96,11 +96,6 @@ class ShardPlan:
         """Elements on one rank."""
         return sum(slot.numel for slot in self.slots)
 
-    @functools.cached_property
-    def size(self) -> str:
-        """Dtype and elements on one rank, as text: `float32[20]`."""
-        return f"{str(self.dtype).removeprefix('torch.')}[{self.numel}]"
-
     def renamed(self, names: Mapping[str, str]) -> ShardPlan:
         """Return the same with other FQNs; `names` has the new one of each."""
         return replace(self, slots=tuple(replace(slot, fqn=names[slot.fqn]) for slot in self.slots))

@@ -19,6 +19,7 @@ from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.launches import Launch, on_group
 from fxshard.ir.plan import Offload, ShardPlan, UnitPlan, input_name, lay_out, prefetch_words
+from fxshard.ir.text import dtype_text
 from fxshard.runtime import comm_group, gloo, mesh_axes, parameters, unsharded_cache
 from fxshard.runtime.accumulation import Accumulation
 from fxshard.runtime.eager import AfterForward
@@ -308,7 +309,7 @@ class Unit:
         groups = {"all_gather": plan.gathering_group, "reduce_scatter": plan.reducing_group}
         groups["all_reduce"] = plan.replicate_group
         averages = wanted == "reduce_scatter" and plan.replicas > 1 and not self.replica_sums.apart()
-        sizes = " and ".join(shard.size for shard in plan.shards)
+        sizes = " and ".join(f"{dtype_text(shard.dtype)}[{shard.numel}]" for shard in plan.shards)
         launches = tuple(
             Launch(
                 group,

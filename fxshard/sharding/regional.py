@@ -18,6 +18,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -32,6 +33,23 @@ if TYPE_CHECKING:
 
 ShardedModules = Mapping[str, "tuple[nn.Module, ModuleState]"]
 """The sharded modules of a model by their names in it, outer ones first; its own is \"\"."""
+
+
+@dataclass(eq=False)
+class CompiledCalls:
+    """How the modules of one `fully_shard` call are compiled.
+
+    Attributes:
+        wanted_by: the compiled call, or Dynamo's callback, of which the options were read last.
+        runs: id of a module -> what runs in place of its call.
+        blocks: ids of those that are functions of their own.
+        has_blocks: whether there are any; a trace may read this, where ids would be guarded.
+    """
+
+    wanted_by: object = None
+    runs: dict[int, Callable[..., Any]] = field(default_factory=dict)
+    blocks: set[int] = field(default_factory=set)
+    has_blocks: bool = False
 
 
 def compile_as_wanted(places: ShardedModules, callback: Any) -> None:
@@ -57,10 +75,13 @@ def begin_in_first_call(places: ShardedModules, compiled: nn.Module, then: Calla
     for module, state in places.values():
         for unit in state.units:
             unit.after_forward.begin()
-        if id(module) in state.blocks:
-            state.runs[id(module)] = _after(then, state.runs[id(module)])
+        if id(module) in state.compiled.blocks:
+            state.compiled.runs[id(module)] = _after(then, state.compiled.runs[id(module)])
     in_blocks = {
-        id(part) for module, state in places.values() if id(module) in state.blocks for part in module.modules()
+        id(part)
+        for module, state in places.values()
+        if id(module) in state.compiled.blocks
+        for part in module.modules()
     }
     for module in places[""][0].modules():
         if id(module) not in in_blocks:
@@ -91,11 +112,11 @@ def compile_blocks(places: ShardedModules, **kwargs: Any) -> None:
     kinds = len({_kind(*block) for block in blocks})
     for module, state in blocks:
         call = torch_private.uncompiled_call(module)
-        state.runs[id(module)] = cast(Any, torch.compile)(call, **kwargs, **_limit(kinds))
-        state.blocks.add(id(module))
-        state.has_blocks = True
+        state.compiled.runs[id(module)] = cast(Any, torch.compile)(call, **kwargs, **_limit(kinds))
+        state.compiled.blocks.add(id(module))
+        state.compiled.has_blocks = True
     model, state = places[""]
-    state.runs[id(model)] = torch.compiler.disable(torch_private.uncompiled_call(model))
+    state.compiled.runs[id(model)] = torch.compiler.disable(torch_private.uncompiled_call(model))
 
 
 def _limit(kinds: int) -> dict[str, int]:
@@ -107,9 +128,9 @@ def _limit(kinds: int) -> dict[str, int]:
 
 def _forget_blocks(places: ShardedModules) -> None:
     for _, state in places.values():
-        state.runs.clear()
-        state.blocks.clear()
-        state.has_blocks = False
+        state.compiled.runs.clear()
+        state.compiled.blocks.clear()
+        state.compiled.has_blocks = False
 
 
 def _ours(model: nn.Module, callback: Any = None) -> Any:

@@ -36,11 +36,7 @@ class ModuleState:
     mp_policy: MixedPrecisionPolicy
     nested: tuple[Unit, ...] = field(default=())  # those, and the units of all modules inside
     was_called: bool = False  # as the outermost module
-    compiled_by: object = None  # the compiled call, or Dynamo's callback, of which `regional.py` has read the options
-    # By id of a module of that call, for `regional.py`: what runs in place of it, and which of these are compiled.
-    runs: dict[int, Callable[..., Any]] = field(default_factory=dict)
-    blocks: set[int] = field(default_factory=set)
-    has_blocks: bool = False  # what a trace may read of them: ids would be guarded
+    compiled: regional.CompiledCalls = field(default_factory=regional.CompiledCalls)
 
     def chosen(self, recurse: bool) -> tuple[Unit, ...]:
         """The units that a setting is for."""
@@ -134,14 +130,14 @@ class ShardedModule(ParameterOwner):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Cast inputs, run the module, cast outputs, as the mixed-precision policy says."""
         if torch.compiler.is_compiling():
-            if self.__dict__[STATE].has_blocks:
+            if self.__dict__[STATE].compiled.has_blocks:
                 torch_private.break_graph()
             policy = self.__dict__[STATE].mp_policy
             args, kwargs = cast_inputs(policy, args, kwargs)
             return cast_output(policy, super().__call__(*args, **kwargs))
         state, args, kwargs = enter_call(self, args, kwargs, torch_private.eval_frame_callback())
         try:
-            run = state.runs.get(id(self)) or super().__call__
+            run = state.compiled.runs.get(id(self)) or super().__call__
             return end_call(state, run(*args, **kwargs))
         finally:
             leave_call(state)
@@ -446,9 +442,9 @@ def _open_call(module: ShardedModule, args: Any, kwargs: Any, callback: Any = No
     """
     state = _state(module)
     if not eager.inside_call():
-        compiled_by = callback or module._compiled_call_impl
-        if compiled_by is not None and compiled_by is not state.compiled_by and id(module) not in state.blocks:
-            state.compiled_by = compiled_by
+        compiled_by, known = callback or module._compiled_call_impl, state.compiled
+        if compiled_by is not None and compiled_by is not known.wanted_by and id(module) not in known.blocks:
+            known.wanted_by = compiled_by
             regional.compile_as_wanted(states_under(module), callback)
         for unit in state.nested:
             unit.check()

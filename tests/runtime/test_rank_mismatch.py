@@ -121,7 +121,7 @@ def test_different_shapes_of_parameters_of_a_model_that_is_not_compiled() -> Non
     # gloo would end the process from a thread of its own.
     model = fully_shard(nn.Linear(3, of_rank(4, 8), bias=False))
     end = "per rank on group '0' for root  # outside of graphs"
-    ours, theirs = (f"all_gather of all parameters, read outside of graphs, in float32[{n}] {end}" for n in (6, 12))
+    ours, theirs = (f"all_gather of all parameters, read outside of graphs, in f32[{n}] {end}" for n in (6, 12))
     with refused(difference(1, ours, theirs, kind="read")):
         train_step(model, width=3)
 
