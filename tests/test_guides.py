@@ -1,0 +1,83 @@
+"""The snippets of the README and the guides run, on ranks that do not exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import fxshard
+from tests.fake_ranks import fake_ranks
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs/guides").glob("*.md"))]
+SNIPPETS = [
+    pytest.param(snippet, id=f"{page.stem}-{number}")
+    for page in PAGES
+    for number, snippet in enumerate(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE))
+]
+WIDTH, RANKS = 8, 16
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(RANKS, WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.experts = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)), Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.experts(self.mlp(x))
+        return y
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(3)), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    loss: Tensor = model(batch).square().mean()
+    return loss
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS)
+def test_runs(snippet: str) -> None:
+    with fake_ranks(RANKS):
+        model: Any = Model()
+        if "no_sync" in snippet or "head.weight" in snippet or "_prefetch" in snippet:
+            for module in (*model.blocks, model):
+                fxshard.fully_shard(module)
+        if "adopt" in snippet:
+            torch.distributed.fsdp.fully_shard(model)
+        batch = torch.ones(2, WIDTH)
+        given = {
+            **{"torch": torch, "nn": nn, "fxshard": fxshard, "fully_shard": fxshard.fully_shard, "Shard": Shard},
+            **{"init_device_mesh": init_device_mesh, "parallelize_module": parallelize_module},
+            **{"ColwiseParallel": ColwiseParallel, "RowwiseParallel": RowwiseParallel},
+            **{"distribute_tensor": distribute_tensor, "CPUOffloadPolicy": CPUOffloadPolicy},
+            **{"model": model, "loss_of": loss_of, "first": batch, "second": batch, "inputs": batch, "tokens": batch},
+            "labels": torch.zeros(2, dtype=torch.long),
+        }
+        exec(snippet.replace('"cuda"', '"cpu"'), given)
