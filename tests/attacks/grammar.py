@@ -25,7 +25,7 @@ class Setup:
         grad_dtype: of all parameters, "" for their own.
         checkpoint: "", "all" or "save products": activation checkpointing around each block.
         units: "blocks" and the root, the "root" alone, or "one line".
-        compiled: "whole", "blocks" one by one, or "no".
+        compiled: "whole", "regional" by the option, "blocks" one by one by the script, or "no".
         reshard: `reshard_after_forward`.
         options: of the backend.
         optimizer: the class and the form of its step.
@@ -128,7 +128,8 @@ _OPTIMIZERS = st.sampled_from([("SGD", "foreach"), ("SGD", "one by one"), ("Adam
 def setups(draw: st.DrawFn) -> Setup:
     """Any way of building and compiling."""
     units = draw(st.sampled_from(["blocks", "blocks", "root", "one line"]))
-    compiled = draw(st.sampled_from(["whole", "whole", "blocks", "no"])) if units == "blocks" else "whole"
+    forms = {"blocks": ["whole", "regional", "blocks", "no"], "root": ["whole"], "one line": ["whole", "regional"]}
+    compiled = draw(st.sampled_from(forms[units]))
     optimizer = draw(_OPTIMIZERS)
     return Setup(
         models=draw(st.sampled_from([1, 1, 2])),

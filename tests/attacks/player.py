@@ -81,7 +81,7 @@ class Player:
 
     def _shard(self, model: Net) -> nn.Module:
         setup = self.setup
-        options: dict[str, Any] = {"lower": "eager"} | setup.options
+        options: dict[str, Any] = {"lower": "eager", "regional": setup.compiled == "regional"} | setup.options
         if setup.units != "one line":
             for block in model.blocks if setup.units == "blocks" else ():
                 fxshard.fully_shard(block, reshard_after_forward=setup.reshard)
@@ -92,7 +92,7 @@ class Player:
             options["reshard_after_forward"] = setup.reshard
         return (
             cast(nn.Module, torch.compile(model, backend="fxshard", options=options))
-            if setup.compiled == "whole"
+            if setup.compiled in ("whole", "regional")
             else model
         )
 
