@@ -19,7 +19,7 @@ from fxshard.cost import measured
 from fxshard.errors import ConfigError
 from fxshard.ir import collectives, text
 from fxshard.runtime import overlapped_step
-from fxshard.runtime.frame import Frame, calls_of
+from fxshard.runtime.frame import Frame
 from fxshard.runtime.unit import Unit
 from fxshard.sharding import adopt as adopt_module
 from fxshard.sharding import forward_methods, fsdp2_settings, per_parameter, shard_module, sharded_module
@@ -264,7 +264,7 @@ def compiled_graphs(module: nn.Module) -> list[CompiledGraph]:
     `module` may be compiled or plain. `fxshard.explanation_of` has the graphs after every pass.
     """
     return [
-        _compiled_graph(kind, graph, calls_of(frame.plan, sharded_module.units_under(plain_module(module))))
+        _compiled_graph(kind, graph, tuple(frame.calls))
         for frame in frames_of(module)
         for kind, graph in _final_graphs(frame)
     ]

@@ -64,8 +64,7 @@ class Options:
             parameters and gradients on streams of their own; "off" overlaps nothing, for debugging; "auto" is "nccl".
         lower: "inductor", or "eager" to run the transformed graphs node by node (no decompositions, bitwise FSDP2).
         regional: compile each unit by itself, those that are alike once for all of them, and run what is around them as
-            it is: the first step does not grow with depth. Else the whole model is one graph. In the one-line form
-            Dynamo remembers that it left the model's code: `torch._dynamo.reset()` before another choice.
+            it is: the first step does not grow with depth. Else the whole model is one graph.
         regions: "auto" traces and lowers the code of blocks that are alike once, and calls it for each of them; "off"
             writes out every block, as `cudagraphs` does.
         compile_on: "all": each rank compiles its graphs; "one": a rank compiles each, and the others of the same device

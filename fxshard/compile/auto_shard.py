@@ -96,9 +96,8 @@ def shard_root(gm: fx.GraphModule, unsharded: dict[str, nn.Parameter], options: 
         if options.hardware is None:
             measured.agree(mesh)
         _shard(root, mesh, options)
-    if options.regional:
-        for root, compiled in by_block.items():
-            regional.begin_in_first_call(states_under(root), compiled, dynamo.allow_again())
+    then = dynamo.allow_again()
+    if any([regional.begin_in_first_call(states_under(root), each, then) for root, each in by_block.items()]):
         dynamo.leave("fxshard compiles the model block by block")
     dynamo.restart("fxshard sharded the model")
 

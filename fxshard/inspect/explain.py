@@ -22,7 +22,7 @@ from fxshard.inspect.explanation import Explanation, FrameExplanation
 from fxshard.inspect.fake_model import fake_model_of
 from fxshard.options import parse
 from fxshard.passes import pipeline
-from fxshard.runtime.frame import Frame, calls_of
+from fxshard.runtime.frame import Frame
 from fxshard.runtime.unit import Unit
 from fxshard.sharding.sharded_module import plain_module, units_under
 
@@ -125,7 +125,7 @@ def explanation(name: str, units: Sequence[Unit], device: torch.device, frames: 
             history=frame.history,
             hardware=hardware.load(frame.hardware or DEFAULT_HARDWARE),
             unsharded_budget_bytes=frame.unsharded_budget_bytes,
-            calls=calls_of(frame.plan, units),
+            calls=tuple(frame.calls),
         )
         for frame in frames
     )

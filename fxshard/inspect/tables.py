@@ -214,8 +214,8 @@ def _remarks(explanation: Explanation) -> Iterator[str]:
     """Who runs a frame that several blocks share, what no frame reads, and kernels that may be others elsewhere."""
     for place, frame in enumerate(explanation.frames):
         if len(frame.calls) > 1:
-            (first,), (last,) = frame.calls[0], frame.calls[-1]
-            yield f"{len(frame.calls):,} units share frame {place}: {first} to {last}"
+            first, last = (call[-1] for call in (frame.calls[0], frame.calls[-1]))
+            yield f"{len(frame.calls):,} calls share frame {place}: {first} to {last}"
     if explanation.uncaptured:
         names, total = ", ".join(explanation.uncaptured), sum(explanation.uncaptured.values())
         yield f"no frame reads {names}: {size(total)} are gathered where uncompiled code reads them"

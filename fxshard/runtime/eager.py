@@ -223,8 +223,8 @@ def read(ref: ParameterRef) -> Tensor:
 def read_after_forward(ref: ParameterRef, registered: Tensor | None) -> Tensor | None:
     """The unsharded parameter of a unit that is between forward and backward, `None` if it is sharded.
 
-    So is one in whose place another object is `registered` by now: forward ran with other values
-    (`torch.func.functional_call`), or these have been replaced since.
+    Also `None` where the module has another parameter `registered` than the unit gathered: forward ran with other
+    values (`torch.func.functional_call`), or the parameter was replaced since.
     """
     home = home_of(ref.flat)
     if home is None or home.unit.shards[home.shard].members[ref.slot].parameter is not registered:

@@ -268,7 +268,10 @@ class FlatShard:
         self.sink.parameters = [member.parameter for member in self.members]
 
     def is_attached(self) -> bool:
-        """Whether nothing that the alias rests on has changed; without gradients it does not rest on who trains."""
+        """Whether nothing that the alias rests on has changed.
+
+        Without gradients `requires_grad` does not count: a reference forward may freeze parameters for itself.
+        """
         parameters, views = list(map(_PARAMETER, self.members)), list(map(_VIEW, self.members))
         registered = map(dict.get, map(_REGISTERED, self._owners), self._names)
         return (

@@ -42,6 +42,7 @@ class Frame:
         begin: tells the lowered graph of the units of a call that is about to run.
         ran: the variant of it that ran last.
         running: the call whose backward is about to run.
+        calls: FQNs of the units of each call so far: blocks that are alike share a frame.
     """
 
     plan: FramePlan
@@ -58,12 +59,14 @@ class Frame:
     begin: Callable[[Units], None] = lambda units: None
     ran: Variant = PLAIN
     running: _BeforeBackward | None = None
+    calls: dict[tuple[str, ...], None] = field(default_factory=dict)
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph on the inputs that Dynamo hands over."""
         if self.compiled is None:
             raise InvariantError("a captured graph was called before it was lowered.")
         units = self._units(args)
+        self.calls[tuple(unit.fqn for unit in units.values())] = None
         if not eager.inside_call():  # a call checks its units itself, before Dynamo looks at them
             for unit in units.values():
                 unit.check()
@@ -191,16 +194,3 @@ def _refuse_repeated_backward() -> None:
             "backward(retain_graph=True) through a graph compiled by fxshard is not supported: its backward frees what "
             "forward saved. Add the losses and call backward once, or run forward again."
         )
-
-
-def calls_of(plan: FramePlan, units: Sequence[Unit]) -> tuple[tuple[str, ...], ...]:
-    """Return the FQNs of the units of each call of a frame; one of a single unit serves all that are laid out alike.
-
-    Args:
-        plan: of the frame.
-        units: of the model.
-    """
-    if len(plan.units) > 1:
-        return (tuple(plan.units),)
-    alike = next(iter(plan.units.values())).sharing_key
-    return tuple((unit.fqn,) for unit in units if unit.plan.sharing_key == alike)

@@ -9,13 +9,15 @@ rotary table) would gather the root's parameters once more.
 
 The option is read from the compiled call that is under way (`torch.compile(model)`), or from what `model.compile()` was
 given. The one-line form shards in the middle of the first trace, which is of the whole model: Dynamo then leaves that
-frame, and breaks its graph at blocks that it meets in frames inside. That call is none of a sharded module, so what it
-reads around the blocks is read as after a forward: [Note: after a forward] in `runtime/eager.py`.
+frame, and breaks its graph at blocks that it meets in frames inside. The model was not sharded when
+that call began, so no scope is open: until the next call, parameters are read as after a forward, [Note: after a
+forward] in `runtime/eager.py`.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -31,6 +33,8 @@ from fxshard.runtime import uncompiled_warning
 if TYPE_CHECKING:
     from fxshard.sharding.sharded_module import ModuleState
 
+_log = logging.getLogger(__name__)
+
 ShardedModules = Mapping[str, "tuple[nn.Module, ModuleState]"]
 """The sharded modules of a model by their names in it, outer ones first; its own is \"\"."""
 
@@ -40,13 +44,13 @@ class CompiledCalls:
     """How the modules of one `fully_shard` call are compiled.
 
     Attributes:
-        wanted_by: the compiled call, or Dynamo's callback, of which the options were read last.
+        options_from: the compiled call, or Dynamo's callback, of which the options were read last.
         runs: id of a module -> what runs in place of its call.
         blocks: ids of those that are functions of their own.
         has_blocks: whether there are any; a trace may read this, where ids would be guarded.
     """
 
-    wanted_by: object = None
+    options_from: object = None
     runs: dict[int, Callable[..., Any]] = field(default_factory=dict)
     blocks: set[int] = field(default_factory=set)
     has_blocks: bool = False
@@ -59,24 +63,32 @@ def compile_as_wanted(places: ShardedModules, callback: Any) -> None:
         places: the model.
         callback: Dynamo's on this thread.
     """
+    for _, state in places.values():
+        for unit in state.units:
+            if unit.plan.reshard_after_forward:  # a first call of the one-line form had begun it
+                unit.after_forward.end()
     if (backend := _ours(places[""][0], callback)) is not None:
         _compile_as(places, backend)
 
 
-def begin_in_first_call(places: ShardedModules, compiled: nn.Module, then: Callable[[], None]) -> None:
+def begin_in_first_call(places: ShardedModules, compiled: nn.Module, then: Callable[[], None]) -> bool:
     """Compile the blocks of a model that has just been sharded, in a call of it, which may read any parameter.
 
     Args:
         places: the model.
         compiled: the same, or what `torch.compile` made of it.
-        then: to be called when the first block runs.
+        then: to be called before a block runs, in this call.
+
+    Returns:
+        As `compile_blocks`.
     """
-    _compile_as(places, _ours(compiled))
+    if not _compile_as(places, _ours(compiled)):
+        return False
     for module, state in places.values():
         for unit in state.units:
             unit.after_forward.begin()
         if id(module) in state.compiled.blocks:
-            state.compiled.runs[id(module)] = _after(then, state.compiled.runs[id(module)])
+            state.compiled.runs[id(module)] = _preceded(then, state.compiled.runs[id(module)])
     in_blocks = {
         id(part)
         for module, state in places.values()
@@ -86,41 +98,58 @@ def begin_in_first_call(places: ShardedModules, compiled: nn.Module, then: Calla
     for module in places[""][0].modules():
         if id(module) not in in_blocks:
             module.__dict__[uncompiled_warning.SEEN] = True  # that it runs as it is needs no warning
+    return True
 
 
-def _after(first: Callable[[], None], run: Callable[..., Any]) -> Callable[..., Any]:
+def _preceded(by: Callable[[], None], run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `run`, with `by` called before it."""
+
     def call(*args: Any, **kwargs: Any) -> Any:
-        first()
+        by()
         return run(*args, **kwargs)
 
     return cast("Callable[..., Any]", torch.compiler.disable(call))
 
 
-def _compile_as(places: ShardedModules, backend: Any) -> None:
-    """Compile block by block or not, as the options of a backend say."""
+def _compile_as(places: ShardedModules, backend: Any) -> bool:
+    """Compile block by block or not, as the options of a backend say, and return which."""
     options = backend.kwargs.get("options") or {}
     if options.get("regional"):
-        compile_blocks(places, backend="fxshard", options={**options, "regional": False}, dynamic=backend.dynamic)
-    else:
-        _forget_blocks(places)
+        return compile_blocks(
+            places, backend="fxshard", options={**options, "regional": False}, dynamic=backend.dynamic
+        )
+    _forget_blocks(places)
+    return False
 
 
-def compile_blocks(places: ShardedModules, **kwargs: Any) -> None:
-    """Have each block run as a compiled function, by `torch.compile(**kwargs)`, and the model around them as it is."""
+def compile_blocks(places: ShardedModules, **kwargs: Any) -> bool:
+    """Have each block run as a compiled function, by `torch.compile(**kwargs)`, and the model around them as it is.
+
+    Returns:
+        Whether there are blocks; if not, the model is to be compiled as a whole, and a warning says so.
+    """
     _forget_blocks(places)
     blocks = [places[name] for name in _blocks_of(places)]
+    if not blocks:
+        _log.warning(
+            "fxshard: regional=True compiles units by themselves, and %s has none beside its root: it is compiled as a "
+            "whole. Call fully_shard on its blocks.",
+            type(places[""][0]).__name__,
+        )
+        return False
     kinds = len({_kind(*block) for block in blocks})
     for module, state in blocks:
         call = torch_private.uncompiled_call(module)
-        state.compiled.runs[id(module)] = cast(Any, torch.compile)(call, **kwargs, **_limit(kinds))
+        state.compiled.runs[id(module)] = cast(Any, torch.compile)(call, **kwargs, **_recompile_limit(kinds))
         state.compiled.blocks.add(id(module))
         state.compiled.has_blocks = True
     model, state = places[""]
     state.compiled.runs[id(model)] = torch.compiler.disable(torch_private.uncompiled_call(model))
+    return True
 
 
-def _limit(kinds: int) -> dict[str, int]:
-    """Let Dynamo compile code that several kinds of blocks share as often as that of so many functions."""
+def _recompile_limit(kinds: int) -> dict[str, int]:
+    """Allow Dynamo `recompile_limit` graphs for each kind of block: blocks of several kinds may share a code object."""
     if "recompile_limit" not in inspect.signature(torch.compile).parameters:  # torch 2.11
         return {}
     return {"recompile_limit": kinds * torch.compiler.config.recompile_limit}
@@ -131,6 +160,8 @@ def _forget_blocks(places: ShardedModules) -> None:
         state.compiled.runs.clear()
         state.compiled.blocks.clear()
         state.compiled.has_blocks = False
+    for module in places[""][0].modules():
+        module.__dict__.pop(uncompiled_warning.SEEN, None)
 
 
 def _ours(model: nn.Module, callback: Any = None) -> Any:
@@ -139,17 +170,17 @@ def _ours(model: nn.Module, callback: Any = None) -> Any:
     return next((each for each in backends if getattr(each, "compiler_name", None) == "fxshard"), None)
 
 
-def _blocks_of(places: ShardedModules) -> set[str]:
+def _blocks_of(places: ShardedModules) -> list[str]:
     """Return the outermost modules that are alike another one, and those beside them that hold none of these."""
     kinds = {name: _kind(module, state) for name, (module, state) in places.items() if name and state.units}
     count = Counter(kinds.values())
     repeated = {name for name, kind in kinds.items() if count[kind] > 1}
-    found: set[str] = set()
+    found: list[str] = []
     for name in kinds:
         if not any(name.startswith(f"{outer}.") for outer in found) and (
             name in repeated or not any(inner.startswith(f"{name}.") for inner in repeated)
         ):
-            found.add(name)
+            found.append(name)
     return found
 
 

@@ -443,8 +443,8 @@ def _open_call(module: ShardedModule, args: Any, kwargs: Any, callback: Any = No
     state = _state(module)
     if not eager.inside_call():
         compiled_by, known = callback or module._compiled_call_impl, state.compiled
-        if compiled_by is not None and compiled_by is not known.wanted_by and id(module) not in known.blocks:
-            known.wanted_by = compiled_by
+        if compiled_by is not None and compiled_by is not known.options_from and id(module) not in known.blocks:
+            known.options_from = compiled_by
             regional.compile_as_wanted(states_under(module), callback)
         for unit in state.nested:
             unit.check()

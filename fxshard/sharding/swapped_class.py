@@ -98,9 +98,8 @@ def _swapped_class(
     if issubclass(cls, nn.RNNBase):
         # RNNs keep their weights in a list of their own beside _parameters.
         body["_flat_weights"] = property(_rnn_weights, lambda self, weights: None)
-    if is_unit and str(getattr(cls.forward, "__module__", "")).startswith(
-        "torch.nn"
-    ):  # `torch.fx` makes ones of `None`
+    defined_in = getattr(cls.forward, "__module__", None) or ""  # that of a `torch.fx.GraphModule` is None
+    if is_unit and defined_in.startswith("torch.nn"):
         # torch.compile traces the call of torch.nn's own modules from outside; ours must run first, as it is.
         body["forward"] = _own_forward(cls)
     if is_unit and callable(save := getattr(cls, "save_pretrained", None)):
@@ -168,7 +167,7 @@ def _own_forward(cls: type[nn.Module]) -> Callable[..., Any]:
         return cls.forward(self, *args, **kwargs)
 
     made: Any = forward
-    made.__code__ = made.__code__.replace()  # Dynamo counts by code how often it compiles anew
+    made.__code__ = made.__code__.replace()  # a code object of its own: Dynamo counts recompilations by code
     return forward
 
 

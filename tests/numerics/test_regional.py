@@ -13,11 +13,14 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fxshard import adopt, explain, fully_shard
 from fxshard.compile.backend import frames_of
 from fxshard.errors import ConfigError, UnsupportedGraph
+from fxshard.sharding.sharded_module import states_under
 from fxshard.testing import emulated_link
+from tests.fake_ranks import fake_ranks
 from tests.numerics.harness import (
     EAGER,
     FSDP2,
@@ -166,6 +169,50 @@ def test_one_line_has_one_graph_for_all_blocks(kind: Callable[[int], Deep]) -> N
         assert sum("blocks.0" in frame.plan.units for frame in frames_of(model)) == 1
 
 
+class Broken(nn.Module):
+    """Breaks its graph in a loop: Dynamo gives up on the frame, and captures those that it calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Middle() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            torch._dynamo.graph_break()
+            x = torch.cat([layer(x)] * 2, 1)
+        return x
+
+
+class Other(nn.Sequential):
+    """Another class with the layout of its base."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x) * 2  # type: ignore[no-untyped-call]
+        return y
+
+
+class Kinds(nn.Module):
+    """Four blocks: of two classes, or with a unit inside each."""
+
+    def __init__(self, nested: bool) -> None:
+        super().__init__()
+        kinds = [nn.Sequential] * 4 if nested else [nn.Sequential, nn.Sequential, Other, Other]
+        self.blocks = nn.ModuleList(kind(nn.Linear(4, 4), nn.Linear(4, 4)) for kind in kinds)
+        self.head = nn.Linear(4, 4)
+        if nested:
+            with fake_ranks(4):
+                for block in self.blocks:
+                    fully_shard(cast(nn.Sequential, block)[0])
+                    fully_shard(block)
+                fully_shard(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        y: Tensor = self.head(x)
+        return y
+
+
 class Middle(nn.Module):
     """Reads a block's weight beside the block, and goes through a part by two ways."""
 
@@ -235,12 +282,75 @@ def test_more_kinds_of_blocks_than_dynamo_compiles_anew() -> None:
                     model(torch.ones(2, 4))
 
 
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_model_without_blocks_is_compiled_as_a_whole_and_told_so(
+    is_sharded: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.layer(x)
+            return y
+
+    torch._dynamo.reset()
+    with emulated_link(2):
+        for number in range(2):
+            model = fully_shard(Plain()) if is_sharded else Plain()
+            compiled: Any = torch.compile(model, backend="fxshard", options=REGIONAL)
+            for _ in range(2):
+                compiled(torch.ones(2, 4)).sum().backward()
+            assert all(isinstance(p.grad, DTensor) for p in model.parameters())
+            assert frames_of(model) or number  # models that are alike share a frame
+    assert "Plain has none beside its root: it is compiled as a whole. Call fully_shard" in caplog.text
+
+
+def test_a_first_call_without_gradients_leaves_blocks_sharded_in_the_next_one() -> None:
+    torch._dynamo.reset()
+    with emulated_link(2):
+        model = Middle().double()
+        compiled: Any = torch.compile(model, backend="fxshard", options=REGIONAL)
+        with torch.no_grad():
+            for _ in range(2):
+                compiled(torch.ones(2, 4, dtype=torch.float64))
+        assert isinstance(cast(Any, model.blocks[0])[0].weight, DTensor)
+        runs = [dict(state.compiled.runs) for _, state in states_under(model).values()]
+        for _ in range(2):
+            compiled(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+        assert runs == [dict(state.compiled.runs) for _, state in states_under(model).values()]
+
+
+def test_a_graph_break_before_the_blocks_of_an_unsharded_model_is_named() -> None:
+    torch._dynamo.reset()
+    with emulated_link(2):
+        compiled: Any = torch.compile(Broken(), backend="fxshard", options=REGIONAL)
+        with pytest.raises(
+            ConfigError, match=r"compiled Broken that was captured holds only its part Middle.*fully_shard"
+        ):
+            compiled(torch.ones(2, 4))
+
+
+def test_explain_counts_units_in_units_and_tells_kinds_of_one_layout_apart() -> None:
+    found = explain(Kinds(nested=True), torch.ones(2, 4), world_size=4, options=REGIONAL)
+    text = repr(found)
+    assert "3 calls share frame 1: blocks.1 to blocks.3" in text  # the first one's input needs no gradient
+    assert "no frame reads root:" in text
+    found = explain(Kinds(nested=False), torch.ones(2, 4), world_size=4, options=REGIONAL)
+    assert [frame.calls for frame in found.frames] == [
+        (("blocks.0",),),  # its input needs no gradient
+        (("blocks.1",),),
+        (("blocks.2",), ("blocks.3",)),
+    ]
+
+
 def test_explain_shows_blocks_that_are_alike_once() -> None:
     found = explain(Deep(3), torch.arange(6), world_size=4, options={"regional": True})
     assert [list(frame.plan.units) for frame in found.frames] == [["blocks.0"], ["blocks.3"]]
     text = repr(found)
     assert text.startswith("Explanation of Deep: 5 units, world size 4, 2 frames\n")
-    assert "3 units share frame 0: blocks.0 to blocks.2\nno frame reads root: 880 B are gathered where" in text
+    assert "3 calls share frame 0: blocks.0 to blocks.2\nno frame reads root: 880 B are gathered where" in text
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
