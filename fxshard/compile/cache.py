@@ -61,6 +61,45 @@ class CompiledFacts:
         # is none.
         return [re.sub(r"\b(?:s|u|zuf|zf)\d+\b(?![\[:])", "n", text) for text in (*self.inputs, "->", *self.outputs)]
 
+    def aligned_with(self, plain: CompiledFacts) -> tuple[list[int], list[int]] | None:
+        """How to run this graph in place of another one, of which it is a variant.
+
+        Tracing again may save a size twice that was saved once, or once that was saved twice; else both take and give
+        the same.
+
+        Returns:
+            For each input of this graph its place in those of `plain`, and for each output of `plain` its place in
+            those of this graph; `None` if this graph takes or gives anything else.
+        """
+        if self.signature == plain.signature:
+            return [*range(len(plain.inputs))], [*range(len(plain.outputs))]
+        inputs = _aligned([_typed(text) for text in self.inputs], [_typed(text) for text in plain.inputs])
+        outputs = _aligned([("", text) for text in plain.outputs], [("", text) for text in self.outputs])
+        return None if inputs is None or outputs is None else (inputs, outputs)
+
+
+_Typed = tuple[str, str]
+"""Name and type of a value."""
+
+
+def _typed(text: str) -> _Typed:
+    name, _, kind = text.partition(": ")
+    return name, kind
+
+
+def _aligned(wanted: Sequence[_Typed], given: Sequence[_Typed]) -> list[int] | None:
+    """For each wanted value the place of that which is given: a size for an equal one, the others in their order."""
+    sizes = {kind: place for place, (_, kind) in enumerate(given) if kind.startswith("Sym(")}
+    others = [place for place, (_, kind) in enumerate(given) if not kind.startswith("Sym(")]
+    left, found = iter(others), []
+    for name, kind in wanted:
+        is_size = kind.startswith("Sym(")
+        place = sizes.get(kind) if is_size else next(left, None)
+        if place is None or (not is_size and given[place] != (name, kind)):
+            return None
+        found.append(place)
+    return found if next(left, None) is None else None
+
 
 class CodeOwner(Protocol):
     """The compilation that code belongs to, as a compiler or a cache sees it."""

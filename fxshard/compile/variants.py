@@ -25,7 +25,7 @@ from fxshard import torch_private
 from fxshard.compile import cudagraphs, inductor, interpreter, shared_code
 from fxshard.compile.cache import CompiledFacts, stable_text, with_stable_keys
 from fxshard.compile.stages import Stages
-from fxshard.errors import InvariantError
+from fxshard.errors import InvariantError, UnsupportedGraph
 from fxshard.ir import meshes
 from fxshard.ir.history import CAPTURED, LazyHistory, PassResult, with_variant
 from fxshard.ir.text import graph_text
@@ -179,13 +179,19 @@ class Compilation:
 
     def _compile_variant(self, kind: GraphKind, which: Variant) -> Code:
         other = self._again(which, kind, generate_code=True)
-        made = other._made.get(kind)
-        if made is None or made[1].signature != self._made[kind][1].signature:
+        made, plain = other._made.get(kind), self._made[kind][1]
+        aligned = made and made[1].aligned_with(plain)
+        if made is None or aligned is None:
             name = which.name(self._frame.trained)
             raise InvariantError(f"the {name} {kind} takes or gives other things than the plain one.")
         ours, theirs = self._frame.history, other._frame.history
         self._frame.history = LazyHistory(lambda: with_variant(ours, theirs, kind))
-        return Code(made[0], made[1].layouts, made[1].late)
+        if made[1].signature == plain.signature:
+            return Code(made[0], made[1].layouts, made[1].late)
+        inputs, outputs = aligned
+        layouts = {inputs[i]: layout for i, layout in made[1].layouts.items() if i < len(inputs)}
+        late = {outputs.index(i): key for i, key in made[1].late.items()}
+        return Code(made[0].aligned(inputs, len(plain.inputs), outputs), layouts, late)
 
     def _replay(self) -> dict[str, dict[str, PassResult]]:
         """Run all passes again, and return what the history then has."""
@@ -214,7 +220,14 @@ class Compilation:
             )
             stages.capture(gm)
             again = Compilation(stages)
-            again.run(gm, self._context.inputs)
+            try:
+                again.run(gm, self._context.inputs)
+            except torch_private.NO_VALUE as error:
+                raise UnsupportedGraph(
+                    "a Python float that changes from call to call comes into a graph that is compiled once more "
+                    "(microbatches without sync, resident parameters), and torch has forgotten its value. Pass it as a "
+                    "tensor, torch.tensor(value), or set torch._dynamo.config.specialize_float = True."
+                ) from error
         return again
 
 

@@ -8,6 +8,7 @@ forward need not agree, and the code of a backward checks the strides of its inp
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from abc import ABC, abstractmethod
@@ -103,6 +104,19 @@ class GuardedCode:
     def waiting(self, names: Mapping[str, str]) -> AbstractContextManager[None]:
         """Return a context for a wait, after a run of units with these names has returned, for what it left."""
         return self._agreement.after(self._launched(names))
+
+    def aligned(self, inputs: Sequence[int], count: int, outputs: Sequence[int]) -> GuardedCode:
+        """Return the same, which takes `inputs` of the first `count` and then the rest, and gives `outputs`."""
+
+        def run(given: list[Any]) -> Any:
+            chosen = [given[place] for place in inputs] + given[count:]
+            given.clear()
+            results = self._run(chosen)
+            return [results[place] for place in outputs]
+
+        made = copy.copy(self)
+        made._run = run
+        return made
 
     def _launched(self, names: Mapping[str, str]) -> Sequence[Launch]:
         return [launch.renamed(names) for launch in self._launches] if names else self._launches

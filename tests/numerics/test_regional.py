@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fxshard import adopt, explain, fully_shard
+from fxshard import adopt, explain, fully_shard, no_sync
 from fxshard.compile.backend import frames_of
 from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.sharding.sharded_module import states_under
@@ -29,6 +29,7 @@ from tests.numerics.harness import (
     Tools,
     blocks_of,
     compare,
+    full,
     fxshard_system,
     only_compile,
     shard_and_compile,
@@ -343,6 +344,70 @@ def test_explain_counts_units_in_units_and_tells_kinds_of_one_layout_apart() -> 
         (("blocks.1",),),
         (("blocks.2",), ("blocks.3",)),
     ]
+
+
+class Rotary(nn.Module):
+    """Two inputs of one length, which is saved twice where it is traced once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, places: Tensor, scale: float = 1.0) -> Tensor:
+        y = self.layer(x).view(2, x.shape[1], 2, 4) * places[:, :, None] * scale
+        added: Tensor = x + y.view(x.shape)
+        return added
+
+
+class Rotaries(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Rotary() for _ in range(2))
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        places = torch.arange(4 * x.shape[1], dtype=x.dtype).view(1, -1, 4).sin()
+        for block in self.blocks:
+            x = block(x, places, scale)
+        return x
+
+
+def rotaries(options: dict[str, Any]) -> tuple[nn.Module, Any]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Rotaries().double()
+    for block in model.blocks:
+        fully_shard(block)
+    return model, torch.compile(fully_shard(model), backend="fxshard", options={**REGIONAL, **options})
+
+
+@two_ranks
+@pytest.mark.parametrize("options", [{}, {"resident_gib": 1}])
+def test_microbatches_of_changing_lengths_add_up_as_unsharded(options: dict[str, Any]) -> None:
+    model, compiled = rotaries(options)
+    torch.manual_seed(0)
+    plain = Rotaries().double()
+    for step in range(3):
+        for length in (6, 7, 5 + step):
+            x = torch.randn(2, length, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(length))
+            with no_sync(model) if length < 7 and length != 5 + step else contextlib.nullcontext():
+                compiled(x).square().mean().backward()
+            plain(x).square().mean().backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None
+        torch.testing.assert_close(full(ours.grad), theirs.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_a_float_that_changes_between_microbatches_is_refused_with_what_to_write() -> None:
+    with emulated_link(2):
+        model, compiled = rotaries({})
+
+        def train() -> None:
+            for scale in (0.5, 0.25, 0.125):
+                with no_sync(model):
+                    compiled(torch.ones(2, 6, 8, dtype=torch.float64), scale).sum().backward()
+
+        with pytest.raises(UnsupportedGraph, match=r"Python float that changes.*torch\.tensor\(value\)"):
+            train()
 
 
 def test_explain_shows_blocks_that_are_alike_once() -> None:
