@@ -180,18 +180,20 @@ class Compilation:
     def _compile_variant(self, kind: GraphKind, which: Variant) -> Code:
         other = self._again(which, kind, generate_code=True)
         made, plain = other._made.get(kind), self._made[kind][1]
-        aligned = made and made[1].aligned_with(plain)
-        if made is None or aligned is None:
+        is_same = made is not None and made[1].signature == plain.signature
+        aligned = made[1].aligned_with(plain) if made is not None and not is_same else None
+        if made is None or not (is_same or aligned):
             name = which.name(self._frame.trained)
             raise InvariantError(f"the {name} {kind} takes or gives other things than the plain one.")
         ours, theirs = self._frame.history, other._frame.history
         self._frame.history = LazyHistory(lambda: with_variant(ours, theirs, kind))
-        if made[1].signature == plain.signature:
+        if aligned is None:
             return Code(made[0], made[1].layouts, made[1].late)
-        inputs, outputs = aligned
-        layouts = {inputs[i]: layout for i, layout in made[1].layouts.items() if i < len(inputs)}
+        (inputs, outputs), count = aligned, len(plain.inputs)
+        moved = dict(enumerate(inputs))  # a variant's own inputs follow those
+        layouts = {moved.get(i, i - len(inputs) + count): layout for i, layout in made[1].layouts.items()}
         late = {outputs.index(i): key for i, key in made[1].late.items()}
-        return Code(made[0].aligned(inputs, len(plain.inputs), outputs), layouts, late)
+        return Code(made[0].aligned(inputs, count, outputs), layouts, late)
 
     def _replay(self) -> dict[str, dict[str, PassResult]]:
         """Run all passes again, and return what the history then has."""
