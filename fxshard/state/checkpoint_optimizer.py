@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,10 @@ from torch.distributed.tensor import empty as empty_dtensor
 from torch.optim import Optimizer
 
 from fxshard.errors import CheckpointError, ConfigError
-from fxshard.state import serializable
+from fxshard.state import serializable, subclasses
 from fxshard.state.dcp_reader import CheckpointIndex, assemble, shape_and_dtype
 from fxshard.state.names import GROUPS, PARAMS, STATE, named_parameters, names_of
-from fxshard.state.optimizer_state import require_known_classes, require_no_shards
+from fxshard.state.optimizer_state import require_no_shards, state_fact
 from fxshard.state.pytree import KeyPath, take_out
 from fxshard.state.user_hooks import is_writable
 
@@ -54,8 +54,7 @@ def state_of(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
     outside of the state of parameters.
     """
     fqns = _fqns(model, optim)
-    named = {fqns[id(p)]: dict(each) for p, each in optim.state.items() if each}
-    require_known_classes(named)
+    named = {fqns[id(p)]: _flattened(each, fqns[id(p)]) for p, each in optim.state.items() if each}
     state = {fqn: serializable.named(each, f"state of {fqn}") for fqn, each in named.items()}
     groups = []
     for i, group in enumerate(optim.param_groups):
@@ -65,6 +64,10 @@ def state_of(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
     rest = serializable.named(_rest_of(optim.state_dict()), f"{type(optim).__name__}.state_dict()")
     require_no_shards(take_out({GROUPS: groups, **rest})[1])
     return {**rest, STATE: state, GROUPS: groups}
+
+
+def _flattened(state: Mapping[str, Any], fqn: str) -> dict[str, Any]:
+    return cast("dict[str, Any]", subclasses.flatten(dict(state), state_fact(fqn)))
 
 
 def _rest_of(whole: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -89,14 +92,16 @@ def lines(state: Mapping[str, Any], model: nn.Module, optim: Optimizer) -> Itera
 def placements_of(model: nn.Module, optim: Optimizer) -> dict[str, list[int | None]]:
     """Map key -> placements of each tensor in the state that are not those of its parameter.
 
-    Either it is sharded and has another shape. Or, with no placements, it is a counter of one element that is not
-    sharded though its parameter, of one element as well, is.
+    Either it is sharded and has another shape, or it is a part of a tensor subclass. Or, with no placements, it is a
+    counter of one element that is not sharded though its parameter, of one element as well, is.
     """
     fqns, found = _fqns(model, optim), {}
-    for p, state in optim.state.items():
-        for name, value in state.items():
-            key = f"{ROOT}.{STATE}.{fqns[id(p)]}.{name}"
-            if isinstance(value, DTensor) and value.shape != p.shape:
+    for p, each in optim.state.items():
+        state = _flattened(each, fqns[id(p)])
+        parts = {path for path, _ in subclasses.parts_in(state)}
+        for path, value in take_out(state)[1]:
+            key = ".".join(map(str, (ROOT, STATE, fqns[id(p)], *path)))
+            if isinstance(value, DTensor) and (path in parts or value.shape != p.shape):
                 found[key] = [x.dim if isinstance(x, Shard) else None for x in value.placements]
             elif isinstance(value, Tensor) and isinstance(p, DTensor) and value.shape == p.shape and p.numel() == 1:
                 found |= {} if isinstance(value, DTensor) else {key: []}
@@ -133,7 +138,7 @@ class OptimizerStaging:
         self.whole: dict[str, Any] | None = None
         self._parameters = dict(named_parameters(model))
         self._groups = groups_of(model, optim)
-        require_known_classes({fqn: optim.state.get(p, {}) for fqn, p in self._parameters.items()})
+        self._now = {fqn: _flattened(optim.state.get(p, {}), fqn) for fqn, p in self._parameters.items()}
         self._paths = dict(contents.under(ROOT))
         tensors = [(path, key, contents.tensors[key]) for path, key in self._paths.items() if key in contents.tensors]
         problems = list(self._problems_of_names()) or [each for found in tensors for each in self._problems_of(*found)]
@@ -155,7 +160,7 @@ class OptimizerStaging:
                 yield f"{fqn} is not a parameter of the optimizer ({self._contents.files_of(key)})"
             saved.setdefault(fqn, set()).add(name)
         for fqn, names in saved.items():
-            present = set(self._optim.state.get(self._parameters[fqn], {})) if fqn in known else set()
+            present = set(self._now[fqn]) if fqn in known else set()
             if present and present != names:
                 yield f"{fqn} has {sorted(names)} there, and {sorted(present)} here"
         rest = {str(path[1]) for path in self._paths} - {STATE, GROUPS}
@@ -165,7 +170,7 @@ class OptimizerStaging:
 
     def _existing(self, path: KeyPath) -> Any:
         """Return what the optimizer holds at a path below `state` now, `None` if nothing."""
-        found: Any = self._optim.state.get(self._parameters[str(path[2])], {})
+        found: Any = self._now[str(path[2])]
         for step in path[3:]:
             is_inside = isinstance(found, Mapping) and step in found
             is_inside = is_inside or (isinstance(found, list) and isinstance(step, int) and step < len(found))
@@ -183,9 +188,10 @@ class OptimizerStaging:
             return torch.empty_like(existing.detach(), device="cpu")
         if not isinstance(parameter, DTensor) or self._placements.get(key) == []:
             return torch.empty(shape, dtype=dtype)
-        if list(parameter.shape) == shape and path[3] != "step":
+        dims = self._placements.get(key)
+        if dims is None and list(parameter.shape) == shape and path[3] != "step":
             return torch.empty_like(parameter.detach(), dtype=dtype, device="cpu")
-        if (dims := self._placements.get(key)) is None:
+        if dims is None:
             return torch.empty(shape, dtype=dtype)
         # Saved on a mesh of one axis or two: the last one shards, and one before it replicates.
         outer = [None] * (parameter.device_mesh.ndim - 1)
@@ -194,6 +200,11 @@ class OptimizerStaging:
 
     def _problems_of(self, path: KeyPath, key: str, saved: TensorStorageMetadata) -> Iterator[str]:
         existing = self._existing(path) if path[1] == STATE else None
+        if path[1] == STATE and existing is None and isinstance(self._existing(path[:-1]), Tensor):
+            yield f"{path[3]} of {path[2]} is a tensor subclass there ({self._contents.files_of(key)}), and none here"
+        if isinstance(existing, Mapping) and subclasses.KIND in existing:
+            kind = existing[subclasses.KIND]["class"]
+            yield f"{path[3]} of {path[2]} is a plain tensor there ({self._contents.files_of(key)}), and a {kind} here"
         if isinstance(existing, Tensor) and shape_and_dtype(existing) != shape_and_dtype(saved):
             (there, dtype), (here, own) = shape_and_dtype(saved), shape_and_dtype(existing)
             where = self._contents.files_of(key)
@@ -221,7 +232,10 @@ class OptimizerStaging:
         """Return what was saved, with ids in place of FQNs."""
         ids = [group[PARAMS] for group in self._own[GROUPS]]
         by_fqn = dict(zip(itertools.chain(*self._groups), itertools.chain(*ids), strict=True))
-        states = {by_fqn[fqn]: dict(state) for fqn, state in found.get(STATE, {}).items()}
+        states = {
+            by_fqn[fqn]: subclasses.unflatten(dict(state), state_fact(fqn))
+            for fqn, state in found.get(STATE, {}).items()
+        }
         groups = [{**group, PARAMS: own} for group, own in zip(found[GROUPS], ids, strict=True)]
         return {**found, STATE: states, GROUPS: groups}
 
@@ -236,11 +250,12 @@ class OptimizerStaging:
             now = {**group, **self._options[-1]}
             on_device = now.get("capturable") or now.get("fused")
             for p, fqn in zip(group[PARAMS], saved[PARAMS], strict=True):
-                before = self._optim.state.get(p, {})
-                self._states[p] = {
+                before = self._now[fqn]
+                placed = {
                     name: self._placed(before.get(name), value, p.device if name != "step" or on_device else None)
                     for name, value in states.get(fqn, {}).items()
                 }
+                self._states[p] = subclasses.unflatten(placed, state_fact(fqn))
 
     def _placed(self, before: Any, value: Any, device: torch.device | None) -> Any:
         """Put `value` into the tensors of `before` where it has such, else on `device`, if that is given."""

@@ -15,14 +15,13 @@ from torch.optim import LBFGS, Adafactor, Optimizer
 from fxshard.errors import ConfigError
 from fxshard.runtime import mesh_axes
 from fxshard.runtime.parameters import rows_first, shard_rows
-from fxshard.state import full
+from fxshard.state import full, subclasses
 from fxshard.state.full import Announced, FullState
 from fxshard.state.local_shards import LocalShard, can_cut, deliver, hold, require_bucket
 from fxshard.state.names import GROUPS, PARAMS, STATE, ParameterNames, module_in, names_of
 from fxshard.state.optimizer_state import (
     is_step,
     parameter_states,
-    require_known_classes,
     simple,
     state_fact,
     unknown_keys,
@@ -117,7 +116,7 @@ def _packed(state: Mapping[str, Any], names: ParameterNames) -> FullState:
     for key, value in state[STATE].items():
         if key not in by_key:
             continue
-        skeleton, leaves = take_out(value)
+        skeleton, leaves = take_out(subclasses.flatten(value, state_fact(by_key[key])))
         numbers = range(len(tensors), len(tensors) + len(leaves))
         places = [LeafMark(number) for number in numbers]
         paths = [(number, leaf.path) for number, leaf in zip(numbers, leaves, strict=True)]
@@ -229,17 +228,22 @@ def _targets(
     """Return where everything that is coming goes, in the order in which it comes."""
     found: dict[int, _LoadTarget] = {}
     is_strict = _is_strict(optim)
-    require_known_classes({fqn: optim.state.get(p, {}) for fqn, p in names.parameters.items()})
-    states = parameter_states({p: optim.state.get(p, {}) for p in names.parameters.values()})
+    states = parameter_states(
+        {p: subclasses.flatten(optim.state.get(p, {}), state_fact(fqn)) for fqn, p in names.parameters.items()}
+    )
     present = dict(zip(names.parameters, states, strict=True))
     counters = _counters(contents, announced, names)
     for fqn, coming in contents.states.items():
         pairs = zip(present[fqn].leaves, present[fqn].held, strict=True)
         existing = {leaf.path: (leaf.tensor, held) for leaf, held in pairs}
+        parts = dict(subclasses.parts_in(coming.skeleton))
         for number, path in coming.paths:
             tensor, now = existing.get(path, (None, None))
             parameter = names.parameters[fqn]
-            found[number] = _target(announced[number], path in counters, parameter, tensor, now, is_strict)
+            is_rows = parts.get(path, announced[number].shape == tuple(parameter.shape))
+            found[number] = _target(
+                announced[number], path in counters, parameter, tensor, now, is_strict, is_rows=is_rows
+            )
     return [found[number] for number in range(len(announced))]
 
 
@@ -263,6 +267,8 @@ def _target(
     existing: Tensor | None,
     now: LocalShard | None,
     is_strict: bool,
+    *,
+    is_rows: bool,
 ) -> _LoadTarget:
     """Choose what is there now; where there is nothing, what an optimizer would make for this parameter."""
     is_scalar = is_counter or (not each.shape and tuple(parameter.shape) != ())
@@ -271,7 +277,7 @@ def _target(
         dim = now.dim
     else:
         as_dtensor = isinstance(parameter, DTensor) and not is_scalar
-        is_alike = as_dtensor and each.shape == tuple(parameter.shape)
+        is_alike = as_dtensor and is_rows
         has_rows, other = is_alike and is_sharded(cast(DTensor, parameter)), is_alike and hold(parameter).other
         mesh = cast(DTensor, parameter).device_mesh if has_rows else None
         device = torch.device("cpu") if is_scalar else parameter.device
@@ -302,6 +308,13 @@ def _other_keys(contents: _GivenState, names: ParameterNames, optim: Optimizer) 
             now = optim.state.get(names.parameters[fqn]) or (of_group if _is_strict(optim) else given)
             if isinstance(given, dict) and set(now) != set(given):
                 found.append(f"state of {fqn} has {sorted(map(str, given))}, expected {sorted(map(str, now))}")
+                continue
+            own = optim.state.get(names.parameters[fqn])
+            (there, here) = (subclasses.kinds_in(given), subclasses.kinds_in(subclasses.flatten(own, state_fact(fqn))))
+            if own and there != here:
+                found.append(
+                    f"state of {fqn} is kept in {there or 'plain tensors'}, expected {here or 'plain tensors'}"
+                )
     return found
 
 
@@ -310,7 +323,13 @@ def _placed_otherwise(contents: _GivenState, names: ParameterNames) -> list[str]
     found = []
     for fqn in contents.states:
         parameter = names.parameters[fqn]
-        if isinstance(parameter, DTensor) and hold(parameter).other and not can_cut(parameter):
+        if not isinstance(parameter, DTensor):
+            continue
+        if (kinds := subclasses.kinds_in(contents.states[fqn].skeleton)) and (
+            hold(parameter).other or hold(parameter).dim
+        ):
+            found.append(f"{fqn} is not sharded by rows, and its state is kept in {kinds}, which is cut by rows only")
+        elif hold(parameter).other and not can_cut(parameter):
             placements = ", ".join(map(str, parameter.placements))
             found.append(
                 f"{fqn} is not sharded by rows, but {placements}: use "
@@ -321,7 +340,10 @@ def _placed_otherwise(contents: _GivenState, names: ParameterNames) -> list[str]
 
 def _install(optim: Optimizer, names: ParameterNames, contents: _GivenState, tensors: Sequence[Tensor]) -> None:
     """Hand everything to the optimizer's own `load_state_dict`, and take back the casts that it makes."""
-    states = {fqn: put_back(each.skeleton, tensors) for fqn, each in contents.states.items()}
+    states = {
+        fqn: subclasses.unflatten(put_back(each.skeleton, tensors), state_fact(fqn))
+        for fqn, each in contents.states.items()
+    }
     before = {fqn: optim.state.get(names.parameters[fqn], {}) for fqn in states}
     ids = names.ids
     by_id = {ids[fqn]: state for fqn, state in states.items()}

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fxshard import torch_private
 from fxshard.errors import ConfigError
 from fxshard.runtime.parameters import local_of
+from fxshard.state import subclasses
 from fxshard.state.local_shards import LocalShard, copied, gather_all, hold, require_bucket, value_text
 from fxshard.state.names import GROUPS, PARAMS, STATE, ParameterNames, module_in, names_of
 from fxshard.state.pytree import KeyPath, Leaf, LeafMark, put_back, take_out
@@ -103,8 +103,9 @@ def _split(
     everything = optim.state_dict()
     kept, ids = everything[STATE], names.ids
     fqns = [fqn for fqn, i in ids.items() if i in kept]
-    require_known_classes({fqn: kept[ids[fqn]] for fqn in fqns})
-    found = parameter_states({names.parameters[fqn]: kept[ids[fqn]] for fqn in fqns})
+    found = parameter_states(
+        {names.parameters[fqn]: subclasses.flatten(kept[ids[fqn]], state_fact(fqn)) for fqn in fqns}
+    )
     of_parameters = set(ids.values())
     others = {key: value for key, value in kept.items() if key not in of_parameters}
     skeleton, leaves = take_out({**everything, STATE: others})
@@ -119,25 +120,6 @@ def require_no_shards(leaves: Iterable[Leaf]) -> None:
         raise ConfigError(
             f"the optimizer's state_dict has sharded tensors that belong to no parameter: {', '.join(sharded)}. Keep "
             "them in the state of their parameter."
-        )
-
-
-def require_known_classes(states: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if there are tensor subclasses in the state of parameters, by FQN; DTensors are none.
-
-    Their parts (codes, a scale for each block) are cut over the ranks as only their class knows.
-    """
-    found = {
-        f"{fqn}: {leaf.name} is a {type(local).__name__}": None
-        for fqn, state in states.items()
-        for leaf in take_out(state)[1]
-        if torch_private.is_wrapper(local := local_of(leaf.tensor) if isinstance(leaf.tensor, DTensor) else leaf.tensor)
-    }
-    if found:
-        raise ConfigError(
-            f"the optimizer keeps tensor subclasses, of which fxshard would make plain tensors: {'; '.join(found)}. "
-            "Save and load them with torch.distributed.checkpoint and its get_state_dict and set_state_dict, on as "
-            "many ranks as wrote them."
         )
 
 
@@ -292,7 +274,8 @@ def _assembled(
     """Return the state_dict of an unsharded optimizer; `fulls` are the full tensors of all `states`, in their order."""
     arriving = iter(fulls)
     by: Mapping[str, Any] = names.ids if keys == "id" else {fqn: fqn for fqn in names.parameters}
-    state = {by[fqn]: put_back(each.skeleton, [next(arriving) for _ in each.leaves]) for fqn, each in states.items()}
+    filled = {fqn: put_back(each.skeleton, [next(arriving) for _ in each.leaves]) for fqn, each in states.items()}
+    state = {by[fqn]: subclasses.unflatten(each, state_fact(fqn)) for fqn, each in filled.items()}
     groups = [
         {**group, PARAMS: [by[fqn] for fqn in fqns]} for group, fqns in zip(whole[GROUPS], names.groups, strict=True)
     ]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxshard.errors import ConfigError
+from fxshard.state import subclasses
 from fxshard.state.names import GROUPS, STATE, fqn_of
 from fxshard.state.pytree import put_back, take_out
 
@@ -102,9 +103,9 @@ class Handover:
             ) from error
 
     def _remember(self, optim: Optimizer) -> None:
-        skeleton, leaves = take_out(optim.state_dict())
+        skeleton, leaves = take_out(subclasses.flatten(optim.state_dict(), "state_dict()"))
         self._copies = [(leaf.tensor, leaf.tensor.detach().clone()) for leaf in leaves]
-        self._former = put_back(skeleton, [former for _, former in self._copies])
+        self._former = subclasses.unflatten(put_back(skeleton, [former for _, former in self._copies]), "state_dict()")
 
     def __enter__(self) -> Self:
         return self
