@@ -27,7 +27,7 @@ FUNCTIONS: Mapping[str, Row] = {
     "fully_shard": Row(
         "differs",
         "see its arguments; a module becomes a `ShardedModule`, which is no `FSDPModule`. Tensor subclasses with "
-        "`fsdp_pre_all_gather` are gathered as in FSDP2 ([what is refused](adr/0032-all-gather-extensions.md))",
+        "`fsdp_pre_all_gather` are gathered as in FSDP2 ([what is refused](adr/0020-fsdp2-compatibility.md))",
     ),
     "FSDPModule": Row(
         "differs", "`ShardedModule`, with the same methods: libraries reach into the private state of torch's"
@@ -101,7 +101,7 @@ METHODS: Mapping[str, Row] = {
     ),
     "set_modules_to_backward_prefetch": Row("differs", "as for forward"),
     "set_custom_all_gather": Row(
-        "differs", "one call per dtype; its buffers are copied. torch's own objects set nothing; ADR 0033"
+        "differs", "one call per dtype; its buffers are copied. torch's own objects set nothing; ADR 0020"
     ),
     "set_custom_reduce_scatter": Row("differs", "as `set_custom_all_gather`; with a divide factor the operator is SUM"),
     "set_all_reduce_hook": Row(

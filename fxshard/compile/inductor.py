@@ -44,7 +44,7 @@ def require_known_flags(options: Options) -> None:
 
 
 def order_patches(known: Container[str]) -> dict[str, bool]:
-    """Return the configuration that keeps Inductor's own schedulers from undoing the order of collectives; ADR 0008.
+    """Return the configuration that keeps Inductor's own schedulers from undoing the order of collectives; ADR 0007.
 
     `known` is what this torch has; flags that it should have and has not are named in a warning.
     """
