@@ -5,12 +5,11 @@ A place in a document is a line `<!-- name -->`; the code block after it is gene
 
 from __future__ import annotations
 
-import inspect
+import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from fxshard.passes._base import GraphPass
 from tests.graphs import accepts
 
 ROOT = Path(__file__).parents[1]
@@ -43,20 +42,7 @@ def assert_filled(path: str, blocks: Mapping[str, str]) -> None:
     assert_page(path, filled((ROOT / path).read_text(), blocks))
 
 
-def described(pass_: type[GraphPass]) -> str:
-    """The docstring of a pass as a document: code stays code, labels stand out."""
-    paragraphs = inspect.cleandoc(pass_.__doc__ or "").split("\n\n")
-    return "\n\n".join(_paragraph(text) for text in paragraphs)
-
-
-LABELS = re.compile(r"^(?=(?:Numerics|Memory|No-op|Limits|Source): )|(?<=\. )(?=(?:Memory|No-op): )", re.MULTILINE)
-
-
-def _paragraph(text: str) -> str:
-    if text.startswith("Before "):
-        return code_block(text)
-    parts = [part.strip() for part in LABELS.split(text) if part.strip()]
-    if len(parts) == 1 and not LABELS.match(text):
-        return text
-    items = ("- **{}**: {}".format(*part.split(": ", 1)) for part in parts)
-    return "\n".join(item.replace("\n", "\n  ") for item in items)
+def changes(before: str, after: str) -> str:
+    """What differs between two texts as a fenced block: one line around each change, and dots between them."""
+    lines = list(difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=1))[2:]
+    return code_block("\n".join("..." if line.startswith("@@") else line for line in lines), "diff")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib
 import inspect
+from collections.abc import Mapping
 
 from torch import fx
 
@@ -47,11 +47,8 @@ from fxshard.passes.tag_parameter_views import TagParameterViews
 from tests import graphs
 from tests.graphs import SPLIT, Traced, convolution, run_pass, text, without_subgroup_name
 from tests.mutation.cases import in_step
-from tests.pages import assert_filled, assert_page, code_block, described
+from tests.pages import ROOT, assert_filled, changes, code_block
 from tests.schedules import SCHEDULE, after_passes, model_of
-
-Pairs = list[tuple[str, str]]
-"""Title and graph, in the order of the page."""
 
 
 def graph_block(traced: Traced, kind: GraphKind, after: type[GraphPass] | None = None) -> str:
@@ -100,213 +97,140 @@ def test_is_right_to_say_in_the_tour_that_buckets_and_tensors_stay_as_they_are()
         assert graph_block(traced, kind, InsertCollectives) == graph_block(traced, kind, CoalesceCollectives)
 
 
-RESIDUAL = "Three layers, `tanh(x @ weight + bias) + x`; what the first reads needs no gradient, so it is another."
-
-
-def page_of(pass_: type[GraphPass], example: str, pairs: Pairs) -> str:
-    """The page of a pass: its module's summary, its docstring, and an example graph before and after."""
-    module = importlib.import_module(pass_.__module__)
-    summary = (module.__doc__ or "").strip()
+def assert_shows(pass_: type[GraphPass], blocks: Mapping[str, str]) -> None:
+    """The page of a pass shows these changes, and names its options, its code and its tests."""
     name = pass_.__module__.rpartition(".")[2]
-    graph_texts = "\n\n".join(f"{title}:\n\n{block}" for title, block in pairs)
-    return f"""\
-# {pass_.__name__}
-
-{summary}
-
-{described(pass_)}
-
-Code: [`passes/{name}.py`](../../passes/{name}.py). Tests: \
-[`tests/passes/test_{name}.py`](../../tests/passes/test_{name}.py).
-
-## Example
-
-{example}
-
-{graph_texts}
-
-This page is written by `tests/test_tour.py` from the pass and its graphs.
-"""
+    path = f"docs/passes/{name}.md"
+    assert_filled(path, {f"graph: {title}": block for title, block in blocks.items()})
+    page = (ROOT / path).read_text()
+    options = [f"`{field.name}`" for field in dataclasses.fields(pass_)]
+    wanted = [f"# {pass_.__name__}\n", *options, f"](../../passes/{name}.py)", f"](../../tests/passes/test_{name}.py)"]
+    assert not [text for text in wanted if text not in page]
 
 
-def before_and_after(traced: Traced, kind: GraphKind, before: type[GraphPass] | None, after: type[GraphPass]) -> Pairs:
-    return [
-        (f"The {kind} graph before", graph_block(traced, kind, before)),
-        (f"The {kind} graph after", graph_block(traced, kind, after)),
-    ]
+def between(traced: Traced, kind: GraphKind, before: type[GraphPass] | None, after: type[GraphPass]) -> dict[str, str]:
+    """What changed in a graph from one pass to another."""
+    graphs_of = (traced.at(kind, after=pass_)[0] for pass_ in (before, after))
+    return {kind: changes(*map(text, graphs_of))}
 
 
 def test_keeps_the_page_of_outline_regions_in_step() -> None:
     results = graphs.regions().history.stages["dynamo"]
-    pairs = [
-        ("Dynamo's graph before", code_block(str(results["captured"]))),
-        ("Dynamo's graph after", code_block(str(results["outline_regions"]))),
-    ]
-    assert_page("docs/passes/outline_regions.md", page_of(OutlineRegions, RESIDUAL, pairs))
+    change = changes(str(results["captured"]), str(results["outline_regions"]))
+    assert_shows(OutlineRegions, {"dynamo": change})
 
 
 def test_keeps_the_page_of_call_regions_in_step() -> None:
     results = graphs.regions().history.stages["forward"]
-    called = results["call_regions"]
-    (name,) = {str(node.target) for node in called.graph.find_nodes(op="get_attr")}
-    pairs = [
-        ("The forward graph before", code_block(str(results["captured"]))),
-        ("The forward graph after", code_block(str(called))),
-        ("What is called", code_block(graph_text(called.graph.owning_module.get_submodule(name).graph))),  # type: ignore[union-attr, arg-type]
-    ]
-    assert_page("docs/passes/call_regions.md", page_of(CallRegions, RESIDUAL, pairs))
+    change = changes(str(results["captured"]), str(results["call_regions"]))
+    assert_shows(CallRegions, {"forward": change})
 
 
 def test_keeps_the_page_of_fold_copies_in_step() -> None:
-    pairs: Pairs = []
-    for kind in SPLIT:
-        gm, ctx = graphs.regions().at(kind, after=InsertCollectives)
-        pairs.append((f"The {kind} graph before", code_block(text(gm))))
-        run_pass(FoldCopies(), gm, ctx)
-        pairs.append((f"The {kind} graph after", code_block(text(gm))))
-        call = gm.graph.find_nodes(op="call_function", target=regions.INVOKE)[0]
-        pairs.append(("What it calls", code_block(graph_text(regions.code_of(call).graph))))  # type: ignore[union-attr]
-    assert_page("docs/passes/fold_copies.md", page_of(FoldCopies, RESIDUAL, pairs))
+    gm, ctx = graphs.regions().at("forward", after=InsertCollectives)
+    before = text(gm)
+    run_pass(FoldCopies(), gm, ctx)
+    call = gm.graph.find_nodes(op="call_function", target=regions.INVOKE)[0]
+    code = code_block(graph_text(regions.code_of(call).graph))  # type: ignore[union-attr]
+    assert_shows(FoldCopies, {"forward": changes(before, text(gm)), "what it calls": code})
 
 
 def test_keeps_the_page_of_dedup_unshard_in_step() -> None:
-    pairs = before_and_after(graphs.read_twice(), "joint", None, DedupUnshard)
-    example = "A module that reads its only weight twice in one call: `(x @ weight) @ weight`."
-    assert_page("docs/passes/dedup_unshard.md", page_of(DedupUnshard, example, pairs))
+    assert_shows(DedupUnshard, between(graphs.read_twice(), "joint", None, DedupUnshard))
 
 
 def test_keeps_the_page_of_reshard_policy_in_step() -> None:
     traced = graphs.casting(reshard_after_forward=True)
-    pairs = before_and_after(traced, "joint", DedupUnshard, ReshardPolicy)
-    example = (
-        "A module that computes in bfloat16 with a cast and transposed weight, under `reshard_after_forward=True`."
-    )
-    assert_page("docs/passes/reshard_policy.md", page_of(ReshardPolicy, example, pairs))
+    assert_shows(ReshardPolicy, between(traced, "joint", DedupUnshard, ReshardPolicy))
 
 
 def test_keeps_the_page_of_reshard_to_subgroup_in_step() -> None:
-    traced = graphs.in_subgroups()
-    pairs = [
-        *before_and_after(traced, "joint", DedupUnshard, ReshardToSubgroup),
-        *before_and_after(traced, "forward", None, ReshardToSubgroup),
-        ("The backward graph, once collectives are inserted", graph_block(traced, "backward", InsertCollectives)),
-    ]
-    example = "Two layers on four ranks, with `reshard_after_forward=2`."
-    page = page_of(ReshardToSubgroup, example, [(title, without_subgroup_name(block)) for title, block in pairs])
-    assert_page("docs/passes/reshard_to_subgroup.md", page)
+    traced = graphs.trace(graphs.Layer(), world_size=4, reshard_after_forward=2)
+    change = between(traced, "joint", DedupUnshard, ReshardToSubgroup)
+    assert_shows(ReshardToSubgroup, {kind: without_subgroup_name(block) for kind, block in change.items()})
 
 
 def test_keeps_the_page_of_reduce_unused_in_step() -> None:
-    traced = in_step()
-    pairs = [
-        *before_and_after(traced, "joint", DedupUnshard, ReduceUnused),
-        ("The backward graph, once collectives are inserted", graph_block(traced, "backward", InsertCollectives)),
-    ]
-    example = "A unit of three vectors on two ranks, of which this graph does not use the second one."
-    assert_page("docs/passes/reduce_unused.md", page_of(ReduceUnused, example, pairs))
+    assert_shows(ReduceUnused, between(in_step(), "joint", DedupUnshard, ReduceUnused))
 
 
 def test_keeps_the_page_of_accumulate_gradients_in_step() -> None:
     traced = graphs.trace(graphs.Layer(), reshard_after_forward=True)
-    pairs = [("The backward graph before", graph_block(traced, "backward", DedupUnshard))]
+    blocks = {}
     for which in (Variant(accumulates=frozenset({""})), Variant(finishes=frozenset({""}))):
         gm, ctx = traced.at("backward", after=DedupUnshard)
+        before = text(gm)
         run_pass(AccumulateGradients(which=which), gm, ctx)
-        pairs.append((f"The {which.name([''])} backward", code_block(text(gm))))
-    example = "One layer, `x @ weight + bias`, on two ranks."
-    assert_page("docs/passes/accumulate_gradients.md", page_of(AccumulateGradients, example, pairs))
+        blocks[which.name([""])] = changes(before, text(gm))
+    assert_shows(AccumulateGradients, blocks)
 
 
 def test_keeps_the_page_of_fuse_grad_accumulation_in_step() -> None:
     traced = graphs.trace(graphs.Layer(), reshard_after_forward=True)
     gm, ctx = traced.at("backward", after=DedupUnshard)
     run_pass(AccumulateGradients(which=Variant(accumulates=frozenset({""}))), gm, ctx)
-    pairs = [("The accumulate backward before", code_block(text(gm)))]
+    before = text(gm)
     run_pass(FuseGradAccumulation(), gm, ctx)
-    pairs.append(("The accumulate backward after", code_block(text(gm))))
-    example = "One layer, `x @ weight + bias`, on two ranks."
-    assert_page("docs/passes/fuse_grad_accumulation.md", page_of(FuseGradAccumulation, example, pairs))
+    assert_shows(FuseGradAccumulation, {"accumulate": changes(before, text(gm))})
 
 
 def test_keeps_the_page_of_read_resident_in_step() -> None:
     traced = graphs.trace(graphs.Layer(), reshard_after_forward=True)
-    pairs = [("The forward graph before", graph_block(traced, "forward", DedupUnshard))]
     gm, ctx = traced.at("forward", after=DedupUnshard)
+    before = text(gm)
     run_pass(ReadResident(which=Variant(resident=frozenset({""}))), gm, ctx)
-    pairs.append(("The resident forward", code_block(text(gm))))
-    example = "One layer, `x @ weight + bias`, on two ranks."
-    assert_page("docs/passes/read_resident.md", page_of(ReadResident, example, pairs))
+    assert_shows(ReadResident, {"forward": changes(before, text(gm))})
 
 
 def test_keeps_the_page_of_insert_collectives_in_step() -> None:
     traced = graphs.trace(graphs.Layer(), reshard_after_forward=True)
-    pairs = [
-        *before_and_after(traced, "forward", DedupUnshard, InsertCollectives),
-        *before_and_after(traced, "backward", DedupUnshard, InsertCollectives),
-    ]
-    example = "One layer, `x @ weight + bias`, on two ranks."
-    assert_page("docs/passes/insert_collectives.md", page_of(InsertCollectives, example, pairs))
+    blocks: dict[str, str] = {}
+    for kind in SPLIT:
+        blocks |= between(traced, kind, DedupUnshard, InsertCollectives)
+    assert_shows(InsertCollectives, blocks)
 
 
-def rewritten(traced: Traced, kind: GraphKind, pass_: GraphPass, *earlier: GraphPass) -> Pairs:
-    """A graph before and after a pass to which even these few bytes matter, `earlier` ones having run."""
+def rewritten(traced: Traced, kind: GraphKind, pass_: GraphPass, *earlier: GraphPass) -> dict[str, str]:
+    """What a pass to which even these few bytes matter changes in a graph, `earlier` ones having run."""
     gm, ctx = traced.at(kind, after=InsertCollectives)
     link = dataclasses.replace(ctx.hardware, gather_tensor_overhead=1e-9, reduce_tensor_overhead=1e-9)
     ctx = dataclasses.replace(ctx, hardware=link)
     for step in earlier:
         step.apply(gm, ctx)
-    before = code_block(text(gm))
+    before = text(gm)
     pass_.apply(gm, ctx)
-    return [(f"The {kind} graph before", before), (f"The {kind} graph after", code_block(text(gm)))]
+    return {kind: changes(before, text(gm))}
 
 
 def test_keeps_the_page_of_bucket_collectives_in_step() -> None:
     layers = 160 / MIB
     traced = graphs.two_layers(reshard_after_forward=False)
-    pairs = [pair for kind in SPLIT for pair in rewritten(traced, kind, BucketCollectives(size=layers))]
-    example = "Two layers, `x @ weight + bias`, on two ranks, in buckets of 160 bytes."
-    assert_page("docs/passes/bucket_collectives.md", page_of(BucketCollectives, example, pairs))
+    assert_shows(BucketCollectives, rewritten(traced, "backward", BucketCollectives(size=layers)))
 
 
 def test_keeps_the_page_of_coalesce_collectives_in_step() -> None:
     traced = graphs.trace(graphs.Layer(), reshard_after_forward=True)
-    pairs = [pair for kind in SPLIT for pair in rewritten(traced, kind, CoalesceCollectives())]
-    example = "One layer, `x @ weight + bias`, on two ranks; the link is made up so that every copy is dear."
-    assert_page("docs/passes/coalesce_collectives.md", page_of(CoalesceCollectives, example, pairs))
+    assert_shows(CoalesceCollectives, rewritten(traced, "forward", CoalesceCollectives()))
 
 
 def test_keeps_the_page_of_hoist_prefetch_in_step() -> None:
     traced = graphs.two_layers(reshard_after_forward=True)
-    pairs = rewritten(traced, "forward", HoistPrefetch(depth=1))
-    example = "Two layers, `x @ weight + bias`, on two ranks, one unit ahead."
-    assert_page("docs/passes/hoist_prefetch.md", page_of(HoistPrefetch, example, pairs))
+    assert_shows(HoistPrefetch, rewritten(traced, "forward", HoistPrefetch(depth=1)))
 
 
 def test_keeps_the_page_of_offload_shards_in_step() -> None:
     traced = graphs.trace(graphs.Layer(), reshard_after_forward=True, offloads=True)
-    pairs: Pairs = []
-    for kind in SPLIT:
-        pairs += before_and_after(traced, kind, DedupUnshard, OffloadShards)
-        pairs.append((f"The {kind} graph, once collectives are inserted", graph_block(traced, kind, InsertCollectives)))
-    example = "One layer, `x @ weight + bias`, on two ranks, with `offload_policy=CPUOffloadPolicy()`."
-    assert_page("docs/passes/offload_shards.md", page_of(OffloadShards, example, pairs))
+    assert_shows(OffloadShards, {kind: between(traced, kind, DedupUnshard, OffloadShards)[kind] for kind in SPLIT})
 
 
 def test_keeps_the_page_of_hoist_copies_in_step() -> None:
     traced = graphs.offloaded(reshard_after_forward=True)
-    pairs = rewritten(traced, "forward", HoistCopies(), HoistPrefetch(depth=1))
-    example = (
-        "Two layers, `x @ weight + bias`, on two ranks, with `offload_policy=CPUOffloadPolicy()`; `HoistPrefetch` has "
-        "run."
-    )
-    assert_page("docs/passes/hoist_copies.md", page_of(HoistCopies, example, pairs))
+    assert_shows(HoistCopies, rewritten(traced, "forward", HoistCopies(), HoistPrefetch(depth=1)))
 
 
 def test_keeps_the_page_of_sink_waits_in_step() -> None:
     traced = graphs.two_layers(reshard_after_forward=True)
-    pairs = rewritten(traced, "backward", SinkWaits(max_buffers=2))
-    example = "Two layers, `x @ weight + bias`, on two ranks, with two reductions in flight."
-    assert_page("docs/passes/sink_waits.md", page_of(SinkWaits, example, pairs))
+    assert_shows(SinkWaits, rewritten(traced, "backward", SinkWaits(max_buffers=2)))
 
 
 def test_keeps_the_page_of_chain_reductions_in_step() -> None:
@@ -314,103 +238,67 @@ def test_keeps_the_page_of_chain_reductions_in_step() -> None:
     slow = dataclasses.replace(BUILTIN["h100"], kernel_overhead=1e-3, link_latency=0.5e-3)
     before, _ = after_passes(traced, "backward", *SCHEDULE, hardware=slow)
     after, _ = after_passes(traced, "backward", *SCHEDULE, ChainReductions(), hardware=slow)
-    pairs = [
-        ("The backward graph before", code_block(text(before))),
-        ("The backward graph after", code_block(text(after))),
-    ]
-    example = (
-        "Two layers, `x @ weight + bias`, two replicas of two ranks each; `SinkWaits` and `HoistPrefetch` have run. A "
-        "reduction takes half as long as a kernel."
-    )
-    assert_page("docs/passes/chain_reductions.md", page_of(ChainReductions, example, pairs))
+    assert_shows(ChainReductions, {"backward": changes(text(before), text(after))})
 
 
 def test_keeps_the_page_of_defer_weight_gradients_in_step() -> None:
     gm, ctx = model_of("root").at("backward", after=InsertCollectives)
     slow = dataclasses.replace(ctx.hardware, kernel_overhead=250e-6, link_latency=0.0, link_bandwidth=64e3)
-    before = code_block(text(gm))
+    before = text(gm)
     run_pass(DeferWeightGradients(), gm, dataclasses.replace(ctx, hardware=slow))
-    pairs = [("The backward graph before", before), ("The backward graph after", code_block(text(gm)))]
-    example = "Three layers between two matrices of the root, on two ranks, and a link that is slow beside the kernels."
-    assert_page("docs/passes/defer_weight_gradients.md", page_of(DeferWeightGradients, example, pairs))
+    assert_shows(DeferWeightGradients, {"backward": changes(before, text(gm))})
 
 
 def test_keeps_the_page_of_pin_order_in_step() -> None:
     traced = graphs.two_layers(reshard_after_forward=True)
     earlier = (SinkWaits(max_buffers=2), HoistPrefetch(depth=1))
-    pairs = [pair for kind in SPLIT for pair in rewritten(traced, kind, PinOrder(), *earlier)]
-    example = "Two layers, `x @ weight + bias`, on two ranks; `SinkWaits` and `HoistPrefetch` have run."
-    assert_page("docs/passes/pin_order.md", page_of(PinOrder, example, pairs))
+    assert_shows(PinOrder, rewritten(traced, "backward", PinOrder(), *earlier))
 
 
 def test_keeps_the_page_of_tag_parameter_views_in_step() -> None:
     traced = graphs.two_layers(reshard_after_forward=False)
-    pairs = before_and_after(traced, "joint", ReshardPolicy, TagParameterViews)
-    example = "Two layers, `x @ weight + bias`, whose parameters are kept for backward."
-    assert_page("docs/passes/tag_parameter_views.md", page_of(TagParameterViews, example, pairs))
+    assert_shows(TagParameterViews, between(traced, "joint", ReshardPolicy, TagParameterViews))
 
 
 def test_keeps_the_page_of_hand_off_prefetch_in_step() -> None:
     traced = graphs.two_layers(reshard_after_forward=True)
-    pairs = [pair for kind in SPLIT for pair in rewritten(traced, kind, HandOffPrefetch(), HoistPrefetch(depth=1))]
-    example = "Two layers, `x @ weight + bias`, on two ranks; `HoistPrefetch` has run."
-    assert_page("docs/passes/hand_off_prefetch.md", page_of(HandOffPrefetch, example, pairs))
+    assert_shows(HandOffPrefetch, rewritten(traced, "forward", HandOffPrefetch(), HoistPrefetch(depth=1)))
 
 
 def test_keeps_the_page_of_hand_off_reductions_in_step() -> None:
     traced = graphs.two_layers(reshard_after_forward=True)
     plan = dataclasses.replace(traced.plan, is_part=True)
     traced = dataclasses.replace(traced, plan=plan)
-    pairs = rewritten(traced, "backward", HandOffReductions(), SinkWaits())
-    example = "Two layers, `x @ weight + bias`, on two ranks, of a model with more units; `SinkWaits` has run."
-    assert_page("docs/passes/hand_off_reductions.md", page_of(HandOffReductions, example, pairs))
+    assert_shows(HandOffReductions, rewritten(traced, "backward", HandOffReductions(), SinkWaits()))
 
 
 def test_keeps_the_page_of_lower_streams_in_step() -> None:
     traced = graphs.mixed_precision(reshard_after_forward=True)
-    pairs = [pair for kind in SPLIT for pair in rewritten(traced, kind, LowerStreams(), AssignStreams(mode="side"))]
-    example = (
-        "One layer, `x @ weight + bias`, on two ranks, gathered in bfloat16 and reduced in float32; `AssignStreams` "
-        "has run with the mode `side`."
-    )
-    assert_page("docs/passes/lower_streams.md", page_of(LowerStreams, example, pairs))
+    earlier = AssignStreams(mode="side")
+    assert_shows(LowerStreams, {kind: rewritten(traced, kind, LowerStreams(), earlier)[kind] for kind in SPLIT})
 
 
 def test_keeps_the_page_of_cast_shards_in_step() -> None:
-    pairs = rewritten(model_of("mixed_precision"), "forward", CastShards(devices=("cpu",)), CoalesceCollectives())
-    example = "Three layers that are gathered in bfloat16, tensor by tensor; the pass is told that a CPU wants it."
-    assert_page("docs/passes/cast_shards.md", page_of(CastShards, example, pairs))
+    traced = graphs.mixed_precision(reshard_after_forward=True)
+    assert_shows(CastShards, rewritten(traced, "forward", CastShards(devices=("cpu",)), CoalesceCollectives()))
 
 
 def test_keeps_the_page_of_copy_in_gradients_in_step() -> None:
-    pairs = rewritten(model_of("mixed_precision"), "backward", CopyInGradients(devices=("cpu",)))
-    example = "Three layers that are gathered in bfloat16 and reduced in float32; the pass is told that a CPU wants it."
-    assert_page("docs/passes/copy_in_gradients.md", page_of(CopyInGradients, example, pairs))
+    traced = graphs.mixed_precision(reshard_after_forward=True)
+    assert_shows(CopyInGradients, rewritten(traced, "backward", CopyInGradients(devices=("cpu",))))
 
 
 def test_keeps_the_page_of_copy_biases_in_step() -> None:
-    pairs = rewritten(convolution(), "forward", CopyBiases(needed=True))
-    example = "A convolution, on two ranks."
-    assert_page("docs/passes/copy_biases.md", page_of(CopyBiases, example, pairs))
+    assert_shows(CopyBiases, rewritten(convolution(), "forward", CopyBiases(needed=True)))
 
 
 def test_keeps_the_page_of_enforce_order_in_step() -> None:
     traced = graphs.two_layers(reshard_after_forward=True)
     earlier = (SinkWaits(max_buffers=2), HoistPrefetch(depth=1), PinOrder())
-    pairs = [pair for kind in SPLIT for pair in rewritten(traced, kind, EnforceOrder(), *earlier)]
-    example = "Two layers, `x @ weight + bias`, on two ranks; `SinkWaits`, `HoistPrefetch` and `PinOrder` have run."
-    assert_page("docs/passes/enforce_order.md", page_of(EnforceOrder, example, pairs))
+    assert_shows(EnforceOrder, rewritten(traced, "forward", EnforceOrder(), *earlier))
 
 
 def test_keeps_the_page_of_assign_streams_in_step() -> None:
     traced = graphs.mixed_precision(reshard_after_forward=True)
-    pairs = []
-    for kind in SPLIT:
-        gm, ctx = traced.at(kind, after=InsertCollectives)
-        pairs.append((f"The {kind} graph before", code_block(text(gm))))
-        AssignStreams(mode="side").apply(gm, ctx)
-        pairs.append((f"The {kind} graph after", code_block(text(gm))))
-    example = (
-        "One layer, `x @ weight + bias`, on two ranks, gathered in bfloat16 and reduced in float32; the mode is `side`."
-    )
-    assert_page("docs/passes/assign_streams.md", page_of(AssignStreams, example, pairs))
+    mode = AssignStreams(mode="side")
+    assert_shows(AssignStreams, {kind: rewritten(traced, kind, mode)[kind] for kind in SPLIT})
