@@ -104,6 +104,7 @@ def default(
     outlining = (OutlineRegions(bucket=bucket),) if (outlines := regions == "auto" and not cudagraphs) else ()
     calling = (CallRegions(interpreted=not compiled, parts_last=prefetch == "auto"),) if outlines else ()
     folding = (FoldCopies(),) if outlines else ()  # once launches are final
+    handing_off = HandOffPrefetch(guess=prefetch not in (0, "off"), hands_over=streams != "off", merges=bucket)
     return Pipeline(
         dynamo=outlining,  # before AOTAutograd, which then sees each block once
         joint=JOINT,
@@ -125,7 +126,7 @@ def default(
         ),
         last=(CastShards(), CopyInGradients(), *folding, PinOrder()) if compiled else (),  # fusion comes next
         codegen=(
-            *(() if cudagraphs else (HandOffPrefetch(guess=prefetch not in (0, "off"), hands_over=streams != "off"),)),
+            *(() if cudagraphs else (handing_off,)),
             LowerStreams(),  # after it: what is handed over knows its stream
             *((CopyBiases(), EnforceOrder()) if compiled else ()),  # last: it hides nodes in subgraphs
         ),
