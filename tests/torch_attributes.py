@@ -40,7 +40,8 @@ TORCH_ATTRIBUTES = (
         "a module",
         (
             "runtime/flat_shard.py sharding/fixed_places.py sharding/sharded_module.py sharding/swapped_class.py "
-            "sharding/shard_module.py sharding/stale_holders.py sharding/release.py inspect/all_ranks.py inspect/replica.py"
+            "sharding/shard_module.py sharding/stale_holders.py sharding/release.py inspect/all_ranks.py "
+            "inspect/replica.py"
         ),
         "read and replace what is registered",
     ),
