@@ -103,8 +103,8 @@ def default(
     compiled = lower == "inductor"
     outlining = (OutlineRegions(bucket=bucket),) if (outlines := regions == "auto" and not cudagraphs) else ()
     calling = (CallRegions(interpreted=not compiled, parts_last=prefetch == "auto"),) if outlines else ()
-    folding = (FoldCopies(),) if outlines else ()  # once launches are final
-    handing_off = HandOffPrefetch(guess=prefetch not in (0, "off"), hands_over=streams != "off", merges=bucket)
+    hands_over = streams != "off"
+    handing_off = HandOffPrefetch(guess=prefetch not in (0, "off"), hands_over=hands_over, merges=bucket)
     return Pipeline(
         dynamo=outlining,  # before AOTAutograd, which then sees each block once
         joint=JOINT,
@@ -122,9 +122,11 @@ def default(
             *((HoistCopies(),) if prefetch not in (0, "off") else ()),  # once gathers are where they are launched
             ChainReductions(),  # once everything is on the links that a reduction may wait for
             AssignStreams(mode=streams, fuses_copies=compiled),  # where a wait stands decides what streams may do
-            *(() if cudagraphs or streams == "off" else (HandOffReductions(),)),  # last: no wait moves any more
+            *((HandOffReductions(),) if hands_over and not cudagraphs else ()),  # last: no wait moves any more
         ),
-        last=(CastShards(), CopyInGradients(), *folding, PinOrder()) if compiled else (),  # fusion comes next
+        last=(CastShards(), CopyInGradients(), *((FoldCopies(),) if outlines else ()), PinOrder())
+        if compiled
+        else (),  # fusion comes next
         codegen=(
             *(() if cudagraphs else (handing_off,)),
             LowerStreams(),  # after it: what is handed over knows its stream
