@@ -100,11 +100,10 @@ def default(
     Raises:
         ConfigError: a value that its pass does not take.
     """
-    compiled = lower == "inductor"
+    compiled, guesses = lower == "inductor", prefetch not in (0, "off")
     outlining = (OutlineRegions(bucket=bucket),) if (outlines := regions == "auto" and not cudagraphs) else ()
     calling = (CallRegions(interpreted=not compiled, parts_last=prefetch == "auto"),) if outlines else ()
-    hands_over = streams != "off"
-    handing_off = HandOffPrefetch(guess=prefetch not in (0, "off"), hands_over=hands_over, merges=bucket)
+    folding = (FoldCopies(),) if outlines else ()  # once launches are final
     return Pipeline(
         dynamo=outlining,  # before AOTAutograd, which then sees each block once
         joint=JOINT,
@@ -119,19 +118,23 @@ def default(
             *((DeferWeightGradients(),) if prefetch == "auto" else ()),  # before waits sink, behind it
             SinkWaits(max_buffers=reduce_scatter_max_input_buffers),
             HoistPrefetch(depth=0 if prefetch == "off" else prefetch),  # type: ignore[arg-type]  # the pass checks it
-            *((HoistCopies(),) if prefetch not in (0, "off") else ()),  # once gathers are where they are launched
+            *((HoistCopies(),) if guesses else ()),  # once gathers are where they are launched
             ChainReductions(),  # once everything is on the links that a reduction may wait for
             AssignStreams(mode=streams, fuses_copies=compiled),  # where a wait stands decides what streams may do
-            *((HandOffReductions(),) if hands_over and not cudagraphs else ()),  # last: no wait moves any more
+            *(() if cudagraphs or streams == "off" else (HandOffReductions(),)),  # last: no wait moves any more
         ),
-        last=(CastShards(), CopyInGradients(), *((FoldCopies(),) if outlines else ()), PinOrder())
-        if compiled
-        else (),  # fusion comes next
-        codegen=(
-            *(() if cudagraphs else (handing_off,)),
-            LowerStreams(),  # after it: what is handed over knows its stream
-            *((CopyBiases(), EnforceOrder()) if compiled else ()),  # last: it hides nodes in subgraphs
+        last=(CastShards(), CopyInGradients(), *folding, PinOrder()) if compiled else (),  # fusion comes next
+        codegen=_codegen(
+            HandOffPrefetch(guess=guesses, hands_over=streams != "off", merges=bucket), compiled, cudagraphs
         ),
+    )
+
+
+def _codegen(handing_off: HandOffPrefetch, compiled: bool, cudagraphs: bool) -> tuple[GraphPass, ...]:
+    return (
+        *(() if cudagraphs else (handing_off,)),
+        LowerStreams(),  # after it: what is handed over knows its stream
+        *((CopyBiases(), EnforceOrder()) if compiled else ()),  # last: it hides nodes in subgraphs
     )
 
 
