@@ -361,9 +361,9 @@ def doubles(**kwargs: Any) -> Traced:
 
 
 @traced_once
-def mixed_precision(**kwargs: Any) -> Traced:
-    """One unit that is gathered in bfloat16 and reduced in float32."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+def mixed_precision(reduce_dtype: torch.dtype | None = torch.float32, **kwargs: Any) -> Traced:
+    """One unit that is gathered in bfloat16 and reduced in float32, or as it is computed."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     return trace(Layer(), mp_policy=policy, **kwargs)
 
 

@@ -250,6 +250,7 @@ class BackwardDispatch(Dispatch):
         for i, (key, shard) in code.late.items():
             unit, trained = units[key], [slot for j, slot in self._frame.trained[key] if j == shard]
             reduction = Reduction(unit.fqn, results[i], waiting)
-            if unit.microbatches.late.defer(reduction, unit.shards[shard].sink, trained):
-                left[i] = None
+            sink = unit.shards[shard].sink
+            is_late = unit.microbatches.late.defer(reduction, sink, trained)
+            left[i] = None if is_late else results[i].to(sink.plan.gradient_dtype)
         return left

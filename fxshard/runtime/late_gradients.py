@@ -84,8 +84,8 @@ class LateGradient:
     is_reached: bool = False
 
     def sum(self) -> Tensor:
-        """Return all parts together."""
-        return functools.reduce(torch.add, self.parts)
+        """Return all parts together, in the dtype of the gradient: they may have been reduced in another one."""
+        return functools.reduce(torch.add, [part.to(self.sink.plan.gradient_dtype) for part in self.parts])
 
 
 class BackwardMark:
