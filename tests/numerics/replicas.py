@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -43,7 +43,7 @@ from tests.numerics.harness import (
     with_a_break,
 )
 from tests.numerics.loops import clip_and_update, freeze_then_thaw, scaled
-from tests.numerics.microbatches import NUM_MICROBATCHES, loss_of, several
+from tests.numerics.microbatches import NUM_MICROBATCHES, in_turn, several
 from tests.numerics.models import MLP, TinyUnits, Uneven, mlp_with_a_frozen_block, rows
 from tests.state.states import adamw, assert_same, net, take_steps, trained
 
@@ -212,14 +212,7 @@ def gradients_are_divided_as_said(mesh: DeviceMesh) -> None:
 
 def averaged_once(run: Run, step: int) -> Tensor:
     """Three microbatches, each reduced, of which the last one averages over replicas."""
-    model: Any = run.model
-    losses = []
-    for i in range(NUM_MICROBATCHES):
-        if hasattr(model, "set_requires_all_reduce"):
-            model.set_requires_all_reduce(i == NUM_MICROBATCHES - 1)
-        losses.append(loss_of(run, step, i))
-        losses[-1].backward()
-    return torch.stack([loss.detach() for loss in losses]).sum()
+    return in_turn(run, step, *({"requires_all_reduce": i == NUM_MICROBATCHES - 1} for i in range(NUM_MICROBATCHES)))
 
 
 def averaged_by_no_last_backward(run: Run, step: int) -> Tensor:
@@ -231,15 +224,14 @@ def averaged_by_no_last_backward(run: Run, step: int) -> Tensor:
 
 def averaged_after_some_were_added_up(run: Run, step: int) -> Tensor:
     """Four microbatches: whole gradients are added up, reduced, reduced again, and then averaged."""
-    model: Any = run.model
-    losses = []
-    for i, (sync, averages) in enumerate(((False, False), (True, False), (True, False), (True, True))):
-        if hasattr(model, "set_requires_all_reduce"):
-            model.set_requires_gradient_sync(sync)
-            model.set_requires_all_reduce(averages)
-        losses.append(loss_of(run, step, i))
-        losses[-1].backward()
-    return torch.stack([loss.detach() for loss in losses]).sum()
+    return toggled(run, step, ((False, False), (True, False), (True, False), (True, True)))
+
+
+def toggled(run: Run, step: int, order: Sequence[tuple[bool, bool]]) -> Tensor:
+    """Run microbatches, and say of each whether gradients are reduced, and then averaged over replicas."""
+    return in_turn(
+        run, step, *({"requires_gradient_sync": sync, "requires_all_reduce": averages} for sync, averages in order)
+    )
 
 
 def what_no_backward_touched_is_averaged(mesh: DeviceMesh) -> None:
@@ -286,15 +278,7 @@ ODD_ORDER = (
 
 
 def toggled_in_odd_orders(run: Run, step: int) -> Tensor:
-    model: Any = run.model
-    losses = []
-    for i, (sync, averages) in enumerate(ODD_ORDER[step]):
-        if hasattr(model, "set_requires_all_reduce"):
-            model.set_requires_gradient_sync(sync)
-            model.set_requires_all_reduce(averages)
-        losses.append(loss_of(run, step, i))
-        losses[-1].backward()
-    return torch.stack([loss.detach() for loss in losses]).sum()
+    return toggled(run, step, ODD_ORDER[step])
 
 
 def a_load_between_microbatches_is_refused(mesh: DeviceMesh) -> None:
