@@ -193,19 +193,12 @@ class Skip(GraphPass):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Traced:
-    """The graphs of a training step before and after all passes, and the module that they came from.
+    """The graphs of a training step before and after all passes, and the module that they came from."""
 
-    Attributes:
-        module: before it was sharded.
-        plan: of the captured frame.
-        history: of the captured frame.
-        width: of the module's input.
-    """
-
-    module: nn.Module
-    plan: FramePlan
-    history: PassHistory
-    width: int
+    module: nn.Module  # before it was sharded
+    plan: FramePlan  # of the captured frame
+    history: PassHistory  # of the captured frame
+    width: int  # of the module's input
 
     def at(self, kind: GraphKind, after: type[GraphPass] | None = None) -> Graph:
         """A graph that is the caller's to edit, and the context of its passes.

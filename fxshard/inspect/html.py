@@ -27,12 +27,7 @@ TEMPLATE = "page.html.jinja"
 
 @dataclass(kw_only=True)
 class Launches:
-    """Launches of one kind for one unit in one graph, added up.
-
-    Attributes:
-        exposed: seconds that compute waits for them.
-        why: what the passes said of them, newest last.
-    """
+    """Launches of one kind for one unit in one graph, added up."""
 
     frame: int
     stage: str
@@ -42,8 +37,8 @@ class Launches:
     count: int = 0
     nbytes: float = 0
     seconds: float = 0
-    exposed: float = 0
-    why: tuple[str, ...] = ()
+    exposed: float = 0  # seconds that compute waits for them
+    why: tuple[str, ...] = ()  # what the passes said of them, newest last
 
 
 def save(explanation: Explanation, path: Path) -> None:

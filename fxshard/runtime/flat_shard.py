@@ -57,30 +57,20 @@ def home_of(flat: Tensor) -> Home | None:
 
 @dataclass(eq=False)
 class Member:
-    """One parameter of a unit.
+    """One parameter of a unit."""
 
-    Attributes:
-        fqn: name from the outermost sharded module.
-        owners: every module that registers the parameter, with the name there (several when tied).
-        parameter: the DTensor parameter that is registered.
-        original: the parameter that it replaced; the same reference for parameters that were tied.
-        settings: how it is sharded otherwise than its unit.
-        tensor_parallel: what it is besides, if it was a DTensor before.
-        extension: what its tensor subclass says of its gathers, if that has hooks.
-        view: its local tensor, a view of the flat.
-        pointer: address of `view`.
-        wrapper_storage: the storage object that torch made for the DTensor itself; `p.data = ...` replaces it.
-    """
-
-    fqn: str
+    fqn: str  # name from the outermost sharded module
+    # every module that registers the parameter, with the name there (several when tied)
     owners: list[tuple[nn.Module, str]]
-    parameter: nn.Parameter
+    parameter: nn.Parameter  # the DTensor parameter that is registered
+    # the parameter that it replaced; the same reference for parameters that were tied
     original: weakref.ref[nn.Parameter]
-    settings: ParameterSettings
-    tensor_parallel: TensorParallel | None = None
-    extension: Extension | None = None
-    view: Tensor = field(init=False)
-    pointer: int = field(init=False)
+    settings: ParameterSettings  # how it is sharded otherwise than its unit
+    tensor_parallel: TensorParallel | None = None  # what it is besides, if it was a DTensor before
+    extension: Extension | None = None  # what its tensor subclass says of its gathers, if that has hooks
+    view: Tensor = field(init=False)  # its local tensor, a view of the flat
+    pointer: int = field(init=False)  # address of `view`
+    # the storage object that torch made for the DTensor itself; `p.data = ...` replaces it
     wrapper_storage: torch.UntypedStorage = field(init=False)
 
     @property

@@ -43,19 +43,12 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Microbatches:
-    """The backwards of one model; see [Note: the end of a step].
+    """The backwards of one model; see [Note: the end of a step]."""
 
-    Attributes:
-        units: of the model, in the order in which it names them.
-        late: reduced gradients that have not arrived yet.
-        last: whether a backward that ends now is the last one of its step.
-        is_ended_by_hand: whether none is, and `end_step` is called instead.
-    """
-
-    units: Sequence[Unit]
-    late: LateGradients = field(default_factory=LateGradients)
-    last: bool = True
-    is_ended_by_hand: bool = False
+    units: Sequence[Unit]  # of the model, in the order in which it names them
+    late: LateGradients = field(default_factory=LateGradients)  # reduced gradients that have not arrived yet
+    last: bool = True  # whether a backward that ends now is the last one of its step
+    is_ended_by_hand: bool = False  # whether none is, and `end_step` is called instead
     _begun: int | None = field(default=None, repr=False)
     _unended: set[int] = field(default_factory=set, repr=False)  # backwards that have begun, and leave sums behind
     _resharded_in: int | None = field(default=None, repr=False)

@@ -60,21 +60,14 @@ knows has written it, or it stays."""
 
 @dataclass(slots=True, eq=False)
 class Gathered:
-    """What one gather of a unit's parameters gives, to be waited for.
+    """What one gather of a unit's parameters gives, to be waited for."""
 
-    Attributes:
-        unit: whose they are.
-        tensors: by parameter, or by their place in a request.
-        why: it is kept.
-        epoch: of the unit, when it was launched.
-        sent: the request and the bits of its rows, where somebody may write to them unseen.
-    """
-
-    unit: Unit
-    tensors: Mapping[Any, Tensor]
-    why: Why
+    unit: Unit  # whose they are
+    tensors: Mapping[Any, Tensor]  # by parameter, or by their place in a request
+    why: Why  # it is kept
+    # the request and the bits of its rows, where somebody may write to them unseen
     sent: tuple[AllGatherRequest, Tensor] | None = None
-    epoch: int = field(init=False)
+    epoch: int = field(init=False)  # of the unit, when it was launched
 
     def __post_init__(self) -> None:
         self.epoch = self.unit.epoch()

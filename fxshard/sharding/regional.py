@@ -41,19 +41,13 @@ ShardedModules = Mapping[str, "tuple[nn.Module, ModuleState]"]
 
 @dataclass(eq=False)
 class CompiledCalls:
-    """How the modules of one `fully_shard` call are compiled.
+    """How the modules of one `fully_shard` call are compiled."""
 
-    Attributes:
-        options_from: the compiled call, or Dynamo's callback, of which the options were read last.
-        runs: id of a module -> what runs in place of its call.
-        blocks: ids of those that are functions of their own.
-        has_blocks: whether there are any; a trace may read this, where ids would be guarded.
-    """
-
-    options_from: object = None
+    options_from: object = None  # the compiled call, or Dynamo's callback, of which the options were read last
+    # id of a module -> what runs in place of its call
     runs: dict[int, Callable[..., Any]] = field(default_factory=dict)
-    blocks: set[int] = field(default_factory=set)
-    has_blocks: bool = False
+    blocks: set[int] = field(default_factory=set)  # ids of those that are functions of their own
+    has_blocks: bool = False  # whether there are any; a trace may read this, where ids would be guarded
 
 
 def compile_as_wanted(places: ShardedModules, callback: Any) -> None:

@@ -327,17 +327,11 @@ def test_the_digest_knows_a_pass_by_the_source_of_its_class(
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a rank reports.
+    """What a rank reports."""
 
-    Attributes:
-        losses: of each step.
-        hits: of AOTAutograd's cache.
-        misses: of it.
-    """
-
-    losses: list[float]
-    hits: int
-    misses: int
+    losses: list[float]  # of each step
+    hits: int  # of AOTAutograd's cache
+    misses: int  # of it
 
 
 def train(folders: list[str], widths: list[int]) -> Trained:

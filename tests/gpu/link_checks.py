@@ -26,20 +26,13 @@ GEMM = 8192
 
 @dataclass(frozen=True, kw_only=True)
 class PaceCheck:
-    """How long an all_gather took.
+    """How long an all_gather took."""
 
-    Attributes:
-        bytes: of the gathered tensor.
-        is_busy: whether matrices were multiplied meanwhile.
-        asked_us: by the formula of the link.
-        paced_us: from when the last thread block had room on an SM, by the clock of the kernel.
-        measured_us: from when its turn in the stream had come, by CUDA events: launching and waiting for room count.
-    """
-
-    bytes: int
-    is_busy: bool
-    asked_us: float
-    paced_us: float
+    bytes: int  # of the gathered tensor
+    is_busy: bool  # whether matrices were multiplied meanwhile
+    asked_us: float  # by the formula of the link
+    paced_us: float  # from when the last thread block had room on an SM, by the clock of the kernel
+    # from when its turn in the stream had come, by CUDA events: launching and waiting for room count
     measured_us: float
 
     @property

@@ -167,16 +167,11 @@ class Reaching(Stack):
 
 @dataclass
 class Traces:
-    """A test backend, and what it compiled.
+    """A test backend, and what it compiled."""
 
-    Attributes:
-        plans: of the captured graphs, in order.
-        graphs: as Dynamo captured them.
-        trained: unit -> parameters with gradients, of each captured graph.
-    """
-
-    plans: list[FramePlan] = field(default_factory=list)
-    graphs: list[str] = field(default_factory=list)
+    plans: list[FramePlan] = field(default_factory=list)  # of the captured graphs, in order
+    graphs: list[str] = field(default_factory=list)  # as Dynamo captured them
+    # unit -> parameters with gradients, of each captured graph
     trained: list[dict[str, Any]] = field(default_factory=list)
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Frame:

@@ -143,17 +143,11 @@ class Mixtral(nn.Module):
 
 @dataclass(frozen=True)
 class Meshes:
-    """Which ranks share what.
+    """Which ranks share what."""
 
-    Attributes:
-        ep: have some of the experts each.
-        experts: share the parameters of the same experts.
-        dense: share everything else.
-    """
-
-    ep: DeviceMesh
-    experts: DeviceMesh
-    dense: DeviceMesh
+    ep: DeviceMesh  # have some of the experts each
+    experts: DeviceMesh  # share the parameters of the same experts
+    dense: DeviceMesh  # share everything else
 
 
 def meshes_of(fsdp: int, ep: int) -> Meshes:

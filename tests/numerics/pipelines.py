@@ -86,20 +86,15 @@ NOT_COMPILED = System(shard=fxshard.fully_shard, stage=ShardedStage)
 
 @dataclass(kw_only=True, eq=False)
 class Run:
-    """This rank's stages of a pipeline.
-
-    Attributes:
-        parts: their modules, in the order of the stages.
-        update: what follows a step of the schedule.
-    """
+    """This rank's stages of a pipeline."""
 
     mesh: DeviceMesh
-    parts: list[nn.Module]
+    parts: list[nn.Module]  # their modules, in the order of the stages
     schedule: Any
     holds_first: bool
     holds_last: bool
     optims: list[torch.optim.Optimizer]
-    update: Callable[[Run], None] = lambda run: None
+    update: Callable[[Run], None] = lambda run: None  # what follows a step of the schedule
     losses: list[Tensor] = field(default_factory=list)
     grads: dict[str, Tensor | None] = field(default_factory=dict)
 
