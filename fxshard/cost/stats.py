@@ -120,11 +120,7 @@ class CollectiveCost:
 def graph_stats(graph: fx.Graph, plan: FramePlan, hardware: HardwareSpec, *, donated: bool = False) -> GraphStats:
     """The statistics of a graph, after any pass; adds no guard to it.
 
-    Args:
-        graph: of AOTAutograd; markers cost nothing.
-        plan: of its frame.
-        hardware: what it runs on.
-        donated: whether saved activations are freed after their last use: true for backward.
+    `donated`: saved activations are freed after their last use, as in backward. Markers cost nothing.
     """
     sizes = sizes_of(graph, plan, donated=donated)
     timeline = Timeline(sizes, hardware)

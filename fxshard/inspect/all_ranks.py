@@ -168,13 +168,7 @@ class AllRanksRun:
 
 
 def run(graph: fx.Graph, inputs: Mapping[str, PerRank], attributes: Mapping[str, Any], *, keep: bool) -> AllRanksRun:
-    """Run `graph` for all ranks; see [Note: lockstep].
-
-    Args:
-        graph: with explicit collectives.
-        inputs: by the names of the placeholders; the graph may write into them.
-        attributes: what its `get_attr` nodes read.
-        keep: whether to keep a copy of every value.
+    """Run `graph`, which may write into `inputs`, for all ranks; `keep` keeps a copy of every value ([Note: lockstep]).
 
     Raises:
         UnsupportedGraph: a collective of the model's own of which no size is known.

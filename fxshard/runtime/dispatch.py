@@ -130,14 +130,7 @@ class Dispatch(ABC):
     """The variants of one graph; all but the plain one are compiled when first needed."""
 
     def __init__(self, plain: Code, reads: Slots, frame: Frame, compile_variant: Callable[[Variant], Code]) -> None:
-        """Begin with one.
-
-        Args:
-            plain: its code.
-            reads: unit key -> the parameters that it gathers.
-            frame: that it belongs to.
-            compile_variant: gives code that takes the inputs of `plain`, and after them those of the variant.
-        """
+        """Begin with one; `compile_variant` gives code that takes the inputs of `plain`, then those of the variant."""
         self._code, self._reads, self._frame, self._compile = {PLAIN: plain}, reads, frame, compile_variant
         self._boxed_call = True  # AOTAutograd asks for it, and looks for it in the instance
 

@@ -181,16 +181,7 @@ class Extension:
         policy: MixedPrecisionPolicy,
         whole: tuple[torch.Size, torch.dtype],
     ) -> None:
-        """Run the hooks without values, as every rank will.
-
-        Args:
-            fqn: of the parameter.
-            local: see above.
-            module: that owns it.
-            mesh: over which it is sharded; of one axis.
-            policy: of its unit.
-            whole: shape and dtype of the unsharded parameter.
-        """
+        """Run the hooks without values, as every rank will; `whole`: shape and dtype of the unsharded parameter."""
         self.fqn, self.local, self._module, self._mesh, self._policy = fqn, local, module, mesh, policy
         self._shape, self._dtype = whole
         if not (hasattr(local, _PRE) and hasattr(local, _POST)):

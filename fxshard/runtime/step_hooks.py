@@ -75,8 +75,7 @@ class Microbatches:
     def backward_runs(self, *, of_forward: bool = True) -> None:
         """Called by the graphs of a backward: at the first one see to what begins, and later to what ends with it.
 
-        Args:
-            of_forward: whether it is the backward of a forward, not of what was read after it alone.
+        `of_forward`: the backward of a forward, not of what was read after it alone.
         """
         running = torch_private.backward_id()
         if of_forward and running != self._resharded_in:

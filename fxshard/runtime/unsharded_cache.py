@@ -109,13 +109,9 @@ class UnshardedCache(dict[Hashable, Gathered]):
 
 
 def chosen_for(units: Units, reads: Slots, budget_bytes: int, *, trains: bool) -> frozenset[str]:
-    """Keys of the units whose parameters come into a graph that runs now.
+    """Keys of the units whose parameters come into a graph that runs now, within the user's `budget_bytes`.
 
-    Args:
-        units: of this call of the graph.
-        reads: unit key -> the parameters that the graph gathers.
-        budget_bytes: what the user's options let resident parameters take.
-        trains: whether the graph is a forward or a backward; one without gradients takes what is there, and no more.
+    A graph that does not train, without gradients, takes what is there, and no more.
     """
     found = {key: units[key] for key in reads if key in units}  # not what subgroups share
     return frozenset(key for key, unit in found.items() if _resident(unit) or (trains and _wants(unit, budget_bytes)))
