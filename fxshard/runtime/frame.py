@@ -63,7 +63,8 @@ class Frame:
         results = self.compiled(*args)
         if records:
             mutated = [a for a, node in zip(args, nodes, strict=True) if _has_graph(a) and a.grad_fn is not node]
-            self._prepare_backward([r for r in (*_flat(results), *mutated) if _has_graph(r)], units)
+            given = results if isinstance(results, list | tuple) else [results]
+            self._prepare_backward([r for r in (*given, *mutated) if _has_graph(r)], units)
         for i, (key, shard, slot) in self.returned.items():
             eager.note_returned(results[i], units[key].plan.shards[shard].slots[slot].fqn)
         if not eager.inside_call():
@@ -159,10 +160,6 @@ class _BeforeBackward:
 # A whole train step may be compiled: then Dynamo is on during backward, and must leave our hooks alone.
 _announce_eagerly = torch.compiler.disable(_BeforeBackward.announce)
 _begin_eagerly = torch.compiler.disable(_BeforeBackward.make_current)
-
-
-def _flat(results: Any) -> list[Any]:
-    return list(results) if isinstance(results, list | tuple) else [results]
 
 
 def _has_graph(value: Any) -> bool:

@@ -249,7 +249,8 @@ class StepHooks:
 
     def begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Called by torch before each step."""
-        lays = self.lays and (not torch.compiler.is_compiling() or _is_fused(optimizer))
+        is_fused = any(group.get("fused") for group in optimizer.param_groups)
+        lays = self.lays and (not torch.compiler.is_compiling() or is_fused)
         in_backward = not torch.compiler.is_compiling() and torch_private.backward_id() is not None
         if self.holds or lays or in_backward or _is_adafactor(optimizer):
             _step_begins_eagerly(self, optimizer)
@@ -295,10 +296,6 @@ def step_hooks() -> StepHooks:
     register_optimizer_step_pre_hook(hooks.begins)
     register_optimizer_step_post_hook(hooks.ends)
     return hooks
-
-
-def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    return any(group.get("fused") for group in optimizer.param_groups)
 
 
 def _is_adafactor(optimizer: torch.optim.Optimizer) -> bool:

@@ -143,12 +143,8 @@ def _compute(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward:
 
 
 def _ddp(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward:
-    return nn.parallel.DistributedDataParallel(model, process_group=_whole(mesh), gradient_as_bucket_view=True)
-
-
-def _whole(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """All ranks of the benchmark."""
-    return mesh.get_group() if mesh.ndim == 1 else None
+    ranks = mesh.get_group() if mesh.ndim == 1 else None
+    return nn.parallel.DistributedDataParallel(model, process_group=ranks, gradient_as_bucket_view=True)
 
 
 def _fsdp2(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward:
