@@ -133,8 +133,7 @@ class CalledTwice(nn.Module):
         self.layers = nn.ModuleList([Layer()])
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layers[0](self.layers[0](x))
-        return y
+        return self.layers[0](self.layers[0](x))
 
 
 class CheckpointedTwice(CalledTwice):
@@ -174,8 +173,7 @@ class Convolution(nn.Module):
         self.conv = nn.Conv1d(2, 2, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.conv(x.unsqueeze(0)).squeeze(0)
-        return y
+        return self.conv(x.unsqueeze(0)).squeeze(0)
 
 
 # ---- tracing

@@ -64,8 +64,7 @@ class Rooted(Layers):
         self.first, self.last = (nn.Parameter(torch.randn(4, 4)) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = super().forward(x @ self.first) @ self.last
-        return y
+        return super().forward(x @ self.first) @ self.last
 
 
 class Repeated(Layers):
@@ -116,8 +115,7 @@ class TiedHead(Layers):
         self.first, self.head = (nn.Parameter(torch.randn(4, 4)) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = super().forward(x @ self.first) @ self.head @ self.head
-        return y
+        return super().forward(x @ self.first) @ self.head @ self.head
 
 
 def tied_head(**kwargs: Any) -> Traced:

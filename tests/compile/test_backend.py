@@ -35,8 +35,7 @@ class BrokenInTwo(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.small(x)
         torch._dynamo.graph_break()
-        result: Tensor = self.large(x)
-        return result
+        return self.large(x)
 
 
 def sharded_pair(mesh: DeviceMesh) -> nn.Sequential:

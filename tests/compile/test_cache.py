@@ -257,8 +257,7 @@ def test_caches_nothing_for_a_graph_that_reads_a_tensor_subclass(warm: DeviceMes
     model, value = build(warm), distribute_tensor(torch.ones(2), warm, [Shard(0)])
 
     def step(x: Tensor, value: DTensor) -> Tensor:
-        result: Tensor = model(x).sum() + value.to_local().sum()
-        return result
+        return model(x).sum() + value.to_local().sum()
 
     found()
     torch.compile(step, backend="fxshard")(torch.ones(2, 4), value).backward()

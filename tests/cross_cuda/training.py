@@ -41,8 +41,7 @@ class Broken(GPT):
         for block in self.blocks:
             x = block(x)
             torch._dynamo.graph_break()
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+        return self.head(self.norm(x))
 
 
 @dataclass(frozen=True, kw_only=True)

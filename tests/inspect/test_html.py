@@ -48,8 +48,7 @@ class Page(HTMLParser):
     @property
     def data(self) -> dict[str, Any]:
         """What the page's script draws."""
-        parsed: dict[str, Any] = json.loads(self.text["script"][0])
-        return parsed
+        return json.loads(self.text["script"][0])
 
 
 class Evil(nn.Module):
@@ -150,8 +149,7 @@ def test_repeated_launches_of_a_unit_are_added_up() -> None:
             self.layers = nn.ModuleList([Layer()])
 
         def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.layers[0](self.layers[0](x))
-            return y
+            return self.layers[0](self.layers[0](x))
 
     with torch.no_grad():
         (row,) = html.launches_by_unit(explain(Twice(), X, world_size=2, options=EAGER))

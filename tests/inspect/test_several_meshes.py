@@ -105,8 +105,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         arrived = functional.all_to_all_single_autograd(x, None, None, self.group) @ self.weight
-        back: Tensor = functional.all_to_all_single_autograd(arrived, None, None, self.group)
-        return back
+        return functional.all_to_all_single_autograd(arrived, None, None, self.group)
 
 
 def experts(mesh: DeviceMesh) -> Any:

@@ -71,8 +71,7 @@ class MoE(nn.Module):
         """Send each rank of expert parallelism its part of the rows."""
         if self.group is None:
             return x
-        arrived: Tensor = collectives.wait_tensor(collectives.all_to_all_single(x, received, sent, self.group))
-        return arrived
+        return collectives.wait_tensor(collectives.all_to_all_single(x, received, sent, self.group))
 
 
 class DroplessMoE(MoE):
@@ -137,8 +136,7 @@ class Mixtral(nn.Module):
         x = self.embed(inputs)
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+        return self.head(self.norm(x))
 
 
 @dataclass(frozen=True)

@@ -94,8 +94,7 @@ def sharded_mlp(mesh: DeviceMesh, *, compiled: bool = False) -> nn.Module:
 
 def loss_on_ones(model: nn.Module, rows: int = 2) -> Tensor:
     """Return a loss of the MLP."""
-    loss: Tensor = model(torch.ones(rows, WIDTH)).square().mean()
-    return loss
+    return model(torch.ones(rows, WIDTH)).square().mean()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,8 +163,7 @@ def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
 
 def squared_error(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Return the mean squared error of the model."""
-    loss: Tensor = (model(x) - y).square().mean()
-    return loss
+    return (model(x) - y).square().mean()
 
 
 @dataclass(kw_only=True, eq=False)

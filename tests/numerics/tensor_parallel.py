@@ -63,8 +63,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (w(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        out: Tensor = self.wo(mixed.transpose(1, 2).flatten(2))
-        return out
+        return self.wo(mixed.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -73,8 +72,7 @@ class Block(nn.Module):
         self.attention_norm, self.attention = nn.LayerNorm(WIDTH), Attention()
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.attention(self.attention_norm(x))
-        return out
+        return x + self.attention(self.attention_norm(x))
 
 
 class Transformer(nn.Module):
@@ -90,8 +88,7 @@ class Transformer(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+        return self.head(self.norm(x))
 
 
 def gathered_sequence() -> PrepareModuleInput:

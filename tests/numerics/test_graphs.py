@@ -54,8 +54,7 @@ class BrokenBetweenReads(Broken):
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks[0](x) * self.gain
         torch._dynamo.graph_break()
-        y: Tensor = self.blocks[1](x) * self.gain
-        return y
+        return self.blocks[1](x) * self.gain
 
 
 class Dropped(nn.Module):
@@ -87,8 +86,7 @@ class TwoOutputs(nn.Module):
 
 def loss_of_dicts(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     outputs = model({"x": x}, both=True)
-    loss: Tensor = (outputs["mean"] - y).square().mean() + outputs["spread"].square().mean()
-    return loss
+    return (outputs["mean"] - y).square().mean() + outputs["spread"].square().mean()
 
 
 @two_ranks

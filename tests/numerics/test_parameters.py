@@ -69,8 +69,7 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(7, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(self.lstm(x[:, None])[0][:, 0])
-        return y
+        return self.head(self.lstm(x[:, None])[0][:, 0])
 
 
 @two_ranks

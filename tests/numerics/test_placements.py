@@ -61,8 +61,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = torch.einsum("bi,eio->beo", self.norm(x), self.up)
         y = self.conv(y.transpose(1, 2)).flatten(1)
-        z: Tensor = x + y[:, :WIDTH].tanh()
-        return z
+        return x + y[:, :WIDTH].tanh()
 
 
 class ManyDims(nn.Module):
@@ -76,8 +75,7 @@ class ManyDims(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        y: Tensor = self.head(x)
-        return y
+        return self.head(x)
 
 
 COLUMNS = {"shard_placement_fn": last_dim}

@@ -47,8 +47,7 @@ class Block(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
-        return out
+        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
@@ -60,8 +59,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 @functools.cache
@@ -99,8 +97,7 @@ def squared_error(mesh: DeviceMesh, model: nn.Module, x: Tensor, y: Tensor) -> T
         out = model(given := place(x, mesh)).redistribute(placements=given.placements).to_local()
     else:
         out = model(x)
-    loss: Tensor = (out - y).square().mean()
-    return loss
+    return (out - y).square().mean()
 
 
 def rows_of(mesh: DeviceMesh) -> Callable[[int, int], Batch]:

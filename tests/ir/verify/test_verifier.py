@@ -73,8 +73,7 @@ def test_tells_two_models_with_the_same_names_apart(mesh: DeviceMesh) -> None:
             fxshard.fully_shard(unit, mesh=mesh)
 
     def both(x: Tensor) -> Tensor:
-        y: Tensor = models[0](x) + models[1](x)
-        return y
+        return models[0](x) + models[1](x)
 
     torch.compile(both, backend="fxshard", options=EAGER)(torch.ones(2, 4)).sum().backward()
     assert all(p.grad is not None for model in models for p in model.parameters())
