@@ -89,9 +89,9 @@ class TwoLayers(nn.Module):
 class Layers(nn.Module):
     """Calls `count` layers, one after the other."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, layer: Callable[[], nn.Module] = Layer) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(count))
+        self.layers = nn.ModuleList(layer() for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -110,8 +110,7 @@ class ResidualLayers(Layers):
     """Calls residual layers; the first reads what needs no gradient."""
 
     def __init__(self, count: int = 3) -> None:
-        super().__init__(0)
-        self.layers = nn.ModuleList(Residual() for _ in range(count))
+        super().__init__(count, Residual)
 
 
 class ThereAndBack(nn.Module):

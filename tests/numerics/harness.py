@@ -373,6 +373,20 @@ def shard_blocks_as_one_unit(model: nn.Module, tools: Tools) -> nn.Module:
     return tools.compile(model)
 
 
+def adopted(model: nn.Module, tools: Tools) -> nn.Module:
+    """Take over what FSDP2 has sharded, give it back, and take it over again."""
+    by_torch = replace(tools, system=replace(tools.system, fully_shard=FSDP2.fully_shard, backend=None))
+    model = only_shard(model, by_torch)
+    if tools.system.ours:
+        model = fxshard.adopt(fxshard.release(fxshard.adopt(model)))
+    return tools.compile(model)
+
+
+def shard_root(model: nn.Module, tools: Tools) -> nn.Module:
+    tools.shard(model)
+    return tools.compile(model)
+
+
 def shard_nested(model: nn.Module, tools: Tools) -> nn.Module:
     for block in blocks_of(model):
         tools.shard(block.get_submodule("mlp"))

@@ -69,9 +69,9 @@ class Block(nn.Module):
 class MLP(nn.Module):
     """Blocks and a head; the scenario model for everything that is not about the model."""
 
-    def __init__(self, num_blocks: int = 2, width: int = WIDTH) -> None:
+    def __init__(self, num_blocks: int = 2, width: int = WIDTH, block: Callable[[], nn.Module] | None = None) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(Block(width) if block is None else block() for _ in range(num_blocks))
         self.head = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ from tests.numerics.harness import (
     only_compile,
     shard_and_compile,
     shard_blocks,
+    shard_blocks_as_one_unit,
     train,
 )
 from tests.numerics.scenarios import CHECKPOINTED, LANGUAGE, REGRESSION, TIED
@@ -59,16 +60,9 @@ def adopted(model: nn.Module, tools: Tools) -> nn.Module:
     return tools.compile(adopt(model))
 
 
-def blocks_as_one_unit(model: nn.Module, tools: Tools) -> nn.Module:
-    """Gather all blocks at once."""
-    tools.shard(list(blocks_of(model)))
-    tools.shard(model)
-    return tools.compile(model)
-
-
 @two_ranks
 @pytest.mark.parametrize("name", ["language", slow("tied"), slow("checkpoints"), "mlp"])
-@pytest.mark.parametrize("prepare", [shard_and_compile, slow(in_place), slow(adopted), slow(blocks_as_one_unit)])
+@pytest.mark.parametrize("prepare", [shard_and_compile, slow(in_place), slow(adopted), slow(shard_blocks_as_one_unit)])
 def test_trains_as_fsdp2_and_unsharded(name: str, prepare: Prepare) -> None:
     """To the bit as FSDP2, but where a weight is tied: its two gradients are added in another order."""
     scenario = replace(SCENARIOS[name], prepare=prepare)
