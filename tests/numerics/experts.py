@@ -6,7 +6,7 @@ that these are to see. So the experts are sharded over "fsdp" alone, and everyth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -26,8 +26,6 @@ from tests.numerics.harness import FSDP2, Prepare, Scenario, Tools, blocks_of, s
 from tests.numerics.models import VOCAB, WIDTH, Attention, cross_entropy, tokens
 
 NUM_EXPERTS, HIDDEN, TOP = 4, 8, 2
-
-Exchange = Callable[[Tensor, list[int] | None, list[int] | None], Tensor]
 
 
 def local(parameter: Tensor) -> Tensor:
