@@ -51,8 +51,7 @@ class Accumulation:
     def sums(self, slots: Iterable[SlotIndex]) -> list[Tensor]:
         """The accumulators of some parameters, each of its unsharded shape: zeros where nothing waits.
 
-        Raises:
-            UnsupportedGraph: the parameters have changed since the first gradient that waits.
+        UnsupportedGraph if the parameters have changed since the first gradient that waits.
         """
         slots = list(slots)
         if self.waiting and self._epoch != self._unit.epoch():

@@ -94,11 +94,7 @@ class Member:
         )
 
     def extend(self, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-        """Let its tensor subclass say what is gathered of it, if that has hooks.
-
-        Raises:
-            ConfigError: the hooks cannot be used.
-        """
+        """Let its tensor subclass say what is gathered of it; a ConfigError if it has hooks that cannot be used."""
         local = cast(DTensor, self.parameter)._local_tensor
         if hasattr(self, "view"):
             self.require_known_hooks()
@@ -119,11 +115,7 @@ class Member:
         self.extension = Extension(self.fqn, local, self.owners[0][0], on, policy, (shape, dtype))
 
     def require_known_hooks(self) -> None:
-        """Raise if its tensor subclass has been changed since `fully_shard` looked at it.
-
-        Raises:
-            ConfigError: as said.
-        """
+        """Raise a ConfigError if its tensor subclass has been changed since `fully_shard` looked at it."""
         local, known = cast(DTensor, self.parameter)._local_tensor, self.extension
         if has_hooks(local) and (known is None or type(local) is not type(known.local)):
             was = "a plain tensor" if known is None else f"a {type(known.local).__name__}"
@@ -196,10 +188,9 @@ class Member:
         return replaced
 
     def require_shard(self, new: object) -> None:
-        """Raise unless `new` can stand in place of the parameter.
+        """Raise a ConfigError unless `new` can stand in place of the parameter.
 
-        Raises:
-            ConfigError: it is a plain tensor, a DTensor of another shape, mesh or placement, or one that was computed.
+        It cannot if it is a plain tensor, a DTensor of another shape, mesh or placement, or one that was computed.
         """
         old = self.parameter
         if isinstance(new, Tensor) and new.grad_fn is not None:

@@ -135,11 +135,7 @@ class Prefetcher:
         return list(self._cache.pop(request.key).tensors.values())
 
     def require_seen_writes(self) -> None:
-        """Raise if what was launched after a step has other values by now, and torch has counted no write.
-
-        Raises:
-            UnsupportedGraph: says how to write.
-        """
+        """Raise UnsupportedGraph if what was launched after a step has changed, and torch has counted no write."""
         stepped = [found for found in self._cache.values() if found.why == "stepped" and found.is_current]
         for gathered in stepped:
             assert gathered.sent is not None

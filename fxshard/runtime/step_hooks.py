@@ -105,11 +105,7 @@ class Microbatches:
         rank_check.look_back(groups, are_over=all(unit.device.type == "cpu" for unit in self.units))
 
     def require_whole_sums(self) -> None:
-        """Raise, outside of a backward, if what waits has only a part of a backward that failed; drop what is late.
-
-        Raises:
-            UnsupportedGraph: as said.
-        """
+        """Outside of a backward, raise if what waits has only a part of one that failed, and drop what is late."""
         if torch_private.backward_id() is not None:
             return
         self.late.drop()
@@ -195,8 +191,7 @@ class Microbatches:
     def step_begins(self, written: Collection[int]) -> None:
         """An optimizer is about to write parameters, whose ids these are; in a backward gradients may still be late.
 
-        Raises:
-            UnsupportedGraph: gradients of some of them wait to be reduced.
+        UnsupportedGraph if gradients of some of them wait to be reduced.
         """
         self.late.arrive(keep=0)
         for unit in self._units_of(written):

@@ -77,11 +77,7 @@ class TensorParallel:
 
 
 def require_whole_on(parameters: Mapping[str, Tensor], within: WholeMesh) -> None:
-    """Raise, naming all offenders, unless `parameters` are DTensors on a mesh, and whole on its axes of `fully_shard`.
-
-    Raises:
-        ConfigError: as said.
-    """
+    """Raise a ConfigError unless `parameters` are DTensors on a mesh, and whole on its axes of `fully_shard`."""
     mesh, wrong = within.mesh, []
     for name, p in parameters.items():
         if not isinstance(p, DTensor):

@@ -33,11 +33,7 @@ class Task:
     loss_fn: LossFn | None
 
     def loss(self, forward: Callable[..., Any]) -> Tensor:
-        """The loss of a forward of the batch.
-
-        Raises:
-            ConfigError: it is no scalar.
-        """
+        """The loss of a forward of the batch, or a ConfigError if it is no scalar."""
         batch = self.batch
         if isinstance(batch, dict):
             output = forward(**batch)

@@ -19,8 +19,7 @@ _ENOUGH_BYTES: Final = 4 << 20
 def read_corpus(min_bytes: int, folder: Path | None = None) -> Tensor:
     """Return the sources in `folder`, one after the other, as uint8 `[num_bytes]`; by default the standard library's.
 
-    Raises:
-        ConfigError: The folder holds less than `min_bytes` of text.
+    A ConfigError if the folder holds less than `min_bytes` of text.
     """
     folder = folder or Path(sysconfig.get_path("stdlib"))
     text = bytearray()
