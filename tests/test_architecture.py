@@ -49,6 +49,7 @@ def tree() -> str:
         "cost",
         "ir",
         "ir/verify",
+        "ranks",
         "runtime",
         "state",
         "inspect",
@@ -74,7 +75,7 @@ def notes() -> str:
     return "\n".join(["| note | where |", "|---|---|", *(f"| {note} | `{found[note]}` |" for note in sorted(found))])
 
 
-CORE = ("sharding", "compile", "ir", "passes", "runtime")
+CORE = ("sharding", "compile", "ir", "passes", "ranks", "runtime")
 
 
 def lines_of(paths: list[Path]) -> list[int]:
@@ -86,7 +87,7 @@ def sizes() -> str:
     core = [path for path in package if path.parent == ROOT / "fxshard" or {*path.relative_to(ROOT).parts} & {*CORE}]
     rows = {
         "source": package,
-        "of it the core: top level, sharding, compile, ir, passes, runtime": core,
+        "of it the core: top level, sharding, compile, ir, passes, ranks, runtime": core,
         "tests": sorted((ROOT / "tests").rglob("*.py")),
     }
     table = ["| what | files | lines | median file | largest file |", "|---|---|---|---|---|"]
@@ -202,6 +203,11 @@ def test_private_names_are_found(name: str) -> None:
 def test_torch_is_private_where_it_is_said_to_be() -> None:
     users = {name for name, module in sources() if private_names(module) and not name.startswith(HOMES)}
     assert not users
+
+
+def test_only_one_module_talks_to_the_store() -> None:
+    users = {name for name, module in sources() if "default_store" in ast.unparse(module)}
+    assert users <= {"ranks/rendezvous.py", "torch_private.py", "compile/shared_code.py"}
 
 
 def attributes() -> list[tuple[set[str], set[str]]]:

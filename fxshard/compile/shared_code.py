@@ -21,6 +21,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
 
@@ -29,12 +30,20 @@ import torch.distributed as dist
 from torch.compiler._cache import CacheArtifact, CacheArtifactManager
 
 from fxshard import torch_private
-from fxshard.runtime.rank_group import Timeouts
-from fxshard.runtime.rank_values import is_in_process
+from fxshard.ranks.rendezvous import is_alone, longest_wait
 
 _T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """Seconds until a warning, repeated each time the wait has doubled, and until the end of a wait."""
+
+    warn: float = 30.0
+    limit: float | None = None
+
 
 _TIMEOUTS = Timeouts()
 
@@ -49,7 +58,7 @@ def compile_or_load(text: str, compile: Callable[[], _T], was_loaded: Callable[[
         compile: compiles it, by means of torch's caches.
         was_loaded: whether `compile` has found its code there.
     """
-    if dist.get_backend() == "fake" or is_in_process(torch_private.default_store()):
+    if dist.get_backend() == "fake" or is_alone():
         return compile()
     shared = SharedCode(torch_private.default_store(), text)
     if shared.is_first():
@@ -111,7 +120,7 @@ class SharedCode:
         return f"pieces {len(pieces)}"
 
     def _answer(self, timeouts: Timeouts) -> str:
-        began, say, limit = time.monotonic(), timeouts.warn, timeouts.limit_for(self._store)
+        began, say, limit = time.monotonic(), timeouts.warn, timeouts.limit or longest_wait()
         while not self._store.check([self._key]):
             waited = time.monotonic() - began
             if waited > limit:

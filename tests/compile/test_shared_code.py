@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fxshard
 from fxshard.compile import shared_code
-from fxshard.compile.shared_code import SharedCode
-from fxshard.runtime.rank_group import Timeouts
+from fxshard.compile.shared_code import SharedCode, Timeouts
 from tests.fake_ranks import fake_ranks
 from tests.numerics.harness import compile_module
 from tests.ranks import two_ranks
