@@ -200,11 +200,9 @@ class _Decision:
         ours = str([torch_private.num_collectives(group, self._device) for group in self._axes.real])
         if self._at_store.arrive(ours):
             return self._at_store.decide(_MEASURE if {*self._at_store.texts().values()} == {ours} else _TABLE)
-        return self._at_store.decision(self._patience) or self._give_up()
-
-    def _give_up(self) -> str:
-        said = self._at_store.decide(_TABLE)
-        if said == _TABLE:
+        if said := self._at_store.decision(self._patience):
+            return said
+        if (said := self._at_store.decide(_TABLE)) == _TABLE:
             _log.warning(
                 "fxshard: the %d ranks of a mesh did not come to fully_shard within %.0f s of each other, so "
                 "the speed of their link is assumed. `fxshard calibrate`, started as training is, measures it once.",

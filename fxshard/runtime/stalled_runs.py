@@ -62,11 +62,11 @@ class Place(NamedTuple):
         words: what it does, or why it was ended.
     """
 
-    number: int
-    absent: list[int]
-    present: list[int]
-    runs: list[str]
-    words: str
+    number: int = 0
+    absent: Sequence[int] = ()
+    present: Sequence[int] = ()
+    runs: Sequence[str] = ()
+    words: str = ""
 
 
 @dataclass(eq=False)
@@ -109,7 +109,7 @@ class StalledRun:
         return why
 
     def _place(self) -> Place:
-        place = Place(self.number, [], [], [], "")
+        place = Place(self.number)
         for rank_group in self.rank_groups:
             absent, present = rank_group.whereabouts()
             words = rank_group.words() if absent and not place.absent else place.words or rank_group.words()
@@ -136,10 +136,7 @@ class StalledRun:
     def forget(self, why: str = "") -> None:
         """Tell the others that it is over, if they were told of it, or why it was ended."""
         if self.number:
-            _tell(Place(ENDED, [], [], [], why) if why else _NOWHERE)
-
-
-_NOWHERE = Place(0, [], [], [], "")
+            _tell(Place(ENDED, words=why) if why else Place())
 
 
 def _tell(place: Place) -> None:
@@ -217,7 +214,7 @@ class _Watch:
             return
         if why:
             run.why = why
-            _tell(Place(ENDED, [], [], [], why))  # before the others see connections close
+            _tell(Place(ENDED, words=why))  # before the others see connections close
             if not gloo.disconnect({launch.group.partition(BY)[0] for launch in run.launches}):
                 _log.error("fxshard: a run will never end, for other ranks went another way: %s", why)
 
@@ -242,7 +239,7 @@ def watching(rank_groups: Collection[RankGroup], launches: Sequence[Launch]) -> 
     watch, why = _watch_in(os.getpid()), ""
     if watch.was_ended:  # and goes on
         watch.was_ended = False
-        _tell(_NOWHERE)
+        _tell(Place())
     watch.runs.append(run)
     try:
         yield run
