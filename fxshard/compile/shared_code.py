@@ -21,7 +21,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
 
@@ -35,17 +34,6 @@ from fxshard.ranks.rendezvous import is_alone, longest_wait
 _T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Timeouts:
-    """Seconds until a warning, repeated each time the wait has doubled, and until the end of a wait."""
-
-    warn: float = 30.0
-    limit: float | None = None
-
-
-_TIMEOUTS = Timeouts()
 
 _PIECE = 4 << 20  # bytes; a message to a TCPStore may have 8 MiB
 
@@ -99,10 +87,10 @@ class SharedCode:
             self._store.set(self._key, answer)
         return compiled
 
-    def load(self, timeouts: Timeouts = _TIMEOUTS) -> str:
+    def load(self, limit: float | None = None) -> str:
         """Wait for what the first rank makes of it, and fill torch's caches; say why that was not possible."""
         try:
-            answer = self._answer(timeouts)
+            answer = self._answer(limit or longest_wait())
             if not answer.startswith("pieces "):
                 return answer
             pieces = [self._store.get(f"{self._key}/{i}") for i in range(int(answer.removeprefix("pieces ")))]
@@ -119,8 +107,8 @@ class SharedCode:
             self._store.set(f"{self._key}/{i}", piece)  # type: ignore[arg-type] # the stubs know texts only
         return f"pieces {len(pieces)}"
 
-    def _answer(self, timeouts: Timeouts) -> str:
-        began, say, limit = time.monotonic(), timeouts.warn, timeouts.limit or longest_wait()
+    def _answer(self, limit: float) -> str:
+        began, say = time.monotonic(), 30.0
         while not self._store.check([self._key]):
             waited = time.monotonic() - began
             if waited > limit:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fxshard
 from fxshard.compile import shared_code
-from fxshard.compile.shared_code import SharedCode, Timeouts
+from fxshard.compile.shared_code import SharedCode
 from tests.fake_ranks import fake_ranks
 from tests.numerics.harness import compile_module
 from tests.ranks import two_ranks
@@ -120,7 +120,7 @@ def test_an_entry_that_torch_does_not_take_is_no_error() -> None:
     }
 
 
-SOON: Final = Timeouts(warn=0.01, limit=0.05)
+SOON: Final = 0.05
 
 
 def claims(text: str = "graph") -> tuple[SharedCode, SharedCode]:
