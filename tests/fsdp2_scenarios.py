@@ -163,7 +163,7 @@ FSDP2: Mapping[str, Mapping[str, Held]] = {
             "passes/test_insert_collectives.py::test_computes_what_unsharded_training_computes"
         ),
         "the order of prefetch, also with lists": by(
-            "numerics/test_prefetch_order.py::test_lists_give_the_order_of_fsdp2", f"{HOIST}launches_one_ahead"
+            "numerics/test_fsdp2_order.py::test_lists_give_the_order_of_fsdp2", f"{HOIST}launches_one_ahead"
         ),
         "prefetch of a module called twice or unused": by(
             f"{HOIST}launches_the_next_call_of_a_unit_that_is_called_twice",

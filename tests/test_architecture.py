@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 import pytest
 
-import fxshard
 from tests.pages import ROOT, assert_page
 from tests.size_ceilings import CEILINGS
 from tests.torch_attributes import TORCH_ATTRIBUTES
@@ -182,7 +181,7 @@ def test_torch_is_private_where_it_is_said_to_be() -> None:
 
 def test_only_one_module_talks_to_the_store() -> None:
     users = {name for name, module in sources() if "default_store" in ast.unparse(module)}
-    assert users <= {"ranks/rendezvous.py", "torch_private.py", "compile/shared_code.py"}
+    assert users == {"ranks/rendezvous.py", "torch_private.py"}
 
 
 def test_what_torch_may_change_is_read_where_the_list_says() -> None:
@@ -222,14 +221,3 @@ def test_attributes_that_torch_may_change_are_in_the_list() -> None:
         if not file.startswith((*HOMES, "tools/")):
             read = private_attributes(module) - defined(module) - OF_PYTHON
             assert {name for name in read if (name, file) not in listed} == set(), file
-
-
-@pytest.mark.parametrize(("old", "new"), [("Record", "PassResult"), ("Fact", "Property"), ("Decline", "Remark")])
-def test_public_names_of_before_work_with_a_warning(old: str, new: str) -> None:
-    with pytest.warns(DeprecationWarning, match=f"fxshard.{old} is now fxshard.{new}"):
-        assert getattr(fxshard, old) is getattr(fxshard, new)
-
-
-def test_a_misspelt_public_name_is_an_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'Recrod'"):
-        fxshard.Recrod  # type: ignore[attr-defined]  # noqa: B018

@@ -52,25 +52,15 @@ _c10d = torch.ops._c10d_functional
 
 
 class AllGatherRequest(NamedTuple):
-    """One all_gather of parts of a flat.
+    """One all_gather of parts of a flat."""
 
-    Attributes:
-        unit: for which, `None` for a flat that belongs to none.
-        flat: this rank's shard, `[shard_numel]`.
-        dtype: in which it is sent.
-        parts: (first element, number of elements) of each tensor that is sent.
-        world_size: ranks.
-        group: name of their process group.
-        stream: on which it is cast and launched; empty for the current one.
-    """
-
-    unit: Unit | None
-    flat: Tensor
-    dtype: torch.dtype
-    parts: tuple[tuple[int, int], ...]
-    world_size: int
-    group: str
-    stream: str = ""
+    unit: Unit | None  # for which, `None` for a flat that belongs to none
+    flat: Tensor  # this rank's shard, `[shard_numel]`
+    dtype: torch.dtype  # in which it is sent
+    parts: tuple[tuple[int, int], ...]  # (first element, number of elements) of each tensor that is sent
+    world_size: int  # ranks
+    group: str  # name of their process group
+    stream: str = ""  # on which it is cast and launched; empty for the current one
 
     @property
     def key(self) -> Key:
@@ -169,11 +159,7 @@ class Prefetcher:
         return list(self._cache.pop(request.key).tensors.values())
 
     def require_seen_writes(self) -> None:
-        """Raise if what was launched after a step has other values by now, and torch has counted no write.
-
-        Raises:
-            UnsupportedGraph: says how to write.
-        """
+        """Raise UnsupportedGraph if what was launched after a step has changed, and torch has counted no write."""
         stepped = [found for found in self._cache.values() if found.why == "stepped" and found.is_current]
         for gathered in stepped:
             assert gathered.sent is not None

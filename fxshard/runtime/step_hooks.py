@@ -43,19 +43,12 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Microbatches:
-    """The backwards of one model; see [Note: the end of a step].
+    """The backwards of one model; see [Note: the end of a step]."""
 
-    Attributes:
-        units: of the model, in the order in which it names them.
-        late: reduced gradients that have not arrived yet.
-        last: whether a backward that ends now is the last one of its step.
-        is_ended_by_hand: whether none is, and `end_step` is called instead.
-    """
-
-    units: Sequence[Unit]
-    late: LateGradients = field(default_factory=LateGradients)
-    last: bool = True
-    is_ended_by_hand: bool = False
+    units: Sequence[Unit]  # of the model, in the order in which it names them
+    late: LateGradients = field(default_factory=LateGradients)  # reduced gradients that have not arrived yet
+    last: bool = True  # whether a backward that ends now is the last one of its step
+    is_ended_by_hand: bool = False  # whether none is, and `end_step` is called instead
     _begun: int | None = field(default=None, repr=False)
     _unended: set[int] = field(default_factory=set, repr=False)  # backwards that have begun, and leave sums behind
     _resharded_in: int | None = field(default=None, repr=False)
@@ -82,8 +75,7 @@ class Microbatches:
     def backward_runs(self, *, of_forward: bool = True) -> None:
         """Called by the graphs of a backward: at the first one see to what begins, and later to what ends with it.
 
-        Args:
-            of_forward: whether it is the backward of a forward, not of what was read after it alone.
+        `of_forward`: the backward of a forward, not of what was read after it alone.
         """
         running = torch_private.backward_id()
         if of_forward and running != self._resharded_in:
@@ -113,11 +105,7 @@ class Microbatches:
         rank_check.look_back(groups, are_over=all(unit.device.type == "cpu" for unit in self.units))
 
     def require_whole_sums(self) -> None:
-        """Raise, outside of a backward, if what waits has only a part of a backward that failed; drop what is late.
-
-        Raises:
-            UnsupportedGraph: as said.
-        """
+        """Outside of a backward, raise if what waits has only a part of one that failed, and drop what is late."""
         if torch_private.backward_id() is not None:
             return
         self.late.drop()
@@ -203,8 +191,7 @@ class Microbatches:
     def step_begins(self, written: Collection[int]) -> None:
         """An optimizer is about to write parameters, whose ids these are; in a backward gradients may still be late.
 
-        Raises:
-            UnsupportedGraph: gradients of some of them wait to be reduced.
+        UnsupportedGraph if gradients of some of them wait to be reduced.
         """
         self.late.arrive(keep=0)
         for unit in self._units_of(written):
@@ -257,7 +244,8 @@ class StepHooks:
 
     def begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Called by torch before each step."""
-        lays = self.lays and (not torch.compiler.is_compiling() or _is_fused(optimizer))
+        is_fused = any(group.get("fused") for group in optimizer.param_groups)
+        lays = self.lays and (not torch.compiler.is_compiling() or is_fused)
         in_backward = not torch.compiler.is_compiling() and torch_private.backward_id() is not None
         if self.holds or lays or in_backward or _is_adafactor(optimizer):
             _step_begins_eagerly(self, optimizer)
@@ -303,10 +291,6 @@ def step_hooks() -> StepHooks:
     register_optimizer_step_pre_hook(hooks.begins)
     register_optimizer_step_post_hook(hooks.ends)
     return hooks
-
-
-def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    return any(group.get("fused") for group in optimizer.param_groups)
 
 
 def _is_adafactor(optimizer: torch.optim.Optimizer) -> bool:

@@ -26,8 +26,7 @@ class Net(nn.Module):
         self.first, self.last, self.shift = nn.Linear(4, 4), nn.Linear(4, 4), nn.Parameter(torch.zeros(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.last(self.first(x)) + self.shift
-        return out
+        return self.last(self.first(x)) + self.shift
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         return self.forward(x)
