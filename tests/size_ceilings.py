@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-TOOLS, CORE = ("tools", "testing"), ("", "sharding", "compile", "ir", "passes", "runtime")
+TOOLS, CORE = ("tools", "testing"), ("", "sharding", "compile", "ir", "passes", "ranks", "runtime")
 
 
 class Ceiling(NamedTuple):
@@ -42,7 +42,7 @@ CEILINGS = (
         6_000,
     ),
     Ceiling(
-        "lines of the core: top level, `sharding`, `compile`, `ir`, `passes`, `runtime`",
+        "lines of the core: top level, `sharding`, `compile`, `ir`, `passes`, `ranks`, `runtime`",
         _lines(text for name, text in SOURCES.items() if name.rpartition("/")[0].partition("/")[0] in CORE),
         24_000,
     ),

@@ -179,6 +179,11 @@ def test_torch_is_private_where_it_is_said_to_be() -> None:
     assert not users
 
 
+def test_only_one_module_talks_to_the_store() -> None:
+    users = {name for name, module in sources() if "default_store" in ast.unparse(module)}
+    assert users == {"ranks/rendezvous.py", "torch_private.py"}
+
+
 def test_what_torch_may_change_is_read_where_the_list_says() -> None:
     texts = {name: (ROOT / "fxshard" / name).read_text() for name, _ in sources()}
     for row in TORCH_ATTRIBUTES:
