@@ -41,6 +41,7 @@ from fxshard.runtime.unit import Unit
 from fxshard.sharding import regional, shard_module
 from fxshard.sharding.mesh import default_mesh, require_mesh
 from fxshard.sharding.sharded_module import plain_module, states_under, units_under
+from fxshard.unit_settings import UnitSettings
 
 _log = logging.getLogger(__name__)
 
@@ -312,9 +313,11 @@ def make_units(root: nn.Module, mesh: DeviceMesh, options: Options) -> tuple[Uni
         shard_module.shard(
             [module],
             mesh,
-            mp_policy=policy,
-            reshard_after_forward=options.reshard_after_forward,
-            offload=CPUOffloadPolicy(offload.get("pin_memory", True)) if module in offloaded else None,
+            UnitSettings(
+                mp_policy=policy,
+                reshard_after_forward=options.reshard_after_forward,
+                offload=CPUOffloadPolicy(offload.get("pin_memory", True)) if module in offloaded else None,
+            ),
         )
     units = units_under(root)
     for unit in units:

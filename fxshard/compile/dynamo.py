@@ -153,8 +153,9 @@ def _with_prefetch(unit: Unit, keys: Mapping[int, str]) -> UnitPlan:
         found = tuple(keys[id(other)] for other in listed or () if id(other) in keys)
         return found or (() if listed == () else None)
 
+    lists = unit.settings
     return replace(
-        unit.plan, forward_prefetch=here(unit.forward_prefetch), backward_prefetch=here(unit.backward_prefetch)
+        unit.plan, forward_prefetch=here(lists.forward_prefetch), backward_prefetch=here(lists.backward_prefetch)
     )
 
 

@@ -36,14 +36,12 @@ class Accumulation:
     """What one unit has accumulated; see [Note: accumulators].
 
     Attributes:
-        sync: whether a backward that runs now reduces the unit's gradients.
         waiting: the parameters with gradients that were not reduced.
     """
 
     def __init__(self, unit: Unit) -> None:
-        """Nothing waits, and backwards reduce."""
+        """Nothing waits."""
         self._unit = unit
-        self.sync = True
         self.waiting: set[SlotIndex] = set()
         self._buffers: dict[int, Tensor] = {}  # by shard: all its parameters, one after the other
         self._epoch = 0
@@ -122,7 +120,7 @@ def waiting_separately(
     found: dict[str, Waiting] = {}
     for key, slots in candidates.items():  # in an order that is the same on all ranks
         waiting = units[key].accumulation.waiting.intersection(slots, trained.get(key, ()))
-        if waiting and units[key].accumulation.sync and _is_asked(units[key]):
+        if waiting and units[key].settings.sync and _is_asked(units[key]):
             found[key] = tuple(sorted(waiting))
     return found
 
@@ -135,7 +133,7 @@ def variant_for(units: Units, trained: Slots, separate: Mapping[str, Waiting]) -
         trained: unit key -> the parameters that the graph's backward gives a gradient.
         separate: from `waiting_separately`.
     """
-    kept = {key for key in trained if not units[key].accumulation.sync}
+    kept = {key for key in trained if not units[key].settings.sync}
     left = {key: units[key].accumulation.waiting.difference(separate.get(key, ())) for key in trained.keys() - kept}
     ended = {key for key, slots in left.items() if not slots.isdisjoint(trained[key])}
     # Of a unit that autograd asks no gradient of, the plain backward's is dropped.

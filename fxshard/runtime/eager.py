@@ -291,13 +291,13 @@ class _UnshardUnit(torch.autograd.Function):
         written = {slot: grad for slot, grad in zip(ctx.index, grads, strict=True) if grad is not None}
         _scopes.recompute = None
         unit.microbatches.backward_runs(of_forward=not ctx.after_forward)
-        if written and not unit.accumulation.sync:
+        if written and not unit.settings.sync:
             unit.accumulation.add(written)
             written = {}
         if not written:
             return (None, None, None, *(None for _ in unit.shards))
         written = unit.accumulation.finish(written)
-        if unit.reduces_unused:
+        if unit.settings.reduces_unused:
             written = _with_zeros(written, unit)
         for i, j in written:
             unit.shards[i].sink.expect((j,))

@@ -163,7 +163,7 @@ class _BeforeBackward:
         for microbatches in dict.fromkeys(self.units[key].microbatches for key in self.trained):
             microbatches.backward_runs()
         for key, slots in self.trained.items():
-            if not self.units[key].accumulation.sync:
+            if not self.units[key].settings.sync:
                 continue
             for i, shard in enumerate(self.units[key].shards):
                 if trained := [slot for j, slot in slots if j == i]:

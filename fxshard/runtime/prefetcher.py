@@ -232,7 +232,8 @@ class Prefetcher:
         scope = self._scope
         if scope is None or not self._taken or scope != eager.running():
             return
-        listed = unit.backward_prefetch if scope.is_backward else unit.forward_prefetch
+        settings = unit.settings
+        listed = settings.backward_prefetch if scope.is_backward else settings.forward_prefetch
         for other in listed or ():
             for key, request in self._of_unit.get((scope.is_backward, other), {}).items():
                 if key not in self._taken:

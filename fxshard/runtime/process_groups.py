@@ -40,8 +40,7 @@ def separate(units: Iterable[Unit], enable: bool = True) -> None:
     for unit in [unit for unit in units if unit.world_size > 1]:
         if enable and unit.reduce_group is None:
             unit.reduce_group = _known(unit) or _twin_of(unit)
-        unit.uses_reduce_group = enable
-        unit.publish()
+        unit.set(uses_reduce_group=enable)
 
 
 def _known(unit: Unit) -> dist.ProcessGroup | None:

@@ -33,6 +33,7 @@ from fxshard.runtime import host_copies, profiler_ranges, rank_check, unsharded_
 from fxshard.runtime.accumulation import Waiting
 from fxshard.runtime.late_gradients import BackwardMark, LateGradients
 from fxshard.runtime.optimizer_layout import lay_as_parameters
+from fxshard.unit_settings import BackwardSettings
 
 if TYPE_CHECKING:
     from fxshard.runtime.flat_shard import FlatShard
@@ -48,14 +49,12 @@ class Microbatches:
     Attributes:
         units: of the model, in the order in which it names them.
         late: reduced gradients that have not arrived yet.
-        last: whether a backward that ends now is the last one of its step.
-        is_ended_by_hand: whether none is, and `end_step` is called instead.
+        settings: which backward ends a step.
     """
 
     units: Sequence[Unit]
     late: LateGradients = field(default_factory=LateGradients)
-    last: bool = True
-    is_ended_by_hand: bool = False
+    settings: BackwardSettings = field(default_factory=BackwardSettings)
     _begun: int | None = field(default=None, repr=False)
     _unended: set[int] = field(default_factory=set, repr=False)  # backwards that have begun, and leave sums behind
     _resharded_in: int | None = field(default=None, repr=False)
@@ -77,7 +76,7 @@ class Microbatches:
     @property
     def _leaves_sums(self) -> bool:
         """Whether a backward that fails may leave gradients that wait."""
-        return self.holds or not all(unit.accumulation.sync for unit in self.units)
+        return self.holds or not all(unit.settings.sync for unit in self.units)
 
     def backward_runs(self, *, of_forward: bool = True) -> None:
         """Called by the graphs of a backward: at the first one see to what begins, and later to what ends with it.
@@ -101,7 +100,7 @@ class Microbatches:
     def _backward_ends(self, which: int, mark: BackwardMark) -> None:
         self.late.end(which)
         if which in self._unended:
-            self._end(self.last and not self.is_ended_by_hand)
+            self._end(self.settings.is_last and not self.settings.ended_by_hand)
             self._unended.discard(which)
         self.look_back()
 
@@ -146,9 +145,9 @@ class Microbatches:
 
     def _end(self, is_last: bool) -> None:
         if is_last:
-            self.reduce(unit for unit in self.units if unit.accumulation.sync)
+            self.reduce(unit for unit in self.units if unit.settings.sync)
         for unit in self.units:
-            if is_last or unit.offload is not None:  # on the host nothing is averaged before
+            if is_last or unit.settings.offload is not None:  # on the host nothing is averaged before
                 unit.replica_sums.finish()
         for unit in self.units:
             unsharded_cache.reshard_if_reduced(unit)

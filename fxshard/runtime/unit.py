@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from fxshard import torch_private
 from fxshard.errors import ConfigError, UnsupportedGraph
@@ -31,6 +31,7 @@ from fxshard.runtime.rank_check import Agreement, telling_others
 from fxshard.runtime.replica_sums import ReplicaSums
 from fxshard.runtime.step_hooks import Microbatches
 from fxshard.runtime.unsharded_cache import UnshardedCache
+from fxshard.unit_settings import IN_GRAPHS, ReductionSettings, UnitSettings
 
 _VERSION = attrgetter("parameter._version")
 
@@ -44,13 +45,8 @@ class Unit:
         shards: their memory.
         is_root: no other sharded module contains this one.
         beside: end of its name, if its modules have another unit on another mesh.
-        reshard_after_forward: as given; `None` means True for all but the root, a number that a subgroup of so many
-            ranks shares the parameters until backward.
-        subgroup: of this rank, if it is a number.
-        forward_prefetch: units to launch in forward right after this one has been waited for; none listed: as the
-            option has it; `None`: nothing.
-        backward_prefetch: the same in backward.
-        reshard_after_backward: whether the user wants its parameters freed after backward.
+        settings: what the user has told it; `set` changes them.
+        subgroup: of this rank, if fewer ranks share the parameters until backward.
         generation: raised by every repack and re-attachment, and by every step of an optimizer that has its parameters.
         was_on_meta: whether its parameters were sharded on the meta device, and have got values since.
         from_one_line: whether `torch.compile` made it, not the user.
@@ -60,14 +56,7 @@ class Unit:
         accumulation: its gradients of microbatches that were not reduced.
         replica_sums: its gradients that were reduced and not averaged over replicas.
         after_forward: its parameters while they may be read between forward and backward.
-        divide_factor: by which gradients are divided, `None` for the number of ranks.
-        sums_only: whether reductions use no average of the group's.
-        reduces_unused: whether zeros are reduced for what a backward gives no gradient.
-        offload: the policy of its shards, `None` if they are on the device; see [Note: offloaded shards].
-        all_reduce_hook: called with each reduced gradient of a flat, which it may change in place.
-        comms: objects of the user's that do its "all_gather" or "reduce_scatter".
         reduce_group: for reductions alone, once it was made.
-        uses_reduce_group: whether they use it, and not the mesh's.
         stages: of a pipeline, that have it and are in a step.
         microbatches, prefetcher, unsharded: of the model, whose units share them from when they are named.
     """
@@ -77,21 +66,14 @@ class Unit:
         modules: Sequence[nn.Module],
         members: list[Member],
         mesh: DeviceMesh,
-        mp_policy: MixedPrecisionPolicy,
-        reshard_after_forward: bool | int | None,
+        settings: UnitSettings,
         subgroup: dist.ProcessGroup | None = None,
-        offload: CPUOffloadPolicy | None = None,
     ) -> None:
         """Take over `members`, whose parameters are DTensors, and copy their rows into flats."""
         self.modules = tuple(modules)
         self.members = members
         self.mesh = mesh
-        self.mp_policy = mp_policy
-        self.reshard_after_forward, self.subgroup = reshard_after_forward, subgroup
-        self.offload = offload
-        self.forward_prefetch: tuple[Unit, ...] | None = ()
-        self.backward_prefetch: tuple[Unit, ...] | None = ()
-        self.reshard_after_backward = True
+        self.settings, self.subgroup = settings, subgroup
         self.is_root = True
         self.beside, self.fqn = "", ""
         self.shards: list[FlatShard] = []
@@ -105,14 +87,21 @@ class Unit:
         self.unsharded = UnshardedCache()
         self.microbatches, self.prefetcher = Microbatches((self,)), Prefetcher(self.unsharded)
         self._agreements: dict[tuple[str, str], Agreement] = {}
-        self.comms: dict[str, Any] = {}
         self.reduce_group: dist.ProcessGroup | None = None
-        self.divide_factor: float | None = None
-        self.uses_reduce_group, self.sums_only, self.reduces_unused = False, False, False
-        self.all_reduce_hook: Callable[[Tensor], None] | None = None
         self.stages = weakref.WeakSet[Any]()
         self.plan: UnitPlan
         self.pack()
+
+    def set(self, **changes: Any) -> None:
+        """Change settings."""
+        self.settings = replace(self.settings, **changes)
+        if IN_GRAPHS & changes.keys():
+            self.publish()
+
+    def set_sync(self, sync: bool) -> None:
+        """Let backwards reduce gradients, or add them up; at once, for each microbatch may do it."""
+        if sync != self.settings.sync:
+            self.settings = self.settings.with_other_sync
 
     @property
     def world_size(self) -> int:
@@ -126,16 +115,10 @@ class Unit:
         return next((each.spec.mesh for each in parallel if each.within is None), None)
 
     @property
-    def subgroup_size(self) -> int:
-        """Ranks that share the parameters between forward and backward, 0 if those are not fewer."""
-        given = self.reshard_after_forward
-        return 0 if given is None or isinstance(given, bool) else given
-
-    @property
     def device(self) -> torch.device:
         """Where its parameters are gathered and its gradients reduced."""
         kind = self.mesh.device_type
-        if self.offload is None or kind == "cpu":
+        if self.settings.offload is None or kind == "cpu":
             return self.shards[0].flat.device
         return torch.device(kind, torch.get_device_module(kind).current_device())
 
@@ -178,7 +161,7 @@ class Unit:
         """Lay out all members anew, and copy this rank's rows of each into fresh flats."""
         before = self.epoch()
         for member in self.members:
-            member.extend(self.mesh, self.mp_policy)
+            member.extend(self.mesh, self.settings.mp_policy)
         self._require_usable_hooks()
         by_fqn = {member.fqn: member for member in self.members}
         with torch.no_grad(), torch.inference_mode(False):
@@ -200,7 +183,8 @@ class Unit:
 
     def publish(self) -> None:
         """Refresh the plan and what the modules' getters read; called whenever layout, name or policy changed."""
-        given, outer = self.reshard_after_forward, mesh_axes.replicate_group(self.mesh)
+        settings, outer = self.settings, mesh_axes.replicate_group(self.mesh)
+        given, policy = settings.reshard_after_forward, settings.mp_policy
         self.plan = UnitPlan(
             fqn=self.fqn,
             shards=tuple(shard.plan for shard in self.shards),
@@ -209,23 +193,21 @@ class Unit:
             **self._own_groups(),
             replicas=mesh_axes.num_replicas(self.mesh),
             replicate_group=outer.group_name if outer is not None else "",
-            divide_factor=self.divide_factor,
-            sums_only=self.sums_only,
-            reduces_unused=self.reduces_unused,
+            **{each.name: getattr(settings, each.name) for each in fields(ReductionSettings)},
             offload=self._offload(),
-            param_dtype=self.mp_policy.param_dtype,
-            reduce_dtype=self.mp_policy.reduce_dtype,
+            param_dtype=policy.param_dtype,
+            reduce_dtype=policy.reduce_dtype,
             reshard_after_forward=not self.is_root if given is None else bool(given),
-            subgroup_size=self.subgroup_size,
+            subgroup_size=settings.subgroup_size,
         )
         self.microbatches.forget_choice()
         self._agreements.clear()
         self.after_forward.end()
         # Dynamo guards on the key: another list is another graph.
-        lists = prefetch_words(self.fqn, ">", _names(self.forward_prefetch))
-        lists += prefetch_words(self.fqn, "<", _names(self.backward_prefetch))
+        lists = prefetch_words(self.fqn, ">", _names(settings.forward_prefetch))
+        lists += prefetch_words(self.fqn, "<", _names(settings.backward_prefetch))
         sharing_key = self.plan.sharing_key
-        elsewhere = self.mesh.device_type if self.offload and self.mesh.device_type != "cpu" else ""
+        elsewhere = self.mesh.device_type if settings.offload and self.mesh.device_type != "cpu" else ""
         hooks = {shard.plan.encodes: shard.refs(f"{i} of {sharing_key}{lists}") for i, shard in self._inputs()}
         for index, shard in enumerate(self.shards):
             dtype, key = self.plan.unsharded_dtype(shard.plan), f"{index} of {sharing_key}{lists}"
@@ -240,12 +222,12 @@ class Unit:
 
     def _own_groups(self) -> dict[str, Any]:
         """Names of the groups of its collectives that are not the mesh's."""
-        shared = mesh_axes.shard_group(self.mesh)
-        reducing = self.reduce_group if self.uses_reduce_group else None
-        gather, reduce = self.comms.get("all_gather"), self.comms.get("reduce_scatter")
+        settings, shared = self.settings, mesh_axes.shard_group(self.mesh)
+        reducing = self.reduce_group if settings.uses_reduce_group else None
+        gather, reduce = settings.all_gather_comm, settings.reduce_scatter_comm
         on = reducing or shared
         reduced = comm_group.name_of(on, reduce) or gloo.reducing(on, self.mesh.device_type)
-        subgroup = self.subgroup if self.subgroup_size else None
+        subgroup = self.subgroup if settings.subgroup_size else None
         return {
             "gather_group": comm_group.name_of(shared, gather),
             "reduce_group": reduced or (reducing.group_name if reducing is not None else ""),
@@ -258,8 +240,8 @@ class Unit:
 
     def _require_usable_hooks(self) -> None:
         named = [member.fqn for member in self.members if member.extension is not None]
-        if named and (self.offload is not None or self.subgroup_size):
-            what = "offload_policy" if self.offload is not None else "reshard_after_forward as a number"
+        if named and (self.settings.offload is not None or self.settings.subgroup_size):
+            what = "offload_policy" if self.settings.offload is not None else "reshard_after_forward as a number"
             raise ConfigError(
                 f"{', '.join(named)}: what a tensor subclass with fsdp_pre_all_gather gives cannot be gathered with "
                 f"{what}. Leave it out, or make plain parameters of them."
@@ -282,8 +264,8 @@ class Unit:
         return gathered | {slot: made for i, shard in self._inputs() for slot, made in shard.unshard(gathered, i)}
 
     def _offload(self) -> Offload | None:
-        kind = self.mesh.device_type
-        return Offload(device=kind, pinned=self.offload.pin_memory and kind != "cpu") if self.offload else None
+        kind, given = self.mesh.device_type, self.settings.offload
+        return Offload(device=kind, pinned=given.pin_memory and kind != "cpu") if given else None
 
     def reshard(self) -> None:
         """Free what is gathered of it outside of graphs.
@@ -360,7 +342,7 @@ class Unit:
                     f"parameters on the meta device: {names}. Before the first forward call "
                     "model.to_empty(device=...) and initialise them, or load_state_dict(..., assign=True)."
                 )
-            if self.offload is not None and shard.flat.device.type != "cpu":
+            if self.settings.offload is not None and shard.flat.device.type != "cpu":
                 names = ", ".join(member.fqn for member in shard.members)
                 raise ConfigError(
                     f"parameters are offloaded (offload_policy), but on {shard.flat.device}: {names}. Leave them on "

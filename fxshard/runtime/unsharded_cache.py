@@ -131,8 +131,8 @@ def chosen_for(units: Units, reads: Slots, budget_bytes: int, *, trains: bool) -
 def _wants(unit: Unit, budget_bytes: int) -> bool:
     if unit.world_size == 1:
         return False  # a parameter is a view of its shard
-    is_kept = not unit.reshard_after_backward
-    return is_kept or (not unit.accumulation.sync and unit in unit.microbatches.resident_in(budget_bytes))
+    is_kept = not unit.settings.reshard_after_backward
+    return is_kept or (not unit.settings.sync and unit in unit.microbatches.resident_in(budget_bytes))
 
 
 def parameters_for(chosen: frozenset[str], units: Units, reads: Slots) -> list[Tensor]:
@@ -179,7 +179,7 @@ def reshard_resident(unit: Unit) -> None:
 
 def reshard_if_reduced(unit: Unit) -> None:
     """Free what is resident of a unit whose gradients are reduced now, unless the user wants it kept."""
-    if unit.accumulation.sync and unit.reshard_after_backward:
+    if unit.settings.sync and unit.settings.reshard_after_backward:
         reshard_resident(unit)
 
 

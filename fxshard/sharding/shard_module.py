@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
@@ -31,6 +32,7 @@ from fxshard.sharding.no_sync import NO_SYNC
 from fxshard.sharding.per_parameter import Chooser, like_its_unit
 from fxshard.sharding.sharded_module import STATE, ModuleState, state_of, units_under
 from fxshard.sharding.swapped_class import swap_class
+from fxshard.unit_settings import UnitSettings
 
 Places = list[tuple[nn.Module, str]]
 
@@ -57,12 +59,10 @@ def managed_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
 def shard(
     modules: Sequence[nn.Module],
     mesh: DeviceMesh,
+    told: UnitSettings,
     *,
-    mp_policy: MixedPrecisionPolicy,
-    reshard_after_forward: bool | int | None,
     ignored: Iterable[nn.Parameter] = (),
     settings_of: Chooser = like_its_unit,
-    offload: CPUOffloadPolicy | None = None,
     within: WholeMesh | None = None,
 ) -> tuple[Unit, ...]:
     """Make one unit of the parameters under `modules` that no unit has taken, and swap the modules' classes.
@@ -87,16 +87,16 @@ def shard(
             require_whole_on(given, within)
         else:
             require_parallel_beside(given, on)
-    reshards = {on: resharding(on, reshard_after_forward) for on in (mesh, *parts)}
+    reshards = {on: resharding(on, told.reshard_after_forward) for on in (mesh, *parts)}
     _move_buffers(modules, mesh)
     units: tuple[Unit, ...] = ()
     for on, part in parts.items():
-        reshard = reshards[on]
-        members = _members(part, settings, on, "cpu" if offload else on.device_type, within if on is mesh else None)
-        units += (Unit(modules, members, on, mp_policy, reshard, subgroup_for(on, reshard), offload),)
+        device_type, own = "cpu" if told.offload else on.device_type, replace(told, reshard_after_forward=reshards[on])
+        members = _members(part, settings, on, device_type, within if on is mesh else None)
+        units += (Unit(modules, members, on, own, subgroup_for(on, own)),)
     for unit in units:
         _register(unit)
-    install(modules, units, mp_policy)
+    install(modules, units, told.mp_policy)
     ignore(modules, skip)
     return units
 
@@ -179,11 +179,9 @@ def _members(
     return members
 
 
-def subgroup_for(mesh: DeviceMesh, reshard_after_forward: bool | int | None) -> dist.ProcessGroup | None:
+def subgroup_for(mesh: DeviceMesh, told: UnitSettings) -> dist.ProcessGroup | None:
     """Return the ranks that share the parameters between forward and backward, if not all of the mesh's do."""
-    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-        return None
-    return process_groups.subgroup_of(mesh, reshard_after_forward)
+    return process_groups.subgroup_of(mesh, told.subgroup_size) if told.subgroup_size else None
 
 
 def _register(unit: Unit) -> None:
@@ -342,8 +340,8 @@ def _name_units(modules: Sequence[nn.Module], state: ModuleState) -> None:
     prefetcher = Prefetcher(unsharded)
     for unit in nested.values():
         unit.unsharded, unit.prefetcher, unit.microbatches = unsharded, prefetcher, microbatches
-        if unit.forward_prefetch or unit.backward_prefetch:
+        if unit.settings.forward_prefetch or unit.settings.backward_prefetch:
             unit.publish()  # the lists name other units, which have new names only now
         if any(module.__dict__.get(NO_SYNC) for module in unit.modules):
-            unit.accumulation.sync = False
+            unit.set_sync(False)
     state.nested = tuple(nested.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, cast
 
 import torch
@@ -160,9 +160,7 @@ class ShardedModule(ParameterOwner):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change `reshard_after_forward` of this module's unit, and of all inside it unless `recurse` is False."""
         _require_bool("reshard_after_forward", reshard_after_forward)
-        for unit in _state(self).chosen(recurse):
-            unit.reshard_after_forward = reshard_after_forward
-            unit.publish()
+        _set(self, recurse, reshard_after_forward=reshard_after_forward)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Say whether backwards that run from now on reduce gradients; with `recurse` in all modules inside as well.
@@ -171,8 +169,7 @@ class ShardedModule(ParameterOwner):
         with it reduces what was added up. `fxshard.no_sync` does this for as long as a block runs.
         """
         _require_bool("requires_gradient_sync", requires_gradient_sync)
-        for unit in _state(self).chosen(recurse):
-            unit.accumulation.sync = unit.replica_sums.averages = requires_gradient_sync
+        _set(self, recurse, sync=requires_gradient_sync, averages=requires_gradient_sync)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Say whether graphs that run from now on free the parameters; compiled code only.
@@ -184,8 +181,7 @@ class ShardedModule(ParameterOwner):
         With `recurse` all this holds for the modules inside as well.
         """
         _require_bool("reshard_after_backward", reshard_after_backward)
-        for unit in _state(self).chosen(recurse):
-            unit.reshard_after_backward = reshard_after_backward
+        _set(self, recurse, reshard_after_backward=reshard_after_backward)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Let reductions run on a process group of their own: one communicator carries one collective at a time.
@@ -204,7 +200,7 @@ class ShardedModule(ParameterOwner):
         """
         _require_bool("is_last_backward", is_last_backward)
         for unit in _state(self).nested:
-            unit.microbatches.last = is_last_backward
+            unit.microbatches.settings = replace(unit.microbatches.settings, is_last=is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Say whether the caller ends each step with `finalize_backward`, whatever `set_is_last_backward` says.
@@ -298,7 +294,7 @@ class ShardedModule(ParameterOwner):
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Reduce this module's gradients by sums, and divide after; the next forward compiles anew."""
         _require_bool("enable", enable)
-        fsdp2_settings.set_sums_only(_state(self).units, enable)
+        _set(self, False, sums_only=enable)
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: torch.Stream | None = None) -> None:
         """Call `hook` with each reduced gradient of this module's unit, to be changed in place.
@@ -321,8 +317,7 @@ class ShardedModule(ParameterOwner):
         `set_requires_gradient_sync` and `no_sync` leave out both collectives, and keep whole gradients.
         """
         _require_bool("requires_all_reduce", requires_all_reduce)
-        for unit in _state(self).chosen(recurse):
-            unit.replica_sums.averages = requires_all_reduce
+        _set(self, recurse, averages=requires_all_reduce)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Say whether to reduce zeros for parameters that a backward gives no gradient.
@@ -332,7 +327,7 @@ class ShardedModule(ParameterOwner):
         With `recurse` this holds for the modules inside as well; the next forward compiles anew.
         """
         _require_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
-        fsdp2_settings.set_reduces_unused(_state(self).chosen(recurse), reduce_scatter_unused_params)
+        _set(self, recurse, reduces_unused=reduce_scatter_unused_params)
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Let an object gather this module's parameters, as FSDP2's; the next forward compiles anew.
@@ -399,6 +394,11 @@ def _state(module: nn.Module) -> ModuleState:
         ) from None
 
 
+def _set(module: ShardedModule, recurse: bool, **changes: Any) -> None:
+    for unit in _state(module).chosen(recurse):
+        unit.set(**changes)
+
+
 def _drop_waiting(module: ShardedModule) -> None:
     for unit in _state(module).nested:
         unit.microbatches.drop([unit])
@@ -425,9 +425,7 @@ def _set_prefetch(module: ShardedModule, direction: str, modules: Sequence[nn.Mo
         )
     units = tuple(unit for each in listed for unit in _state(each).units)
     wanted = units or (None if modules is None or listed else ())
-    for unit in state.units:
-        setattr(unit, f"{direction}_prefetch", wanted)
-        unit.publish()
+    _set(module, False, **{f"{direction}_prefetch": wanted})
 
 
 def _require_replaceable(module: nn.Module, name: str, value: object) -> None:

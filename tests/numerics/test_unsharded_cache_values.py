@@ -138,8 +138,8 @@ def test_no_sync_holds_for_what_is_sharded_inside_beside_what_was_before() -> No
     backward("first")
     with fxshard.no_sync(parts):
         backward("second")
-        assert not any(unit.accumulation.sync for unit in units_under(parts))
-    assert all(unit.accumulation.sync for unit in units_under(parts))
+        assert not any(unit.settings.sync for unit in units_under(parts))
+    assert all(unit.settings.sync for unit in units_under(parts))
     backward("second")
     torch.optim.SGD(parts.parameters(), lr=0.1).step()
 
