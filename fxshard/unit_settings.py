@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 
@@ -69,6 +70,8 @@ class UnitSettings(ReductionSettings):
         averages: whether a backward that runs now averages over replicas. `sync` sets it, too.
         reshard_after_backward: whether the user wants the parameters freed after backward.
         all_reduce_hook: called with each reduced gradient of a flat, which it may change in place.
+        ignored: parameters of the modules that stay unsharded on purpose; FSDP2 does not keep them.
+        from_one_line: whether `torch.compile` made it, not the user.
     """
 
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
@@ -85,6 +88,8 @@ class UnitSettings(ReductionSettings):
     all_reduce_hook: Callable[[Any], None] | None = field(
         default=None, metadata=_named("all_reduce_hook", in_graphs=False)
     )
+    ignored: frozenset[nn.Parameter] = frozenset()
+    from_one_line: bool = False
 
     @property
     def subgroup_size(self) -> int:

@@ -59,7 +59,7 @@ def require_no_replicas(unsharded: dict[str, nn.Parameter], flats: dict[int, Hom
 
 def _not_ignored(unsharded: dict[str, nn.Parameter], units: Iterable[Unit]) -> list[str]:
     """Return the names of those that nobody said to leave whole."""
-    ignored: frozenset[nn.Parameter] = frozenset().union(*(unit.ignored for unit in units))
+    ignored: frozenset[nn.Parameter] = frozenset().union(*(unit.settings.ignored for unit in units))
     return [name for name, parameter in unsharded.items() if parameter not in ignored]
 
 
@@ -317,12 +317,10 @@ def make_units(root: nn.Module, mesh: DeviceMesh, options: Options) -> tuple[Uni
                 mp_policy=policy,
                 reshard_after_forward=options.reshard_after_forward,
                 offload=CPUOffloadPolicy(offload.get("pin_memory", True)) if module in offloaded else None,
+                from_one_line=True,
             ),
         )
-    units = units_under(root)
-    for unit in units:
-        unit.from_one_line = True
-    return units
+    return units_under(root)
 
 
 def units_of(root: nn.Module) -> list[nn.Module]:
@@ -473,7 +471,7 @@ def _replicas(parameters: Iterable[Tensor]) -> list[str]:
     found: dict[int, str] = {}
     for model in instances_of(nn.Module, thaw=False):  # of any program that imports fxshard
         units = units_under(model)
-        ignored = {id(p) for unit in units for p in unit.ignored}
+        ignored = {id(p) for unit in units for p in unit.settings.ignored}
         is_ours = bool(units) or dynamo.is_compiled_by(model, "fxshard")
         for name, parameter in model.named_parameters() if is_ours else ():
             if id(parameter) in wanted - ignored and len(name) > len(found.get(id(parameter), "")):

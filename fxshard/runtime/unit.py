@@ -49,8 +49,6 @@ class Unit:
         subgroup: of this rank, if fewer ranks share the parameters until backward.
         generation: raised by every repack and re-attachment, and by every step of an optimizer that has its parameters.
         was_on_meta: whether its parameters were sharded on the meta device, and have got values since.
-        from_one_line: whether `torch.compile` made it, not the user.
-        ignored: parameters of the modules that stay unsharded on purpose.
         after_first_call: run after a compiled graph with this unit until it has succeeded, and then set to `None`.
         frames: the captured graphs that read it, weakly.
         accumulation: its gradients of microbatches that were not reduced.
@@ -78,8 +76,7 @@ class Unit:
         self.beside, self.fqn = "", ""
         self.shards: list[FlatShard] = []
         self.generation = 0
-        self.from_one_line, self.was_on_meta = False, False
-        self.ignored: frozenset[nn.Parameter] = frozenset()
+        self.was_on_meta = False
         self.after_first_call: Callable[[], None] | None = None
         self.frames: list[weakref.ref[Any]] = []
         self.accumulation, self.after_forward = Accumulation(self), AfterForward(self)

@@ -135,7 +135,7 @@ class _Released:
             reshard_after_forward=numbers[0] if numbers else first.settings.reshard_after_forward,
             shard_placement_fn=_placements_in(self.units),
             mp_policy=self._policy(),
-            ignored_params=set(first.ignored),
+            ignored_params=set(first.settings.ignored),
             offload_policy=first.settings.offload or OffloadPolicy(),
         )
         for unit in self.units:

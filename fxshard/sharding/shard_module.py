@@ -114,7 +114,7 @@ def _by_mesh(
 def ignore(modules: Sequence[nn.Module], parameters: frozenset[nn.Parameter]) -> None:
     """Tell all units under `modules` what stays whole on purpose: a graph may hold those of inner modules alone."""
     for unit in (unit for module in modules for unit in units_under(module)):
-        unit.ignored |= parameters
+        unit.settings = replace(unit.settings, ignored=unit.settings.ignored | parameters)
 
 
 def install(modules: Sequence[nn.Module], units: tuple[Unit, ...], mp_policy: MixedPrecisionPolicy) -> None:
