@@ -104,7 +104,7 @@ class ShardedStage(PipelineStage):
             return  # torch 2.13 calls it in eval(), too, and would divide gradients that are there
         for unit in self._units:
             if unit.settings.sync:
-                unit.microbatches.reduce([unit])
+                unit.model.reduce([unit])
             unsharded_cache.reshard_if_reduced(unit)
         super().perform_reduce_grad(grad_scale_factor)
         self._leave_units()  # torch scales nothing by 1

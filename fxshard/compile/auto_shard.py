@@ -293,7 +293,7 @@ def _shard(root: nn.Module, mesh: DeviceMesh, options: Options) -> None:
         process_groups.separate(units)
     orphans = {fqn: weakref.ref(parameter) for fqn, parameter in old.items()}
     for unit in units:
-        unit.after_first_call = functools.partial(_end_first_call, units, orphans)
+        unit.model.after_first_call = functools.partial(_end_first_call, units, orphans)
 
 
 def _end_first_call(units: Sequence[Unit], orphans: dict[str, weakref.ref[nn.Parameter]]) -> None:
@@ -301,7 +301,7 @@ def _end_first_call(units: Sequence[Unit], orphans: dict[str, weakref.ref[nn.Par
     eager.forward_ended(units)  # its graph may lack units that a loss reads
     _require_no_holders(orphans)
     for unit in units:
-        unit.after_first_call = None
+        unit.model.after_first_call = None
 
 
 def make_units(root: nn.Module, mesh: DeviceMesh, options: Options) -> tuple[Unit, ...]:

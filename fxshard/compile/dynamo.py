@@ -120,7 +120,7 @@ def bind_markers(gm: fx.GraphModule, flats: dict[int, Home]) -> FramePlan:
         metadata=frozenset(
             i for i, node in enumerate(placeholders) if i not in flats and any(map(_is_reader, node.users))
         ),
-        is_part=any(id(unit) not in keys for home in flats.values() for unit in home.unit.microbatches.units),
+        is_part=any(id(unit) not in keys for home in flats.values() for unit in home.unit.model.units),
         model_axes=meshes.axes_of([*meshes.meshes_in(gm.graph), *_meshes_of(home.unit for home in flats.values())]),
     )
     return plan.with_subgroups()

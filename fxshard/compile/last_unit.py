@@ -23,7 +23,7 @@ def keep_last_unit_unsharded(gm: fx.GraphModule, plan: FramePlan, flats: Mapping
     nothing is trained, or the unit was told what to do.
     """
     units = {key: flats[position].unit for position, (key, _) in plan.shard_inputs.items()}
-    whole = {unit for some in units.values() for unit in some.microbatches.units}
+    whole = {unit for some in units.values() for unit in some.model.units}
     if not torch.is_grad_enabled() or whole != set(units.values()):
         return plan
     order = dict.fromkeys(ops.key_of(node).unit for node in gm.graph.nodes if ops.is_unshard(node))

@@ -85,7 +85,7 @@ class Accumulation:
             for total, grad in zip(self.sums(grads), grads.values(), strict=True):
                 total.add_(grad)
         self.waiting.update(grads)
-        self._unit.microbatches.watch_steps()
+        self._unit.model.watch_steps()
 
     def finish(self, grads: Mapping[SlotIndex, Tensor]) -> dict[SlotIndex, Tensor]:
         """What is to be reduced, by parameter: `grads`, with what waits added to them."""
@@ -157,6 +157,6 @@ def note_run(which: Variant, units: Units, trained: Slots) -> None:
     """A variant has run: say what waits now."""
     for key in which.accumulates:
         units[key].accumulation.waiting.update(trained[key])
-        units[key].microbatches.watch_steps()
+        units[key].model.watch_steps()
     for key in which.finishes:
         units[key].accumulation.waiting.difference_update(trained[key])

@@ -245,7 +245,7 @@ class Prefetcher:
     def _is_foreseen_alike(self, request: AllGatherRequest, after: Unit) -> bool:
         """Whether all ranks that must launch a request have seen alike what came before it; a unit came last."""
         if self._are_alike is None:
-            self._are_alike = len({_ranks_of(unit.plan.group) for unit in after.microbatches.units}) <= 1
+            self._are_alike = len({_ranks_of(unit.plan.group) for unit in after.model.units}) <= 1
         return self._are_alike or _ranks_of(request.group) < _ranks_of(after.plan.group)
 
     def _launch(self, request: AllGatherRequest, why: Why) -> Gathered:
@@ -299,9 +299,9 @@ def _prefetched_all_gather(
     if unit is None:
         return request.launch()
     takes = role in ("first", "only")
-    launched = unit.prefetcher.take_or_launch(request, unit) if takes else request.launch()
+    launched = unit.model.prefetcher.take_or_launch(request, unit) if takes else request.launch()
     if role in ("last", "only"):
-        unit.prefetcher.prefetch_next(unit, guess=guess)
+        unit.model.prefetcher.prefetch_next(unit, guess=guess)
     return launched
 
 

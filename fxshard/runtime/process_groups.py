@@ -46,7 +46,7 @@ def separate(units: Iterable[Unit], enable: bool = True) -> None:
 def _known(unit: Unit) -> dist.ProcessGroup | None:
     """The group that another unit of the model has for the same ranks."""
     ranks = dist.get_process_group_ranks(mesh_axes.shard_group(unit.mesh))
-    made = (other.reduce_group for other in unit.microbatches.units)
+    made = (other.reduce_group for other in unit.model.units)
     return next((g for g in made if g is not None and dist.get_process_group_ranks(g) == ranks), None)
 
 

@@ -88,7 +88,7 @@ class ReplicaSums:
             if settings.averages and (self._ends or settings.offload is None):
                 return self._averaged(shard, total), sorted(known)
             self._sums[shard], self._slots[shard] = total.clone() if earlier is None else total, known
-        self._unit.microbatches.watch_steps()
+        self._unit.model.watch_steps()
         return None
 
     def finish(self) -> None:

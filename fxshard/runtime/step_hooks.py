@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -33,6 +33,8 @@ from fxshard.runtime import host_copies, profiler_ranges, rank_check, unsharded_
 from fxshard.runtime.accumulation import Waiting
 from fxshard.runtime.late_gradients import BackwardMark, LateGradients
 from fxshard.runtime.optimizer_layout import lay_as_parameters
+from fxshard.runtime.prefetcher import Prefetcher
+from fxshard.runtime.unsharded_cache import UnshardedCache
 from fxshard.unit_settings import BackwardSettings
 
 if TYPE_CHECKING:
@@ -43,17 +45,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class Microbatches:
-    """The backwards of one model; see [Note: the end of a step].
+class ModelContext:
+    """What the units of one model share, and its backwards; see [Note: the end of a step].
 
     Attributes:
         units: of the model, in the order in which it names them.
         late: reduced gradients that have not arrived yet.
+        unsharded: parameters that are gathered outside of the graph that reads them.
+        prefetcher: gathers them ahead.
+        after_first_call: run after a compiled graph of it until it has succeeded, and then set to `None`.
         settings: which backward ends a step.
     """
 
     units: Sequence[Unit]
     late: LateGradients = field(default_factory=LateGradients)
+    unsharded: UnshardedCache = field(default_factory=UnshardedCache, repr=False)
+    prefetcher: Prefetcher = field(init=False, repr=False)
+    after_first_call: Callable[[], None] | None = None
     settings: BackwardSettings = field(default_factory=BackwardSettings)
     _begun: int | None = field(default=None, repr=False)
     _unended: set[int] = field(default_factory=set, repr=False)  # backwards that have begun, and leave sums behind
@@ -62,7 +70,7 @@ class Microbatches:
 
     def __post_init__(self) -> None:
         """Watch the optimizers' steps from now on, for as long as the model lives."""
-        hooks = step_hooks()
+        self.prefetcher, hooks = Prefetcher(self.unsharded), step_hooks()
         hooks.models.add(self)
         hooks.lays |= any(member.settings.dim for unit in self.units for member in unit.members)
 
@@ -250,7 +258,7 @@ class StepHooks:
     def __init__(self) -> None:
         """Watch nothing yet."""
         self.overlapped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self.models: weakref.WeakSet[Microbatches] = weakref.WeakSet()
+        self.models: weakref.WeakSet[ModelContext] = weakref.WeakSet()
         self.holds = False
         self.lays = False
 
@@ -268,7 +276,7 @@ class StepHooks:
 
     def read_first(self) -> set[int]:
         """The ids of the parameters that the forwards of all models need whole before they compute anything."""
-        units = {model.units[0].prefetcher.first for model in list(self.models) if model.units} - {None}
+        units = {model.units[0].model.prefetcher.first for model in list(self.models) if model.units} - {None}
         return {id(member.parameter) for unit in units for member in cast("Unit", unit).members}
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
@@ -288,7 +296,7 @@ class StepHooks:
         if optimizer in self.overlapped:
             # The models are in no order, but that of their parameters is the same on all ranks.
             for units in sorted(stepped, key=lambda units: _place_of(units[0], written)):
-                units[0].prefetcher.launch_after_step(units)
+                units[0].model.prefetcher.launch_after_step(units)
 
 
 _step_begins_eagerly = torch.compiler.disable(StepHooks.step_begins)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from operator import attrgetter
@@ -26,11 +26,9 @@ from fxshard.runtime.eager import AfterForward
 from fxshard.runtime.flat_shard import FlatShard, Home, Member
 from fxshard.runtime.input_shard import InputShard
 from fxshard.runtime.parameters import ParameterRef
-from fxshard.runtime.prefetcher import Prefetcher
 from fxshard.runtime.rank_check import Agreement, telling_others
 from fxshard.runtime.replica_sums import ReplicaSums
-from fxshard.runtime.step_hooks import Microbatches
-from fxshard.runtime.unsharded_cache import UnshardedCache
+from fxshard.runtime.step_hooks import ModelContext
 from fxshard.unit_settings import IN_GRAPHS, ReductionSettings, UnitSettings
 
 _VERSION = attrgetter("parameter._version")
@@ -44,19 +42,17 @@ class Unit:
         members: parameters in registration order.
         shards: their memory.
         is_root: no other sharded module contains this one.
-        beside: end of its name, if its modules have another unit on another mesh.
         settings: what the user has told it; `set` changes them.
         subgroup: of this rank, if fewer ranks share the parameters until backward.
         generation: raised by every repack and re-attachment, and by every step of an optimizer that has its parameters.
         was_on_meta: whether its parameters were sharded on the meta device, and have got values since.
-        after_first_call: run after a compiled graph with this unit until it has succeeded, and then set to `None`.
-        frames: the captured graphs that read it, weakly.
+        frames: the captured graphs that read it, in the order of their capture.
         accumulation: its gradients of microbatches that were not reduced.
         replica_sums: its gradients that were reduced and not averaged over replicas.
         after_forward: its parameters while they may be read between forward and backward.
         reduce_group: for reductions alone, once it was made.
         stages: of a pipeline, that have it and are in a step.
-        microbatches, prefetcher, unsharded: of the model, whose units share them from when they are named.
+        model: what it shares with the other units of its model, from when they are named.
     """
 
     def __init__(
@@ -72,17 +68,14 @@ class Unit:
         self.members = members
         self.mesh = mesh
         self.settings, self.subgroup = settings, subgroup
-        self.is_root = True
-        self.beside, self.fqn = "", ""
+        self.is_root, self.fqn = True, ""
         self.shards: list[FlatShard] = []
         self.generation = 0
         self.was_on_meta = False
-        self.after_first_call: Callable[[], None] | None = None
-        self.frames: list[weakref.ref[Any]] = []
+        self.frames = weakref.WeakKeyDictionary[Any, None]()
         self.accumulation, self.after_forward = Accumulation(self), AfterForward(self)
         self.replica_sums = ReplicaSums(self)
-        self.unsharded = UnshardedCache()
-        self.microbatches, self.prefetcher = Microbatches((self,)), Prefetcher(self.unsharded)
+        self.model = ModelContext((self,))
         self._agreements: dict[tuple[str, str], Agreement] = {}
         self.reduce_group: dist.ProcessGroup | None = None
         self.stages = weakref.WeakSet[Any]()
@@ -171,7 +164,7 @@ class Unit:
                     self.shards.append(FlatShard(plan, [by_fqn[slot.fqn] for slot in plan.slots], self.mesh, home))
         self._advance(before)
         unsharded_cache.reshard_resident(self)
-        self.prefetcher.forget()  # it knows the old flats
+        self.model.prefetcher.forget()  # it knows the old flats
         self.publish()
 
     def _layout(self) -> tuple[ShardPlan, ...]:
@@ -181,7 +174,8 @@ class Unit:
     def publish(self) -> None:
         """Refresh the plan and what the modules' getters read; called whenever layout, name or policy changed."""
         settings, outer = self.settings, mesh_axes.replicate_group(self.mesh)
-        given, policy = settings.reshard_after_forward, settings.mp_policy
+        given, policy, offload = settings.reshard_after_forward, settings.mp_policy, settings.offload
+        kind = self.mesh.device_type
         self.plan = UnitPlan(
             fqn=self.fqn,
             shards=tuple(shard.plan for shard in self.shards),
@@ -191,20 +185,21 @@ class Unit:
             replicas=mesh_axes.num_replicas(self.mesh),
             replicate_group=outer.group_name if outer is not None else "",
             **{each.name: getattr(settings, each.name) for each in fields(ReductionSettings)},
-            offload=self._offload(),
+            offload=Offload(device=kind, pinned=offload.pin_memory and kind != "cpu") if offload else None,
             param_dtype=policy.param_dtype,
             reduce_dtype=policy.reduce_dtype,
             reshard_after_forward=not self.is_root if given is None else bool(given),
             subgroup_size=settings.subgroup_size,
         )
-        self.microbatches.forget_choice()
+        self.model.forget_choice()
         self._agreements.clear()
         self.after_forward.end()
         # Dynamo guards on the key: another list is another graph.
-        lists = prefetch_words(self.fqn, ">", _names(settings.forward_prefetch))
-        lists += prefetch_words(self.fqn, "<", _names(settings.backward_prefetch))
+        named = settings.with_lists(lambda units: None if units is None else tuple(unit.fqn for unit in units))
+        lists = prefetch_words(self.fqn, ">", named.forward_prefetch)
+        lists += prefetch_words(self.fqn, "<", named.backward_prefetch)
         sharing_key = self.plan.sharing_key
-        elsewhere = self.mesh.device_type if settings.offload and self.mesh.device_type != "cpu" else ""
+        elsewhere = kind if offload and kind != "cpu" else ""
         hooks = {shard.plan.encodes: shard.refs(f"{i} of {sharing_key}{lists}") for i, shard in self._inputs()}
         for index, shard in enumerate(self.shards):
             dtype, key = self.plan.unsharded_dtype(shard.plan), f"{index} of {sharing_key}{lists}"
@@ -252,7 +247,7 @@ class Unit:
         inputs = self._inputs()
         if not inputs or torch_private.backward_id() is not None:
             return
-        if not any(found.unit is self and found.is_current for found in self.unsharded.values()):
+        if not any(found.unit is self and found.is_current for found in self.model.unsharded.values()):
             for _, shard in inputs:
                 shard.encode()
 
@@ -260,17 +255,13 @@ class Unit:
         """Make all parameters of what was gathered outside of graphs."""
         return gathered | {slot: made for i, shard in self._inputs() for slot, made in shard.unshard(gathered, i)}
 
-    def _offload(self) -> Offload | None:
-        kind, given = self.mesh.device_type, self.settings.offload
-        return Offload(device=kind, pinned=given.pin_memory and kind != "cpu") if given else None
-
     def reshard(self) -> None:
         """Free what is gathered of it outside of graphs.
 
         Raises:
             UnsupportedGraph: somebody has written into parameters that were read after forward.
         """
-        self.unsharded.drop_if(lambda gathered: gathered.unit is self)
+        self.model.unsharded.drop_if(lambda gathered: gathered.unit is self)
         self.after_forward.end()
 
     @contextmanager
@@ -283,7 +274,7 @@ class Unit:
             what: is gathered or reduced: "all parameters".
         """
         if wanted == "all_gather":
-            self.prefetcher.settle(self.device)
+            self.model.prefetcher.settle(self.device)
         plan = self.plan
         groups = {"all_gather": plan.gathering_group, "reduce_scatter": plan.reducing_group}
         groups["all_reduce"] = plan.replicate_group
@@ -379,7 +370,3 @@ class Unit:
     def _layout_changed(self) -> bool:
         moved = any(shard.flat.device != member.local.device for shard in self.shards for member in shard.members)
         return moved or self._layout() != tuple(shard.plan for shard in self.shards)
-
-
-def _names(units: Sequence[Unit] | None) -> list[str] | None:
-    return None if units is None else [unit.fqn for unit in units]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fxshard import torch_private
 from fxshard.errors import ConfigError
-from fxshard.runtime.step_hooks import Microbatches
+from fxshard.runtime.step_hooks import ModelContext
 from fxshard.runtime.unit import Unit
 
 _log = logging.getLogger(__name__)
@@ -92,30 +92,30 @@ class GradientReductionHandle:
 
 def set_ended_by_hand(units: Sequence[Unit], enabled: bool) -> None:
     """Let the caller say when the last backward of a step has ended."""
-    for microbatches in _of_whole_model("set_manual_backward_finalization", units):
-        microbatches.settings = replace(microbatches.settings, ended_by_hand=enabled)
+    for model in _of_whole_model("set_manual_backward_finalization", units):
+        model.settings = replace(model.settings, ended_by_hand=enabled)
 
 
 def end_step(units: Sequence[Unit]) -> None:
     """End a step whose caller says when."""
-    for microbatches in _of_whole_model("finalize_backward", units):
-        if not microbatches.settings.ended_by_hand:
+    for model in _of_whole_model("finalize_backward", units):
+        if not model.settings.ended_by_hand:
             raise ConfigError(
                 "finalize_backward: backwards of this model end their step by themselves. Call "
                 "set_manual_backward_finalization(True) before them, or leave finalize_backward out."
             )
-        microbatches.end_step()
+        model.end_step()
 
 
-def _of_whole_model(name: str, units: Sequence[Unit]) -> Iterator[Microbatches]:
+def _of_whole_model(name: str, units: Sequence[Unit]) -> Iterator[ModelContext]:
     """Give what knows the backwards of a model, if it has any, between two of them, and `units` are all of it."""
     if torch_private.backward_id() is not None:
         raise ConfigError(f"{name} was called while a backward runs. Call it before or after.")
     if not units:
         return
-    if len(units[0].microbatches.units) > len(units):
+    if len(units[0].model.units) > len(units):
         raise ConfigError(f"{name}: {units[0].label} is part of a larger model. Call it on the outermost module.")
-    yield units[0].microbatches
+    yield units[0].model
 
 
 def refuse_kept_storage(keep: bool) -> None:

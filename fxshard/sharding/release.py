@@ -73,7 +73,7 @@ def _require_releasable(model: nn.Module, states: list[tuple[ModuleState, list[n
     if not states:
         raise ConfigError(f"release({name}): fxshard has sharded nothing in it.")
     units = [unit for state, _ in states for unit in state.units]
-    if any(not set(units).issuperset(unit.microbatches.units) for unit in units):
+    if any(not set(units).issuperset(unit.model.units) for unit in units):
         raise ConfigError(f"release({name}): it is part of a sharded model. Pass the outermost module.")
     if waiting := [unit.label for unit in units if unit.accumulation.waiting or unit.replica_sums.waiting]:
         raise ConfigError(
@@ -114,11 +114,11 @@ class _Released:
 
     def __init__(self, modules: list[nn.Module], state: ModuleState) -> None:
         self.modules, self.policy, self.units = modules, state.mp_policy, state.units
-        self.of_model = state.nested[0].microbatches.settings if state.nested else BackwardSettings()
+        self.of_model = state.nested[0].model.settings if state.nested else BackwardSettings()
         self.methods = [(module, *each) for module in modules for each in forward_methods.registered(module)]
         for unit in self.units:
             unit.reshard()
-            unit.prefetcher.forget()
+            unit.model.prefetcher.forget()
 
     def hand_over(self) -> None:
         """Let FSDP2 shard the modules, of parameters without memory, and put ours in the place of what it made."""
@@ -127,12 +127,11 @@ class _Released:
             return
         for unit in self.units:
             _put(unit, _whole_on_meta)
-        first = self.units[0]
-        numbers = [unit.settings.subgroup_size for unit in self.units if unit.settings.subgroup_size]
+        first, sizes = self.units[0], [unit.settings.subgroup_size for unit in self.units]
         fsdp2.fully_shard(
             _one_or_list(self.modules),
             **_mesh_of(first),
-            reshard_after_forward=numbers[0] if numbers else first.settings.reshard_after_forward,
+            reshard_after_forward=next(filter(None, sizes), first.settings.reshard_after_forward),
             shard_placement_fn=_placements_in(self.units),
             mp_policy=self._policy(),
             ignored_params=set(first.settings.ignored),
@@ -165,11 +164,10 @@ class _Released:
             if not whole:
                 fsdp2.register_fsdp_forward_method(owner, name)
         if not whole and self.units:  # all were told the same
-            tell(self.modules[0], self.units[0].settings.with_lists(_modules_of))
-
-
-def _modules_of(listed: Sequence[Unit] | None) -> tuple[nn.Module, ...]:
-    return tuple(dict.fromkeys(other.modules[0] for other in listed or ()))
+            told = self.units[0].settings
+            tell(
+                self.modules[0], told.with_lists(lambda units: tuple(dict.fromkeys(u.modules[0] for u in units or ())))
+            )
 
 
 def _mesh_of(unit: Unit) -> dict[str, Any]:

@@ -21,11 +21,9 @@ from fxshard.runtime import gloo, mesh_axes, process_groups
 from fxshard.runtime.extensions import around, has_hooks, rows_of
 from fxshard.runtime.flat_shard import Member, home_of
 from fxshard.runtime.parameters import REFS, ParameterSettings, adopt_attributes, as_dtensor, local_of, shard_rows
-from fxshard.runtime.prefetcher import Prefetcher
-from fxshard.runtime.step_hooks import Microbatches
+from fxshard.runtime.step_hooks import ModelContext
 from fxshard.runtime.tensor_parallel import WholeMesh, require_parallel_beside, require_whole_on, tensor_parallel
 from fxshard.runtime.unit import Unit
-from fxshard.runtime.unsharded_cache import UnshardedCache
 from fxshard.sharding.fixed_places import PARAMETRIZED
 from fxshard.sharding.mesh import resharding
 from fxshard.sharding.no_sync import NO_SYNC
@@ -124,8 +122,6 @@ def install(modules: Sequence[nn.Module], units: tuple[Unit, ...], mp_policy: Mi
     """
     units = tuple(sorted(units, key=lambda unit: -unit.mesh.size()))
     state = ModuleState(units, mp_policy)
-    for unit in units[1:]:
-        unit.beside = f"<{'_'.join(unit.mesh.mesh_dim_names or ('mesh',))}>"
     for module in modules:
         module.__dict__[STATE] = state
     owners = {id(owner): owner for unit in units for member in unit.members for owner, _ in member.owners}
@@ -335,11 +331,12 @@ def _name_units(modules: Sequence[nn.Module], state: ModuleState) -> None:
     for unit in nested.values():
         unit.is_root = unit in state.units
         fqns = [join(paths.get(id(owner), ""), name) for owner, name in (m.owners[0] for m in unit.members)]
-        unit.rename(join(",".join(filter(None, (paths.get(id(m), "") for m in unit.modules))), unit.beside), fqns)
-    unsharded, microbatches = UnshardedCache(), Microbatches(tuple(nested.values()))
-    prefetcher = Prefetcher(unsharded)
+        is_first = cast(ModuleState, state_of(unit.modules[0])).units[0] is unit
+        mesh_suffix = "" if is_first else f"<{'_'.join(unit.mesh.mesh_dim_names or ('mesh',))}>"
+        unit.rename(join(",".join(filter(None, (paths.get(id(m), "") for m in unit.modules))), mesh_suffix), fqns)
+    model = ModelContext(tuple(nested.values()))
     for unit in nested.values():
-        unit.unsharded, unit.prefetcher, unit.microbatches = unsharded, prefetcher, microbatches
+        unit.model = model
         if unit.settings.forward_prefetch or unit.settings.backward_prefetch:
             unit.publish()  # the lists name other units, which have new names only now
         if any(module.__dict__.get(NO_SYNC) for module in unit.modules):

@@ -111,7 +111,7 @@ def told(model: nn.Module) -> list[Any]:
     ours = units_under(model)
     if ours:
         settings = [replace(unit.settings.with_lists(modules_of), ignored=frozenset()) for unit in ours]
-        return [*settings, ours[0].microbatches.settings]
+        return [*settings, ours[0].model.settings]
     theirs = torch_fsdp2.units_of(model)
     return [unit.settings for unit in theirs] + [theirs[0].of_model]
 
