@@ -101,9 +101,9 @@ class Fsdp2Unit:
 
     @property
     def settings(self) -> UnitSettings:
-        """What it was told; its prefetch lists have the first module of each unit."""
+        """Its settings; prefetch lists have the first module of each unit."""
         state, groups = self.state, self.groups
-        first = groups[0] if groups else None  # all were told the same
+        first = groups[0] if groups else None  # a setter sets all groups
         policy = getattr(first, "offload_policy", None)
         return replace(
             _public(UnitSettings, first),
@@ -120,7 +120,7 @@ class Fsdp2Unit:
 
     @property
     def of_model(self) -> BackwardSettings:
-        """What it was told of the backwards of the model; that of the outermost one counts."""
+        """The settings of the model; FSDP2 reads those of the outermost unit."""
         return _public(BackwardSettings, self.state._state_ctx)
 
     def _reshard_after_forward(self) -> bool | int | None:

@@ -1,9 +1,9 @@
-"""What a unit was told, each setting once: FSDP2's name of it, its default, and whether graphs depend on it.
+"""The settings of a unit: for each its name in FSDP2, its default, and whether graphs depend on it.
 
 [Note: settings of a unit]
-A field of `UnitSettings` is all that a setting needs to survive `adopt`, `explain` and `release`: the methods that set
-it have the same name on our modules and on FSDP2's, so `tell` serves both. `fully_shard` takes the fields that have no
-such method. The fields of `ReductionSettings` are in the plan as they are, and in the sharing key.
+`adopt`, `explain` and `release` carry all fields of `UnitSettings`. Our modules and FSDP2's have methods of the same
+names to change a setting, so `apply` serves both. The fields without such a method are arguments of `fully_shard`. The
+plan and the sharing key have the fields of `ReductionSettings`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _named(name: str, *, at: str = "", word: str = "", in_graphs: bool = True) -
     Args:
         name: of the method, without `set_`.
         at: where FSDP2 keeps it, if that is not an attribute of this name; `Fsdp2Unit.settings` reads what is private.
-        word: what the sharing key says where it is set.
+        word: stands for it in the sharing key.
         in_graphs: whether graphs are compiled for it.
     """
     return {"setter": f"set_{name}", "fsdp2": at or name, "word": word, "in_graphs": in_graphs}
@@ -46,14 +46,14 @@ class ReductionSettings:
 
     @property
     def reduction_words(self) -> str:
-        """What the sharing key says of them."""
-        told = ((each.metadata["word"], getattr(self, each.name)) for each in fields(ReductionSettings))
-        return "".join(word.format(value) for word, value in told if value is not None and value is not False)
+        """The settings that are not the default, as the sharing key has them."""
+        found = ((each.metadata["word"], getattr(self, each.name)) for each in fields(ReductionSettings))
+        return "".join(word.format(value) for word, value in found if value is not None and value is not False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitSettings(ReductionSettings):
-    """What the user has told a unit; see [Note: settings of a unit].
+    """Everything that the user may set for a unit; see [Note: settings of a unit].
 
     Attributes:
         mp_policy: as given.
@@ -104,7 +104,7 @@ class UnitSettings(ReductionSettings):
 
     @functools.cached_property
     def with_other_sync(self) -> UnitSettings:
-        """The same but for `sync`. Made once, because `no_sync` goes there and back in every microbatch."""
+        """The same but for `sync`. Made once, because `no_sync` switches there and back in every microbatch."""
         other = replace(self, sync=not self.sync)
         other.__dict__["with_other_sync"] = self
         return other
@@ -123,15 +123,15 @@ ARGUMENTS = frozenset(each.name for each in fields(UnitSettings) if "setter" not
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardSettings:
-    """What the outermost module was told: whether backwards end their steps, or `finalize_backward` does."""
+    """The settings of a model: whether a backward ends its step, or `finalize_backward` does."""
 
     is_last: bool = field(default=True, metadata=_named("is_last_backward"))
     ended_by_hand: bool = field(default=False, metadata=_named("manual_backward_finalization"))
 
 
-def tell(module: Any, settings: UnitSettings | BackwardSettings) -> None:
-    """Set on a module, ours or FSDP2's, what another one was told; a setter that its torch lacks is left out."""
+def apply(settings: UnitSettings | BackwardSettings, module: Any) -> None:
+    """Give a module, ours or FSDP2's, these settings, but for those that its torch does not have."""
     for each in fields(settings):
         value, setter = getattr(settings, each.name), getattr(module, each.metadata.get("setter", ""), None)
-        if setter is not None and value is not None and value != ():  # no setter takes back what was set
+        if setter is not None and value is not None and value != ():  # defaults that no setter takes
             setter(value, **({"recurse": False} if "recurse" in inspect.signature(setter).parameters else {}))

@@ -166,12 +166,10 @@ def fake_model_of(
         else:
             mesh = StandInMesh(replica.device.type, size)
             with replica.faking():
-                reshard, separate = (
-                    resharding(mesh, options.reshard_after_forward),
-                    options.separate_reduce_scatter_group,
-                )
+                reshard = resharding(mesh, options.reshard_after_forward)
+                separate = options.separate_reduce_scatter_group
                 for unit in auto_shard.make_units(copied, mesh, replace(options, reshard_after_forward=None)):
-                    _tell(unit, replace(unit.settings, reshard_after_forward=reshard, uses_reduce_group=separate))
+                    _set(unit, replace(unit.settings, reshard_after_forward=reshard, uses_reduce_group=separate))
     return FakeModel(model=copied, world_size=size.shards, replica=replica)
 
 
@@ -232,9 +230,9 @@ def _shard_alike(model: nn.Module, units: tuple[Unit, ...], replica: Replica) ->
     for unit in units:
         _take_over(unit, replica)
     for unit in units:  # after all names: a list is published by the names of what is in it
-        told = unit.settings.only(IN_GRAPHS).with_lists(lambda listed: _copies(listed, units, replica))
-        ignored = frozenset(replica.of(parameter) for parameter in told.ignored if replica.knows(parameter))
-        _tell(_copy_of(unit, replica), replace(told, ignored=ignored))
+        settings = unit.settings.only(IN_GRAPHS).with_lists(lambda listed: _copies(listed, units, replica))
+        ignored = frozenset(replica.of(parameter) for parameter in settings.ignored if replica.knows(parameter))
+        _set(_copy_of(unit, replica), replace(settings, ignored=ignored))
 
 
 def _whole_mesh(units: Sequence[Unit]) -> WholeMesh | None:
@@ -254,8 +252,8 @@ def _settings_in(units: Sequence[Unit], meshes: Mapping[DeviceMesh, DeviceMesh],
     return lambda fqn, parameter: places[id(parameter)]
 
 
-def _tell(unit: Unit, settings: UnitSettings) -> None:
-    """Change the settings of a copy; the groups that these may name do not exist."""
+def _set(unit: Unit, settings: UnitSettings) -> None:
+    """Change the settings of a copy; groups that these name do not exist."""
     names = (f"{unit.plan.group}_{end}" for end in (settings.subgroup_size, "reduce"))
     unit.subgroup, unit.reduce_group = (cast(dist.ProcessGroup, SimpleNamespace(group_name=name)) for name in names)
     unit.settings = settings

@@ -42,7 +42,7 @@ class Unit:
         members: parameters in registration order.
         shards: their memory.
         is_root: no other sharded module contains this one.
-        settings: what the user has told it; `set` changes them.
+        settings: `set` changes them.
         subgroup: of this rank, if fewer ranks share the parameters until backward.
         generation: raised by every repack and re-attachment, and by every step of an optimizer that has its parameters.
         was_on_meta: whether its parameters were sharded on the meta device, and have got values since.

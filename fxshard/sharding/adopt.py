@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fxshard import torch_fsdp2
+from fxshard import torch_fsdp2, unit_settings
 from fxshard.errors import ConfigError
 from fxshard.runtime import gloo
 from fxshard.runtime.flat_shard import Member
@@ -32,7 +32,6 @@ from fxshard.sharding.mesh import require_mesh, resharding
 from fxshard.sharding.shard_module import ignore, ignored_under, install, join, module_paths, subgroup_for
 from fxshard.sharding.sharded_module import ShardedModule, is_compiled, plain_module
 from fxshard.torch_fsdp2 import Fsdp2Parameter, Fsdp2Unit
-from fxshard.unit_settings import ARGUMENTS, tell
 
 
 def adopt(model: nn.Module) -> nn.Module:
@@ -50,7 +49,7 @@ def adopt(model: nn.Module) -> nn.Module:
     for each in adopted:
         each.apply()
     for each in outermost(adopted):
-        tell(each.modules[0], each.of_model)
+        unit_settings.apply(each.of_model, each.modules[0])
     return plain
 
 
@@ -119,7 +118,7 @@ def _tensor_parallel(given: Fsdp2Parameter) -> TensorParallel | None:
 
 
 class _Adopted:
-    """One unit on its way: what FSDP2 was told about it."""
+    """One unit on its way from FSDP2."""
 
     def __init__(self, unit: Fsdp2Unit) -> None:
         self.unit, self.of_model = unit, unit.of_model
@@ -133,7 +132,7 @@ class _Adopted:
 
     def hand_over(self) -> None:
         """Take FSDP2 off the modules and make our unit of its parameters."""
-        told, paths = self.settings.only(ARGUMENTS), module_paths(self.modules)
+        told, paths = self.settings.only(unit_settings.ARGUMENTS), module_paths(self.modules)
         parts: dict[DeviceMesh, list[Member]] = {}
         for each in self.unit.parameters():
             member = Member(
@@ -155,8 +154,8 @@ class _Adopted:
         ignore(self.modules, ignored_under(self.modules))
 
     def apply(self) -> None:
-        """Set what FSDP2 was told, now that all units are ours."""
-        tell(self.modules[0], self.settings)
+        """Apply FSDP2's settings, now that all units are ours."""
+        unit_settings.apply(self.settings, self.modules[0])
         for owner, name, before in self.methods:
             forward_methods.put_back(owner, name, before)
             forward_methods.register(owner, name)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fxshard import torch_fsdp2
+from fxshard import torch_fsdp2, unit_settings
 from fxshard.errors import ConfigError
 from fxshard.runtime.flat_shard import Member
 from fxshard.runtime.parameters import full_tensor_of
@@ -22,7 +22,7 @@ from fxshard.sharding import forward_methods
 from fxshard.sharding.adopt import outermost, unwrap_compiled
 from fxshard.sharding.sharded_module import ModuleState, plain_module, state_of
 from fxshard.sharding.swapped_class import original_class
-from fxshard.unit_settings import BackwardSettings, tell
+from fxshard.unit_settings import BackwardSettings
 
 
 def release(model: nn.Module, *, whole: bool) -> nn.Module:
@@ -47,7 +47,7 @@ def release(model: nn.Module, *, whole: bool) -> nn.Module:
     for each in released:
         each.apply(whole)
     for each in () if whole else outermost(released):
-        tell(each.modules[0], each.of_model)
+        unit_settings.apply(each.of_model, each.modules[0])
     for module in plain.modules():
         if isinstance(module, nn.RNNBase):  # it keeps its weights in a list of its own, too
             module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
@@ -110,7 +110,7 @@ def _require_fsdp2_can(model: nn.Module, states: list[tuple[ModuleState, list[nn
 
 
 class _Released:
-    """What one call of `fully_shard` was told, and what was set since."""
+    """The units of one call of `fully_shard` on their way to FSDP2."""
 
     def __init__(self, modules: list[nn.Module], state: ModuleState) -> None:
         self.modules, self.policy, self.units = modules, state.mp_policy, state.units
@@ -163,11 +163,10 @@ class _Released:
             forward_methods.put_back(owner, name, before)
             if not whole:
                 fsdp2.register_fsdp_forward_method(owner, name)
-        if not whole and self.units:  # all were told the same
-            told = self.units[0].settings
-            tell(
-                self.modules[0], told.with_lists(lambda units: tuple(dict.fromkeys(u.modules[0] for u in units or ())))
-            )
+        if not whole and self.units:  # all have the same settings
+            ours = self.units[0].settings
+            theirs = ours.with_lists(lambda units: tuple(dict.fromkeys(unit.modules[0] for unit in units or ())))
+            unit_settings.apply(theirs, self.modules[0])
 
 
 def _mesh_of(unit: Unit) -> dict[str, Any]:
