@@ -27,6 +27,7 @@ from fxshard.sharding import release as release_module
 from fxshard.sharding.mesh import data_axes, default_mesh, require_mesh
 from fxshard.sharding.no_sync import without_sync
 from fxshard.sharding.sharded_module import ShardedModule, is_compiled, plain_module
+from fxshard.unit_settings import UnitSettings
 
 Module = TypeVar("Module", bound=nn.Module)
 AnyOptimizer = TypeVar("AnyOptimizer")
@@ -115,11 +116,13 @@ def fully_shard(
     units = shard_module.shard(
         modules,
         chosen,
-        mp_policy=policy,
-        reshard_after_forward=reshard_after_forward,
+        UnitSettings(
+            mp_policy=policy,
+            reshard_after_forward=reshard_after_forward,
+            offload=offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None,
+        ),
         ignored=ignored_params or (),
         settings_of=per_parameter.chooser(policy, shard_placement_fn, chosen),
-        offload=offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None,
         within=within,
     )
     for each in dict.fromkeys((chosen, *(unit.mesh for unit in units))):

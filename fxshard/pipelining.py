@@ -103,8 +103,8 @@ class ShardedStage(PipelineStage):
         if not self.has_backward:
             return  # torch 2.13 calls it in eval(), too, and would divide gradients that are there
         for unit in self._units:
-            if unit.accumulation.sync:
-                unit.microbatches.reduce([unit])
+            if unit.settings.sync:
+                unit.model.reduce([unit])
             unsharded_cache.reshard_if_reduced(unit)
         super().perform_reduce_grad(grad_scale_factor)
         self._leave_units()  # torch scales nothing by 1
@@ -131,11 +131,11 @@ class ShardedStage(PipelineStage):
 @contextlib.contextmanager
 def _without_sync(units: Iterable[Unit]) -> Iterator[None]:
     """Let backwards inside add gradients up; what the user has said holds again after."""
-    before = {unit: unit.accumulation.sync for unit in units}
+    before = {unit: unit.settings.sync for unit in units}
     try:
         for unit in before:
-            unit.accumulation.sync = False
+            unit.set_sync(False)
         yield
     finally:
         for unit, sync in before.items():
-            unit.accumulation.sync = sync
+            unit.set_sync(sync)

@@ -8,15 +8,15 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.distributed import _composable_state as composable_state
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
@@ -25,8 +25,11 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fxshard import torch_private
+from fxshard.unit_settings import BackwardSettings, UnitSettings
 
 ShardPlacementResult: Any = getattr(_fsdp_common, "ShardPlacementResult", None)  # from torch 2.13 on
+
+Record = TypeVar("Record", UnitSettings, BackwardSettings)
 
 # The package has a function of the module's name.
 _contract = sys.modules["torch.distributed._composable.contract"]
@@ -88,81 +91,36 @@ class Fsdp2Unit:
         return [cast(DeviceMesh, group.mesh_info.mesh) for group in self.groups]
 
     @property
-    def mp_policy(self) -> MixedPrecisionPolicy:
-        """As given."""
-        return self.state._mp_policy
+    def settings(self) -> UnitSettings:
+        """Its settings; prefetch lists have the first module of each unit."""
+        state, groups = self.state, self.groups
+        first = groups[0] if groups else None  # a setter sets all groups
+        policy = getattr(first, "offload_policy", None)
+        return replace(
+            _public(UnitSettings, first),
+            mp_policy=state._mp_policy,
+            reshard_after_forward=self._reshard_after_forward(),
+            offload=policy if isinstance(policy, CPUOffloadPolicy) else None,
+            forward_prefetch=tuple(other._modules[0] for other in state._states_to_forward_prefetch),
+            backward_prefetch=tuple(other._modules[0] for other in state._states_to_backward_prefetch),
+            all_gather_comm=_unless_torchs(getattr(first, "_all_gather_comm", None)),
+            reduce_scatter_comm=_unless_torchs(getattr(first, "_reduce_scatter_comm", None)),
+            uses_reduce_group=any(getattr(each.mesh_info, "reduce_scatter_process_group", None) for each in groups),
+            all_reduce_hook=getattr(first, "_all_reduce_hook", None),
+        )
 
     @property
-    def reshard_after_forward(self) -> bool | int | None:
-        """As given, or set since."""
+    def of_model(self) -> BackwardSettings:
+        """The settings of the model; FSDP2 reads those of the outermost unit."""
+        return _public(BackwardSettings, self.state._state_ctx)
+
+    def _reshard_after_forward(self) -> bool | int | None:
         if self.state._auto_reshard_after_forward or not self.groups:
             return None
         for group in self.groups:
             if group._use_post_forward_mesh:
                 return int(group.post_forward_mesh_info.shard_mesh_size)
         return bool(self.groups[0]._reshard_after_forward)
-
-    @property
-    def offload(self) -> CPUOffloadPolicy | None:
-        """The policy of its shards, `None` if they are on the device."""
-        policy = self.groups[0].offload_policy if self.groups else None
-        return policy if isinstance(policy, CPUOffloadPolicy) else None
-
-    @property
-    def reshard_after_backward(self) -> bool:
-        """Whether backward frees its parameters."""
-        return all(group.reshard_after_backward for group in self.groups)
-
-    @property
-    def requires_gradient_sync(self) -> bool:
-        """Whether backward reduces its gradients."""
-        return all(group.reduce_grads for group in self.groups)
-
-    @property
-    def requires_all_reduce(self) -> bool:
-        """Whether backward averages over replicas what it reduces."""
-        return all(group.all_reduce_grads for group in self.groups)
-
-    @property
-    def is_last_backward(self) -> bool:
-        """Whether the next backward is the last one of its step."""
-        return bool(self.state._state_ctx.is_last_backward)
-
-    @property
-    def gradient_divide_factor(self) -> float | None:
-        """By which gradients are divided; `None` for the number of ranks."""
-        return next((getattr(group, "gradient_divide_factor", None) for group in self.groups), None)
-
-    @property
-    def sums_only(self) -> bool:
-        """Whether reductions use no average."""
-        return any(getattr(group, "force_sum_reduction_for_comms", False) for group in self.groups)
-
-    @property
-    def reduces_unused(self) -> bool:
-        """Whether zeros are reduced for parameters without a gradient."""
-        return any(getattr(group, "reduce_scatter_unused_params", False) for group in self.groups)
-
-    @property
-    def all_reduce_hook(self) -> Any:
-        """What is called with reduced gradients."""
-        return next((getattr(group, "_all_reduce_hook", None) for group in self.groups), None)
-
-    @property
-    def comms(self) -> dict[str, Any]:
-        """The objects of the user's that do its "all_gather" or "reduce_scatter"."""
-        kinds = ("all_gather", "reduce_scatter")
-        found = {kind: getattr(group, f"_{kind}_comm") for group in self.groups for kind in kinds}
-        return {kind: comm for kind, comm in found.items() if not type(comm).__module__.startswith("torch.")}
-
-    @property
-    def separate_reduce_scatter_group(self) -> bool:
-        """Whether reductions have a process group of their own."""
-        return any(getattr(group.mesh_info, "reduce_scatter_process_group", None) for group in self.groups)
-
-    def prefetched(self, direction: str) -> list[nn.Module]:
-        """Return the first module of each unit listed to be gathered ahead in "forward" or "backward"."""
-        return [state._modules[0] for state in getattr(self.state, f"_states_to_{direction}_prefetch")]
 
     def parameters(self) -> list[Fsdp2Parameter]:
         """Return its parameters in registration order, as they stand in their modules now."""
@@ -174,8 +132,9 @@ class Fsdp2Unit:
                     (info.module, info.param_name),
                     *zip(info.shared_modules, info.shared_param_names, strict=True),
                 ]
-                own = getattr(each, "mp_policy", self.mp_policy)  # from torch 2.15 on
-                keeps_dtype = own.param_dtype != self.mp_policy.param_dtype
+                policy = self.state._mp_policy
+                own = getattr(each, "mp_policy", policy)  # from torch 2.15 on
+                keeps_dtype = own.param_dtype != policy.param_dtype
                 parameter, dim = info.module._parameters[info.param_name], each.fsdp_placement.dim
                 found.append(Fsdp2Parameter(each, parameter, places, keeps_dtype, dim, group.mesh_info.mesh))
         return found
@@ -188,17 +147,19 @@ class Fsdp2Unit:
         return [what for what, found in self._checks(groups, params).items() if found]
 
     def _checks(self, groups: list[Any], params: list[Any]) -> dict[str, bool]:
-        def any_of(owners: Sequence[Any], name: str, usual: Any = None) -> bool:
-            return any(getattr(owner, name, usual) not in (usual, None) for owner in owners)
+        def is_set(name: str) -> bool:
+            return any(getattr(group, name, None) is not None for group in groups)
 
+        settings = self.settings
         return {
-            "reduced gradients that wait for an all_reduce": any_of(groups, "_partial_reduce_output"),
-            "set_all_reduce_hook with a stream": any_of(groups, "_all_reduce_hook_stream"),
-            "set_all_reduce_hook of offloaded parameters": any_of(groups, "_all_reduce_hook")
-            and self.offload is not None
+            "reduced gradients that wait for an all_reduce": is_set("_partial_reduce_output"),
+            "set_all_reduce_hook with a stream": is_set("_all_reduce_hook_stream"),
+            "set_all_reduce_hook of offloaded parameters": is_set("_all_reduce_hook")
+            and settings.offload is not None
             and any(mesh.device_type != "cpu" for mesh in self.meshes),
             "set_custom_all_gather or set_custom_reduce_scatter with an object that has no allocate": any(
-                not (callable(comm) and hasattr(comm, "allocate")) for comm in self.comms.values()
+                comm is not None and not (callable(comm) and hasattr(comm, "allocate"))
+                for comm in (settings.all_gather_comm, settings.reduce_scatter_comm)
             ),
             "an extension (fsdp_pre_all_gather on a tensor subclass)": any(
                 hasattr(each.sharded_param._local_tensor, "fsdp_pre_all_gather") for each in params
@@ -236,6 +197,18 @@ class Fsdp2Unit:
             for call in [call for call, state in states.items() if state is self.state]:
                 del states[call]
             module.__dict__.get(_contract.REGISTRY_KEY, {}).pop("fully_shard", None)
+
+
+def _public(kind: type[Record], source: object) -> Record:
+    """Return the settings that are public attributes of an object of FSDP2's."""
+    named = [each for each in fields(kind) if each.metadata]
+    found: dict[str, Any] = {each.name: getattr(source, each.metadata["fsdp2"], each.default) for each in named}
+    return kind(**found)
+
+
+def _unless_torchs(comm: Any) -> Any:
+    """Return an object that communicates, if it is the user's."""
+    return None if type(comm).__module__.startswith("torch.") else comm
 
 
 def is_our_kind(mesh_info: Any) -> bool:

@@ -43,6 +43,7 @@ from fxshard.runtime.unit import Unit
 from fxshard.sharding import regional, shard_module
 from fxshard.sharding.mesh import default_mesh, require_mesh
 from fxshard.sharding.sharded_module import plain_module, states_under, units_under
+from fxshard.unit_settings import UnitSettings
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ def require_no_replicas(unsharded: dict[str, nn.Parameter], flats: dict[int, Hom
 
 def _not_ignored(unsharded: dict[str, nn.Parameter], units: Iterable[Unit]) -> list[str]:
     """Return the names of those that nobody said to leave whole."""
-    ignored: frozenset[nn.Parameter] = frozenset().union(*(unit.ignored for unit in units))
+    ignored: frozenset[nn.Parameter] = frozenset().union(*(unit.settings.ignored for unit in units))
     return [name for name, parameter in unsharded.items() if parameter not in ignored]
 
 
@@ -290,7 +291,7 @@ def _shard(root: nn.Module, mesh: DeviceMesh, options: Options) -> None:
         process_groups.separate(units)
     orphans = {fqn: weakref.ref(parameter) for fqn, parameter in old.items()}
     for unit in units:
-        unit.after_first_call = functools.partial(_end_first_call, units, orphans)
+        unit.model.after_first_call = functools.partial(_end_first_call, units, orphans)
 
 
 def _end_first_call(units: Sequence[Unit], orphans: dict[str, weakref.ref[nn.Parameter]]) -> None:
@@ -298,7 +299,7 @@ def _end_first_call(units: Sequence[Unit], orphans: dict[str, weakref.ref[nn.Par
     eager.forward_ended(units)  # its graph may lack units that a loss reads
     _require_no_holders(orphans)
     for unit in units:
-        unit.after_first_call = None
+        unit.model.after_first_call = None
 
 
 def make_units(root: nn.Module, mesh: DeviceMesh, options: Options) -> tuple[Unit, ...]:
@@ -310,14 +311,14 @@ def make_units(root: nn.Module, mesh: DeviceMesh, options: Options) -> tuple[Uni
         shard_module.shard(
             [module],
             mesh,
-            mp_policy=policy,
-            reshard_after_forward=options.reshard_after_forward,
-            offload=CPUOffloadPolicy(offload.get("pin_memory", True)) if module in offloaded else None,
+            UnitSettings(
+                mp_policy=policy,
+                reshard_after_forward=options.reshard_after_forward,
+                offload=CPUOffloadPolicy(offload.get("pin_memory", True)) if module in offloaded else None,
+                from_one_line=True,
+            ),
         )
-    units = units_under(root)
-    for unit in units:
-        unit.from_one_line = True
-    return units
+    return units_under(root)
 
 
 def units_of(root: nn.Module) -> list[nn.Module]:
@@ -468,7 +469,7 @@ def _replicas(parameters: Iterable[Tensor]) -> list[str]:
     found: dict[int, str] = {}
     for model in instances_of(nn.Module, thaw=False):  # of any program that imports fxshard
         units = units_under(model)
-        ignored = {id(p) for unit in units for p in unit.ignored}
+        ignored = {id(p) for unit in units for p in unit.settings.ignored}
         is_ours = bool(units) or dynamo.is_compiled_by(model, "fxshard")
         for name, parameter in model.named_parameters() if is_ours else ():
             if id(parameter) in wanted - ignored and len(name) > len(found.get(id(parameter), "")):

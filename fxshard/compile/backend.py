@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -77,12 +76,7 @@ def _dispatch(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Option
 
 def frames_of(module: nn.Module) -> list[Frame]:
     """Return the live captured graphs of a sharded module, compiled or plain, in the order of their capture."""
-    frames: dict[int, Frame] = {}
-    for unit in units_under(plain_module(module)):
-        for reference in unit.frames:
-            if (frame := reference()) is not None:
-                frames.setdefault(id(frame), frame)
-    return list(frames.values())
+    return list(dict.fromkeys(frame for unit in units_under(plain_module(module)) for frame in unit.frames))
 
 
 def capture_only(
@@ -142,8 +136,7 @@ def _compile(
                 key or "root",
             )
     for home in flats.values():
-        alive = [reference for reference in home.unit.frames if reference() is not None]
-        home.unit.frames = [*alive, weakref.ref(frame)]
+        home.unit.frames[frame] = None
     lower(gm, example_inputs, frame, pipeline.chosen(options), options, generate_code=generate_code)
     names = [key or "root" for key in plan.units if key not in plan.in_subgroups]
     _log.info("captured %d units: %s", len(names), ", ".join(names))
@@ -162,7 +155,7 @@ def _hardware(options: Options, flats: dict[int, Home], device: torch.device) ->
 
 def _require_one_way(options: Options, flats: dict[int, Home]) -> None:
     """Raise if options that only the one-line path reads are given for a model that `fully_shard` sharded."""
-    if options.one_line_only and not all(home.unit.from_one_line for home in flats.values()):
+    if options.one_line_only and not all(home.unit.settings.from_one_line for home in flats.values()):
         raise ConfigError(
             f"options {', '.join(options.one_line_only)} only act where torch.compile shards the model itself; this "
             "one was sharded by fully_shard. Pass them to fully_shard (mesh, reshard_after_forward, mp_policy, "

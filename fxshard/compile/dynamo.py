@@ -120,7 +120,7 @@ def bind_markers(gm: fx.GraphModule, flats: dict[int, Home]) -> FramePlan:
         metadata=frozenset(
             i for i, node in enumerate(placeholders) if i not in flats and any(map(_is_reader, node.users))
         ),
-        is_part=any(id(unit) not in keys for home in flats.values() for unit in home.unit.microbatches.units),
+        is_part=any(id(unit) not in keys for home in flats.values() for unit in home.unit.model.units),
         model_axes=meshes.axes_of([*meshes.meshes_in(gm.graph), *_meshes_of(home.unit for home in flats.values())]),
     )
     return plan.with_subgroups()
@@ -153,8 +153,9 @@ def _with_prefetch(unit: Unit, keys: Mapping[int, str]) -> UnitPlan:
         found = tuple(keys[id(other)] for other in listed or () if id(other) in keys)
         return found or (() if listed == () else None)
 
+    lists = unit.settings
     return replace(
-        unit.plan, forward_prefetch=here(unit.forward_prefetch), backward_prefetch=here(unit.backward_prefetch)
+        unit.plan, forward_prefetch=here(lists.forward_prefetch), backward_prefetch=here(lists.backward_prefetch)
     )
 
 

@@ -23,12 +23,12 @@ def keep_last_unit_unsharded(gm: fx.GraphModule, plan: FramePlan, flats: Mapping
     nothing is trained, or the unit was told what to do.
     """
     units = {key: flats[position].unit for position, (key, _) in plan.shard_inputs.items()}
-    whole = {unit for some in units.values() for unit in some.microbatches.units}
+    whole = {unit for some in units.values() for unit in some.model.units}
     if not torch.is_grad_enabled() or whole != set(units.values()):
         return plan
     order = dict.fromkeys(ops.key_of(node).unit for node in gm.graph.nodes if ops.is_unshard(node))
     ahead = [key for key in order if plan.units[key].regathers]
-    if len(ahead) < 2 or units[ahead[-1]].reshard_after_forward is not None:
+    if len(ahead) < 2 or units[ahead[-1]].settings.reshard_after_forward is not None:
         return plan
     last = ahead[-1]
     return replace(plan, units={**plan.units, last: replace(plan.units[last], reshard_after_forward=False)})

@@ -130,7 +130,7 @@ def explanation(name: str, units: Sequence[Unit], device: torch.device, frames: 
         for frame in frames
     )
     captured = {name for frame in kept for call in frame.calls for name in call}
-    offloaded = [unit for unit in units if unit.offload is not None]
+    offloaded = [unit for unit in units if unit.settings.offload is not None]
     host_bytes = sum(unit.plan.shard_bytes for unit in offloaded)
     return Explanation(
         model=name,

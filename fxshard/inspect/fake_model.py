@@ -11,7 +11,7 @@ theirs, for what the model does with DTensors names it, too: its groups exist, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from graphlib import TopologicalSorter
@@ -35,6 +35,7 @@ from fxshard.sharding import regional, shard_module
 from fxshard.sharding.mesh import require_mesh, resharding
 from fxshard.sharding.per_parameter import Chooser
 from fxshard.sharding.sharded_module import ModuleState, plain_module, state_of, states_under, units_under
+from fxshard.unit_settings import IN_GRAPHS, UnitSettings
 
 
 class MeshSize(NamedTuple):
@@ -166,13 +167,9 @@ def fake_model_of(
             mesh = StandInMesh(replica.device.type, size)
             with replica.faking():
                 reshard = resharding(mesh, options.reshard_after_forward)
-                size_of_subgroup = 0 if reshard is None or isinstance(reshard, bool) else reshard
-                plain = replace(options, reshard_after_forward=None if size_of_subgroup else reshard)
-                made = auto_shard.make_units(copied, mesh, plain)
-                for unit in made if size_of_subgroup else ():
-                    _give_subgroup(unit, size_of_subgroup)
-                if options.separate_reduce_scatter_group:
-                    _give_reduce_groups(made)
+                separate = options.separate_reduce_scatter_group
+                for unit in auto_shard.make_units(copied, mesh, replace(options, reshard_after_forward=None)):
+                    _set(unit, replace(unit.settings, reshard_after_forward=reshard, uses_reduce_group=separate))
     return FakeModel(model=copied, world_size=size.shards, replica=replica)
 
 
@@ -225,24 +222,17 @@ def _shard_alike(model: nn.Module, units: tuple[Unit, ...], replica: Replica) ->
             shard_module.shard(
                 [replica.of(module) for module in (first.modules if first else modules)],
                 meshes[(first or units[0]).mesh],
-                mp_policy=state.mp_policy,
-                reshard_after_forward=first.reshard_after_forward if first and not first.subgroup_size else None,
+                UnitSettings(mp_policy=state.mp_policy, offload=first.settings.offload if first else None),
                 ignored=unsharded,
                 settings_of=_settings_in(state.units, meshes, replica),
-                offload=first.offload if first else None,
                 within=_whole_mesh(state.units),
             )
     for unit in units:
         _take_over(unit, replica)
     for unit in units:  # after all names: a list is published by the names of what is in it
-        copied = _copy_of(unit, replica)
-        copied.forward_prefetch = _copies(unit.forward_prefetch, units, replica)
-        copied.backward_prefetch = _copies(unit.backward_prefetch, units, replica)
-        copied.publish()
-    _give_reduce_groups(_copy_of(unit, replica) for unit in units if unit.uses_reduce_group)
-    for unit in units:
-        if unit.subgroup_size:
-            _give_subgroup(_copy_of(unit, replica), unit.subgroup_size)
+        settings = unit.settings.only(IN_GRAPHS).with_lists(lambda listed: _copies(listed, units, replica))
+        ignored = frozenset(replica.of(parameter) for parameter in settings.ignored if replica.knows(parameter))
+        _set(_copy_of(unit, replica), replace(settings, ignored=ignored))
 
 
 def _whole_mesh(units: Sequence[Unit]) -> WholeMesh | None:
@@ -262,19 +252,12 @@ def _settings_in(units: Sequence[Unit], meshes: Mapping[DeviceMesh, DeviceMesh],
     return lambda fqn, parameter: places[id(parameter)]
 
 
-def _give_subgroup(unit: Unit, size: int) -> None:
-    """Let a subgroup that does not exist share the parameters between forward and backward."""
-    name = f"{unit.plan.group}_{size}"
-    unit.reshard_after_forward, unit.subgroup = size, cast(dist.ProcessGroup, SimpleNamespace(group_name=name))
+def _set(unit: Unit, settings: UnitSettings) -> None:
+    """Change the settings of a copy; groups that these name do not exist."""
+    names = (f"{unit.plan.group}_{end}" for end in (settings.subgroup_size, "reduce"))
+    unit.subgroup, unit.reduce_group = (cast(dist.ProcessGroup, SimpleNamespace(group_name=name)) for name in names)
+    unit.settings = settings
     unit.publish()
-
-
-def _give_reduce_groups(units: Iterable[Unit]) -> None:
-    """Give reductions a group of their own, which does not exist either."""
-    for unit in units:
-        name = f"{unit.plan.group}_reduce"
-        unit.reduce_group, unit.uses_reduce_group = cast(dist.ProcessGroup, SimpleNamespace(group_name=name)), True
-        unit.publish()
 
 
 def _calls(model: nn.Module, units: tuple[Unit, ...]) -> list[tuple[ModuleState, list[nn.Module]]]:
@@ -299,10 +282,7 @@ def _take_over(unit: Unit, replica: Replica) -> None:
     copied = _copy_of(unit, replica)
     names = {(id(replica.of(owner)), name): m.fqn for m in unit.members for owner, name in m.owners}
     places = [(member, member.owners[0]) for member in copied.members]
-    copied.is_root, copied.from_one_line = unit.is_root, unit.from_one_line
-    copied.divide_factor, copied.sums_only = unit.divide_factor, unit.sums_only
-    copied.reduces_unused, copied.comms = unit.reduces_unused, dict(unit.comms)
-    copied.ignored = frozenset(replica.of(parameter) for parameter in unit.ignored if replica.knows(parameter))
+    copied.is_root = unit.is_root
     copied.rename(unit.fqn, [names.get((id(owner), name), member.fqn) for member, (owner, name) in places])
 
 

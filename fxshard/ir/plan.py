@@ -32,6 +32,7 @@ from typing import cast
 import torch
 
 from fxshard.ir.meshes import MeshAxis
+from fxshard.unit_settings import ReductionSettings
 
 ParameterKey = tuple[str, int, int]
 """(unit key, shard, slot): a parameter of a captured graph."""
@@ -110,7 +111,7 @@ class Offload:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnitPlan:
+class UnitPlan(ReductionSettings):
     """Everything a pass may know about a unit. A prefetch list has keys of units; `()` leaves it to the pass."""
 
     fqn: str  # name of the unit's module, unique within one captured graph
@@ -127,9 +128,6 @@ class UnitPlan:
     replicas: int = 1  # ranks that hold the same shard, along the mesh axis that replicates
     replicate_group: str = ""  # name of their process group; none for one replica
     all_reduces: bool = True  # whether graphs average over the replicas, and not the runtime after them
-    divide_factor: float | None = None  # by which gradients are divided; `None`: by the number of ranks
-    sums_only: bool = False  # whether reductions may only add
-    reduces_unused: bool = False  # whether zeros are reduced for what a backward gives no gradient
     subgroup_size: int = 0  # ranks that share its parameters between forward and backward; 0 for all of them
     subgroup: str = ""  # name of their process group
     subgroup_gather: str = ""  # of gathers from it, if an object does them
@@ -233,9 +231,7 @@ class UnitPlan:
         digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:8]
         policy = "reshard" if self.reshard_after_forward else "keep"
         policy += f" to {self.subgroup_size}" if self.subgroup else ""
-        policy += f" /{self.divide_factor:g}" if self.divide_factor is not None else ""
-        policy += " sums" if self.sums_only else ""
-        policy += " unused" if self.reduces_unused else ""
+        policy += self.reduction_words
         if self.offload is not None:
             policy += f" {'pinned' if self.offload.pinned else 'host'} to {self.offload.device}"
         ranks = f"{self.replicas}x{self.world_size}" if self.replicas > 1 else f"{self.world_size}"

@@ -36,14 +36,12 @@ class Accumulation:
     """What one unit has accumulated; see [Note: accumulators].
 
     Attributes:
-        sync: whether a backward that runs now reduces the unit's gradients.
         waiting: the parameters with gradients that were not reduced.
     """
 
     def __init__(self, unit: Unit) -> None:
-        """Nothing waits, and backwards reduce."""
+        """Nothing waits."""
         self._unit = unit
-        self.sync = True
         self.waiting: set[SlotIndex] = set()
         self._buffers: dict[int, Tensor] = {}  # by shard: all its parameters, one after the other
         self._epoch = 0
@@ -86,7 +84,7 @@ class Accumulation:
             for total, grad in zip(self.sums(grads), grads.values(), strict=True):
                 total.add_(grad)
         self.waiting.update(grads)
-        self._unit.microbatches.watch_steps()
+        self._unit.model.watch_steps()
 
     def finish(self, grads: Mapping[SlotIndex, Tensor]) -> dict[SlotIndex, Tensor]:
         """What is to be reduced, by parameter: `grads`, with what waits added to them."""
@@ -115,14 +113,14 @@ def waiting_separately(
     found: dict[str, Waiting] = {}
     for key, slots in candidates.items():  # in an order that is the same on all ranks
         waiting = units[key].accumulation.waiting.intersection(slots, trained.get(key, ()))
-        if waiting and units[key].accumulation.sync and _is_asked(units[key]):
+        if waiting and units[key].settings.sync and _is_asked(units[key]):
             found[key] = tuple(sorted(waiting))
     return found
 
 
 def variant_for(units: Units, trained: Slots, separate: Mapping[str, Waiting]) -> Variant:
     """Which backward of a graph is to run now; what is resident is not its affair."""
-    kept = {key for key in trained if not units[key].accumulation.sync}
+    kept = {key for key in trained if not units[key].settings.sync}
     left = {key: units[key].accumulation.waiting.difference(separate.get(key, ())) for key in trained.keys() - kept}
     ended = {key for key, slots in left.items() if not slots.isdisjoint(trained[key])}
     # Of a unit that autograd asks no gradient of, the plain backward's is dropped.
@@ -146,6 +144,6 @@ def note_run(which: Variant, units: Units, trained: Slots) -> None:
     """A variant has run: say what waits now."""
     for key in which.accumulates:
         units[key].accumulation.waiting.update(trained[key])
-        units[key].microbatches.watch_steps()
+        units[key].model.watch_steps()
     for key in which.finishes:
         units[key].accumulation.waiting.difference_update(trained[key])

@@ -171,7 +171,7 @@ class ForwardDispatch(Dispatch):
 
     def _begin(self, units: Units) -> None:
         """Choose for the call that comes next; here, because nothing can be compiled inside an autograd function."""
-        for prefetcher in dict.fromkeys(unit.prefetcher for unit in units.values()):
+        for prefetcher in dict.fromkeys(unit.model.prefetcher for unit in units.values()):
             prefetcher.require_seen_writes()
         budget, trains = self._frame.resident_budget_bytes, bool(self._frame.trained)
         chosen = torch_private.as_in_forward(
@@ -181,7 +181,7 @@ class ForwardDispatch(Dispatch):
         self._compiled(which)
         self._next = which, self._resident(which, units), self._frame.names_of(units)
         for unit in units.values():
-            unit.prefetcher.settle(unit.device)
+            unit.model.prefetcher.settle(unit.device)
 
     def __call__(self, inputs: list[Any]) -> Any:
         """Run the variant that `_begin` has chosen, with the parameters that it takes."""
@@ -211,13 +211,13 @@ class BackwardDispatch(Dispatch):
         which = dataclasses.replace(sums, resident=chosen, apart=apart)
         code = self._compiled(which)  # before anything is launched
         for key, slots in separate.items():
-            units[key].microbatches.reduce_separately(units[key], slots)
+            units[key].model.reduce_separately(units[key], slots)
         inputs.extend(accumulation.sums_for(which, units, trained))
         inputs.extend(self._resident(which, units))
         for unit in units.values():
             unsharded_cache.reshard_if_reduced(unit)  # if they end: then the graph frees each after its last use
-        for microbatches in dict.fromkeys(unit.microbatches for unit in units.values()):
-            microbatches.late.arrive(keep=self._frame.max_late)
+        for model in dict.fromkeys(unit.model for unit in units.values()):
+            model.late.arrive(keep=self._frame.max_late)
         if call.forward != PLAIN or which != PLAIN:
             restride(inputs, code.layouts)
         with rank_check.telling_others(self._groups):
@@ -234,6 +234,6 @@ class BackwardDispatch(Dispatch):
             unit, trained = units[key], [slot for j, slot in self._frame.trained[key] if j == shard]
             reduction = Reduction(unit.fqn, results[i], waiting)
             sink = unit.shards[shard].sink
-            is_late = unit.microbatches.late.defer(reduction, sink, trained)
+            is_late = unit.model.late.defer(reduction, sink, trained)
             left[i] = None if is_late else results[i].to(sink.plan.gradient_dtype)
         return left

@@ -163,8 +163,8 @@ def forward_ended(units: Iterable[Unit]) -> None:
     if len(_scopes.stack) > 1 or torch_private.backward_id() is not None:
         return
     units = tuple(units)
-    for microbatches in () if torch.is_grad_enabled() else dict.fromkeys(unit.microbatches for unit in units):
-        microbatches.look_back()
+    for model in () if torch.is_grad_enabled() else dict.fromkeys(unit.model for unit in units):
+        model.look_back()
     for unit in units:
         if not unit.plan.reshard_after_forward:
             unit.after_forward.begin()
@@ -285,14 +285,14 @@ class _UnshardUnit(torch.autograd.Function):
         unit.require_version(ctx.version)
         written = {slot: grad for slot, grad in zip(ctx.index, grads, strict=True) if grad is not None}
         _scopes.recompute = None
-        unit.microbatches.backward_runs(of_forward=not ctx.after_forward)
-        if written and not unit.accumulation.sync:
+        unit.model.backward_runs(of_forward=not ctx.after_forward)
+        if written and not unit.settings.sync:
             unit.accumulation.add(written)
             written = {}
         if not written:
             return (None, None, None, *(None for _ in unit.shards))
         written = unit.accumulation.finish(written)
-        if unit.reduces_unused:
+        if unit.settings.reduces_unused:
             written = _with_zeros(written, unit)
         for i, j in written:
             unit.shards[i].sink.expect((j,))

@@ -221,14 +221,14 @@ class FlatShard:
         places = [(module, name, member) for member in members for module, name in member.owners]
         self._owners, self._names, self._owned = zip(*places, strict=True)  # these never change
         # A Parameter, because Dynamo never makes a Parameter's length symbolic.
-        device, offload = members[0].local.device, home.unit.offload
+        device, offload = members[0].local.device, home.unit.settings.offload
         pinned = offload is not None and offload.pin_memory and mesh.device_type != "cpu" and device.type == "cpu"
         flat = torch.zeros(plan.numel, dtype=plan.dtype, device=device, pin_memory=pinned)
         self.flat = nn.Parameter(flat, requires_grad=plan.trainable)
         self.flat._fxshard_home = home  # type: ignore[attr-defined]
         self.flat.grad_dtype = plan.gradient_dtype
         self.sink = GradientSink([member.parameter for member in members], plan)
-        self.sink.hook = home.unit.all_reduce_hook
+        self.sink.hook = home.unit.settings.all_reduce_hook
         if mesh_axes.num_replicas(mesh) > 1:
             self.sink.is_apart = home.unit.replica_sums.apart
             self.sink.take_apart = functools.partial(home.unit.replica_sums.take, home.shard)

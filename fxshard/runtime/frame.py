@@ -70,8 +70,8 @@ class Frame:
         if not eager.inside_call():
             eager.forward_ended(units.values())
         for unit in units.values():
-            if unit.after_first_call is not None:
-                unit.after_first_call()
+            if unit.model.after_first_call is not None:
+                unit.model.after_first_call()
         return results
 
     def _units(self, args: Sequence[Any]) -> Units:
@@ -147,10 +147,10 @@ class _BeforeBackward:
         for key, version in self.versions.items():
             self.units[key].require_version(version)
         # In the order of the plan, which is the same on all ranks: what these hooks queue may launch reductions.
-        for microbatches in dict.fromkeys(self.units[key].microbatches for key in self.trained):
-            microbatches.backward_runs()
+        for model in dict.fromkeys(self.units[key].model for key in self.trained):
+            model.backward_runs()
         for key, slots in self.trained.items():
-            if not self.units[key].accumulation.sync:
+            if not self.units[key].settings.sync:
                 continue
             for i, shard in enumerate(self.units[key].shards):
                 if trained := [slot for j, slot in slots if j == i]:

@@ -132,4 +132,4 @@ def _wait_for_last_step() -> None:
     if not dist.is_initialized():  # else another rank may be gone, and the wait be long
         for model in list(step_hooks().models):
             for unit in model.units:
-                unit.prefetcher.drop_stepped()
+                unit.model.prefetcher.drop_stepped()

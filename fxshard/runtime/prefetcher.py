@@ -245,7 +245,8 @@ class Prefetcher:
         scope = self._scope
         if scope is None or not self._taken or scope != eager.running():
             return
-        listed = unit.backward_prefetch if scope.is_backward else unit.forward_prefetch
+        settings = unit.settings
+        listed = settings.backward_prefetch if scope.is_backward else settings.forward_prefetch
         for other in listed or ():
             for key, request in self._of_unit.get((scope.is_backward, other), {}).items():
                 if key not in self._taken:
@@ -279,7 +280,7 @@ class Prefetcher:
     def _is_foreseen_alike(self, request: AllGatherRequest, after: Unit) -> bool:
         """Whether all ranks that must launch a request have seen alike what came before it; a unit came last."""
         if self._are_alike is None:
-            self._are_alike = len({_ranks_of(unit.plan.group) for unit in after.microbatches.units}) <= 1
+            self._are_alike = len({_ranks_of(unit.plan.group) for unit in after.model.units}) <= 1
         return self._are_alike or _ranks_of(request.group) < _ranks_of(after.plan.group)
 
     def _launch(self, request: AllGatherRequest, why: Why) -> Gathered:
@@ -333,9 +334,9 @@ def _prefetched_all_gather(
     if unit is None:
         return request.launch()
     takes = role in ("first", "only")
-    launched = unit.prefetcher.take_or_launch(request, unit) if takes else request.launch()
+    launched = unit.model.prefetcher.take_or_launch(request, unit) if takes else request.launch()
     if role in ("last", "only"):
-        unit.prefetcher.prefetch_next(unit, ahead)
+        unit.model.prefetcher.prefetch_next(unit, ahead)
     return launched
 
 

@@ -41,14 +41,13 @@ def separate(units: Iterable[Unit], enable: bool = True) -> None:
     for unit in [unit for unit in units if unit.world_size > 1]:
         if enable and unit.reduce_group is None:
             unit.reduce_group = _known(unit) or _twin_of(unit)
-        unit.uses_reduce_group = enable
-        unit.publish()
+        unit.set(uses_reduce_group=enable)
 
 
 def _known(unit: Unit) -> dist.ProcessGroup | None:
     """The group that another unit of the model has for the same ranks."""
     ranks = dist.get_process_group_ranks(mesh_axes.shard_group(unit.mesh))
-    made = (other.reduce_group for other in unit.microbatches.units)
+    made = (other.reduce_group for other in unit.model.units)
     return next((g for g in made if g is not None and dist.get_process_group_ranks(g) == ranks), None)
 
 

@@ -33,16 +33,11 @@ if TYPE_CHECKING:
 
 
 class ReplicaSums:
-    """What one unit has reduced and not averaged over its replicas; see [Note: replica sums].
-
-    Attributes:
-        averages: whether a backward that runs now averages.
-    """
+    """What one unit has reduced and not averaged over its replicas; see [Note: replica sums]."""
 
     def __init__(self, unit: Unit) -> None:
-        """Nothing waits, and backwards average."""
+        """Nothing waits."""
         self._unit = unit
-        self.averages = True
         self._sums: dict[int, Tensor] = {}  # by shard
         self._slots: dict[int, set[int]] = {}  # the parameters with a gradient in it
         self._apart: dict[int | None, bool] = {}  # by backward
@@ -58,7 +53,7 @@ class ReplicaSums:
         """Whether the graphs of the running backward leave out the all_reduce."""
         if self._unit.plan.replicas == 1:
             return False
-        return self._apart.setdefault(torch_private.backward_id(), not self.averages or self.waiting)
+        return self._apart.setdefault(torch_private.backward_id(), not self._unit.settings.averages or self.waiting)
 
     def plan(self) -> UnitPlan:
         """The unit's plan for what is reduced outside of graphs."""
@@ -89,17 +84,18 @@ class ReplicaSums:
         earlier, known = self._sums.pop(shard, None), self._slots.pop(shard, set()) | set(slots)
         with torch.no_grad():
             total = grad if earlier is None else earlier + grad
-            if self.averages and (self._ends or self._unit.offload is None):
+            settings = self._unit.settings
+            if settings.averages and (self._ends or settings.offload is None):
                 return self._averaged(shard, total), sorted(known)
             self._sums[shard], self._slots[shard] = total.clone() if earlier is None else total, known
-        self._unit.microbatches.watch_steps()
+        self._unit.model.watch_steps()
         return None
 
     def finish(self) -> None:
         """Average what waits: of flats to which the backward that ends now gave nothing, and of offloaded ones."""
         self._ends = True
         try:
-            for shard in sorted(self._sums) if self.averages else ():
+            for shard in sorted(self._sums) if self._unit.settings.averages else ():
                 flat, sink = self._unit.shards[shard].flat, self._unit.shards[shard].sink
                 sink.expect(self._slots[shard])
                 flat.grad = torch.zeros_like(self._sums[shard])

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -33,6 +33,9 @@ from fxshard.runtime import host_copies, profiler_ranges, rank_check, unsharded_
 from fxshard.runtime.accumulation import Waiting
 from fxshard.runtime.late_gradients import BackwardMark, LateGradients
 from fxshard.runtime.optimizer_layout import lay_as_parameters
+from fxshard.runtime.prefetcher import Prefetcher
+from fxshard.runtime.unsharded_cache import UnshardedCache
+from fxshard.unit_settings import BackwardSettings
 
 if TYPE_CHECKING:
     from fxshard.runtime.flat_shard import FlatShard
@@ -42,13 +45,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class Microbatches:
-    """The backwards of one model; see [Note: the end of a step]."""
+class ModelContext:
+    """What the units of one model share, and its backwards; see [Note: the end of a step]."""
 
     units: Sequence[Unit]  # of the model, in the order in which it names them
     late: LateGradients = field(default_factory=LateGradients)  # reduced gradients that have not arrived yet
-    last: bool = True  # whether a backward that ends now is the last one of its step
-    is_ended_by_hand: bool = False  # whether none is, and `end_step` is called instead
+    # Parameters that are gathered outside of the graph that reads them, and what gathers them ahead.
+    unsharded: UnshardedCache = field(default_factory=UnshardedCache, repr=False)
+    prefetcher: Prefetcher = field(init=False, repr=False)
+    after_first_call: Callable[[], None] | None = None  # run after a compiled graph until it has succeeded
+    settings: BackwardSettings = field(default_factory=BackwardSettings)  # which backward ends a step
     _begun: int | None = field(default=None, repr=False)
     _unended: set[int] = field(default_factory=set, repr=False)  # backwards that have begun, and leave sums behind
     _resharded_in: int | None = field(default=None, repr=False)
@@ -56,7 +62,7 @@ class Microbatches:
 
     def __post_init__(self) -> None:
         """Watch the optimizers' steps from now on, for as long as the model lives."""
-        hooks = step_hooks()
+        self.prefetcher, hooks = Prefetcher(self.unsharded), step_hooks()
         hooks.models.add(self)
         hooks.lays |= any(member.settings.dim for unit in self.units for member in unit.members)
 
@@ -70,7 +76,7 @@ class Microbatches:
     @property
     def _leaves_sums(self) -> bool:
         """Whether a backward that fails may leave gradients that wait."""
-        return self.holds or not all(unit.accumulation.sync for unit in self.units)
+        return self.holds or not all(unit.settings.sync for unit in self.units)
 
     def backward_runs(self, *, of_forward: bool = True) -> None:
         """Called by the graphs of a backward: at the first one see to what begins, and later to what ends with it.
@@ -93,7 +99,7 @@ class Microbatches:
     def _backward_ends(self, which: int, mark: BackwardMark) -> None:
         self.late.end(which)
         if which in self._unended:
-            self._end(self.last and not self.is_ended_by_hand)
+            self._end(self.settings.is_last and not self.settings.ended_by_hand)
             self._unended.discard(which)
         self.look_back()
 
@@ -134,9 +140,9 @@ class Microbatches:
 
     def _end(self, is_last: bool) -> None:
         if is_last:
-            self.reduce(unit for unit in self.units if unit.accumulation.sync)
+            self.reduce(unit for unit in self.units if unit.settings.sync)
         for unit in self.units:
-            if is_last or unit.offload is not None:  # on the host nothing is averaged before
+            if is_last or unit.settings.offload is not None:  # on the host nothing is averaged before
                 unit.replica_sums.finish()
         for unit in self.units:
             unsharded_cache.reshard_if_reduced(unit)
@@ -238,7 +244,7 @@ class StepHooks:
     def __init__(self) -> None:
         """Watch nothing yet."""
         self.overlapped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self.models: weakref.WeakSet[Microbatches] = weakref.WeakSet()
+        self.models: weakref.WeakSet[ModelContext] = weakref.WeakSet()
         self.holds = False
         self.lays = False
 
@@ -257,7 +263,7 @@ class StepHooks:
 
     def read_first(self) -> set[int]:
         """The ids of the parameters that the forwards of all models need whole before they compute anything."""
-        units = {model.units[0].prefetcher.first for model in list(self.models) if model.units} - {None}
+        units = {model.units[0].model.prefetcher.first for model in list(self.models) if model.units} - {None}
         return {id(member.parameter) for unit in units for member in cast("Unit", unit).members}
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
@@ -277,7 +283,7 @@ class StepHooks:
         if optimizer in self.overlapped:
             # The models are in no order, but that of their parameters is the same on all ranks.
             for units in sorted(stepped, key=lambda units: _place_of(units[0], written)):
-                units[0].prefetcher.launch_after_step(units)
+                units[0].model.prefetcher.launch_after_step(units)
 
 
 _step_begins_eagerly = torch.compiler.disable(StepHooks.step_begins)

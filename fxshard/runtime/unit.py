@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from fxshard import torch_private
 from fxshard.errors import ConfigError, UnsupportedGraph
@@ -26,11 +26,10 @@ from fxshard.runtime.eager import AfterForward
 from fxshard.runtime.flat_shard import FlatShard, Home, Member
 from fxshard.runtime.input_shard import InputShard
 from fxshard.runtime.parameters import ParameterRef
-from fxshard.runtime.prefetcher import Prefetcher
 from fxshard.runtime.rank_check import Agreement, telling_others
 from fxshard.runtime.replica_sums import ReplicaSums
-from fxshard.runtime.step_hooks import Microbatches
-from fxshard.runtime.unsharded_cache import UnshardedCache
+from fxshard.runtime.step_hooks import ModelContext
+from fxshard.unit_settings import IN_GRAPHS, ReductionSettings, UnitSettings
 
 _VERSION = attrgetter("parameter._version")
 
@@ -43,33 +42,17 @@ class Unit:
         members: parameters in registration order.
         shards: their memory.
         is_root: no other sharded module contains this one.
-        beside: end of its name, if its modules have another unit on another mesh.
-        reshard_after_forward: as given; `None` means True for all but the root, a number that a subgroup of so many
-            ranks shares the parameters until backward.
-        subgroup: of this rank, if it is a number.
-        forward_prefetch: units to launch in forward right after this one has been waited for; none listed: as the
-            option has it; `None`: nothing.
-        backward_prefetch: the same in backward.
-        reshard_after_backward: whether the user wants its parameters freed after backward.
+        settings: `set` changes them.
+        subgroup: of this rank, if fewer ranks share the parameters until backward.
         generation: raised by every repack and re-attachment, and by every step of an optimizer that has its parameters.
         was_on_meta: whether its parameters were sharded on the meta device, and have got values since.
-        from_one_line: whether `torch.compile` made it, not the user.
-        ignored: parameters of the modules that stay unsharded on purpose.
-        after_first_call: run after a compiled graph with this unit until it has succeeded, and then set to `None`.
-        frames: the captured graphs that read it, weakly.
+        frames: the captured graphs that read it, in the order of their capture.
         accumulation: its gradients of microbatches that were not reduced.
         replica_sums: its gradients that were reduced and not averaged over replicas.
         after_forward: its parameters while they may be read between forward and backward.
-        divide_factor: by which gradients are divided, `None` for the number of ranks.
-        sums_only: whether reductions use no average of the group's.
-        reduces_unused: whether zeros are reduced for what a backward gives no gradient.
-        offload: the policy of its shards, `None` if they are on the device; see [Note: offloaded shards].
-        all_reduce_hook: called with each reduced gradient of a flat, which it may change in place.
-        comms: objects of the user's that do its "all_gather" or "reduce_scatter".
         reduce_group: for reductions alone, once it was made.
-        uses_reduce_group: whether they use it, and not the mesh's.
         stages: of a pipeline, that have it and are in a step.
-        microbatches, prefetcher, unsharded: of the model, whose units share them from when they are named.
+        model: what it shares with the other units of its model, from when they are named.
     """
 
     def __init__(
@@ -77,42 +60,38 @@ class Unit:
         modules: Sequence[nn.Module],
         members: list[Member],
         mesh: DeviceMesh,
-        mp_policy: MixedPrecisionPolicy,
-        reshard_after_forward: bool | int | None,
+        settings: UnitSettings,
         subgroup: dist.ProcessGroup | None = None,
-        offload: CPUOffloadPolicy | None = None,
     ) -> None:
         """Take over `members`, whose parameters are DTensors, and copy their rows into flats."""
         self.modules = tuple(modules)
         self.members = members
         self.mesh = mesh
-        self.mp_policy = mp_policy
-        self.reshard_after_forward, self.subgroup = reshard_after_forward, subgroup
-        self.offload = offload
-        self.forward_prefetch: tuple[Unit, ...] | None = ()
-        self.backward_prefetch: tuple[Unit, ...] | None = ()
-        self.reshard_after_backward = True
-        self.is_root = True
-        self.beside, self.fqn = "", ""
+        self.settings, self.subgroup = settings, subgroup
+        self.is_root, self.fqn = True, ""
         self.shards: list[FlatShard] = []
         self.generation = 0
-        self.from_one_line, self.was_on_meta = False, False
-        self.ignored: frozenset[nn.Parameter] = frozenset()
-        self.after_first_call: Callable[[], None] | None = None
-        self.frames: list[weakref.ref[Any]] = []
+        self.was_on_meta = False
+        self.frames = weakref.WeakKeyDictionary[Any, None]()
         self.accumulation, self.after_forward = Accumulation(self), AfterForward(self)
         self.replica_sums = ReplicaSums(self)
-        self.unsharded = UnshardedCache()
-        self.microbatches, self.prefetcher = Microbatches((self,)), Prefetcher(self.unsharded)
+        self.model = ModelContext((self,))
         self._agreements: dict[tuple[str, str], Agreement] = {}
-        self.comms: dict[str, Any] = {}
         self.reduce_group: dist.ProcessGroup | None = None
-        self.divide_factor: float | None = None
-        self.uses_reduce_group, self.sums_only, self.reduces_unused = False, False, False
-        self.all_reduce_hook: Callable[[Tensor], None] | None = None
         self.stages = weakref.WeakSet[Any]()
         self.plan: UnitPlan
         self.pack()
+
+    def set(self, **changes: Any) -> None:
+        """Change settings."""
+        self.settings = replace(self.settings, **changes)
+        if IN_GRAPHS & changes.keys():
+            self.publish()
+
+    def set_sync(self, sync: bool) -> None:
+        """Let backwards reduce gradients, or add them up; at once, for each microbatch may do it."""
+        if sync != self.settings.sync:
+            self.settings = self.settings.with_other_sync
 
     @property
     def world_size(self) -> int:
@@ -126,16 +105,10 @@ class Unit:
         return next((each.spec.mesh for each in parallel if each.within is None), None)
 
     @property
-    def subgroup_size(self) -> int:
-        """Ranks that share the parameters between forward and backward, 0 if those are not fewer."""
-        given = self.reshard_after_forward
-        return 0 if given is None or isinstance(given, bool) else given
-
-    @property
     def device(self) -> torch.device:
         """Where its parameters are gathered and its gradients reduced."""
         kind = self.mesh.device_type
-        if self.offload is None or kind == "cpu":
+        if self.settings.offload is None or kind == "cpu":
             return self.shards[0].flat.device
         return torch.device(kind, torch.get_device_module(kind).current_device())
 
@@ -178,7 +151,7 @@ class Unit:
         """Lay out all members anew, and copy this rank's rows of each into fresh flats."""
         before = self.epoch()
         for member in self.members:
-            member.extend(self.mesh, self.mp_policy)
+            member.extend(self.mesh, self.settings.mp_policy)
         self._require_usable_hooks()
         by_fqn = {member.fqn: member for member in self.members}
         with torch.no_grad(), torch.inference_mode(False):
@@ -191,7 +164,7 @@ class Unit:
                     self.shards.append(FlatShard(plan, [by_fqn[slot.fqn] for slot in plan.slots], self.mesh, home))
         self._advance(before)
         unsharded_cache.reshard_resident(self)
-        self.prefetcher.forget()  # it knows the old flats
+        self.model.prefetcher.forget()  # it knows the old flats
         self.publish()
 
     def _layout(self) -> tuple[ShardPlan, ...]:
@@ -200,7 +173,9 @@ class Unit:
 
     def publish(self) -> None:
         """Refresh the plan and what the modules' getters read; called whenever layout, name or policy changed."""
-        given, outer = self.reshard_after_forward, mesh_axes.replicate_group(self.mesh)
+        settings, outer = self.settings, mesh_axes.replicate_group(self.mesh)
+        given, policy, offload = settings.reshard_after_forward, settings.mp_policy, settings.offload
+        kind = self.mesh.device_type
         self.plan = UnitPlan(
             fqn=self.fqn,
             shards=tuple(shard.plan for shard in self.shards),
@@ -209,23 +184,22 @@ class Unit:
             **self._own_groups(),
             replicas=mesh_axes.num_replicas(self.mesh),
             replicate_group=outer.group_name if outer is not None else "",
-            divide_factor=self.divide_factor,
-            sums_only=self.sums_only,
-            reduces_unused=self.reduces_unused,
-            offload=self._offload(),
-            param_dtype=self.mp_policy.param_dtype,
-            reduce_dtype=self.mp_policy.reduce_dtype,
+            **{each.name: getattr(settings, each.name) for each in fields(ReductionSettings)},
+            offload=Offload(device=kind, pinned=offload.pin_memory and kind != "cpu") if offload else None,
+            param_dtype=policy.param_dtype,
+            reduce_dtype=policy.reduce_dtype,
             reshard_after_forward=not self.is_root if given is None else bool(given),
-            subgroup_size=self.subgroup_size,
+            subgroup_size=settings.subgroup_size,
         )
-        self.microbatches.forget_choice()
+        self.model.forget_choice()
         self._agreements.clear()
         self.after_forward.end()
         # Dynamo guards on the key: another list is another graph.
-        lists = prefetch_words(self.fqn, ">", _names(self.forward_prefetch))
-        lists += prefetch_words(self.fqn, "<", _names(self.backward_prefetch))
+        named = settings.with_lists(lambda units: None if units is None else tuple(unit.fqn for unit in units))
+        lists = prefetch_words(self.fqn, ">", named.forward_prefetch)
+        lists += prefetch_words(self.fqn, "<", named.backward_prefetch)
         sharing_key = self.plan.sharing_key
-        elsewhere = self.mesh.device_type if self.offload and self.mesh.device_type != "cpu" else ""
+        elsewhere = kind if offload and kind != "cpu" else ""
         hooks = {shard.plan.encodes: shard.refs(f"{i} of {sharing_key}{lists}") for i, shard in self._inputs()}
         for index, shard in enumerate(self.shards):
             dtype, key = self.plan.unsharded_dtype(shard.plan), f"{index} of {sharing_key}{lists}"
@@ -240,12 +214,12 @@ class Unit:
 
     def _own_groups(self) -> dict[str, Any]:
         """Names of the groups of its collectives that are not the mesh's."""
-        shared = mesh_axes.shard_group(self.mesh)
-        reducing = self.reduce_group if self.uses_reduce_group else None
-        gather, reduce = self.comms.get("all_gather"), self.comms.get("reduce_scatter")
+        settings, shared = self.settings, mesh_axes.shard_group(self.mesh)
+        reducing = self.reduce_group if settings.uses_reduce_group else None
+        gather, reduce = settings.all_gather_comm, settings.reduce_scatter_comm
         on = reducing or shared
         reduced = comm_group.name_of(on, reduce) or gloo.reducing(on, self.mesh.device_type)
-        subgroup = self.subgroup if self.subgroup_size else None
+        subgroup = self.subgroup if settings.subgroup_size else None
         return {
             "gather_group": comm_group.name_of(shared, gather),
             "reduce_group": reduced or (reducing.group_name if reducing is not None else ""),
@@ -258,8 +232,8 @@ class Unit:
 
     def _require_usable_hooks(self) -> None:
         named = [member.fqn for member in self.members if member.extension is not None]
-        if named and (self.offload is not None or self.subgroup_size):
-            what = "offload_policy" if self.offload is not None else "reshard_after_forward as a number"
+        if named and (self.settings.offload is not None or self.settings.subgroup_size):
+            what = "offload_policy" if self.settings.offload is not None else "reshard_after_forward as a number"
             raise ConfigError(
                 f"{', '.join(named)}: what a tensor subclass with fsdp_pre_all_gather gives cannot be gathered with "
                 f"{what}. Leave it out, or make plain parameters of them."
@@ -273,7 +247,7 @@ class Unit:
         inputs = self._inputs()
         if not inputs or torch_private.backward_id() is not None:
             return
-        if not any(found.unit is self and found.is_current for found in self.unsharded.values()):
+        if not any(found.unit is self and found.is_current for found in self.model.unsharded.values()):
             for _, shard in inputs:
                 shard.encode()
 
@@ -281,17 +255,13 @@ class Unit:
         """Make all parameters of what was gathered outside of graphs."""
         return gathered | {slot: made for i, shard in self._inputs() for slot, made in shard.unshard(gathered, i)}
 
-    def _offload(self) -> Offload | None:
-        kind = self.mesh.device_type
-        return Offload(device=kind, pinned=self.offload.pin_memory and kind != "cpu") if self.offload else None
-
     def reshard(self) -> None:
         """Free what is gathered of it outside of graphs.
 
         Raises:
             UnsupportedGraph: somebody has written into parameters that were read after forward.
         """
-        self.unsharded.drop_if(lambda gathered: gathered.unit is self)
+        self.model.unsharded.drop_if(lambda gathered: gathered.unit is self)
         self.after_forward.end()
 
     @contextmanager
@@ -304,7 +274,7 @@ class Unit:
             what: is gathered or reduced: "all parameters".
         """
         if wanted == "all_gather":
-            self.prefetcher.settle(self.device)
+            self.model.prefetcher.settle(self.device)
         plan = self.plan
         groups = {"all_gather": plan.gathering_group, "reduce_scatter": plan.reducing_group}
         groups["all_reduce"] = plan.replicate_group
@@ -360,7 +330,7 @@ class Unit:
                     f"parameters on the meta device: {names}. Before the first forward call "
                     "model.to_empty(device=...) and initialise them, or load_state_dict(..., assign=True)."
                 )
-            if self.offload is not None and shard.flat.device.type != "cpu":
+            if self.settings.offload is not None and shard.flat.device.type != "cpu":
                 names = ", ".join(member.fqn for member in shard.members)
                 raise ConfigError(
                     f"parameters are offloaded (offload_policy), but on {shard.flat.device}: {names}. Leave them on "
@@ -400,7 +370,3 @@ class Unit:
     def _layout_changed(self) -> bool:
         moved = any(shard.flat.device != member.local.device for shard in self.shards for member in shard.members)
         return moved or self._layout() != tuple(shard.plan for shard in self.shards)
-
-
-def _names(units: Sequence[Unit] | None) -> list[str] | None:
-    return None if units is None else [unit.fqn for unit in units]

@@ -120,8 +120,8 @@ def chosen_for(units: Units, reads: Slots, budget_bytes: int, *, trains: bool) -
 def _wants(unit: Unit, budget_bytes: int) -> bool:
     if unit.world_size == 1:
         return False  # a parameter is a view of its shard
-    is_kept = not unit.reshard_after_backward
-    return is_kept or (not unit.accumulation.sync and unit in unit.microbatches.resident_in(budget_bytes))
+    is_kept = not unit.settings.reshard_after_backward
+    return is_kept or (not unit.settings.sync and unit in unit.model.resident_in(budget_bytes))
 
 
 def parameters_for(chosen: frozenset[str], units: Units, reads: Slots) -> list[Tensor]:
@@ -135,7 +135,7 @@ def parameters_for(chosen: frozenset[str], units: Units, reads: Slots) -> list[T
 
 def _resident(unit: Unit) -> Gathered | None:
     """What is resident of a unit; copies of old values are dropped."""
-    found = unit.unsharded.get(unit)
+    found = unit.model.unsharded.get(unit)
     if found is None or found.is_current:
         return found
     reshard_resident(unit)
@@ -151,24 +151,24 @@ def _launch_resident(unit: Unit) -> Gathered:
         torch.inference_mode(False),
     ):
         tensors = collectives.launch_parameters(host_copies.on_device(flats, unit.plan), unit.plan)
-    unit.microbatches.watch_steps()
-    found = unit.unsharded[unit] = Gathered(unit, tensors, "resident")
+    unit.model.watch_steps()
+    found = unit.model.unsharded[unit] = Gathered(unit, tensors, "resident")
     return found
 
 
 def is_resident(unit: Unit) -> bool:
     """Whether there are copies, of whichever values."""
-    return unit in unit.unsharded
+    return unit in unit.model.unsharded
 
 
 def reshard_resident(unit: Unit) -> None:
     """Free what is resident of a unit, if anything."""
-    unit.unsharded.drop(unit)
+    unit.model.unsharded.drop(unit)
 
 
 def reshard_if_reduced(unit: Unit) -> None:
     """Free what is resident of a unit whose gradients are reduced now, unless the user wants it kept."""
-    if unit.accumulation.sync and unit.reshard_after_backward:
+    if unit.settings.sync and unit.settings.reshard_after_backward:
         reshard_resident(unit)
 
 

@@ -11,6 +11,8 @@ than the rows of one unit exist twice.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from torch import nn
@@ -18,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fxshard import torch_fsdp2
+from fxshard import torch_fsdp2, unit_settings
 from fxshard.errors import ConfigError
-from fxshard.runtime import gloo, process_groups
+from fxshard.runtime import gloo
 from fxshard.runtime.flat_shard import Member
 from fxshard.runtime.parameters import ParameterSettings
 from fxshard.runtime.tensor_parallel import TensorParallel, WholeMesh
@@ -28,7 +30,7 @@ from fxshard.runtime.unit import Unit
 from fxshard.sharding import forward_methods
 from fxshard.sharding.mesh import require_mesh, resharding
 from fxshard.sharding.shard_module import ignore, ignored_under, install, join, module_paths, subgroup_for
-from fxshard.sharding.sharded_module import ModuleState, ShardedModule, is_compiled, plain_module, state_of
+from fxshard.sharding.sharded_module import ShardedModule, is_compiled, plain_module
 from fxshard.torch_fsdp2 import Fsdp2Parameter, Fsdp2Unit
 
 
@@ -40,13 +42,21 @@ def adopt(model: nn.Module) -> nn.Module:
     for unit in units:
         unit.reshard()
     unwrap_compiled(plain)
-    settings = [_Settings(unit) for unit in units]
+    adopted = [_Adopted(unit) for unit in units]
     torch_fsdp2.unmark(plain)
-    for each in reversed(settings):
+    for each in reversed(adopted):
         each.hand_over()
-    for each in settings:
+    for each in adopted:
         each.apply()
+    for each in outermost(adopted):
+        unit_settings.apply(each.of_model, each.modules[0])
     return plain
+
+
+def outermost(calls: Sequence[Any]) -> list[Any]:
+    """Return the calls of `fully_shard` whose modules are inside of those of no other one."""
+    inner = {id(child) for call in calls for each in call.modules for child in each.modules() if child is not each}
+    return [call for call in calls if inner.isdisjoint(map(id, call.modules))]
 
 
 def _require_adoptable(model: nn.Module, units: list[Fsdp2Unit]) -> None:
@@ -107,20 +117,13 @@ def _tensor_parallel(given: Fsdp2Parameter) -> TensorParallel | None:
     return TensorParallel(cast(DTensor, given.parameter)._spec, before, given.local_shape, within)
 
 
-class _Settings:
-    """One unit on its way: what FSDP2 was told about it."""
+class _Adopted:
+    """One unit on its way from FSDP2."""
 
     def __init__(self, unit: Fsdp2Unit) -> None:
-        self.unit = unit
+        self.unit, self.of_model = unit, unit.of_model
         self.modules = [plain_module(module) for module in unit.modules]
-        self.sync, self.last = unit.requires_gradient_sync, unit.is_last_backward
-        self.reshard_after_backward = unit.reshard_after_backward
-        self.separate = unit.separate_reduce_scatter_group
-        self.averages = unit.requires_all_reduce
-        self.reduces_unused = unit.reduces_unused
-        self.factor, self.sums_only, self.hook = unit.gradient_divide_factor, unit.sums_only, unit.all_reduce_hook
-        self.comms = unit.comms
-        self.prefetched = {d: [plain_module(m) for m in unit.prefetched(d)] for d in ("forward", "backward")}
+        self.settings = unit.settings.with_lists(lambda modules: tuple(map(plain_module, modules or ())))
         self.methods = [
             (module, name, before)
             for module, outer in zip(self.modules, unit.modules, strict=True)
@@ -129,8 +132,7 @@ class _Settings:
 
     def hand_over(self) -> None:
         """Take FSDP2 off the modules and make our unit of its parameters."""
-        policy, given_reshard, offload = self.unit.mp_policy, self.unit.reshard_after_forward, self.unit.offload
-        paths = module_paths(self.modules)
+        told, paths = self.settings.only(unit_settings.ARGUMENTS), module_paths(self.modules)
         parts: dict[DeviceMesh, list[Member]] = {}
         for each in self.unit.parameters():
             member = Member(
@@ -146,37 +148,14 @@ class _Settings:
         units = []
         for mesh, members in parts.items():
             gloo.warn_of_two_threads(mesh)
-            reshard = resharding(mesh, given_reshard)
-            units.append(Unit(self.modules, members, mesh, policy, reshard, subgroup_for(mesh, reshard), offload))
-        install(self.modules, tuple(units), policy)
+            own = replace(told, reshard_after_forward=resharding(mesh, told.reshard_after_forward))
+            units.append(Unit(self.modules, members, mesh, own, subgroup_for(mesh, own)))
+        install(self.modules, tuple(units), told.mp_policy)
         ignore(self.modules, ignored_under(self.modules))
 
     def apply(self) -> None:
-        """Set what FSDP2 was told, now that all units are ours."""
-        module: Any = self.modules[0]
-        for direction, listed in self.prefetched.items():
-            if listed:
-                getattr(module, f"set_modules_to_{direction}_prefetch")(listed)
-        if not self.reshard_after_backward:
-            module.set_reshard_after_backward(False, recurse=False)
-        if not self.sync:
-            module.set_requires_gradient_sync(False, recurse=False)
-        if not self.averages:
-            module.set_requires_all_reduce(False, recurse=False)
-        if not self.last:
-            module.set_is_last_backward(False)
-        if self.factor is not None:
-            module.set_gradient_divide_factor(self.factor)
-        if self.reduces_unused:
-            module.set_reduce_scatter_unused_params(True, recurse=False)
-        if self.sums_only:
-            module.set_force_sum_reduction_for_comms(True)
-        if self.hook is not None:
-            module.set_all_reduce_hook(self.hook)
-        for kind, comm in self.comms.items():
-            getattr(module, f"set_custom_{kind}")(comm)
-        if self.separate:
-            process_groups.separate(cast(ModuleState, state_of(module)).units)
+        """Apply FSDP2's settings, now that all units are ours."""
+        unit_settings.apply(self.settings, self.modules[0])
         for owner, name, before in self.methods:
             forward_methods.put_back(owner, name, before)
             forward_methods.register(owner, name)

@@ -6,6 +6,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from fxshard import torch_private
 from fxshard.errors import ConfigError
-from fxshard.runtime.step_hooks import Microbatches
+from fxshard.runtime.step_hooks import ModelContext
 from fxshard.runtime.unit import Unit
 
 _log = logging.getLogger(__name__)
@@ -43,15 +44,7 @@ def set_divide_factor(units: Iterable[Unit], factor: object) -> None:
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf:
         raise ConfigError(f"set_gradient_divide_factor: factor must be a positive number, got {factor!r}.")
     for unit in units:
-        unit.divide_factor = float(factor)
-        unit.publish()
-
-
-def set_sums_only(units: Iterable[Unit], enable: bool) -> None:
-    """Reduce by sums alone, or as the dtype allows."""
-    for unit in units:
-        unit.sums_only = enable
-        unit.publish()
+        unit.set(divide_factor=float(factor))
 
 
 def set_all_reduce_hook(units: Iterable[Unit], hook: object, stream: object) -> None:
@@ -59,7 +52,7 @@ def set_all_reduce_hook(units: Iterable[Unit], hook: object, stream: object) -> 
     if not callable(hook):
         raise ConfigError(f"set_all_reduce_hook expects a function of a tensor, got {type(hook).__name__}.")
     for unit in units:
-        if unit.offload is not None and unit.mesh.device_type != "cpu":
+        if unit.settings.offload is not None and unit.mesh.device_type != "cpu":
             raise ConfigError(
                 f"set_all_reduce_hook: unit {unit.label!r} is offloaded. Gradients on the host are handed over in an "
                 "order that ranks do not share, so a hook could call no collective. Shard over a mesh with replicas, "
@@ -70,9 +63,9 @@ def set_all_reduce_hook(units: Iterable[Unit], hook: object, stream: object) -> 
                 "set_all_reduce_hook: a stream is for a mesh of one axis; with replicas the hook runs behind the "
                 "all_reduce of the graph. Leave stream out."
             )
-        unit.all_reduce_hook = hook if stream is None else _on_stream(hook, stream)
+        unit.set(all_reduce_hook=hook if stream is None else _on_stream(hook, stream))
         for shard in unit.shards:
-            shard.sink.hook = unit.all_reduce_hook
+            shard.sink.hook = unit.settings.all_reduce_hook
 
 
 def _on_stream(hook: Callable[[Tensor], object], stream: object) -> Callable[[Tensor], None]:
@@ -99,30 +92,30 @@ class GradientReductionHandle:
 
 def set_ended_by_hand(units: Sequence[Unit], enabled: bool) -> None:
     """Let the caller say when the last backward of a step has ended."""
-    for microbatches in _of_whole_model("set_manual_backward_finalization", units):
-        microbatches.is_ended_by_hand = enabled
+    for model in _of_whole_model("set_manual_backward_finalization", units):
+        model.settings = replace(model.settings, ended_by_hand=enabled)
 
 
 def end_step(units: Sequence[Unit]) -> None:
     """End a step whose caller says when."""
-    for microbatches in _of_whole_model("finalize_backward", units):
-        if not microbatches.is_ended_by_hand:
+    for model in _of_whole_model("finalize_backward", units):
+        if not model.settings.ended_by_hand:
             raise ConfigError(
                 "finalize_backward: backwards of this model end their step by themselves. Call "
                 "set_manual_backward_finalization(True) before them, or leave finalize_backward out."
             )
-        microbatches.end_step()
+        model.end_step()
 
 
-def _of_whole_model(name: str, units: Sequence[Unit]) -> Iterator[Microbatches]:
+def _of_whole_model(name: str, units: Sequence[Unit]) -> Iterator[ModelContext]:
     """Give what knows the backwards of a model, if it has any, between two of them, and `units` are all of it."""
     if torch_private.backward_id() is not None:
         raise ConfigError(f"{name} was called while a backward runs. Call it before or after.")
     if not units:
         return
-    if len(units[0].microbatches.units) > len(units):
+    if len(units[0].model.units) > len(units):
         raise ConfigError(f"{name}: {units[0].label} is part of a larger model. Call it on the outermost module.")
-    yield units[0].microbatches
+    yield units[0].model
 
 
 def refuse_kept_storage(keep: bool) -> None:
@@ -139,13 +132,6 @@ def refuse_kept_storage(keep: bool) -> None:
         )
 
 
-def set_reduces_unused(units: Iterable[Unit], enable: bool) -> None:
-    """Reduce zeros for parameters without a gradient, or leave them out."""
-    for unit in units:
-        unit.reduces_unused = enable
-        unit.publish()
-
-
 def set_comm(units: Iterable[Unit], kind: str, comm: Any) -> None:
     """Let an object of the user's do the collectives of units of a `kind`, "all_gather" or "reduce_scatter".
 
@@ -158,9 +144,6 @@ def set_comm(units: Iterable[Unit], kind: str, comm: Any) -> None:
             f"{type(comm).__name__}."
         )
     for unit in units:
-        unit.comms.pop(kind, None)
-        if not is_torchs:
-            unit.comms[kind] = comm
-        unit.publish()
+        unit.set(**{f"{kind}_comm": None if is_torchs else comm})
     if is_torchs:
         say_once(name)

@@ -16,12 +16,12 @@ NO_SYNC = "_fxshard_no_sync"
 @contextlib.contextmanager
 def without_sync(module: nn.Module) -> Iterator[None]:
     """Let no backward that runs inside reduce a unit of `module`, also of units that are made inside."""
-    before = {id(unit): unit.accumulation.sync for unit in units_under(module)}
+    before = {id(unit): unit.settings.sync for unit in units_under(module)}
     marked = [each for each in module.modules() if not each.__dict__.get(NO_SYNC)]
     for each in marked:
         each.__dict__[NO_SYNC] = True
     for unit in units_under(module):
-        unit.accumulation.sync = False
+        unit.set_sync(False)
     try:
         yield
     finally:
@@ -30,4 +30,4 @@ def without_sync(module: nn.Module) -> Iterator[None]:
         marks = {id(each) for each in marked}
         for unit in units_under(module):
             is_over = any(id(each) in marks for each in unit.modules)
-            unit.accumulation.sync = before.get(id(unit), is_over)
+            unit.set_sync(before.get(id(unit), is_over))

@@ -13,15 +13,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fxshard import torch_fsdp2
+from fxshard import torch_fsdp2, unit_settings
 from fxshard.errors import ConfigError
 from fxshard.runtime.flat_shard import Member
 from fxshard.runtime.parameters import full_tensor_of
 from fxshard.runtime.unit import Unit
 from fxshard.sharding import forward_methods
-from fxshard.sharding.adopt import unwrap_compiled
+from fxshard.sharding.adopt import outermost, unwrap_compiled
 from fxshard.sharding.sharded_module import ModuleState, plain_module, state_of
 from fxshard.sharding.swapped_class import original_class
+from fxshard.unit_settings import BackwardSettings
 
 
 def release(model: nn.Module, *, whole: bool) -> nn.Module:
@@ -38,13 +39,15 @@ def release(model: nn.Module, *, whole: bool) -> nn.Module:
             stacklevel=3,
         )
     unwrap_compiled(plain)
-    settings = [_Ours(modules, state) for state, modules in states]
+    released = [_Released(modules, state) for state, modules in states]
     for module in plain.modules():
         _strip(module)
-    for each in reversed(settings):
+    for each in reversed(released):
         each.make_whole() if whole else each.hand_over()
-    for each in settings:
+    for each in released:
         each.apply(whole)
+    for each in () if whole else outermost(released):
+        unit_settings.apply(each.of_model, each.modules[0])
     for module in plain.modules():
         if isinstance(module, nn.RNNBase):  # it keeps its weights in a list of its own, too
             module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
@@ -62,7 +65,7 @@ def _states_in(model: nn.Module) -> list[tuple[ModuleState, list[nn.Module]]]:
 
 def _is_beside_its_device(unit: Unit) -> bool:
     """Whether parameters are on the host though they are computed with on a device."""
-    return unit.offload is not None and unit.mesh.device_type != "cpu"
+    return unit.settings.offload is not None and unit.mesh.device_type != "cpu"
 
 
 def _require_releasable(model: nn.Module, states: list[tuple[ModuleState, list[nn.Module]]]) -> None:
@@ -70,7 +73,7 @@ def _require_releasable(model: nn.Module, states: list[tuple[ModuleState, list[n
     if not states:
         raise ConfigError(f"release({name}): fxshard has sharded nothing in it.")
     units = [unit for state, _ in states for unit in state.units]
-    if any(not set(units).issuperset(unit.microbatches.units) for unit in units):
+    if any(not set(units).issuperset(unit.model.units) for unit in units):
         raise ConfigError(f"release({name}): it is part of a sharded model. Pass the outermost module.")
     if waiting := [unit.label for unit in units if unit.accumulation.waiting or unit.replica_sums.waiting]:
         raise ConfigError(
@@ -97,7 +100,7 @@ def _require_fsdp2_can(model: nn.Module, states: list[tuple[ModuleState, list[nn
             f"release({type(model).__name__}): FSDP2 has no grad_dtype: {', '.join(other)}. Set it to the parameter's "
             "own dtype first, or release it with whole=True."
         )
-    found = [m.fqn for u in units if u.subgroup_size for m in u.members if m.tensor_parallel or m.settings.dim]
+    found = [m.fqn for u in units if u.settings.subgroup_size for m in u.members if m.tensor_parallel or m.settings.dim]
     if found:
         raise ConfigError(
             f"release({type(model).__name__}): FSDP2 has no reshard_after_forward as a number of ranks for parameters "
@@ -106,15 +109,16 @@ def _require_fsdp2_can(model: nn.Module, states: list[tuple[ModuleState, list[nn
         )
 
 
-class _Ours:
-    """What one call of `fully_shard` was told, and what was set since."""
+class _Released:
+    """The units of one call of `fully_shard` on their way to FSDP2."""
 
     def __init__(self, modules: list[nn.Module], state: ModuleState) -> None:
         self.modules, self.policy, self.units = modules, state.mp_policy, state.units
+        self.of_model = state.nested[0].model.settings if state.nested else BackwardSettings()
         self.methods = [(module, *each) for module in modules for each in forward_methods.registered(module)]
         for unit in self.units:
             unit.reshard()
-            unit.prefetcher.forget()
+            unit.model.prefetcher.forget()
 
     def hand_over(self) -> None:
         """Let FSDP2 shard the modules, of parameters without memory, and put ours in the place of what it made."""
@@ -123,16 +127,15 @@ class _Ours:
             return
         for unit in self.units:
             _put(unit, _whole_on_meta)
-        first = self.units[0]
-        numbers = [unit.subgroup_size for unit in self.units if unit.subgroup_size]
+        first, sizes = self.units[0], [unit.settings.subgroup_size for unit in self.units]
         fsdp2.fully_shard(
             _one_or_list(self.modules),
             **_mesh_of(first),
-            reshard_after_forward=numbers[0] if numbers else first.reshard_after_forward,
+            reshard_after_forward=next(filter(None, sizes), first.settings.reshard_after_forward),
             shard_placement_fn=_placements_in(self.units),
             mp_policy=self._policy(),
-            ignored_params=set(first.ignored),
-            offload_policy=first.offload or OffloadPolicy(),
+            ignored_params=set(first.settings.ignored),
+            offload_policy=first.settings.offload or OffloadPolicy(),
         )
         for unit in self.units:
             _put(unit, _with_memory_of_its_own)
@@ -156,34 +159,14 @@ class _Ours:
 
     def apply(self, whole: bool) -> None:
         """Set again what was set, now that all units have changed hands."""
-        module: Any = self.modules[0]
         for owner, name, before in self.methods:
             forward_methods.put_back(owner, name, before)
             if not whole:
                 fsdp2.register_fsdp_forward_method(owner, name)
-        if whole or not self.units:
-            return
-        unit = self.units[0]  # all were told the same
-        for direction, listed in (("forward", unit.forward_prefetch), ("backward", unit.backward_prefetch)):
-            if listed:
-                modules = list(dict.fromkeys(other.modules[0] for other in listed))
-                getattr(module, f"set_modules_to_{direction}_prefetch")(modules)
-        if unit.divide_factor is not None:
-            module.set_gradient_divide_factor(unit.divide_factor)
-        if unit.reduces_unused and hasattr(module, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
-            module.set_reduce_scatter_unused_params(True, recurse=False)
-        if unit.sums_only:
-            module.set_force_sum_reduction_for_comms(True)
-        if unit.all_reduce_hook is not None:
-            module.set_all_reduce_hook(unit.all_reduce_hook)
-        for kind, comm in unit.comms.items():
-            getattr(module, f"set_custom_{kind}")(comm)
-        if unit.uses_reduce_group and hasattr(module, "set_separate_reduce_scatter_group"):  # from torch 2.13 on
-            module.set_separate_reduce_scatter_group(True, recurse=False)
-        module.set_requires_gradient_sync(unit.accumulation.sync, recurse=False)
-        module.set_requires_all_reduce(unit.replica_sums.averages, recurse=False)
-        module.set_reshard_after_backward(unit.reshard_after_backward, recurse=False)
-        module.set_is_last_backward(unit.microbatches.last)
+        if not whole and self.units:  # all have the same settings
+            ours = self.units[0].settings
+            theirs = ours.with_lists(lambda units: tuple(dict.fromkeys(unit.modules[0] for unit in units or ())))
+            unit_settings.apply(theirs, self.modules[0])
 
 
 def _mesh_of(unit: Unit) -> dict[str, Any]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
@@ -20,17 +21,16 @@ from fxshard.runtime import gloo, mesh_axes, process_groups
 from fxshard.runtime.extensions import around, has_hooks, rows_of
 from fxshard.runtime.flat_shard import Member, home_of
 from fxshard.runtime.parameters import REFS, ParameterSettings, adopt_attributes, as_dtensor, local_of, shard_rows
-from fxshard.runtime.prefetcher import Prefetcher
-from fxshard.runtime.step_hooks import Microbatches
+from fxshard.runtime.step_hooks import ModelContext
 from fxshard.runtime.tensor_parallel import WholeMesh, require_parallel_beside, require_whole_on, tensor_parallel
 from fxshard.runtime.unit import Unit
-from fxshard.runtime.unsharded_cache import UnshardedCache
 from fxshard.sharding.fixed_places import PARAMETRIZED
 from fxshard.sharding.mesh import resharding
 from fxshard.sharding.no_sync import NO_SYNC
 from fxshard.sharding.per_parameter import Chooser, like_its_unit
 from fxshard.sharding.sharded_module import STATE, ModuleState, state_of, units_under
 from fxshard.sharding.swapped_class import swap_class
+from fxshard.unit_settings import UnitSettings
 
 Places = list[tuple[nn.Module, str]]
 
@@ -57,12 +57,10 @@ def managed_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
 def shard(
     modules: Sequence[nn.Module],
     mesh: DeviceMesh,
+    told: UnitSettings,
     *,
-    mp_policy: MixedPrecisionPolicy,
-    reshard_after_forward: bool | int | None,
     ignored: Iterable[nn.Parameter] = (),
     settings_of: Chooser = like_its_unit,
-    offload: CPUOffloadPolicy | None = None,
     within: WholeMesh | None = None,
 ) -> tuple[Unit, ...]:
     """Make one unit of the parameters under `modules` that no unit has taken, and swap the modules' classes.
@@ -87,16 +85,16 @@ def shard(
             require_whole_on(given, within)
         else:
             require_parallel_beside(given, on)
-    reshards = {on: resharding(on, reshard_after_forward) for on in (mesh, *parts)}
+    reshards = {on: resharding(on, told.reshard_after_forward) for on in (mesh, *parts)}
     _move_buffers(modules, mesh)
     units: tuple[Unit, ...] = ()
     for on, part in parts.items():
-        reshard = reshards[on]
-        members = _members(part, settings, on, "cpu" if offload else on.device_type, within if on is mesh else None)
-        units += (Unit(modules, members, on, mp_policy, reshard, subgroup_for(on, reshard), offload),)
+        device_type, own = "cpu" if told.offload else on.device_type, replace(told, reshard_after_forward=reshards[on])
+        members = _members(part, settings, on, device_type, within if on is mesh else None)
+        units += (Unit(modules, members, on, own, subgroup_for(on, own)),)
     for unit in units:
         _register(unit)
-    install(modules, units, mp_policy)
+    install(modules, units, told.mp_policy)
     ignore(modules, skip)
     return units
 
@@ -114,7 +112,7 @@ def _by_mesh(
 def ignore(modules: Sequence[nn.Module], parameters: frozenset[nn.Parameter]) -> None:
     """Tell all units under `modules` what stays whole on purpose: a graph may hold those of inner modules alone."""
     for unit in (unit for module in modules for unit in units_under(module)):
-        unit.ignored |= parameters
+        unit.settings = replace(unit.settings, ignored=unit.settings.ignored | parameters)
 
 
 def install(modules: Sequence[nn.Module], units: tuple[Unit, ...], mp_policy: MixedPrecisionPolicy) -> None:
@@ -124,8 +122,6 @@ def install(modules: Sequence[nn.Module], units: tuple[Unit, ...], mp_policy: Mi
     """
     units = tuple(sorted(units, key=lambda unit: -unit.mesh.size()))
     state = ModuleState(units, mp_policy)
-    for unit in units[1:]:
-        unit.beside = f"<{'_'.join(unit.mesh.mesh_dim_names or ('mesh',))}>"
     for module in modules:
         module.__dict__[STATE] = state
     owners = {id(owner): owner for unit in units for member in unit.members for owner, _ in member.owners}
@@ -179,11 +175,9 @@ def _members(
     return members
 
 
-def subgroup_for(mesh: DeviceMesh, reshard_after_forward: bool | int | None) -> dist.ProcessGroup | None:
+def subgroup_for(mesh: DeviceMesh, told: UnitSettings) -> dist.ProcessGroup | None:
     """Return the ranks that share the parameters between forward and backward, if not all of the mesh's do."""
-    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-        return None
-    return process_groups.subgroup_of(mesh, reshard_after_forward)
+    return process_groups.subgroup_of(mesh, told.subgroup_size) if told.subgroup_size else None
 
 
 def _register(unit: Unit) -> None:
@@ -333,13 +327,14 @@ def _name_units(modules: Sequence[nn.Module], state: ModuleState) -> None:
     for unit in nested.values():
         unit.is_root = unit in state.units
         fqns = [join(paths.get(id(owner), ""), name) for owner, name in (m.owners[0] for m in unit.members)]
-        unit.rename(join(",".join(filter(None, (paths.get(id(m), "") for m in unit.modules))), unit.beside), fqns)
-    unsharded, microbatches = UnshardedCache(), Microbatches(tuple(nested.values()))
-    prefetcher = Prefetcher(unsharded)
+        is_first = cast(ModuleState, state_of(unit.modules[0])).units[0] is unit
+        mesh_suffix = "" if is_first else f"<{'_'.join(unit.mesh.mesh_dim_names or ('mesh',))}>"
+        unit.rename(join(",".join(filter(None, (paths.get(id(m), "") for m in unit.modules))), mesh_suffix), fqns)
+    model = ModelContext(tuple(nested.values()))
     for unit in nested.values():
-        unit.unsharded, unit.prefetcher, unit.microbatches = unsharded, prefetcher, microbatches
-        if unit.forward_prefetch or unit.backward_prefetch:
+        unit.model = model
+        if unit.settings.forward_prefetch or unit.settings.backward_prefetch:
             unit.publish()  # the lists name other units, which have new names only now
         if any(module.__dict__.get(NO_SYNC) for module in unit.modules):
-            unit.accumulation.sync = False
+            unit.set_sync(False)
     state.nested = tuple(nested.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, cast
 
 import torch
@@ -159,10 +159,7 @@ class ShardedModule(ParameterOwner):
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change `reshard_after_forward` of this module's unit, and of all inside it unless `recurse` is False."""
-        _require_bool("reshard_after_forward", reshard_after_forward)
-        for unit in _state(self).chosen(recurse):
-            unit.reshard_after_forward = reshard_after_forward
-            unit.publish()
+        _set_bool(self, "reshard_after_forward", reshard_after_forward, recurse, "reshard_after_forward")
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Say whether backwards that run from now on reduce gradients; with `recurse` in all modules inside as well.
@@ -170,9 +167,7 @@ class ShardedModule(ParameterOwner):
         Without, gradients are added up unsharded, in the reduce dtype, and `.grad` stays as it is. The first backward
         with it reduces what was added up. `fxshard.no_sync` does this for as long as a block runs.
         """
-        _require_bool("requires_gradient_sync", requires_gradient_sync)
-        for unit in _state(self).chosen(recurse):
-            unit.accumulation.sync = unit.replica_sums.averages = requires_gradient_sync
+        _set_bool(self, "requires_gradient_sync", requires_gradient_sync, recurse, "sync", "averages")
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Say whether graphs that run from now on free the parameters; compiled code only.
@@ -183,9 +178,7 @@ class ShardedModule(ParameterOwner):
         and a checkpoint loaded in place into `state_dict()`. After such a write call `reshard` on every sharded module.
         With `recurse` all this holds for the modules inside as well.
         """
-        _require_bool("reshard_after_backward", reshard_after_backward)
-        for unit in _state(self).chosen(recurse):
-            unit.reshard_after_backward = reshard_after_backward
+        _set_bool(self, "reshard_after_backward", reshard_after_backward, recurse, "reshard_after_backward")
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Let reductions run on a process group of their own: one communicator carries one collective at a time.
@@ -204,7 +197,7 @@ class ShardedModule(ParameterOwner):
         """
         _require_bool("is_last_backward", is_last_backward)
         for unit in _state(self).nested:
-            unit.microbatches.last = is_last_backward
+            unit.model.settings = replace(unit.model.settings, is_last=is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Say whether the caller ends each step with `finalize_backward`, whatever `set_is_last_backward` says.
@@ -233,7 +226,7 @@ class ShardedModule(ParameterOwner):
         way.
         """
         for unit in _state(self).nested:
-            unit.microbatches.reduce([unit])
+            unit.model.reduce([unit])
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Launch the gather of this module's parameters now, for the next call of the outermost module.
@@ -246,7 +239,9 @@ class ShardedModule(ParameterOwner):
             With `async_op` a handle whose `wait()` waits for it.
         """
         units = _state(self).units
-        handle = UnshardHandle([tensor for unit in units for tensor in unit.prefetcher.launch_for_next_call(unit)])
+        handle = UnshardHandle(
+            [tensor for unit in units for tensor in unit.model.prefetcher.launch_for_next_call(unit)]
+        )
         if async_op:
             return handle
         handle.wait()
@@ -262,7 +257,7 @@ class ShardedModule(ParameterOwner):
         _drop_waiting(self)
         for unit in _state(self).nested:
             unit.reshard()
-            unit.prefetcher.forget()
+            unit.model.prefetcher.forget()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, those that wait to be reduced as well."""
@@ -279,7 +274,7 @@ class ShardedModule(ParameterOwner):
         if not isinstance(event, torch.Event):
             raise ConfigError(f"set_post_optim_event expects a torch.Event, got {type(event).__name__}.")
         for unit in _state(self).nested:
-            unit.prefetcher.after = event
+            unit.model.prefetcher.after = event
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this module's gradients by `factor`, and not by the number of ranks; the next forward compiles anew.
@@ -297,8 +292,7 @@ class ShardedModule(ParameterOwner):
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Reduce this module's gradients by sums, and divide after; the next forward compiles anew."""
-        _require_bool("enable", enable)
-        fsdp2_settings.set_sums_only(_state(self).units, enable)
+        _set_bool(self, "enable", enable, False, "sums_only")
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: torch.Stream | None = None) -> None:
         """Call `hook` with each reduced gradient of this module's unit, to be changed in place.
@@ -320,9 +314,7 @@ class ShardedModule(ParameterOwner):
         averages what was added up; that all_reduce runs outside of the graph, and is not hidden.
         `set_requires_gradient_sync` and `no_sync` leave out both collectives, and keep whole gradients.
         """
-        _require_bool("requires_all_reduce", requires_all_reduce)
-        for unit in _state(self).chosen(recurse):
-            unit.replica_sums.averages = requires_all_reduce
+        _set_bool(self, "requires_all_reduce", requires_all_reduce, recurse, "averages")
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Say whether to reduce zeros for parameters that a backward gives no gradient.
@@ -331,8 +323,7 @@ class ShardedModule(ParameterOwner):
         the module's. Backward then gathers all of the module, and no bucket or prefetch depends on what a graph costs.
         With `recurse` this holds for the modules inside as well; the next forward compiles anew.
         """
-        _require_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
-        fsdp2_settings.set_reduces_unused(_state(self).chosen(recurse), reduce_scatter_unused_params)
+        _set_bool(self, "reduce_scatter_unused_params", reduce_scatter_unused_params, recurse, "reduces_unused")
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Let an object gather this module's parameters, as FSDP2's; the next forward compiles anew.
@@ -399,9 +390,16 @@ def _state(module: nn.Module) -> ModuleState:
         ) from None
 
 
+def _set_bool(module: ShardedModule, argument: str, value: object, recurse: bool, *names: str) -> None:
+    """Change the settings of these names to what an argument says."""
+    _require_bool(argument, value)
+    for unit in _state(module).chosen(recurse):
+        unit.set(**dict.fromkeys(names, value))
+
+
 def _drop_waiting(module: ShardedModule) -> None:
     for unit in _state(module).nested:
-        unit.microbatches.drop([unit])
+        unit.model.drop([unit])
 
 
 def _require_bool(name: str, value: object) -> None:
@@ -426,8 +424,7 @@ def _set_prefetch(module: ShardedModule, direction: str, modules: Sequence[nn.Mo
     units = tuple(unit for each in listed for unit in _state(each).units)
     wanted = units or (None if modules is None or listed else ())
     for unit in state.units:
-        setattr(unit, f"{direction}_prefetch", wanted)
-        unit.publish()
+        unit.set(**{f"{direction}_prefetch": wanted})
 
 
 def _require_replaceable(module: nn.Module, name: str, value: object) -> None:
@@ -449,7 +446,7 @@ def _open_call(module: ShardedModule, args: Any, kwargs: Any, callback: Any = No
         for unit in state.nested:
             unit.check()
         if state.nested:
-            state.nested[0].microbatches.require_whole_sums()
+            state.nested[0].model.require_whole_sums()
         if not state.was_called:
             for member in (member for unit in state.nested for member in unit.members):
                 member.require_known_hooks()
@@ -466,7 +463,7 @@ def _end_forward(state: ModuleState, result: Any) -> Any:
     eager.forward_ended(state.nested)
     result = cast_output(state.mp_policy, result)
     if state.nested and torch.is_grad_enabled() and not eager.inside_call(2):
-        state.nested[0].microbatches.watch_backward(result)
+        state.nested[0].model.watch_backward(result)
     return result
 
 
@@ -476,7 +473,7 @@ def _close_call(state: ModuleState) -> None:
         eager.leave_call()
     finally:
         if not eager.inside_call() and state.nested:
-            state.nested[0].prefetcher.end()
+            state.nested[0].model.prefetcher.end()
 
 
 # While a compiled function runs, Dynamo offers itself every Python frame that is called. These must run as they are.

@@ -25,7 +25,7 @@ def refuse(units: Iterable[Unit]) -> None:
         ConfigError: a trained parameter is also one of a module that is not sharded, an optimizer has parameters as
             they were, or torch was told to step in backward, by hooks that never run. All of them are named.
     """
-    units = [unit for unit in units if not unit.from_one_line]
+    units = [unit for unit in units if not unit.settings.from_one_line]
     _refuse_steps_in_backward(units)
     if not _alive(units):
         return

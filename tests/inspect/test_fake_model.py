@@ -93,7 +93,7 @@ def test_an_unsharded_model_is_sharded_as_in_one_line(build: Callable[[], nn.Mod
         traces = traced_shadow(fake_model, rows())
     expected = ["", "blocks.0", "blocks.1"] if isinstance(model, Stack) else [""]
     assert [unit.fqn for unit in units_under(fake_model.model)] == expected
-    assert all(unit.from_one_line for unit in units_under(fake_model.model))
+    assert all(unit.settings.from_one_line for unit in units_under(fake_model.model))
     for plan in plans_of(fake_model.model):
         assert (plan.world_size, plan.reshard_after_forward) == (3, False)
         assert (plan.param_dtype, plan.reduce_dtype) == (torch.bfloat16, torch.float32)

@@ -149,9 +149,9 @@ def test_half_of_the_bytes_are_offloaded_by_whole_units() -> None:
     model = compile_module(MLP(), options={"lower": "eager", "offload": {"params": 0.5}})
     loss_on_ones(model).backward()
     units = units_under(plain_module(model))
-    offloaded = [unit.label for unit in units if unit.offload is not None]
+    offloaded = [unit.label for unit in units if unit.settings.offload is not None]
     total = sum(unit.plan.shard_bytes for unit in units)
-    on_host = sum(unit.plan.shard_bytes for unit in units if unit.offload is not None)
+    on_host = sum(unit.plan.shard_bytes for unit in units if unit.settings.offload is not None)
     assert offloaded == ["blocks.1"]
     assert 0 < on_host <= total / 2
     said = fxshard.explanation_of(model)

@@ -61,7 +61,7 @@ def overlapped(parameters: Any) -> Optimizer:
 
 def in_flight(model: nn.Module) -> int:
     """How many gathers were launched after a step and wait for the forward."""
-    cache = units_under(model)[0].unsharded
+    cache = units_under(model)[0].model.unsharded
     return sum(gathered.why == "stepped" for gathered in cache.values())
 
 
@@ -238,7 +238,7 @@ with emulated_link(2) as link:
     for _ in range(2):
         step(torch.ones(2, 4)).sum().backward()
         optim.step()
-    print("in flight", len(model.__dict__["_fxshard_state"].units[0].unsharded))
+    print("in flight", len(model.__dict__["_fxshard_state"].units[0].model.unsharded))
 """
 
 
@@ -438,9 +438,9 @@ def test_nothing_is_stepped_where_gradients_of_any_unit_wait() -> None:
     before = [full(p).clone() for p in run.named_parameters().values()]
     run.loss(1).backward()
     last = units_under(run.model)[0]  # not the one that is read first
-    assert last is not last.prefetcher.first
+    assert last is not last.model.prefetcher.first
     last.accumulation.waiting.add((0, 0))
-    last.microbatches.watch_steps()
+    last.model.watch_steps()
     with pytest.raises(UnsupportedGraph, match="an optimizer steps while gradients of unit"):
         run.optim.step()
     last.accumulation.waiting.clear()
@@ -452,7 +452,7 @@ def test_a_model_that_is_collected_while_somebody_traces_leaves_no_trace() -> No
     run = start(SCENARIOS["MLP"], fxshard_system(lower="eager"))
     fxshard.overlap_step(run.optim)
     train_step(run, 0)
-    cache = units_under(run.model)[0].unsharded
+    cache = units_under(run.model)[0].model.unsharded
     assert cache
 
     def collected(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import fxshard
 from fxshard.errors import RankMismatchError, UnsupportedGraph
-from fxshard.runtime.step_hooks import Microbatches
+from fxshard.runtime.step_hooks import ModelContext
 from fxshard.sharding.sharded_module import ShardedModule, units_under
 from fxshard.testing import emulated_link
 from tests.numerics.harness import EAGER, compile_module, fxshard_system, start, train_step
@@ -138,8 +138,8 @@ def test_no_sync_holds_for_what_is_sharded_inside_beside_what_was_before() -> No
     backward("first")
     with fxshard.no_sync(parts):
         backward("second")
-        assert not any(unit.accumulation.sync for unit in units_under(parts))
-    assert all(unit.accumulation.sync for unit in units_under(parts))
+        assert not any(unit.settings.sync for unit in units_under(parts))
+    assert all(unit.settings.sync for unit in units_under(parts))
     backward("second")
     torch.optim.SGD(parts.parameters(), lr=0.1).step()
 
@@ -160,9 +160,9 @@ def test_several_models_in_one_graph_end_their_backward_in_the_order_of_the_grap
                 return torch.stack(outputs).mean()
 
             ended: list[Any] = []
-            with mock.patch.object(Microbatches, "backward_runs", autospec=True, side_effect=ended.append):
+            with mock.patch.object(ModelContext, "backward_runs", autospec=True, side_effect=ended.append):
                 cast(Any, torch.compile)(together, backend="fxshard", options=EAGER)(rows()(0, 0)[0]).backward()
-            found = [units_under(model)[0].microbatches for model in models]
+            found = [units_under(model)[0].model for model in models]
             orders.append([next(i for i, each in enumerate(found) if each is one) for one in ended])
     assert sorted(orders[0]) == [0, 1, 2, 3]
     assert orders == [orders[0]] * 4

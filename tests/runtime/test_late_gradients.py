@@ -24,7 +24,7 @@ LOWERS = pytest.mark.parametrize("lower", ["eager", slow("inductor")])
 
 def late(model: nn.Module) -> int:
     """How many reductions are late now."""
-    return len(units_under(model)[0].microbatches.late)
+    return len(units_under(model)[0].model.late)
 
 
 def pair_of(link: EmulatedLink, kind: type[Blocks], **options: Any) -> tuple[Blocks, Blocks]:

@@ -52,7 +52,7 @@ def test_who_takes_it_waits_for_it(link: EmulatedLink) -> None:
 def test_what_is_left_of_a_unit_that_is_gone_is_waited_for(link: EmulatedLink) -> None:
     gc.collect()  # what other tests have left
     unit, unwaited = unit_of(link), _get_work_registry_size()
-    unit.unsharded[unit] = launched(unit, "resident")
+    unit.model.unsharded[unit] = launched(unit, "resident")
     assert _get_work_registry_size() == unwaited + 1
     del unit
     gc.collect()

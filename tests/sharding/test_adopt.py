@@ -65,8 +65,8 @@ def test_takes_over_a_mesh_of_two_axes_and_settings_of_reductions(fake_group: No
     assert all((plan.replicas, plan.world_size) == (2, 1) for plan in plans.values())
     assert [plans[fqn].divide_factor for fqn in ("", "blocks.0")] == [3.0, None]
     assert [plans[fqn].sums_only for fqn in ("", "blocks.0")] == [False, True]
-    assert [units[fqn].all_reduce_hook for fqn in ("", "blocks.1")] == [None, print]
-    assert [units[fqn].replica_sums.averages for fqn in ("", "blocks.1")] == [True, False]
+    assert [units[fqn].settings.all_reduce_hook for fqn in ("", "blocks.1")] == [None, print]
+    assert [units[fqn].settings.averages for fqn in ("", "blocks.1")] == [True, False]
 
 
 def test_takes_over_that_fewer_ranks_share_parameters_after_forward() -> None:
@@ -82,7 +82,7 @@ def test_takes_over_that_shards_are_offloaded(mesh: DeviceMesh) -> None:
     model = fsdp2_mlp(mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
     before = settings(model)
     units = units_under(fxshard.adopt(model))
-    assert all(unit.offload is not None and not unit.offload.pin_memory for unit in units)
+    assert all(unit.settings.offload == CPUOffloadPolicy(pin_memory=False) for unit in units)
     fxshard.release(model)
     assert settings(model) == before
 
@@ -185,12 +185,10 @@ def test_carries_settings_there_and_back(mesh: DeviceMesh) -> None:
 def settings(model: nn.Module) -> list[Any]:
     found: list[Any] = []
     for unit in torch_fsdp2.units_of(model):
-        found += [unit.modules, unit.meshes, unit.mp_policy, unit.reshard_after_forward, unit.reshard_after_backward]
-        found += [unit.requires_gradient_sync, unit.offload]
-        found += [unit.prefetched("forward"), unit.prefetched("backward")]
+        found += [unit.modules, unit.meshes, unit.settings]
         found += [name for module in unit.modules for name, _ in torch_fsdp2.forward_methods(module)]
     # FSDP2 tells the modules inside of the root with the first forward.
-    return [*found, torch_fsdp2.units_of(model)[0].is_last_backward]
+    return [*found, torch_fsdp2.units_of(model)[0].of_model]
 
 
 def test_release_refuses_what_fxshard_has_not_sharded_whole(mesh: DeviceMesh) -> None:

@@ -128,9 +128,9 @@ def test_gradient_sync_brings_the_all_reduce_back_as_in_fsdp2(fake_group: None) 
     model = sharded(init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
     (unit,) = units_under(model)
     model.set_requires_all_reduce(False)
-    assert (unit.replica_sums.averages, unit.accumulation.sync) == (False, True)
+    assert (unit.settings.averages, unit.settings.sync) == (False, True)
     model.set_requires_gradient_sync(True)
-    assert unit.replica_sums.averages
+    assert unit.settings.averages
 
 
 def test_settings_of_the_division_are_part_of_what_a_graph_is_compiled_for(mesh: DeviceMesh) -> None:

@@ -75,13 +75,16 @@ def test_settings_and_lists_of_a_module_hold_for_all_of_its_units(mesh: DeviceMe
     first.set_modules_to_forward_prefetch([second])
     units = {unit.fqn: unit for unit in units_under(model)}
     for name in ("blocks.0", "blocks.0.<shard>"):
-        assert units[name].divide_factor == 6.0
-        assert units[name].forward_prefetch == (units["blocks.1"], units["blocks.1.<shard>"])
+        assert units[name].settings.divide_factor == 6.0
+        assert units[name].settings.forward_prefetch == (units["blocks.1"], units["blocks.1.<shard>"])
 
 
 def test_a_number_of_ranks_after_forward_counts_on_each_mesh(mesh: DeviceMesh) -> None:
     model = sharded(mesh, reshard_after_forward=2)
-    assert {(unit.world_size, unit.reshard_after_forward) for unit in units_under(model)} == {(4, 2), (2, True)}
+    assert {(unit.world_size, unit.settings.reshard_after_forward) for unit in units_under(model)} == {
+        (4, 2),
+        (2, True),
+    }
 
 
 def test_fsdp2_gets_and_gives_meshes_of_parameters(mesh: DeviceMesh) -> None:

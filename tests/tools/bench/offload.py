@@ -66,12 +66,12 @@ class Trained:
 
     def bytes_on_host(self) -> int:
         """Of the shards that an optimizer steps on the host."""
-        units = [unit for unit in units_under(self.model) if unit.offload is not None]
+        units = [unit for unit in units_under(self.model) if unit.settings.offload is not None]
         return sum(shard.flat.untyped_storage().nbytes() for unit in units for shard in unit.shards)
 
     def bytes_of_state(self) -> int:
         """Of the optimizer's state of these."""
-        on_host = {id(m.parameter) for unit in units_under(self.model) if unit.offload for m in unit.members}
+        on_host = {id(m.parameter) for unit in units_under(self.model) if unit.settings.offload for m in unit.members}
         states = [state for parameter, state in self.optim.state.items() if id(parameter) in on_host]
         return sum(
             value.to_local().nbytes for state in states for value in state.values() if hasattr(value, "to_local")
