@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from typing import TYPE_CHECKING, Any
-
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from fxshard.api import (
@@ -92,13 +89,3 @@ __all__ = [
 _register_backend(_backend, "fxshard")
 _guard_optimizers()
 _register_gloo()
-
-if not TYPE_CHECKING:  # a misspelt name is an error for type checkers
-    _RENAMED = {"Decline": "Remark", "Fact": "Property", "Record": "PassResult"}
-
-    def __getattr__(name: str) -> Any:
-        """Give names of before, with a warning."""
-        if name not in _RENAMED:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        warnings.warn(f"fxshard.{name} is now fxshard.{_RENAMED[name]}.", DeprecationWarning, stacklevel=2)
-        return globals()[_RENAMED[name]]

@@ -67,8 +67,6 @@ class Options:
             it is: the first step does not grow with depth. Else the whole model is one graph.
         regions: "auto" traces and lowers the code of blocks that are alike once, and calls it for each of them; "off"
             writes out every block, as `cudagraphs` does.
-        compile_on: "all": each rank compiles its graphs; "one": a rank compiles each, and the others of the same device
-            number load it through the store. A rank that cannot compiles by itself, with a warning.
         cudagraphs: record each compiled graph as a CUDA graph and replay it; prefetch over a graph break and `unshard`
             then launch nothing for another graph.
         verify: check every invariant of `ir/verify/verifier.py` after every pass; "debug" also re-runs the graphs on
@@ -97,7 +95,6 @@ class Options:
     cudagraphs: bool = False
     regional: bool = False
     regions: str = "auto"
-    compile_on: str = "all"
     verify: bool | str = True
     passes: Callable[[Any], Any] | None = dataclasses.field(
         default=None, repr=False
@@ -110,8 +107,6 @@ class Options:
             raise ConfigError(f'lower must be "inductor" or "eager", got {self.lower!r}.')
         if self.regions not in ("auto", "off"):
             raise ConfigError(f'regions must be "auto" or "off", got {self.regions!r}.')
-        if self.compile_on not in ("all", "one"):
-            raise ConfigError(f'compile_on must be "all" or "one", got {self.compile_on!r}.')
         if self.verify not in (True, False, "debug"):
             raise ConfigError(f'verify must be True, False or "debug", got {self.verify!r}.')
         budget = self.memory_budget_gib

@@ -40,23 +40,14 @@ HAS_MESH_DIMS = hasattr(fsdp, "DataParallelMeshDims")
 
 @dataclass(frozen=True)
 class Fsdp2Parameter:
-    """One sharded parameter.
+    """One sharded parameter."""
 
-    Attributes:
-        key: torch's own record of it, which nothing else refers to for long.
-        parameter: the DTensor that is registered.
-        places: the modules that register it, with the name there; several where it is tied.
-        keeps_dtype: whether it is gathered in its own dtype, whatever its unit's policy says.
-        dim: along which it is cut.
-        mesh: the ranks that share it.
-    """
-
-    key: Any
-    parameter: nn.Parameter
-    places: list[tuple[nn.Module, str]]
-    keeps_dtype: bool
-    dim: int
-    mesh: DeviceMesh
+    key: Any  # torch's own record of it, which nothing else refers to for long
+    parameter: nn.Parameter  # the DTensor that is registered
+    places: list[tuple[nn.Module, str]]  # the modules that register it, with the name there; several where it is tied
+    keeps_dtype: bool  # whether it is gathered in its own dtype, whatever its unit's policy says
+    dim: int  # along which it is cut
+    mesh: DeviceMesh  # the ranks that share it
 
     @property
     def within(self) -> tuple[DeviceMesh, Any] | None:

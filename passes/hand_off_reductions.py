@@ -24,9 +24,11 @@ class HandOffReductions(GraphPass):
     `reduce_scatter_max_input_buffers` allows (by default when the next graph but one begins), or when the backward
     ends: `runtime/late_gradients.py`.
 
-    No-op: the frame has all units of the model; the reduced gradient is cast, divided or put together first
-    (`reduce_dtype` other than the parameter's, float16), copied to the host, or read again; its launch is on a side
-    stream; a later reduction of the graph follows its wait. CUDA graphs and `streams="off"` leave the pass out.
+    If the gradient is cast after its reduction (`reduce_dtype` other than the parameter's), the runtime casts it.
+
+    No-op: the frame has all units of the model; the reduced gradient is divided or put together first (float16),
+    copied to the host, or read again; its launch is on a side stream; a later reduction of the graph follows its wait.
+    CUDA graphs and `streams="off"` leave the pass out.
 
     Numerics: unchanged. Memory: what the last reductions send and bring stays until the next graph but one begins.
     Source: FSDP2 `_fsdp_param_group.py` (`reduce_scatter_state`), which waits in the backward of the next module.
@@ -45,21 +47,32 @@ class HandOffReductions(GraphPass):
         kinds = (collectives.REDUCTIONS, collectives.ALL_REDUCES)
         for group in (group for kind in kinds for group in launch_groups.groups_of(gm.graph, kind)):
             for wait in (wait for wait in group.waits if wait.target is not ops.DEFERRED_WAIT):
-                if why := _why_not(wait, group.launches[0], results, last):
+                brought = _brought(wait)
+                if why := _why_not(wait, brought, group.launches[0], results, last):
                     ctx.decline(group.launches[0], f"{why}; it is waited for in this graph")
-                else:
-                    wait.target, changed = ops.DEFERRED_WAIT, True
+                    continue
+                wait.target, changed = ops.DEFERRED_WAIT, True
+                if brought is not wait:
+                    wait.args, wait.meta["val"] = (*wait.args, brought.meta["val"].dtype), brought.meta["val"]
+                    brought.replace_all_uses_with(wait)
+                    gm.graph.erase_node(brought)
         return changed
 
 
-def _why_not(wait: fx.Node, launch: fx.Node, results: Sequence[object], last: fx.Node | None) -> str:
+def _brought(wait: fx.Node) -> fx.Node:
+    """Return the reduced gradient in the dtype of its shard: the wait, or the cast of it, which the runtime makes."""
+    cast = next(iter(wait.users), wait)
+    return cast if cast.target in ops.CASTS and len(wait.users) == 1 else wait
+
+
+def _why_not(wait: fx.Node, brought: fx.Node, launch: fx.Node, results: Sequence[object], last: fx.Node | None) -> str:
     """Say why a reduction must be waited for in its graph; nothing if it need not. `last` is the last reduction."""
-    if wait.target is not collectives.WAIT or wait not in results:
+    if wait.target is not collectives.WAIT or brought not in results:
         return "more is computed of what it brings"
     if tags.meta_of(launch).stream:
         return "it is launched on a side stream"
     if last is not None and wait < last:
         return "another reduction is launched behind its wait"
-    if len(wait.users) > 1 or results.count(wait) > 1:
+    if len(wait.users) > 1 or len(brought.users) > 1 or results.count(brought) > 1:
         return "what it brings is read again"
     return ""

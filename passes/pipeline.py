@@ -100,7 +100,7 @@ def default(
     Raises:
         ConfigError: a value that its pass does not take.
     """
-    compiled = lower == "inductor"
+    compiled, guesses = lower == "inductor", prefetch not in (0, "off")
     outlining = (OutlineRegions(bucket=bucket),) if (outlines := regions == "auto" and not cudagraphs) else ()
     calling = (CallRegions(interpreted=not compiled, parts_last=prefetch == "auto"),) if outlines else ()
     folding = (FoldCopies(),) if outlines else ()  # once launches are final
@@ -118,17 +118,23 @@ def default(
             *((DeferWeightGradients(),) if prefetch == "auto" else ()),  # before waits sink, behind it
             SinkWaits(max_buffers=reduce_scatter_max_input_buffers),
             HoistPrefetch(depth=0 if prefetch == "off" else prefetch),  # type: ignore[arg-type]  # the pass checks it
-            *((HoistCopies(),) if prefetch not in (0, "off") else ()),  # once gathers are where they are launched
+            *((HoistCopies(),) if guesses else ()),  # once gathers are where they are launched
             ChainReductions(),  # once everything is on the links that a reduction may wait for
             AssignStreams(mode=streams, fuses_copies=compiled),  # where a wait stands decides what streams may do
             *(() if cudagraphs or streams == "off" else (HandOffReductions(),)),  # last: no wait moves any more
         ),
         last=(CastShards(), CopyInGradients(), *folding, PinOrder()) if compiled else (),  # fusion comes next
-        codegen=(
-            *(() if cudagraphs else (HandOffPrefetch(guess=prefetch not in (0, "off"), hands_over=streams != "off"),)),
-            LowerStreams(),  # after it: what is handed over knows its stream
-            *((CopyBiases(), EnforceOrder()) if compiled else ()),  # last: it hides nodes in subgraphs
+        codegen=_codegen(
+            HandOffPrefetch(guess=guesses, hands_over=streams != "off", merges=bucket), compiled, cudagraphs
         ),
+    )
+
+
+def _codegen(handing_off: HandOffPrefetch, compiled: bool, cudagraphs: bool) -> tuple[GraphPass, ...]:
+    return (
+        *(() if cudagraphs else (handing_off,)),
+        LowerStreams(),  # after it: what is handed over knows its stream
+        *((CopyBiases(), EnforceOrder()) if compiled else ()),  # last: it hides nodes in subgraphs
     )
 
 

@@ -31,8 +31,7 @@ class Feed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows: Any = DTensor.from_local(x, self.mesh, [Shard(0)], run_check=False) * self.scale
         features: Any = torch.relu(rows.redistribute(placements=[Replicate()]) @ self.up)
-        y: Tensor = (features @ self.down).redistribute(placements=[Shard(0)]).to_local()
-        return y
+        return (features @ self.down).redistribute(placements=[Shard(0)]).to_local()
 
 
 class FeedsBehind(Layers):

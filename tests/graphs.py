@@ -89,9 +89,9 @@ class TwoLayers(nn.Module):
 class Layers(nn.Module):
     """Calls `count` layers, one after the other."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, layer: Callable[[], nn.Module] = Layer) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(count))
+        self.layers = nn.ModuleList(layer() for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -110,8 +110,7 @@ class ResidualLayers(Layers):
     """Calls residual layers; the first reads what needs no gradient."""
 
     def __init__(self, count: int = 3) -> None:
-        super().__init__(0)
-        self.layers = nn.ModuleList(Residual() for _ in range(count))
+        super().__init__(count, Residual)
 
 
 class ThereAndBack(nn.Module):
@@ -133,8 +132,7 @@ class CalledTwice(nn.Module):
         self.layers = nn.ModuleList([Layer()])
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layers[0](self.layers[0](x))
-        return y
+        return self.layers[0](self.layers[0](x))
 
 
 class CheckpointedTwice(CalledTwice):
@@ -174,8 +172,7 @@ class Convolution(nn.Module):
         self.conv = nn.Conv1d(2, 2, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.conv(x.unsqueeze(0)).squeeze(0)
-        return y
+        return self.conv(x.unsqueeze(0)).squeeze(0)
 
 
 # ---- tracing
@@ -193,19 +190,12 @@ class Skip(GraphPass):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Traced:
-    """The graphs of a training step before and after all passes, and the module that they came from.
+    """The graphs of a training step before and after all passes, and the module that they came from."""
 
-    Attributes:
-        module: before it was sharded.
-        plan: of the captured frame.
-        history: of the captured frame.
-        width: of the module's input.
-    """
-
-    module: nn.Module
-    plan: FramePlan
-    history: PassHistory
-    width: int
+    module: nn.Module  # before it was sharded
+    plan: FramePlan  # of the captured frame
+    history: PassHistory  # of the captured frame
+    width: int  # of the module's input
 
     def at(self, kind: GraphKind, after: type[GraphPass] | None = None) -> Graph:
         """A graph that is the caller's to edit, and the context of its passes.
@@ -361,9 +351,9 @@ def doubles(**kwargs: Any) -> Traced:
 
 
 @traced_once
-def mixed_precision(**kwargs: Any) -> Traced:
-    """One unit that is gathered in bfloat16 and reduced in float32."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+def mixed_precision(reduce_dtype: torch.dtype | None = torch.float32, **kwargs: Any) -> Traced:
+    """One unit that is gathered in bfloat16 and reduced in float32, or as it is computed."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     return trace(Layer(), mp_policy=policy, **kwargs)
 
 

@@ -332,8 +332,7 @@ def _on_ranks(body: Callable[Params, None], run: Callable[..., Any]) -> Callable
             pytest.fail(failure, pytrace=False)
 
     vars(test)["on_ranks"] = body
-    decorated: Callable[Params, None] = pytest.mark.multi_rank(test)
-    return decorated
+    return pytest.mark.multi_rank(test)
 
 
 @overload

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,8 +15,7 @@ from torch import Tensor, fx, nn
 from fxshard import MixedPrecisionPolicy
 from fxshard.cost.bucket_sizes import MIB
 from fxshard.cost.hardware import BUILTIN
-from fxshard.ir import pins
-from fxshard.ir.schedule import schedule_text
+from fxshard.ir import collectives, launches, ops, pins, tags
 from fxshard.passes._base import GraphKind, GraphPass, PassContext
 from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
@@ -64,8 +64,7 @@ class Rooted(Layers):
         self.first, self.last = (nn.Parameter(torch.randn(4, 4)) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = super().forward(x @ self.first) @ self.last
-        return y
+        return super().forward(x @ self.first) @ self.last
 
 
 class Repeated(Layers):
@@ -116,8 +115,7 @@ class TiedHead(Layers):
         self.first, self.head = (nn.Parameter(torch.randn(4, 4)) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = super().forward(x @ self.first) @ self.head @ self.head
-        return y
+        return super().forward(x @ self.first) @ self.head @ self.head
 
 
 def tied_head(**kwargs: Any) -> Traced:
@@ -168,6 +166,34 @@ def after_passes(
     for step in passes:
         run_pass(step, gm, ctx)
     return gm, ctx
+
+
+def schedule_text(graph: fx.Graph) -> str:
+    """The schedule of a graph: what it launches, waits for, computes and copies on a side stream, and what it returns.
+
+    Inductor fuses all else into these or runs it where it likes; `ir.text.graph_text` has everything.
+    """
+    shown = [node for node in graph.nodes if _is_shown(node)]
+    results = {user.name: node.name for node in shown for user in node.users if user.target is operator.getitem}
+    returned = [node.name for node in graph.output_node().all_input_nodes if _is_shown(node)]
+    return "\n".join([*(_line(node, results) for node in shown), f"return {', '.join(returned)}".rstrip()])
+
+
+def _is_shown(node: fx.Node) -> bool:
+    copies = bool(tags.meta_of(node).stream) and node.target not in (operator.getitem, *ops.VIEWS)
+    return collectives.is_launch(node) or collectives.is_wait(node) or launches.is_kernel(node) or copies
+
+
+def _line(node: fx.Node, results: Mapping[str, str]) -> str:
+    """The name, the op if it is one of ours, and what else decides when it runs; `results` -> what they are of."""
+    meta = tags.meta_of(node)
+    said = {"after": meta.after, "control_deps": meta.control_deps, "stream": (meta.stream,) if meta.stream else ()}
+    namespace, _, op = str(node.target).removesuffix(".default").partition(".")
+    is_ours = namespace == "fxshard" and (collectives.is_launch(node) or collectives.is_wait(node))
+    if is_ours and "role" in (given := collectives.arguments_of(node)):
+        said["role"] = (given["role"],)
+    comments = (f"  # {key}={','.join(results.get(name, name) for name in said[key])}" for key in said if said[key])
+    return (f"{node.name} = {op}" if is_ours else node.name) + "".join(comments)
 
 
 def schedule_of(gm: fx.GraphModule) -> str:

@@ -27,14 +27,10 @@ from tests.graphs import SPLIT, Traced, run_pass
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What a step computes.
+    """What a step computes."""
 
-    Attributes:
-        outputs: of each rank.
-        grads: parameter FQN -> its gradient, averaged over the ranks, whole; absent where there is none.
-    """
-
-    outputs: list[Tensor]
+    outputs: list[Tensor]  # of each rank
+    # parameter FQN -> its gradient, averaged over the ranks, whole; absent where there is none
     grads: dict[str, Tensor]
 
 

@@ -1,18 +1,20 @@
-"""docs/architecture.md and the code say the same: the tree, the essays, and which names mean what."""
+"""docs/architecture.md agrees with the code: its layers, files, functions and ceilings; and names in the code."""
 
 from __future__ import annotations
 
 import ast
 import re
-import statistics
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-import fxshard
 from tests.pages import ROOT, assert_page
+from tests.size_ceilings import CEILINGS
+from tests.torch_attributes import TORCH_ATTRIBUTES
+
+PAGE = ROOT / "docs/architecture.md"
 
 PRIVATE = re.compile(r"^torch(?:\.\w+)*\._(?!_)\w+")
 HOMES = ("torch_private.py", "torch_fsdp2.py", "compile/", "testing/")
@@ -28,42 +30,8 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
         yield str(path.relative_to(ROOT)).removeprefix("fxshard/"), ast.parse(path.read_text())
 
 
-def first_line(module: ast.Module) -> str:
-    return (ast.get_docstring(module) or "").partition("\n")[0]
-
-
-def tree() -> str:
-    folders: dict[str, list[str]] = {}
-    titles: dict[str, str] = {}
-    for name, module in sources():
-        folder, _, file = name.rpartition("/")
-        if file == "__init__.py":
-            titles[folder] = first_line(module)
-        else:
-            folders.setdefault(folder, []).append(f"| `{file}` | {first_line(module)} |")
-    order = [
-        "",
-        "sharding",
-        "compile",
-        "passes",
-        "cost",
-        "ir",
-        "ir/verify",
-        "runtime",
-        "state",
-        "inspect",
-        "testing",
-        "integrations",
-    ]
-    order += sorted(folders.keys() - set(order))
-    blocks = []
-    for folder in order:
-        title = f"**`{folder}/`** {titles[folder]}" if folder else "**`fxshard/`**"
-        blocks.append("\n".join([title, "", "| file | what is in it |", "|---|---|", *folders[folder]]))
-    return "\n\n".join(blocks)
-
-
-def notes() -> str:
+def notes() -> dict[str, str]:
+    """The file of each essay, `[Note: name]` on a line of its own in a docstring."""
     found: dict[str, str] = {}
     for name, module in sources():
         for node in ast.walk(module):
@@ -71,41 +39,50 @@ def notes() -> str:
                 for note in re.findall(r"^\s*\[Note: ([^\]]+)\]\s*$", ast.get_docstring(node) or "", re.MULTILINE):
                     assert note not in found, f"[Note: {note}] stands in {found[note]} and in {name}"
                     found[note] = name
-    return "\n".join(["| note | where |", "|---|---|", *(f"| {note} | `{found[note]}` |" for note in sorted(found))])
+    return found
 
 
-CORE = ("sharding", "compile", "ir", "passes", "runtime")
+def section(name: str) -> str:
+    """The part of the page between `<!-- name -->` and `<!-- end of name -->`."""
+    _, begin, rest = PAGE.read_text().partition(f"<!-- {name} -->\n")
+    found, end, _ = rest.partition(f"<!-- end of {name} -->")
+    assert begin
+    assert end
+    return found
 
 
-def lines_of(paths: list[Path]) -> list[int]:
-    return [len(path.read_text().splitlines()) for path in paths]
+def test_the_page_has_a_row_for_each_layer_in_the_order_of_the_imports() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = [name for row in contracts[0]["layers"] for name in row.split(" : ")]
+    assert re.findall(r"^\| `(\w+)` \| \S", section("layers"), re.MULTILINE) == layers
 
 
-def sizes() -> str:
-    package = sorted((ROOT / "fxshard").rglob("*.py")) + sorted((ROOT / "passes").glob("*.py"))
-    core = [path for path in package if path.parent == ROOT / "fxshard" or {*path.relative_to(ROOT).parts} & {*CORE}]
-    rows = {
-        "source": package,
-        "of it the core: top level, sharding, compile, ir, passes, runtime": core,
-        "tests": sorted((ROOT / "tests").rglob("*.py")),
-    }
-    table = ["| what | files | lines | median file | largest file |", "|---|---|---|---|---|"]
-    for name, paths in rows.items():
-        lines = lines_of(paths)
-        cells = (len(lines), sum(lines), round(statistics.median(lines)), max(lines))
-        # To the hundred: the table is to show the size of the house, not each edit.
-        shown = (f"{cells[0]}", f"{round(cells[1], -2):,}", f"{round(cells[2], -1)}", f"{round(cells[3], -2)}")
-        table.append(f"| {name} | {' | '.join(shown)} |")
-    return "\n".join(table)
+def test_each_package_and_module_is_in_a_row_of_the_layers() -> None:
+    """A package inside of another one is named in the row of the outer one."""
+    rows = section("layers")
+    parts = {name.removesuffix("/__init__.py") for name, _ in sources() if name.endswith("/__init__.py")}
+    parts |= {name.removesuffix(".py") for name, _ in sources() if "/" not in name} - {"__init__"}
+    assert {part for part in parts if f"`{part}`" not in rows} == set()
 
 
-def test_the_page_shows_the_tree_as_it_is() -> None:
-    page = (ROOT / "docs/architecture.md").read_text()
-    for name, part in {"tree": tree(), "notes": notes(), "sizes": sizes()}.items():
-        begin, end = f"<!-- {name} -->\n\n", f"\n\n<!-- end of {name} -->"
-        before, _, rest = page.partition(begin)
-        page = "".join([before, begin, part, end, rest.partition(end)[2]])
-    assert_page("docs/architecture.md", page)
+def test_the_page_shows_the_ceilings() -> None:
+    rows = "\n".join(f"| {ceiling.what} | {ceiling.most:,} |" for ceiling in CEILINGS)
+    begin, end = "<!-- sizes -->\n", "<!-- end of sizes -->"
+    before, _, rest = PAGE.read_text().partition(begin)
+    table = f"\n| what | at most |\n|---|---|\n{rows}\n\n"
+    assert_page("docs/architecture.md", "".join([before, begin, table, end, rest.partition(end)[2]]))
+
+
+def test_what_the_page_names_is_defined_in_the_files_of_its_row() -> None:
+    _, _, rest = PAGE.read_text().partition("\n## Where do I look\n")
+    rows = [row for row in rest.partition("\n## ")[0].splitlines() if ".py`" in row and row.startswith("|")]
+    assert len(rows) > 20
+    for row in rows:
+        _, _, place = row.partition("? |")
+        texts = [(ROOT / "fxshard" / file).read_text() for file in re.findall(r"`([\w/]+\.py)`", place)]
+        for name in re.findall(r"`(\w+)`", place):
+            definition = re.compile(rf"^\s*(?:def |class )?{name}\b", re.MULTILINE)
+            assert any(definition.search(text) for text in texts), f"no `{name}` in the files of {row}"
 
 
 OF_THE_WHOLE = ("attacks", "cross_cuda", "gpu", "gpu_dry", "mutation", "numerics", "typing")
@@ -146,7 +123,7 @@ def test_no_test_module_is_imported() -> None:
 
 
 def test_every_essay_that_is_referred_to_exists() -> None:
-    known = set(re.findall(r"^\| ([^|]+) \| `", notes(), re.MULTILINE))
+    known = notes().keys()
     paths = [*(ROOT / "fxshard").rglob("*.py"), *(ROOT / "passes").glob("*.py"), *(ROOT / "docs").rglob("*.md")]
     named = {name for path in paths for name in re.findall(r"\[Note: ([^\]\n]+)\]", path.read_text())}
     assert named - known - {"name"} == set()
@@ -154,11 +131,9 @@ def test_every_essay_that_is_referred_to_exists() -> None:
 
 def test_every_file_that_the_pages_name_exists() -> None:
     pages = {path: path.read_text() for path in (ROOT / "docs").rglob("*.md") if "changelog.d" not in path.parts}
-    main = ROOT / "docs/architecture.md"
-    pages[main] = pages[main].partition("## The tree")[0]
     for path, page in pages.items():
         named = {*re.findall(r"`([a-z_0-9/]+(?:\.py|/))`", page)}
-        paths = {name for name in named if "/" in name.rstrip("/") or path == main}  # a file alone may be torch's
+        paths = {name for name in named if "/" in name.rstrip("/") or path == PAGE}  # a file alone may be torch's
         missing = {name for name in paths if not any((ROOT / top / name).exists() for top in ("fxshard", "."))}
         assert missing == set(), path
 
@@ -204,18 +179,15 @@ def test_torch_is_private_where_it_is_said_to_be() -> None:
     assert not users
 
 
-def attributes() -> list[tuple[set[str], set[str]]]:
-    """Rows of "What torch may change": attributes, and the files that read them."""
-    table = (ROOT / "docs/architecture.md").read_text().partition("<!-- attributes -->")[2]
-    rows = [line.split("|") for line in table.partition("<!-- end of attributes -->")[0].splitlines() if "`" in line]
-    return [(set(re.findall(r"`([^`]+)`", row[1])), set(re.findall(r"`([^`]+)`", row[3]))) for row in rows]
+def test_only_one_module_talks_to_the_store() -> None:
+    users = {name for name, module in sources() if "default_store" in ast.unparse(module)}
+    assert users == {"ranks/rendezvous.py", "torch_private.py"}
 
 
-def test_what_torch_may_change_is_read_where_the_page_says() -> None:
+def test_what_torch_may_change_is_read_where_the_list_says() -> None:
     texts = {name: (ROOT / "fxshard" / name).read_text() for name, _ in sources()}
-    rows = attributes()
-    assert len(rows) > 15
-    for names, files in rows:
+    for row in TORCH_ATTRIBUTES:
+        names, files = row.names.split(), row.files.split()
         assert {file for file in files if not any(name in texts[file] for name in names)} == set()
         assert {name for name in names if not any(name in texts[file] for file in files)} == set()
 
@@ -243,20 +215,9 @@ def defined(module: ast.Module) -> set[str]:
     return found | {target.id for target in targets if isinstance(target, ast.Name)}
 
 
-def test_attributes_that_torch_may_change_are_on_the_page() -> None:
-    listed = {(name, file) for names, files in attributes() for name in names for file in files}
+def test_attributes_that_torch_may_change_are_in_the_list() -> None:
+    listed = {(name, file) for row in TORCH_ATTRIBUTES for name in row.names.split() for file in row.files.split()}
     for file, module in sources():
         if not file.startswith((*HOMES, "tools/")):
             read = private_attributes(module) - defined(module) - OF_PYTHON
             assert {name for name in read if (name, file) not in listed} == set(), file
-
-
-@pytest.mark.parametrize(("old", "new"), [("Record", "PassResult"), ("Fact", "Property"), ("Decline", "Remark")])
-def test_public_names_of_before_work_with_a_warning(old: str, new: str) -> None:
-    with pytest.warns(DeprecationWarning, match=f"fxshard.{old} is now fxshard.{new}"):
-        assert getattr(fxshard, old) is getattr(fxshard, new)
-
-
-def test_a_misspelt_public_name_is_an_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'Recrod'"):
-        fxshard.Recrod  # type: ignore[attr-defined]  # noqa: B018

@@ -12,28 +12,29 @@ from tests.pages import assert_page
 
 TESTS = Path(__file__).parent
 
-HEAD = """# Beside the tests of FSDP2, DeepCompile and fairscale
+HEAD = """# Scenarios of other implementations
 
-What the tests of torch's FSDP2 (`test/distributed/_composable/fsdp`), of DeepSpeed's DeepCompile and of \
-fairscale's FSDP hold, in our words, and which test below `tests/` holds it here; "none" says why. The page is \
-generated from `tests/fsdp2_scenarios.py` by `tests/test_fsdp2_tests_page.py`, which checks that every test is there.
+These scenarios are tested by torch's FSDP2 (`test/distributed/_composable/fsdp`), DeepSpeed's DeepCompile and \
+fairscale. Each links to a test file here, or gives the reason why there is none. `tests/fsdp2_scenarios.py` names the \
+tests, and `tests/test_fsdp2_tests_page.py` checks them and writes this page.
 """
 
 
-def table(title: str, rows: Mapping[str, Held]) -> str:
-    """One table of the document."""
-    lines = [f"| {scenario} | {_shown(held)} |" for scenario, held in rows.items()]
-    return "\n".join([f"\n{title}\n", "| scenario | held by |", "|---|---|", *lines]) + "\n"
+def section(title: str, rows: Mapping[str, Held]) -> str:
+    """The scenarios below one title."""
+    return f"\n{title}\n\n" + "".join(f"- {_shown(scenario, held)}\n" for scenario, held in rows.items())
 
 
-def _shown(held: Held) -> str:
-    return "<br>".join(f"`{test}`" for test in held.tests) or f"none: {held.why}"
+def _shown(scenario: str, held: Held) -> str:
+    if held.why:
+        return f"{scenario} (none: {held.why})"
+    return f"[{scenario}](../tests/{held.tests[0].partition('::')[0]})"
 
 
 def page() -> str:
     """The document."""
-    parts = [HEAD, "\n## FSDP2\n", *(table(f"### {title}", rows) for title, rows in FSDP2.items())]
-    return "".join([*parts, table("## DeepCompile", DEEPCOMPILE), table("## fairscale", FAIRSCALE)])
+    parts = [HEAD, "\n## FSDP2\n", *(section(f"### {title}", rows) for title, rows in FSDP2.items())]
+    return "".join([*parts, section("## DeepCompile", DEEPCOMPILE), section("## fairscale", FAIRSCALE)])
 
 
 def every_row() -> Iterator[tuple[str, Held]]:

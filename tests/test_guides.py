@@ -42,8 +42,7 @@ class Block(nn.Module):
         self.mlp, self.experts = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)), Experts()
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.experts(self.mlp(x))
-        return y
+        return self.experts(self.mlp(x))
 
 
 class Model(nn.Module):
@@ -58,8 +57,7 @@ class Model(nn.Module):
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-    loss: Tensor = model(batch).square().mean()
-    return loss
+    return model(batch).square().mean()
 
 
 def here(snippet: str) -> str:

@@ -39,7 +39,6 @@ def test_names_the_option_nearest_to_an_unknown_one(mesh: DeviceMesh, given: str
     [
         ("lower", "triton"),
         ("regions", True),
-        ("compile_on", 0),
         ("bucket", "units"),
         ("param_dtype", "bf16"),
         ("reduce_dtype", torch.int8),

@@ -1,10 +1,14 @@
-"""Size budgets: a file fits in one reading, a function on one screen."""
+"""Size budgets: a file fits in one reading, a function on one screen, and the whole has ceilings."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+
+from tests.size_ceilings import CEILINGS, Ceiling
 
 ROOT = Path(__file__).parents[1]
 MAX_FILE, MAX_PASS, MAX_FUNCTION = 500, 250, 40  # lines; a docstring does not count against its function
@@ -50,3 +54,8 @@ def test_nothing_is_longer_than_its_budget() -> None:
 
 def test_every_exception_is_still_needed() -> None:
     assert EXCEPTIONS.keys() <= over_budget().keys()
+
+
+@pytest.mark.parametrize("ceiling", CEILINGS, ids=lambda ceiling: ceiling.what)
+def test_no_part_is_above_its_ceiling(ceiling: Ceiling) -> None:
+    assert 0 < ceiling.now <= ceiling.most

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import inspect
 from collections.abc import Mapping
 
@@ -56,6 +57,13 @@ def graph_block(traced: Traced, kind: GraphKind, after: type[GraphPass] | None =
     return code_block(text(gm))
 
 
+def moves_block(traced: Traced, kind: GraphKind, before: type[GraphPass], after: type[GraphPass]) -> str:
+    """The lines that move between two passes, each with its neighbours."""
+    first, second = (text(traced.at(kind, after=step)[0]).splitlines() for step in (before, after))
+    hunks = list(difflib.unified_diff(first, second, n=1, lineterm=""))[2:]  # without the names of files
+    return code_block("\n".join("..." if line.startswith("@@") else line for line in hunks), "diff")
+
+
 def last_graph(traced: Traced) -> str:
     """The forward graph at the end of the codegen stage, as Inductor gets it."""
     gm = fx.GraphModule({}, copy.deepcopy(traced.history.last("forward_codegen").graph))
@@ -73,14 +81,13 @@ def test_shows_in_the_tour_what_each_pass_does_now() -> None:
     blocks = {
         "model": model_block(),
         "graph: dynamo": code_block(str(traced.history.last("dynamo"))),
-        "graph: joint": graph_block(traced, "joint"),
         "graph: joint after ReshardPolicy": graph_block(traced, "joint", ReshardPolicy),
         "graph: forward": graph_block(traced, "forward"),
         "graph: backward": graph_block(traced, "backward"),
         "graph: forward after InsertCollectives": graph_block(traced, "forward", InsertCollectives),
         "graph: backward after InsertCollectives": graph_block(traced, "backward", InsertCollectives),
-        "graph: backward after SinkWaits": graph_block(traced, "backward", SinkWaits),
-        "graph: forward after HoistPrefetch": graph_block(traced, "forward", HoistPrefetch),
+        "moves: backward by SinkWaits": moves_block(traced, "backward", CoalesceCollectives, SinkWaits),
+        "moves: forward by HoistPrefetch": moves_block(traced, "forward", CoalesceCollectives, HoistPrefetch),
         "graph: forward after EnforceOrder": code_block(last_graph(traced)),
     }
     assert_filled("docs/tour.md", blocks)

@@ -33,10 +33,12 @@ from fxshard.cost import measured
 from fxshard.errors import ConfigError
 from fxshard.live_objects import instances_of, referrers_of
 from fxshard.options import Options, launched_world_size
-from fxshard.runtime import eager, mesh_axes, process_groups, rank_values
+from fxshard.ranks.rendezvous import difference_from, gather_texts
+from fxshard.runtime import eager, mesh_axes, process_groups
 from fxshard.runtime.extensions import has_hooks
 from fxshard.runtime.flat_shard import Home
 from fxshard.runtime.parameters import as_dtensor, shard_rows
+from fxshard.runtime.raw import checksum
 from fxshard.runtime.unit import Unit
 from fxshard.sharding import regional, shard_module
 from fxshard.sharding.mesh import default_mesh, require_mesh
@@ -212,7 +214,7 @@ def _require_no_averages(root: nn.Module, group: dist.ProcessGroup) -> None:
     if names:
         gc.collect()  # it may be dead
         names = _averaged(root)
-    texts = rank_values.gather_texts("one_line_averages", ", ".join(names), group)
+    texts = gather_texts("one_line_averages", ", ".join(names), group)
     if held := next(filter(None, texts), ""):
         raise ConfigError(
             f"an AveragedModel made before the first call holds copies of parameters: {held}. The call "
@@ -251,16 +253,12 @@ def _agree_on_values(root: nn.Module, group: dist.ProcessGroup) -> None:
     """Give all ranks the first rank's parameters and buffers; raise if names, shapes or dtypes differ."""
     named = dict(root.named_parameters()) | dict(root.named_buffers())
     layout = [f"{name}: {tensor.dtype}{list(tensor.shape)}" for name, tensor in named.items()]
-    texts = rank_values.gather_texts("one_line_layout", "\n".join(layout), group)
-    for rank, text in zip(dist.get_process_group_ranks(group), texts, strict=True):
-        if difference := rank_values.first_difference(layout, text.splitlines()):
-            _, ours, theirs = difference
-            raise ConfigError(
-                f"the ranks' models differ: rank {dist.get_rank()} has {ours}, rank {rank} has {theirs}. Build the "
-                "same model on every rank."
-            )
+    texts = gather_texts("one_line_layout", "\n".join(layout), group)
+    lines = dict(zip(dist.get_process_group_ranks(group), map(str.splitlines, texts), strict=True))
+    if difference := difference_from(dist.get_rank(), lines):
+        raise ConfigError(f"the ranks' models differ: {difference}. Build the same model on every rank.")
     tensors = list(named.values())
-    if len(set(rank_values.gather_texts("one_line", str(rank_values.checksum(tensors)), group))) > 1:
+    if len(set(gather_texts("one_line", str(checksum(tensors)), group))) > 1:
         _broadcast(tensors, group)
 
 

@@ -169,9 +169,9 @@ def digest(options: Options, plan: FramePlan, pipeline: Pipeline, hardware: Hard
     and sizes of process groups, but nothing of this rank. Passes count by class, `version`, fields and source; of
     `hardware` the numbers count, for a file may have changed under its name.
     """
-    # `options.passes` is a function; what it returned is the pipeline. Who compiles decides nothing.
+    # `options.passes` is a function; what it returned is the pipeline.
     numbers = dataclasses.replace(hardware, source="")
-    values = (dataclasses.replace(options, passes=None, compile_on="all", regional=False), plan, pipeline, numbers)
+    values = (dataclasses.replace(options, passes=None, regional=False), plan, pipeline, numbers)
     try:
         parts = [torch.__version__, _own_sources(), *map(stable_text, values), *_foreign_sources(pipeline)]
     except (OSError, TypeError) as error:

@@ -338,8 +338,7 @@ def allow_again() -> Callable[[], None]:
 def compiled_model(root: nn.Module) -> nn.Module:
     """Return what was given the backend for `root`: itself by `root.compile()`, or `torch.compile`'s wrapper of it.
 
-    Raises:
-        ConfigError: neither, so a function that calls it was compiled.
+    A ConfigError where it is neither, so that a function that calls it was compiled.
     """
     wrappers = [each for each in instances_of(OptimizedModule) if each._orig_mod is root]
     for each in (root, *wrappers):

@@ -17,11 +17,7 @@ from fxshard.sharding.sharded_module import plain_module
 
 
 def refuse(roots: Sequence[nn.Module]) -> None:
-    """Raise if torch's `fully_shard` or DDP has one of `roots`, something in it or something around it.
-
-    Raises:
-        ConfigError: says what to write instead.
-    """
+    """Raise a ConfigError if torch's `fully_shard` or DDP has one of `roots`, or something in it or around it."""
     for root in roots:
         for kind, advice in _ADVICE.items():
             if (taken := _around(root, kind)) is not None:
@@ -29,11 +25,7 @@ def refuse(roots: Sequence[nn.Module]) -> None:
 
 
 def refuse_compiled(parameters: Iterable[Tensor]) -> None:
-    """Raise if an FSDP2 or DDP model with one of `parameters` is compiled by fxshard, which never saw a graph of it.
-
-    Raises:
-        ConfigError: says what to write instead.
-    """
+    """Raise a ConfigError if an FSDP2 or DDP model with one of `parameters` is compiled by fxshard unseen."""
     parameters = list(parameters)
     wanted = {id(p) for p in parameters}
     for kind, advice in _ADVICE.items():

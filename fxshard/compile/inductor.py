@@ -241,7 +241,7 @@ def _zeros(parameters: Sequence[Any], index: int) -> Any:
     return lowering.full(like.get_size(), 0, dtype=like.get_dtype(), device=like.get_device())
 
 
-def _deferred_wait(launched: Any) -> Any:
+def _deferred_wait(launched: Any, dtype: torch.dtype | None = None) -> Any:
     """Lower it as a wait, up to which what was sent is kept."""
     inductor_ir._WaitKernel.create_wait(ops.DEFERRED_WAIT, launched)
     return launched

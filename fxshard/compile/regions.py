@@ -30,12 +30,7 @@ from fxshard.options import Options
 def trace(name: str, text: str, gm: fx.GraphModule, parameters: Sequence[bool], options: Options) -> Region | str:
     """Return the region that calls of `gm` are, or why it can be none.
 
-    Args:
-        name: for the reader.
-        text: of the code, equal for equal code in every process.
-        gm: of Dynamo's ops; its inputs know their `example_value`.
-        parameters: which inputs are unsharded parameters.
-        options: the user's.
+    `text` is equal for equal code in every process; `parameters` says which inputs are unsharded parameters.
     """
     configs = [sorted(each.save_config_portable().items()) for each in (functorch_config, inductor_config)]
     decides = repr((text, torch_private.global_state(), options.lower, sorted(options.inductor.items()), configs))

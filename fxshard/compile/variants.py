@@ -22,13 +22,12 @@ from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 
 from fxshard import torch_private
-from fxshard.compile import cudagraphs, inductor, interpreter, shared_code
-from fxshard.compile.cache import CompiledFacts, stable_text, with_stable_keys
+from fxshard.compile import cudagraphs, inductor, interpreter
+from fxshard.compile.cache import CompiledFacts, with_stable_keys
 from fxshard.compile.stages import Stages
 from fxshard.errors import InvariantError, UnsupportedGraph
 from fxshard.ir import meshes
 from fxshard.ir.history import CAPTURED, LazyHistory, PassResult, with_variant
-from fxshard.ir.text import graph_text
 from fxshard.ir.variant import Variant
 from fxshard.options import Options
 from fxshard.passes._base import GraphKind
@@ -91,7 +90,6 @@ class Compilation:
 
     def __init__(self, stages: Stages) -> None:
         self.found: set[GraphKind] = set()
-        self._was_cached = False
         self._stages, self._frame = stages, stages.frame
         self._history = stages.history
         self._context = CompileContext.capture(self._captured)
@@ -103,35 +101,28 @@ class Compilation:
 
     def run(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile the captured graph."""
-        not_cached = self._not_cached(inputs)
-        with functorch_config.patch(self._aot_patches(cached=not not_cached)):
+        cached = self._may_be_cached(inputs)
+        with functorch_config.patch(self._aot_patches(cached=cached)):
             if self._stages.options.lower == "eager":
                 return interpreter.interpret(gm, inputs, self._stages, self)
-            keyed = inputs if not_cached else with_stable_keys(inputs, self._context.inputs)
-            compile = functools.partial(inductor.compile_with_inductor, gm, keyed, self._stages, self)
-            if self._stages.options.compile_on == "all" or not self._stages.generate_code:
-                compiled = compile()
-            elif not_cached:
-                shared_code.warn(not_cached)
-                compiled = compile()
-            else:
-                compiled = shared_code.compile_or_load(self._decides(), compile, lambda: self._was_cached)
+            keyed = with_stable_keys(inputs, self._context.inputs) if cached else inputs
+            compiled = inductor.compile_with_inductor(gm, keyed, self._stages, self)
         if not self.found:
             raise InvariantError("AOTAutograd returned code that fxshard has not seen.")
         return compiled
 
-    def _not_cached(self, inputs: Sequence[Any]) -> str:
-        """Say why the code cannot be in torch's caches; empty if it can."""
-        if self._stages.digest is None:
-            return "no text stands for one of its passes or options"
-        if self._stages.options.cudagraphs:
-            return "CUDA graphs are recorded in the process that replays them"
+    def _may_be_cached(self, inputs: Sequence[Any]) -> bool:
+        if self._stages.digest is None:  # no text stands for one of its passes or options
+            return False
+        if self._stages.options.cudagraphs:  # they are recorded in the process that replays them
+            return False
         # The cache knows a tensor subclass by its global shape: one rank would get the code of another's rows.
         if any(isinstance(value, Tensor) and torch_private.is_wrapper(value) for value in inputs):
-            return "one of its inputs is a tensor subclass"
+            return False
+        # It computes with DTensors, in functions of Dynamo's that no text stands for.
         if self._stages.frame.plan.model_axes and not meshes.ARE_INPUTS:
-            return "it computes with DTensors, in functions of Dynamo's that no text stands for"
-        return "" if functorch_config.enable_autograd_cache else "torch._functorch.config.enable_autograd_cache is off"
+            return False
+        return bool(functorch_config.enable_autograd_cache)
 
     def _aot_patches(self, *, cached: bool) -> dict[str, Any]:
         stages = self._stages
@@ -145,18 +136,6 @@ class Compilation:
         if not cached or stages.options.lower == "eager":
             return {"enable_autograd_cache": False, **may_overwrite}
         return {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True, **may_overwrite}
-
-    def _decides(self) -> str:
-        """Return what decides the code, as a text that is the same on every rank."""
-        stages, context = self._stages, self._context
-        inputs = [
-            f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device} {value.requires_grad}"
-            if isinstance(value, Tensor)
-            else str(meshes.real_object(value))
-            for value in context.inputs
-        ]
-        around = (stages.digest, stages.variant, stages.only, context.grad, context.autocast, inputs)
-        return f"{stable_text(around)}\n{graph_text(self._captured)}"
 
     def prepared(self, code: Callable[..., Any], facts: CompiledFacts) -> Callable[..., Any]:
         """Return a graph's code behind the choice of its variant and the ranks' agreement."""
@@ -172,7 +151,6 @@ class Compilation:
     def restore(self, facts: CompiledFacts) -> None:
         """Tell the frame what the passes found out when this code, found in a cache, was compiled."""
         self.found.add(facts.kind)
-        self._was_cached = True
         self._frame.trained.update({unit: list(slots) for unit, slots in facts.trained.items()})
         if not isinstance(self._frame.history, LazyHistory):
             self._frame.history = LazyHistory(self._replay)

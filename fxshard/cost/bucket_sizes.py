@@ -33,15 +33,10 @@ _ENOUGH, _MOST = 1 / 10, 1 / 40
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bytes of the whole buffer that a launch should move.
+    """Bytes of the whole buffer that a launch should move."""
 
-    Attributes:
-        enough: a bucket is closed once it has that many.
-        most: it never grows beyond, and what is larger is split, a single parameter excepted.
-    """
-
-    enough: float
-    most: float
+    enough: float  # a bucket is closed once it has that many
+    most: float  # it never grows beyond, and what is larger is split, a single parameter excepted
 
     @property
     def small(self) -> float:

@@ -73,11 +73,7 @@ class Calibration:
     def __init__(
         self, groups: Sequence[dist.ProcessGroup], device: torch.device, others: Sequence[str] = ("replica",)
     ) -> None:
-        """Take memory; other ranks take no part.
-
-        Raises:
-            RuntimeError: there is too little of it.
-        """
+        """Take memory, or raise a RuntimeError if there is too little; other ranks take no part."""
         self._groups, self._device, self._others = groups, device, others
         self._group, self._tries = groups[0], _TRIES
         ranks = [dist.get_world_size(group) for group in groups]

@@ -18,27 +18,17 @@ from fxshard.ir.text import dtype_text
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchCost:
-    """One collective of a graph.
+    """One collective of a graph."""
 
-    Attributes:
-        node: what starts it.
-        unit: key of the unit that it serves, several with commas; `None` for a collective that is not of our passes.
-        axis: mesh axis that such a one is on, empty if nothing says.
-        op: short name: `all_gather`, `reduce_scatter`, `all_reduce`, ...
-        dtype: short names of what is sent.
-        group: name of the process group.
-        nbytes: of the whole buffer, all ranks' shards.
-        seconds: that it keeps its group's queue busy.
-    """
-
-    node: fx.Node
+    node: fx.Node  # what starts it
+    # key of the unit that it serves, several with commas; `None` for a collective that is not of our passes
     unit: str | None
-    axis: str
-    op: str
-    dtype: str
-    group: str
-    nbytes: Quantity
-    seconds: Quantity
+    axis: str  # mesh axis that such a one is on, empty if nothing says
+    op: str  # short name: `all_gather`, `reduce_scatter`, `all_reduce`, ...
+    dtype: str  # short names of what is sent
+    group: str  # name of the process group
+    nbytes: Quantity  # of the whole buffer, all ranks' shards
+    seconds: Quantity  # that it keeps its group's queue busy
 
     @property
     def label(self) -> str:

@@ -27,7 +27,6 @@ import json
 import logging
 import os
 import platform
-import time
 import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -42,11 +41,14 @@ from fxshard.cost import hardware
 from fxshard.cost.calibration import Calibration
 from fxshard.cost.hardware import HardwareSpec
 from fxshard.errors import ConfigError
+from fxshard.ranks.rendezvous import Rendezvous, is_alone
 from fxshard.runtime import gloo, mesh_axes
-from fxshard.runtime.rank_values import EMULATED, is_in_process
 
 PATIENCE = 5.0
 """Seconds that a rank waits for the others: as much as building a model may take longer on one than on another."""
+
+EMULATED = "emulated"
+"""Name in torch.distributed of the backend whose other ranks are emulated."""
 
 _TABLE, _MEASURE = "table", "measure"  # what may be decided, besides numbers
 
@@ -71,7 +73,7 @@ def agree(mesh: DeviceMesh, patience: float = PATIENCE, *, whole: DeviceMesh | N
         return
     known, key = _known(), _key(axes.all, mesh.device_type)
     if key not in known:
-        known[key] = _Meeting(axes, patience).decide()
+        known[key] = _Decision(axes, patience).decide()
         _log.info("fxshard: %d ranks count on %s.", len(axes.ranks), known[key].label)
 
 
@@ -166,81 +168,60 @@ def _is_real(group: dist.ProcessGroup) -> bool:
     backend = dist.get_backend(group)
     if dist.get_world_size(group) == 1 or backend == "fake":
         return False
-    return backend == EMULATED or not is_in_process(torch_private.default_store())
+    return backend == EMULATED or not is_alone()
 
 
-class _Meeting:
+class _Decision:
     """How the ranks of one mesh come to the same numbers."""
 
     def __init__(self, axes: _Axes, patience: float) -> None:
         self._axes, self._device, self._patience = axes, _here(axes.mesh.device_type), patience
-        self._ranks = axes.ranks
-        self._store = torch_private.default_store()
-        what = repr((axes.mesh.device_type, axes.mesh.shape, self._ranks))
-        self._place = f"fxshard/hardware/{hashlib.sha256(what.encode()).hexdigest()[:16]}"
+        self._at_store = Rendezvous(f"hardware/{axes.mesh.device_type}/{axes.mesh.shape}", axes.ranks)
 
     def decide(self) -> HardwareSpec:
         """Return the numbers of all ranks."""
-        is_alone = is_in_process(self._store)
         if not options.measures_hardware():
-            return self._table() if is_alone else self._take(self._propose(_TABLE))
-        if is_alone:  # the speed of an emulated link is in no file's name
+            return self._take(_TABLE if is_alone() else self._at_store.decide(_TABLE))
+        if is_alone():  # the speed of an emulated link is in no file's name
             return _named(self._axes.calibration(self._device).run(), self._device)
         kept = _read(_file_of(self._axes))
         if kept is not None:
-            return self._take(self._propose(kept.to_json()))
+            return self._take(self._at_store.decide(kept.to_json()))
         try:
             calibration = self._axes.calibration(self._device)
         except RuntimeError as error:
             _log.warning("fxshard: no memory to measure the link in, so its speed is assumed: %s", error)
-            return self._take(self._propose(_TABLE))
+            return self._take(self._at_store.decide(_TABLE))
         said = self._meet()
         return self._measured(calibration) if said == _MEASURE else self._take(said)
 
     def _meet(self) -> str:
         """Say that this rank has come, and wait for what is decided; `_MEASURE` only if all stand here."""
-        ranks = self._ranks
         ours = str([torch_private.num_collectives(group, self._device) for group in self._axes.real])
-        self._store.set(f"{self._place}/collectives/{dist.get_rank()}", ours)
-        if self._store.add(f"{self._place}/came", 1) == len(ranks):
-            theirs = {self._store.get(f"{self._place}/collectives/{rank}").decode() for rank in ranks}
-            return self._propose(_MEASURE if theirs == {ours} else _TABLE)
-        began = time.monotonic()
-        while not self._store.check([self._place]):
-            waited = time.monotonic() - began
-            if waited > self._patience:
-                return self._give_up(len(ranks))
-            time.sleep(min(0.1, max(0.001, waited / 10)))
-        return self._store.get(self._place).decode()
-
-    def _give_up(self, num_ranks: int) -> str:
-        said = self._propose(_TABLE)
-        if said == _TABLE:
+        if self._at_store.arrive(ours):
+            return self._at_store.decide(_MEASURE if {*self._at_store.texts().values()} == {ours} else _TABLE)
+        if said := self._at_store.decision(self._patience):
+            return said
+        if (said := self._at_store.decide(_TABLE)) == _TABLE:
             _log.warning(
                 "fxshard: the %d ranks of a mesh did not come to fully_shard within %.0f s of each other, so "
                 "the speed of their link is assumed. `fxshard calibrate`, started as training is, measures it once.",
-                num_ranks,
+                len(self._axes.ranks),
                 self._patience,
             )
         return said
 
-    def _propose(self, decision: str) -> str:
-        """Decide, unless somebody has; return what is decided."""
-        return self._store.compare_set(self._place, "", decision).decode()
-
     def _measured(self, calibration: Calibration) -> HardwareSpec:
         spec = _named(calibration.run(), self._device)
-        if dist.get_rank() == self._ranks[0]:
+        if dist.get_rank() == self._axes.ranks[0]:
             _write(_file_of(self._axes), spec.to_json())
-            self._store.set(self._place, spec.to_json())  # for groups of the same ranks that meet at this store later
+            # For groups of the same ranks that meet at this store later.
+            self._at_store.write("decision", spec.to_json())
         return spec
 
     def _take(self, decision: str) -> HardwareSpec:
         # Nobody is told to measure without having met: those who were are gone, and so is their group.
-        return self._table() if decision in (_TABLE, _MEASURE) else hardware.load(decision)
-
-    def _table(self) -> HardwareSpec:
-        return hardware.of_device(self._device)
+        return hardware.of_device(self._device) if decision in (_TABLE, _MEASURE) else hardware.load(decision)
 
 
 # ---- the file

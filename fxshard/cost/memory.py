@@ -20,15 +20,11 @@ from fxshard.ir.plan import FramePlan
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """The most that is live at once.
+    """The most that is live at once."""
 
-    Attributes:
-        nbytes: what is live at `node`, as an expression; for shapes far from the traced ones another node may be worse.
-        node: where the peak is at the traced world size and shapes; the first such node.
-    """
-
+    # what is live at `node`, as an expression; for shapes far from the traced ones another node may be worse
     nbytes: Quantity
-    node: fx.Node
+    node: fx.Node  # where the peak is at the traced world size and shapes; the first such node
 
 
 def live_bytes(sizes: Sizes, only: Collection[int] | None = None) -> dict[fx.Node, int]:

@@ -21,13 +21,8 @@ def depths_that_hide(
 
     One after the other, by list scheduling: a group is launched one unit earlier as long as compute waits for it, and
     as the link does something else right before it than the group before. Later groups count as one ahead until it is
-    their turn.
-
-    Args:
-        groups: all gathers of a graph, in program order.
-        needed_at: for each group the node before which it, at depth 0, or a later one is launched.
-        timeline: the graph on the clock.
-        budget: what is free in the graph; reserved as the depths are found.
+    their turn. At depth 0 a group, or a later one, is launched before its node of `needed_at`. Depths that are found
+    are reserved in `budget`.
     """
     hoist = Hoist(groups, budget)
     depths = [min(k, 1) for k in range(len(groups))]

@@ -39,17 +39,11 @@ _UNINITIALISED = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_
 
 @dataclass(frozen=True, kw_only=True)
 class NodeCost:
-    """What one node costs.
+    """What one node costs."""
 
-    Attributes:
-        flops: of matrix products, convolutions and attention; other ops count as none, their bytes decide.
-        nbytes: read from and written to device memory.
-        seconds: `max(flops / peak, nbytes / bandwidth)` plus the overhead of a kernel.
-    """
-
-    flops: Quantity
-    nbytes: Quantity
-    seconds: Quantity
+    flops: Quantity  # of matrix products, convolutions and attention; other ops count as none, their bytes decide
+    nbytes: Quantity  # read from and written to device memory
+    seconds: Quantity  # `max(flops / peak, nbytes / bandwidth)` plus the overhead of a kernel
 
 
 FREE = NodeCost(flops=0, nbytes=0, seconds=0.0)

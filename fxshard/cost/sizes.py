@@ -28,25 +28,15 @@ _ELEMENTWISE = frozenset(("_to_copy", "convert_element_type", "div", "clone"))
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The memory of a graph.
+    """The memory of a graph."""
 
-    Attributes:
-        live: its storages.
-        point: the world size and shapes that it was traced with.
-        of_storage: bytes of each of `live.storages`.
-        of_launch: bytes of the whole buffer (all ranks' shards) of each launch.
-        open_groups: process groups whose size is the world size.
-        group_sizes: of all of the plan, as traced.
-        axes: process group -> mesh axis of the user's own DTensors that it is of.
-    """
-
-    live: Liveness
-    point: Point
-    of_storage: tuple[Quantity, ...]
-    of_launch: dict[fx.Node, Quantity]
-    open_groups: frozenset[str]
-    group_sizes: Mapping[str, int]
-    axes: Mapping[str, str]
+    live: Liveness  # its storages
+    point: Point  # the world size and shapes that it was traced with
+    of_storage: tuple[Quantity, ...]  # bytes of each of `live.storages`
+    of_launch: dict[fx.Node, Quantity]  # bytes of the whole buffer (all ranks' shards) of each launch
+    open_groups: frozenset[str]  # process groups whose size is the world size
+    group_sizes: Mapping[str, int]  # of all of the plan, as traced
+    axes: Mapping[str, str]  # process group -> mesh axis of the user's own DTensors that it is of
 
 
 def sizes_of(graph: fx.Graph, plan: FramePlan, *, donated: bool = False) -> Sizes:

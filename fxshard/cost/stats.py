@@ -105,37 +105,22 @@ _QUANTITIES = tuple(field.name for field in dataclasses.fields(GraphStats) if fi
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCost:
-    """One row of the table of launches.
+    """One row of the table of launches."""
 
-    Attributes:
-        node: name of the launch.
-        unit: key of its unit, `None` for a collective that no pass of ours inserted.
-        op: short name of the op.
-        dtype: what is sent.
-        nbytes: of the whole buffer.
-        seconds: that the launch takes.
-        start: when it starts, seconds since the graph began, at the traced world size and shapes.
-        exposed_seconds: how long compute stands at its wait, likewise.
-    """
-
-    node: str
-    unit: str | None
-    op: str
-    dtype: str
-    nbytes: Quantity
-    seconds: Quantity
-    start: float
-    exposed_seconds: float
+    node: str  # name of the launch
+    unit: str | None  # key of its unit, `None` for a collective that no pass of ours inserted
+    op: str  # short name of the op
+    dtype: str  # what is sent
+    nbytes: Quantity  # of the whole buffer
+    seconds: Quantity  # that the launch takes
+    start: float  # when it starts, seconds since the graph began, at the traced world size and shapes
+    exposed_seconds: float  # how long compute stands at its wait, likewise
 
 
 def graph_stats(graph: fx.Graph, plan: FramePlan, hardware: HardwareSpec, *, donated: bool = False) -> GraphStats:
     """The statistics of a graph, after any pass; adds no guard to it.
 
-    Args:
-        graph: of AOTAutograd; markers cost nothing.
-        plan: of its frame.
-        hardware: what it runs on.
-        donated: whether saved activations are freed after their last use: true for backward.
+    `donated`: saved activations are freed after their last use, as in backward. Markers cost nothing.
     """
     sizes = sizes_of(graph, plan, donated=donated)
     timeline = Timeline(sizes, hardware)

@@ -41,27 +41,16 @@ class Stop(NamedTuple):
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Transfer:
-    """A launch on its queue, or a copy on its side stream; seconds since the graph began, where it was traced.
+    """A launch on its queue, or a copy on its side stream; seconds since the graph began, where it was traced."""
 
-    Attributes:
-        node: the launch or copy.
-        start: when the queue takes it up.
-        end: when it is done.
-        exposed: how long compute stood at waits for the launch; at those for its copies too.
-        behind: what the queue did right before, `None` if it stood idle.
-        after: whose end was the start; `None` if it could start as soon as compute had come to it.
-        place: index of the node that compute had come to.
-        stop: where compute had last stood by then.
-    """
-
-    node: fx.Node
-    start: float
-    end: float
-    exposed: float = 0.0
-    behind: fx.Node | None
-    after: Transfer | None
-    place: int
-    stop: Stop | None
+    node: fx.Node  # the launch or copy
+    start: float  # when the queue takes it up
+    end: float  # when it is done
+    exposed: float = 0.0  # how long compute stood at waits for the launch; at those for its copies too
+    behind: fx.Node | None  # what the queue did right before, `None` if it stood idle
+    after: Transfer | None  # whose end was the start; `None` if it could start as soon as compute had come to it
+    place: int  # index of the node that compute had come to
+    stop: Stop | None  # where compute had last stood by then
 
     def chain(self) -> Iterator[Transfer]:
         """This one, and what it had to be after, back to what compute came to."""

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fxshard import torch_private
 from fxshard.errors import UnsupportedGraph
 from fxshard.inspect.fake_model import FakeModel
-from fxshard.ir import collectives, ops, regions
+from fxshard.ir import collectives, ops, regions, signature
 from fxshard.ir.plan import ShardPlan
 from fxshard.runtime import mesh_axes
 from fxshard.runtime.flat_shard import Home, home_of
@@ -168,13 +168,7 @@ class AllRanksRun:
 
 
 def run(graph: fx.Graph, inputs: Mapping[str, PerRank], attributes: Mapping[str, Any], *, keep: bool) -> AllRanksRun:
-    """Run `graph` for all ranks; see [Note: lockstep].
-
-    Args:
-        graph: with explicit collectives.
-        inputs: by the names of the placeholders; the graph may write into them.
-        attributes: what its `get_attr` nodes read.
-        keep: whether to keep a copy of every value.
+    """Run `graph`, which may write into `inputs`, for all ranks; `keep` keeps a copy of every value ([Note: lockstep]).
 
     Raises:
         UnsupportedGraph: a collective of the model's own of which no size is known.
@@ -192,11 +186,8 @@ def run(graph: fx.Graph, inputs: Mapping[str, PerRank], attributes: Mapping[str,
                 values[node] = _call(node, values, num_ranks)
                 if keep:
                     kept[node.name] = copied(values[node])
-    results = graph.output_node().args[0]
-    members = list(results) if isinstance(results, list | tuple) else [results]
-    return AllRanksRun(
-        values=kept, results=[values[m] if isinstance(m, fx.Node) else (m,) * num_ranks for m in members]
-    )
+    results = [values[r] if isinstance(r, fx.Node) else (r,) * num_ranks for r in signature.results_of(graph)]
+    return AllRanksRun(values=kept, results=results)
 
 
 def copied(value: Any) -> Any:
@@ -216,7 +207,7 @@ def _call(node: fx.Node, values: Mapping[fx.Node, PerRank], num_ranks: int) -> P
     if node.target is ops.KEEP_ROWS:
         return tuple(ops.rows_kept(args[0], args[2], rank % args[2]) for rank, (args, _) in enumerate(ranks))
     if node.target is ops.COPY_OUT:
-        return tuple(_cut(*args[:4]) for args, _ in ranks)
+        return tuple(args[0].as_strided(*args[1:4]).clone(memory_format=torch.contiguous_format) for args, _ in ranks)
     if node.target is ops.COPY_TO_DEVICE:
         return tuple(args[0].to(args[1], copy=True) for args, _ in ranks)
     if node.target is ops.COPY_TO_HOST:
@@ -235,10 +226,6 @@ def _in_subgroups(ranks: Sequence[tuple[Any, ...]], collective: Callable[..., Pe
     """Run a collective among each `size` ranks next to each other."""
     blocks = [collective(ranks[first : first + size]) for first in range(0, len(ranks), size)]
     return tuple(value for block in blocks for value in block)
-
-
-def _cut(gathered: Tensor, size: list[int], stride: list[int], start: int) -> Tensor:
-    return gathered.as_strided(size, stride, start).clone(memory_format=torch.contiguous_format)
 
 
 def _call_region(code: fx.GraphModule, ranks: Sequence[Sequence[Any]]) -> PerRank:

@@ -24,7 +24,7 @@ from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.inspect.all_ranks import AllRanksRun, Captured, InputValues, PerRank, constant, originals_of, run
 from fxshard.inspect.explain import nothing_captured, type_name
 from fxshard.inspect.fake_model import FakeModel, fake_model_of
-from fxshard.ir import tags
+from fxshard.ir import signature, tags
 from fxshard.ir.history import CAPTURED, PassResult
 from fxshard.ir.text import name_of, window
 from fxshard.options import Options, parse
@@ -286,8 +286,7 @@ def _difference(after: fx.Graph, expected: AllRanksRun, actual: AllRanksRun, *, 
             if gap is not None:
                 return _Found(node=node, place=node, gap=gap)
     output = after.output_node()
-    members: Any = output.args[0] if isinstance(output.args[0], list | tuple) else [output.args[0]]
-    for member, before, now in zip(members, expected.results, actual.results, strict=False):
+    for member, before, now in zip(signature.results_of(after), expected.results, actual.results, strict=False):
         gap = _gap(before, now)
         if gap is not None:
             return _Found(node=member if isinstance(member, fx.Node) else output, place=output, gap=gap)

@@ -240,7 +240,8 @@ class Explanation:
         for number, record in self._records(pass_name, stage, frame):
             foreign = remark(self.device, self.hardware, [record.graph]) if kernels(record.graph) else ""
             reasons = "".join(f"# {line}\n" for line in (*record.reasons(), foreign) if line)
-            print(f"# {self._where(number, record.stage)}, {_when(record)}\n{reasons}{record}\n")
+            when = record.description if record.name == CAPTURED else f"after {record.description}"
+            print(f"# {self._where(number, record.stage)}, {when}\n{reasons}{record}\n")
 
     def diff(self, before: str, after: str, stage: str | None = None, frame: int | None = None) -> str:
         """What changed between two passes, as a unified diff; a stage that lacks one of them has no part in it.
@@ -341,10 +342,6 @@ def _reasons(record: PassResult) -> dict[str, list[str]]:
 def _last_of(stage: str) -> str:
     """`forward` -> `forward_last`, `forward_2` -> `forward_last_2`."""
     return re.sub(r"^([a-z]+)(_\d+)?$", r"\1_last\2", stage)
-
-
-def _when(record: PassResult) -> str:
-    return record.description if record.name == CAPTURED else f"after {record.description}"
 
 
 def _unified(where: str, old: PassResult, new: PassResult) -> str:

@@ -27,12 +27,7 @@ TEMPLATE = "page.html.jinja"
 
 @dataclass(kw_only=True)
 class Launches:
-    """Launches of one kind for one unit in one graph, added up.
-
-    Attributes:
-        exposed: seconds that compute waits for them.
-        why: what the passes said of them, newest last.
-    """
+    """Launches of one kind for one unit in one graph, added up."""
 
     frame: int
     stage: str
@@ -42,8 +37,8 @@ class Launches:
     count: int = 0
     nbytes: float = 0
     seconds: float = 0
-    exposed: float = 0
-    why: tuple[str, ...] = ()
+    exposed: float = 0  # seconds that compute waits for them
+    why: tuple[str, ...] = ()  # what the passes said of them, newest last
 
 
 def save(explanation: Explanation, path: Path) -> None:
@@ -71,7 +66,10 @@ def page(explanation: Explanation) -> str:
         tiles=_tiles(explanation),
         several_frames=len(explanation.frames) > 1,
         stages=_stages(explanation),
-        schedules=[list(rows) for _, rows in itertools.groupby(tables.schedule_rows(explanation), _stage_of)],
+        schedules=[
+            list(rows)
+            for _, rows in itertools.groupby(tables.schedule_rows(explanation), lambda row: (row.frame, row.stage))
+        ],
         schedule_columns=tables.SCHEDULE_COLUMNS,
         launches=launches,
         longest=max((time for row in launches for time in (row.seconds, row.exposed)), default=0) or 1,
@@ -81,10 +79,6 @@ def page(explanation: Explanation) -> str:
         caption=tables.caption(explanation),
         data=graphs_data(explanation),
     )
-
-
-def _stage_of(row: tables.ScheduleRow) -> tuple[int, str]:
-    return row.frame, row.stage
 
 
 def graphs_data(explanation: Explanation) -> dict[str, Any]:

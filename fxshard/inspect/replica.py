@@ -56,11 +56,7 @@ class Replica:
             yield
 
     def copy(self, value: T, name: str) -> T:
-        """Copy `value`, which messages call `name`; its modules may be sharded.
-
-        Raises:
-            UnsupportedGraph: an attribute cannot be copied.
-        """
+        """Copy `value`, which messages call `name`, or raise UnsupportedGraph; its modules may be sharded."""
         self._prepare(value)
         while self._empty:
             module = self._empty.pop()

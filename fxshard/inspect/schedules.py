@@ -38,19 +38,12 @@ OTHERS: Mapping[str, int | Literal["auto"]] = {"no prefetch": 0, "1 ahead": 1, "
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """What one schedule of a graph costs; seconds at the world size and shapes that the graph was traced with.
+    """What one schedule of a graph costs; seconds at the world size and shapes that the graph was traced with."""
 
-    Attributes:
-        name: "compiled", or a key of `OTHERS`.
-        seconds: of the graph, compute and exposed communication.
-        exposed_seconds: how long compute stands at waits.
-        unsharded_peak_bytes: the most that unsharded parameters take.
-    """
-
-    name: str
-    seconds: float
-    exposed_seconds: float
-    unsharded_peak_bytes: int
+    name: str  # "compiled", or a key of `OTHERS`
+    seconds: float  # of the graph, compute and exposed communication
+    exposed_seconds: float  # how long compute stands at waits
+    unsharded_peak_bytes: int  # the most that unsharded parameters take
 
     def __str__(self) -> str:
         """One line, in microseconds."""

@@ -44,8 +44,7 @@ def build(target: str) -> Target:
 def function_of(target: str, returns: str) -> Callable[[], Any]:
     """The function without parameters that `module:function` names; the current directory is importable.
 
-    Raises:
-        ConfigError: there is no such function; the message says what it `returns`.
+    A ConfigError where there is none says what it `returns`.
     """
     module_name, _, path = target.partition(":")
     if not module_name or not path:

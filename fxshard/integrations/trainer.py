@@ -141,11 +141,7 @@ class FxshardTrainer(Trainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Read the sharded model and optimizer; all ranks call it.
-
-        Raises:
-            ConfigError: another trainer has written the checkpoint.
-        """
+        """Read the sharded model and optimizer on all ranks; a ConfigError if another trainer has written them."""
         if checkpoint is None or not self._is_sharded:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
@@ -161,11 +157,7 @@ class FxshardTrainer(Trainer):
         )
 
     def _load_best_model(self) -> None:
-        """Read the best model; all ranks call it.
-
-        Raises:
-            ConfigError: its checkpoint has no sharded model.
-        """
+        """Read the best model on all ranks, or raise a ConfigError if its checkpoint has no sharded model."""
         if not self._is_sharded:
             super()._load_best_model()
             return

@@ -251,7 +251,7 @@ class CollectiveBuilder:
 
         def launch(*tensors: Tensor) -> Sequence[Tensor]:
             values = iter(tensors)
-            sums = [[_sum([next(values) for _ in range(n)]) for n in ns] for ns in counts]
+            sums = [[functools.reduce(torch.add, [next(values) for _ in range(n)]) for n in ns] for ns in counts]
             inputs = collectives.reduce_inputs(sums, unit, bucket.dtype)
             return collectives.launch_reduce(inputs, bucket.dtype, unit)
 
@@ -295,8 +295,7 @@ class CollectiveBuilder:
 
         key = ("assemble", _layout(self.plan.units[unit]), tuple(segments), tuple(sorted(outputs)))
         values, _ = self._splicer.insert(_after(nodes), assemble, nodes, key)
-        (results,) = self.graph.output_node().args
-        new = list(results) if isinstance(results, list | tuple) else [results]
+        new = signature.results_of(self.graph)
         for shard, value in zip(sorted(outputs), values, strict=True):
             if (copy := ops.copy_to_host_behind(new[outputs[shard]])) is None:
                 new[outputs[shard]] = value
@@ -356,10 +355,6 @@ def _after(nodes: Sequence[fx.Node]) -> fx.Node:
     while place.op == "placeholder":
         place = place.next
     return place
-
-
-def _sum(terms: Sequence[Tensor]) -> Tensor:
-    return functools.reduce(torch.add, terms)
 
 
 class _BucketReader:

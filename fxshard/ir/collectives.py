@@ -266,17 +266,11 @@ class Division:
 def division(
     num_ranks: int, dtype: torch.dtype, *, world_size: int = 0, factor: float | None = None, sums_only: bool = False
 ) -> Division:
-    """Return the division rule for a reduction in `dtype`.
+    """Return the division rule for a reduction in `dtype` over the ranks of both mesh axes.
 
-    fp32 and bf16 cannot overflow here and use the group's own average. Other dtypes divide by about sqrt(num_ranks)
-    before and by the rest after: fp16 sums then stay in range.
-
-    Args:
-        num_ranks: of both mesh axes.
-        dtype: of the reduction.
-        world_size: ranks of the axis that shards; asked only where a `factor` is given.
-        factor: by which to divide instead of by the number of ranks.
-        sums_only: whether to use no average of the group's.
+    fp32 and bf16 cannot overflow here and use the group's own average, unless `sums_only`. Other dtypes divide by about
+    sqrt(num_ranks) before and by the rest after: fp16 sums then stay in range. A `factor` takes the place of the number
+    of ranks; for it alone `world_size`, the ranks of the axis that shards, is read.
     """
     cannot_overflow = dtype in (torch.float32, torch.bfloat16)
     if cannot_overflow and not sums_only:

@@ -384,7 +384,8 @@ def _wait(node: fx.Node, flow: Dataflow, plan: FramePlan) -> Value | None:
     if value.launch.target is ops.COPY_TO_HOST:
         return OnHost(sent) if isinstance(sent, Piece | Assembled | GradientRow | Concat) else None
     if value.launch.target in collectives.ALL_REDUCES:
-        return _all_reduced(on_one_rank(sent), value.launch)
+        reduced = _all_reduced(on_one_rank(sent), value.launch)
+        return replace(reduced, dtype=ops.cast_dtype(node, reduced.dtype)) if isinstance(reduced, Piece) else None
     if isinstance(sent, Flat):
         gathered = whole(sent.numel * collectives.world_size_of(value.launch))
         if value.copied is not None:
@@ -394,7 +395,7 @@ def _wait(node: fx.Node, flow: Dataflow, plan: FramePlan) -> Value | None:
         sent = alone(sent, collectives.world_size_of(value.launch))
     if isinstance(sent, Concat):
         numel = sum(row_numel(row, sent.world_size) for row in sent.rows)
-        return Piece(sent, value.launch, whole(numel), sent.dtype)
+        return Piece(sent, value.launch, whole(numel), ops.cast_dtype(node, sent.dtype))
     return None
 
 

@@ -56,7 +56,10 @@ def groups_of(graph: fx.Graph, targets: Collection[object]) -> list[LaunchGroup]
     `targets` says which kind: `collectives.GATHERS`, `REDUCTIONS` or `ALL_REDUCES`.
     """
     launches = tags.launches_of(graph, targets)
-    return [group_of(*served) for _, served in itertools.groupby(launches, key=_first_unit)]
+    return [
+        group_of(*served)
+        for _, served in itertools.groupby(launches, key=lambda launch: next(iter(tags.units_of(launch).items())))
+    ]
 
 
 def group_of(*launches: fx.Node) -> LaunchGroup:
@@ -75,10 +78,6 @@ def waited_for(wait: fx.Node) -> fx.Node:
     """Return the launch whose result a node waits for."""
     (result,) = wait.all_input_nodes
     return result.all_input_nodes[0] if result.target is operator.getitem else result
-
-
-def _first_unit(launch: fx.Node) -> tuple[str, str]:
-    return next(iter(tags.units_of(launch).items()))
 
 
 def launched_bytes(launch: fx.Node) -> int:

@@ -86,7 +86,7 @@ MOVEMENT = VIEWS | TRANSPOSES | COPIES | CASTS
 
 
 def cast_dtype(node: fx.Node, default: torch.dtype) -> torch.dtype:
-    """Return the dtype that a node of `CASTS` casts to."""
+    """Return the dtype that a node of `CASTS`, or a deferred wait, casts to."""
     wanted = node.kwargs.get("dtype", node.args[1] if len(node.args) > 1 else None)
     return wanted if isinstance(wanted, torch.dtype) else default
 
@@ -102,7 +102,7 @@ LIBRARY.define(
 )
 LIBRARY.define(
     "prefetched_all_gather(Tensor flat, ScalarType dtype, int[] starts, int[] numels, int group_size, str group_name, "
-    "str role, bool guess, str stream) -> Tensor[]"
+    "str role, int ahead, str stream) -> Tensor[]"
 )
 LIBRARY.define(
     "all_gather_on_stream(Tensor[] inputs, ScalarType dtype, int group_size, str group_name, str stream) -> Tensor[]"
@@ -112,7 +112,7 @@ LIBRARY.define(
     "str stream) -> Tensor[]"
 )
 LIBRARY.define("copy_out(Tensor gathered, int[] size, int[] stride, int start, str stream) -> Tensor")
-LIBRARY.define("deferred_wait(Tensor launched) -> Tensor")
+LIBRARY.define("deferred_wait(Tensor launched, ScalarType? dtype=None) -> Tensor")
 LIBRARY.define("copy_to_device(Tensor shard, str device, str stream) -> Tensor")
 LIBRARY.define("copy_to_host(Tensor gradient, bool pinned, str stream) -> Tensor")
 LIBRARY.define("copy_in(Tensor[] gradients, int world_size, ScalarType dtype) -> Tensor")
@@ -344,8 +344,12 @@ def fake_kept_rows(parameters: list[Tensor], key: str, num_ranks: int, group_nam
     return parameters[0].new_empty((sum(_kept_numel(parameter, num_ranks) for parameter in parameters),))
 
 
-def _deferred_wait(launched: Tensor) -> Tensor:
-    return launched
+def _deferred_wait(launched: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return launched  # nobody may read it yet: who waits casts it
+
+
+def _fake_deferred_wait(launched: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return launched if dtype is None else torch.empty_like(launched, dtype=dtype)
 
 
 def _zero_gradient(parameters: list[Tensor], index: int) -> Tensor:
@@ -353,7 +357,7 @@ def _zero_gradient(parameters: list[Tensor], index: int) -> Tensor:
 
 
 LIBRARY.impl("deferred_wait", _deferred_wait, "CompositeExplicitAutograd")
-torch.library.register_fake("fxshard::deferred_wait", _deferred_wait, lib=LIBRARY)
+torch.library.register_fake("fxshard::deferred_wait", _fake_deferred_wait, lib=LIBRARY)
 LIBRARY.impl("zero_gradient", _zero_gradient, "CompositeExplicitAutograd")
 torch.library.register_fake("fxshard::zero_gradient", _zero_gradient, lib=LIBRARY)
 LIBRARY.impl("keep_rows", _keep_rows, "CompositeExplicitAutograd")

@@ -48,26 +48,17 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Region:
-    """The graphs of code that is called several times.
+    """The graphs of code that is called several times."""
 
-    Attributes:
-        name: of the module's class, numbered, and behind a colon a digest of what decides the code.
-        forward: operands -> results, then what is saved for backward and is no operand.
-        num_results: how many of its outputs are results.
-        backward: see `sources` -> the gradients of operands that have one; `None` where nothing trains.
-        differentiable: the results that have a gradient, by index.
-        sources: what backward reads, input by input.
-        trained: the operands whose gradients backward returns, by index, in that order.
-        passed: operand -> the input of backward that is its gradient as it is, both by index.
-    """
-
-    name: str
-    forward: fx.GraphModule
-    num_results: int
+    name: str  # of the module's class, numbered, and behind a colon a digest of what decides the code
+    forward: fx.GraphModule  # operands -> results, then what is saved for backward and is no operand
+    num_results: int  # how many of its outputs are results
+    # see `sources` -> the gradients of operands that have one; `None` where nothing trains
     backward: fx.GraphModule | None = None
-    differentiable: tuple[int, ...] = ()
-    sources: tuple[Source, ...] = ()
-    trained: tuple[int, ...] = ()
+    differentiable: tuple[int, ...] = ()  # the results that have a gradient, by index
+    sources: tuple[Source, ...] = ()  # what backward reads, input by input
+    trained: tuple[int, ...] = ()  # the operands whose gradients backward returns, by index, in that order
+    # operand -> the input of backward that is its gradient as it is, both by index
     passed: Mapping[int, int] = field(default_factory=dict)
 
     @property

@@ -49,8 +49,7 @@ class Accumulation:
     def sums(self, slots: Iterable[SlotIndex]) -> list[Tensor]:
         """The accumulators of some parameters, each of its unsharded shape: zeros where nothing waits.
 
-        Raises:
-            UnsupportedGraph: the parameters have changed since the first gradient that waits.
+        UnsupportedGraph if the parameters have changed since the first gradient that waits.
         """
         slots = list(slots)
         if self.waiting and self._epoch != self._unit.epoch():
@@ -110,13 +109,7 @@ class Accumulation:
 def waiting_separately(
     units: Units, trained: Slots, candidates: Mapping[str, Collection[SlotIndex]]
 ) -> dict[str, Waiting]:
-    """What is to be reduced by itself before a backward runs, by unit.
-
-    Args:
-        units: of this call of the graph.
-        trained: unit key -> the parameters that the graph's backward gives a gradient.
-        candidates: unit key -> the parameters of which FSDP2 reduces separately what waits.
-    """
+    """What is to be reduced by itself before a backward runs: of `candidates`, which FSDP2 reduces so, what waits."""
     found: dict[str, Waiting] = {}
     for key, slots in candidates.items():  # in an order that is the same on all ranks
         waiting = units[key].accumulation.waiting.intersection(slots, trained.get(key, ()))
@@ -126,13 +119,7 @@ def waiting_separately(
 
 
 def variant_for(units: Units, trained: Slots, separate: Mapping[str, Waiting]) -> Variant:
-    """Which backward of a graph is to run now; what is resident is not its affair.
-
-    Args:
-        units: of this call of the graph.
-        trained: unit key -> the parameters that the graph's backward gives a gradient.
-        separate: from `waiting_separately`.
-    """
+    """Which backward of a graph is to run now; what is resident is not its affair."""
     kept = {key for key in trained if not units[key].settings.sync}
     left = {key: units[key].accumulation.waiting.difference(separate.get(key, ())) for key in trained.keys() - kept}
     ended = {key for key, slots in left.items() if not slots.isdisjoint(trained[key])}

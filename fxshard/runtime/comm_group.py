@@ -153,15 +153,10 @@ class CommGroup(_ProcessGroup):  # type: ignore[misc] # see above
 
 @dataclass(eq=False)
 class _Turns:
-    """What is under way by one object, over all groups.
+    """What is under way by one object, over all groups."""
 
-    Attributes:
-        unfinished: calls whose buffers are read at their wait.
-        stream: on which it runs.
-    """
-
-    unfinished: list[_Communication] = field(default_factory=list)
-    stream: torch.cuda.Stream | None = None
+    unfinished: list[_Communication] = field(default_factory=list)  # calls whose buffers are read at their wait
+    stream: torch.cuda.Stream | None = None  # on which it runs
 
 
 class _ObjectCall(NamedTuple):

@@ -34,15 +34,10 @@ from fxshard.runtime.rank_check import Agreement
 
 
 class MemoryLayout(NamedTuple):
-    """How a tensor must lie in memory.
+    """How a tensor must lie in memory."""
 
-    Attributes:
-        order: its dims, those with the largest strides first.
-        strides: of its dims; `None` if one is a symbol, then only the order counts.
-    """
-
-    order: tuple[int, ...]
-    strides: tuple[int, ...] | None
+    order: tuple[int, ...]  # its dims, those with the largest strides first
+    strides: tuple[int, ...] | None  # of its dims; `None` if one is a symbol, then only the order counts
 
     def fits(self, value: Tensor) -> bool:
         """Return whether a tensor lies so; the stride of a dim of one row does not count."""
@@ -123,16 +118,11 @@ class GuardedCode:
 
 
 class Code(NamedTuple):
-    """A compiled graph.
+    """A compiled graph."""
 
-    Attributes:
-        run: its code, which makes the ranks agree first.
-        layouts: how the inputs must lie in memory; see [Note: layouts] in `runtime/dispatch.py`.
-        late: index of a result that it returns while it is in flight -> the unit and shard whose gradient it is.
-    """
-
-    run: GuardedCode
-    layouts: dict[int, MemoryLayout]
+    run: GuardedCode  # its code, which makes the ranks agree first
+    layouts: dict[int, MemoryLayout]  # how the inputs must lie in memory; see [Note: layouts] in `runtime/dispatch.py`
+    # index of a result that it returns while it is in flight -> the unit and shard whose gradient it is
     late: Mapping[int, ShardKey] = MappingProxyType({})
 
 
@@ -140,14 +130,7 @@ class Dispatch(ABC):
     """The variants of one graph; all but the plain one are compiled when first needed."""
 
     def __init__(self, plain: Code, reads: Slots, frame: Frame, compile_variant: Callable[[Variant], Code]) -> None:
-        """Begin with one.
-
-        Args:
-            plain: its code.
-            reads: unit key -> the parameters that it gathers.
-            frame: that it belongs to.
-            compile_variant: gives code that takes the inputs of `plain`, and after them those of the variant.
-        """
+        """Begin with one; `compile_variant` gives code that takes the inputs of `plain`, then those of the variant."""
         self._code, self._reads, self._frame, self._compile = {PLAIN: plain}, reads, frame, compile_variant
         self._boxed_call = True  # AOTAutograd asks for it, and looks for it in the instance
 
@@ -250,6 +233,7 @@ class BackwardDispatch(Dispatch):
         for i, (key, shard) in code.late.items():
             unit, trained = units[key], [slot for j, slot in self._frame.trained[key] if j == shard]
             reduction = Reduction(unit.fqn, results[i], waiting)
-            if unit.model.late.defer(reduction, unit.shards[shard].sink, trained):
-                left[i] = None
+            sink = unit.shards[shard].sink
+            is_late = unit.model.late.defer(reduction, sink, trained)
+            left[i] = None if is_late else results[i].to(sink.plan.gradient_dtype)
         return left

@@ -248,12 +248,7 @@ def _scope_for(unit: Unit) -> _Scope:
 
 
 def gather_unit(unit: Unit, *, after_forward: bool = False) -> Parameters:
-    """All parameters of a unit, in one launch, differentiable with respect to its flats.
-
-    Args:
-        unit: to gather.
-        after_forward: whether it is for who reads them after forward.
-    """
+    """All parameters of a unit in one launch, differentiable with respect to its flats, also for a later read."""
     index = [(i, j) for i, shard in enumerate(unit.shards) for j in range(len(shard.members))]
     flats = [shard.flat for shard in unit.shards]
     when = "after forward" if after_forward else "outside of graphs"

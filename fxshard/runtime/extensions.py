@@ -76,21 +76,13 @@ def around(rows: Tensor, like: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Unsharding:
-    """How gathered bytes become a parameter; equal ones do the same.
+    """How gathered bytes become a parameter; equal ones do the same."""
 
-    Attributes:
-        prototype: the subclass whose hook is called, without any tensor in it.
-        settings: all that tells it from others of its class.
-        inputs: of the all_gather, on one rank.
-        metadata: how they are put together; what is no tensor in them.
-        shape, dtype: of the unsharded parameter.
-    """
-
-    prototype: Tensor
-    settings: tuple[Any, dict[str, Any]]
-    inputs: tuple[SizeAndDtype, ...]
-    metadata: tuple[Any, tuple[Any, ...]]
-    shape: tuple[int, ...]
+    prototype: Tensor  # the subclass whose hook is called, without any tensor in it
+    settings: tuple[Any, dict[str, Any]]  # all that tells it from others of its class
+    inputs: tuple[SizeAndDtype, ...]  # of the all_gather, on one rank
+    metadata: tuple[Any, tuple[Any, ...]]  # how they are put together; what is no tensor in them
+    shape: tuple[int, ...]  # of the unsharded parameter
     dtype: torch.dtype
 
     @property
@@ -189,16 +181,7 @@ class Extension:
         policy: MixedPrecisionPolicy,
         whole: tuple[torch.Size, torch.dtype],
     ) -> None:
-        """Run the hooks without values, as every rank will.
-
-        Args:
-            fqn: of the parameter.
-            local: see above.
-            module: that owns it.
-            mesh: over which it is sharded; of one axis.
-            policy: of its unit.
-            whole: shape and dtype of the unsharded parameter.
-        """
+        """Run the hooks without values, as every rank will; `whole`: shape and dtype of the unsharded parameter."""
         self.fqn, self.local, self._module, self._mesh, self._policy = fqn, local, module, mesh, policy
         self._shape, self._dtype = whole
         if not (hasattr(local, _PRE) and hasattr(local, _POST)):

@@ -57,30 +57,20 @@ def home_of(flat: Tensor) -> Home | None:
 
 @dataclass(eq=False)
 class Member:
-    """One parameter of a unit.
+    """One parameter of a unit."""
 
-    Attributes:
-        fqn: name from the outermost sharded module.
-        owners: every module that registers the parameter, with the name there (several when tied).
-        parameter: the DTensor parameter that is registered.
-        original: the parameter that it replaced; the same reference for parameters that were tied.
-        settings: how it is sharded otherwise than its unit.
-        tensor_parallel: what it is besides, if it was a DTensor before.
-        extension: what its tensor subclass says of its gathers, if that has hooks.
-        view: its local tensor, a view of the flat.
-        pointer: address of `view`.
-        wrapper_storage: the storage object that torch made for the DTensor itself; `p.data = ...` replaces it.
-    """
-
-    fqn: str
+    fqn: str  # name from the outermost sharded module
+    # every module that registers the parameter, with the name there (several when tied)
     owners: list[tuple[nn.Module, str]]
-    parameter: nn.Parameter
+    parameter: nn.Parameter  # the DTensor parameter that is registered
+    # the parameter that it replaced; the same reference for parameters that were tied
     original: weakref.ref[nn.Parameter]
-    settings: ParameterSettings
-    tensor_parallel: TensorParallel | None = None
-    extension: Extension | None = None
-    view: Tensor = field(init=False)
-    pointer: int = field(init=False)
+    settings: ParameterSettings  # how it is sharded otherwise than its unit
+    tensor_parallel: TensorParallel | None = None  # what it is besides, if it was a DTensor before
+    extension: Extension | None = None  # what its tensor subclass says of its gathers, if that has hooks
+    view: Tensor = field(init=False)  # its local tensor, a view of the flat
+    pointer: int = field(init=False)  # address of `view`
+    # the storage object that torch made for the DTensor itself; `p.data = ...` replaces it
     wrapper_storage: torch.UntypedStorage = field(init=False)
 
     @property
@@ -104,11 +94,7 @@ class Member:
         )
 
     def extend(self, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-        """Let its tensor subclass say what is gathered of it, if that has hooks.
-
-        Raises:
-            ConfigError: the hooks cannot be used.
-        """
+        """Let its tensor subclass say what is gathered of it; a ConfigError if it has hooks that cannot be used."""
         local = cast(DTensor, self.parameter)._local_tensor
         if hasattr(self, "view"):
             self.require_known_hooks()
@@ -129,11 +115,7 @@ class Member:
         self.extension = Extension(self.fqn, local, self.owners[0][0], on, policy, (shape, dtype))
 
     def require_known_hooks(self) -> None:
-        """Raise if its tensor subclass has been changed since `fully_shard` looked at it.
-
-        Raises:
-            ConfigError: as said.
-        """
+        """Raise a ConfigError if its tensor subclass has been changed since `fully_shard` looked at it."""
         local, known = cast(DTensor, self.parameter)._local_tensor, self.extension
         if has_hooks(local) and (known is None or type(local) is not type(known.local)):
             was = "a plain tensor" if known is None else f"a {type(known.local).__name__}"
@@ -206,10 +188,9 @@ class Member:
         return replaced
 
     def require_shard(self, new: object) -> None:
-        """Raise unless `new` can stand in place of the parameter.
+        """Raise a ConfigError unless `new` can stand in place of the parameter.
 
-        Raises:
-            ConfigError: it is a plain tensor, a DTensor of another shape, mesh or placement, or one that was computed.
+        It cannot if it is a plain tensor, a DTensor of another shape, mesh or placement, or one that was computed.
         """
         old = self.parameter
         if isinstance(new, Tensor) and new.grad_fn is not None:

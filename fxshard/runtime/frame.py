@@ -25,41 +25,27 @@ from fxshard.runtime.unit import Unit
 class Frame:
     """A captured graph and what its passes learned, shared by all calls of it.
 
-    Attributes:
-        plan: the units, by the key of their markers. Blocks of equal shape share a frame, so the units themselves are
-            found at each call, from the flats that come in.
-        returned: index of a result -> the parameter that it is; see `eager.note_returned`.
-        trained: unit key -> the parameters that the graph's backward gives a gradient; filled on the joint graph.
-        reduced_separately: unit key -> those of which what earlier microbatches left is reduced by itself: see
-            `compile/fsdp2_order.py`.
-        history: its graphs after every pass; a backward may be compiled as late as its first run.
-        hardware: what the cost model counts on: a name, or the text that `HardwareSpec.to_json` gives.
-        resident_budget_bytes: what they let parameters take that stay gathered while gradients accumulate.
-        unsharded_budget_bytes: what the user's options let unsharded parameters take, `None` for no limit.
-        max_late: how many units may have reductions in flight when a backward graph begins.
-        replays: whether its graphs are CUDA graphs, which run no Python.
-        compiled: the lowered forward (or inference) graph.
-        begin: tells the lowered graph of the units of a call that is about to run.
-        ran: the variant of it that ran last.
-        running: the call whose backward is about to run.
-        calls: FQNs of the units of each call so far: blocks that are alike share a frame.
+    Blocks of equal shape share a frame, so the units themselves are found at each call, from the flats that come in.
     """
 
-    plan: FramePlan
+    plan: FramePlan  # the units, by the key of their markers
+    # index of a result -> the parameter that it is; see `eager.note_returned`
     returned: dict[int, ParameterKey] = field(default_factory=dict)
+    # unit key -> the parameters that the graph's backward gives a gradient; filled on the joint graph
     trained: dict[str, list[SlotIndex]] = field(default_factory=dict)
+    # unit key -> those of which what earlier microbatches left is reduced by itself: see `compile/fsdp2_order.py`
     reduced_separately: Mapping[str, frozenset[SlotIndex]] = field(default_factory=dict)
-    history: PassHistory = field(default_factory=PassHistory)
-    hardware: str = "h100"
-    unsharded_budget_bytes: int | None = None
-    resident_budget_bytes: int = 0
-    max_late: int = 1
-    replays: bool = False
-    compiled: Callable[..., Any] | None = None
-    begin: Callable[[Units], None] = lambda units: None
-    ran: Variant = PLAIN
-    running: _BeforeBackward | None = None
-    calls: dict[tuple[str, ...], None] = field(default_factory=dict)
+    history: PassHistory = field(default_factory=PassHistory)  # a backward may be compiled as late as its first run
+    hardware: str = "h100"  # what the cost model counts on: a name, or the text that `HardwareSpec.to_json` gives
+    unsharded_budget_bytes: int | None = None  # what unsharded parameters may take, `None` for no limit
+    resident_budget_bytes: int = 0  # what parameters may take that stay gathered while gradients accumulate
+    max_late: int = 1  # how many units may have reductions in flight when a backward graph begins
+    replays: bool = False  # whether its graphs are CUDA graphs, which run no Python
+    compiled: Callable[..., Any] | None = None  # the lowered forward (or inference) graph
+    begin: Callable[[Units], None] = lambda units: None  # tells it of the units of a call that is about to run
+    ran: Variant = PLAIN  # the variant of it that ran last
+    running: _BeforeBackward | None = None  # the call whose backward is about to run
+    calls: dict[tuple[str, ...], None] = field(default_factory=dict)  # FQNs of the units of each call so far
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph on the inputs that Dynamo hands over."""
@@ -77,7 +63,8 @@ class Frame:
         results = self.compiled(*args)
         if records:
             mutated = [a for a, node in zip(args, nodes, strict=True) if _has_graph(a) and a.grad_fn is not node]
-            self._prepare_backward([r for r in (*_flat(results), *mutated) if _has_graph(r)], units)
+            given = results if isinstance(results, list | tuple) else [results]
+            self._prepare_backward([r for r in (*given, *mutated) if _has_graph(r)], units)
         for i, (key, shard, slot) in self.returned.items():
             eager.note_returned(results[i], units[key].plan.shards[shard].slots[slot].fqn)
         if not eager.inside_call():
@@ -173,10 +160,6 @@ class _BeforeBackward:
 # A whole train step may be compiled: then Dynamo is on during backward, and must leave our hooks alone.
 _announce_eagerly = torch.compiler.disable(_BeforeBackward.announce)
 _begin_eagerly = torch.compiler.disable(_BeforeBackward.make_current)
-
-
-def _flat(results: Any) -> list[Any]:
-    return list(results) if isinstance(results, list | tuple) else [results]
 
 
 def _has_graph(value: Any) -> bool:

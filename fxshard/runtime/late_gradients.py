@@ -43,16 +43,11 @@ from fxshard.runtime.gradients import GradientSink
 
 
 class Reduction(NamedTuple):
-    """A reduction that a graph has left on the link.
+    """A reduction that a graph has left on the link."""
 
-    Attributes:
-        unit: FQN of the unit.
-        grad: what it brings, `[shard_numel]`, to be waited for.
-        waiting: around the wait, so that ranks that wait for each other are named.
-    """
-
-    unit: str
-    grad: Tensor
+    unit: str  # FQN of the unit
+    grad: Tensor  # what it brings, `[shard_numel]`, to be waited for
+    # around the wait, so that ranks that wait for each other are named
     waiting: Callable[[], AbstractContextManager[None]]
 
     def wait(self) -> None:
@@ -63,29 +58,19 @@ class Reduction(NamedTuple):
 
 @dataclass(eq=False)
 class LateGradient:
-    """The gradient of a shard in one backward.
+    """The gradient of a shard in one backward."""
 
-    Attributes:
-        sink: that gives it to the parameters.
-        backward: identity of the backward.
-        mark: gives an object for as long as the backward runs.
-        parts: one for each graph run that gives one, `[shard_numel]` each.
-        slots: of the parameters that these graphs train.
-        in_flight: how many parts are to be waited for.
-        is_reached: whether autograd has come to the flat.
-    """
-
-    sink: GradientSink
-    backward: int | None
-    mark: Callable[[], object | None]
-    parts: list[Tensor] = field(default_factory=list)
-    slots: set[int] = field(default_factory=set)
-    in_flight: int = 0
-    is_reached: bool = False
+    sink: GradientSink  # that gives it to the parameters
+    backward: int | None  # identity of the backward
+    mark: Callable[[], object | None]  # gives an object for as long as the backward runs
+    parts: list[Tensor] = field(default_factory=list)  # one for each graph run that gives one, `[shard_numel]` each
+    slots: set[int] = field(default_factory=set)  # of the parameters that these graphs train
+    in_flight: int = 0  # how many parts are to be waited for
+    is_reached: bool = False  # whether autograd has come to the flat
 
     def sum(self) -> Tensor:
-        """Return all parts together."""
-        return functools.reduce(torch.add, self.parts)
+        """Return all parts together, in the dtype of the gradient: they may have been reduced in another one."""
+        return functools.reduce(torch.add, [part.to(self.sink.plan.gradient_dtype) for part in self.parts])
 
 
 class BackwardMark:

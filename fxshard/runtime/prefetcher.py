@@ -9,6 +9,12 @@ before: it remembers what was taken after what, separately for forward and backw
 fewer ranks share some units of a model (experts), and these get no rows, their ranks see fewer requests than others: so
 there a guess is for ranks among which all see what came before, of whom each shares more with others.
 
+[Note: merged prefetches]
+The launches of small units are all latency. So a launch ahead takes what comes after the next request as well, until it
+moves `ahead` bytes (`cost/bucket_sizes.py`), in one coalesced all_gather: no copy, and each result is a buffer of its
+own. While the last of these is the only one in flight, the next launch is made: it has the compute of two graphs to
+hide it.
+
 Nothing reaches over the end of the outermost module's call or of a backward: an optimizer may step there. A call that
 activation checkpointing repeats is part of its backward.
 
@@ -22,6 +28,7 @@ that it sent and compares it before the forward, and an unseen write is an error
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -45,42 +52,49 @@ _c10d = torch.ops._c10d_functional
 
 
 class AllGatherRequest(NamedTuple):
-    """One all_gather of parts of a flat.
+    """One all_gather of parts of a flat."""
 
-    Attributes:
-        unit: for which, `None` for a flat that belongs to none.
-        flat: this rank's shard, `[shard_numel]`.
-        dtype: in which it is sent.
-        parts: (first element, number of elements) of each tensor that is sent.
-        world_size: ranks.
-        group: name of their process group.
-        stream: on which it is cast and launched; empty for the current one.
-    """
-
-    unit: Unit | None
-    flat: Tensor
-    dtype: torch.dtype
-    parts: tuple[tuple[int, int], ...]
-    world_size: int
-    group: str
-    stream: str = ""
+    unit: Unit | None  # for which, `None` for a flat that belongs to none
+    flat: Tensor  # this rank's shard, `[shard_numel]`
+    dtype: torch.dtype  # in which it is sent
+    parts: tuple[tuple[int, int], ...]  # (first element, number of elements) of each tensor that is sent
+    world_size: int  # ranks
+    group: str  # name of their process group
+    stream: str = ""  # on which it is cast and launched; empty for the current one
 
     @property
     def key(self) -> Key:
         """What tells it from others."""
         return self.flat.data_ptr(), self.dtype, self.parts
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What requests have in common that one launch can serve."""
+        return self.dtype, self.world_size, self.group, self.stream, self.flat.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is gathered."""
+        return sum(numel for _, numel in self.parts) * self.world_size * self.dtype.itemsize
+
     def launch(self) -> list[Tensor]:
         """Start it; each result is `[world_size * numel]`, to be waited for."""
-        flat = self.flat.detach()
-        joiner = streams.copy_out_stream(self.stream, flat.device)
-        name = self.unit.fqn if self.unit is not None else ""
-        with profiler_ranges.of_unit(name), streams.on_side_stream(self.stream, flat.device):
-            (sent,) = streams.cast_to_send([flat], self.dtype, joiner)
-            inputs = [sent[start : start + numel] for start, numel in self.parts]
-            if len(inputs) == 1:
-                return [_c10d.all_gather_into_tensor(inputs[0], self.world_size, self.group)]
-            return list(_c10d.all_gather_into_tensor_coalesced(inputs, self.world_size, self.group))
+        return _launch_together([self])[0]
+
+
+def _launch_together(requests: Sequence[AllGatherRequest]) -> list[list[Tensor]]:
+    """Start requests of one kind in one launch; return the results of each, as `AllGatherRequest.launch` does."""
+    first = requests[0]
+    flats = [request.flat.detach() for request in requests]
+    joiner = streams.copy_out_stream(first.stream, flats[0].device)
+    name = ", ".join(request.unit.fqn for request in requests if request.unit is not None)
+    with profiler_ranges.of_unit(name), streams.on_side_stream(first.stream, flats[0].device):
+        sent = zip(streams.cast_to_send(flats, first.dtype, joiner), requests, strict=True)
+        inputs = [flat[start : start + numel] for flat, each in sent for start, numel in each.parts]
+        if len(inputs) == 1:
+            return [[_c10d.all_gather_into_tensor(inputs[0], first.world_size, first.group)]]
+        launched = iter(_c10d.all_gather_into_tensor_coalesced(inputs, first.world_size, first.group))
+        return [[next(launched) for _ in request.parts] for request in requests]
 
 
 Key = tuple[int, torch.dtype, tuple[tuple[int, int], ...]]
@@ -145,11 +159,7 @@ class Prefetcher:
         return list(self._cache.pop(request.key).tensors.values())
 
     def require_seen_writes(self) -> None:
-        """Raise if what was launched after a step has other values by now, and torch has counted no write.
-
-        Raises:
-            UnsupportedGraph: says how to write.
-        """
+        """Raise UnsupportedGraph if what was launched after a step has changed, and torch has counted no write."""
         stepped = [found for found in self._cache.values() if found.why == "stepped" and found.is_current]
         for gathered in stepped:
             assert gathered.sent is not None
@@ -227,8 +237,11 @@ class Prefetcher:
             for request in self._of_unit[False, unit].values():
                 self._launch(request, "stepped").sent = request, _bits(request.flat).clone()
 
-    def prefetch_next(self, unit: Unit, *, guess: bool) -> None:
-        """Launch what comes next: what the unit lists, or if it lists nothing, what was taken next the last time."""
+    def prefetch_next(self, unit: Unit, ahead: int) -> None:
+        """Launch what comes next: what the unit lists, or if it lists nothing, what was taken next the last time.
+
+        `ahead`: bytes below which a launch also takes what comes after that; none is guessed if 0.
+        """
         scope = self._scope
         if scope is None or not self._taken or scope != eager.running():
             return
@@ -238,9 +251,31 @@ class Prefetcher:
             for key, request in self._of_unit.get((scope.is_backward, other), {}).items():
                 if key not in self._taken:
                     self._launch(request, "listed")
-        following = self._following.get((scope.is_backward, len(self._taken), self._taken[-1]))
-        if guess and listed == () and following is not None and self._is_foreseen_alike(following, unit):
-            self._launch(following, "next")
+        if ahead and listed == () and (requests := self._foreseen(scope, unit, ahead)):
+            self.settle(requests[0].flat.device)
+            for request, launched in zip(requests, _launch_together(requests), strict=True):
+                gathered = Gathered(cast("Unit", request.unit), dict(enumerate(launched)), "next")
+                self._cache[request.key] = gathered
+
+    def _foreseen(self, scope: eager.Running, unit: Unit, ahead: int) -> list[AllGatherRequest]:
+        """Return what to launch now of what was taken next the last time, in order; see [Note: merged prefetches]."""
+        found: list[AllGatherRequest] = []
+        key, is_next = self._taken[-1], True
+        for number in itertools.count(len(self._taken)):
+            request = self._following.get((scope.is_backward, number, key))
+            if request is None or not self._is_foreseen_alike(request, unit) or not (is_next or self._are_alike):
+                break
+            if request.key in self._cache:
+                if not is_next or request.nbytes >= ahead:
+                    break  # enough is in flight
+            elif found and (request.kind != found[0].kind or request.key in [each.key for each in found]):
+                break
+            else:
+                found.append(request)
+            key, is_next = request.key, False
+            if sum(each.nbytes for each in found) >= ahead:
+                break
+        return found
 
     def _is_foreseen_alike(self, request: AllGatherRequest, after: Unit) -> bool:
         """Whether all ranks that must launch a request have seen alike what came before it; a unit came last."""
@@ -290,7 +325,7 @@ def _prefetched_all_gather(
     group_size: int,
     group_name: str,
     role: str,
-    guess: bool,
+    ahead: int,
     stream: str,
 ) -> list[Tensor]:
     home = home_of(flat)
@@ -301,7 +336,7 @@ def _prefetched_all_gather(
     takes = role in ("first", "only")
     launched = unit.model.prefetcher.take_or_launch(request, unit) if takes else request.launch()
     if role in ("last", "only"):
-        unit.model.prefetcher.prefetch_next(unit, guess=guess)
+        unit.model.prefetcher.prefetch_next(unit, ahead)
     return launched
 
 

@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard import torch_private
 from fxshard.errors import ConfigError
-from fxshard.runtime import mesh_axes, rank_values
+from fxshard.ranks.rendezvous import gather_texts
+from fxshard.runtime import mesh_axes
 from fxshard.runtime.unit import Unit
 
 TOPIC = "set_separate_reduce_scatter_group"
@@ -56,7 +57,7 @@ def _twin_of(unit: Unit) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(group)
     _require_no_other_ranks("set_separate_reduce_scatter_group", ranks, "reduce on the mesh's group")
     name = unit.label
-    said = rank_values.gather_texts(TOPIC, name, group, remedy="All ranks of the mesh must call it alike.")
+    said = gather_texts(TOPIC, name, group, remedy="All ranks of the mesh must call it alike.")
     if others := sorted(set(said) - {name}):
         raise ConfigError(
             f"set_separate_reduce_scatter_group: this rank makes a group for unit {name}, another one for {others[0]}. "

@@ -50,8 +50,8 @@ from fxshard import torch_private
 from fxshard.errors import FxshardError, RankMismatchError
 from fxshard.ir.launches import Launch
 from fxshard.ir.plan import BY, is_in_subgroup
+from fxshard.ranks.rendezvous import is_alone
 from fxshard.runtime.rank_group import FAILED, REFUSED, CollectiveSequence, RankGroup
-from fxshard.runtime.rank_values import is_in_process
 from fxshard.runtime.stalled_runs import watching
 
 _log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def _rank_groups() -> weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[in
 def _rank_group_of(group_name: str) -> RankGroup | None:
     """Who takes part in the collectives of a group; `None` if that is this process alone."""
     world = dist.group.WORLD
-    if world is None or is_in_process(torch_private.default_store()):
+    if world is None or is_alone():
         return None
     group = torch_private.process_group_of(group_name.partition(BY)[0])
     if group.size() == 1 or "fake" in dist.get_backend(group):  # of a new group it is a list of devices

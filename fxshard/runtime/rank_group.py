@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import NamedTuple, cast
 
 import torch.distributed as dist
 
-from fxshard import torch_private
 from fxshard.errors import FxshardError, RankMismatchError
 from fxshard.ir.launches import Launch
-from fxshard.runtime.rank_values import first_difference
+from fxshard.ranks.rendezvous import Rendezvous, first_difference, longest_wait, polls
 
 RING = 512
 """Runs per rank that the store keeps."""
@@ -41,25 +37,6 @@ FAILED, REFUSED = "failed", "refused"
 """Stand for the kind of a graph that could not be compiled, and of what follows a run that was refused."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Timeouts:
-    """How long to wait for other ranks at the store, in seconds.
-
-    Attributes:
-        warn: when to say first who is late; said again each time the wait has doubled.
-        limit: when to give up, `None` for ten times the process group's timeout, but at least an hour: compilation may
-            take longer than any collective.
-    """
-
-    warn: float = 30.0
-    limit: float | None = None
-
-    def limit_for(self, store: dist.Store) -> float:
-        """When to give up waiting at `store`, which has the timeout of the default process group."""
-        timeout: timedelta = store.timeout  # type: ignore[attr-defined] # missing in torch's stubs
-        return max(3600.0, 10 * timeout.total_seconds()) if self.limit is None else self.limit
 
 
 class CollectiveSequence(NamedTuple):
@@ -110,16 +87,6 @@ class RunEntry(NamedTuple):
     since: int
     history: str
 
-    @classmethod
-    def parse(cls, value: bytes) -> RunEntry:
-        """Read what `RankGroup.begin` has written."""
-        run, kind, digest, key, since, history = value.decode().split()
-        return cls(int(run), kind, digest, key, int(since), history)
-
-    def encode(self) -> str:
-        """Return the text that `parse` reads."""
-        return " ".join(map(str, self))
-
 
 class RankGroup:
     """The ranks of one or more process groups, and how far this one has come among them; see [Note: agreement]."""
@@ -132,8 +99,7 @@ class RankGroup:
         at = ring.index(self.rank)
         self.others = [rank for rank in ranks if rank != self.rank]
         self._peers = [*ring[at + 1 :], *ring[:at]][:PEERS]
-        place = f"fxshard/runs/{_hash(repr(tuple(ranks)))}"
-        self._place = f"{place}/{self._store.add(f'{place}/lives/{self.rank}', 1)}"
+        self._meeting = Rendezvous("runs", ranks, again=True)
         self._run = 0
         self._now = CollectiveSequence("", "", "", "")
         self._past: deque[tuple[RunEntry, CollectiveSequence]] = deque(maxlen=RING)
@@ -143,23 +109,17 @@ class RankGroup:
         self._agreed: set[tuple[str, str]] = set()
         self._turn = ("", "")
 
-    @property
-    def _store(self) -> dist.Store:
-        """Of the default process group, asked for anew: whoever holds the last reference to it keeps a server alive."""
-        return torch_private.default_store()
-
     def begin(self, sequence: CollectiveSequence) -> bool:
         """Write the next run into the store; whether it never followed the one before."""
-        store = self._store
         self._turn = (self._now.digest, sequence.digest)
         self._run, self._now = self._run + 1, sequence
         if sequence.key not in self._written:
-            store.set(f"{self._place}/text/{sequence.key}", sequence.text)
+            self._meeting.write(f"text/{sequence.key}", sequence.text)
             self._written.add(sequence.key)
         self._history = _hash(self._history + sequence.digest)
         entry = RunEntry(self._run, sequence.kind, sequence.digest, sequence.key, self._since, self._history)
         self._past.append((entry, sequence))
-        store.set(self._slot(self.rank, self._run), entry.encode())
+        self._meeting.write(self._slot(self.rank, self._run), entry)
         if sequence.kind in (FAILED, REFUSED):
             self.forget()
         return self._turn not in self._agreed
@@ -168,14 +128,18 @@ class RankGroup:
         """Let what differed before not count after it was an error."""
         self._since, self._history = self._run + 1, ""
 
-    def wait_and_compare(self, timeouts: Timeouts = Timeouts(), never: Callable[[], str] = str) -> None:
+    def wait_and_compare(
+        self, never: Callable[[], str] = str, *, warn: float = 30.0, limit: float | None = None
+    ) -> None:
         """Wait until all ranks have come to this run, and compare; `never` says why they will not, once it is known.
+
+        Warn after `warn` seconds, and each time the wait has doubled.
 
         Raises:
             RankMismatchError: a rank runs something else, never comes, or the store is gone.
         """
         try:
-            self._wait(timeouts, never)
+            self._wait(never, warn, longest_wait() if limit is None else limit)
             self.compare()
         except FxshardError:
             raise
@@ -211,15 +175,14 @@ class RankGroup:
 
     def whereabouts(self) -> tuple[list[int], list[int]]:
         """Of some ranks, those that have not come to this run, and those that are in it."""
-        arrived = [self._arrived([rank], self._run).get(rank) for rank in self._peers]
-        come = list(zip(self._peers, arrived, strict=True))
-        absent = [rank for rank, entry in come if entry is None]
-        return absent, [rank for rank, entry in come if entry is not None and entry.run == self._run]
+        come = self._arrived_each(self._peers)
+        absent = [rank for rank in self._peers if rank not in come]
+        return absent, [rank for rank, entry in come.items() if entry.run == self._run]
 
     @property
     def run(self) -> str:
         """What all its ranks call this run."""
-        return f"{self._place} {self._run}"
+        return f"{self._meeting.place} {self._run}"
 
     def words(self) -> str:
         """What this rank does in this run."""
@@ -227,10 +190,9 @@ class RankGroup:
 
     def _differing(self, ranks: Sequence[int]) -> tuple[int, RunEntry] | None:
         """The first of `ranks` that has come to this run with something else, and what."""
-        for rank in ranks:
-            for theirs in self._arrived([rank], self._run).values():
-                if (theirs.run, theirs.digest) != (self._run, self._now.digest):
-                    return rank, theirs
+        for rank, theirs in self._arrived_each(ranks).items():
+            if (theirs.run, theirs.digest) != (self._run, self._now.digest):
+                return rank, theirs
         return None
 
     def _differing_before(self) -> tuple[int, RunEntry] | None:
@@ -264,10 +226,9 @@ class RankGroup:
             _log.info("fxshard: the store does not tell what other ranks ran (its rank may have ended): %s", lost)
 
     def _compare_past(self, run: int, patience: float) -> None:
-        found, began = self._arrived(self._peers, run), time.monotonic()
-        while len(found) < len(self._peers) and time.monotonic() - began < patience:
-            time.sleep(0.001)
-            found = self._arrived(self._peers, run)
+        for _ in polls(patience):
+            if len(found := self._arrived(self._peers, run)) == len(self._peers):
+                break
         ours, _ = self._past[run - self._run - 1]
         for rank, theirs in found.items():
             is_same = theirs.history == ours.history if theirs.since == ours.since else theirs.digest == ours.digest
@@ -282,40 +243,40 @@ class RankGroup:
         """Whether so many runs are past that this rank should look back, though no backward has ended."""
         return self._run - self._at_last_look >= LOOK_EVERY
 
-    def _wait(self, timeouts: Timeouts, never: Callable[[], str]) -> None:
-        late, began, warn, limit = self.others, time.monotonic(), timeouts.warn, timeouts.limit_for(self._store)
-        while late := sorted(set(late) - self._arrived(late, self._run).keys()):
-            waited = time.monotonic() - began
+    def _wait(self, never: Callable[[], str], warn: float, limit: float) -> None:
+        late = self.others
+        for waited in polls(limit):
+            late = sorted(set(late) - self._arrived(late, self._run).keys())
+            if not late:
+                return
             if why := never():
                 raise RankMismatchError(why)
-            if waited > min(warn, limit):
-                # Nothing is said of a rank before all have filled the slot once: ask for each by itself.
-                absent = ", ".join(str(rank) for rank in late if not self._arrived([rank], self._run))
-                if absent and waited > limit:
-                    raise RankMismatchError(
-                        f"rank {absent} never came to {self._where()}, for which rank {self.rank} waited {limit:.0f} "
-                        "s. Every rank must make the same calls of the compiled model."
-                    )
-                _log.warning(
-                    "fxshard: rank %d has waited %.0f s for rank %s (still compiling?) before %s.",
-                    self.rank,
-                    waited,
-                    absent,
-                    self._where(),
-                )
+            if waited > warn:
+                text = "fxshard: rank %d has waited %.0f s for rank %s (still compiling?) before %s."
+                _log.warning(text, self.rank, waited, self._absent(late), self._where())
                 warn *= 2
-            time.sleep(min(1.0, max(0.001, waited / 10)))
+        if absent := self._absent(late):
+            raise RankMismatchError(
+                f"rank {absent} never came to {self._where()}, for which rank {self.rank} waited {limit:.0f} s. Every "
+                "rank must make the same calls of the compiled model."
+            )
+
+    def _absent(self, late: Iterable[int]) -> str:
+        come = self._arrived_each(late)
+        return ", ".join(str(rank) for rank in late if rank not in come)
+
+    def _arrived_each(self, ranks: Iterable[int]) -> dict[int, RunEntry]:
+        """What those of `ranks` wrote who have come to this run; each is read by itself."""
+        return {rank: entry for each in ranks for rank, entry in self._arrived([each], self._run).items()}
 
     def _arrived(self, ranks: Sequence[int], run: int) -> dict[int, RunEntry]:
         """What those of `ranks` wrote who have come to a run; nothing before all have filled the slot once."""
-        keys = [self._slot(rank, run) for rank in ranks]
-        if run <= RING and not self._store.check(keys):
-            return {}
-        entries = zip(ranks, map(RunEntry.parse, self._store.multi_get(keys)), strict=True)
+        read = self._meeting.read(*(self._slot(rank, run) for rank in ranks), are_written=run > RING)
+        entries = zip(ranks, (RunEntry(*entry) for entry in read), strict=False)
         return {rank: entry for rank, entry in entries if entry.run >= run}
 
     def _slot(self, rank: int, run: int) -> str:
-        return f"{self._place}/{rank}/{run % RING}"
+        return f"{rank}/{run % RING}"
 
     def _where(self) -> str:
         return _named(self._run, self._now.kind)
@@ -324,7 +285,8 @@ class RankGroup:
         """What a rank did otherwise than this one, in the first run up to `run` that still stands in the store."""
         first = max(theirs.since, self._past[run - self._run - 1][0].since)
         known = {entry.run: mine for entry, mine in self._past if first <= entry.run <= run} or {run: self._now}
-        for entry in map(RunEntry.parse, self._store.multi_get([self._slot(rank, each) for each in known])):
+        for read in self._meeting.read(*(self._slot(rank, each) for each in known)):
+            entry = RunEntry(*read)
             if entry.run in known and entry.digest != known[entry.run].digest:
                 theirs, run = entry, entry.run
                 break
@@ -339,7 +301,7 @@ class RankGroup:
 
     def _difference(self, rank: int, theirs: RunEntry, run: int, ours: CollectiveSequence) -> str:
         """What a rank does otherwise than this one in a run, as a message."""
-        text, where = self._store.get(f"{self._place}/text/{theirs.key}").decode(), _named(run, ours.kind)
+        (text,), where = self._meeting.read(f"text/{theirs.key}"), _named(run, ours.kind)
         if theirs.kind == FAILED:
             return f"rank {rank} could not compile what is {where} on rank {self.rank}: {text}"
         if theirs.kind == REFUSED:

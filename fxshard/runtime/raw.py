@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -11,3 +14,11 @@ def as_bytes(tensor: Tensor) -> Tensor:
     whole = tensor.detach().contiguous()
     # What has one element is contiguous with any stride; `view` takes none but 1.
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
+
+
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """CRC32 over the bytes of all tensors, in order."""
+    crc = 0
+    for tensor in tensors:
+        crc = zlib.crc32(as_bytes(tensor.cpu()).numpy(), crc)  # type: ignore[arg-type] # a numpy array is a buffer
+    return crc

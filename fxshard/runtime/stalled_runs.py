@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import logging
 import os
 import threading
@@ -33,10 +32,10 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from fxshard import torch_private
 from fxshard.errors import FxshardError, RankMismatchError
 from fxshard.ir.launches import Launch
 from fxshard.ir.plan import BY
+from fxshard.ranks.rendezvous import Rendezvous
 from fxshard.runtime import gloo
 from fxshard.runtime.rank_group import RankGroup
 
@@ -46,6 +45,8 @@ AFTER_S = 3.0
 SIGHTINGS = 4
 
 ENDED = -1
+
+_PLACES = Rendezvous("stalled")
 
 _log = logging.getLogger(__name__)
 
@@ -61,11 +62,11 @@ class Place(NamedTuple):
         words: what it does, or why it was ended.
     """
 
-    number: int
-    absent: list[int]
-    present: list[int]
-    runs: list[str]
-    words: str
+    number: int = 0
+    absent: Sequence[int] = ()
+    present: Sequence[int] = ()
+    runs: Sequence[str] = ()
+    words: str = ""
 
 
 @dataclass(eq=False)
@@ -104,11 +105,11 @@ class StalledRun:
             return ""
         why = _as_message(circle, places)
         for other, number in self.suspect if places[circle[-1]].number != ENDED else ():
-            torch_private.default_store().set(f"{_key(other)}/why", json.dumps([number, why]))
+            _PLACES.write(f"{other}/why", [number, why])
         return why
 
     def _place(self) -> Place:
-        place = Place(self.number, [], [], [], "")
+        place = Place(self.number)
         for rank_group in self.rank_groups:
             absent, present = rank_group.whereabouts()
             words = rank_group.words() if absent and not place.absent else place.words or rank_group.words()
@@ -127,28 +128,20 @@ class StalledRun:
         """Why it will never end, as this rank has found or another one has said; empty for what is not known."""
         if self.why or not self.number:
             return self.why
-        store, key = torch_private.default_store(), f"{_key(dist.get_rank())}/why"
         with suppress(RuntimeError, ValueError):  # the store may be what is lost
-            number, why = json.loads(store.get(key)) if store.check([key]) else (0, "")
-            return str(why) if number == self.number else ""
+            for number, why in _PLACES.read(f"{dist.get_rank()}/why"):
+                return str(why) if number == self.number else ""
         return ""
 
     def forget(self, why: str = "") -> None:
         """Tell the others that it is over, if they were told of it, or why it was ended."""
         if self.number:
-            _tell(Place(ENDED, [], [], [], why) if why else _NOWHERE)
-
-
-_NOWHERE = Place(0, [], [], [], "")
+            _tell(Place(ENDED, words=why) if why else Place())
 
 
 def _tell(place: Place) -> None:
     with suppress(RuntimeError, ValueError):  # the store may be what is lost
-        torch_private.default_store().set(_key(dist.get_rank()), json.dumps(place))
-
-
-def _key(rank: int) -> str:
-    return f"fxshard/stalled/{rank}"
+        _PLACES.write(str(dist.get_rank()), place)
 
 
 def _path_from(place: Place) -> tuple[list[int], dict[int, Place]]:
@@ -156,16 +149,16 @@ def _path_from(place: Place) -> tuple[list[int], dict[int, Place]]:
 
     Or back to this rank. Empty if there is no such path. Second the places of these ranks, and of others.
     """
-    rank, store = dist.get_rank(), torch_private.default_store()
+    rank = dist.get_rank()
     places, paths, known = {rank: place}, [([rank], True)], {rank}
     for path, may_be_present in paths:  # which grows: a search in breadth
         place = places[path[-1]]
         for other in (*place.absent, *(place.present if may_be_present else ())):
             if other == rank and other in place.absent:
                 return path, places
-            if other in known or not store.check([_key(other)]):
+            if other in known or not (read := _PLACES.read(str(other))):
                 continue
-            there = Place(*json.loads(store.get(_key(other))))
+            there = Place(*read[0])
             if there.number == ENDED:
                 places[other] = there
                 return [*path, other], places
@@ -221,7 +214,7 @@ class _Watch:
             return
         if why:
             run.why = why
-            _tell(Place(ENDED, [], [], [], why))  # before the others see connections close
+            _tell(Place(ENDED, words=why))  # before the others see connections close
             if not gloo.disconnect({launch.group.partition(BY)[0] for launch in run.launches}):
                 _log.error("fxshard: a run will never end, for other ranks went another way: %s", why)
 
@@ -246,7 +239,7 @@ def watching(rank_groups: Collection[RankGroup], launches: Sequence[Launch]) -> 
     watch, why = _watch_in(os.getpid()), ""
     if watch.was_ended:  # and goes on
         watch.was_ended = False
-        _tell(_NOWHERE)
+        _tell(Place())
     watch.runs.append(run)
     try:
         yield run

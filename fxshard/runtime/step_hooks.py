@@ -46,22 +46,13 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class ModelContext:
-    """What the units of one model share, and its backwards; see [Note: the end of a step].
+    """What the units of one model share, and its backwards; see [Note: the end of a step]."""
 
-    Attributes:
-        units: of the model, in the order in which it names them.
-        late: reduced gradients that have not arrived yet.
-        unsharded: parameters that are gathered outside of the graph that reads them.
-        prefetcher: gathers them ahead.
-        after_first_call: run after a compiled graph of it until it has succeeded, and then set to `None`.
-        settings: which backward ends a step.
-    """
-
-    units: Sequence[Unit]
-    late: LateGradients = field(default_factory=LateGradients)
+    units: Sequence[Unit]  # in the order in which the model names them
+    late: LateGradients = field(default_factory=LateGradients)  # reduced gradients that have not arrived yet
     unsharded: UnshardedCache = field(default_factory=UnshardedCache, repr=False)
     prefetcher: Prefetcher = field(init=False, repr=False)
-    after_first_call: Callable[[], None] | None = None
+    after_first_call: Callable[[], None] | None = None  # runs after a compiled graph, until it has succeeded
     settings: BackwardSettings = field(default_factory=BackwardSettings)
     _begun: int | None = field(default=None, repr=False)
     _unended: set[int] = field(default_factory=set, repr=False)  # backwards that have begun, and leave sums behind
@@ -89,8 +80,7 @@ class ModelContext:
     def backward_runs(self, *, of_forward: bool = True) -> None:
         """Called by the graphs of a backward: at the first one see to what begins, and later to what ends with it.
 
-        Args:
-            of_forward: whether it is the backward of a forward, not of what was read after it alone.
+        `of_forward`: the backward of a forward, not of what was read after it alone.
         """
         running = torch_private.backward_id()
         if of_forward and running != self._resharded_in:
@@ -120,11 +110,7 @@ class ModelContext:
         rank_check.look_back(groups, are_over=all(unit.device.type == "cpu" for unit in self.units))
 
     def require_whole_sums(self) -> None:
-        """Raise, outside of a backward, if what waits has only a part of a backward that failed; drop what is late.
-
-        Raises:
-            UnsupportedGraph: as said.
-        """
+        """Outside of a backward, raise if what waits has only a part of one that failed, and drop what is late."""
         if torch_private.backward_id() is not None:
             return
         self.late.drop()
@@ -210,8 +196,7 @@ class ModelContext:
     def step_begins(self, written: Collection[int]) -> None:
         """An optimizer is about to write parameters, whose ids these are; in a backward gradients may still be late.
 
-        Raises:
-            UnsupportedGraph: gradients of some of them wait to be reduced.
+        UnsupportedGraph if gradients of some of them wait to be reduced.
         """
         self.late.arrive(keep=0)
         for unit in self._units_of(written):
@@ -264,7 +249,8 @@ class StepHooks:
 
     def begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Called by torch before each step."""
-        lays = self.lays and (not torch.compiler.is_compiling() or _is_fused(optimizer))
+        is_fused = any(group.get("fused") for group in optimizer.param_groups)
+        lays = self.lays and (not torch.compiler.is_compiling() or is_fused)
         in_backward = not torch.compiler.is_compiling() and torch_private.backward_id() is not None
         if self.holds or lays or in_backward or _is_adafactor(optimizer):
             _step_begins_eagerly(self, optimizer)
@@ -310,10 +296,6 @@ def step_hooks() -> StepHooks:
     register_optimizer_step_pre_hook(hooks.begins)
     register_optimizer_step_post_hook(hooks.ends)
     return hooks
-
-
-def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    return any(group.get("fused") for group in optimizer.param_groups)
 
 
 def _is_adafactor(optimizer: torch.optim.Optimizer) -> bool:

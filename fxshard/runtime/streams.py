@@ -45,12 +45,7 @@ def stream_of(name: str, main: torch.cuda.Stream) -> torch.cuda.Stream:
 def on_side_stream(name: str, device: torch.device) -> Iterator[torch.cuda.Stream | None]:
     """Run on the stream of that name, after what the current one has been given so far.
 
-    Args:
-        name: of the stream; empty for the current one.
-        device: of the tensors.
-
-    Yields:
-        The stream; `None` where nothing changes: without a name, or on a device that has no streams.
+    Yields `None` where nothing changes: without a name, or on a device that has no streams.
     """
     if not name or device.type != "cuda":
         yield None
@@ -76,12 +71,9 @@ def copy_out_stream(name: str, device: torch.device) -> torch.cuda.Stream | None
 
 
 def cast_to_send(parts: Sequence[Tensor], dtype: torch.dtype, joiner: torch.cuda.Stream | None) -> list[Tensor]:
-    """What a gather sends: `parts` in `dtype`.
+    """What a gather sends: `parts` of a shard in `dtype`.
 
-    Args:
-        parts: of a shard, `[numel]` each.
-        dtype: of the unsharded parameters.
-        joiner: another stream than the main one that may wait for the gather, and by that free what was cast.
+    `joiner`: another stream than the main one that may wait for the gather, and by that free what was cast.
     """
     if all(part.dtype is dtype for part in parts):
         return list(parts)

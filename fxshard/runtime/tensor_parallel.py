@@ -34,15 +34,10 @@ from fxshard.runtime.parameters import Layout, placed
 
 @dataclass(frozen=True, eq=False)
 class WholeMesh:
-    """A mesh with the axes of data parallelism among others, as `fully_shard(dp_mesh_dims=...)` is given one.
+    """A mesh with the axes of data parallelism among others, as `fully_shard(dp_mesh_dims=...)` is given one."""
 
-    Attributes:
-        mesh: of all axes.
-        dims: torch's `DataParallelMeshDims`, which names those that shard and those that replicate.
-    """
-
-    mesh: DeviceMesh
-    dims: Any
+    mesh: DeviceMesh  # of all axes
+    dims: Any  # torch's `DataParallelMeshDims`, which names those that shard and those that replicate
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -53,19 +48,12 @@ class WholeMesh:
 
 @dataclass(frozen=True, eq=False)
 class TensorParallel:
-    """What a tensor-parallel parameter is besides its rows; see [Note: tensor parallelism].
+    """What a tensor-parallel parameter is besides its rows; see [Note: tensor parallelism]."""
 
-    Attributes:
-        spec: of the DTensor of its rows, on all mesh axes.
-        before: of the DTensor that it was.
-        shape: of the local tensor, of which the rows are a part.
-        within: the mesh that it was on, if that has the axes of `fully_shard`.
-    """
-
-    spec: Any
-    before: Any
-    shape: tuple[int, ...]
-    within: WholeMesh | None = None
+    spec: Any  # of the DTensor of its rows, on all mesh axes
+    before: Any  # of the DTensor that it was
+    shape: tuple[int, ...]  # of the local tensor, of which the rows are a part
+    within: WholeMesh | None = None  # the mesh that it was on, if that has the axes of `fully_shard`
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
@@ -89,11 +77,7 @@ class TensorParallel:
 
 
 def require_whole_on(parameters: Mapping[str, Tensor], within: WholeMesh) -> None:
-    """Raise, naming all offenders, unless `parameters` are DTensors on a mesh, and whole on its axes of `fully_shard`.
-
-    Raises:
-        ConfigError: as said.
-    """
+    """Raise a ConfigError unless `parameters` are DTensors on a mesh, and whole on its axes of `fully_shard`."""
     mesh, wrong = within.mesh, []
     for name, p in parameters.items():
         if not isinstance(p, DTensor):

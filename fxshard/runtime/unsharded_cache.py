@@ -60,21 +60,14 @@ knows has written it, or it stays."""
 
 @dataclass(slots=True, eq=False)
 class Gathered:
-    """What one gather of a unit's parameters gives, to be waited for.
+    """What one gather of a unit's parameters gives, to be waited for."""
 
-    Attributes:
-        unit: whose they are.
-        tensors: by parameter, or by their place in a request.
-        why: it is kept.
-        epoch: of the unit, when it was launched.
-        sent: the request and the bits of its rows, where somebody may write to them unseen.
-    """
-
-    unit: Unit
-    tensors: Mapping[Any, Tensor]
-    why: Why
+    unit: Unit  # whose they are
+    tensors: Mapping[Any, Tensor]  # by parameter, or by their place in a request
+    why: Why  # it is kept
+    # the request and the bits of its rows, where somebody may write to them unseen
     sent: tuple[AllGatherRequest, Tensor] | None = None
-    epoch: int = field(init=False)
+    epoch: int = field(init=False)  # of the unit, when it was launched
 
     def __post_init__(self) -> None:
         self.epoch = self.unit.epoch()
@@ -116,13 +109,9 @@ class UnshardedCache(dict[Hashable, Gathered]):
 
 
 def chosen_for(units: Units, reads: Slots, budget_bytes: int, *, trains: bool) -> frozenset[str]:
-    """Keys of the units whose parameters come into a graph that runs now.
+    """Keys of the units whose parameters come into a graph that runs now, within the user's `budget_bytes`.
 
-    Args:
-        units: of this call of the graph.
-        reads: unit key -> the parameters that the graph gathers.
-        budget_bytes: what the user's options let resident parameters take.
-        trains: whether the graph is a forward or a backward; one without gradients takes what is there, and no more.
+    A graph that does not train, without gradients, takes what is there, and no more.
     """
     found = {key: units[key] for key in reads if key in units}  # not what subgroups share
     return frozenset(key for key, unit in found.items() if _resident(unit) or (trains and _wants(unit, budget_bytes)))

@@ -24,22 +24,15 @@ def member_at(module: nn.Module, name: str) -> Member | None:
 
 
 def refuse_to_delete(module: nn.Module, name: str) -> None:
-    """Raise if what is about to be deleted is sharded.
-
-    Raises:
-        ConfigError: as said.
-    """
+    """Raise a ConfigError if what is about to be deleted is sharded."""
     _refuse([member] if (member := member_at(module, name)) else [])
 
 
 def refuse_to_displace(module: nn.Module, name: str) -> None:
-    """Raise if registering something under a name means that a sharded parameter moves, or is gone already.
+    """Raise a ConfigError if registering a name means that a sharded parameter moves, or is gone already.
 
     `prune` and `spectral_norm` register `weight_orig` for `weight`, `weight_norm` what it has made of a deleted one,
     and `remove_parametrizations` what was parametrized.
-
-    Raises:
-        ConfigError: as said.
     """
     refs = module.__dict__.get(REFS, {})
     names = [each for each in refs if name not in refs and (name == f"{each}_orig" or each not in module._parameters)]

@@ -12,10 +12,11 @@ from collections.abc import Iterable, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from fxshard import torch_private
-from fxshard.runtime import mesh_axes, rank_values
+from fxshard.ranks.rendezvous import gather_texts, is_alone
+from fxshard.runtime import mesh_axes
 from fxshard.runtime.flat_shard import Member
 from fxshard.runtime.parameters import local_of
+from fxshard.runtime.raw import checksum
 from fxshard.runtime.unit import Unit
 
 _log = logging.getLogger(__name__)
@@ -29,10 +30,10 @@ def warn_of_equal_rows(units: Sequence[Unit]) -> None:
     made_here = [unit for unit in units if unit.was_on_meta and unit.world_size > 1 and unit.mesh.device_type == "cpu"]
     for unit in made_here[:1]:
         group = mesh_axes.shard_group(unit.mesh)
-        if not isinstance(group, dist.ProcessGroup) or rank_values.is_in_process(torch_private.default_store()):
+        if not isinstance(group, dist.ProcessGroup) or is_alone():
             continue
         members = [member for each in made_here if each.mesh == unit.mesh for member in each.members]
-        texts = rank_values.gather_texts("initial rows", " ".join(map(_text, members)), group)
+        texts = gather_texts("initial rows", " ".join(map(_text, members)), group)
         equal = _equal(members, [text.split(" ") for text in texts])
         if equal:
             _log.warning(
@@ -48,7 +49,7 @@ def _text(member: Member) -> str:
     rows: Tensor = local_of(member.parameter).detach()
     if rows.dim() < 2 or not rows.numel() or bool((rows[0] == rows[0].reshape(-1)[0]).all()):
         return "-"
-    return str(rank_values.checksum([rows[0].contiguous()]))
+    return str(checksum([rows[0].contiguous()]))
 
 
 def _equal(members: Iterable[Member], of_ranks: Sequence[Sequence[str]]) -> list[str]:

@@ -67,8 +67,7 @@ def data_axes(mesh: DeviceMesh | None, dims: Any) -> tuple[DeviceMesh, WholeMesh
 def resharding(mesh: DeviceMesh, reshard_after_forward: bool | int | None) -> bool | int | None:
     """Return what to do after forward, with True and False for the numbers of ranks that mean the same.
 
-    Raises:
-        ConfigError: a number that does not divide those that share the parameters.
+    A ConfigError for a number that does not divide those that share the parameters.
     """
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return reshard_after_forward

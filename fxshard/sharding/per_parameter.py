@@ -44,11 +44,7 @@ def chooser(mp_policy: MixedPrecisionPolicy, shard_placement_fn: Any, mesh: Devi
 
 
 def _mesh(fqn: str, mesh_info: object) -> DeviceMesh:
-    """Return the mesh that a parameter has for itself.
-
-    Raises:
-        ConfigError: it is none that `fully_shard` would take.
-    """
+    """Return the mesh that a parameter has for itself, or raise if `fully_shard` would not take it."""
     if not torch_fsdp2.is_our_kind(mesh_info):
         raise ConfigError(
             f"shard_placement_fn returned {mesh_info!r} for {fqn}. The mesh must have one axis, which shards, or two, "
@@ -59,11 +55,7 @@ def _mesh(fqn: str, mesh_info: object) -> DeviceMesh:
 
 
 def _dim(fqn: str, parameter: nn.Parameter, placement: object, num_ranks: int) -> int:
-    """Return the dimension along which a parameter is cut.
-
-    Raises:
-        ConfigError: no placement, or one that does not fit.
-    """
+    """Return the dimension along which a parameter is cut, or raise if the placement does not fit."""
     shape = list(local_of(parameter).shape if isinstance(parameter, DTensor) else parameter.shape)
     if type(placement) is not Shard:
         raise ConfigError(

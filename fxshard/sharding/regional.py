@@ -41,28 +41,17 @@ ShardedModules = Mapping[str, "tuple[nn.Module, ModuleState]"]
 
 @dataclass(eq=False)
 class CompiledCalls:
-    """How the modules of one `fully_shard` call are compiled.
+    """How the modules of one `fully_shard` call are compiled."""
 
-    Attributes:
-        options_from: the compiled call, or Dynamo's callback, of which the options were read last.
-        runs: id of a module -> what runs in place of its call.
-        blocks: ids of those that are functions of their own.
-        has_blocks: whether there are any; a trace may read this, where ids would be guarded.
-    """
-
-    options_from: object = None
+    options_from: object = None  # the compiled call, or Dynamo's callback, of which the options were read last
+    # id of a module -> what runs in place of its call
     runs: dict[int, Callable[..., Any]] = field(default_factory=dict)
-    blocks: set[int] = field(default_factory=set)
-    has_blocks: bool = False
+    blocks: set[int] = field(default_factory=set)  # ids of those that are functions of their own
+    has_blocks: bool = False  # whether there are any; a trace may read this, where ids would be guarded
 
 
 def compile_as_wanted(places: ShardedModules, callback: Any) -> None:
-    """Compile a model block by block, or as a whole again, as the compiled call wants that is about to run.
-
-    Args:
-        places: the model.
-        callback: Dynamo's on this thread.
-    """
+    """Compile a model block by block, or as a whole again, as the call wants that is about to run under `callback`."""
     for _, state in places.values():
         for unit in state.units:
             if unit.plan.reshard_after_forward:  # a first call of the one-line form had begun it
@@ -74,13 +63,7 @@ def compile_as_wanted(places: ShardedModules, callback: Any) -> None:
 def begin_in_first_call(places: ShardedModules, compiled: nn.Module, then: Callable[[], None]) -> bool:
     """Compile the blocks of a model that has just been sharded, in a call of it, which may read any parameter.
 
-    Args:
-        places: the model.
-        compiled: the same, or what `torch.compile` made of it.
-        then: to be called before a block runs, in this call.
-
-    Returns:
-        As `compile_blocks`.
+    `then` is called before a block runs. Returns what `compile_blocks` does.
     """
     if not _compile_as(places, _ours(compiled)):
         return False
@@ -125,8 +108,7 @@ def _compile_as(places: ShardedModules, backend: Any) -> bool:
 def compile_blocks(places: ShardedModules, **kwargs: Any) -> bool:
     """Have each block run as a compiled function, by `torch.compile(**kwargs)`, and the model around them as it is.
 
-    Returns:
-        Whether there are blocks; if not, the model is to be compiled as a whole, and a warning says so.
+    Returns whether there are blocks; if not, the model is to be compiled as a whole, and a warning says so.
     """
     _forget_blocks(places)
     blocks = [places[name] for name in _blocks_of(places)]

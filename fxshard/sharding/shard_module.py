@@ -288,11 +288,7 @@ def _move_buffers(modules: Sequence[nn.Module], mesh: DeviceMesh) -> None:
 
 
 def require_shardable(parameters: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
-    """Raise, naming all offenders, if any parameter cannot be sharded on `mesh`.
-
-    Raises:
-        ConfigError: complex, sparse or quantised parameters, or parameters on several devices.
-    """
+    """Raise a ConfigError with all parameters that are complex, sparse or quantised, or on several devices."""
     wrong = {
         "uninitialised (lazy)": [n for n, p in parameters.items() if isinstance(p, UninitializedParameter)],
         "complex": [n for n, p in parameters.items() if p.is_complex()],

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fxshard.errors import ConfigError
 from fxshard.runtime import mesh_axes
 from fxshard.runtime.parameters import full_tensor_of, local_of, rows_first
-from fxshard.runtime.rank_values import checksum
-from fxshard.runtime.raw import as_bytes
+from fxshard.runtime.raw import as_bytes, checksum
 from fxshard.state import transport
 from fxshard.state.progress import showing
 from fxshard.state.ranks import Ranks, is_sharded

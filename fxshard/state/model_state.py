@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fxshard.errors import ConfigError
-from fxshard.runtime.rank_values import checksum
+from fxshard.runtime.raw import checksum
 from fxshard.state import full
 from fxshard.state.full import Announced, FullState
 from fxshard.state.local_shards import LocalShard, can_cut, deliver, gather_all, hold, require_bucket

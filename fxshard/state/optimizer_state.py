@@ -60,7 +60,8 @@ def full_optim_state_dict(
 
     def held_here() -> tuple[int | None, ParameterNames, dict[str, Any], dict[str, ParameterState], dict[str, str]]:
         require_bucket(bucket_mib)
-        _require_keys(keys)
+        if keys not in ("id", "fqn"):
+            raise ConfigError(f'keys must be "id" or "fqn", got {keys!r}.')
         recipient = ranks.recipient(recipient_rank)
         names = names_of(module_in(model), optim)
         whole, states = _split(optim, names, to_cpu=cpu_offload)
@@ -81,11 +82,6 @@ def full_optim_state_dict(
         title="optimizer state",
     )
     return {} if fulls is None else _assembled(whole, states, fulls, names, keys)
-
-
-def _require_keys(keys: object) -> None:
-    if keys not in ("id", "fqn"):
-        raise ConfigError(f'keys must be "id" or "fqn", got {keys!r}.')
 
 
 def _require_other_names(others: Mapping[Any, Any], keys: str) -> None:

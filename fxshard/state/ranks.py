@@ -19,9 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fxshard.errors import CheckpointError, ConfigError, FxshardError, RankMismatchError
+from fxshard.ranks.rendezvous import difference_from
 from fxshard.runtime import mesh_axes
 from fxshard.runtime.parameters import local_of
-from fxshard.runtime.rank_values import checksum, first_difference
+from fxshard.runtime.raw import checksum
 from fxshard.sharding.sharded_module import plain_module
 
 T = TypeVar("T")
@@ -187,7 +188,10 @@ class Ranks:
         digests = self.exchange(self.together(digest_of_each))
         for title in dict.fromkeys(itertools.chain.from_iterable(digests)):
             if len({digest.get(title) for digest in digests}) > 1:
-                raise RankMismatchError(_differing_line(title, self.exchange(mine.get(title, []))))
+                difference = difference_from(0, dict(enumerate(self.exchange(mine.get(title, [])))))
+                raise RankMismatchError(
+                    f"the ranks disagree about {title}: {difference}. Call it on every rank with the same arguments."
+                )
 
 
 def _meshes(parameters: Iterable[Tensor]) -> Iterable[DeviceMesh]:
@@ -217,18 +221,6 @@ def _lacking(rank: int, everyone: Mapping[int, Mapping[str, _Claim]]) -> list[st
         for name, claim in everyone[rank].items()
         if claim.text == _NOTHING and any(everyone[other][name].text != _NOTHING for other in claim.ranks)
     ]
-
-
-def _differing_line(title: str, lines_of_ranks: Sequence[Sequence[str]]) -> str:
-    """Return the first line in which a rank differs from rank 0."""
-    for rank, lines in enumerate(lines_of_ranks):
-        if difference := first_difference(lines_of_ranks[0], lines):
-            _, expected, found = difference
-            return (
-                f"the ranks disagree about {title}: rank 0 has {expected}, rank {rank} has {found}. Call it on every "
-                "rank with the same arguments."
-            )
-    raise AssertionError("equal lines, unequal digests")
 
 
 def _named(ranks: Sequence[int]) -> str:

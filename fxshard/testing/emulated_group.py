@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 
-from fxshard.runtime import rank_values
+from fxshard.cost.measured import EMULATED
 from fxshard.testing.link_engine import Engine, Links, Move
 
-BACKEND = rank_values.EMULATED
+BACKEND = EMULATED
 """Name of the groups' backend in torch.distributed."""
 
 _AS_THEY_ARE = (dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX)  # of equal values

@@ -219,11 +219,7 @@ def _output_folder(wanted: Path | None, peers: Peers) -> Path:
 
 
 def _num_ranks(args: argparse.Namespace, group: str, launch: LauncherEnvironment | None) -> int:
-    """How many ranks train together.
-
-    Raises:
-        ConfigError: flags do not fit, or there are too few GPUs.
-    """
+    """How many ranks train together, or a ConfigError if flags do not fit or there are too few GPUs."""
     _check_link(args, group)
     if launch is not None and args.ranks is not None:
         raise ConfigError(

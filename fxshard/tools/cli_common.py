@@ -45,11 +45,7 @@ def positive(text: str) -> float:
 
 
 def device_for(wanted: str) -> str:
-    """Turn --device cpu, cuda or auto into "cpu" or "cuda".
-
-    Raises:
-        ConfigError: there is no GPU.
-    """
+    """Turn --device cpu, cuda or auto into "cpu" or "cuda", or raise a ConfigError if there is no GPU."""
     import torch
 
     num_gpus = torch.cuda.device_count()
@@ -59,15 +55,9 @@ def device_for(wanted: str) -> str:
 
 
 def num_ranks(wanted: int | None, device: str, *, instead: str = "--device cpu") -> int:
-    """How many ranks to start on this machine: by default one per GPU, or 2 on the CPU.
+    """How many ranks to start on this machine: `wanted`, or one per GPU, or 2 on the CPU.
 
-    Args:
-        wanted: `--ranks`.
-        device: "cpu" or "cuda".
-        instead: what to use where there are too few GPUs.
-
-    Raises:
-        ConfigError: there are fewer GPUs than ranks.
+    A ConfigError if there are fewer GPUs than ranks names `instead`.
     """
     import torch
 
@@ -80,11 +70,7 @@ def num_ranks(wanted: int | None, device: str, *, instead: str = "--device cpu")
 
 
 def output_folder(wanted: Path | None, command: str) -> Path:
-    """The folder `--out`, made if it is not there; by default a new temporary one.
-
-    Raises:
-        ConfigError: it cannot be made.
-    """
+    """The folder `--out`, made if it is not there, or a ConfigError; by default a new temporary one."""
     if wanted is None:
         return Path(tempfile.mkdtemp(prefix=f"fxshard-{command}-"))
     try:

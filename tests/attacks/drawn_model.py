@@ -28,8 +28,7 @@ class Odd(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(self.up(x).relu())
-        return y
+        return self.down(self.up(x).relu())
 
 
 class Convolution(nn.Module):
@@ -38,8 +37,7 @@ class Convolution(nn.Module):
         self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.conv(x.transpose(1, 2)).transpose(1, 2)
-        return y
+        return self.conv(x.transpose(1, 2)).transpose(1, 2)
 
 
 class Attention(nn.Module):
@@ -49,8 +47,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (each.unflatten(-1, (2, -1)).transpose(1, 2) for each in self.qkv(x).chunk(3, dim=-1))
-        y: Tensor = self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return y
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
 class Scale(nn.Module):

@@ -14,48 +14,29 @@ from hypothesis import strategies as st
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """How the models are built, sharded and compiled.
+    """How the models are built, sharded and compiled."""
 
-    Attributes:
-        models: a chain of one or two, each with an optimizer of its own.
-        blocks: of each model.
-        tied: whether the first and the last block share their weight.
-        twice: whether every block is called twice.
-        cut: "", or what cuts each block between two uses of a weight that it reads once: "no_grad", "graph break".
-        grad_dtype: of all parameters, "" for their own.
-        checkpoint: "", "all" or "save products": activation checkpointing around each block.
-        units: "blocks" and the root, the "root" alone, or "one line".
-        compiled: "whole", "regional" by the option, "blocks" one by one by the script, or "no".
-        reshard: `reshard_after_forward`.
-        options: of the backend.
-        optimizer: the class and the form of its step.
-    """
-
-    models: int = 1
-    blocks: int = 2
-    tied: bool = False
-    twice: bool = False
+    models: int = 1  # a chain of one or two, each with an optimizer of its own
+    blocks: int = 2  # of each model
+    tied: bool = False  # whether the first and the last block share their weight
+    twice: bool = False  # whether every block is called twice
+    # "", or what cuts each block between two uses of a weight that it reads once: "no_grad", "graph break"
     cut: str = ""
-    grad_dtype: str = ""
-    checkpoint: str = ""
-    units: str = "blocks"
-    compiled: str = "whole"
-    reshard: bool | None = None
-    options: dict[str, object] = field(default_factory=dict)
-    optimizer: tuple[str, str] = ("SGD", "foreach")
+    grad_dtype: str = ""  # of all parameters, "" for their own
+    checkpoint: str = ""  # "", "all" or "save products": activation checkpointing around each block
+    units: str = "blocks"  # "blocks" and the root, the "root" alone, or "one line"
+    compiled: str = "whole"  # "whole", "regional" by the option, "blocks" one by one by the script, or "no"
+    reshard: bool | None = None  # `reshard_after_forward`
+    options: dict[str, object] = field(default_factory=dict)  # of the backend
+    optimizer: tuple[str, str] = ("SGD", "foreach")  # the class and the form of its step
 
 
 @dataclass(frozen=True, kw_only=True)
 class Action:
-    """One thing that a script does.
+    """One thing that a script does."""
 
-    Attributes:
-        name: of the method of `tests.attacks.player.Player` that does it.
-        args: its arguments.
-    """
-
-    name: str
-    args: tuple[object, ...] = ()
+    name: str  # of the method of `tests.attacks.player.Player` that does it
+    args: tuple[object, ...] = ()  # its arguments
 
     def __repr__(self) -> str:
         return f"Action(name={self.name!r}, args={self.args!r})"

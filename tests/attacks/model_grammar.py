@@ -25,68 +25,40 @@ class _Short:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Part(_Short):
-    """A residual block of a model.
+    """A residual block of a model."""
 
-    Attributes:
-        layers: names in `tests.attacks.drawn_model.LAYERS`.
-        unit: "own", "parent's", "nested" (its first layer is one, too), "first layer" alone, "with the next" part.
-        frozen: "", "all", "biases" or "first layer".
-        bfloat16: whether its parameters are; the input is cast, and the output back.
-        twice: whether it is called twice.
-        checkpoint: whether activations are computed again in backward.
-        skipped: whether the second step does not call it.
-        reshard: `reshard_after_forward`.
-    """
-
-    layers: tuple[str, ...] = ("linear",)
+    layers: tuple[str, ...] = ("linear",)  # names in `tests.attacks.drawn_model.LAYERS`
+    # "own", "parent's", "nested" (its first layer is one, too), "first layer" alone, "with the next" part
     unit: str = "own"
-    frozen: str = ""
-    bfloat16: bool = False
-    twice: bool = False
-    checkpoint: bool = False
-    skipped: bool = False
-    reshard: bool | None = None
+    frozen: str = ""  # "", "all", "biases" or "first layer"
+    bfloat16: bool = False  # whether its parameters are; the input is cast, and the output back
+    twice: bool = False  # whether it is called twice
+    checkpoint: bool = False  # whether activations are computed again in backward
+    skipped: bool = False  # whether the second step does not call it
+    reshard: bool | None = None  # `reshard_after_forward`
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Case(_Short):
-    """A model, and what is done with it.
+    """A model, and what is done with it."""
 
-    Attributes:
-        parts: in the order in which they run.
-        ends: "" (input and output are activations), "own" or "tied" weights of an embedding and a head.
-        unit_of_ends: "root's", "one" for both, or "two".
-        ties: numbers of parts whose first layers, linear ones, share their weight.
-        ignored: whether a vector of the root is left out of its unit.
-        mesh: (shards,) or (replicas, shards).
-        split: how many ranks hold a linear layer together, by tensor parallelism.
-        policy: a name in `tests.attacks.training.POLICIES`.
-        compiled: "whole", "parts" one by one, or "no".
-        options: of the backend.
-        forward_prefetch: of each unit: "" nothing said, "next", "next two", "last" or "none".
-        backward_prefetch: the same.
-        steps: of each step its microbatches, names in `tests.attacks.training.MICROBATCHES`.
-        evaluates: in the second step, between forward and backward.
-        thaws: before the last step, what was frozen.
-        clips: the norm of the gradients.
-    """
-
-    parts: tuple[Part, ...] = (Part(),)
-    ends: str = ""
-    unit_of_ends: str = "root's"
-    ties: tuple[tuple[int, int], ...] = ()
-    ignored: bool = False
-    mesh: tuple[int, ...] = (2,)
-    split: int = 1
-    policy: str = ""
-    compiled: str = "whole"
-    options: dict[str, object] = field(default_factory=dict)
-    forward_prefetch: str = ""
-    backward_prefetch: str = ""
+    parts: tuple[Part, ...] = (Part(),)  # in the order in which they run
+    ends: str = ""  # "" (input and output are activations), "own" or "tied" weights of an embedding and a head
+    unit_of_ends: str = "root's"  # "root's", "one" for both, or "two"
+    ties: tuple[tuple[int, int], ...] = ()  # numbers of parts whose first layers, linear ones, share their weight
+    ignored: bool = False  # whether a vector of the root is left out of its unit
+    mesh: tuple[int, ...] = (2,)  # (shards,) or (replicas, shards)
+    split: int = 1  # how many ranks hold a linear layer together, by tensor parallelism
+    policy: str = ""  # a name in `tests.attacks.training.POLICIES`
+    compiled: str = "whole"  # "whole", "parts" one by one, or "no"
+    options: dict[str, object] = field(default_factory=dict)  # of the backend
+    forward_prefetch: str = ""  # of each unit: "" nothing said, "next", "next two", "last" or "none"
+    backward_prefetch: str = ""  # the same
+    # of each step its microbatches, names in `tests.attacks.training.MICROBATCHES`
     steps: tuple[tuple[str, ...], ...] = (("sync",), ("sync",))
-    evaluates: bool = False
-    thaws: bool = False
-    clips: bool = False
+    evaluates: bool = False  # in the second step, between forward and backward
+    thaws: bool = False  # before the last step, what was frozen
+    clips: bool = False  # the norm of the gradients
 
     def unit_of(self, part: int) -> str:
         """Return a name of the unit that has the first layer of a part."""

@@ -60,8 +60,7 @@ class Net(nn.Module):
                 x = self.call(block, x)
         if self.fails:
             raise ArithmeticError("the user's own")
-        y: Tensor = self.head(x)
-        return y
+        return self.head(x)
 
     def call(self, block: nn.Module, x: Tensor) -> Any:
         if not self.checkpoint:

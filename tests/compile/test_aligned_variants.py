@@ -1,4 +1,4 @@
-"""A variant of a graph runs in place of the plain one, also where tracing again saved a size more or less often."""
+"""A variant of a graph runs in place of the plain one: signatures are the same but for names and numbers of sizes."""
 
 from __future__ import annotations
 
@@ -50,3 +50,28 @@ def test_code_gets_its_inputs_from_those_of_the_plain_one_and_gives_its_outputs(
     given = [7, 8, "x", "a variant's own"]
     assert code(given) == ["a variant's own", 7]
     assert given == []
+
+
+def signature(*inputs: str) -> list[str]:
+    facts = CompiledFacts(
+        kind="backward", launches=(), trained={}, reads={}, inputs=inputs, outputs=("f32[s3]",), layouts={}
+    )
+    return facts.signature
+
+
+def test_another_trace_may_name_its_sizes_otherwise() -> None:
+    assert signature("state: u8[s21]", "x: f32[s3, u1]") == signature("state: u8[s70]", "x: f32[s3, u0]")
+
+
+def test_one_size_may_have_two_names_in_another_trace() -> None:
+    """As torch 2.11 gives a tangent's, where data decides the size."""
+    assert signature("n: Sym(u4)", "x: f32[u3, 12]") == signature("n: Sym(u0)", "x: f32[u0, 12]")
+
+
+def test_a_size_that_was_a_number_is_another_signature() -> None:
+    assert signature("x: f32[s1]") != signature("x: f32[4]")
+
+
+def test_names_and_dtypes_are_no_sizes() -> None:
+    assert signature("s21: f32[4]") != signature("s22: f32[4]")
+    assert signature("x: u8[4]") != signature("x: u16[4]")

@@ -1,4 +1,4 @@
-"""The backend's entry: what it keeps, what it warns about, what a changed policy does to compiled code."""
+"""The backend's entry: what it keeps and warns about, what a changed policy does, and which options Inductor gets."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import DeviceMesh
 
 import fxshard
+from fxshard.compile import inductor
 from fxshard.compile.inductor import Partitioner
 from fxshard.compile.stages import Stages
 from fxshard.compile.variants import Compilation
-from fxshard.options import Options
+from fxshard.options import KEEP_ORDER_FLAGS, Options
 from fxshard.passes.pipeline import DEFAULT
 from fxshard.runtime.frame import Frame
 from fxshard.sharding.sharded_module import units_under
@@ -33,8 +35,7 @@ class BrokenInTwo(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.small(x)
         torch._dynamo.graph_break()
-        result: Tensor = self.large(x)
-        return result
+        return self.large(x)
 
 
 def sharded_pair(mesh: DeviceMesh) -> nn.Sequential:
@@ -94,3 +95,28 @@ def test_inductor_keys_its_cache_on_the_digest_of_options_plan_and_passes(mesh: 
     assert same.uuid() == partitioner(Options()).uuid() != other.uuid()
     assert deepcopy(same).uuid() == same.uuid()
     assert same.uuid().encode() in pickle.dumps(same)
+
+
+def test_inductor_has_the_flags_that_keep_the_order() -> None:
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    flags = ["reorder_for_peak_memory", "reorder_for_compute_comm_overlap", "reorder_for_locality"]
+    if version >= (2, 15):
+        flags += ["reorder_for_locality_in_training", "aten_distributed_optimizations.enable_simple_overlap"]
+    assert inductor.order_patches(inductor_config.get_config_copy()) == dict.fromkeys(flags, False)
+
+
+def test_a_flag_that_torch_should_have_is_missed_aloud_and_once(caplog: pytest.LogCaptureFixture) -> None:
+    known = KEEP_ORDER_FLAGS.keys() - {"reorder_for_locality"}
+    for _ in range(2):
+        assert inductor.order_patches(known).keys() == known
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "has no torch._inductor.config.reorder_for_locality. " in record.getMessage()
+
+
+def test_a_flag_of_a_later_torch_is_not_missed(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(KEEP_ORDER_FLAGS, "of_later", "99.0")
+    assert "of_later" not in inductor.order_patches(inductor_config.get_config_copy())
+    assert caplog.records == []

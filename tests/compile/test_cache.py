@@ -257,8 +257,7 @@ def test_caches_nothing_for_a_graph_that_reads_a_tensor_subclass(warm: DeviceMes
     model, value = build(warm), distribute_tensor(torch.ones(2), warm, [Shard(0)])
 
     def step(x: Tensor, value: DTensor) -> Tensor:
-        result: Tensor = model(x).sum() + value.to_local().sum()
-        return result
+        return model(x).sum() + value.to_local().sum()
 
     found()
     torch.compile(step, backend="fxshard")(torch.ones(2, 4), value).backward()
@@ -327,17 +326,11 @@ def test_the_digest_knows_a_pass_by_the_source_of_its_class(
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a rank reports.
+    """What a rank reports."""
 
-    Attributes:
-        losses: of each step.
-        hits: of AOTAutograd's cache.
-        misses: of it.
-    """
-
-    losses: list[float]
-    hits: int
-    misses: int
+    losses: list[float]  # of each step
+    hits: int  # of AOTAutograd's cache
+    misses: int  # of it
 
 
 def train(folders: list[str], widths: list[int]) -> Trained:

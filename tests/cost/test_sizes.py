@@ -1,4 +1,4 @@
-"""Sizes: which storages and launches follow the world size, on the graphs of every kind of unit."""
+"""Sizes as quantities: numbers stay numbers, and storages and launches follow the world size."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import sympy
 import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxshard.cost.comm import launches_of
 from fxshard.cost.hardware import load
 from fxshard.cost.memory import live_bytes, peak
 from fxshard.cost.sizes import sizes_of
-from fxshard.cost.symbols import WORLD_SIZE, Point
+from fxshard.cost.symbols import WORLD_SIZE, Point, Sum, evaluate, simplest, size_of
+from fxshard.ir.liveness import UNBACKED_HINT, hint_of
 from fxshard.ir.plan import FramePlan
 from fxshard.passes._base import GraphKind
 from fxshard.passes.insert_collectives import InsertCollectives
@@ -95,3 +98,44 @@ def test_a_coalesced_launch_counts_all_its_tensors() -> None:
     (launch,) = launches_of(sizes_of(gm.graph, ctx.plan), load("h100")).values()
     assert (launch.op, launch.unit, launch.dtype) == ("all_gather", "", "f32")
     assert launch.nbytes.subs(WORLD_SIZE, 2) == graphs.WIDTH**2 * 4 + graphs.WIDTH * 4
+
+
+rows = sympy.Symbol("rows", integer=True, positive=True)
+
+
+def test_numbers_add_up_to_a_number() -> None:
+    assert (type(Sum([1, 2, 3]).total), Sum([1, 2, 3]).total) == (int, 6)
+    assert (type(Sum([1, 0.5]).total), Sum([1, 0.5]).total) == (float, 1.5)
+
+
+def test_equal_expressions_are_counted_and_may_cancel() -> None:
+    total = Sum([rows, rows, 3])
+    assert total.total == 2 * rows + 3
+    total.add(rows, -2)
+    assert total.total == 3
+
+
+def test_an_expression_without_symbols_is_a_plain_number() -> None:
+    assert (type(simplest(sympy.Integer(4))), simplest(sympy.Integer(4))) == (int, 4)
+    assert type(simplest(sympy.Float(0.5) * 3)) is float
+
+
+def test_the_world_size_and_the_hints_give_the_value() -> None:
+    shard = sympy.ceiling(sympy.Integer(10) / WORLD_SIZE) * rows
+    assert [evaluate(shard, ranks, {rows: 7}) for ranks in (1, 3, 64)] == [70, 28, 7]
+    assert evaluate(rows / WORLD_SIZE, 2, {rows: 7}) == 3.5
+
+
+def test_a_point_evaluates_integers_to_integers() -> None:
+    point = Point(world_size=4, hints={rows: 3})
+    assert (point.value(rows * WORLD_SIZE), type(point.value(rows * WORLD_SIZE))) == (12, int)
+    assert point.value(2.5) == 2.5
+
+
+def test_a_size_that_only_the_data_knows_counts_as_the_fallback() -> None:
+    env = ShapeEnv()
+    count = env.create_unbacked_symint()
+    assert isinstance(count, torch.SymInt)
+    assert hint_of(2 * count) == 2 * UNBACKED_HINT
+    assert evaluate(size_of(2 * count), 1, {}) == 2 * UNBACKED_HINT
+    assert list(env.guards) == []

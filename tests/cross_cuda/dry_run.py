@@ -33,26 +33,17 @@ _NO_OP = ("aten::empty", "aten::new_empty")
 
 
 class Step(NamedTuple):
-    """Something that the device was given.
+    """Something that the device was given."""
 
-    Attributes:
-        kind: "gather", "reduce", "exchange" (DTensor's, which is waited for where it is launched), "wait", "triton" (a
-            generated kernel), "kernel" (one of a library) or "python" (an op of ours that Python runs).
-        name: of the op or the generated kernel.
-        stream: on which.
-        reads: storages, by number.
-        writes: storages, by number.
-        read_bytes: of the tensors that are read.
-        written_bytes: of the tensors that are written.
-    """
-
+    # "gather", "reduce", "exchange" (DTensor's, which is waited for where it is launched), "wait", "triton" (a
+    # generated kernel), "kernel" (one of a library) or "python" (an op of ours that Python runs)
     kind: str
-    name: str
-    stream: str
-    reads: tuple[int, ...] = ()
-    writes: tuple[int, ...] = ()
-    read_bytes: int = 0
-    written_bytes: int = 0
+    name: str  # of the op or the generated kernel
+    stream: str  # on which
+    reads: tuple[int, ...] = ()  # storages, by number
+    writes: tuple[int, ...] = ()  # storages, by number
+    read_bytes: int = 0  # of the tensors that are read
+    written_bytes: int = 0  # of the tensors that are written
 
 
 @dataclass

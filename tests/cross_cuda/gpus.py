@@ -49,8 +49,6 @@ A100 = Gpu(name="A100", major=8, minor=0, num_sms=108, memory_gib=80, l2_mib=40,
 H100 = Gpu(name="H100", major=9, minor=0, num_sms=132, memory_gib=80, l2_mib=50, shared_memory=232448)
 B200 = Gpu(name="B200", major=10, minor=0, num_sms=148, memory_gib=180, l2_mib=126, shared_memory=232448)
 
-BY_ARCHITECTURE = {gpu.architecture: gpu for gpu in (A100, H100, B200)}
-
 
 @dataclass
 class Present:

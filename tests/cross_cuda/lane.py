@@ -19,34 +19,21 @@ from tests.cross_cuda.scheduled import OrderCheck
 
 
 class Kernel(NamedTuple):
-    """A kernel that Triton compiled.
+    """A kernel that Triton compiled."""
 
-    Attributes:
-        name: that Inductor gave it.
-        architecture: such as `sm_90`.
-        num_configs: that were compiled of it.
-    """
-
-    name: str
-    architecture: str
-    num_configs: int
+    name: str  # that Inductor gave it
+    architecture: str  # such as `sm_90`
+    num_configs: int  # that were compiled of it
 
 
 @dataclass
 class Compiled:
-    """What was compiled.
+    """What was compiled."""
 
-    Attributes:
-        kernels: of Triton's, that compiled.
-        failed: messages of those that did not.
-        wrappers: sources that Inductor generated.
-        order: what Inductor's scheduler has moved ahead of launches.
-    """
-
-    kernels: list[Kernel] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-    wrappers: list[str] = field(default_factory=list)
-    order: OrderCheck = field(default_factory=OrderCheck)
+    kernels: list[Kernel] = field(default_factory=list)  # of Triton's, that compiled
+    failed: list[str] = field(default_factory=list)  # messages of those that did not
+    wrappers: list[str] = field(default_factory=list)  # sources that Inductor generated
+    order: OrderCheck = field(default_factory=OrderCheck)  # what Inductor's scheduler has moved ahead of launches
 
 
 class Lane(Compiled):

@@ -139,8 +139,7 @@ class Experts(nn.Module):
 
     def _exchange(self, rows: Tensor) -> Tensor:
         group = self.mesh.get_group()
-        arrived: Tensor = functional.wait_tensor(functional.all_to_all_single_autograd(rows, None, None, group))
-        return arrived
+        return functional.wait_tensor(functional.all_to_all_single_autograd(rows, None, None, group))
 
 
 class Mixing(Block):

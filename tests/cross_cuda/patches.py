@@ -44,21 +44,13 @@ class Dead(AssertionError):
 
 @dataclass(frozen=True, kw_only=True)
 class Patch:
-    """One name of torch's that gets another value.
+    """One name of torch's that gets another value."""
 
-    Attributes:
-        name: with its module or class.
-        value: what it becomes.
-        why: it must.
-        is_new: whether a torch built for the CPU lacks the name.
-        is_read: whether it is a value that is read, not a function that is called.
-    """
-
-    name: str
-    value: Any
-    why: str
-    is_new: bool = False
-    is_read: bool = False
+    name: str  # with its module or class
+    value: Any  # what it becomes
+    why: str  # it must
+    is_new: bool = False  # whether a torch built for the CPU lacks the name
+    is_read: bool = False  # whether it is a value that is read, not a function that is called
 
     def apply(self, used: set[str]) -> None:
         """Set the value for as long as the process lives; `used` gets the name when it is called."""

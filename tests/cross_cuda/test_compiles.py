@@ -48,8 +48,7 @@ def _cases() -> Iterator[object]:
 @pytest.fixture(params=_cases())
 def case(request: pytest.FixtureRequest) -> Case:
     """One of all cases."""
-    found: Case = request.param
-    return found
+    return request.param
 
 
 @pytest.fixture

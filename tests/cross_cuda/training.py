@@ -41,60 +41,37 @@ class Broken(GPT):
         for block in self.blocks:
             x = block(x)
             torch._dynamo.graph_break()
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+        return self.head(self.norm(x))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is trained, and how.
+    """What is trained, and how."""
 
-    Attributes:
-        model: class of it.
-        dim: its width.
-        num_layers: its blocks.
-        batch: rows of a microbatch.
-        policy: dtypes; `None` for a model in bfloat16 that is not sharded, and compiled by torch alone.
-        gpu: for which it is compiled.
-        layout: how its parameters are shared by the ranks.
-        replicas: of each shard; the ranks that share the parameters are fewer by as much.
-        microbatches: of a step; all but the last only accumulate.
-        offloads: whether shards are in the host's memory.
-        overlaps_step: whether the optimizer launches the next forward's first gather.
-        options: of the backend.
-        faults: to seed, a further run for each.
-    """
-
-    model: type[GPT] = GPT
-    dim: int = 256
-    num_layers: int = 2
-    batch: int = 2
+    model: type[GPT] = GPT  # class of it
+    dim: int = 256  # its width
+    num_layers: int = 2  # its blocks
+    batch: int = 2  # rows of a microbatch
+    # dtypes; `None` for a model in bfloat16 that is not sharded, and compiled by torch alone
     policy: fxshard.MixedPrecisionPolicy | None = BF16
-    gpu: Gpu = H100
-    layout: layouts.Layout = layouts.by_block
-    replicas: int = 1
-    microbatches: int = 1
-    overlaps_step: bool = False
-    offloads: bool = False
-    options: tuple[tuple[str, Any], ...] = ()
-    faults: tuple[Seeded, ...] = ()
+    gpu: Gpu = H100  # for which it is compiled
+    layout: layouts.Layout = layouts.by_block  # how its parameters are shared by the ranks
+    replicas: int = 1  # of each shard; the ranks that share the parameters are fewer by as much
+    microbatches: int = 1  # of a step; all but the last only accumulate
+    overlaps_step: bool = False  # whether the optimizer launches the next forward's first gather
+    offloads: bool = False  # whether shards are in the host's memory
+    options: tuple[tuple[str, Any], ...] = ()  # of the backend
+    faults: tuple[Seeded, ...] = ()  # to seed, a further run for each
 
 
 @dataclass(kw_only=True)
 class Trained:
-    """What came of it.
+    """What came of it."""
 
-    Attributes:
-        compiled: the kernels and wrappers.
-        graphs: stage -> the graph that became code, of each frame in the order of capture.
-        run: one step, after those that compiled.
-        faulty: one step with each of the case's faults.
-    """
-
-    compiled: Compiled
-    graphs: list[dict[str, fx.Graph]]
-    run: DryRun
-    faulty: list[DryRun]
+    compiled: Compiled  # the kernels and wrappers
+    graphs: list[dict[str, fx.Graph]]  # stage -> the graph that became code, of each frame in the order of capture
+    run: DryRun  # one step, after those that compiled
+    faulty: list[DryRun]  # one step with each of the case's faults
 
 
 def trained(case: Case) -> Trained:

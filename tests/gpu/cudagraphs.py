@@ -25,21 +25,13 @@ WARMUP: Final = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Replayed:
-    """What steps have computed, and how.
+    """What steps have computed, and how."""
 
-    Attributes:
-        losses: of all steps.
-        grads: of the last step, in full, by name.
-        captures: graphs captured in the first `WARMUP` steps, and after them.
-        replays: per step after them.
-        skips: how often Inductor refused to capture a graph.
-    """
-
-    losses: list[Tensor]
-    grads: dict[str, Tensor]
-    captures: tuple[int, int]
-    replays: list[int]
-    skips: int
+    losses: list[Tensor]  # of all steps
+    grads: dict[str, Tensor]  # of the last step, in full, by name
+    captures: tuple[int, int]  # graphs captured in the first `WARMUP` steps, and after them
+    replays: list[int]  # per step after them
+    skips: int  # how often Inductor refused to capture a graph
 
 
 @contextmanager

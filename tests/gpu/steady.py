@@ -27,18 +27,12 @@ STREAMS: Final = ("nccl", "side", "off")
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """A sharded model that trains on the same rows in every step.
+    """A sharded model that trains on the same rows in every step."""
 
-    Attributes:
-        model: compiled.
-        optim: of its parameters.
-        batches: one per microbatch; on the device, so that a step copies nothing there.
-        around_backward: makes what is entered around each backward.
-    """
-
-    model: nn.Module
-    optim: Optimizer
-    batches: Sequence[tuple[Tensor, Tensor]]
+    model: nn.Module  # compiled
+    optim: Optimizer  # of its parameters
+    batches: Sequence[tuple[Tensor, Tensor]]  # one per microbatch; on the device, so that a step copies nothing there
+    # makes what is entered around each backward
     around_backward: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def step(self) -> Tensor:
@@ -121,19 +115,12 @@ def steps_without_synchronising(device: str, *, num_steps: int = 3, **options: A
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """The allocator's counters after a step: `torch.cuda.memory_stats()`.
+    """The allocator's counters after a step: `torch.cuda.memory_stats()`."""
 
-    Attributes:
-        allocations: so far.
-        retries: how often it freed its caches and tried again, so far.
-        active_bytes: in use, or waiting for a stream.
-        reserved_bytes: of the device.
-    """
-
-    allocations: int = 0
-    retries: int = 0
-    active_bytes: int = 0
-    reserved_bytes: int = 0
+    allocations: int = 0  # so far
+    retries: int = 0  # how often it freed its caches and tried again, so far
+    active_bytes: int = 0  # in use, or waiting for a stream
+    reserved_bytes: int = 0  # of the device
 
     @classmethod
     def now(cls, device: str) -> Sample:

@@ -42,25 +42,15 @@ SLEEP_CYCLES: Final = 100_000_000  # 0.05 s: far longer than the host takes to l
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes of a model of blocks of which no two are equal, and the link that suits it.
+    """Sizes of a model of blocks of which no two are equal, and the link that suits it."""
 
-    Attributes:
-        width: of what goes from block to block.
-        step: by which the hidden sizes differ; the first one is `first`.
-        first: hidden size of the first block.
-        num_blocks: how many there are.
-        rows: of a batch.
-        gigabytes_per_s: of the link.
-        latency_us: of the link.
-    """
-
-    width: int = 8
-    first: int = 10
-    step: int = 4
-    num_blocks: int = 4
-    rows: int = 7
-    gigabytes_per_s: float = 1.0
-    latency_us: float = 0.0
+    width: int = 8  # of what goes from block to block
+    first: int = 10  # hidden size of the first block
+    step: int = 4  # by which the hidden sizes differ; the first one is `first`
+    num_blocks: int = 4  # how many there are
+    rows: int = 7  # of a batch
+    gigabytes_per_s: float = 1.0  # of the link
+    latency_us: float = 0.0  # of the link
 
     @classmethod
     def of(cls, device: str) -> Shape:

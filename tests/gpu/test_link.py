@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxshard.testing import EmulatedLink, emulated_link
-from fxshard.testing.link_checks import check_pace, gemm_slowdown
+from tests.gpu.link_checks import check_pace, gemm_slowdown
 from tests.testing.link import OPS, TIMED_CUDA, W, group_name, small_numbers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")]
@@ -285,7 +285,7 @@ def test_a_live_link_changes_its_speed_and_its_thread_blocks(device: torch.devic
 @pytest.mark.parametrize("gigabytes_per_s", [25.0, 370.0])
 def test_the_pace_is_what_was_asked_idle_and_beside_matrix_products(gigabytes_per_s: float) -> None:
     with emulated_link(8, device="cuda") as link:
-        checks = check_pace(link, gigabytes_per_s=gigabytes_per_s)
+        checks = check_pace(link, gigabytes_per_s)
     for check in checks:
         print(check)
     assert [check for check in checks if abs(check.error) > 0.03] == []

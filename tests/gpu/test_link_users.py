@@ -81,8 +81,7 @@ def capture_and_replay(link: EmulatedLink) -> None:
 
     def step() -> Tensor:
         whole = OPS.wait_tensor(OPS.all_gather_into_tensor(x * 2, W, name))
-        found: Tensor = OPS.wait_tensor(OPS.reduce_scatter_tensor(whole + 1, "sum", W, name)).clone()
-        return found
+        return OPS.wait_tensor(OPS.reduce_scatter_tensor(whole + 1, "sum", W, name)).clone()
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

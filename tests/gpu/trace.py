@@ -27,23 +27,14 @@ _RANGES: Final = ("cpu_op", "user_annotation")
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Something that took time.
+    """Something that took time."""
 
-    Attributes:
-        name: of the kernel, operator or range.
-        start: microseconds, on the trace's clock.
-        end: likewise.
-        stream: of a kernel; `None` for what the host did.
-        shapes: of an operator's inputs, where they were recorded.
-        around: operators and ranges that were open when it was launched, outermost first.
-    """
-
-    name: str
-    start: float
-    end: float
-    stream: int | None = None
-    shapes: tuple[tuple[int, ...], ...] = ()
-    around: tuple[Span, ...] = ()
+    name: str  # of the kernel, operator or range
+    start: float  # microseconds, on the trace's clock
+    end: float  # likewise
+    stream: int | None = None  # of a kernel; `None` for what the host did
+    shapes: tuple[tuple[int, ...], ...] = ()  # of an operator's inputs, where they were recorded
+    around: tuple[Span, ...] = ()  # operators and ranges that were open when it was launched, outermost first
 
     def overlap(self, other: Span) -> float:
         """Microseconds that both run."""
@@ -52,17 +43,11 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What was done for a unit.
+    """What was done for a unit."""
 
-    Attributes:
-        verb: "unshard", "reduce", "wait" or "compute".
-        unit: its name; "" where the trace does not say.
-        span: when; of a transfer from the beginning of its first kernel to the end of its last one.
-    """
-
-    verb: str
-    unit: str
-    span: Span
+    verb: str  # "unshard", "reduce", "wait" or "compute"
+    unit: str  # its name; "" where the trace does not say
+    span: Span  # when; of a transfer from the beginning of its first kernel to the end of its last one
 
 
 def host_spans(events: Iterable[Event]) -> dict[tuple[Any, Any], list[Span]]:

@@ -48,8 +48,7 @@ class Stack(nn.Module):
         x = self.first(x) * self.scale
         for block in self.blocks:
             x = block(x)
-        y: Tensor = self.last(x)
-        return y
+        return self.last(x)
 
 
 class Broken(Stack):
@@ -60,8 +59,7 @@ class Broken(Stack):
         torch._dynamo.graph_break()
         x = self.blocks[1](x)
         torch._dynamo.graph_break()
-        y: Tensor = self.last(x)
-        return y
+        return self.last(x)
 
 
 class Tied(Stack):
@@ -77,8 +75,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.unsqueeze(0)
-        y: Tensor = self.attention(x, x, x, need_weights=False)[0]
-        return y
+        return self.attention(x, x, x, need_weights=False)[0]
 
 
 class Recurrent(nn.Module):
@@ -90,8 +87,7 @@ class Recurrent(nn.Module):
         self.head = Block()
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(self.lstm(x)[0])
-        return y
+        return self.head(self.lstm(x)[0])
 
 
 def blocks_then_root(model: Any, mesh: DeviceMesh, **kwargs: Any) -> None:
@@ -167,16 +163,11 @@ class Reaching(Stack):
 
 @dataclass
 class Traces:
-    """A test backend, and what it compiled.
+    """A test backend, and what it compiled."""
 
-    Attributes:
-        plans: of the captured graphs, in order.
-        graphs: as Dynamo captured them.
-        trained: unit -> parameters with gradients, of each captured graph.
-    """
-
-    plans: list[FramePlan] = field(default_factory=list)
-    graphs: list[str] = field(default_factory=list)
+    plans: list[FramePlan] = field(default_factory=list)  # of the captured graphs, in order
+    graphs: list[str] = field(default_factory=list)  # as Dynamo captured them
+    # unit -> parameters with gradients, of each captured graph
     trained: list[dict[str, Any]] = field(default_factory=list)
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Frame:

@@ -50,8 +50,7 @@ class Broken(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.layers[0](x)
         torch._dynamo.graph_break()
-        z: Tensor = self.layers[1](y)
-        return z
+        return self.layers[1](y)
 
 
 class Doing(nn.Module):
@@ -63,8 +62,7 @@ class Doing(nn.Module):
         self.do = do
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layers[0](self.do(x))
-        return y
+        return self.layers[0](self.do(x))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -162,8 +162,7 @@ class Everything(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = nn.functional.dropout(self.norm(self.layers[0](x) + self.offset))
-        y: Tensor = self.layers[1](x) * torch.tensor([1.0, 2.0, 3.0, 4.0])
-        return y
+        return self.layers[1](x) * torch.tensor([1.0, 2.0, 3.0, 4.0])
 
 
 @pytest.fixture(autouse=True)
@@ -235,8 +234,7 @@ def test_finds_the_frame_after_a_graph_break() -> None:
         def forward(self, x: Tensor) -> Tensor:
             y = self.layers[0](x)
             torch._dynamo.graph_break()
-            z: Tensor = self.layers[1](y)
-            return z
+            return self.layers[1](y)
 
     found = bisect_numerics(SumsLate(), X, options=then(AddLater()))
     assert found is not None

@@ -203,8 +203,7 @@ def test_a_model_that_fits_in_no_memory_is_explained_in_little() -> None:
             x = x + self.o(
                 nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
             )
-            y: Tensor = x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
-            return y
+            return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
 
     with torch.device("meta"):
         model = nn.Sequential(nn.Embedding(32000, 4096), *(Block() for _ in range(4)), nn.Linear(4096, 32000))

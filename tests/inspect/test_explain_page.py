@@ -20,8 +20,6 @@ def explained(model: TwoLayers) -> fxshard.Explanation:
 
 def test_the_page_shows_what_the_library_prints(capsys: pytest.CaptureFixture[str]) -> None:
     explanation = explained(TwoLayers())
-    explanation.print("insert_collectives", stage="forward")
-    printed = capsys.readouterr().out
     (frame,) = explanation.frames
     for schedule in frame.schedules("forward"):
         print(schedule)
@@ -33,8 +31,6 @@ def test_the_page_shows_what_the_library_prints(capsys: pytest.CaptureFixture[st
     blocks: dict[str, Any] = {
         "call": code_block("\n".join(["import fxshard", "", *(line.strip() for line in lines[1:-1])]), "python"),
         "summary": code_block(repr(explanation)),
-        "print": code_block(printed),
-        "diff": code_block(explanation.diff("captured", "insert_collectives", stage="forward"), "diff"),
         "schedules": code_block(schedules),
         "why": code_block("\n".join(why)),
         "stats": code_block(str(explanation.stats["forward"]["insert_collectives"])),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fxshard import ConfigError, Explanation, MissingExtraError, explain
 from fxshard.inspect import html, tables
 from fxshard.passes.pipeline import Pipeline
-from tests.graphs import Layer, TwoLayers
+from tests.graphs import CalledTwice, Layer, TwoLayers
 from tests.inspect.models import EAGER, Decliner, X, explained
 
 EVIL = """<img src="x" onerror='alert(1)'>&amp;</script>"""
@@ -48,8 +48,7 @@ class Page(HTMLParser):
     @property
     def data(self) -> dict[str, Any]:
         """What the page's script draws."""
-        parsed: dict[str, Any] = json.loads(self.text["script"][0])
-        return parsed
+        return json.loads(self.text["script"][0])
 
 
 class Evil(nn.Module):
@@ -144,17 +143,8 @@ def test_the_table_of_collectives_says_why_each_is_there(two_layers: Explanation
 
 
 def test_repeated_launches_of_a_unit_are_added_up() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([Layer()])
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.layers[0](self.layers[0](x))
-            return y
-
     with torch.no_grad():
-        (row,) = html.launches_by_unit(explain(Twice(), X, world_size=2, options=EAGER))
+        (row,) = html.launches_by_unit(explain(CalledTwice(), X, world_size=2, options=EAGER))
     assert (row.count, row.nbytes) == (2, 2 * 20 * 4)
     assert row.why == (
         "coalesce_collectives: layers.0: 2 tensors, 4 us of copies less for 1 us more on the link",

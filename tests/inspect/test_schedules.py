@@ -278,8 +278,7 @@ def test_graphs_with_constants_are_scheduled_too() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             y: Tensor = self.layers[0](x)
-            z: Tensor = self.layers[1](torch.cond(y.sum() > 0, lambda t: t + 1, lambda t: t * 2, (y,)))
-            return z
+            return self.layers[1](torch.cond(y.sum() > 0, lambda t: t + 1, lambda t: t * 2, (y,)))
 
     with torch.no_grad():
         (frame,) = explain(Shifted(), X, world_size=2, options=EAGER).frames

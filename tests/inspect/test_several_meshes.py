@@ -1,4 +1,4 @@
-"""Models of several mesh axes are explained as they were compiled, and bisected as others are."""
+"""Models of several mesh axes or with other layouts are explained as they were compiled, and bisected as others are."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from fxshard.passes._base import GraphPass, PassContext
 from fxshard.passes.pipeline import Pipeline
 from tests.fake_ranks import fake_ranks, split_axis
 from tests.numerics.harness import EAGER, compile_module
+from tests.numerics.models import MLP, WIDTH
 
 AXES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "several that shard": ({"dp": 2, "cp": 2, "tp": 2}, {"shard": ("dp", "cp")}),
@@ -104,8 +105,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         arrived = functional.all_to_all_single_autograd(x, None, None, self.group) @ self.weight
-        back: Tensor = functional.all_to_all_single_autograd(arrived, None, None, self.group)
-        return back
+        return functional.all_to_all_single_autograd(arrived, None, None, self.group)
 
 
 def experts(mesh: DeviceMesh) -> Any:
@@ -143,3 +143,21 @@ def test_refuses_to_bisect_meshes_that_are_no_parts_of_each_other() -> None:
             fxshard.fully_shard(layer, mesh=mesh[name])
         with pytest.raises(ConfigError, match="numbers of ranks, 3, 4, of which one is no multiple"):
             fxshard.bisect_numerics(model, torch.ones(2, 4), options=EAGER)
+
+
+KWARGS: dict[str, dict[str, Any]] = {
+    "shared by two ranks after forward": {"reshard_after_forward": 2},
+    "cut along columns": {"shard_placement_fn": lambda p: Shard(1) if p.dim() == 2 and p.shape[1] % 4 == 0 else None},
+}
+
+
+@pytest.mark.parametrize("how", KWARGS)
+def test_explains_and_bisects_parameters_that_are(how: str) -> None:
+    x = torch.ones(2, WIDTH)
+    with fake_ranks(4) as mesh:
+        model: Any = MLP()
+        for block in model.blocks:
+            fxshard.fully_shard(block, mesh=mesh, **KWARGS[how])
+        fxshard.fully_shard(model, mesh=mesh, **KWARGS[how])
+        assert fxshard.explain(model, x, options=EAGER).units == ("blocks.0", "blocks.1", "")
+        assert fxshard.bisect_numerics(model, x, options=EAGER) is None

@@ -142,8 +142,7 @@ class Writes(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.write(self.inner.weight)
-        y: Tensor = self.inner(x)
-        return y
+        return self.inner(x)
 
 
 class Checkpointed(Writes):
@@ -203,8 +202,7 @@ def test_names_each_parameter_and_the_line_that_writes(mesh: DeviceMesh) -> None
     class WritesBoth(Writes):
         def forward(self, x: Tensor) -> Tensor:
             both(self)
-            y: Tensor = self.inner(x)
-            return y
+            return self.inner(x)
 
     with pytest.raises(UnsupportedGraph) as error:
         run(WritesBoth(sets_a_row), mesh)

@@ -259,19 +259,12 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Mutant:
-    """A correct graph, broken at one place.
+    """A correct graph, broken at one place."""
 
-    Attributes:
-        case: the graph that it was.
-        mutator: name of what broke it.
-        where: name of the node at which.
-        graph: what became of it.
-    """
-
-    case: Case
-    mutator: str
-    where: str
-    graph: fx.Graph
+    case: Case  # the graph that it was
+    mutator: str  # name of what broke it
+    where: str  # name of the node at which
+    graph: fx.Graph  # what became of it
 
     def __str__(self) -> str:
         return f"{self.mutator} at %{self.where} of {self.case}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
@@ -213,18 +213,18 @@ def test_the_page_of_invariants_is_current() -> None:
         return assert_page("docs/invariants.md", page())
     text = (ROOT / "docs/invariants.md").read_text()
     for invariant in INVARIANTS:
-        assert heading(invariant) in text  # what catches which mutant depends on the ops of the installed torch
+        assert entry(invariant) in text  # what catches which mutant depends on the ops of the installed torch
 
 
 HEAD = """# Invariants
 
-After every pass the verifier checks the graph against the rules below, in this order; the first one that is broken is \
-the error. They are written down as a table, `INVARIANTS` in `fxshard/ir/verify/verifier.py`, from which this page is \
-generated.
+After every pass the verifier checks the graph against these rules, in this order. The first broken rule is the error. \
+`INVARIANTS` in `fxshard/ir/verify/verifier.py` is the table of rules, and `tests/mutation` writes this page from it.
 
-What they catch is measured: `tests/mutation` breaks the correct graphs of {models} models in {mutators} ways, at each \
-place where that is possible. Of {total} broken graphs {caught} are caught; the other {harmless} give the same outputs \
-and gradients to the bit and take no more memory, so there is nothing to catch.
+The tests break the correct graphs of {models} models in {mutators} ways, at each place where that is possible. The \
+verifier catches {caught} of {total} broken graphs. The other {harmless} give the same outputs and gradients to the \
+bit and take no more memory, so they are not wrong. Each rule names its number of caught graphs and the most frequent \
+ways to break it.
 """
 
 
@@ -241,17 +241,24 @@ def page() -> str:
         caught=sum(counts.total() for counts in caught.values()),
         harmless=len(survivors()[1]),
     )
-    rules = (f"{heading(invariant)}{listed(caught[invariant.name])}\n" for invariant in INVARIANTS)
     _, heading_of_attacks, attacks = (ROOT / "docs/invariants.md").read_text().partition("\n## Random scripts\n")
-    return head + "".join(rules) + heading_of_attacks + attacks  # the last section is written by hand
+    return head + rules(caught) + heading_of_attacks + attacks  # the last section is written by hand
 
 
-def heading(invariant: Invariant) -> str:
-    when = invariant.when[0].lower() + invariant.when[1:]
-    return f"\n## {invariant.name}\n\n{invariant.statement}\n\n- **Checked**: {when}.\n"
+def rules(caught: Mapping[str, Counter[str]]) -> str:
+    """The rules in their order, those that follow each other and are checked at one time below one line."""
+    parts: list[str] = []
+    for when, group in itertools.groupby(INVARIANTS, lambda invariant: invariant.when):
+        listed = "\n".join(f"{entry(invariant)} {most_of(caught[invariant.name])}" for invariant in group)
+        parts.append(f"\n**{when}**\n\n{listed}\n")
+    return "".join(parts)
 
 
-def listed(counts: Counter[str]) -> str:
-    """What a rule catches first, most frequent first."""
-    items = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    return f"- **Caught**: {', '.join(f'`{name}` {number}' for name, number in items) or 'no mutant'}."
+def entry(invariant: Invariant) -> str:
+    return f"- `{invariant.name}`: {invariant.statement}"
+
+
+def most_of(counts: Counter[str]) -> str:
+    """How many graphs a rule catches first, and the two most frequent ways in which they were broken."""
+    names = sorted(counts, key=lambda name: (-counts[name], name))
+    return f"*{counts.total()}: {', '.join(f'`{name}`' for name in names[:2]) or 'no mutant'}*"

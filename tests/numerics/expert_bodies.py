@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -21,6 +21,7 @@ from torch.nn.utils import get_total_norm
 
 import fxshard
 from fxshard.errors import ConfigError, RankMismatchError
+from tests.numerics import mesh_bodies
 from tests.numerics.experts import (
     NUM_EXPERTS,
     TOP,
@@ -45,26 +46,22 @@ from tests.numerics.harness import (
     Tools,
     blocks_of,
     check,
-    check_bitwise,
     check_inductor,
     check_sums_in_few_bits,
     check_unsharded,
     compare,
-    compile_each_block,
     compile_module,
     full,
     fxshard_system,
-    only_shard,
     shard_blocks,
+    shard_root,
     train,
     update,
 )
+from tests.numerics.mesh_bodies import Body
 from tests.numerics.microbatches import several
 from tests.numerics.models import VOCAB
-from tests.numerics.replicas import shared_folder
 from tests.state.states import assert_same
-
-Body = Callable[[Meshes], object]
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -94,15 +91,11 @@ def clip_each_mesh(run: Run) -> None:
 
 
 def parameters_lie_as_those_of_fsdp2(meshes: Meshes) -> None:
-    for placement in (None, columns):
-        ours, theirs = (
-            dict(sharded(meshes, system.fully_shard, placement=placement)[0].named_parameters())
-            for system in (fxshard_system(), FSDP2)
-        )
-        assert ours.keys() == theirs.keys()
-        for name, p in ours.items():
-            assert (p.device_mesh, p.placements) == (theirs[name].device_mesh, theirs[name].placements), name
-            assert torch.equal(p.to_local(), theirs[name].to_local()), name
+    def shard(fully_shard: Any, placement: Any) -> nn.Module:
+        return sharded(meshes, fully_shard, placement=placement)[0]
+
+    mesh_bodies.lie_as_those_of_fsdp2(partial(shard, placement=None))
+    mesh_bodies.lie_as_those_of_fsdp2(partial(shard, placement=columns))
 
 
 def sharded(
@@ -169,24 +162,13 @@ def full_state_travels(meshes: Meshes) -> None:
 def checkpoints_load_into_other_layouts(meshes: Meshes) -> None:
     """Ours and torch's: into the same meshes, into ones of another shape or order, and into a plain model."""
     model, _ = sharded(meshes)
-    optim, folder = stepped(model), shared_folder()
-    weights, state = states_of(model, optim)
-    fxshard.save_checkpoint(f"{folder}/ours", model, optim, extra=3)
-    dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/torch")
-    for shape, placement in (((2, 2), None), ((4, 1), None), ((1, 4), None), ((2, 2), columns)):
-        other, _ = sharded(meshes_of(*shape), seed=1, placement=placement)
-        other_optim = adamw(other.parameters())
-        assert fxshard.load_checkpoint(f"{folder}/ours", other, other_optim) == 3
-        for found, wanted in zip(states_of(other, other_optim), (weights, state), strict=True):
-            assert_same(found, wanted)
-        third, _ = sharded(meshes_of(*shape), seed=2, placement=placement)
-        loaded = {"model": third.state_dict()}
-        dcp.load(loaded, checkpoint_id=f"{folder}/torch")
-        third.load_state_dict(loaded["model"])
-        assert_same(fxshard.full_state_dict(third, recipient_rank=None), weights)
+    layouts = (((2, 2), None), ((4, 1), None), ((1, 4), None), ((2, 2), columns))
+    others = [
+        lambda seed, shape=shape, placement=placement: sharded(meshes_of(*shape), seed=seed, placement=placement)[0]
+        for shape, placement in layouts
+    ]
     plain = Mixtral(DenseMoE)
-    fxshard.load_checkpoint(f"{folder}/ours", plain, adamw(plain.parameters()))
-    assert_same(dict(plain.state_dict()), dict(weights))
+    mesh_bodies.checkpoints_load(model, stepped(model), others, lambda model: adamw(model.parameters()), plain)
 
 
 def adopted(model: nn.Module, tools: Tools) -> nn.Module:
@@ -235,7 +217,7 @@ def plain_experts_beside_replicas_are_no_checkpoint(meshes: Meshes) -> None:
             fxshard.fully_shard(experts, mesh=both["fsdp"])
         fxshard.fully_shard(model, mesh=both["ep", "fsdp"])
         with pytest.raises(ConfigError, match=r"experts\.up, .*distribute_tensor") if local_experts else nullcontext():
-            fxshard.save_checkpoint(shared_folder(), model)
+            fxshard.save_checkpoint(mesh_bodies.shared_folder(), model)
 
 
 def on_the_outer_axis(meshes: Meshes) -> None:
@@ -265,41 +247,40 @@ class FirstExpertsMoE(DroplessMoE):
         return self.router(x).softmax(-1)[:, :TOP], torch.arange(TOP).expand(x.shape[0], TOP)
 
 
-def experts_without_rows_are_left_uncompiled(meshes: Meshes) -> None:
-    """What is not compiled gathers where FSDP2 does, whatever it reads."""
+def train_without_rows(meshes: Meshes, compiled: Callable[[Any], Any], check: Callable[[Any], None]) -> None:
+    """Train by us, `compiled`, and by FSDP2, and `check` each model after each backward."""
     found = []
     for fully_shard in (fxshard.fully_shard, FSDP2.fully_shard):
         model, _ = sharded(meshes, fully_shard, kind=FirstExpertsMoE)
-        call = model
-        if fully_shard is fxshard.fully_shard:
-            for experts in experts_of(model):
-                experts.forward = torch.compiler.disable(experts.forward)  # type: ignore[method-assign]
-            call = compile_module(model, options=EAGER)
-        optim = adamw(model.parameters())
-        for step in range(2):
-            torch.manual_seed(10 * step + dist.get_rank())
-            call(torch.randint(VOCAB, (2, 6))).square().mean().backward()
-            assert (model.blocks[0].moe.experts.up.grad is None) == (meshes.ep.get_local_rank() > 0)
-            optim.step()
-            optim.zero_grad()
-        found.append({name: p.to_local() for name, p in model.named_parameters()})
-    assert_same(found[0], found[1])
-
-
-def experts_without_rows_on_all_their_ranks_train(meshes: Meshes) -> None:
-    """Compiled, their graph has no unit, and is on the others a part of one that has."""
-    found = []
-    for fully_shard in (fxshard.fully_shard, FSDP2.fully_shard):
-        model, _ = sharded(meshes, fully_shard, kind=FirstExpertsMoE)
-        call = compile_module(model, options=EAGER) if fully_shard is fxshard.fully_shard else model
+        call = compiled(model) if fully_shard is fxshard.fully_shard else model
         optim = adamw(model.parameters())
         for step in range(3):
             torch.manual_seed(10 * step + dist.get_rank())
             call(torch.randint(VOCAB, (2, 6))).square().mean().backward()
+            check(model)
             optim.step()
             optim.zero_grad()
         found.append({name: p.to_local() for name, p in model.named_parameters()})
     assert_same(found[0], found[1])
+
+
+def experts_without_rows_are_left_uncompiled(meshes: Meshes) -> None:
+    """What is not compiled gathers where FSDP2 does, whatever it reads."""
+
+    def compiled(model: Any) -> Any:
+        for experts in experts_of(model):
+            experts.forward = torch.compiler.disable(experts.forward)  # type: ignore[method-assign]
+        return compile_module(model, options=EAGER)
+
+    def check(model: Any) -> None:
+        assert (model.blocks[0].moe.experts.up.grad is None) == (meshes.ep.get_local_rank() > 0)
+
+    train_without_rows(meshes, compiled, check)
+
+
+def experts_without_rows_on_all_their_ranks_train(meshes: Meshes) -> None:
+    """Compiled, their graph has no unit, and is on the others a part of one that has."""
+    train_without_rows(meshes, partial(compile_module, options=EAGER), lambda model: None)
 
 
 class FirstExpertsOnSomeMoE(FirstExpertsMoE):
@@ -325,10 +306,6 @@ def experts_without_rows_on_one_rank_are_an_error(meshes: Meshes) -> None:
     assert "let zero rows (x[:0]) go through what has no input" in text
 
 
-def only_root(model: nn.Module, tools: Tools) -> nn.Module:
-    return tools.compile(only_root_not_compiled(model, tools))
-
-
 def only_root_not_compiled(model: nn.Module, tools: Tools) -> nn.Module:
     tools.shard(model)
     return model
@@ -352,10 +329,8 @@ BODIES: dict[str, Body] = {
     "dense": lambda meshes: check(on(meshes, DenseMoE)),
     "dense, one shard": lambda meshes: check_unsharded(on(meshes, DenseMoE)),
     "dropless": lambda meshes: check(on(meshes, DroplessMoE)),
-    "not compiled": lambda meshes: check(on(meshes, DroplessMoE, only_shard)),
-    "block by block": lambda meshes: check(on(meshes, DroplessMoE, compile_each_block)),
+    **mesh_bodies.bodies_of(partial(on, kind=DroplessMoE), "not compiled", "block by block", "float32"),
     "placements": parameters_lie_as_those_of_fsdp2,
-    "float32": lambda meshes: check_bitwise(on(meshes, DroplessMoE)),
     "accumulation": lambda meshes: check(on(meshes, backward=several)),
     "columns": lambda meshes: check(on(meshes, expert_kwargs={"shard_placement_fn": columns})),
     "replicas of the dense part": on_two_axes,
@@ -378,7 +353,7 @@ BODIES: dict[str, Body] = {
         on(meshes, prepare=adopted, by_torch=True, expert_kwargs={"shard_placement_fn": columns})
     ),
     "released whole": released_whole,
-    "own mesh": lambda meshes: check(on_their_own_mesh(meshes, only_root)),
+    "own mesh": lambda meshes: check(on_their_own_mesh(meshes, shard_root)),
     "own mesh, not compiled": lambda meshes: check(on_their_own_mesh(meshes, only_root_not_compiled)),
     "without breaks": lambda meshes: without_breaks(meshes, check),
     "inductor, without breaks": lambda meshes: without_breaks(meshes, check_inductor),
@@ -389,11 +364,4 @@ BODIES: dict[str, Body] = {
 
 def run(shape: tuple[int, int], *names: str) -> None:
     """Run some bodies on a mesh of (fsdp, ep)."""
-    meshes = meshes_of(*shape)
-    for name in names:
-        torch.manual_seed(0)
-        try:
-            BODIES[name](meshes)
-        except Exception as error:
-            error.add_note(f"in {name!r}")
-            raise
+    mesh_bodies.run(BODIES, names, meshes_of(*shape))

@@ -6,7 +6,7 @@ that these are to see. So the experts are sharded over "fsdp" alone, and everyth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -26,8 +26,6 @@ from tests.numerics.harness import FSDP2, Prepare, Scenario, Tools, blocks_of, s
 from tests.numerics.models import VOCAB, WIDTH, Attention, cross_entropy, tokens
 
 NUM_EXPERTS, HIDDEN, TOP = 4, 8, 2
-
-Exchange = Callable[[Tensor, list[int] | None, list[int] | None], Tensor]
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -71,8 +69,7 @@ class MoE(nn.Module):
         """Send each rank of expert parallelism its part of the rows."""
         if self.group is None:
             return x
-        arrived: Tensor = collectives.wait_tensor(collectives.all_to_all_single(x, received, sent, self.group))
-        return arrived
+        return collectives.wait_tensor(collectives.all_to_all_single(x, received, sent, self.group))
 
 
 class DroplessMoE(MoE):
@@ -137,23 +134,16 @@ class Mixtral(nn.Module):
         x = self.embed(inputs)
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+        return self.head(self.norm(x))
 
 
 @dataclass(frozen=True)
 class Meshes:
-    """Which ranks share what.
+    """Which ranks share what."""
 
-    Attributes:
-        ep: have some of the experts each.
-        experts: share the parameters of the same experts.
-        dense: share everything else.
-    """
-
-    ep: DeviceMesh
-    experts: DeviceMesh
-    dense: DeviceMesh
+    ep: DeviceMesh  # have some of the experts each
+    experts: DeviceMesh  # share the parameters of the same experts
+    dense: DeviceMesh  # share everything else
 
 
 def meshes_of(fsdp: int, ep: int) -> Meshes:

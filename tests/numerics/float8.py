@@ -35,8 +35,7 @@ class Float8(torch.Tensor):
         return Float8(inner["data8"], inner["scale"], dtype)
 
     def whole(self) -> Tensor:
-        whole: Tensor = (self.data8.to(torch.float32) / self.scale).to(self.dtype)
-        return whole
+        return (self.data8.to(torch.float32) / self.scale).to(self.dtype)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

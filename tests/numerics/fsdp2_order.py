@@ -82,8 +82,7 @@ class SizedBlocks(nn.Module):
         x: Tensor = self.embedding(ids)
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 # ---- the configurations

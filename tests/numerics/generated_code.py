@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 import fxshard
 from fxshard.ir import collectives, launches
 from tests import fake_ranks, graphs
-from tests.graphs import SPLIT
+from tests.graphs import SPLIT, Layers
 from tests.numerics.harness import compile_module
 
 KERNELS = frozenset(str(packet).removeprefix("aten.") for packet in flop_registry)
@@ -41,17 +41,11 @@ class Block(nn.Module):
         return x + y
 
 
-class Blocks(nn.Module):
+class Blocks(Layers):
     """Four blocks."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        super().__init__(4, Block)
 
 
 def in_graph(graph: fx.Graph) -> list[str]:

@@ -94,8 +94,7 @@ def sharded_mlp(mesh: DeviceMesh, *, compiled: bool = False) -> nn.Module:
 
 def loss_on_ones(model: nn.Module, rows: int = 2) -> Tensor:
     """Return a loss of the MLP."""
-    loss: Tensor = model(torch.ones(rows, WIDTH)).square().mean()
-    return loss
+    return model(torch.ones(rows, WIDTH)).square().mean()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,8 +163,7 @@ def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
 
 def squared_error(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Return the mean squared error of the model."""
-    loss: Tensor = (model(x) - y).square().mean()
-    return loss
+    return (model(x) - y).square().mean()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -371,6 +369,20 @@ def compile_each_block(model: nn.Module, tools: Tools) -> nn.Module:
 
 def shard_blocks_as_one_unit(model: nn.Module, tools: Tools) -> nn.Module:
     tools.shard(list(blocks_of(model)))
+    tools.shard(model)
+    return tools.compile(model)
+
+
+def adopted(model: nn.Module, tools: Tools) -> nn.Module:
+    """Take over what FSDP2 has sharded, give it back, and take it over again."""
+    by_torch = replace(tools, system=replace(tools.system, fully_shard=FSDP2.fully_shard, backend=None))
+    model = only_shard(model, by_torch)
+    if tools.system.ours:
+        model = fxshard.adopt(fxshard.release(fxshard.adopt(model)))
+    return tools.compile(model)
+
+
+def shard_root(model: nn.Module, tools: Tools) -> nn.Module:
     tools.shard(model)
     return tools.compile(model)
 

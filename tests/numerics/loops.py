@@ -38,6 +38,23 @@ def evaluate_once_in_inference_mode(run: Run, step: int) -> None:
         run.extra.append(output.clone())
 
 
+def step_in_backward(run: Run, step: int) -> None:
+    """Give each parameter an optimizer of its own, which steps as soon as the gradient is there."""
+
+    def steps(parameter: nn.Parameter) -> None:
+        own = torch.optim.AdamW([parameter], lr=1e-2)
+
+        def hook(_: Tensor) -> None:
+            own.step()
+            own.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(hook)
+
+    if step == 0:
+        for parameter in run.model.parameters():
+            steps(parameter)
+
+
 def update_and_zero(run: Run) -> None:
     run.optim.step()
     run.optim.zero_grad(set_to_none=False)

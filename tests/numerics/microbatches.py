@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -28,14 +28,25 @@ def loss_of(run: Run, step: int, microbatch: int) -> Tensor:
     return run.loss(10 * step + microbatch) / NUM_MICROBATCHES
 
 
+def total(losses: Sequence[Tensor]) -> Tensor:
+    return torch.stack([loss.detach() for loss in losses]).sum()
+
+
+def in_turn(run: Run, step: int, *flags: Mapping[str, bool], loss: Callable[[int], Tensor] | None = None) -> Tensor:
+    """Run forward and backward of a microbatch for each of `flags`, which are set first where the system has them."""
+    losses = []
+    for i, given in enumerate(flags):
+        for name, value in given.items():
+            if hasattr(run.model, f"set_{name}"):
+                getattr(run.model, f"set_{name}")(value)
+        losses.append(loss_of(run, step, i) if loss is None else loss(i))
+        losses[-1].backward()
+    return total(losses)
+
+
 def several(run: Run, step: int) -> Tensor:
     """Three microbatches, the last with gradient sync."""
-    losses = []
-    for i in range(NUM_MICROBATCHES):
-        set_sync(run.model, i == NUM_MICROBATCHES - 1)
-        losses.append(loss_of(run, step, i))
-        losses[-1].backward()
-    return torch.stack([loss.detach() for loss in losses]).sum()
+    return in_turn(run, step, *({"requires_gradient_sync": i == NUM_MICROBATCHES - 1} for i in range(NUM_MICROBATCHES)))
 
 
 def with_no_sync(run: Run, step: int) -> Tensor:
@@ -51,7 +62,7 @@ def with_no_sync(run: Run, step: int) -> Tensor:
         losses[-1].backward()
     losses.append(loss_of(run, step, 2))
     losses[-1].backward()
-    return torch.stack([loss.detach() for loss in losses]).sum()
+    return total(losses)
 
 
 def forwards_ahead(run: Run, step: int) -> Tensor:
@@ -74,7 +85,7 @@ def now_and_then(run: Run, step: int) -> Tensor:
     losses = [loss_of(run, step, i) for i in range(NUM_MICROBATCHES)]
     for loss in losses:
         loss.backward()
-    return torch.stack([loss.detach() for loss in losses]).sum()
+    return total(losses)
 
 
 def set_kept(model: nn.Module, kept: bool) -> None:
@@ -85,13 +96,8 @@ def set_kept(model: nn.Module, kept: bool) -> None:
 
 def kept(run: Run, step: int) -> Tensor:
     """Three microbatches, the last with gradient sync; parameters stay unsharded until then."""
-    losses = []
-    for i in range(NUM_MICROBATCHES):
-        set_sync(run.model, i == NUM_MICROBATCHES - 1)
-        set_kept(run.model, i < NUM_MICROBATCHES - 1)
-        losses.append(loss_of(run, step, i))
-        losses[-1].backward()
-    return torch.stack([loss.detach() for loss in losses]).sum()
+    ends = [i == NUM_MICROBATCHES - 1 for i in range(NUM_MICROBATCHES)]
+    return in_turn(run, step, *({"requires_gradient_sync": end, "reshard_after_backward": end} for end in ends))
 
 
 def holds(run: Run) -> bool:

@@ -69,16 +69,15 @@ class Block(nn.Module):
 class MLP(nn.Module):
     """Blocks and a head; the scenario model for everything that is not about the model."""
 
-    def __init__(self, num_blocks: int = 2, width: int = WIDTH) -> None:
+    def __init__(self, num_blocks: int = 2, width: int = WIDTH, block: Callable[[], nn.Module] | None = None) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(Block(width) if block is None else block() for _ in range(num_blocks))
         self.head = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        y: Tensor = self.head(x)
-        return y
+        return self.head(x)
 
 
 class CheckpointedMLP(MLP):
@@ -87,8 +86,7 @@ class CheckpointedMLP(MLP):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False)
-        y: Tensor = self.head(x)
-        return y
+        return self.head(x)
 
 
 class ReadTwice(nn.Module):
@@ -112,8 +110,7 @@ class ReadOnBothSides(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.b(torch.tanh(self.a(x))))
         torch._dynamo.graph_break()
-        y: Tensor = self.c(self.b(x))
-        return y
+        return self.c(self.b(x))
 
 
 class Attention(nn.Module):
@@ -129,8 +126,7 @@ class Attention(nn.Module):
         batch, length, width = x.shape
         q, k, v = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        out: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, width))
-        return out
+        return self.out(y.transpose(1, 2).reshape(batch, length, width))
 
 
 class GPTBlock(nn.Module):
@@ -144,8 +140,7 @@ class GPTBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm(x))
-        y: Tensor = self.mlp(x)
-        return y
+        return self.mlp(x)
 
 
 class GPT(nn.Module):
@@ -168,8 +163,7 @@ class GPT(nn.Module):
         x = self.embed(inputs) + self.position.weight[: inputs.shape[1]]
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+        return self.head(self.norm(x))
 
 
 def tied_gpt() -> nn.Module:
@@ -195,8 +189,7 @@ class Uneven(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.up(self.wide(F.gelu(self.narrow(x))))
-        y: Tensor = x * self.gain + self.one_row(x)
-        return y
+        return x * self.gain + self.one_row(x)
 
 
 class TinyUnits(nn.Module):
@@ -208,8 +201,7 @@ class TinyUnits(nn.Module):
         self.head = nn.Linear(2, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(torch.cat([block(x) for block in self.blocks], dim=-1))
-        return y
+        return self.head(torch.cat([block(x) for block in self.blocks], dim=-1))
 
 
 class Scalars(nn.Module):
@@ -236,8 +228,7 @@ class LoRA(nn.Module):
         self.up = nn.Linear(rank, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.base(x) + self.up(self.down(x))
-        return y
+        return self.base(x) + self.up(self.down(x))
 
 
 class Tables(nn.Module):
@@ -267,8 +258,7 @@ class CalledTwice(nn.Module):
         self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.blocks[0](torch.tanh(self.blocks[0](x)))
-        return y
+        return self.blocks[0](torch.tanh(self.blocks[0](x)))
 
 
 class Unused(nn.Module):
@@ -281,8 +271,7 @@ class Unused(nn.Module):
         self.idle = nn.Parameter(torch.ones(5, 3))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(self.blocks[0](x))
-        return y
+        return self.linear(self.blocks[0](x))
 
 
 class BatchNorm(nn.Module):
@@ -294,8 +283,7 @@ class BatchNorm(nn.Module):
         self.norm = nn.BatchNorm1d(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm(self.linear(x))
-        return y
+        return self.norm(self.linear(x))
 
 
 class AttentionBlock(nn.Module):
@@ -320,8 +308,7 @@ class SelfAttention(nn.Module):
         self.head = nn.Linear(WIDTH, 32)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        y: Tensor = self.head(self.blocks[0](self.embed(inputs)))
-        return y
+        return self.head(self.blocks[0](self.embed(inputs)))
 
 
 def mlp_with_a_frozen_block() -> nn.Module:
@@ -343,5 +330,4 @@ class Broken(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks[0](x) * self.gain
         torch._dynamo.graph_break()
-        y: Tensor = self.head(self.blocks[1](x))
-        return y
+        return self.head(self.blocks[1](x))

@@ -21,9 +21,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import fxshard
 from fxshard.pipelining import ShardedStage
 from fxshard.tools.bench import traffic
+from tests.numerics import mesh_bodies
 from tests.numerics.harness import assert_same_tensors, compile_module, full
 from tests.numerics.models import Block
-from tests.numerics.replicas import shared_folder
 
 WIDTH, ROWS, NUM_LAYERS, NUM_MICROBATCHES, NUM_STEPS = 6, 8, 4, 4, 3
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
@@ -86,20 +86,15 @@ NOT_COMPILED = System(shard=fxshard.fully_shard, stage=ShardedStage)
 
 @dataclass(kw_only=True, eq=False)
 class Run:
-    """This rank's stages of a pipeline.
-
-    Attributes:
-        parts: their modules, in the order of the stages.
-        update: what follows a step of the schedule.
-    """
+    """This rank's stages of a pipeline."""
 
     mesh: DeviceMesh
-    parts: list[nn.Module]
+    parts: list[nn.Module]  # their modules, in the order of the stages
     schedule: Any
     holds_first: bool
     holds_last: bool
     optims: list[torch.optim.Optimizer]
-    update: Callable[[Run], None] = lambda run: None
+    update: Callable[[Run], None] = lambda run: None  # what follows a step of the schedule
     losses: list[Tensor] = field(default_factory=list)
     grads: dict[str, Tensor | None] = field(default_factory=dict)
 
@@ -357,7 +352,7 @@ def saves_and_loads(schedule: str, mesh: DeviceMesh) -> None:
     for part in run.parts:
         found = fxshard.full_state_dict(part, recipient_rank=None)
         assert_same_tensors(found, {name: params[name] for name in found}, "parameter", rtol=1e-9, atol=1e-11)
-    folder = shared_folder()
+    folder = mesh_bodies.shared_folder()
     state: dict[str, Any] = {name: p for part in run.parts for name, p in part.state_dict().items()}
     dcp.save({"model": state}, checkpoint_id=f"{folder}/whole")
     whole: dict[str, Any] = {"model": Net().state_dict()}
@@ -413,7 +408,7 @@ def a_layer_of_two_stages(schedule: str, mesh: DeviceMesh) -> None:
         assert_same_tensors(found, {name: expected[name] for name in found}, "gradient", rtol=1e-9, atol=1e-11)
 
 
-BODIES: dict[str, Callable[[str, DeviceMesh], None]] = {
+BODIES: dict[str, mesh_bodies.Body] = {
     "as FSDP2": trains_as_fsdp2,
     "resident": partial(trains_as_fsdp2, resident_gib=1),
     "compiled code": trains_in_compiled_code,
@@ -435,9 +430,4 @@ ON_ONE_RANK = {"a layer of two stages": a_layer_of_two_stages}
 def run(schedule: str, *names: str) -> None:
     """Run bodies under a schedule, on four ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    for name in names:
-        try:
-            (BODIES | ON_ONE_RANK)[name](schedule, mesh)
-        except Exception as error:
-            error.add_note(f"in {name!r}")
-            raise
+    mesh_bodies.run(BODIES | ON_ONE_RANK, names, schedule, mesh)

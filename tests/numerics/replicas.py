@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
@@ -20,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import fxshard
 from fxshard.errors import RankMismatchError, UnsupportedGraph
+from tests.numerics import mesh_bodies
 from tests.numerics.harness import (
     EAGER,
     FSDP2,
@@ -42,12 +41,11 @@ from tests.numerics.harness import (
     train,
     with_a_break,
 )
-from tests.numerics.loops import clip_and_update, freeze_then_thaw, scaled
-from tests.numerics.microbatches import NUM_MICROBATCHES, loss_of, several
+from tests.numerics.loops import freeze_then_thaw, scaled
+from tests.numerics.mesh_bodies import Body
+from tests.numerics.microbatches import NUM_MICROBATCHES, in_turn, several
 from tests.numerics.models import MLP, TinyUnits, Uneven, mlp_with_a_frozen_block, rows
 from tests.state.states import adamw, assert_same, net, take_steps, trained
-
-Body = Callable[[DeviceMesh], object]
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 FP16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float16)
@@ -119,39 +117,18 @@ def parameters_of(model: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name in names}
 
 
-def shared_folder() -> str:
-    """Return a folder that all ranks see."""
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
-    return folder[0]
-
-
 def checkpoints_load_on_other_meshes(mesh: DeviceMesh) -> None:
     """Ours and torch's: from replicas to shards of all ranks, and back."""
-    folder, model = shared_folder(), sharded_on(mesh)
+    model = sharded_on(mesh)
     optim = adamw(model)
     take_steps(model, optim)
-    expected = fxshard.full_optim_state_dict(model, optim, recipient_rank=None, keys="fqn")
-    weights = parameters_of(model)
-    fxshard.save_checkpoint(f"{folder}/ours", model, optim, extra=3)
-    dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/torch")
-    flat = init_device_mesh("cpu", (dist.get_world_size(),))
-    for other_mesh in (flat, mesh):
-        other = sharded_on(other_mesh, seed=1)
-        other_optim = adamw(other)
-        assert fxshard.load_checkpoint(f"{folder}/ours", other, other_optim) == 3
-        assert_same(parameters_of(other), weights)
-        assert_same(fxshard.full_optim_state_dict(other, other_optim, recipient_rank=None, keys="fqn"), expected)
-        third = sharded_on(other_mesh, seed=2)
-        state = {"model": third.state_dict()}
-        dcp.load(state, checkpoint_id=f"{folder}/torch")
-        third.load_state_dict(state["model"])
-        assert_same(parameters_of(third), weights)
+    others = [partial(sharded_on, other) for other in (init_device_mesh("cpu", (dist.get_world_size(),)), mesh)]
+    mesh_bodies.checkpoints_load(model, optim, others, adamw, weights_of=parameters_of)
 
 
 def rows_are_written_once(mesh: DeviceMesh) -> None:
     """The files of a checkpoint are as large as one replica, and little more."""
-    folder, model = shared_folder(), nn.Linear(256, 256)
+    folder, model = mesh_bodies.shared_folder(), nn.Linear(256, 256)
     fxshard.save_checkpoint(f"{folder}/once", fxshard.fully_shard(model, mesh=mesh))
     dist.barrier()
     sizes = [os.path.getsize(os.path.join(at, name)) for at, _, names in os.walk(f"{folder}/once") for name in names]
@@ -160,17 +137,7 @@ def rows_are_written_once(mesh: DeviceMesh) -> None:
 
 def adopted_and_released(mesh: DeviceMesh) -> None:
     """An FSDP2 model on two axes trains on under fxshard, and goes back."""
-
-    def take_over(model: nn.Module, tools: Any) -> nn.Module:
-        sharded = only_shard(model, replace(tools, system=FSDP2))
-        return tools.compile(fxshard.adopt(sharded)) if tools.system.ours else sharded
-
-    def there_and_back(model: nn.Module, tools: Any) -> nn.Module:
-        sharded = only_shard(model, tools)
-        return fxshard.release(sharded) if tools.system.ours else sharded
-
-    check_bitwise(on(mesh, prepare=take_over))
-    check_bitwise(on(mesh, prepare=there_and_back))
+    mesh_bodies.adopted_and_released(on, mesh)
     torch.manual_seed(0)
     weight = torch.nn.Linear(5, 3).weight
     torch.manual_seed(0)
@@ -212,14 +179,7 @@ def gradients_are_divided_as_said(mesh: DeviceMesh) -> None:
 
 def averaged_once(run: Run, step: int) -> Tensor:
     """Three microbatches, each reduced, of which the last one averages over replicas."""
-    model: Any = run.model
-    losses = []
-    for i in range(NUM_MICROBATCHES):
-        if hasattr(model, "set_requires_all_reduce"):
-            model.set_requires_all_reduce(i == NUM_MICROBATCHES - 1)
-        losses.append(loss_of(run, step, i))
-        losses[-1].backward()
-    return torch.stack([loss.detach() for loss in losses]).sum()
+    return in_turn(run, step, *({"requires_all_reduce": i == NUM_MICROBATCHES - 1} for i in range(NUM_MICROBATCHES)))
 
 
 def averaged_by_no_last_backward(run: Run, step: int) -> Tensor:
@@ -231,15 +191,14 @@ def averaged_by_no_last_backward(run: Run, step: int) -> Tensor:
 
 def averaged_after_some_were_added_up(run: Run, step: int) -> Tensor:
     """Four microbatches: whole gradients are added up, reduced, reduced again, and then averaged."""
-    model: Any = run.model
-    losses = []
-    for i, (sync, averages) in enumerate(((False, False), (True, False), (True, False), (True, True))):
-        if hasattr(model, "set_requires_all_reduce"):
-            model.set_requires_gradient_sync(sync)
-            model.set_requires_all_reduce(averages)
-        losses.append(loss_of(run, step, i))
-        losses[-1].backward()
-    return torch.stack([loss.detach() for loss in losses]).sum()
+    return toggled(run, step, ((False, False), (True, False), (True, False), (True, True)))
+
+
+def toggled(run: Run, step: int, order: Sequence[tuple[bool, bool]]) -> Tensor:
+    """Run microbatches, and say of each whether gradients are reduced, and then averaged over replicas."""
+    return in_turn(
+        run, step, *({"requires_gradient_sync": sync, "requires_all_reduce": averages} for sync, averages in order)
+    )
 
 
 def what_no_backward_touched_is_averaged(mesh: DeviceMesh) -> None:
@@ -286,15 +245,7 @@ ODD_ORDER = (
 
 
 def toggled_in_odd_orders(run: Run, step: int) -> Tensor:
-    model: Any = run.model
-    losses = []
-    for i, (sync, averages) in enumerate(ODD_ORDER[step]):
-        if hasattr(model, "set_requires_all_reduce"):
-            model.set_requires_gradient_sync(sync)
-            model.set_requires_all_reduce(averages)
-        losses.append(loss_of(run, step, i))
-        losses[-1].backward()
-    return torch.stack([loss.detach() for loss in losses]).sum()
+    return toggled(run, step, ODD_ORDER[step])
 
 
 def a_load_between_microbatches_is_refused(mesh: DeviceMesh) -> None:
@@ -340,8 +291,7 @@ def a_unit_that_one_rank_does_not_use_is_an_error(mesh: DeviceMesh) -> None:
 
 
 EXACT: dict[str, Body] = {
-    "compiled": lambda mesh: check(on(mesh)),
-    "not compiled": lambda mesh: check(on(mesh, prepare=only_shard)),
+    **mesh_bodies.bodies_of(on, "compiled", "not compiled", "clipped gradients"),
     "accumulation": lambda mesh: check(on(mesh, backward=several)),
     "a graph break": lambda mesh: check(on(mesh, prepare=with_a_break)),
     "bfloat16": lambda mesh: check_bitwise(on(mesh, shard_kwargs={"mp_policy": BF16})),
@@ -352,7 +302,6 @@ EXACT: dict[str, Body] = {
     ),
     "offloaded, toggled": lambda mesh: check_close(on(mesh, shard_kwargs=ON_HOST, backward=toggled_in_odd_orders)),
     "float16 sums": lambda mesh: check_bitwise(on(mesh, shard_kwargs={"mp_policy": FP16})),
-    "clipped gradients": lambda mesh: check(on(mesh, update=partial(clip_and_update, foreach=None))),
     "one line": one_line,
     "placements": parameters_lie_as_those_of_fsdp2,
     "full state": full_state_travels,
@@ -376,7 +325,7 @@ EXACT: dict[str, Body] = {
     "unused on one rank": a_unit_that_one_rank_does_not_use_is_an_error,
 }
 COMPILED: dict[str, Body] = {
-    "inductor": lambda mesh: check_inductor(on(mesh)),
+    **mesh_bodies.bodies_of(on, "inductor"),
     "inductor, accumulation": lambda mesh: check_inductor(on(mesh, backward=several)),
     "inductor, averaged once": lambda mesh: check_inductor(on(mesh, backward=averaged_once)),
 }
@@ -384,11 +333,4 @@ COMPILED: dict[str, Body] = {
 
 def run(replicas: int, *names: str) -> None:
     """Run some bodies on a mesh of all ranks in so many replicas."""
-    mesh = mesh_of(replicas)
-    for name in names:
-        torch.manual_seed(0)
-        try:
-            (EXACT | COMPILED)[name](mesh)
-        except Exception as error:
-            error.add_note(f"in {name!r}")
-            raise
+    mesh_bodies.run(EXACT | COMPILED, names, mesh_of(replicas))

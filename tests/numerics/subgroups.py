@@ -14,12 +14,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 import fxshard
 from fxshard.sharding.sharded_module import plain_module, units_under
 from fxshard.torch_private import process_group_of
+from tests.numerics import mesh_bodies
 from tests.numerics.harness import (
     EAGER,
-    FSDP2,
     Run,
     Scenario,
     Tools,
+    adopted,
     check,
     check_against_unsharded,
     check_bitwise,
@@ -38,14 +39,6 @@ from tests.numerics.models import GPT, MLP, CalledTwice, CheckpointedMLP, LoRA, 
 BY_TWO = {"reshard_after_forward": 2}
 BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), **BY_TWO}
 MLP_BY_TWO = Scenario(model=MLP, batch=rows(), shard_kwargs=BY_TWO)
-
-
-def adopted(model: nn.Module, tools: Tools) -> nn.Module:
-    by_torch = replace(tools, system=replace(tools.system, fully_shard=FSDP2.fully_shard, backend=None))
-    model = only_shard(model, by_torch)
-    if tools.system.ours:
-        model = fxshard.adopt(fxshard.release(fxshard.adopt(model)))
-    return tools.compile(model)
 
 
 def one_line(model: nn.Module, tools: Tools) -> nn.Module:
@@ -100,10 +93,4 @@ BODIES: dict[str, Callable[[], object]] = {
 
 def run(*names: str) -> None:
     """Run some of them, one after the other."""
-    for name in names:
-        torch.manual_seed(0)
-        try:
-            BODIES[name]()
-        except Exception as error:
-            error.add_note(f"in {name!r}")
-            raise
+    mesh_bodies.run(BODIES, names)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -25,31 +23,25 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._pytree import tree_leaves
 
 import fxshard
+from tests.numerics import mesh_bodies
 from tests.numerics.harness import (
     FSDP2,
     Batch,
     Scenario,
     Tools,
     check,
-    check_bitwise,
-    check_inductor,
     check_sums_in_few_bits,
     compare,
-    compile_each_block,
     fxshard_system,
-    only_shard,
     shard_and_compile,
     train,
     with_a_break,
 )
-from tests.numerics.loops import clip_and_update
+from tests.numerics.mesh_bodies import Body
 from tests.numerics.microbatches import several
-from tests.numerics.replicas import shared_folder
 from tests.state.states import assert_same
 
 WIDTH, HEADS, TOKENS, VOCABULARY = 8, 4, 4, 10
-
-Body = Callable[[DeviceMesh], object]
 
 
 class Attention(nn.Module):
@@ -63,8 +55,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (w(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        out: Tensor = self.wo(mixed.transpose(1, 2).flatten(2))
-        return out
+        return self.wo(mixed.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -73,8 +64,7 @@ class Block(nn.Module):
         self.attention_norm, self.attention = nn.LayerNorm(WIDTH), Attention()
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.attention(self.attention_norm(x))
-        return out
+        return x + self.attention(self.attention_norm(x))
 
 
 class Transformer(nn.Module):
@@ -90,8 +80,7 @@ class Transformer(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+        return self.head(self.norm(x))
 
 
 def gathered_sequence() -> PrepareModuleInput:
@@ -166,19 +155,17 @@ def in_float64(scenario: Scenario, *, rtol: float) -> None:
 
 def parameters_lie_as_those_of_fsdp2(mesh: DeviceMesh) -> None:
     """Also where they are on the axis that shards alone, because no style was given for them."""
-    models = []
-    for system in (fxshard_system(), FSDP2):
+
+    def shard(fully_shard: Any) -> Any:
         torch.manual_seed(0)
         model: Any = plain_model()
-        full = {name: p.detach().clone() for name, p in model.named_parameters()}
+        full.update({name: p.detach().clone() for name, p in model.named_parameters()})
         parallelize(model[0], mesh["tp"])
-        assert system.fully_shard is not None
-        models.append(system.fully_shard(model, mesh=data_axes(mesh)))
-    ours, theirs = (dict(model.named_parameters()) for model in models)
-    assert ours.keys() == theirs.keys()
-    for name, p in ours.items():
-        assert (p.device_mesh, p.placements) == (theirs[name].device_mesh, theirs[name].placements), name
-        assert torch.equal(p.to_local(), theirs[name].to_local()), name
+        return fully_shard(model, mesh=data_axes(mesh))
+
+    full: dict[str, Tensor] = {}
+    mesh_bodies.lie_as_those_of_fsdp2(shard)
+    for name, p in shard(fxshard.fully_shard).named_parameters():
         assert torch.equal(p.full_tensor(), full[name]), name
 
 
@@ -198,9 +185,13 @@ def sharded(mesh: DeviceMesh, seed: int = 0, beside: bool = True) -> tuple[Any, 
     return fxshard.fully_shard(model, mesh=data_axes(mesh)), full
 
 
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)  # torch stacks no DTensors of two meshes
+
+
 def stepped(model: nn.Module) -> torch.optim.Optimizer:
     """Return an optimizer that has made a step on the model; its state is no zeros."""
-    optim = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)  # torch stacks no DTensors of two meshes
+    optim = adamw(model)
     model(torch.arange(2 * TOKENS).view(2, TOKENS)).square().sum().backward()
     optim.step()
     optim.zero_grad()
@@ -226,7 +217,7 @@ def full_state_is_loaded(mesh: DeviceMesh, source: int | None) -> None:
     plain.load_state_dict(weights)
     torch.optim.AdamW(plain.parameters()).load_state_dict(state)
     other, _ = sharded(mesh, seed=1, beside=beside)
-    other_optim = torch.optim.AdamW(other.parameters(), lr=1e-2, foreach=False)
+    other_optim = adamw(other)
     fxshard.load_full_state_dict(other, weights if mine else {})
     fxshard.load_full_optim_state_dict(other, other_optim, state if mine else {})
     for p, expected in zip(other.parameters(), model.parameters(), strict=True):
@@ -249,40 +240,13 @@ def tensors_in(nested: object) -> list[Tensor]:
 def checkpoints_load_on_other_meshes(mesh: DeviceMesh) -> None:
     """Ours and torch's: into the same mesh, into one that is transposed, and into a plain model."""
     model, _ = sharded(mesh)
-    optim, folder = stepped(model), shared_folder()
-    weights = fxshard.full_state_dict(model, recipient_rank=None)
-    state = fxshard.full_optim_state_dict(model, optim, recipient_rank=None)
-    fxshard.save_checkpoint(f"{folder}/ours", model, optim, extra=3)
-    dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/torch")
-    for shape in ((2, 2), (4, 1)):
-        other, _ = sharded(mesh_of(*shape), seed=1)
-        other_optim = torch.optim.AdamW(other.parameters(), lr=1e-2, foreach=False)
-        assert fxshard.load_checkpoint(f"{folder}/ours", other, other_optim) == 3
-        assert_same(fxshard.full_state_dict(other, recipient_rank=None), weights)
-        assert_same(fxshard.full_optim_state_dict(other, other_optim, recipient_rank=None), state)
-        third, _ = sharded(mesh_of(*shape), seed=2)
-        loaded = {"model": third.state_dict()}
-        dcp.load(loaded, checkpoint_id=f"{folder}/torch")
-        third.load_state_dict(loaded["model"])
-        assert_same(fxshard.full_state_dict(third, recipient_rank=None), weights)
-    plain = plain_model()
-    fxshard.load_checkpoint(f"{folder}/ours", plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, foreach=False))
-    assert_same(dict(plain.state_dict()), dict(weights))
+    others = [lambda seed, shape=shape: sharded(mesh_of(*shape), seed)[0] for shape in ((2, 2), (4, 1))]
+    mesh_bodies.checkpoints_load(model, stepped(model), others, adamw, plain_model())
 
 
 def adopted_and_released(mesh: DeviceMesh) -> None:
     """An FSDP2 model trains on under fxshard, and goes back; with whole parameters it is tensor-parallel as it was."""
-
-    def take_over(model: nn.Module, tools: Tools) -> nn.Module:
-        found = only_shard(model, replace(tools, system=FSDP2))
-        return tools.compile(fxshard.adopt(found)) if tools.system.ours else found
-
-    def there_and_back(model: nn.Module, tools: Tools) -> nn.Module:
-        found = only_shard(model, tools)
-        return fxshard.release(found) if tools.system.ours else found
-
-    check_bitwise(on(mesh, take_over))
-    check_bitwise(on(mesh, there_and_back))
+    mesh_bodies.adopted_and_released(on, mesh)
     model, full = sharded(mesh)
     whole = dict(fxshard.release(model, whole=True).named_parameters())
     assert whole["0.head.weight"].device_mesh == mesh["tp"]  # type: ignore[attr-defined]
@@ -292,32 +256,22 @@ def adopted_and_released(mesh: DeviceMesh) -> None:
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 BODIES: dict[str, Body] = {
-    "compiled": lambda mesh: check(on(mesh)),
-    "not compiled": lambda mesh: check(on(mesh, only_shard)),
-    "block by block": lambda mesh: check(on(mesh, compile_each_block)),
+    **mesh_bodies.bodies_of(
+        on,
+        *("compiled", "not compiled", "block by block", "float32", "clipped gradients", "kept parameters", "inductor"),
+    ),
     "placements": parameters_lie_as_those_of_fsdp2,
-    "float32": lambda mesh: check_bitwise(on(mesh)),
     # FSDP2 of torch 2.15 casts the gradient of a norm before it is summed over the split sequence.
     "mixed precision": lambda mesh: check_sums_in_few_bits(on(mesh, shard_kwargs={"mp_policy": BF16})),
     "accumulation": lambda mesh: in_float64(on(mesh, backward=several), rtol=1e-12),
-    "clipped gradients": lambda mesh: check(on(mesh, update=partial(clip_and_update, foreach=None))),
     "full state": full_state_travels,
     "checkpoints": checkpoints_load_on_other_meshes,
     "adopt and release": adopted_and_released,
-    "kept parameters": lambda mesh: check_bitwise(on(mesh, shard_kwargs={"reshard_after_forward": False})),
     # torch cannot trace an embedding of rows that are split before a graph break: its mask is left behind.
     "a graph break": lambda mesh: check(on(mesh, with_a_break, ColwiseParallel(output_layouts=Shard(1)))),
-    "inductor": lambda mesh: check_inductor(on(mesh)),
 }
 
 
 def run(shape: tuple[int, ...], *names: str) -> None:
     """Run some bodies on a mesh of that shape, whose last axis is tensor-parallel."""
-    mesh = mesh_of(*shape)
-    for name in names:
-        torch.manual_seed(0)
-        try:
-            BODIES[name](mesh)
-        except Exception as error:
-            error.add_note(f"in {name!r}")
-            raise
+    mesh_bodies.run(BODIES, names, mesh_of(*shape))

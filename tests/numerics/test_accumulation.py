@@ -38,14 +38,17 @@ from tests.numerics.harness import (
     update,
     with_a_break,
 )
+from tests.numerics.loops import ScaledLoop
 from tests.numerics.microbatches import (
     NUM_MICROBATCHES,
     Backward,
     forwards_ahead,
+    in_turn,
     loss_of,
     now_and_then,
     set_sync,
     several,
+    total,
     with_no_sync,
 )
 from tests.numerics.models import (
@@ -178,14 +181,12 @@ class Skipping(MLP):
 
 def skip_in_the_last(run: Run, step: int) -> Tensor:
     """The last microbatch does not touch the first block."""
-    model = cast(Skipping, getattr(run.model, "_orig_mod", run.model))
-    losses = []
-    for i in range(2):
-        set_sync(run.model, i == 1)
-        model.skipped = (0,) if i == 1 else ()
-        losses.append(loss_of(run, step, i))
-        losses[-1].backward()
-    return torch.stack([loss.detach() for loss in losses]).sum()
+
+    def loss(i: int) -> Tensor:
+        cast(Skipping, getattr(run.model, "_orig_mod", run.model)).skipped = (0,) if i == 1 else ()
+        return loss_of(run, step, i)
+
+    return in_turn(run, step, {"requires_gradient_sync": False}, {"requires_gradient_sync": True}, loss=loss)
 
 
 @two_ranks
@@ -213,14 +214,8 @@ def test_drops_what_an_interrupted_step_accumulated(prepare: Callable[[nn.Module
 
 def not_the_last(run: Run, step: int) -> Tensor:
     """Two backwards with gradient sync; only the second one is the last."""
-    losses = []
-    for i, (sync, last) in enumerate([(False, True), (True, False), (True, True)]):
-        set_sync(run.model, sync)
-        if hasattr(run.model, "set_is_last_backward"):
-            cast(ShardedModule, run.model).set_is_last_backward(last)
-        losses.append(loss_of(run, step, i))
-        losses[-1].backward()
-    return torch.stack([loss.detach() for loss in losses]).sum()
+    order = [(False, True), (True, False), (True, True)]
+    return in_turn(run, step, *({"requires_gradient_sync": sync, "is_last_backward": last} for sync, last in order))
 
 
 @two_ranks
@@ -243,7 +238,7 @@ def ended_by_hand(run: Run, step: int) -> Tensor:
     set_sync(run.model, True)
     if by_hand:
         model.finalize_backward(async_op=True).wait()
-    return torch.stack([loss.detach() for loss in losses]).sum()
+    return total(losses)
 
 
 @two_ranks
@@ -322,14 +317,10 @@ def test_refuses_to_mix_gradients_of_old_and_new_parameters(prepare: Callable[[n
 
 def reduced_by_hand(run: Run, step: int) -> Tensor:
     """All microbatches without sync; what waits is reduced when the user says so."""
-    losses = []
-    for i in range(NUM_MICROBATCHES):
-        set_sync(run.model, not run.system.ours)
-        losses.append(loss_of(run, step, i))
-        losses[-1].backward()
+    loss = in_turn(run, step, *[{"requires_gradient_sync": not run.system.ours}] * NUM_MICROBATCHES)
     if run.system.ours:
         cast(ShardedModule, run.model).reduce_waiting_gradients()
-    return torch.stack([loss.detach() for loss in losses]).sum()
+    return loss
 
 
 @pytest.mark.slow
@@ -379,3 +370,34 @@ def test_compiled_code_accumulates_what_inductor_has_padded() -> None:
     scenario = Scenario(model=partial(MLP, 1, 520), batch=rows(520, 520), backward=several)
     ours = train(scenario, fxshard_system(lower="inductor", inductor={"disable_padding_cpu": False}))
     compare(ours, train(scenario, FSDP2), rtol=1e-5, atol=1e-6, params=False)
+
+
+# ---- under a GradScaler
+
+
+def overflowing(step: int, rank: int) -> tuple[Tensor, ...]:
+    """Rows of which one overflows, in a first microbatch of one rank."""
+    x, y = rows()(step, rank)
+    if (step, rank) == (10, 1):
+        y[0, 0] = float("inf")
+    return x, y
+
+
+class ScaledMicrobatches(ScaledLoop):
+    """Three microbatches per step."""
+
+    def backward(self, run: Run, step: int) -> Tensor:
+        """Run backward of each scaled loss."""
+        losses = []
+        for i in range(NUM_MICROBATCHES):
+            set_sync(run.model, i == NUM_MICROBATCHES - 1)
+            losses.append(loss_of(run, step, i))
+            self.scaler_of(run).scale(losses[-1]).backward()
+        return total(losses)
+
+
+@pytest.mark.slow
+@two_ranks
+def test_skips_the_step_in_which_a_microbatch_overflowed() -> None:
+    loop = ScaledMicrobatches()
+    check(Scenario(model=MLP, batch=overflowing, backward=loop.backward, update=loop.update))

@@ -35,7 +35,7 @@ from tests.numerics.harness import (
     shard_and_compile,
     start,
 )
-from tests.numerics.microbatches import loss_of, set_sync, several
+from tests.numerics.microbatches import in_turn, loss_of, set_sync, several, total
 from tests.numerics.models import MLP, WIDTH, ReadOnBothSides, rows
 from tests.numerics.scenarios import REGRESSION
 from tests.ranks import two_ranks
@@ -62,16 +62,14 @@ class Halves(nn.Module):
 
 def half_by_half(run: Run, step: int) -> Tensor:
     """What one half has reduced is not added again while the other one still waits."""
-    losses = []
     plan = [(False, True, True), (True, False, False), (False, True, False), (True, True, True)]
-    for i, (sync, last, both) in enumerate(plan):
-        set_sync(run.model, sync)
-        if hasattr(run.model, "set_is_last_backward"):
-            cast(ShardedModule, run.model).set_is_last_backward(last)
+
+    def loss(i: int) -> Tensor:
         x, y = run.batch(10 * step + i)
-        losses.append((run.model(x, both) - y).square().mean())
-        losses[-1].backward()
-    return torch.stack([loss.detach() for loss in losses]).sum()
+        return cast(Tensor, (run.model(x, plan[i][2]) - y).square().mean())
+
+    flags = [{"requires_gradient_sync": sync, "is_last_backward": last} for sync, last, _ in plan]
+    return in_turn(run, step, *flags, loss=loss)
 
 
 @pytest.mark.slow
@@ -115,17 +113,16 @@ def test_knows_blocks_of_one_graph_apart_that_return_views_of_their_inputs() -> 
 
 def perturbed(run: Run, step: int) -> Tensor:
     """The last microbatch is changed along its gradient, which is none of the parameters'."""
-    losses = []
-    for i in range(2):
-        set_sync(run.model, i == 1)
+
+    def loss(i: int) -> Tensor:
         x, y = run.batch(10 * step + i)
         if i == 1:
             x = x.clone().requires_grad_()
             (gradient,) = torch.autograd.grad(run.scenario.loss(run.model, x, y), x)
             x = (x + 0.1 * gradient.sign()).detach()  # a mean over fewer rows is larger
-        losses.append(run.scenario.loss(run.model, x, y))
-        losses[-1].backward()
-    return torch.stack([loss.detach() for loss in losses]).sum()
+        return run.scenario.loss(run.model, x, y)
+
+    return in_turn(run, step, {"requires_gradient_sync": False}, {"requires_gradient_sync": True}, loss=loss)
 
 
 @two_ranks
@@ -160,7 +157,7 @@ def with_no_sync_around_the_wrapper(run: Run, step: int) -> Tensor:
     assert all(unit.accumulation.waiting for unit in units_under(run.model))
     losses.append(loss_of(run, step, 2))
     losses[-1].backward()
-    return torch.stack([loss.detach() for loss in losses]).sum()
+    return total(losses)
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from tests.numerics.harness import (
     train,
 )
 from tests.numerics.loops import remember_buffers
-from tests.numerics.microbatches import forwards_ahead, loss_of, now_and_then, set_sync, several, with_no_sync
+from tests.numerics.microbatches import forwards_ahead, in_turn, now_and_then, several, with_no_sync
 from tests.numerics.models import MLP, WIDTH, rows, rows_of_many_sizes
 from tests.pairwise import slow
 from tests.ranks import two_ranks
@@ -259,12 +259,7 @@ def test_adds_up_in_mixed_precision_as_fsdp2_does(
 
 def two_sums(run: Run, step: int) -> Tensor:
     """Two times two microbatches, whose sums are added to each other's gradients."""
-    losses = []
-    for i in range(4):
-        set_sync(run.model, i % 2 == 1)
-        losses.append(loss_of(run, step, i))
-        losses[-1].backward()
-    return torch.stack([loss.detach() for loss in losses]).sum()
+    return in_turn(run, step, *({"requires_gradient_sync": i % 2 == 1} for i in range(4)))
 
 
 @pytest.mark.slow

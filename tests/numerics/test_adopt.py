@@ -99,8 +99,7 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(self.rnn(x.unsqueeze(0))[0][0])
-        return y
+        return self.head(self.rnn(x.unsqueeze(0))[0][0])
 
 
 PREPARED = {
@@ -260,13 +259,11 @@ class WithEncode(MLP):
     """Has a second entry."""
 
     def encode(self, x: Tensor) -> Tensor:
-        y: Tensor = x @ self.head.weight
-        return y
+        return x @ self.head.weight
 
 
 def encoded_error(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    loss: Tensor = squared_error(model, x, y) + model.encode(x).square().mean()  # type: ignore[operator]
-    return loss
+    return squared_error(model, x, y) + model.encode(x).square().mean()  # type: ignore[operator]
 
 
 @two_ranks

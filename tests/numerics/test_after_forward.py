@@ -228,15 +228,14 @@ def test_chunks_of_a_detached_hidden_state_have_backwards_of_their_own(way: str)
 
 class WithHead(Headless):
     def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.head(super().forward(tokens))
-        return logits
+        return self.head(super().forward(tokens))
 
 
 @two_ranks
 @WAYS
 def test_what_forward_has_read_may_be_read_by_the_loss_as_well(way: str) -> None:
     def loss(run: Any, model: Any, tokens: Tensor) -> Tensor:
-        return (run(tokens) @ model.head.weight).square().mean() + model.embed.weight.square().mean()  # type: ignore[no-any-return]
+        return (run(tokens) @ model.head.weight).square().mean() + model.embed.weight.square().mean()
 
     run, model = sharded(WithHead, way)
     reference = WithHead().double()

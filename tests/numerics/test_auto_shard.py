@@ -182,8 +182,7 @@ def test_shards_the_state_that_was_loaded_into_the_optimizer() -> None:
 
 
 def forward_only(run: Run) -> Tensor:
-    output: Tensor = run.model(run.batch(0)[0])
-    return output
+    return run.model(run.batch(0)[0])
 
 
 @two_ranks
@@ -246,8 +245,7 @@ class Holder(nn.Module):
         self.rest = Block()
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.rest(self.body(x))
-        return y
+        return self.rest(self.body(x))
 
 
 @pytest.mark.slow
@@ -302,8 +300,7 @@ class Stem(nn.Module):
         self.stem, self.blocks = nn.Linear(6, 6), nn.ModuleList([nn.Linear(6, 6)])
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.blocks[0](self.stem(x))
-        return y
+        return self.blocks[0](self.stem(x))
 
 
 @pytest.mark.parametrize("regional", [False, True])

@@ -47,8 +47,7 @@ def compiled(model: nn.Module) -> nn.Module:
 
 
 def call(model: nn.Module) -> Tensor:
-    output: Tensor = model(rows()(0, dist.get_rank())[0])
-    return output
+    return model(rows()(0, dist.get_rank())[0])
 
 
 # ---- what is refused

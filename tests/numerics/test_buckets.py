@@ -121,8 +121,7 @@ class SideBySide(nn.Module):
         self.a, self.b, self.head = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(torch.tanh(self.a(x) + self.b(x)))
-        return y
+        return self.head(torch.tanh(self.a(x) + self.b(x)))
 
 
 def shard_each_child(model: nn.Module, tools: Tools) -> nn.Module:

@@ -42,8 +42,7 @@ class FailOnce(torch.autograd.Function):
 class Middle(nn.Module):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = FailOnce.apply(x)  # type: ignore[no-untyped-call]
-        return result
+        return FailOnce.apply(x)  # type: ignore[no-untyped-call]
 
 
 class Net(nn.Module):
@@ -53,8 +52,7 @@ class Net(nn.Module):
         self.first, self.middle, self.last = nn.Linear(WIDTH, WIDTH), Middle(), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.last(self.middle(self.first(x)))
-        return result
+        return self.last(self.middle(self.first(x)))
 
 
 def plain() -> Net:

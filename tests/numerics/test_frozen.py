@@ -49,8 +49,7 @@ def same_gradients(ours: Iterable[nn.Parameter], plain: Iterable[nn.Parameter]) 
 
 def loss_of(model: nn.Module, step: int, prompt: Tensor | None, rank: int) -> Tensor:
     x = batch(rank, step)
-    loss: Tensor = model(x if prompt is None else x + prompt).square().mean()
-    return loss
+    return model(x if prompt is None else x + prompt).square().mean()
 
 
 def mean_of(loss: Callable[[int], Tensor]) -> None:

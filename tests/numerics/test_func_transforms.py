@@ -37,35 +37,35 @@ def v() -> Tensor:
 
 
 def jvp(f: Any) -> Tensor:
-    return torch.func.jvp(f, (x(),), (v(),))[1]  # type: ignore[no-any-return]
+    return torch.func.jvp(f, (x(),), (v(),))[1]
 
 
 def vjp(f: Any) -> Tensor:
-    return torch.func.vjp(f, x())[1](v())[0]  # type: ignore[no-any-return]
+    return torch.func.vjp(f, x())[1](v())[0]
 
 
 def grad(f: Any) -> Tensor:
-    return torch.func.grad(lambda a: f(a).pow(2).sum())(x())  # type: ignore[no-any-return]
+    return torch.func.grad(lambda a: f(a).pow(2).sum())(x())
 
 
 def vmap(f: Any) -> Tensor:
-    return torch.func.vmap(f)(x())  # type: ignore[no-any-return]
+    return torch.func.vmap(f)(x())
 
 
 def jacobian(f: Any) -> Tensor:
-    return torch.func.jacfwd(f)(x()) + torch.func.jacrev(f)(x())  # type: ignore[no-any-return]
+    return torch.func.jacfwd(f)(x()) + torch.func.jacrev(f)(x())
 
 
 def per_sample(f: Any) -> Tensor:
-    return torch.func.vmap(torch.func.grad(lambda a: f(a).pow(2).sum()))(x())  # type: ignore[no-any-return]
+    return torch.func.vmap(torch.func.grad(lambda a: f(a).pow(2).sum()))(x())
 
 
 def hessian(f: Any) -> Tensor:
-    return torch.func.hessian(lambda a: f(a).pow(2).sum())(x())  # type: ignore[no-any-return]
+    return torch.func.hessian(lambda a: f(a).pow(2).sum())(x())
 
 
 def linearize(f: Any) -> Tensor:
-    return torch.func.linearize(f, x())[1](v())  # type: ignore[no-any-return]
+    return torch.func.linearize(f, x())[1](v())
 
 
 TRANSFORMS = (jvp, vjp, grad, vmap, jacobian, per_sample, hessian)

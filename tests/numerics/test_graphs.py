@@ -15,7 +15,6 @@ from tests.numerics.harness import (
     NUM_STEPS,
     Run,
     Scenario,
-    Tools,
     check,
     check_against_unsharded,
     check_bitwise,
@@ -23,6 +22,7 @@ from tests.numerics.harness import (
     fxshard_system,
     only_shard,
     shard_and_compile,
+    shard_root,
     squared_error,
     start,
     train,
@@ -54,8 +54,7 @@ class BrokenBetweenReads(Broken):
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks[0](x) * self.gain
         torch._dynamo.graph_break()
-        y: Tensor = self.blocks[1](x) * self.gain
-        return y
+        return self.blocks[1](x) * self.gain
 
 
 class Dropped(nn.Module):
@@ -87,8 +86,7 @@ class TwoOutputs(nn.Module):
 
 def loss_of_dicts(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     outputs = model({"x": x}, both=True)
-    loss: Tensor = (outputs["mean"] - y).square().mean() + outputs["spread"].square().mean()
-    return loss
+    return (outputs["mean"] - y).square().mean() + outputs["spread"].square().mean()
 
 
 @two_ranks
@@ -183,16 +181,10 @@ def test_trains_in_mixed_precision(precision: str, compiled: bool) -> None:
     check_bitwise(Scenario(model=MLP, batch=rows(), loss=loss, prepare=prepare, shard_kwargs={"mp_policy": policy}))
 
 
-def shard_root_and_compile(model: nn.Module, tools: Tools) -> nn.Module:
-    tools.shard(model)
-    return tools.compile(model)
-
-
 @two_ranks
 def test_returns_the_output_dtype_of_the_policy() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
-    prepare = shard_root_and_compile
-    scenario = Scenario(model=MLP, batch=rows(), prepare=prepare, shard_kwargs={"mp_policy": policy})
+    scenario = Scenario(model=MLP, batch=rows(), prepare=shard_root, shard_kwargs={"mp_policy": policy})
     check_bitwise(scenario)
     run = start(scenario, fxshard_system())
     assert run.model(run.batch(0)[0]).dtype == torch.float32

@@ -101,8 +101,7 @@ class Stack(nn.Module):
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
-        last: Tensor = self.last(x)
-        return last
+        return self.last(x)
 
 
 def inner_too(model: nn.Module, tools: Tools) -> nn.Module:

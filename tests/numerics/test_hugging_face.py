@@ -42,8 +42,7 @@ def llama(key_value_heads: int = 4) -> nn.Module:
         eos_token_id=None,
         bos_token_id=None,
     )
-    model: nn.Module = transformers.LlamaForCausalLM(config)
-    return model
+    return transformers.LlamaForCausalLM(config)
 
 
 def llama_in_double(key_value_heads: int = 2) -> nn.Module:
@@ -68,8 +67,7 @@ def gpt2() -> nn.Module:
         bos_token_id=None,
         eos_token_id=None,
     )
-    model: nn.Module = transformers.GPT2LMHeadModel(config)
-    return model
+    return transformers.GPT2LMHeadModel(config)
 
 
 def loss_of_logits(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -78,8 +76,7 @@ def loss_of_logits(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def loss_of_labels(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    loss: Tensor = model(input_ids=inputs, labels=inputs).loss
-    return loss
+    return model(input_ids=inputs, labels=inputs).loss
 
 
 def shard_layers(model: nn.Module, tools: Tools) -> nn.Module:

@@ -72,8 +72,7 @@ class Constant(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = torch.sin(block(x))
-        y: Tensor = self.head(self.norm(x)) * self.scale
-        return y
+        return self.head(self.norm(x)) * self.scale
 
 
 def reset_all(model: nn.Module) -> None:

@@ -153,8 +153,7 @@ class Pair(nn.Module):
         self.decoder = nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.decoder(self.encoder(x))
-        return y
+        return self.decoder(self.encoder(x))
 
 
 def shard_each(model: nn.Module, tools: Tools) -> nn.Module:

@@ -24,7 +24,7 @@ from tests.numerics.harness import (
     shard_and_compile,
     train,
 )
-from tests.numerics.loops import output_of_fixed_rows, scaled
+from tests.numerics.loops import output_of_fixed_rows, scaled, step_in_backward
 from tests.numerics.models import MLP, WIDTH, CalledTwice, rows
 from tests.numerics.scenarios import TIED
 from tests.pairwise import slow
@@ -32,23 +32,6 @@ from tests.ranks import two_ranks
 
 BOTH_WAYS = pytest.mark.parametrize("prepare", [shard_and_compile, slow(only_shard)])
 Prepare = Callable[[nn.Module, Tools], nn.Module]
-
-
-def step_in_backward(run: Run, step: int) -> None:
-    """Give each parameter an optimizer of its own, which steps as soon as the gradient is there."""
-
-    def steps(parameter: nn.Parameter) -> None:
-        own = torch.optim.AdamW([parameter], lr=1e-2)
-
-        def hook(_: Tensor) -> None:
-            own.step()
-            own.zero_grad()
-
-        parameter.register_post_accumulate_grad_hook(hook)
-
-    if step == 0:
-        for parameter in run.model.parameters():
-            steps(parameter)
 
 
 def nothing_is_left_to_do(run: Run) -> None:
@@ -84,8 +67,7 @@ class TwoHeads(nn.Module):
 
 
 def loss_of_the_first(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    loss: Tensor = (model(x)[0] - y).square().mean()
-    return loss
+    return (model(x)[0] - y).square().mean()
 
 
 @two_ranks

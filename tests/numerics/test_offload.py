@@ -43,7 +43,7 @@ from tests.numerics.harness import (
     with_a_break,
     world_mesh,
 )
-from tests.numerics.loops import clip_and_update, evaluate, freeze_then_thaw, scaled
+from tests.numerics.loops import clip_and_update, evaluate, freeze_then_thaw, scaled, step_in_backward
 from tests.numerics.microbatches import kept, several
 from tests.numerics.models import GPT, MLP, WIDTH, CalledTwice, CheckpointedMLP, LoRA, cross_entropy, rows, tokens
 from tests.ranks import two_ranks
@@ -77,23 +77,6 @@ def released(run: Run, step: int) -> None:
         run.model = fxshard.release(run.model)
 
 
-def step_in_backward(run: Run, step: int) -> None:
-    """An optimizer steps on the host as soon as a gradient is there."""
-
-    def steps(parameter: nn.Parameter) -> None:
-        own = torch.optim.AdamW([parameter], lr=1e-2)
-
-        def hook(_: Tensor) -> None:
-            own.step()
-            own.zero_grad()
-
-        parameter.register_post_accumulate_grad_hook(hook)
-
-    if step == 0:
-        for parameter in run.model.parameters():
-            steps(parameter)
-
-
 class NoInput(nn.Module):
     """Its graphs have no tensors to read but shards."""
 
@@ -106,8 +89,7 @@ class NoInput(nn.Module):
 
 
 def loss_without_input(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    loss: Tensor = (model() * y.mean()).mean()
-    return loss
+    return (model() * y.mean()).mean()
 
 
 SCENARIOS: dict[str, Callable[[], None]] = {

@@ -23,6 +23,7 @@ from tests.numerics.harness import (
     Run,
     Scenario,
     Tools,
+    adopted,
     check,
     check_inductor,
     compare,
@@ -61,35 +62,16 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = torch.einsum("bi,eio->beo", self.norm(x), self.up)
         y = self.conv(y.transpose(1, 2)).flatten(1)
-        z: Tensor = x + y[:, :WIDTH].tanh()
-        return z
+        return x + y[:, :WIDTH].tanh()
 
 
-class ManyDims(nn.Module):
+def many_dims() -> nn.Module:
     """Blocks of parameters with one to three dimensions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Experts() for _ in range(2))
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        y: Tensor = self.head(x)
-        return y
+    return MLP(block=Experts)
 
 
 COLUMNS = {"shard_placement_fn": last_dim}
-BASE = Scenario(model=ManyDims, batch=rows(), shard_kwargs=COLUMNS)
-
-
-def adopted(model: nn.Module, tools: Tools) -> nn.Module:
-    by_torch = replace(tools, system=replace(tools.system, fully_shard=FSDP2.fully_shard, backend=None))
-    model = only_shard(model, by_torch)
-    if tools.system.ours:
-        model = fxshard.adopt(fxshard.release(fxshard.adopt(model)))
-    return tools.compile(model)
+BASE = Scenario(model=many_dims, batch=rows(), shard_kwargs=COLUMNS)
 
 
 @two_ranks
@@ -196,7 +178,7 @@ def test_refuses_a_write_into_what_is_cut_along_another_dimension(compiled: bool
 
 def sharded_and_stepped(seed: int, fn: Any) -> tuple[Any, Any]:
     torch.manual_seed(seed)
-    model: Any = ManyDims()
+    model: Any = many_dims()
     for block in model.blocks:
         fxshard.fully_shard(block, mesh=world_mesh(), shard_placement_fn=fn)
     fxshard.fully_shard(model, mesh=world_mesh(), shard_placement_fn=fn)
@@ -213,7 +195,7 @@ def test_full_state_has_no_trace_of_the_dimension() -> None:
     model, optim = sharded_and_stepped(0, last_dim)
     weights = fxshard.full_state_dict(model, recipient_rank=None)
     state = fxshard.full_optim_state_dict(model, optim, recipient_rank=None)
-    plain = ManyDims()
+    plain = many_dims()
     plain.load_state_dict(weights)
     for fn in (None, last_dim):
         other, other_optim = sharded_and_stepped(1, fn)

@@ -34,6 +34,7 @@ from tests.numerics.harness import (
     only_compile,
     shard_and_compile,
     shard_blocks,
+    shard_blocks_as_one_unit,
     train,
 )
 from tests.numerics.scenarios import CHECKPOINTED, LANGUAGE, REGRESSION, TIED
@@ -59,16 +60,9 @@ def adopted(model: nn.Module, tools: Tools) -> nn.Module:
     return tools.compile(adopt(model))
 
 
-def blocks_as_one_unit(model: nn.Module, tools: Tools) -> nn.Module:
-    """Gather all blocks at once."""
-    tools.shard(list(blocks_of(model)))
-    tools.shard(model)
-    return tools.compile(model)
-
-
 @two_ranks
 @pytest.mark.parametrize("name", ["language", slow("tied"), slow("checkpoints"), "mlp"])
-@pytest.mark.parametrize("prepare", [shard_and_compile, slow(in_place), slow(adopted), slow(blocks_as_one_unit)])
+@pytest.mark.parametrize("prepare", [shard_and_compile, slow(in_place), slow(adopted), slow(shard_blocks_as_one_unit)])
 def test_trains_as_fsdp2_and_unsharded(name: str, prepare: Prepare) -> None:
     """To the bit as FSDP2, but where a weight is tied: its two gradients are added in another order."""
     scenario = replace(SCENARIOS[name], prepare=prepare)
@@ -84,8 +78,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.down(torch.relu(self.up(x)))
-        return y
+        return x + self.down(torch.relu(self.up(x)))
 
 
 class Deep(nn.Module):
@@ -101,16 +94,14 @@ class Deep(nn.Module):
         x = self.embedding(tokens) * 2
         for block in self.blocks:
             x = block(x)
-        y: Tensor = self.head(self.norm(x))
-        return y
+        return self.head(self.norm(x))
 
 
 class InARow(Deep):
     """The same as one call of a Sequential."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        y: Tensor = self.head(self.norm(nn.Sequential(*self.blocks)(self.embedding(tokens) * 2)))
-        return y
+        return self.head(self.norm(nn.Sequential(*self.blocks)(self.embedding(tokens) * 2)))
 
 
 def sharded(kind: Callable[[int], Deep], num_blocks: int) -> Deep:
@@ -188,8 +179,7 @@ class Other(nn.Sequential):
     """Another class with the layout of its base."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = super().forward(x) * 2  # type: ignore[no-untyped-call]
-        return y
+        return super().forward(x) * 2  # type: ignore[no-untyped-call]
 
 
 class Kinds(nn.Module):
@@ -210,8 +200,7 @@ class Kinds(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        y: Tensor = self.head(x)
-        return y
+        return self.head(x)
 
 
 class Middle(nn.Module):
@@ -228,8 +217,7 @@ class Middle(nn.Module):
         for block in (*self.blocks, *self.also):
             y = block(y)
         linear = cast(nn.Linear, cast(nn.Sequential, self.blocks[0])[0])
-        read: Tensor = y @ linear.weight[:2].t()
-        return read
+        return y @ linear.weight[:2].t()
 
 
 @pytest.mark.parametrize("options", [EAGER, REGIONAL])
@@ -259,8 +247,7 @@ def test_two_parts_may_share_blocks(options: dict[str, Any]) -> None:
             self.left, self.right = nn.ModuleDict({"body": shared}), nn.ModuleDict({"body": shared})
 
         def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.left["body"](x) + self.right["body"](x)
-            return y
+            return self.left["body"](x) + self.right["body"](x)
 
     with emulated_link(2):
         compiled: Any = torch.compile(Two(), backend="fxshard", options=options)
@@ -293,8 +280,7 @@ def test_a_model_without_blocks_is_compiled_as_a_whole_and_told_so(
             self.layer = nn.Linear(4, 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.layer(x)
-            return y
+            return self.layer(x)
 
     torch._dynamo.reset()
     with emulated_link(2):
@@ -355,8 +341,7 @@ class Rotary(nn.Module):
 
     def forward(self, x: Tensor, places: Tensor, scale: float = 1.0) -> Tensor:
         y = self.layer(x).view(2, x.shape[1], 2, 4) * places[:, :, None] * scale
-        added: Tensor = x + y.view(x.shape)
-        return added
+        return x + y.view(x.shape)
 
 
 class Rotaries(nn.Module):

@@ -75,8 +75,7 @@ class Selective(MLP):
         for block in self.blocks:
             contexts = partial(create_selective_checkpoint_contexts, keep_products)
             x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
-        y: Tensor = self.head(x)
-        return y
+        return self.head(x)
 
 
 class SeveralResults(nn.Module):
@@ -92,8 +91,7 @@ class SeveralResults(nn.Module):
         for block in self.blocks:
             x, y, own = block(x, y)
             size = size + own
-        result: Tensor = x * (1 + size + y.detach().mean())
-        return result
+        return x * (1 + size + y.detach().mean())
 
 
 class Transposing(nn.Module):
@@ -108,8 +106,7 @@ class Transposing(nn.Module):
         x = self.first(x).unflatten(-1, (2, -1))
         for block in self.blocks:
             x = block(x).transpose(1, 2)
-        result: Tensor = self.last(self.blocks[0](x).flatten(1))
-        return result
+        return self.last(self.blocks[0](x).flatten(1))
 
 
 class _Turned(nn.Module):

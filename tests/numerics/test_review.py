@@ -38,8 +38,7 @@ class Recurrent(nn.Module):
         self.lstm, self.head = nn.LSTM(4, 4), nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.head(self.lstm(x)[0])
-        return result
+        return self.head(self.lstm(x)[0])
 
 
 class CalledAroundACheckpoint(nn.Module):
@@ -51,12 +50,10 @@ class CalledAroundACheckpoint(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def inner(self, x: Tensor) -> Tensor:
-        result: Tensor = checkpoint(lambda h: self.middle(h).tanh(), x, use_reentrant=True)
-        return result
+        return checkpoint(lambda h: self.middle(h).tanh(), x, use_reentrant=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.last(self.inner(self.first(x)))
-        return result
+        return self.last(self.inner(self.first(x)))
 
 
 class ClampsItself(nn.Module):
@@ -67,8 +64,7 @@ class ClampsItself(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             self.layer.weight.clamp_(-0.1, 0.1)
-        result: Tensor = self.layer(x)
-        return result
+        return self.layer(x)
 
 
 class AddsInPlace(nn.Module):
@@ -210,8 +206,7 @@ class Normed(nn.Module):
         self.block, self.head = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(checkpoint(self.block, x, use_reentrant=False))
-        return y
+        return self.head(checkpoint(self.block, x, use_reentrant=False))
 
 
 @two_ranks

@@ -15,6 +15,7 @@ from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.passes.pipeline import Pipeline, default
 from fxshard.passes.sink_waits import SinkWaits
 from tests import graphs
+from tests.graphs import Layers
 from tests.numerics.generated_code import KERNELS, WIDTH, Blocks, compiled, in_code, in_graph, num_kernels
 from tests.pairwise import pairwise, slow
 from tests.schedules import MODELS, model_of
@@ -93,19 +94,6 @@ def test_makes_no_more_kernels_with_pins_than_without(model: type[nn.Module]) ->
         assert num_kernels(code) <= num_kernels(other)
 
 
-class Experts(nn.Module):
-    """Two products of batches of matrices, one unit each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Expert() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 class Expert(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -119,8 +107,8 @@ class Expert(nn.Module):
 def test_takes_templates_for_pinned_products() -> None:
     templates = {"max_autotune": True, "max_autotune_gemm_backends": "CPP,ATEN"}
     x = torch.randn(4, 2 * WIDTH, WIDTH)
-    with_pins, _ = compiled(Experts(), x, inductor=templates)
-    without, _ = compiled(Experts(), x, inductor=templates, passes=unpinned)
+    with_pins, _ = compiled(Layers(2, Expert), x, inductor=templates)
+    without, _ = compiled(Layers(2, Expert), x, inductor=templates, passes=unpinned)
     counts, expected = ([num_kernels(code).total() for code in codes] for codes in (with_pins, without))
     assert counts == expected
 

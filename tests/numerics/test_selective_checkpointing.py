@@ -57,21 +57,18 @@ class Selective(MLP):
         return CheckpointPolicy.MUST_SAVE if SAVED[self.saved](op) else CheckpointPolicy.PREFER_RECOMPUTE
 
     def normed(self, block: nn.Module, x: Tensor) -> Tensor:
-        y: Tensor = block(self.norm(x))
-        return y
+        return block(self.norm(x))
 
     def recomputed(self, block: nn.Module, x: Tensor) -> Tensor:
         contexts = functools.partial(create_selective_checkpoint_contexts, self.policy)
         region = functools.partial(self.normed, block)
-        y: Tensor = checkpoint(region, x, use_reentrant=False, context_fn=contexts)
-        return y
+        return checkpoint(region, x, use_reentrant=False, context_fn=contexts)
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(self.times):
             for block in self.blocks:
                 x = self.recomputed(block, x)
-        y: Tensor = self.head(self.norm(x))
-        return y
+        return self.head(self.norm(x))
 
 
 class SelectiveInTwoGraphs(Selective):
@@ -81,8 +78,7 @@ class SelectiveInTwoGraphs(Selective):
         first, second = self.blocks
         x = self.recomputed(first, x)
         torch._dynamo.graph_break()
-        y: Tensor = self.head(self.norm(self.recomputed(second, x)))
-        return y
+        return self.head(self.norm(self.recomputed(second, x)))
 
 
 def listed(model: nn.Module, tools: Tools) -> nn.Module:

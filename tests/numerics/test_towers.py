@@ -34,8 +34,7 @@ class Towers(nn.Module):
             hidden = image + 0 * text.sum() if which == "image" else text + 0 * image.sum()
         else:
             hidden = self.image(x) if which == "image" else self.text(x)
-        out: Tensor = self.head(torch.tanh(hidden))
-        return out
+        return self.head(torch.tanh(hidden))
 
 
 def whole(model: nn.Module, options: dict[str, Any]) -> Any:

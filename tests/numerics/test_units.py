@@ -29,6 +29,7 @@ from tests.numerics.harness import (
     shard_and_compile,
     shard_blocks,
     shard_nested,
+    shard_root,
     squared_error,
     train,
     world_mesh,
@@ -46,11 +47,6 @@ def compile_and_replace_each_block(model: nn.Module, tools: Tools) -> nn.Module:
     for index, block in enumerate(model.blocks):
         model.blocks[index] = tools.compile(block)
     return model
-
-
-def shard_root_only(model: nn.Module, tools: Tools) -> nn.Module:
-    tools.shard(model)
-    return tools.compile(model)
 
 
 @two_ranks
@@ -77,7 +73,7 @@ def test_trains_with_each_block_compiled_alone(prepare: Prepare, reshard_after_f
 
 @two_ranks
 def test_trains_with_the_root_as_the_only_unit() -> None:
-    check(Scenario(model=MLP, batch=rows(), prepare=shard_root_only))
+    check(Scenario(model=MLP, batch=rows(), prepare=shard_root))
 
 
 @two_ranks
@@ -99,8 +95,7 @@ class SkipsABlock(MLP):
         self.calls += 1
         for block in self.blocks if self.calls % 2 else self.blocks[:1]:
             x = block(x)
-        y: Tensor = self.head(x)
-        return y
+        return self.head(x)
 
 
 @two_ranks

@@ -193,8 +193,7 @@ class Pointwise(nn.Module):
         self.scale = nn.Parameter(torch.randn(8, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = (self.layer(x) * self.scale).exp().mean()
-        return y
+        return (self.layer(x) * self.scale).exp().mean()
 
 
 @pytest.mark.parametrize("reshard", [True, slow(False)])

@@ -63,8 +63,7 @@ class Blocks(nn.Module):
         x = self.enter(x)
         for block in self.blocks:
             x = x + torch.tanh(block(x, which))
-        out: Tensor = self.leave(x)
-        return out
+        return self.leave(x)
 
 
 Microbatches = tuple[tuple[int, ...], ...]

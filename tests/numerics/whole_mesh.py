@@ -17,24 +17,21 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import fxshard
+from tests.numerics import mesh_bodies
 from tests.numerics.harness import (
     EAGER,
-    FSDP2,
     Batch,
     Scenario,
     Tools,
     check,
     check_bitwise,
     check_close,
-    check_inductor,
     check_unsharded,
     compile_module,
-    only_shard,
     shard_and_compile,
 )
-from tests.numerics.loops import clip_and_update
+from tests.numerics.mesh_bodies import Body
 from tests.numerics.microbatches import several
-from tests.numerics.replicas import shared_folder
 from tests.state.states import adamw, assert_same
 
 WIDTH = 8
@@ -47,8 +44,7 @@ class Block(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
-        return out
+        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
@@ -60,8 +56,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 @functools.cache
@@ -99,8 +94,7 @@ def squared_error(mesh: DeviceMesh, model: nn.Module, x: Tensor, y: Tensor) -> T
         out = model(given := place(x, mesh)).redistribute(placements=given.placements).to_local()
     else:
         out = model(x)
-    loss: Tensor = (out - y).square().mean()
-    return loss
+    return (out - y).square().mean()
 
 
 def rows_of(mesh: DeviceMesh) -> Callable[[int, int], Batch]:
@@ -145,13 +139,7 @@ def sharded(mesh: DeviceMesh, dp: Any = None, *, fully_shard: Callable[..., Any]
 
 
 def lie_as_those_of_fsdp2(mesh: DeviceMesh, dp: Any = None) -> None:
-    assert FSDP2.fully_shard is not None
-    ours, theirs = (
-        dict(sharded(mesh, dp, fully_shard=f).named_parameters()) for f in (fxshard.fully_shard, FSDP2.fully_shard)
-    )
-    for name, p in ours.items():
-        assert (p.device_mesh, p.placements) == (theirs[name].device_mesh, theirs[name].placements), name
-        assert torch.equal(p.to_local(), theirs[name].to_local()), name
+    mesh_bodies.lie_as_those_of_fsdp2(lambda fully_shard: sharded(mesh, dp, fully_shard=fully_shard))
 
 
 def trains_on(mesh: DeviceMesh, dp: Any = None) -> None:
@@ -164,7 +152,7 @@ def states(mesh: DeviceMesh) -> None:
     torch.manual_seed(0)
     plain, model = Net(), sharded(mesh)
     assert_same(dict(fxshard.full_state_dict(model, recipient_rank=None)), dict(plain.state_dict()))
-    optim, folder = adamw(model), shared_folder()
+    optim, folder = adamw(model), mesh_bodies.shared_folder()
     compiled = compile_module(model, options=EAGER)
     squared_error(mesh, compiled, *rows_of(mesh)(0, dist.get_rank())).backward()
     optim.step()
@@ -182,16 +170,7 @@ def states(mesh: DeviceMesh) -> None:
 
 
 def adopted_and_released(mesh: DeviceMesh) -> None:
-    def take_over(model: nn.Module, tools: Tools) -> nn.Module:
-        found = only_shard(model, replace(tools, system=FSDP2))
-        return tools.compile(fxshard.adopt(found)) if tools.system.ours else found
-
-    def there_and_back(model: nn.Module, tools: Tools) -> nn.Module:
-        found = only_shard(model, tools)
-        return fxshard.release(found) if tools.system.ours else found
-
-    check_bitwise(on(mesh, prepare=take_over))
-    check_bitwise(on(mesh, prepare=there_and_back))
+    mesh_bodies.adopted_and_released(on, mesh)
     whole = dict(fxshard.release(sharded(mesh), whole=True).named_parameters())
     torch.manual_seed(0)
     model = Net()
@@ -207,35 +186,25 @@ def every_mesh_lies_as_that_of_fsdp2() -> None:
     lie_as_those_of_fsdp2(mesh_of(replicate=2, dp=1, cp=1, tp=2), dims(shard=("dp", "cp"), replicate="replicate"))
 
 
-BODIES: dict[str, Callable[[], object]] = {
-    "placements": every_mesh_lies_as_that_of_fsdp2,
-    "compiled": lambda: trains_on(mesh_of(dp=2, tp=2)),
-    "not compiled": lambda: check(on(mesh_of(dp=2, tp=2), prepare=only_shard)),
-    "tp outside": lambda: trains_on(mesh_of(tp=2, dp=2)),
-    "data alone": lambda: trains_on(mesh_of(dp=4)),
-    "two axes that shard": lambda: trains_on(mesh_of(dp=2, cp=2, tp=1), dims(shard=("dp", "cp"))),
-    "replicas": lambda: trains_on(mesh_of(replicate=2, dp=1, tp=2), dims(replicate="replicate")),
-    "replicas of shards": lambda: trains_on(mesh_of(replicate=2, dp=2), dims(replicate="replicate")),
-    "two axes that replicate": lambda: trains_on(mesh_of(a=2, b=1, dp=2), dims(replicate=("a", "b"))),
-    "float32": lambda: check_bitwise(on(mesh_of(dp=2, tp=2))),
-    "mixed precision": lambda: check_bitwise(on(mesh_of(dp=2, tp=2), shard_kwargs={"mp_policy": BF16})),
-    "accumulation": lambda: check_close(on(mesh_of(dp=2, tp=2), backward=several)),
-    "clipped gradients": lambda: check(on(mesh_of(dp=2, tp=2), update=partial(clip_and_update, foreach=None))),
-    "kept parameters": lambda: check_bitwise(on(mesh_of(dp=2, tp=2), shard_kwargs={"reshard_after_forward": False})),
+BODIES: dict[str, Body] = {
+    **mesh_bodies.bodies_of(on, "not compiled", "float32", "clipped gradients", "kept parameters", "inductor"),
+    "placements": lambda mesh: every_mesh_lies_as_that_of_fsdp2(),
+    "compiled": trains_on,
+    "tp outside": lambda mesh: trains_on(mesh_of(tp=2, dp=2)),
+    "data alone": lambda mesh: trains_on(mesh_of(dp=4)),
+    "two axes that shard": lambda mesh: trains_on(mesh_of(dp=2, cp=2, tp=1), dims(shard=("dp", "cp"))),
+    "replicas": lambda mesh: trains_on(mesh_of(replicate=2, dp=1, tp=2), dims(replicate="replicate")),
+    "replicas of shards": lambda mesh: trains_on(mesh_of(replicate=2, dp=2), dims(replicate="replicate")),
+    "two axes that replicate": lambda mesh: trains_on(mesh_of(a=2, b=1, dp=2), dims(replicate=("a", "b"))),
+    "mixed precision": lambda mesh: check_bitwise(on(mesh, shard_kwargs={"mp_policy": BF16})),
+    "accumulation": lambda mesh: check_close(on(mesh, backward=several)),
     # FSDP2 fails in the first forward.
-    "kept by two ranks": lambda: check_unsharded(on(mesh_of(dp=4), shard_kwargs={"reshard_after_forward": 2})),
-    "states": lambda: states(mesh_of(dp=2, tp=2)),
-    "adopt and release": lambda: adopted_and_released(mesh_of(dp=2, tp=2)),
-    "inductor": lambda: check_inductor(on(mesh_of(dp=2, tp=2))),
+    "kept by two ranks": lambda mesh: check_unsharded(on(mesh_of(dp=4), shard_kwargs={"reshard_after_forward": 2})),
+    "states": states,
+    "adopt and release": adopted_and_released,
 }
 
 
 def run(*names: str) -> None:
     """Run bodies in one process group."""
-    for name in names:
-        torch.manual_seed(0)
-        try:
-            BODIES[name]()
-        except Exception as error:
-            error.add_note(f"in {name!r}")
-            raise
+    mesh_bodies.run(BODIES, names, mesh_of(dp=2, tp=2))

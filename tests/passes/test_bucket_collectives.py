@@ -240,7 +240,7 @@ class Frozen(nn.Module):
         self.up, self.down, self.fixed = nn.Linear(8, 17), nn.Linear(17, 8), nn.Linear(8, 8).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(self.fixed(x)))  # type: ignore[no-any-return]
+        return x + self.down(self.up(self.fixed(x)))
 
 
 @functools.cache
@@ -259,8 +259,7 @@ class SideBySide(graphs.Layers):
 
     def forward(self, x: Tensor) -> Tensor:
         first, second, last = self.layers
-        y: Tensor = last(torch.tanh(first(x) + second(x)))
-        return y
+        return last(torch.tanh(first(x) + second(x)))
 
 
 @functools.cache

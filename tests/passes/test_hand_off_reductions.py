@@ -17,7 +17,7 @@ from fxshard.passes._base import GraphKind, GraphPass, PassContext
 from fxshard.passes.assign_streams import AssignStreams
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.hand_off_reductions import HandOffReductions
-from tests.graphs import Traced, assert_changes_nothing, broken_by, offloaded, two_layers
+from tests.graphs import Traced, assert_changes_nothing, broken_by, mixed_precision, offloaded, two_layers
 from tests.schedules import SCHEDULE, after_passes, assert_schedule, model_of
 
 aten = torch.ops.aten
@@ -133,3 +133,11 @@ def test_a_wrong_hand_off_is_caught(mistake: Callable[[fx.Graph], Any]) -> None:
     plan = dataclasses.replace(traced.plan, is_part=True)
     gm, ctx = after_passes(traced, "backward", *SCHEDULE, plan=plan)
     assert broken_by(HandOffReductions(), mistake, gm, ctx) == "deferred_waits_are_for_results"
+
+
+def test_a_gradient_that_is_cast_after_its_reduction_is_left_to_the_runtime() -> None:
+    traced = mixed_precision(reduce_dtype=None)
+    gm, _ = handed_off(traced)
+    (left,) = deferred(gm)
+    assert (left.args[1], left.all_input_nodes[0].meta["val"].dtype) == (torch.float32, torch.bfloat16)
+    assert not [node for node in gm.graph.nodes if node.target in ops.CASTS and node.meta["val"].ndim == 1]

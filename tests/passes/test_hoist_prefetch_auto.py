@@ -32,18 +32,12 @@ class Wide(nn.Module):
         return x @ self.up @ self.down
 
 
-class WideAfterThin(nn.Module):
+class WideAfterThin(graphs.Layers):
     """Five layers of 80 bytes, of four kernels each with their copies, wide ones, and a thin one at the end."""
 
     def __init__(self, num_wide: int) -> None:
-        super().__init__()
-        wide = [Wide() for _ in range(num_wide)]
-        self.layers = nn.ModuleList([*(graphs.Layer() for _ in range(5)), *wide, graphs.Layer()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        super().__init__(5)
+        self.layers.extend([*(Wide() for _ in range(num_wide)), graphs.Layer()])
 
 
 def link(bytes_per_kernel: float) -> HardwareSpec:

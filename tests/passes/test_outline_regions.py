@@ -300,8 +300,7 @@ class DrawsTwice(nn.Module):
         first, second = self.layers
         x = first(x)
         left, right = second(self.noisy(x)), second(self.noisy(x))
-        result: Tensor = left - right
-        return result
+        return left - right
 
 
 def test_calls_that_draw_random_numbers_are_never_one() -> None:
@@ -355,7 +354,7 @@ def scaled(factor: float) -> Callable[[Tensor], Tensor]:
     def act(x: Tensor) -> Tensor:
         return x * factor
 
-    return torch._dynamo.allow_in_graph(act)  # type: ignore[no-any-return]
+    return torch._dynamo.allow_in_graph(act)
 
 
 def test_leaves_functions_alone_whose_names_say_nothing() -> None:

@@ -32,8 +32,7 @@ class Convolutions(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         first, second = self.layers
-        y: Tensor = second(first(x))
-        return y
+        return second(first(x))
 
 
 def pinned(traced: Traced, kind: GraphKind, before: str = "inserted") -> tuple[fx.GraphModule, PassContext]:
@@ -241,8 +240,7 @@ class SideBySide(graphs.Layers):
 
     def forward(self, x: Tensor) -> Tensor:
         x, (a, b, c) = self.first(x), self.layers
-        y: Tensor = a(x) + b(x) * c(x)
-        return y
+        return a(x) + b(x) * c(x)
 
 
 @pytest.mark.skipif(not meshes.ARE_INPUTS, reason="before torch 2.13 functions that Dynamo makes hide the mesh")

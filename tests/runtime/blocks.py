@@ -47,11 +47,11 @@ class Blocks(nn.Module):
         return x
 
 
-def sharded(link: EmulatedLink, model_type: Callable[[], Blocks] = Blocks) -> Blocks:
+def sharded(link: EmulatedLink, model_type: Callable[[], Blocks] = Blocks, **settings: Any) -> Blocks:
     torch.manual_seed(0)
     model = model_type()
     for block in model.blocks:
-        fully_shard(block, mesh=link.mesh)
+        fully_shard(block, mesh=link.mesh, **settings)
     fully_shard(model, mesh=link.mesh)
     return model
 

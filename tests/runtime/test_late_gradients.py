@@ -13,10 +13,11 @@ from torch._C._distributed_c10d import _get_work_registry_size
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from fxshard import MixedPrecisionPolicy
 from fxshard.sharding.sharded_module import ShardedModule, units_under
 from fxshard.testing import EmulatedLink
 from tests.pairwise import slow
-from tests.runtime.blocks import Blocks, block_by_block, issued, step, warm
+from tests.runtime.blocks import Blocks, block_by_block, issued, sharded, step, warm
 
 LOWERS = pytest.mark.parametrize("lower", ["eager", slow("inductor")])
 
@@ -49,6 +50,24 @@ def test_gradients_are_the_same_to_the_bit(link: EmulatedLink, lower: str) -> No
     for _ in range(3):
         assert torch.equal(step(model), step(reference))
     assert (seen, late(model)) == ([2] * 3, 0)
+
+
+@LOWERS
+def test_gradients_that_are_reduced_in_another_dtype_are_late_and_the_same_to_the_bit(
+    link: EmulatedLink, lower: str
+) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model, reference = sharded(link, mp_policy=policy), sharded(link, mp_policy=policy)
+    for each, streams in ((model, "auto"), (reference, "off")):
+        for block in each.blocks:
+            block.compile(backend="fxshard", options={"lower": lower, "streams": streams})
+    seen: list[int] = []
+    model.blocks[0].register_full_backward_pre_hook(lambda *_: seen.append(late(model)))
+    for _ in range(2):
+        found, expected = step(model), step(reference)
+        assert found.dtype is expected.dtype is torch.float32
+        assert torch.equal(found, expected)
+    assert (seen, late(model)) == ([2] * 2, 0)
 
 
 class Called(Blocks):

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard import fully_shard
 from fxshard.ir import ops
 from fxshard.runtime.parameters import ParameterRef, flat_key
+from tests.graphs import Layers
 from tests.numerics.harness import EAGER
 
 
@@ -28,19 +29,8 @@ def test_no_parameter_can_be_called_as_a_flat_is() -> None:
         nn.Module().register_parameter(flat_key("weight"), nn.Parameter(torch.ones(1)))
 
 
-class Deep(nn.Module):
-    def __init__(self, num_layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(num_layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def test_a_parameter_more_is_one_guard_more(mesh: DeviceMesh) -> None:
-    model = fully_shard(Deep(3), mesh=mesh)
+    model = fully_shard(Layers(3), mesh=mesh)
     torch.compile(model, backend="fxshard", options=EAGER)(torch.ones(2, 4))
     guards = leaf_guards_of(model)
     assert [guard for guard in guards if "_fxshard_refs" in guard] == []

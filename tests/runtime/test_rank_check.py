@@ -14,17 +14,17 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from fxshard.errors import RankMismatchError
 from fxshard.ir.launches import Launch
-from fxshard.runtime import rank_check, rank_group, rank_values
+from fxshard.ranks.rendezvous import is_alone, longest_wait
+from fxshard.runtime import rank_check, rank_group
 from fxshard.runtime.dispatch import GuardedCode
 from fxshard.runtime.rank_check import Agreement
-from fxshard.runtime.rank_group import ARRIVAL_S, LOOK_EVERY, RING, CollectiveSequence, RankGroup, Timeouts
+from fxshard.runtime.rank_group import ARRIVAL_S, LOOK_EVERY, RING, CollectiveSequence, RankGroup
 from tests.ranks import fresh_ranks, join_group, two_ranks
 
 REMEDY = (
     "Where a rank's data decides which modules run, call all of them on every rank, in one order: give those without "
     "input a dummy (an image of zeros, or zero rows: x[:0]) and add 0 times their output's sum to the loss."
 )
-HASTY = Timeouts(warn=0.2, limit=1.0)
 
 
 def both() -> RankGroup:
@@ -41,8 +41,8 @@ def begin(rank_group: RankGroup, text: str, kind: str = "forward") -> bool:
     return rank_group.begin(CollectiveSequence.of(kind, launches(text)))
 
 
-def meet(rank_group: RankGroup, timeouts: Timeouts = HASTY) -> None:
-    rank_group.wait_and_compare(timeouts)
+def meet(rank_group: RankGroup, warn: float = 0.2, limit: float = 1.0) -> None:
+    rank_group.wait_and_compare(warn=warn, limit=limit)
 
 
 def of_rank(*texts: str) -> str:
@@ -267,7 +267,7 @@ def test_a_line_says_who_is_late_and_the_late_rank_is_waited_for() -> None:
         time.sleep(1.0)
     try:
         begin(ranks, "a")
-        meet(ranks, Timeouts(warn=0.2, limit=30.0))
+        meet(ranks, limit=30.0)
     finally:
         logger.removeHandler(handler)
     lines = handler.lines
@@ -305,7 +305,7 @@ def test_a_run_outside_of_graphs_is_called_so() -> None:
 @two_ranks
 def test_waits_an_hour_or_ten_times_the_timeout_of_the_group() -> None:
     store = _get_default_store()
-    assert Timeouts().limit_for(store) == max(3600.0, 10 * store.timeout.total_seconds())  # type: ignore[attr-defined]
+    assert longest_wait() == max(3600.0, 10 * store.timeout.total_seconds())  # type: ignore[attr-defined]
 
 
 @two_ranks
@@ -340,7 +340,7 @@ def test_a_lost_store_ends_the_wait() -> None:
         return
     begin(rank_group, "a")
     with pytest.raises(RankMismatchError, match="the store of the process group failed while rank 1 waited"):
-        meet(rank_group, Timeouts(warn=30.0, limit=60.0))
+        meet(rank_group, warn=30.0, limit=60.0)
 
 
 @pytest.mark.slow
@@ -389,7 +389,7 @@ def test_one_process_alone_never_waits(fake_group: None) -> None:
 def test_emulated_ranks_are_never_waited_for() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        assert rank_values.is_in_process(_get_default_store())
+        assert is_alone()
     finally:
         dist.destroy_process_group()
 

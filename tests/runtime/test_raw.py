@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxshard.runtime.rank_values import checksum
-from fxshard.runtime.raw import as_bytes
+from fxshard.runtime.raw import as_bytes, checksum
 from fxshard.state.serializable import same_bits
 
 STRIDED = {
@@ -32,3 +31,12 @@ def test_bytes_of_what_is_contiguous_are_its_own_memory() -> None:
     tensor: Tensor = torch.ones(3)
     as_bytes(tensor).zero_()
     assert tensor.tolist() == [0, 0, 0]
+
+
+def test_a_checksum_sees_one_changed_bit_of_any_dtype() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+        tensors = [torch.zeros(3, 2, dtype=dtype), torch.ones((), dtype=dtype)]
+        before = checksum(tensors)
+        assert checksum([t.clone() for t in tensors]) == before
+        tensors[0][1, 1] = 1
+        assert checksum(tensors) != before

@@ -20,8 +20,7 @@ class Expert(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(self.up(x).relu())
-        return y
+        return self.down(self.up(x).relu())
 
 
 class Experts(nn.Module):
@@ -94,8 +93,7 @@ class Parts(nn.Module):
         self.first, self.last, self.second = nn.Linear(sizes[0], WIDTH), Expert(), nn.Linear(sizes[1], WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(x)
-        return y
+        return self.last(x)
 
 
 @two_ranks

@@ -31,8 +31,7 @@ class Towers(nn.Module):
         self.image, self.text, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
 
     def forward(self, x: Tensor, which: str) -> Tensor:
-        out: Tensor = self.head(torch.tanh(self.image(x) if which == "image" else self.text(x)))
-        return out
+        return self.head(torch.tanh(self.image(x) if which == "image" else self.text(x)))
 
 
 def mesh_of_its_own(backend: str, timeout: timedelta) -> DeviceMesh:

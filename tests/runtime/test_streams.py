@@ -42,8 +42,7 @@ def test_a_reduction_casts_what_it_sends(link: EmulatedLink) -> None:
 
 
 def gathered(shard: Tensor) -> Tensor:
-    buffer: Tensor = ops.ALL_GATHER_ON_STREAM([shard], torch.float32, WORLD, group(), "")[0]
-    return buffer
+    return ops.ALL_GATHER_ON_STREAM([shard], torch.float32, WORLD, group(), "")[0]
 
 
 def test_a_copy_waits_for_the_gather_and_is_waited_for(link: EmulatedLink) -> None:

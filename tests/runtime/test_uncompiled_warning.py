@@ -55,8 +55,7 @@ class Layers(nn.Module):
         self.inner, self.other = (*inner, nn.Identity(), nn.Identity())[:2]
 
     def forward(self, x: Tensor) -> Tensor:  # without a loop: a graph break in one makes Dynamo give up on all of it
-        y: Tensor = self.after(self.other(self.inner(self.before(x).relu())))
-        return y
+        return self.after(self.other(self.inner(self.before(x).relu())))
 
 
 class Stack(nn.Module):
@@ -67,8 +66,7 @@ class Stack(nn.Module):
         self.before, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList([Experts(), Experts()])
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.blocks[1](self.blocks[0](self.before(x)))
-        return y
+        return self.blocks[1](self.blocks[0](self.before(x)))
 
 
 class Doing(nn.Module):
@@ -91,8 +89,7 @@ class Recurrent(nn.Module):
         self.rnn = nn.LSTM(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.rnn(x * 2)[0]
-        return y
+        return self.rnn(x * 2)[0]
 
 
 def sharded(mesh: DeviceMesh, *inner: nn.Module) -> nn.Module:
@@ -191,8 +188,7 @@ def test_says_nothing_of_graph_breaks_that_leave_no_read_outside(
     def broken(own: Any, x: Tensor) -> Tensor:
         x = x @ own.weight
         torch._dynamo.graph_break()
-        y: Tensor = x @ own.weight
-        return y
+        return x @ own.weight
 
     train_compiled(sharded(mesh, Doing(broken)))
     assert said(caplog) == []

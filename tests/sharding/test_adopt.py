@@ -238,8 +238,7 @@ class Encoder(nn.Module):
         self.head = nn.Linear(WIDTH, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(self.table(x))
-        return y
+        return self.head(self.table(x))
 
     def encode(self, x: Tensor) -> Tensor:
         return nn.functional.embedding(x, self.table.weight)

@@ -36,8 +36,7 @@ class Mixed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Run all of them."""
-        y: Tensor = self.tables(self.inner(self.out(self.uneven(self.into(x)))))
-        return y
+        return self.tables(self.inner(self.out(self.uneven(self.into(x)))))
 
 
 def uneven() -> nn.Module:

@@ -32,17 +32,11 @@ TIMEOUT_S = 240.0
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a rank ended.
+    """How a rank ended."""
 
-    Attributes:
-        result: what the function returned.
-        error: the traceback of what it raised.
-        killed: whether it was killed by SIGKILL.
-    """
-
-    result: Any = None
-    error: str | None = None
-    killed: bool = False
+    result: Any = None  # what the function returned
+    error: str | None = None  # the traceback of what it raised
+    killed: bool = False  # whether it was killed by SIGKILL
 
 
 @functools.cache

@@ -39,8 +39,7 @@ class Net(nn.Module):
         x = self.embedding(tokens) + self.one_row
         for block in self.blocks:
             x = x + block(x)
-        logits: Tensor = self.head(self.norm(x)) * self.scale
-        return logits
+        return self.head(self.norm(x)) * self.scale
 
 
 def net(seed: int = 0) -> Net:

@@ -210,12 +210,6 @@ def other_shapes(model: nn.Module) -> Optimizer:
     return optim
 
 
-def build_like(model: nn.Module) -> Optimizer:
-    from tests.state.bodies import adamw
-
-    return adamw(model)
-
-
 OPTIMIZERS: dict[str, tuple[Callable[[nn.Module], Optimizer], list[str]]] = {
     "groups": (other_groups, ["other param_groups", "blocks.0.norm.weight"]),
     "class": (other_class, ["the state of AdamW", "optim is SGD"]),

@@ -36,8 +36,7 @@ class Inner(nn.Module):
         self.seen = state
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.module(x)
-        return y
+        return self.module(x)
 
 
 def plain() -> nn.Sequential:
@@ -65,13 +64,13 @@ def under_ddp() -> nn.Module:
 
 def compiled(model: nn.Module) -> nn.Module:
     module: Any = torch.compile(model, backend="eager")
-    return module  # type: ignore[no-any-return]
+    return module
 
 
 def under_fsdp2() -> nn.Module:
     model: Any = wrapped()
     torch_fully_shard(model)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 @two_ranks

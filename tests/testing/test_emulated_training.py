@@ -124,8 +124,7 @@ def dtensor_parametrisation(module: nn.Sequential, link: EmulatedLink) -> Forwar
 
 
 def compiled_with_fxshard(module: nn.Module, lower: str) -> Forward:
-    compiled: Forward = torch.compile(module, backend="fxshard", options={"lower": lower, "schedule": "fsdp2"})
-    return compiled
+    return torch.compile(module, backend="fxshard", options={"lower": lower, "schedule": "fsdp2"})
 
 
 def fxshard_after_fully_shard(lower: str) -> System:
@@ -172,8 +171,7 @@ def test_inductor_steps_equal_the_ones_of_fsdp2_with_as_many_collectives() -> No
 @pytest.mark.parametrize("options", [{}, {"latency_us": 50.0}], ids=["instant", "timed"])
 def test_ddp_steps_equal_the_ones_without_it(options: dict[str, Any]) -> None:
     def ddp(module: nn.Sequential, link: EmulatedLink) -> Forward:
-        wrapped: Forward = nn.parallel.DistributedDataParallel(module, bucket_cap_mb=0.001)
-        return wrapped
+        return nn.parallel.DistributedDataParallel(module, bucket_cap_mb=0.001)
 
     def local(module: nn.Sequential, link: EmulatedLink) -> Forward:
         return module

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from fxshard.errors import ConfigError
 from fxshard.testing import emulated_link
-from fxshard.testing.link_checks import check_pace, gemm_slowdown
 
 W = 4
 
@@ -28,10 +27,3 @@ def test_thread_blocks_are_counted_and_only_on_a_gpu(ctas: Any) -> None:
         emulated_link(W, device="cuda", ctas=ctas).__enter__()
     with pytest.raises(ConfigError, match="ctas is for device='cuda', and the device of this link is 'cpu'"):
         emulated_link(W, ctas=16).__enter__()
-
-
-def test_only_a_link_on_a_gpu_has_a_pace_to_check() -> None:
-    with emulated_link(W) as link:
-        for check in (lambda: check_pace(link), lambda: gemm_slowdown(link, 16)):
-            with pytest.raises(ConfigError, match="only a link of device='cuda' has a pace to check"):
-                check()

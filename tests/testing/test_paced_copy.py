@@ -31,8 +31,7 @@ def ptx(pointer: str, *, is_aligned: bool, is_scaled: bool = False) -> str:
     attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in wide}
     source = ASTSource(kernel, signature, {"IS_SCALED": is_scaled, "BLOCK": cuda_kernel.BLOCK}, attributes)
     compiled = compile_source(source, GPUTarget("cuda", 90, 32), {"num_warps": cuda_kernel.NUM_WARPS})
-    text: str = compiled.asm["ptx"]
-    return text
+    return compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize("pointer", ["*i32", "*u8"])

@@ -45,62 +45,43 @@ DEFAULT_SYSTEMS: Final = tuple(name for name in SYSTEMS if name not in _ON_DEMAN
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One line of the table: a system with its options.
+    """One line of the table: a system with its options."""
 
-    Attributes:
-        name: as the user wrote it, such as "fxshard:bucket=auto".
-        system: key of `SYSTEMS`.
-        options: for the compiler; the command line takes them for fxshard alone.
-        mp_policy: for the systems that shard parameters.
-    """
-
-    name: str
-    system: str
+    name: str  # as the user wrote it, such as "fxshard:bucket=auto"
+    system: str  # key of `SYSTEMS`
+    # for the compiler; the command line takes them for fxshard alone
     options: Mapping[str, Any] = field(default_factory=dict)
+    # for the systems that shard parameters
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """The options of `fxshard bench`; `fxshard bench --help` says what each does.
-
-    Attributes:
-        out: Folder for logs and compiled code; it exists.
-        ranks: Processes that train together, over all machines; 1 for the emulated link.
-        world_size: Ranks of the emulated link, or that share the parameters.
-        replicas: Machines of the emulated link, each of which holds all parameters; without tensor parallelism.
-        tensor_parallel: Ranks in a row of the emulated link that each layer is split over.
-        link_device: "cpu" or "cuda": where the model is on an emulated link.
-        machines: That the ranks are on.
-        num_threads: Of each rank.
-        stall_s: Seconds without news from any rank after which a system counts as failed.
-        check_steps: First steps, whose losses are compared.
-        lr: Learning rate of AdamW.
-    """
+    """The options of `fxshard bench`; `fxshard bench --help` says what each does."""
 
     target: str
     entries: tuple[Entry, ...]
-    out: Path
+    out: Path  # Folder for logs and compiled code; it exists
     group: str = "gloo"
-    ranks: int = 2
-    world_size: int = 2
-    replicas: int = 1
-    tensor_parallel: int = 1
+    ranks: int = 2  # Processes that train together, over all machines; 1 for the emulated link
+    world_size: int = 2  # Ranks of the emulated link, or that share the parameters
+    replicas: int = 1  # Machines of the emulated link, each of which holds all parameters; without tensor parallelism
+    tensor_parallel: int = 1  # Ranks in a row of the emulated link that each layer is split over
     gigabytes_per_s: float = math.inf
     latency_us: float = 0.0
     between_gigabytes_per_s: float = math.inf
     between_latency_us: float = 0.0
-    link_device: str = "cpu"
+    link_device: str = "cpu"  # "cpu" or "cuda": where the model is on an emulated link
     ctas: int = DEFAULT_CTAS
-    machines: int = 1
+    machines: int = 1  # That the ranks are on
     dtype: str | None = None
     microbatches: int = 1
     rounds: int = 10
     processes: int = 1
-    num_threads: int = 1
-    stall_s: float = 900.0
-    check_steps: int = 3
-    lr: float = 1e-3
+    num_threads: int = 1  # Of each rank
+    stall_s: float = 900.0  # Seconds without news from any rank after which a system counts as failed
+    check_steps: int = 3  # First steps, whose losses are compared
+    lr: float = 1e-3  # Learning rate of AdamW
 
     @property
     def device(self) -> str:

@@ -23,17 +23,11 @@ _SHARDED_TOLERANCE: Final = 1e-5  # relative, among those that communicate
 
 @dataclass(kw_only=True)
 class Steps:
-    """Timed steps of one system in one place, in rounds in which all systems take theirs.
+    """Timed steps of one system in one place, in rounds in which all systems take theirs."""
 
-    Attributes:
-        rounds: seconds of each step.
-        peak_bytes: the most that was allocated on the device in a step, where that was asked.
-        traffic: of one step, all collectives together, likewise.
-    """
-
-    rounds: list[list[float]] = field(default_factory=list)
-    peak_bytes: int | None = None
-    traffic: Traffic = field(default_factory=Traffic)
+    rounds: list[list[float]] = field(default_factory=list)  # seconds of each step
+    peak_bytes: int | None = None  # the most that was allocated on the device in a step, where that was asked
+    traffic: Traffic = field(default_factory=Traffic)  # of one step, all collectives together, likewise
 
     @property
     def all(self) -> list[float]:
@@ -59,33 +53,21 @@ class Steps:
 
 @dataclass(kw_only=True)
 class SystemResult:
-    """What came of one system.
+    """What came of one system."""
 
-    Attributes:
-        entry: the system.
-        checkpointing: whether activations are computed again in backward, by the benchmark.
-        error: first line of what ended it early.
-        log: file that has the rest of it.
-        processes: for each process its timed steps, one in a round, the slowest rank's.
-        ready_s: for each process what `Ready` says; the first starts with empty caches, the others do not.
-        losses: of the first steps, mean over the ranks.
-        host_s: seconds that Python takes for a step, each measured.
-        traffic: collectives of one step.
-        unsharded_peak_bytes: of gathered parameters at once; `None` where unknown.
-        memory_peak_bytes: of all tensors on the GPU of the rank that has most; `None` on a CPU.
-    """
-
-    entry: Entry
-    checkpointing: bool = False
-    error: str | None = None
-    log: str | None = None
+    entry: Entry  # the system
+    checkpointing: bool = False  # whether activations are computed again in backward, by the benchmark
+    error: str | None = None  # first line of what ended it early
+    log: str | None = None  # file that has the rest of it
+    # for each process its timed steps, one in a round, the slowest rank's
     processes: list[Steps] = field(default_factory=list)
+    # for each process what `Ready` says; the first starts with empty caches, the others do not
     ready_s: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    host_s: list[float] = field(default_factory=list)
-    traffic: dict[str, Traffic] = field(default_factory=dict)
-    unsharded_peak_bytes: int | None = None
-    memory_peak_bytes: int | None = None
+    losses: list[float] = field(default_factory=list)  # of the first steps, mean over the ranks
+    host_s: list[float] = field(default_factory=list)  # seconds that Python takes for a step, each measured
+    traffic: dict[str, Traffic] = field(default_factory=dict)  # collectives of one step
+    unsharded_peak_bytes: int | None = None  # of gathered parameters at once; `None` where unknown
+    memory_peak_bytes: int | None = None  # of all tensors on the GPU of the rank that has most; `None` on a CPU
 
     @property
     def name(self) -> str:
@@ -153,14 +135,10 @@ class Results:
 
 @dataclass(kw_only=True)
 class Report(Results):
-    """The result of `fxshard bench`.
+    """The result of `fxshard bench`."""
 
-    Attributes:
-        eps: of the parameters' dtype.
-        reference: losses of the first steps without any library; it has no times.
-    """
-
-    eps: float = 0.0
+    eps: float = 0.0  # of the parameters' dtype
+    # losses of the first steps without any library; it has no times
     reference: SystemResult = field(default_factory=lambda: SystemResult(entry=Entry(name=REFERENCE, system=REFERENCE)))
 
     @property

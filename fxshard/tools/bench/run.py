@@ -60,12 +60,7 @@ class Session:
 
 
 def run_bench(config: BenchConfig, show: BenchConsole, peers: Peers | None = None) -> Report:
-    """Measure all systems.
-
-    Args:
-        config: what to do, the same on all peers.
-        show: hears how far it is.
-        peers: all processes that run this; by default this one alone.
+    """Measure all systems; `config` is the same on all peers, by default this process alone.
 
     Raises:
         ConfigError: there is no such target.

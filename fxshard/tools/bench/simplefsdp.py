@@ -31,7 +31,8 @@ def parametrize(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy
         if own:
             key = type(module), tuple(own)
             if key not in classes:
-                classes[key] = _gathering_subclass(*key, policy)
+                readers = {name: property(_reader(name, policy)) for name in own}
+                classes[key] = type(f"Gathering{type(module).__name__}", (type(module),), readers)
             module.__class__ = classes[key]
 
 
@@ -39,10 +40,6 @@ def _shard(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     # Every rank has the same weights already, so nothing need be sent.
     dtensor = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
     return nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
-
-
-def _gathering_subclass(cls: type[nn.Module], names: tuple[str, ...], policy: MixedPrecisionPolicy) -> type[nn.Module]:
-    return type(f"Gathering{cls.__name__}", (cls,), {name: property(_reader(name, policy)) for name in names})
 
 
 def _reader(name: str, policy: MixedPrecisionPolicy) -> Callable[[nn.Module], Tensor]:

@@ -43,23 +43,15 @@ _AHEAD: Final = 2  # units on each list of fxshard_listed
 
 @dataclass(kw_only=True)
 class Trainer:
-    """One system with its model, ready to take steps.
+    """One system with its model, ready to take steps."""
 
-    Attributes:
-        task: the model and its batch.
-        forward: the model as the system calls it.
-        optimizer: of its parameters.
-        microbatches: forwards and backwards per step, all of the task's one batch.
-        begin: around each microbatch, told whether it is the last one.
-        after_backward: what a system does between backward and optimizer.
-    """
-
-    task: Task
-    forward: Forward
-    optimizer: torch.optim.Optimizer
-    microbatches: int = 1
+    task: Task  # the model and its batch
+    forward: Forward  # the model as the system calls it
+    optimizer: torch.optim.Optimizer  # of its parameters
+    microbatches: int = 1  # forwards and backwards per step, all of the task's one batch
+    # around each microbatch, told whether it is the last one
     begin: Callable[[bool], AbstractContextManager[None]] = lambda is_last: nullcontext()
-    after_backward: Callable[[nn.Module], None] | None = None
+    after_backward: Callable[[nn.Module], None] | None = None  # what a system does between backward and optimizer
 
     def step(self) -> Tensor:
         """Train one step; return the loss."""
@@ -151,12 +143,8 @@ def _compute(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward:
 
 
 def _ddp(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward:
-    return nn.parallel.DistributedDataParallel(model, process_group=_whole(mesh), gradient_as_bucket_view=True)
-
-
-def _whole(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """All ranks of the benchmark."""
-    return mesh.get_group() if mesh.ndim == 1 else None
+    ranks = mesh.get_group() if mesh.ndim == 1 else None
+    return nn.parallel.DistributedDataParallel(model, process_group=ranks, gradient_as_bucket_view=True)
 
 
 def _fsdp2(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward:

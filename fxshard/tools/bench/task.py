@@ -25,24 +25,15 @@ LossFn = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A model, this rank's batch, and the loss on it.
+    """A model, this rank's batch, and the loss on it."""
 
-    Attributes:
-        model: with the same weights on every rank.
-        batch: a tuple or list of inputs, a dict of named ones, or the only one.
-        loss_fn: maps the model's output and the batch to the loss; `None` if the output is the loss or has it.
-    """
-
-    model: nn.Module
-    batch: Any
+    model: nn.Module  # with the same weights on every rank
+    batch: Any  # a tuple or list of inputs, a dict of named ones, or the only one
+    # maps the model's output and the batch to the loss; `None` if the output is the loss or has it
     loss_fn: LossFn | None
 
     def loss(self, forward: Callable[..., Any]) -> Tensor:
-        """The loss of a forward of the batch.
-
-        Raises:
-            ConfigError: it is no scalar.
-        """
+        """The loss of a forward of the batch, or a ConfigError if it is no scalar."""
         batch = self.batch
         if isinstance(batch, dict):
             output = forward(**batch)

@@ -51,19 +51,13 @@ _ITEMSIZE: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What one kind of collective does in a step.
+    """What one kind of collective does in a step."""
 
-    Attributes:
-        launches: how many.
-        nbytes: of the unsharded tensors; `None` where the profiler hides some of them (lists of more than 30).
-        seconds: that an emulated link was busy with it.
-        expected_s: that it should have been.
-    """
-
-    launches: int = 0
+    launches: int = 0  # how many
+    # of the unsharded tensors; `None` where the profiler hides some of them (lists of more than 30)
     nbytes: int | None = 0
-    seconds: float = 0.0
-    expected_s: float = 0.0
+    seconds: float = 0.0  # that an emulated link was busy with it
+    expected_s: float = 0.0  # that it should have been
 
     def __add__(self, other: Traffic) -> Traffic:
         """Both together."""

@@ -28,26 +28,17 @@ from fxshard.tools.launch.rank_process import RankPlace, join, reporting
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """A rank has compiled and taken its first steps, and waits for its turn.
+    """A rank has compiled and taken its first steps, and waits for its turn."""
 
-    Attributes:
-        num_params: of the whole model.
-        num_units: that the systems shard it into.
-        eps: distance of 1 to the next number of the dtype that the parameters have.
-        ready_s: seconds that compilation took: of the first step; on one GPU of all first steps and of waiting for it.
-        losses: of the first steps, on this rank's batch.
-        traffic: of one step.
-        unsharded_peak_bytes: of gathered parameters, where the system knows it.
-        memory_peak_bytes: of all tensors on this rank's GPU, in the checked steps after the first; `None` on a CPU.
-    """
-
-    num_params: int
-    num_units: int
-    eps: float
+    num_params: int  # of the whole model
+    num_units: int  # that the systems shard it into
+    eps: float  # distance of 1 to the next number of the dtype that the parameters have
+    # seconds that compilation took: of the first step; on one GPU of all first steps and of waiting for it
     ready_s: float
-    losses: tuple[float, ...]
-    traffic: dict[str, Traffic] = field(default_factory=dict)
-    unsharded_peak_bytes: int | None = None
+    losses: tuple[float, ...]  # of the first steps, on this rank's batch
+    traffic: dict[str, Traffic] = field(default_factory=dict)  # of one step
+    unsharded_peak_bytes: int | None = None  # of gathered parameters, where the system knows it
+    # of all tensors on this rank's GPU, in the checked steps after the first; `None` on a CPU
     memory_peak_bytes: int | None = None
 
 

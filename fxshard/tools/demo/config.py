@@ -15,17 +15,11 @@ MAX_DIFFERENCE: Final = 1e-3  # between the sharded and the unsharded loss of an
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """The options of `fxshard demo`; `fxshard demo --help` says what each does.
-
-    Attributes:
-        device: "cpu" (gloo) or "cuda" (NCCL, one GPU per rank).
-        out: Folder that receives the graphs; it exists.
-        stall_s: Seconds without news from any rank after which the demo gives up.
-    """
+    """The options of `fxshard demo`; `fxshard demo --help` says what each does."""
 
     ranks: int
-    device: str
-    out: Path
+    device: str  # "cpu" (gloo) or "cuda" (NCCL, one GPU per rank)
+    out: Path  # Folder that receives the graphs; it exists
     steps: int = 30
     model: str = "gpt"
     batch_size: int = 4
@@ -33,7 +27,7 @@ class DemoConfig:
     lower: str = "inductor"
     seed: int = 0
     compare: bool = True
-    stall_s: float = 300.0
+    stall_s: float = 300.0  # Seconds without news from any rank after which the demo gives up
 
     def __post_init__(self) -> None:
         """Refuse what cannot run."""

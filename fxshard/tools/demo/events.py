@@ -15,34 +15,23 @@ class Run(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """A training is about to take its first step, which compiles.
-
-    Attributes:
-        full_bytes: Of parameters, gradients and AdamW moments that one rank holds when nothing is sharded.
-    """
+    """A training is about to take its first step, which compiles."""
 
     run: Run
     num_params: int
-    full_bytes: int
+    full_bytes: int  # Of parameters, gradients and AdamW moments that one rank holds when nothing is sharded
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One rank has taken an optimizer step.
-
-    Attributes:
-        step: Which one, from 0.
-        loss: Mean over this rank's rows of the batch.
-        seconds: How long it took, the compile of the first step included.
-        state_bytes: Storage of parameters, gradients and AdamW state on this rank.
-    """
+    """One rank has taken an optimizer step."""
 
     run: Run
     rank: int
-    step: int
-    loss: float
-    seconds: float
-    state_bytes: int
+    step: int  # Which one, from 0
+    loss: float  # Mean over this rank's rows of the batch
+    seconds: float  # How long it took, the compile of the first step included
+    state_bytes: int  # Storage of parameters, gradients and AdamW state on this rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,17 +45,11 @@ class Graph:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitLaunches:
-    """Parameters that are gathered and reduced together.
+    """Parameters that are gathered and reduced together."""
 
-    Attributes:
-        name: FQN of its module.
-        num_params: Of all ranks together.
-        launches: Kind of graph -> the collectives that it launches for the unit in one call.
-    """
-
-    name: str
-    num_params: int
-    launches: dict[str, dict[str, int]]
+    name: str  # FQN of its module
+    num_params: int  # Of all ranks together
+    launches: dict[str, dict[str, int]]  # Kind of graph -> the collectives that it launches for the unit in one call
 
 
 Event = Started | Step | Graph | UnitLaunches

@@ -19,8 +19,7 @@ _ENOUGH_BYTES: Final = 4 << 20
 def read_corpus(min_bytes: int, folder: Path | None = None) -> Tensor:
     """Return the sources in `folder`, one after the other, as uint8 `[num_bytes]`; by default the standard library's.
 
-    Raises:
-        ConfigError: The folder holds less than `min_bytes` of text.
+    A ConfigError if the folder holds less than `min_bytes` of text.
     """
     folder = folder or Path(sysconfig.get_path("stdlib"))
     text = bytearray()
@@ -33,13 +32,10 @@ def read_corpus(min_bytes: int, folder: Path | None = None) -> Tensor:
 
 
 def global_batch(corpus: Tensor, *, step: int, seed: int, num_rows: int, seq_len: int) -> tuple[Tensor, Tensor]:
-    """Return the tokens of one step and, for each, the token that follows it.
+    """Return int64 tokens `[num_rows, seq_len]` of one step and, for each, the token that follows it.
 
     Of `num_rows = world_size * batch_size` rows, rank r trains on `[r * batch_size, (r + 1) * batch_size)`; the
-    unsharded model trains on all.
-
-    Returns:
-        Tokens and targets, int64 `[num_rows, seq_len]`, a function of the arguments alone.
+    unsharded model trains on all. They are a function of the arguments alone.
     """
     generator = torch.Generator().manual_seed(((seed << 24) + step) % (1 << 63))
     starts = torch.randint(len(corpus) - seq_len, (num_rows, 1), generator=generator)

@@ -23,22 +23,15 @@ from fxshard.runtime import gloo
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """What a rank is told of itself, and where it meets the others: at a TCPStore that another process serves.
+    """What a rank is told of itself, and where it meets the others: at a TCPStore that another process serves."""
 
-    Attributes:
-        rank: over all machines.
-        local_rank: on its machine; the number of its GPU.
-        prefix: of what this group of ranks writes into the store.
-        one_machine: whether all ranks are on this one, so that gloo can stay inside it.
-    """
-
-    rank: int
-    local_rank: int
+    rank: int  # over all machines
+    local_rank: int  # on its machine; the number of its GPU
     num_threads: int
     port: int
     host: str = "127.0.0.1"
-    prefix: str = "fxshard"
-    one_machine: bool = True
+    prefix: str = "fxshard"  # of what this group of ranks writes into the store
+    one_machine: bool = True  # whether all ranks are on this one, so that gloo can stay inside it
 
 
 @dataclass(frozen=True, kw_only=True)

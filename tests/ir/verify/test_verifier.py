@@ -1,8 +1,12 @@
-"""Graphs that look wrong and are right: the verifier lets them pass, and the step equals the unsharded one."""
+"""The verifier passes graphs that look wrong and are right, and its work grows with the graph and not faster."""
 
 from __future__ import annotations
 
 import dataclasses
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fxshard
 from fxshard.cost.hardware import BUILTIN
+from fxshard.ir.verify import verifier
 from fxshard.passes._base import GraphPass
 from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
@@ -68,8 +73,53 @@ def test_tells_two_models_with_the_same_names_apart(mesh: DeviceMesh) -> None:
             fxshard.fully_shard(unit, mesh=mesh)
 
     def both(x: Tensor) -> Tensor:
-        y: Tensor = models[0](x) + models[1](x)
-        return y
+        return models[0](x) + models[1](x)
 
     torch.compile(both, backend="fxshard", options=EAGER)(torch.ones(2, 4)).sum().backward()
     assert all(p.grad is not None for model in models for p in model.parameters())
+
+
+def instructions(work: Callable[[], object]) -> int:
+    """Count the bytecode instructions that this thread runs, without those of extension modules."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def work_on(num_layers: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Instructions per invariant, over all passes of a step of so many layers that are units."""
+    spent: dict[str, int] = {}
+
+    def counted(invariant: verifier.Invariant) -> Any:
+        def check(subject: Any) -> Any:
+            found: list[Any] = []
+            spent[invariant.name] = spent.get(invariant.name, 0) + instructions(
+                lambda: found.extend(invariant.check(subject))
+            )
+            return found
+
+        return dataclasses.replace(invariant, check=check)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(verifier, "INVARIANTS", tuple(map(counted, verifier.INVARIANTS)))
+        graphs.trace(graphs.Layers(num_layers), units=graphs.layers_of)
+    return spent
+
+
+def test_work_is_linear_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = (work_on(num_layers, monkeypatch) for num_layers in (4, 40))
+    steeper = {name: many[name] / few[name] for name in few if many[name] > 12 * few[name]}
+    assert not steeper, steeper
+    assert sum(many.values()) > 8 * sum(few.values())  # the longer graph has not been cut short

@@ -32,17 +32,12 @@ APPLY, LINT, RECOMPILE, VERIFY, HISTORY, LOG, TAG, REST = PARTS = (
 
 @dataclass(eq=False)
 class Clock:
-    """Seconds by part of the manager.
+    """Seconds by part of the manager."""
 
-    Attributes:
-        timer: wall clock, or `time.thread_time` where other processes are busy.
-        seconds: part -> what it took by itself; the parts add up to the manager.
-        num_nodes: of the graphs that the manager was given, added up.
-    """
-
-    timer: Callable[[], float] = time.perf_counter
+    timer: Callable[[], float] = time.perf_counter  # wall clock, or `time.thread_time` where other processes are busy
+    # part -> what it took by itself; the parts add up to the manager
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
-    num_nodes: int = 0
+    num_nodes: int = 0  # of the graphs that the manager was given, added up
     _open: list[str] = field(default_factory=list)
 
     @property

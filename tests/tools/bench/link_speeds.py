@@ -29,14 +29,12 @@ def bench(target: str, systems: str, rounds: int, path: Path, *link: object) -> 
     code = cli.main([str(word) for word in ("bench", target, *given, "--json", path)])
     if code:
         raise SystemExit(code)
-    report: Report = json.loads(path.read_text())
-    return report
+    return json.loads(path.read_text())
 
 
 def system(report: Report, name: str) -> Report:
     """What it tells of one system."""
-    found: Report = next(each for each in report["systems"] if each["name"] == name)
-    return found
+    return next(each for each in report["systems"] if each["name"] == name)
 
 
 def gigabytes_per_s(load: float, report: Report) -> float:

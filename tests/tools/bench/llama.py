@@ -58,8 +58,7 @@ class Attention(nn.Module):
         )
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        result: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
-        return result
+        return self.out(mixed.transpose(1, 2).flatten(-2))
 
 
 class Block(nn.Module):
@@ -77,8 +76,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin)
         hidden = self.ffn_norm(x)
-        result: Tensor = x + self.down(F.silu(self.gate(hidden)) * self.up(hidden))
-        return result
+        return x + self.down(F.silu(self.gate(hidden)) * self.up(hidden))
 
 
 class Llama(nn.Module):
@@ -97,8 +95,7 @@ class Llama(nn.Module):
         cos, sin = self.positions(tokens.shape[1], x)
         for layer in self.layers:
             x = layer(x, cos, sin)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+        return self.head(self.norm(x))
 
     def positions(self, seq_len: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines, `[seq, head_dim]` each."""

@@ -25,17 +25,11 @@ TARGET = 0.03
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """One measurement.
+    """One measurement."""
 
-    Attributes:
-        cold: seconds of the first forward and backward.
-        warm: seconds of the second.
-        clock: of the manager.
-    """
-
-    cold: float
-    warm: float
-    clock: Clock
+    cold: float  # seconds of the first forward and backward
+    warm: float  # seconds of the second
+    clock: Clock  # of the manager
 
     @property
     def compile_seconds(self) -> float:

@@ -49,8 +49,7 @@ class Block(nn.Module):
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(-2))
-        result: Tensor = x + self.down(F.gelu(self.up(self.mlp_norm(x))))
-        return result
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
 
 
 class GPT(nn.Module):
@@ -68,8 +67,7 @@ class GPT(nn.Module):
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+        return self.head(self.norm(x))
 
 
 def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:

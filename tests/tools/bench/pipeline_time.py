@@ -29,15 +29,10 @@ MAX_SLOPE = 1.15
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        lowering: in whose dialect of aten.
-        collector: whether Python's garbage collector is on.
-    """
-
-    lowering: str
-    collector: bool
+    lowering: str  # in whose dialect of aten
+    collector: bool  # whether Python's garbage collector is on
 
     def __str__(self) -> str:
         return f"{self.lowering}, collector {'on' if self.collector else 'off'}"

@@ -1,4 +1,4 @@
-"""What `fxshard bench` does for GPUs, as far as it can be seen without one."""
+"""What `fxshard bench` does for GPUs, as far as it can be seen without one, and what its systems do besides."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import pytest
 import torch
 from rich.console import Console
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard
 
-from fxshard.tools.bench import task, worker
+from fxshard.tools.bench import systems, task, worker
 from fxshard.tools.bench.config import BenchConfig, Entry
 from fxshard.tools.bench.result import Report, SystemResult
 from fxshard.tools.bench.show import describe_group, show_report
@@ -89,3 +91,20 @@ def test_the_table_names_one_gpu_and_its_memory() -> None:
     )
     assert "one GPU, emulated link, identical peers" in text
     assert describe_group(config(group="nccl", ranks=16, machines=2)) == "16 ranks (nccl) on 2 machines"
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_compiled_blocks_are_given_what_has_arrived() -> None:
+    x = torch.ones(4, 4, requires_grad=True)
+    whole = DTensor.from_local(x * 1, init_device_mesh("cpu", (2,)), [Partial()], run_check=False)
+    on_its_way = whole.redistribute(placements=[Shard(0)], async_op=True).to_local()
+    given: list[Tensor] = []
+
+    def block(y: Tensor) -> Tensor:
+        given.append(y)
+        return y
+
+    systems._with_inputs_there(block)(on_its_way).sum().backward()
+    assert type(on_its_way) is not Tensor
+    assert [type(y) for y in given] == [Tensor]
+    assert x.grad is not None

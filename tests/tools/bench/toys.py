@@ -19,8 +19,7 @@ class MLP(nn.Module):
         self.head = nn.Linear(16, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.blocks(x))
-        return out
+        return self.head(self.blocks(x))
 
 
 class NeverCompiled(MLP):

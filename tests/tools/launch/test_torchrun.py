@@ -17,8 +17,6 @@ from fxshard.tools import cli, cli_bench
 from fxshard.tools.launch.ranks import RankError
 from fxshard.tools.launch.torchrun import TICK_S, Peers
 
-Listen = Callable[[float], list[Any]]
-
 
 def launch(rank: int = 0, world_size: int = 3, **kwargs: Any) -> LauncherEnvironment:
     facts: dict[str, Any] = {"local_rank": rank, "is_one_machine": True, "host": "there", "port": 29500} | kwargs

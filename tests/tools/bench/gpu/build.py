@@ -40,8 +40,7 @@ class Checkpointed(nn.Module):
         self.layer = layer
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        result: Tensor = checkpoint(self.layer, *inputs, use_reentrant=False, preserve_rng_state=False)
-        return result
+        return checkpoint(self.layer, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 @contextlib.contextmanager

@@ -30,23 +30,15 @@ class Key:
 
 @dataclass(kw_only=True)
 class GpuReport(Results):
-    """The result; it may be written at any time.
+    """The result; it may be written at any time."""
 
-    Attributes:
-        tokens: per rank and microbatch.
-        steps: timed ones.
-        consolidation: system -> seconds of each call and bytes of the result.
-        profiles: system -> summary of a trace.
-        left_out: what there was no time for, and what was refused.
-        seconds: that the run has taken so far.
-    """
-
-    tokens: int
-    steps: dict[Key, Steps] = field(default_factory=dict)
+    tokens: int  # per rank and microbatch
+    steps: dict[Key, Steps] = field(default_factory=dict)  # timed ones
+    # system -> seconds of each call and bytes of the result
     consolidation: dict[str, dict[str, Any]] = field(default_factory=dict)
-    profiles: dict[str, dict[str, Any]] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
-    seconds: float = 0.0
+    profiles: dict[str, dict[str, Any]] = field(default_factory=dict)  # system -> summary of a trace
+    left_out: list[str] = field(default_factory=list)  # what there was no time for, and what was refused
+    seconds: float = 0.0  # that the run has taken so far
 
     def first(self, systems: Sequence[str], where: Key) -> Key | None:
         """The first of these systems that was timed in a place."""

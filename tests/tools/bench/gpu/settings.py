@@ -27,13 +27,9 @@ PRECISION: Final = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype
 
 @dataclass(frozen=True, kw_only=True)
 class Link(Speed):
-    """A setting of the emulated link; without arguments the instant one.
+    """A setting of the emulated link; without arguments the instant one."""
 
-    Attributes:
-        ctas: thread blocks that carry a transfer on a GPU.
-    """
-
-    ctas: int = CTAS[0]
+    ctas: int = CTAS[0]  # thread blocks that carry a transfer on a GPU
 
     @property
     def name(self) -> str:
@@ -102,21 +98,13 @@ class Told:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A system, and where it is measured.
+    """A system, and where it is measured."""
 
-    Attributes:
-        entry: of `fxshard.tools.bench`, or `COMPUTE`.
-        speeds: of the links, in GB/s; every system is measured on the instant link.
-        ctas: of the links.
-        checkpointing: also with activation checkpointing.
-        accumulates: with several microbatches per step too.
-    """
-
-    entry: Entry
-    speeds: tuple[float, ...] = SPEEDS
-    ctas: tuple[int, ...] = CTAS
-    checkpointing: bool = True
-    accumulates: bool = False
+    entry: Entry  # of `fxshard.tools.bench`, or `COMPUTE`
+    speeds: tuple[float, ...] = SPEEDS  # of the links, in GB/s; every system is measured on the instant link
+    ctas: tuple[int, ...] = CTAS  # of the links
+    checkpointing: bool = True  # also with activation checkpointing
+    accumulates: bool = False  # with several microbatches per step too
 
     @property
     def name(self) -> str:

@@ -47,51 +47,32 @@ HOST: Final = ("fsdp2", "fsdp2_compiled", "overlapped_100", "fxshard", "fxshard_
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """How a budget is divided.
+    """How a budget is divided."""
 
-    Attributes:
-        ready: of what is left when a part begins (of everything, if another part follows): how long its systems have to
-            be ready, before they have failed.
-        first: when the part without checkpointing ends, if all were ready early.
-        least: what that part may take once its systems are ready, even if that is all there is.
-        narrow: how long before the end of that part no link with fewer CTAs is begun.
-        compiling: what compiling once more may take of the time that it took the first time.
-        end: when everything ends.
-    """
-
+    # of what is left when a part begins (of everything, if another part follows): how long its systems have to be
+    # ready, before they have failed
     ready: float = 0.50
-    first: float = 0.52
-    least: float = 0.25
-    narrow: float = 0.08
-    compiling: float = 0.8
-    end: float = 0.97
+    first: float = 0.52  # when the part without checkpointing ends, if all were ready early
+    least: float = 0.25  # what that part may take once its systems are ready, even if that is all there is
+    narrow: float = 0.08  # how long before the end of that part no link with fewer CTAs is begun
+    compiling: float = 0.8  # what compiling once more may take of the time that it took the first time
+    end: float = 0.97  # when everything ends
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one run does.
+    """What one run does."""
 
-    Attributes:
-        model: that is trained.
-        device: "cuda" or "cpu".
-        cases: the systems.
-        world_size: ranks that there seem to be.
-        microbatches: of the steps that accumulate gradients.
-        folder: for everything.
-        num_threads: of each process.
-        checkpointing: whether systems run without activation checkpointing, with it, or first without and then with.
-        shares: of the budget, what is planned with.
-    """
-
-    model: Model
-    device: str
-    cases: Sequence[Case]
-    world_size: int
-    microbatches: int
-    folder: Path
-    num_threads: int
+    model: Model  # that is trained
+    device: str  # "cuda" or "cpu"
+    cases: Sequence[Case]  # the systems
+    world_size: int  # ranks that there seem to be
+    microbatches: int  # of the steps that accumulate gradients
+    folder: Path  # for everything
+    num_threads: int  # of each process
+    # whether systems run without activation checkpointing, with it, or first without and then with
     checkpointing: tuple[bool, ...] = (False, True)
-    shares: Shares = field(default_factory=Shares)
+    shares: Shares = field(default_factory=Shares)  # of the budget, what is planned with
 
 
 def run(plan: Plan, report: GpuReport, budget: Budget, save: Callable[[], None]) -> None:

@@ -14,23 +14,14 @@ from tests.tools.bench.gpu.settings import Link, Model
 
 @dataclass(kw_only=True)
 class Job:
-    """What one process does; as `fxshard.tools.launch.ranks` wants it.
+    """What one process does; as `fxshard.tools.launch.ranks` wants it."""
 
-    Attributes:
-        entry: the system.
-        model: what it trains.
-        device: "cuda" or "cpu".
-        checkpointing: whether activations are computed again in backward.
-        world_size: ranks that there seem to be.
-        folder: of the whole run.
-    """
-
-    entry: Entry
-    model: Model
-    device: str
-    checkpointing: bool
-    world_size: int
-    folder: Path
+    entry: Entry  # the system
+    model: Model  # what it trains
+    device: str  # "cuda" or "cpu"
+    checkpointing: bool  # whether activations are computed again in backward
+    world_size: int  # ranks that there seem to be
+    folder: Path  # of the whole run
 
     @property
     def ranks(self) -> int:
@@ -50,15 +41,10 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class WarmUp:
-    """Compile what steps of so many microbatches need; answered by `Ready`.
+    """Compile what steps of so many microbatches need; answered by `Ready`."""
 
-    Attributes:
-        microbatches: of a step.
-        alone: whether no other process may run on the device meanwhile; see [Note: one at a time].
-    """
-
-    microbatches: int = 1
-    alone: bool = True
+    microbatches: int = 1  # of a step
+    alone: bool = True  # whether no other process may run on the device meanwhile; see [Note: one at a time]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,15 +29,10 @@ _PATIENCE_S = 60.0  # beyond what a command should take
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Time that may be spent.
+    """Time that may be spent."""
 
-    Attributes:
-        start: `time.time()` of the beginning.
-        seconds: in all.
-    """
-
-    start: float
-    seconds: float
+    start: float  # `time.time()` of the beginning
+    seconds: float  # in all
 
     def at(self, share: float) -> float:
         """When so much of it is over, as `time.time()`."""

@@ -1,25 +1,21 @@
-"""Whether an emulated link on a GPU does what it is told: to be asked before its numbers are believed."""
+"""Whether an emulated link on a GPU keeps its speed, and what it takes from matrix products that run beside it."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.cuda import Event, Stream
 
-from fxshard.errors import ConfigError
+from fxshard.testing.cuda_engine import CudaEngine
 from fxshard.testing.emulated_link import EmulatedLink
-from fxshard.testing.link_engine import Speed
-
-if TYPE_CHECKING:
-    from fxshard.testing.cuda_engine import CudaEngine
 
 SIZES = tuple(mib * 2**20 for mib in (1, 4, 16, 64, 256, 512))
 """Of the tensors that are gathered, in bytes."""
@@ -30,20 +26,13 @@ GEMM = 8192
 
 @dataclass(frozen=True, kw_only=True)
 class PaceCheck:
-    """How long an all_gather took.
+    """How long an all_gather took."""
 
-    Attributes:
-        bytes: of the gathered tensor.
-        is_busy: whether matrices were multiplied meanwhile.
-        asked_us: by the formula of the link.
-        paced_us: from when the last thread block had room on an SM, by the clock of the kernel.
-        measured_us: from when its turn in the stream had come, by CUDA events: launching and waiting for room count.
-    """
-
-    bytes: int
-    is_busy: bool
-    asked_us: float
-    paced_us: float
+    bytes: int  # of the gathered tensor
+    is_busy: bool  # whether matrices were multiplied meanwhile
+    asked_us: float  # by the formula of the link
+    paced_us: float  # from when the last thread block had room on an SM, by the clock of the kernel
+    # from when its turn in the stream had come, by CUDA events: launching and waiting for room count
     measured_us: float
 
     @property
@@ -57,7 +46,6 @@ class GemmSlowdown:
     """What the link takes from a matrix product beside it."""
 
     ctas: int  # thread blocks that copied
-    gigabytes_per_s: float  # of the link
     alone_us: float  # a product, while nothing else ran
     beside_us: float  # a product, while the link gathered
 
@@ -67,28 +55,14 @@ class GemmSlowdown:
         return self.beside_us / self.alone_us
 
 
-def check_pace(
-    link: EmulatedLink,
-    *,
-    sizes: Sequence[int] = SIZES,
-    gigabytes_per_s: float = 25.0,
-    latency_us: float = 30.0,
-    repeats: int = 5,
-) -> list[PaceCheck]:
-    """Gather tensors of each size on an idle GPU and beside matrix products; return idle and busy for each size.
-
-    `link` must be of device "cuda"; it gets its speed back, and what it has carried is forgotten. `sizes` are bytes of
-    the gathered tensors, rounded up so that they can be cut. The median of `repeats` counts.
-
-    Raises:
-        ConfigError: the link is not on a GPU.
-    """
-    with _at_speed(link, Speed(gigabytes_per_s=gigabytes_per_s, latency_us=latency_us), None) as engine:
+def check_pace(link: EmulatedLink, gigabytes_per_s: float, repeats: int = 5) -> list[PaceCheck]:
+    """Gather tensors of each size on an idle GPU and beside matrix products; the median of `repeats` counts."""
+    with _at_speed(link, gigabytes_per_s, None) as engine:
         product = _product(engine.device)
         product_us = _timed_us(product, 10)
         beside = Stream(engine.device)
         found = []
-        for size in sizes:
+        for size in SIZES:
             whole, shard = _gathered(link, size, engine.device)
             asked_us = engine.speed.seconds("all_gather", whole.nbytes, link.mesh.size()) * 1e6
             for is_busy in (False, True):
@@ -107,26 +81,11 @@ def check_pace(
         return found
 
 
-def gemm_slowdown(
-    link: EmulatedLink,
-    ctas: int,
-    *,
-    gigabytes_per_s: float = 25.0,
-    latency_us: float = 30.0,
-    num_bytes: int = 512 * 2**20,
-    products: int = 50,
-) -> GemmSlowdown:
-    """Multiply matrices alone and while the link gathers, one all_gather after the other.
-
-    `link` must be of device "cuda"; it gets its speed back, and what it has carried is forgotten. `num_bytes` are those
-    of each gathered tensor, `products` are timed.
-
-    Raises:
-        ConfigError: the link is not on a GPU, or an argument means nothing.
-    """
-    with _at_speed(link, Speed(gigabytes_per_s=gigabytes_per_s, latency_us=latency_us), ctas) as engine:
+def gemm_slowdown(link: EmulatedLink, ctas: int, products: int) -> GemmSlowdown:
+    """Multiply so many matrices alone and while the link gathers, one all_gather after the other."""
+    with _at_speed(link, 25.0, ctas) as engine:
         product = _product(engine.device)
-        whole, shard = _gathered(link, num_bytes, engine.device)
+        whole, shard = _gathered(link, SIZES[-1], engine.device)
         dist.all_gather_into_tensor(whole, shard)  # compiles what has not been compiled
         _timed_us(product, products)
         alone_us = _timed_us(product, products)
@@ -137,16 +96,14 @@ def gemm_slowdown(
         for work in works:
             cast(Any, work).wait()
         torch.cuda.synchronize(engine.device)
-    return GemmSlowdown(ctas=ctas, gigabytes_per_s=gigabytes_per_s, alone_us=alone_us, beside_us=beside_us)
+    return GemmSlowdown(ctas=ctas, alone_us=alone_us, beside_us=beside_us)
 
 
 @contextmanager
-def _at_speed(link: EmulatedLink, speed: Speed, ctas: int | None) -> Iterator[CudaEngine]:
-    if link.mesh.device_type != "cuda":
-        raise ConfigError("emulated_link: only a link of device='cuda' has a pace to check. Make one with that device.")
-    engine = cast("CudaEngine", link.engine)
+def _at_speed(link: EmulatedLink, gigabytes_per_s: float, ctas: int | None) -> Iterator[CudaEngine]:
+    engine = cast(CudaEngine, link.engine)
     before, ctas_before = engine.speed, engine.ctas
-    link.set_speed(gigabytes_per_s=speed.gigabytes_per_s, latency_us=speed.latency_us, ctas=ctas)
+    link.set_speed(gigabytes_per_s=gigabytes_per_s, latency_us=30.0, ctas=ctas)
     try:
         yield engine
     finally:
