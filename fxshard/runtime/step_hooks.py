@@ -48,13 +48,12 @@ if TYPE_CHECKING:
 class ModelContext:
     """What the units of one model share, and its backwards; see [Note: the end of a step]."""
 
-    units: Sequence[Unit]  # of the model, in the order in which it names them
+    units: Sequence[Unit]  # in the order in which the model names them
     late: LateGradients = field(default_factory=LateGradients)  # reduced gradients that have not arrived yet
-    # Parameters that are gathered outside of the graph that reads them, and what gathers them ahead.
     unsharded: UnshardedCache = field(default_factory=UnshardedCache, repr=False)
     prefetcher: Prefetcher = field(init=False, repr=False)
-    after_first_call: Callable[[], None] | None = None  # run after a compiled graph until it has succeeded
-    settings: BackwardSettings = field(default_factory=BackwardSettings)  # which backward ends a step
+    after_first_call: Callable[[], None] | None = None  # runs after a compiled graph, until it has succeeded
+    settings: BackwardSettings = field(default_factory=BackwardSettings)
     _begun: int | None = field(default=None, repr=False)
     _unended: set[int] = field(default_factory=set, repr=False)  # backwards that have begun, and leave sums behind
     _resharded_in: int | None = field(default=None, repr=False)
