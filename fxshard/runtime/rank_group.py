@@ -171,7 +171,7 @@ class RankGroup:
             return ""
         if found:
             return self._difference(*found, run, now)
-        return self._past_difference(*before, run) if before else ""
+        return self._past_difference(*before, before[1].run) if before else ""
 
     def whereabouts(self) -> tuple[list[int], list[int]]:
         """Of some ranks, those that have not come to this run, and those that are in it."""
@@ -196,13 +196,13 @@ class RankGroup:
         return None
 
     def _differing_before(self) -> tuple[int, RunEntry] | None:
-        """The first of some ranks that is in this run, and did something else before it, and what it is in."""
-        if not self._past:
-            return None
-        ours, _ = self._past[-1]
-        for rank, theirs in self._arrived(self._peers, ours.run).items():
-            if (theirs.run, theirs.since) == (ours.run, ours.since) and theirs.history != ours.history:
-                return rank, theirs
+        """The first of some ranks that differs in the last of these runs that it has come to, or before, and how."""
+        for rank in self._peers:
+            for ours, _ in reversed(list(self._past)):
+                if theirs := self._arrived([rank], ours.run).get(rank):
+                    if (theirs.run, theirs.since) == (ours.run, ours.since) and theirs.history != ours.history:
+                        return rank, theirs
+                    break
         return None
 
     def look_back(self, *, is_over: bool) -> None:

@@ -34,6 +34,7 @@ optimizer does (`.data`, `torch._foreach_*`) is for the user to say, with `resha
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,6 +53,8 @@ from fxshard.runtime.accumulation import Units
 if TYPE_CHECKING:
     from fxshard.runtime.prefetcher import AllGatherRequest
     from fxshard.runtime.unit import Unit
+
+_log = logging.getLogger(__name__)
 
 Why = Literal["next", "listed", "asked", "stepped", "resident"]
 """Its graph came next the last time, a unit has listed it, the user has asked for it, an optimizer that `overlap_step`
@@ -101,7 +104,10 @@ class UnshardedCache(dict[Hashable, Gathered]):
         """Free what is there, if anything."""
         for key in keys:
             if key in self:
-                wait_for(self.pop(key).tensors.values())
+                try:
+                    wait_for(self.pop(key).tensors.values())
+                except RuntimeError as error:  # nobody reads it, and another error may be under way
+                    _log.info("fxshard: a gather that nobody reads has failed: %s", error)
 
     def drop_if(self, which: Callable[[Gathered], bool] = lambda _: True) -> None:
         """Free all that is so."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -92,6 +92,40 @@ def wait_for_each_other(form: str) -> None:
 @pytest.mark.parametrize("form", ["whole", slow("by block"), slow("uncompiled")])
 def test_ranks_that_wait_for_each_other_are_an_error(form: str) -> None:
     processes.run(2, wait_for_each_other, form)
+
+
+class Chain(nn.Module):
+    """Equal blocks, called in the order that is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+
+    def forward(self, x: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+        for i in order:
+            x = torch.tanh(self.blocks[i](x))
+        return x
+
+
+def leave_out_a_block(bucket: str) -> None:
+    torch.manual_seed(0)
+    model: Any = Chain()
+    for part in (*model.blocks, model):
+        fxshard.fully_shard(part)
+    run = torch.compile(model, backend="fxshard", options={**EAGER, "regional": True, "bucket": bucket})
+    for _ in range(3):
+        run(torch.ones(2, 8), range(6)).sum().backward()
+    began = time.monotonic()
+    with pytest.raises(RankMismatchError, match="the ranks launch different collectives"):
+        run(torch.ones(2, 8), (range(6), (0, 1, 3, 4, 5))[dist.get_rank()]).sum().backward()
+    assert time.monotonic() - began < 20
+    time.sleep(6)  # the rank that was refused at once lives on, as where a script catches the error
+
+
+@pytest.mark.multi_rank
+@pytest.mark.parametrize("bucket", ["unit", "auto"])
+def test_a_rank_that_waits_for_one_that_was_refused_and_lives_on_hears_of_it(bucket: str) -> None:
+    processes.run(2, leave_out_a_block, bucket)
 
 
 def be_slow() -> None:
