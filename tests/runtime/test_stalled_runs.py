@@ -112,7 +112,7 @@ def leave_out_a_block(bucket: str) -> None:
     model: Any = Chain()
     for part in (*model.blocks, model):
         fxshard.fully_shard(part)
-    run = torch.compile(model, backend="fxshard", options={**EAGER, "regional": True, "bucket": bucket})
+    run: Any = torch.compile(model, backend="fxshard", options={**EAGER, "regional": True, "bucket": bucket})
     for _ in range(3):
         run(torch.ones(2, 8), range(6)).sum().backward()
     began = time.monotonic()
