@@ -34,18 +34,18 @@ CEILINGS = (
     Ceiling(
         "lines of `fxshard/` and `passes/` without `tools/` and `testing/`",
         _lines(text for name, text in SOURCES.items() if not name.startswith(TOOLS)),
-        32_200,
+        31_600,
     ),
     Ceiling(
         "lines of `tools/` and `testing/`",
         _lines(text for name, text in SOURCES.items() if name.startswith(TOOLS)),
-        6_000,
+        4_850,
     ),
     Ceiling(
         "lines of the core: top level, `sharding`, `compile`, `ir`, `passes`, `ranks`, `runtime`",
         _lines(text for name, text in SOURCES.items() if name.rpartition("/")[0].partition("/")[0] in CORE),
-        24_000,
+        22_750,
     ),
-    Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 57_000),
-    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 53_000),
+    Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 55_500),
+    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 52_500),
 )

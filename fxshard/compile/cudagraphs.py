@@ -87,7 +87,7 @@ def require_recordable(options: Options, code: Any, kind: str) -> None:
     if options.cudagraphs and (reasons or info is None):
         why = ", ".join(reasons) if isinstance(reasons, list) else reasons or "Inductor gives no reason"
         raise UnsupportedGraph(
-            f"cudagraphs=True: the {kind} graph cannot be recorded: {why}. Mend what it names, or leave the option out."
+            f"cudagraphs=True: the {kind} graph cannot be recorded: {why}. Fix what it names, or leave the option out."
         )
 
 
@@ -108,7 +108,7 @@ def guarded(
         if skips.get("cudagraph_skips", 0) > before:
             raise UnsupportedGraph(
                 f"cudagraphs=True: the {kind} graph was not recorded when it ran; TORCH_LOGS=perf_hints says why "
-                "(inputs that are written to, shapes that keep changing). Mend that, or leave the option out."
+                "(inputs that are written to, shapes that keep changing). Fix that, or leave the option out."
             )
         if kind != "backward":
             return results

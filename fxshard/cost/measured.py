@@ -5,13 +5,13 @@ What the cost model counts on decides graphs, so all ranks of a group must count
 they are together anyway: at the first `fully_shard` on the group, or where the one-line form compares their models;
 never while a graph is compiled. Nobody can be sure that all come there, so nothing is sent over the group before the
 store has said that they have. One rank decides for all, by the first write to one key of the store of the default
-process group (`compare_set`), and nobody waits longer for it than `PATIENCE`:
+process group (`compare_set`), and no rank waits longer for it than `TIMEOUT_S`:
 
 - a rank that has a file of this kind of machine writes its numbers: the file of the first one counts for all;
 - a rank that has none says that it has come, and waits. The last one to come decides that they measure: all of them
   stand here, and will. Where the group has seen other collectives on one rank than on another, something is under way
   on it, and they do not;
-- a rank that has waited in vain, that is told not to measure or has no memory for it decides for the table.
+- a rank that has waited too long, must not measure or has no memory for it decides for the table.
 
 So ranks that shard over crossing meshes in different orders, or without each other, wait once and count on the table.
 Rank 0 of the group writes the file, and the store forgets nothing: who comes after the decision takes it.
@@ -44,7 +44,7 @@ from fxshard.errors import ConfigError
 from fxshard.ranks.rendezvous import Rendezvous, is_alone
 from fxshard.runtime import gloo, mesh_axes
 
-PATIENCE = 5.0
+TIMEOUT_S = 5.0
 """Seconds that a rank waits for the others: as much as building a model may take longer on one than on another."""
 
 EMULATED = "emulated"
@@ -57,15 +57,15 @@ _log = logging.getLogger(__name__)
 _GroupKey = tuple[str, frozenset[tuple[int, ...]]]  # type of device, ranks of each group
 
 
-def agree(mesh: DeviceMesh, patience: float = PATIENCE, *, whole: DeviceMesh | None = None) -> None:
+def agree(mesh: DeviceMesh, timeout: float = TIMEOUT_S, *, whole: DeviceMesh | None = None) -> None:
     """Have the ranks of a mesh count on the same numbers from now on; see [Note: measured hardware].
 
-    Once per mesh, where all its ranks come together, or some of them in vain. Does nothing for a mesh that has one
+    Once per mesh, where all its ranks come, or some of them have waited too long. Does nothing for a mesh that has one
     rank, or whose ranks do not exist.
 
     Args:
         mesh: what parameters are sharded over; its groups may be stand-ins.
-        patience: seconds to wait for the others.
+        timeout: seconds to wait for the others.
         whole: the mesh with the axis of tensor parallelism behind those of `mesh`, if parameters are on it.
     """
     axes = _Axes(mesh, whole)
@@ -73,7 +73,7 @@ def agree(mesh: DeviceMesh, patience: float = PATIENCE, *, whole: DeviceMesh | N
         return
     known, key = _known(), _key(axes.all, mesh.device_type)
     if key not in known:
-        known[key] = _Decision(axes, patience).decide()
+        known[key] = _Decision(axes, timeout).decide()
         _log.info("fxshard: %d ranks count on %s.", len(axes.ranks), known[key].label)
 
 
@@ -174,8 +174,8 @@ def _is_real(group: dist.ProcessGroup) -> bool:
 class _Decision:
     """How the ranks of one mesh come to the same numbers."""
 
-    def __init__(self, axes: _Axes, patience: float) -> None:
-        self._axes, self._device, self._patience = axes, _here(axes.mesh.device_type), patience
+    def __init__(self, axes: _Axes, timeout: float) -> None:
+        self._axes, self._device, self._timeout = axes, _here(axes.mesh.device_type), timeout
         self._at_store = Rendezvous(f"hardware/{axes.mesh.device_type}/{axes.mesh.shape}", axes.ranks)
 
     def decide(self) -> HardwareSpec:
@@ -200,14 +200,14 @@ class _Decision:
         ours = str([torch_private.num_collectives(group, self._device) for group in self._axes.real])
         if self._at_store.arrive(ours):
             return self._at_store.decide(_MEASURE if {*self._at_store.texts().values()} == {ours} else _TABLE)
-        if said := self._at_store.decision(self._patience):
+        if said := self._at_store.decision(self._timeout):
             return said
         if (said := self._at_store.decide(_TABLE)) == _TABLE:
             _log.warning(
                 "fxshard: the %d ranks of a mesh did not come to fully_shard within %.0f s of each other, so "
                 "the speed of their link is assumed. `fxshard calibrate`, started as training is, measures it once.",
                 len(self._axes.ranks),
-                self._patience,
+                self._timeout,
             )
         return said
 

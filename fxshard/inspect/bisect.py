@@ -92,7 +92,7 @@ def bisect_numerics(
         world_size: ranks to simulate, 2 by default; of a sharded model those that it is sharded over, of which this
             process knows its own rows only: the others get the same values in another order.
         options: as for `torch.compile(model, backend="fxshard", options=...)`; `lower` is "eager" unless given.
-        all_passes: whether to compare also what passes do that do not promise `reorders_only`.
+        all_passes: whether to compare also passes that are not `reorders_only`.
         **kwargs: of the model's forward.
 
     Returns:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fxshard.inspect.explanation import FrameExplanation
 
 OTHERS: Mapping[str, int | Literal["auto"]] = {"no prefetch": 0, "1 ahead": 1, "auto": "auto"}
-"""What the compiled schedule is held against -> `HoistPrefetch.depth`; the user's lists count in none of them."""
+"""What the compiled schedule is compared with -> `HoistPrefetch.depth`; the user's lists count in none of them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -134,12 +134,12 @@ class Dataflow:
     Attributes:
         values: the description of each node that has one; several for an op with several results.
         parameters: node tagged `param` -> what it is made of, `None` if that could not be followed.
-        strays: (reader, what it reads): a flat, a buffer in flight or a gathered buffer, read as no pass of ours does.
+        unexpected_reads: (reader, what it reads): a flat, a buffer in flight or a gathered one, read as no pass does.
     """
 
     values: dict[fx.Node, Value | tuple[Value, ...]] = field(default_factory=dict)
     parameters: dict[fx.Node, Value | tuple[Value, ...] | None] = field(default_factory=dict)
-    strays: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
+    unexpected_reads: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
 
     def sent_by(self, launch: fx.Node) -> list[Value | tuple[Value, ...] | None]:
         """Return what a launch sends, tensor by tensor, `None` where that could not be followed."""
@@ -170,7 +170,7 @@ def _describe(node: fx.Node, meta: NodeMeta, flow: Dataflow, plan: FramePlan) ->
     rule = _RULES.get(node.target) if node.op == "call_function" else None
     value = rule(node, flow, plan) if rule is not None and (known or node.target in _ZEROS) else None
     if value is None:
-        flow.strays += [(node, n) for n in known if _must_be_followed(n, node, flow)]
+        flow.unexpected_reads += [(node, n) for n in known if _must_be_followed(n, node, flow)]
     return value
 
 

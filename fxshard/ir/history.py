@@ -1,4 +1,4 @@
-"""The history of a captured graph: its graphs after every pass, kept for whoever wants to look."""
+"""The history of a captured graph: its graphs after every pass, kept for inspection."""
 
 from __future__ import annotations
 

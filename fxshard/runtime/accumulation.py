@@ -119,7 +119,7 @@ def waiting_separately(
 
 
 def variant_for(units: Units, trained: Slots, separate: Mapping[str, Waiting]) -> Variant:
-    """Which backward of a graph is to run now; what is resident is not its affair."""
+    """Which backward of a graph is to run now; resident units are chosen elsewhere."""
     kept = {key for key in trained if not units[key].settings.sync}
     left = {key: units[key].accumulation.waiting.difference(separate.get(key, ())) for key in trained.keys() - kept}
     ended = {key for key, slots in left.items() if not slots.isdisjoint(trained[key])}

@@ -51,7 +51,7 @@ class GradientSink:
         self.parameters = list(parameters)
         self.plan = plan
         # With replicas: whether the all_reduce is still to come, and what then becomes of a gradient.
-        self.is_apart: Callable[[], bool] = bool
+        self.defers_all_reduce: Callable[[], bool] = bool
         self.take_apart: Callable[[Tensor, list[int]], tuple[Tensor, list[int]] | None] = lambda grad, slots: (
             grad,
             slots,
@@ -81,7 +81,7 @@ class GradientSink:
 
     def can_be_late(self) -> bool:
         """Whether no hook sees the gradient of the running backward before that ends."""
-        is_seen = self.hook is not None or self.is_apart() or torch_private.backward_id() in self._separate
+        is_seen = self.hook is not None or self.defers_all_reduce() or torch_private.backward_id() in self._separate
         return not is_seen and not _have_hooks(self.parameters)
 
     def expect_late(self, gradient: LateGradient) -> None:
@@ -112,7 +112,7 @@ class GradientSink:
         if grad is None or not slots:
             names = ", ".join(slot.fqn for slot in self.plan.slots)
             raise InvariantError(f"a gradient arrived that no forward announced, for the shard of {names}.")
-        if self.is_apart():
+        if self.defers_all_reduce():
             if (taken := self.take_apart(grad if separate is None else separate + grad, slots)) is None:
                 return  # reduced, and to be averaged over replicas in a later backward
             (grad, slots), separate = taken, None
@@ -166,7 +166,7 @@ def _give_together(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]) 
     elif _can_be_added_together(present, grads):
         with torch.no_grad():
             torch._foreach_add_(list(map(_LOCAL, present)), list(map(_LOCAL, grads)))
-        # Only the local tensors were written; whoever saved the DTensors must see that they have changed.
+        # Only the local tensors were written; those who saved the DTensors must see that they have changed.
         torch.autograd.graph.increment_version(present)
     else:
         _give_one_by_one(parameters, grads)

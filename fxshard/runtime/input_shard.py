@@ -60,7 +60,7 @@ class InputShard(FlatShard):
         for member, slots in self.inputs():
             extension = extension_of(member)
             parts = [self.plan.slots[i] for i in slots]
-            # `.data` counts no write: to whoever saved the bytes they are those of the same rows.
+            # `.data` counts no write: code that saved the bytes finds those of the same rows.
             extension.encode([self.flat.data[part.offset : part.offset + part.numel] for part in parts])
             for module, name in member.owners:
                 parameters.publish_metadata(module, name, extension.metadata)

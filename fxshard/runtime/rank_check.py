@@ -8,11 +8,11 @@ root's call; it also orders several models, several graphs of a call, forwards w
 Before each run a rank writes a digest of the run's collectives (op, group, dtype, numel) under the run's number into
 the store of the default process group: one message, no answer.
 
-Only where a run is news does a rank read what the others wrote, and wait until all have come as far: at the first run
+Only where a run is new does a rank read what the others wrote, and wait until all have come as far: at the first run
 of a compiled graph, and where these collectives never followed those of the run before (an evaluation on one rank).
 Everybody writes before it waits here or in a collective, so this wait ends where that of the first collective would.
 
-Where no run is news, ranks look back: when a backward ends, before an optimizer can step, each reads what up to `PEERS`
+Where no run is new, ranks look back: when a backward ends, before an optimizer can step, each reads what up to `PEERS`
 others wrote of the runs that are past. Every entry has a hash of all runs up to it, so one entry shows whether any of
 them differed: which modules run may hang on a rank's data, and every path be known (a tower for images, one for text).
 They do so, too, where a forward ends without gradients, and else once in `LOOK_EVERY` runs.

@@ -225,8 +225,8 @@ class RankGroup:
         except RuntimeError as lost:
             _log.info("fxshard: the store does not tell what other ranks ran (its rank may have ended): %s", lost)
 
-    def _compare_past(self, run: int, patience: float) -> None:
-        for _ in polls(patience):
+    def _compare_past(self, run: int, timeout: float) -> None:
+        for _ in polls(timeout):
             if len(found := self._arrived(self._peers, run)) == len(self._peers):
                 break
         ours, _ = self._past[run - self._run - 1]

@@ -3,7 +3,7 @@
 [Note: uncompiled frames]
 A frame that Dynamo gives up on runs as it is, and so does what it calls of torch's own modules: each parameter is then
 gathered where it is read, and no pass has a part in it. That a getter runs while torch.compile is on, instead of being
-traced, is how we learn of it, and the stack says who reads. What the user keeps from Dynamo is let be.
+traced, is how we learn of it, and the stack says who reads. Functions that the user disabled are ignored.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 [Note: unsharded cache]
 A model has one cache for what `prefetcher.py` launches ahead of the graph that reads it, and for what stays from one
-microbatch to the next. Whoever takes gathered parameters waits for them. So must whoever drops them: a collective that
-nobody waits for keeps its buffers for as long as the process runs. They are of the epoch (`Unit.epoch`) in which they
-were launched; who finds them of an old one decides what that means.
+microbatch to the next. Code that takes gathered parameters waits for them. So must code that drops them: a collective
+that nobody waits for keeps its buffers for as long as the process runs. They are of the epoch (`Unit.epoch`) in which
+they were launched; who finds them of an old one decides what that means.
 
 What is read outside of graphs (`eager.py`) is not here: it belongs to one call and one mode of autograd, not to a unit,
 and is waited for at once.
@@ -89,7 +89,7 @@ def wait_for(launched: Iterable[Tensor]) -> None:
 
 
 class UnshardedCache(dict[Hashable, Gathered]):
-    """Gathered parameters of one model; see [Note: unsharded cache]. Whoever takes some pops them."""
+    """Gathered parameters of one model; see [Note: unsharded cache]. A taker pops them."""
 
     def __del__(self) -> None:
         """Wait for what is left of a model that is gone; at the end of the process there may be nobody to wait for.
@@ -179,7 +179,7 @@ def reshard_if_reduced(unit: Unit) -> None:
 
 
 def units_that_fit(units: Sequence[Unit], budget_bytes: int) -> frozenset[Unit]:
-    """The units to keep, by how much communication each byte that is held saves, as far as the budget goes.
+    """The units to keep, by how much communication each byte saves, as far as the budget goes.
 
     One that backward would gather again saves two gathers in each microbatch, any other one. Of equal ones the first
     go first, so that all ranks choose alike.

@@ -4,7 +4,7 @@
 A module that owns a sharded parameter gets a subclass of its class with a property per parameter (`ParameterOwner`);
 a module that was given to `fully_shard` also gets the FSDP methods and a call that opens a scope (`ShardedModule`).
 `isinstance` keeps working, and Dynamo's type guards tell a sharded module from a plain one. The subclass has the name
-of the class, for whoever prints it or writes it into a file.
+of the class, for code that prints it or writes it into a file.
 """
 
 from __future__ import annotations

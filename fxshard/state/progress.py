@@ -1,4 +1,4 @@
-"""Show how far a long transfer has come, to whoever sits at a terminal."""
+"""Show on a terminal how far a long transfer has come."""
 
 from __future__ import annotations
 

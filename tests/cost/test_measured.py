@@ -50,9 +50,9 @@ def both() -> DeviceMesh:
     return init_device_mesh("cpu", (2,))
 
 
-def agreed(patience: float = 60.0) -> HardwareSpec:
+def agreed(timeout: float = 60.0) -> HardwareSpec:
     """What the two ranks count on, which is the same."""
-    measured.agree(both(), patience)
+    measured.agree(both(), timeout)
     return found()
 
 
@@ -132,11 +132,11 @@ def test_a_rank_that_waits_in_vain_counts_on_the_table_and_so_does_who_comes_lat
     with new_group("in_vain") as folder:
         if dist.get_rank() == 0:
             began = time.monotonic()
-            measured.agree(both(), patience=0.5)
+            measured.agree(both(), timeout=0.5)
             assert 0.5 <= time.monotonic() - began < 20
         dist.barrier()
         if dist.get_rank() == 1:
-            measured.agree(both(), patience=60.0)  # which it need not wait
+            measured.agree(both(), timeout=60.0)  # which it need not wait
         assert found().source == TABLE
         assert files(folder) == []
 
@@ -153,7 +153,7 @@ def test_nothing_is_measured_where_the_ranks_have_launched_different_collectives
     with new_group("under_way") as folder:
         if dist.get_rank() == 0:
             work = dist.all_reduce(torch.ones(1), async_op=True)
-        measured.agree(both(), patience=60.0)
+        measured.agree(both(), timeout=60.0)
         if dist.get_rank() == 1:
             work = dist.all_reduce(torch.ones(1), async_op=True)
         assert work is not None

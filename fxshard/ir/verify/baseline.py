@@ -1,4 +1,4 @@
-"""What a graph must keep while passes rewrite it, and the graph that is held against it."""
+"""What a graph must keep while passes rewrite it, and the graph that is compared with it."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ def zero_gradients_are_of_their_parameters(subject: Subject) -> Iterator[Violati
         parameters, index = node.args
         if subject.baseline.kind != "joint":
             return  # in backward parameters may have been saved, and read from elsewhere
-        if strays := [marker for marker in parameters if not ops.is_unshard(marker)]:
-            yield node, f"it reads %{strays[0].name}, which is no parameter"
+        if others := [marker for marker in parameters if not ops.is_unshard(marker)]:
+            yield node, f"it reads %{others[0].name}, which is no parameter"
             continue
         keys = [ops.parameter_key_of(marker) for marker in parameters]
         calls = {(ops.key_of(marker).unit, ops.key_of(marker).call) for marker in parameters}

@@ -252,7 +252,7 @@ def parameters_are_their_slots(subject: Subject) -> Iterator[Violation]:
 
 def gathered_buffers_are_read_as_parameters(subject: Subject) -> Iterator[Violation]:
     """Compute reads parameters; a flat, a buffer in flight or a gathered buffer is read on the way to one only."""
-    for reader, source in subject.flow.strays:
+    for reader, source in subject.flow.unexpected_reads:
         yield reader, f"it reads {_name(source)} without being on the way to a parameter"
 
 

@@ -35,7 +35,7 @@ SYSTEMS: Final[Mapping[str, str]] = {
     "simplefsdp": "parameters as DTensors that a property gathers, compiled as a whole",
     "simplefsdp_bucketed": "the same, collectives merged by Inductor",
     "simplefsdp_overlapped": "the same, merged and moved by Inductor's overlap scheduling; needs triton",
-    "fxshard_unordered": "fxshard with no collective moved and none held in its place: Inductor's order",
+    "fxshard_unordered": "fxshard with no collective moved and none pinned: Inductor's order",
     "fxshard_listed": "fxshard told for each unit which two to gather ahead, in forward and in backward",
     FXSHARD: 'torch.compile(backend="fxshard")',
 }
@@ -79,7 +79,7 @@ class BenchConfig:
     rounds: int = 10
     processes: int = 1
     num_threads: int = 1  # Of each rank
-    stall_s: float = 900.0  # Seconds without news from any rank after which a system counts as failed
+    stall_s: float = 900.0  # Seconds without a message from any rank after which a system counts as failed
     check_steps: int = 3  # First steps, whose losses are compared
     lr: float = 1e-3  # Learning rate of AdamW
 
@@ -104,7 +104,7 @@ class BenchJob:
 
     @property
     def stall_s(self) -> float:
-        """Seconds without news after which to give up."""
+        """Seconds without a message after which to give up."""
         return self.config.stall_s
 
     @property

@@ -111,7 +111,7 @@ class SystemResult:
 
 @dataclass(kw_only=True)
 class Results:
-    """What came of all systems, whoever let them take turns; `options` and the order are the user's."""
+    """The results of all systems; `options` and the order are the user's."""
 
     options: dict[str, Any]
     machine: dict[str, Any]

@@ -29,7 +29,7 @@ from fxshard.tools.launch.torchrun import Peers
 
 
 class Session:
-    """The ranks of one system, as all peers see them; whoever makes it stops it."""
+    """The ranks of one system, as all peers see them; the code that makes it stops it."""
 
     def __init__(self, job: BenchJob, peers: Peers) -> None:
         self.job = job

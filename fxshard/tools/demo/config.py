@@ -27,7 +27,7 @@ class DemoConfig:
     lower: str = "inductor"
     seed: int = 0
     compare: bool = True
-    stall_s: float = 300.0  # Seconds without news from any rank after which the demo gives up
+    stall_s: float = 300.0  # Seconds without a message from any rank after which the demo gives up
 
     def __post_init__(self) -> None:
         """Refuse what cannot run."""

@@ -58,7 +58,7 @@ def reporting(place: RankPlace, folder: Path, events: Connection) -> Iterator[No
     try:
         torch.set_num_threads(place.num_threads)
         yield
-    except BrokenPipeError:  # the parent is gone, and with it whoever wanted to know
+    except BrokenPipeError:  # the parent is gone, and nobody else reads it
         sys.exit(1)
     except Exception as error:  # a process boundary: whatever it is, the parent reports it
         traceback.print_exc()

@@ -48,7 +48,7 @@ class Job(Protocol):
 
     @property
     def stall_s(self) -> float:
-        """Seconds without news from any rank after which to give up."""
+        """Seconds without a message from any rank after which to give up."""
 
 
 # What a rank runs: its place, the job, and a pipe to the parent.
@@ -56,7 +56,7 @@ Main = Callable[[RankPlace, Any, Connection], None]
 
 
 class RankProcesses:
-    """Processes on this machine, one per rank, each with a pipe to this process; whoever starts them stops them.
+    """Processes on this machine, one per rank, each with a pipe to this process; the code that starts them stops them.
 
     Args:
         job: What they do, handed to `main`.
@@ -125,7 +125,7 @@ class RankProcesses:
         """Wait for what the ranks tell next, but not longer than `timeout_s` seconds.
 
         Returns:
-            What they told; nothing if the time is over, or if the only news is that a rank has ended well.
+            What they told; nothing if the time is over, or if all that happened is that a rank has ended well.
 
         Raises:
             RankError: As in `events`, or all ranks have ended.
