@@ -40,7 +40,7 @@ class ReductionSettings:
         reduces_unused: whether zeros are reduced for what a backward gives no gradient.
     """
 
-    divide_factor: float | None = field(default=None, metadata=_named("gradient_divide_factor", word=" /{:g}"))
+    divide_factor: float | None = field(default=None, metadata=_named("gradient_divide_factor", word=" /{:.17g}"))
     sums_only: bool = field(default=False, metadata=_named("force_sum_reduction_for_comms", word=" sums"))
     reduces_unused: bool = field(default=False, metadata=_named("reduce_scatter_unused_params", word=" unused"))
 
@@ -118,7 +118,7 @@ IN_GRAPHS = frozenset(each.name for each in fields(UnitSettings) if each.metadat
 """The settings that graphs are compiled for."""
 
 ARGUMENTS = frozenset(each.name for each in fields(UnitSettings) if "setter" not in each.metadata)
-"""The settings that `fully_shard` takes."""
+"""The settings without a method: what `fully_shard` takes, and what it finds out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,8 +130,11 @@ class BackwardSettings:
 
 
 def apply(settings: UnitSettings | BackwardSettings, module: Any) -> None:
-    """Give a module, ours or FSDP2's, these settings, but for those that its torch does not have."""
+    """Give a module, ours or FSDP2's, these settings, but for those that its torch does not have.
+
+    In the order of the fields: `sync` sets `averages`, too, so that comes after it.
+    """
     for each in fields(settings):
         value, setter = getattr(settings, each.name), getattr(module, each.metadata.get("setter", ""), None)
-        if setter is not None and value is not None and value != ():  # defaults that no setter takes
+        if setter is not None and value is not None and value != ():  # a new module has these
             setter(value, **({"recurse": False} if "recurse" in inspect.signature(setter).parameters else {}))

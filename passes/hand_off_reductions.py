@@ -47,9 +47,9 @@ class HandOffReductions(GraphPass):
         kinds = (collectives.REDUCTIONS, collectives.ALL_REDUCES)
         for group in (group for kind in kinds for group in launch_groups.groups_of(gm.graph, kind)):
             for wait in (wait for wait in group.waits if wait.target is not ops.DEFERRED_WAIT):
-                brought = _brought(wait)
-                if why := _why_not(wait, brought, group.launches[0], results, last):
-                    ctx.decline(group.launches[0], f"{why}; it is waited for in this graph")
+                brought, launch = _brought(wait), launch_groups.waited_for(wait)
+                if why := _why_not(wait, brought, launch, results, last):
+                    ctx.decline(launch, f"{why}; it is waited for in this graph")
                     continue
                 wait.target, changed = ops.DEFERRED_WAIT, True
                 if brought is not wait:
@@ -61,8 +61,8 @@ class HandOffReductions(GraphPass):
 
 def _brought(wait: fx.Node) -> fx.Node:
     """Return the reduced gradient in the dtype of its shard: the wait, or the cast of it, which the runtime makes."""
-    cast = next(iter(wait.users), wait)
-    return cast if cast.target in ops.CASTS and len(wait.users) == 1 else wait
+    users = list(wait.users)
+    return users[0] if len(users) == 1 and users[0].target in ops.CASTS else wait
 
 
 def _why_not(wait: fx.Node, brought: fx.Node, launch: fx.Node, results: Sequence[object], last: fx.Node | None) -> str:

@@ -100,12 +100,14 @@ def gather_texts(
     if is_alone():
         return [text] * len(ranks)
     meeting = Rendezvous(topic, ranks, again=True)
-    if meeting.arrive(text):
-        meeting.decide("all ranks came")
-    meeting.decision(timeout.total_seconds())
+    is_last = meeting.arrive(text)
+    decided = "" if is_last else meeting.decision(timeout.total_seconds())
+    decided = decided or meeting.decide("all ranks came" if is_last else "a rank is late")
     texts = meeting.texts()
-    if late := [str(rank) for rank in ranks if rank not in texts]:
-        raise ConfigError(f"{topic}: rank {dist.get_rank()} waited {timeout} for rank {', '.join(late)}. {remedy}")
+    if decided != "all ranks came":  # a rank that comes later reads this, too
+        if late := [str(rank) for rank in ranks if rank not in texts]:
+            raise ConfigError(f"{topic}: rank {dist.get_rank()} waited {timeout} for rank {', '.join(late)}. {remedy}")
+        raise ConfigError(f"{topic}: rank {dist.get_rank()} came after others had waited {timeout}. {remedy}")
     meeting.leave()
     return list(texts.values())
 

@@ -268,7 +268,7 @@ class Prefetcher:
             if request.key in self._cache:
                 if not is_next or request.nbytes >= ahead:
                     break  # enough is in flight
-            elif found and (request.kind != found[0].kind or request.key in [each.key for each in found]):
+            elif found and not _may_join(request, found, ahead):
                 break
             else:
                 found.append(request)
@@ -299,6 +299,12 @@ class Prefetcher:
         self._units.clear()
         self._following.clear()
         self._of_unit.clear()
+
+
+def _may_join(request: AllGatherRequest, others: Sequence[AllGatherRequest], ahead: int) -> bool:
+    """Whether one launch may serve a request with the others: it is small, of their kind, and none of them."""
+    is_other = request.key not in [each.key for each in others]
+    return is_other and request.kind == others[0].kind and request.nbytes < ahead
 
 
 def _bits(flat: Tensor) -> Tensor:

@@ -112,8 +112,8 @@ def _cut_parts(local: Tensor, where: str) -> list[str]:
     except Exception as error:
         raise ConfigError(_refusal(where, kind, f"it has no rule for all_gather ({type(error).__name__})")) from error
     names = [name for name in _names(local) if any(getattr(local, name) is each for each in mode.gathered)]
-    if not names:
-        raise ConfigError(_refusal(where, kind, "its rule for all_gather gathers none of its parts"))
+    if not names or len(names) != len(mode.gathered):
+        raise ConfigError(_refusal(where, kind, "its rule for all_gather gathers other tensors than its parts"))
     return names
 
 
@@ -139,7 +139,7 @@ def _placed(part: Tensor, state: DTensor, local: Tensor, is_cut: bool, where: st
     if not is_cut or not dims:
         return DTensor.from_local(part, state.device_mesh, [Replicate()] * len(state.placements), run_check=False)
     rows, own = state.shape[0], local.shape[0]
-    if not own or part.shape[0] * rows % own:
+    if not own or not part.dim() or part.shape[0] * rows % own:
         raise ConfigError(_refusal(where, type(local), f"{list(part.shape)} of {own} of {rows} rows end in a block"))
     shape = torch.Size((part.shape[0] * rows // own, *part.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
@@ -174,7 +174,9 @@ def _class_of(name: str, where: str) -> Any:
     """Return a class that was imported already: nothing that a file names is imported for it."""
     for module, loaded in list(sys.modules.items()):
         if name.startswith(f"{module}."):
-            kind = getattr(loaded, name.removeprefix(f"{module}."), None)
+            kind: Any = loaded
+            for part in name.removeprefix(f"{module}.").split("."):
+                kind = vars(kind).get(part) if hasattr(kind, "__dict__") else None
             if isinstance(kind, type) and issubclass(kind, Tensor):
                 return kind
     raise ConfigError(f"{where} is a {name}, which is not imported. Import the optimizer that saved it, then load.")

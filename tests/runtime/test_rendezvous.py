@@ -41,6 +41,10 @@ def test_names_the_rank_that_never_comes() -> None:
     if dist.get_rank() == 0:
         with pytest.raises(ConfigError, match=r"(?s)late: rank 0 waited .* for rank 1\. All ranks must"):
             gather_texts("late", "here", world(), timeout=timedelta(seconds=1))
+    dist.barrier()
+    if dist.get_rank() == 1:  # it must not go on alone
+        with pytest.raises(ConfigError, match=r"late: rank 1 came after others had waited .*\. All ranks must"):
+            gather_texts("late", "here", world(), timeout=timedelta(seconds=1))
 
 
 @two_ranks
