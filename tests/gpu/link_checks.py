@@ -7,15 +7,17 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.cuda import Event, Stream
 
-from fxshard.testing.cuda_engine import CudaEngine
 from fxshard.testing.emulated_link import EmulatedLink
+
+if TYPE_CHECKING:
+    from fxshard.testing.cuda_engine import CudaEngine  # it needs triton
 
 SIZES = tuple(mib * 2**20 for mib in (1, 4, 16, 64, 256, 512))
 """Of the tensors that are gathered, in bytes."""
@@ -101,7 +103,7 @@ def gemm_slowdown(link: EmulatedLink, ctas: int, products: int) -> GemmSlowdown:
 
 @contextmanager
 def _at_speed(link: EmulatedLink, gigabytes_per_s: float, ctas: int | None) -> Iterator[CudaEngine]:
-    engine = cast(CudaEngine, link.engine)
+    engine = cast("CudaEngine", link.engine)
     before, ctas_before = engine.speed, engine.ctas
     link.set_speed(gigabytes_per_s=gigabytes_per_s, latency_us=30.0, ctas=ctas)
     try:
