@@ -7,16 +7,16 @@ already, and the last one also launches what the next graph will take. Which gra
 before: it remembers what was taken after what, separately for forward and backward. What was launched and is not taken
 (the model went another way this time) is dropped. All ranks see the same requests, so they launch the same. But where
 fewer ranks share some units of a model (experts), and these get no rows, their ranks see fewer requests than others: so
-there a guess is for ranks among which all see what came before, of whom each shares more with others.
+there a request is guessed only if its ranks are a proper subset of those of the unit before it.
+
+A guess does not reach over the end of the outermost module's call or of a backward: an optimizer may step there. A call
+that activation checkpointing repeats is part of its backward.
 
 [Note: merged prefetches]
 The launches of small units are all latency. So a launch ahead takes what comes after the next request as well, until it
 moves `ahead` bytes (`cost/bucket_sizes.py`), in one coalesced all_gather: no copy, and each result is a buffer of its
 own. While the last of these is the only one in flight, the next launch is made: it has the compute of two graphs to
 hide it.
-
-Nothing reaches over the end of the outermost module's call or of a backward: an optimizer may step there. A call that
-activation checkpointing repeats is part of its backward.
 
 [Note: after a step]
 When an optimizer that the user gave to `overlap_step` has stepped, what the next forward takes first is launched:
@@ -314,7 +314,7 @@ def _bits(flat: Tensor) -> Tensor:
 
 
 def _ranks_of(group_name: str) -> frozenset[int]:
-    """The ranks of a process group, and behind what object ever."""
+    """The ranks of a process group, also where an object of the user's communicates for it."""
     return frozenset(dist.get_process_group_ranks(torch_private.process_group_of(group_name.partition(BY)[0])))
 
 
