@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import fx
 from torch.fx import GraphModule
 
-from fxshard.cost import bucket_sizes
 from fxshard.ir import collectives, dataflow, graph_edit, launch_groups, ops, pins, tags
 from fxshard.ir.dataflow import Dataflow, Flat
 from fxshard.ir.tags import ShardKey
@@ -32,10 +30,8 @@ class HandOffPrefetch(GraphPass):
         guess: whether to launch what came next the last time, where no list of the user says what to launch; never
             under a memory budget, which counts the launches of one graph.
         hands_over: whether to launch anything for the next graph.
-        merges: as the option `bucket`: a launch for the next graph also serves the graphs after it until it moves as
-            much.
 
-    Numerics: unchanged. Memory: one launch more is in flight between two graphs.
+    Numerics: unchanged. Memory: one launch group more is in flight between two graphs.
     No-op: no all_gather; the graph reaches over its ends already.
     Source: FSDP2 `_fsdp_param_group.py` (`_prefetch_unshard`, `_backward_prefetch`).
     """
@@ -45,7 +41,6 @@ class HandOffPrefetch(GraphPass):
 
     guess: bool = True
     hands_over: bool = True
-    merges: str | float = "unit"
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
         """Edit `gm.graph` in place; return whether anything changed."""
@@ -74,15 +69,10 @@ class HandOffPrefetch(GraphPass):
                     ctx.decline(launch, "it sends more than parts of one flat; it is launched in this graph")
                     continue
                 stream = tags.meta_of(launch).stream
-                ahead = self._ahead(launch, ctx) if guess else 0
-                made = graph_edit.replace_launch(launch, ops.PREFETCHED_ALL_GATHER, (*arguments, role, ahead, stream))
+                made = graph_edit.replace_launch(launch, ops.PREFETCHED_ALL_GATHER, (*arguments, role, guess, stream))
                 _keep_next_launch_behind(made)
                 changed = True
         return changed
-
-    def _ahead(self, launch: fx.Node, ctx: PassContext) -> int:
-        enough = bucket_sizes.limits_of(self.merges, ctx.hardware, collectives.world_size_of(launch)).enough
-        return 1 if math.isinf(enough) else math.ceil(enough)
 
 
 def _arguments(launch: fx.Node, flow: Dataflow, shards: Mapping[ShardKey, fx.Node]) -> tuple[object, ...] | None:

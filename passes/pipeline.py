@@ -124,9 +124,7 @@ def default(
             *(() if cudagraphs or streams == "off" else (HandOffReductions(),)),  # last: no wait moves any more
         ),
         last=(CastShards(), CopyInGradients(), *folding, PinOrder()) if compiled else (),  # fusion comes next
-        codegen=_codegen(
-            HandOffPrefetch(guess=guesses, hands_over=streams != "off", merges=bucket), compiled, cudagraphs
-        ),
+        codegen=_codegen(HandOffPrefetch(guess=guesses, hands_over=streams != "off"), compiled, cudagraphs),
     )
 
 

@@ -12,12 +12,6 @@ there a request is guessed only if its ranks are a proper subset of those of the
 A guess does not reach over the end of the outermost module's call or of a backward: an optimizer may step there. A call
 that activation checkpointing repeats is part of its backward.
 
-[Note: merged prefetches]
-The launches of small units are all latency. So a launch ahead takes what comes after the next request as well, until it
-moves `ahead` bytes (`cost/bucket_sizes.py`), in one coalesced all_gather: no copy, and each result is a buffer of its
-own. While the last of these is the only one in flight, the next launch is made: it has the compute of two graphs to
-hide it.
-
 [Note: after a step]
 When an optimizer that the user gave to `overlap_step` has stepped, what the next forward takes first is launched:
 `zero_grad`, logging and the copy of the next batch hide it. A write that torch counts makes it old; it is then dropped
@@ -28,7 +22,6 @@ that it sent and compares it before the forward, and an unseen write is an error
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -67,34 +60,17 @@ class AllGatherRequest(NamedTuple):
         """What tells it from others."""
         return self.flat.data_ptr(), self.dtype, self.parts
 
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """What requests have in common that one launch can serve."""
-        return self.dtype, self.world_size, self.group, self.stream, self.flat.device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of what is gathered."""
-        return sum(numel for _, numel in self.parts) * self.world_size * self.dtype.itemsize
-
     def launch(self) -> list[Tensor]:
         """Start it; each result is `[world_size * numel]`, to be waited for."""
-        return _launch_together([self])[0]
-
-
-def _launch_together(requests: Sequence[AllGatherRequest]) -> list[list[Tensor]]:
-    """Start requests of one kind in one launch; return the results of each, as `AllGatherRequest.launch` does."""
-    first = requests[0]
-    flats = [request.flat.detach() for request in requests]
-    joiner = streams.copy_out_stream(first.stream, flats[0].device)
-    name = ", ".join(request.unit.fqn for request in requests if request.unit is not None)
-    with profiler_ranges.of_unit(name), streams.on_side_stream(first.stream, flats[0].device):
-        sent = zip(streams.cast_to_send(flats, first.dtype, joiner), requests, strict=True)
-        inputs = [flat[start : start + numel] for flat, each in sent for start, numel in each.parts]
-        if len(inputs) == 1:
-            return [[_c10d.all_gather_into_tensor(inputs[0], first.world_size, first.group)]]
-        launched = iter(_c10d.all_gather_into_tensor_coalesced(inputs, first.world_size, first.group))
-        return [[next(launched) for _ in request.parts] for request in requests]
+        flat = self.flat.detach()
+        joiner = streams.copy_out_stream(self.stream, flat.device)
+        name = self.unit.fqn if self.unit is not None else ""
+        with profiler_ranges.of_unit(name), streams.on_side_stream(self.stream, flat.device):
+            (sent,) = streams.cast_to_send([flat], self.dtype, joiner)
+            inputs = [sent[start : start + numel] for start, numel in self.parts]
+            if len(inputs) == 1:
+                return [_c10d.all_gather_into_tensor(inputs[0], self.world_size, self.group)]
+            return list(_c10d.all_gather_into_tensor_coalesced(inputs, self.world_size, self.group))
 
 
 Key = tuple[int, torch.dtype, tuple[tuple[int, int], ...]]
@@ -237,11 +213,8 @@ class Prefetcher:
             for request in self._of_unit[False, unit].values():
                 self._launch(request, "stepped").sent = request, _bits(request.flat).clone()
 
-    def prefetch_next(self, unit: Unit, ahead: int) -> None:
-        """Launch what comes next: what the unit lists, or if it lists nothing, what was taken next the last time.
-
-        `ahead`: bytes below which a launch also takes what comes after that; none is guessed if 0.
-        """
+    def prefetch_next(self, unit: Unit, *, guess: bool) -> None:
+        """Launch what comes next: what the unit lists, or if it lists nothing, what was taken next the last time."""
         scope = self._scope
         if scope is None or not self._taken or scope != eager.running():
             return
@@ -251,31 +224,9 @@ class Prefetcher:
             for key, request in self._of_unit.get((scope.is_backward, other), {}).items():
                 if key not in self._taken:
                     self._launch(request, "listed")
-        if ahead and listed == () and (requests := self._foreseen(scope, unit, ahead)):
-            self.settle(requests[0].flat.device)
-            for request, launched in zip(requests, _launch_together(requests), strict=True):
-                gathered = Gathered(cast("Unit", request.unit), dict(enumerate(launched)), "next")
-                self._cache[request.key] = gathered
-
-    def _foreseen(self, scope: eager.Running, unit: Unit, ahead: int) -> list[AllGatherRequest]:
-        """Return what to launch now of what was taken next the last time, in order; see [Note: merged prefetches]."""
-        found: list[AllGatherRequest] = []
-        key, is_next = self._taken[-1], True
-        for number in itertools.count(len(self._taken)):
-            request = self._following.get((scope.is_backward, number, key))
-            if request is None or not self._is_foreseen_alike(request, unit) or not (is_next or self._are_alike):
-                break
-            if request.key in self._cache:
-                if not is_next or request.nbytes >= ahead:
-                    break  # enough is in flight
-            elif found and not _may_join(request, found, ahead):
-                break
-            else:
-                found.append(request)
-            key, is_next = request.key, False
-            if sum(each.nbytes for each in found) >= ahead:
-                break
-        return found
+        following = self._following.get((scope.is_backward, len(self._taken), self._taken[-1]))
+        if guess and listed == () and following is not None and self._is_foreseen_alike(following, unit):
+            self._launch(following, "next")
 
     def _is_foreseen_alike(self, request: AllGatherRequest, after: Unit) -> bool:
         """Whether all ranks that must launch a request have seen alike what came before it; a unit came last."""
@@ -299,12 +250,6 @@ class Prefetcher:
         self._units.clear()
         self._following.clear()
         self._of_unit.clear()
-
-
-def _may_join(request: AllGatherRequest, others: Sequence[AllGatherRequest], ahead: int) -> bool:
-    """Whether one launch may serve a request with the others: it is small, of their kind, and none of them."""
-    is_other = request.key not in [each.key for each in others]
-    return is_other and request.kind == others[0].kind and request.nbytes < ahead
 
 
 def _bits(flat: Tensor) -> Tensor:
@@ -331,7 +276,7 @@ def _prefetched_all_gather(
     group_size: int,
     group_name: str,
     role: str,
-    ahead: int,
+    guess: bool,
     stream: str,
 ) -> list[Tensor]:
     home = home_of(flat)
@@ -342,7 +287,7 @@ def _prefetched_all_gather(
     takes = role in ("first", "only")
     launched = unit.model.prefetcher.take_or_launch(request, unit) if takes else request.launch()
     if role in ("last", "only"):
-        unit.model.prefetcher.prefetch_next(unit, ahead)
+        unit.model.prefetcher.prefetch_next(unit, guess=guess)
     return launched
 
 

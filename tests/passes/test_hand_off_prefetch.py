@@ -63,7 +63,7 @@ def test_nothing_is_guessed_under_a_budget() -> None:
     passes = (*SCHEDULE, HandOffPrefetch())
     gm, _ = after_passes(model_of("four_layers"), "forward", *passes, unsharded_budget_bytes=10**6)
     assert roles(gm) == ["first", "", "", ""]
-    assert not collectives.arguments_of(collectives.unshard_launches(gm.graph)[0])["ahead"]
+    assert not collectives.arguments_of(collectives.unshard_launches(gm.graph)[0])["guess"]
 
 
 def test_declines_a_launch_of_two_units_and_says_so() -> None:

@@ -13,9 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from fxshard.compile.backend import frames_of
-from fxshard.cost.bucket_sizes import MIB
 from fxshard.errors import ConfigError, UnsupportedGraph
-from fxshard.runtime.prefetcher import AllGatherRequest, Prefetcher, _may_join
+from fxshard.runtime.prefetcher import Prefetcher
 from fxshard.runtime.unsharded_cache import Gathered
 from fxshard.sharding.sharded_module import ShardedModule, units_under
 from fxshard.testing import EmulatedLink
@@ -320,19 +319,3 @@ def in_flight(model: nn.Module) -> list[Gathered]:
 def assert_nothing_in_flight(model: nn.Module) -> None:
     """No gather was left behind."""
     assert not in_flight(model)
-
-
-def test_small_blocks_share_a_launch(link: EmulatedLink) -> None:
-    forward, backward = issued(warm(block_by_block(link, bucket=600 / MIB)))
-    assert forward == "ag0 ag1, blocks.2 w0 c ag3 w1 c w2 c w3 c"
-    assert backward == "ag3 ag2, blocks.1 w3 c rs3 ag0 w2 c rs2 w3 w1 c rs1 w2 w0 c rs0 w1 w0"
-
-
-def test_a_launch_for_several_requests_takes_small_ones_of_one_kind() -> None:
-    def request(numel: int, dtype: torch.dtype = torch.float32) -> AllGatherRequest:
-        return AllGatherRequest(None, torch.empty(numel), dtype, ((0, numel),), 2, "0")
-
-    first, others = request(10), {"small": request(10), "large": request(100), "bf16": request(10, torch.bfloat16)}
-    joining = [name for name, each in others.items() if _may_join(each, [first], ahead=800)]
-    assert joining == ["small"]
-    assert not _may_join(first, [first], ahead=800)
