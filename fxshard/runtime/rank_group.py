@@ -125,8 +125,9 @@ class RankGroup:
         return self._turn not in self._agreed
 
     def forget(self) -> None:
-        """Let what differed before not count after it was an error."""
+        """Let what differed before not count after it was an error: neither in a history nor in a look back."""
         self._since, self._history = self._run + 1, ""
+        self._looked = self._at_last_look = self._run
 
     def wait_and_compare(
         self, never: Callable[[], str] = str, *, warn: float = 30.0, limit: float | None = None

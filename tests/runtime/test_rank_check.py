@@ -166,6 +166,19 @@ def test_ranks_that_look_back_find_where_known_runs_parted() -> None:
 
 
 @two_ranks
+@pytest.mark.parametrize("is_over", [True, False])
+def test_what_was_refused_is_not_found_again_by_a_look(is_over: bool) -> None:
+    """A script that catches the error goes on."""
+    rank_group = both()
+    begin(rank_group, of_rank("a", "b"))
+    with pytest.raises(RankMismatchError, match="In run 1"):
+        meet(rank_group)
+    rank_group.look_back(is_over=is_over)
+    known(rank_group, "h", "a")
+    rank_group.look_back(is_over=is_over)
+
+
+@two_ranks
 def test_a_look_is_over_all_runs_though_the_last_ones_are_the_same_again() -> None:
     rank_group = both()
     begin(rank_group, of_rank("a", "b"))
