@@ -50,6 +50,8 @@ class Options:
             graphs are run node by node, to be FSDP2's to the bit.
         bucket: what one launch moves: "unit", "auto" (merge what is too small for the link, split what is too large),
             or MiB of the whole buffer that a launch is filled up to; `None` is what `schedule` says.
+        bucket_peak_share: how many more unsharded bytes the merged launches of "auto" may hold than a launch for each
+            unit: so many times the largest unit's, for parameters and for gradients. `math.inf` is no limit.
         prefetch: how many units ahead an all_gather is launched; 0 or "off": none; "auto": for each unit as many as the
             cost model needs to hide it, and without a memory budget the last unit of forward stays for backward, unless
             `reshard_after_forward` says otherwise; `None` is what `schedule` says. The modules' own prefetch lists win.
@@ -85,6 +87,7 @@ class Options:
     offload: Mapping[str, Any] | None = None
     schedule: str | None = None
     bucket: str | float | None = None
+    bucket_peak_share: float = 1.0
     prefetch: int | str | None = None
     reduce_scatter_max_input_buffers: int = 2
     memory_budget_gib: float | None = None

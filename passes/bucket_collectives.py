@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar, cast
@@ -17,7 +18,16 @@ from fxshard.cost import bucket_sizes
 from fxshard.cost.bucket_sizes import MIB, Limits
 from fxshard.cost.sizes import sizes_of
 from fxshard.cost.timeline import Timeline
-from fxshard.ir.buckets import CollectiveBuilder, GatherBucket, ReduceBucket, UnitGather, buckets_of, unit_of
+from fxshard.ir.buckets import (
+    CollectiveBuilder,
+    GatherBucket,
+    ReduceBucket,
+    UnitGather,
+    buckets_of,
+    early_bytes,
+    held_bytes,
+    unit_of,
+)
 from fxshard.ir.collectives import SlotIndex, UnitSlot
 from fxshard.ir.memory_budget import MemoryBudget
 from fxshard.passes._base import GraphPass, PassContext, Property
@@ -35,6 +45,8 @@ class BucketCollectives(GraphPass):
     Attributes:
         size: "unit", one launch per unit and direction; "auto", buckets that use the link well, as
             `cost/bucket_sizes.py` finds for `hardware`; or MiB (of the whole buffer) that a bucket is filled up to.
+        peak_share: how many more unsharded bytes the merged launches of "auto" may hold at any time than a launch for
+            each unit, in units of the largest unit in the graph. The same holds for the gradients of a reduction.
 
     Buckets are filled in the order in which forward and backward meet the units, within a bucket in registration order.
     What a split launch brings is gathered where it is first read, or reduced after its last gradient. Besides, "auto"
@@ -43,7 +55,7 @@ class BucketCollectives(GraphPass):
 
     Numerics: unchanged; but a ring adds several ranks' gradients in an order that depends on their place in the buffer,
         so sums over three ranks or more may be rounded differently.
-    Memory: a merged unit is gathered earlier than it is read, never beyond the budget; a split one later.
+    Memory: a merged unit is gathered earlier than it is read, within the budget and `peak_share`; a split one later.
     No-op: size="unit", one rank, or where no launch is too small or too large.
     Limits: merges neighbours among the launches of one dtype, if they are of one process group; a parameter is never
         split; a launch with anything else in it is left alone.
@@ -53,9 +65,11 @@ class BucketCollectives(GraphPass):
     requires = frozenset({Property.COLLECTIVES})
 
     size: str | float = "unit"
+    peak_share: float = 1.0
 
     def __post_init__(self) -> None:
         bucket_sizes.check(self.size)
+        bucket_sizes.check_peak_share(self.peak_share)
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
         """Edit `gm.graph` in place; return whether anything changed."""
@@ -64,10 +78,9 @@ class BucketCollectives(GraphPass):
         launched = buckets_of(gm.graph, ctx.plan)
         for launch in launched.unread:
             ctx.decline(launch, "it moves something that is not a unit's parameters or gradients")
-        budget = MemoryBudget(gm.graph, ctx.unsharded_budget_bytes)
         timeline = Timeline(sizes_of(gm.graph, ctx.plan), ctx.hardware) if self.size == "auto" else None
         parts = [part for bucket in launched.gathers.values() for part in bucket]
-        gathers = self._bucket_gathers(parts, timeline, ctx, budget)
+        gathers = self._bucket_gathers(parts, timeline, ctx, gm.graph)
         reductions = self._bucket_reductions(list(launched.reductions.values()), timeline, ctx)
         builder = CollectiveBuilder(gm.graph, ctx.plan, ctx.decompositions, ctx.traced)
         made = builder.rewrite(launched, gathers, reductions)
@@ -76,23 +89,22 @@ class BucketCollectives(GraphPass):
         return bool(made)
 
     def _bucket_gathers(
-        self, gathers: Sequence[UnitGather], timeline: Timeline | None, ctx: PassContext, budget: MemoryBudget
+        self, gathers: Sequence[UnitGather], timeline: Timeline | None, ctx: PassContext, graph: fx.Graph
     ) -> list[tuple[GatherBucket, str]]:
         """Split the large ones, then merge neighbours among them in the order in which they are read."""
         limits = self._limits([gather.unit for gather in gathers], ctx)
+        budgets = [MemoryBudget(graph, ctx.unsharded_budget_bytes), MemoryBudget(graph, limits.more, counts_all=False)]
         places = sorted(gather.first_read for gather in gathers)
         ends = [] if ctx.plan.is_part else places[:1]
         splitters = [_Splitter(timeline, places, at_end=gather.first_read in ends) for gather in gathers]
-        pieces = [
-            p for gather, s in zip(gathers, splitters, strict=True) for p in _split_gather(gather, s, limits, ctx)
-        ]
-        pieces.sort(key=lambda piece: piece.first_read)
+        cut = (_split_gather(gather, s, limits, ctx) for gather, s in zip(gathers, splitters, strict=True))
+        pieces = sorted(itertools.chain.from_iterable(cut), key=lambda piece: piece.first_read)
 
         def may_join(bucket: Sequence[UnitGather], piece: UnitGather) -> bool:
             joined = (*bucket, piece)
-            early_bytes = _early_bytes(joined, ctx)
+            early = early_bytes(joined, ctx.plan)
             can_share = _can_share_launch([part.unit for part in joined], ctx, "gathers_whole")
-            return can_share and budget.fits(joined[0].first_read, piece.first_read, early_bytes)
+            return can_share and all(b.fits(joined[0].first_read, piece.first_read, early) for b in budgets)
 
         alike: dict[frozenset[torch.dtype], list[UnitGather]] = {}  # a launch has one dtype, a unit may have several
         for piece in pieces:
@@ -101,9 +113,10 @@ class BucketCollectives(GraphPass):
         for same in sorted(alike.values(), key=lambda same: same[0].slots):  # as the shards of a unit stand
             buckets = bucket_sizes.merge(same, lambda piece: piece.nbytes(ctx.plan), limits, may_join)
             for bucket in buckets:  # it is early while those of another dtype are merged, too
-                budget.reserve(bucket[0].first_read, bucket[-1].first_read, _early_bytes(bucket, ctx))
+                for budget in budgets:
+                    budget.reserve(bucket[0].first_read, bucket[-1].first_read, early_bytes(bucket, ctx.plan))
             merged += buckets
-        return [(tuple(bucket), _why(sum(piece.nbytes(ctx.plan) for piece in bucket), limits)) for bucket in merged]
+        return [(tuple(bucket), _why(bucket, early_bytes(bucket, ctx.plan), limits, ctx)) for bucket in merged]
 
     def _bucket_reductions(
         self, reductions: Sequence[ReduceBucket], timeline: Timeline | None, ctx: PassContext
@@ -113,22 +126,27 @@ class BucketCollectives(GraphPass):
         places = sorted(reduction.last_term for reduction in reductions)
         ends = [] if ctx.plan.is_part else places[-1:]
         splitters = [_Splitter(timeline, places, at_end=reduction.last_term in ends) for reduction in reductions]
-        pieces = [
-            p for each, s in zip(reductions, splitters, strict=True) for p in _split_reduction(each, s, limits, ctx)
-        ]
-        pieces.sort(key=lambda piece: piece.last_term)
+        cut = (_split_reduction(each, s, limits, ctx) for each, s in zip(reductions, splitters, strict=True))
+        pieces = sorted(itertools.chain.from_iterable(cut), key=lambda piece: piece.last_term)
 
         def may_join(bucket: Sequence[ReduceBucket], piece: ReduceBucket) -> bool:
-            units = [unit for part in (*bucket, piece) for unit in part.calls]
-            return bucket[0].dtype is piece.dtype and _can_share_launch(units, ctx, "reduces_whole")
+            joined = (*bucket, piece)
+            units = [unit for part in joined for unit in part.calls]
+            return (
+                held_bytes(joined, ctx.plan) <= limits.more
+                and bucket[0].dtype is piece.dtype
+                and _can_share_launch(units, ctx, "reduces_whole")
+            )
 
-        merged = map(_join, bucket_sizes.merge(pieces, lambda piece: piece.nbytes(ctx.plan), limits, may_join))
-        return [(bucket, _why(bucket.nbytes(ctx.plan), limits)) for bucket in merged]
+        buckets = bucket_sizes.merge(pieces, lambda piece: piece.nbytes(ctx.plan), limits, may_join)
+        return [(_join(bucket), _why(bucket, held_bytes(bucket, ctx.plan), limits, ctx)) for bucket in buckets]
 
     def _limits(self, units: Iterable[str], ctx: PassContext) -> Limits:
-        """Return how full a bucket of these units is to be."""
-        world_size = max((ctx.plan.units[unit].world_size for unit in units), default=2)
-        return bucket_sizes.limits_of(self.size, ctx.hardware, world_size)
+        plans = [ctx.plan.units[unit] for unit in units]
+        world_size = max((unit.world_size for unit in plans), default=2)
+        limits = bucket_sizes.limits_of(self.size, ctx.hardware, world_size)
+        more = self.peak_share * max((unit.unsharded_bytes for unit in plans), default=0)
+        return replace(limits, more=more) if self.size == "auto" else limits
 
 
 @dataclass(frozen=True)
@@ -205,12 +223,6 @@ def _split_reduction(
             yield replace(reduction, tensors=(tuple(tensor),), terms=terms, calls={unit: reduction.calls[unit]})
 
 
-def _early_bytes(bucket: Sequence[UnitGather], ctx: PassContext) -> int:
-    """Return what there is of a bucket from its launch on that a launch for each unit would bring later."""
-    copied = sum(part.copied_bytes(ctx.plan) for part in bucket)  # sent until all has arrived
-    return sum(part.nbytes(ctx.plan) for part in bucket[1:]) + copied
-
-
 def _join(pieces: Sequence[ReduceBucket]) -> ReduceBucket:
     """Return one launch with the gradients of all `pieces` in one tensor."""
     terms = {gradient: nodes for piece in pieces for gradient, nodes in piece.terms.items()}
@@ -230,5 +242,8 @@ def _can_share_launch(units: Sequence[str], ctx: PassContext, alone: str) -> boo
     return len(set(units)) == len(units) and len(ways) == 1
 
 
-def _why(nbytes: int, limits: Limits) -> str:
-    return f"{nbytes / MIB:.2f} MiB, where {limits.enough / MIB:.2f} are enough and {limits.most / MIB:.2f} the most"
+def _why(parts: Sequence[UnitGather | ReduceBucket], early: float, limits: Limits, ctx: PassContext) -> str:
+    nbytes, enough, most = sum(part.nbytes(ctx.plan) for part in parts) / MIB, limits.enough / MIB, limits.most / MIB
+    size = f"{nbytes:.2f} MiB, where {enough:.2f} are enough and {most:.2f} the most"
+    more = f"; {early / MIB:.2f} MiB more memory than {len(parts)} launches, where {limits.more / MIB:.2f} are the most"
+    return size + more if len(parts) > 1 and limits.more < math.inf else size

@@ -85,6 +85,7 @@ JOINT: tuple[GraphPass, ...] = (
 def default(
     *,
     bucket: str | float = "unit",
+    bucket_peak_share: float = 1.0,
     prefetch: int | str = 1,
     reduce_scatter_max_input_buffers: int = 2,
     streams: str = "auto",
@@ -113,7 +114,9 @@ def default(
             DedupUnshard(),  # again: it has left double reads, and a graph without backward has seen no joint stage
             OffloadShards(),  # before it: what is gathered and reduced is on the device
             InsertCollectives(),  # after the split: each graph gathers where it reads and reduces where it writes
-            BucketCollectives(size=bucket),  # before tensors are cut: the cut is for one launch
+            BucketCollectives(
+                size=bucket, peak_share=bucket_peak_share
+            ),  # before tensors are cut: the cut is for one launch
             CoalesceCollectives(fuses_copies=compiled, same_sums=not compiled),
             *((DeferWeightGradients(),) if prefetch == "auto" else ()),  # before waits sink, behind it
             SinkWaits(max_buffers=reduce_scatter_max_input_buffers),
@@ -175,6 +178,7 @@ def chosen(options: Options) -> Pipeline:
     """
     pipeline = default(
         bucket=options.chosen_bucket,
+        bucket_peak_share=options.bucket_peak_share,
         prefetch=options.chosen_prefetch,
         reduce_scatter_max_input_buffers=options.reduce_scatter_max_input_buffers,
         streams=options.streams,

@@ -37,6 +37,7 @@ class Limits:
 
     enough: float  # a bucket is closed once it has that many
     most: float  # it never grows beyond, and what is larger is split, a single parameter excepted
+    more: float = math.inf  # that are in memory at once besides those of a launch for each unit
 
     @property
     def small(self) -> float:
@@ -63,6 +64,12 @@ def check(size: object) -> None:
         return
     if isinstance(size, bool | str) or not isinstance(size, int | float) or not 0 < size < math.inf:
         raise ConfigError(f'bucket must be "unit", "auto" or a positive number of MiB, got {size!r}.')
+
+
+def check_peak_share(share: object) -> None:
+    """Refuse what is no value of the option `bucket_peak_share`."""
+    if isinstance(share, bool) or not isinstance(share, int | float) or not share >= 0:
+        raise ConfigError(f"bucket_peak_share must be a number, 0 or more, got {share!r}.")
 
 
 def limits_of(size: str | float, hardware: HardwareSpec, world_size: int) -> Limits:

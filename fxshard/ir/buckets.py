@@ -125,6 +125,18 @@ class LaunchedBuckets:
     unread: list[fx.Node] = field(default_factory=list)  # no bucket; if one reduces, no reduction is given
 
 
+def early_bytes(bucket: Sequence[UnitGather], plan: FramePlan) -> int:
+    """Return what there is of a bucket from its launch on that a launch for each unit would bring later."""
+    copied = sum(part.copied_bytes(plan) for part in bucket)  # sent until all has arrived
+    return sum(part.nbytes(plan) for part in bucket[1:]) + copied
+
+
+def held_bytes(bucket: Sequence[ReduceBucket], plan: FramePlan) -> int:
+    """Return the bytes of gradients that one launch for all of a bucket holds besides those of its largest part."""
+    sizes = [part.nbytes(plan) for part in bucket]
+    return sum(sizes) - max(sizes)
+
+
 def buckets_of(graph: fx.Graph, plan: FramePlan) -> LaunchedBuckets:
     """Read back what the launches of `graph` move."""
     return _BucketReader(graph, plan).run()

@@ -30,9 +30,9 @@ def require_fit(graph: fx.Graph, budget: int) -> None:
 class MemoryBudget:
     """What is free at each node of a graph, before anything in it is moved."""
 
-    def __init__(self, graph: fx.Graph, budget: int | None) -> None:
-        """Take `budget` in bytes, `None` for no limit."""
-        self.graph, self.budget = graph, budget
+    def __init__(self, graph: fx.Graph, budget: float | None, *, counts_all: bool = True) -> None:
+        """Take `budget` in bytes, `None` for no limit: of all that is unsharded, or only of what is reserved here."""
+        self.graph, self.budget, self._counts_all = graph, budget, counts_all
         self.nodes: list[fx.Node] = list(graph.nodes)
 
     def fits(self, first: fx.Node, last: fx.Node, nbytes: int) -> bool:
@@ -69,5 +69,5 @@ class MemoryBudget:
 
     @functools.cached_property
     def used(self) -> list[int]:
-        """Unsharded bytes while each node runs."""
-        return [nbytes for _, nbytes in unsharded_bytes(self.graph)]
+        """Bytes that count while each node runs."""
+        return [nbytes for _, nbytes in unsharded_bytes(self.graph)] if self._counts_all else [0] * len(self.nodes)

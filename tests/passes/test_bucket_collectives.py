@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 
 import pytest
@@ -25,12 +26,12 @@ from tests.steps import assert_same_step, step
 
 
 def bucketed(
-    traced: Traced, kind: GraphKind, size: str | float, **context: object
+    traced: Traced, kind: GraphKind, size: str | float, peak_share: float = math.inf, **context: object
 ) -> tuple[fx.GraphModule, PassContext]:
     """The graph after the pass."""
     gm, ctx = traced.at(kind, after=InsertCollectives)
     ctx = dataclasses.replace(ctx, **context)  # type: ignore[arg-type]
-    run_pass(BucketCollectives(size=size), gm, ctx)
+    run_pass(BucketCollectives(size=size, peak_share=peak_share), gm, ctx)
     return gm, ctx
 
 
@@ -95,11 +96,32 @@ def test_leaves_every_unit_its_own_launch_by_default() -> None:
     assert not ctx.history.last("forward").changed
 
 
+WHERE_THREE_LAYERS_ARE_ENOUGH = dataclasses.replace(BUILTIN["cpu"], link_bandwidth=1.0, link_latency=13.0)
+
+
 def test_auto_merges_until_latency_is_a_tenth_of_the_time() -> None:
     # 2 ranks: 80 bytes take latency + 40 s; buckets of 3 layers are the first with latency below a tenth.
-    link = dataclasses.replace(BUILTIN["cpu"], link_bandwidth=1.0, link_latency=13.0)
-    gm, _ = bucketed(model_of("four_layers"), "forward", "auto", hardware=link)
+    gm, _ = bucketed(model_of("four_layers"), "forward", "auto", hardware=WHERE_THREE_LAYERS_ARE_ENOUGH)
     assert gathered(gm) == ["layers.0 layers.1 layers.2", "layers.3"]
+
+
+@pytest.mark.parametrize(
+    ("share", "launches"),
+    [
+        (0, [["layers.0"], ["layers.1"], ["layers.2"], ["layers.3"]]),
+        (1, [["layers.0", "layers.1"], ["layers.2", "layers.3"]]),
+        (1.9, [["layers.0", "layers.1"], ["layers.2", "layers.3"]]),
+    ],
+)
+def test_auto_raises_the_peak_by_no_more_than_a_share(share: float, launches: list[list[str]]) -> None:
+    traced = model_of("four_layers")
+    before, _ = traced.at("forward", after=InsertCollectives)
+    forward, _ = bucketed(traced, "forward", "auto", peak_share=share, hardware=WHERE_THREE_LAYERS_ARE_ENOUGH)
+    backward, _ = bucketed(traced, "backward", "auto", peak_share=share, hardware=WHERE_THREE_LAYERS_ARE_ENOUGH)
+    assert gathered(forward) == [" ".join(units) for units in launches]
+    assert reduced(backward) == [" ".join(reversed(units)) for units in reversed(launches)]
+    alone, merged = (max(nbytes for _, nbytes in liveness.unsharded_bytes(gm.graph)) for gm in (before, forward))
+    assert merged <= (1 + share) * alone
 
 
 def test_auto_splits_what_takes_forty_times_the_latency() -> None:
@@ -185,6 +207,13 @@ def test_reduces_each_dtype_by_itself() -> None:
     gm, _ = bucketed(graphs.two_dtypes(), "backward", 100.0)
     dtypes = {launch.meta["val"].dtype for launch in collectives.reduce_launches(gm.graph)}
     assert dtypes == {torch.float32, torch.bfloat16}
+
+
+def test_says_what_a_merged_launch_costs_in_memory() -> None:
+    link = WHERE_THREE_LAYERS_ARE_ENOUGH
+    _, ctx = bucketed(model_of("four_layers"), "forward", "auto", peak_share=1, hardware=link)
+    memory = "; 0.00 MiB more memory than 2 launches, where 0.00 are the most"
+    assert [note.why.endswith(memory) for note in ctx.history.last("forward").notes] == [True, True]
 
 
 def test_says_why() -> None:
