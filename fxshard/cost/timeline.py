@@ -110,6 +110,11 @@ class Timeline:
         on_main = (0.0 if node in self.queues else self.seconds.get(node, 0.0) for node in live.nodes)
         self._before = list(itertools.accumulate(on_main, initial=0.0))
 
+    @property
+    def compute_seconds(self) -> float:
+        """Seconds that all compute takes if it waits for nothing."""
+        return self._before[-1]
+
     def computed_before(self, node: fx.Node) -> float:
         """Return the seconds of compute that stand before a node."""
         return self._before[self._places[node]]

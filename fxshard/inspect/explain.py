@@ -129,6 +129,12 @@ def explanation(name: str, units: Sequence[Unit], device: torch.device, frames: 
         )
         for frame in frames
     )
+    place = {unit.fqn: number for number, unit in enumerate(units)}
+    calls = [
+        (min(place.get(name, len(place)) for name in call), number)
+        for number, frame in enumerate(kept)
+        for call in frame.calls
+    ]
     captured = {name for frame in kept for call in frame.calls for name in call}
     offloaded = [unit for unit in units if unit.settings.offload is not None]
     host_bytes = sum(unit.plan.shard_bytes for unit in offloaded)
@@ -137,6 +143,7 @@ def explanation(name: str, units: Sequence[Unit], device: torch.device, frames: 
         world_size=units[0].world_size,
         replicas=units[0].plan.replicas,
         frames=kept,
+        calls=tuple(number for _, number in sorted(calls)),
         hardware=kept[0].hardware,
         device=device.type,
         device_bytes=sum(unit.plan.shard_bytes for unit in units) - host_bytes,

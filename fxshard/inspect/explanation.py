@@ -15,6 +15,7 @@ from torch import fx
 
 from fxshard.cost.hardware import HardwareSpec
 from fxshard.cost.stats import CollectiveCost, GraphStats, collectives_of, graph_stats
+from fxshard.cost.step import StepTime
 from fxshard.errors import ConfigError, nearest
 from fxshard.inspect import schedules as scheduling
 from fxshard.inspect.captured import kernels, remark
@@ -175,6 +176,7 @@ class Explanation:
         world_size: ranks that the outermost unit is sharded over.
         replicas: ranks that hold the same shard of it.
         frames: one for each captured graph with sharded parameters, in the order of their capture.
+        calls: numbers of the frames that a forward calls, in the order of the model's units.
         hardware: what the costs are estimates for.
         device: the kind that the graphs were captured for; see [Note: the device of the capture].
         device_bytes: of one rank's shards on the device; gradients and optimizer state are where their shards are.
@@ -188,6 +190,7 @@ class Explanation:
     frames: tuple[FrameExplanation, ...]
     hardware: HardwareSpec
     device: str
+    calls: tuple[int, ...] = ()
     replicas: int = 1
     device_bytes: int = 0
     host_bytes: int = 0
@@ -220,6 +223,14 @@ class Explanation:
                 name for f in self.frames for call in f.calls for name in call if name not in f.plan.in_subgroups
             )
         )
+
+    @property
+    def step(self) -> StepTime:
+        """What all calls of the frames take in a row, forward and backward, without code that runs uncompiled.
+
+        Gathers and reductions reach over the ends of graphs as they do where these run.
+        """
+        return scheduling.step([self.frames[number] for number in self.calls])
 
     @property
     def model_axes(self) -> tuple[MeshAxis, ...]:

@@ -10,7 +10,7 @@ between the two points comes between. The bound is the longest such way through 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -19,6 +19,7 @@ from torch import fx, nn
 from fxshard.cost.hardware import HardwareSpec
 from fxshard.cost.sizes import sizes_of
 from fxshard.cost.stats import GraphStats, graph_stats
+from fxshard.cost.step import GraphOfStep, StepTime, step_time
 from fxshard.cost.timeline import Timeline
 from fxshard.ir import collectives, launch_groups
 from fxshard.ir.collectives import ALL_REDUCES, GATHERS, REDUCTIONS
@@ -71,6 +72,22 @@ def lower_bound(frame: FrameExplanation, stage: str) -> float:
     # Inductor's own passes may have made the compute of the graph that runs shorter than that of the others.
     graphs = [frame.running(stage).graph, _before_hoisting(frame, stage)]
     return min(least_seconds(graph, frame.plan, frame.hardware) for graph in graphs if graph is not None)
+
+
+def step(calls: Sequence[FrameExplanation]) -> StepTime:
+    """What frames take that a forward calls in this order, and a backward in the reverse one."""
+    graphs = {id(frame): _graphs_of_step(frame) for frame in calls}
+    forward = [graphs[id(frame)].get("forward") or graphs[id(frame)].get("inference") for frame in calls]
+    backward = [graphs[id(frame)].get("backward") for frame in reversed(calls)]
+    return step_time([graph for graph in (*forward, *backward) if graph])
+
+
+def _graphs_of_step(frame: FrameExplanation) -> dict[str, GraphOfStep]:
+    graphs = {stage: frame.running(stage).graph for stage in frame.scheduled}
+    return {
+        stage: GraphOfStep(graph, Timeline(sizes_of(graph, frame.plan), frame.hardware))
+        for stage, graph in graphs.items()
+    }
 
 
 def least_seconds(graph: fx.Graph, plan: FramePlan, hardware: HardwareSpec) -> float:

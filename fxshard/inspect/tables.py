@@ -216,6 +216,9 @@ def _remarks(explanation: Explanation) -> Iterator[str]:
         if len(frame.calls) > 1:
             first, last = (call[-1] for call in (frame.calls[0], frame.calls[-1]))
             yield f"{len(frame.calls):,} calls share frame {place}: {first} to {last}"
+    if len(explanation.calls) > 1:
+        seconds, exposed = map(duration, explanation.step)
+        yield f"all {len(explanation.calls):,} calls in a row: {seconds}, {exposed or 'nothing'} of it exposed"
     if explanation.uncaptured:
         names, total = ", ".join(explanation.uncaptured), sum(explanation.uncaptured.values())
         yield f"no frame reads {names}: {size(total)} are gathered where uncompiled code reads them"

@@ -400,7 +400,13 @@ def test_explain_shows_blocks_that_are_alike_once() -> None:
     assert [list(frame.plan.units) for frame in found.frames] == [["blocks.0"], ["blocks.3"]]
     text = repr(found)
     assert text.startswith("Explanation of Deep: 5 units, world size 4, 2 frames\n")
-    assert "3 calls share frame 0: blocks.0 to blocks.2\nno frame reads root: 880 B are gathered where" in text
+    assert "3 calls share frame 0: blocks.0 to blocks.2\nall 4 calls in a row: " in text
+    assert "\nno frame reads root: 880 B are gathered where" in text
+    assert found.calls == (0, 0, 0, 1)
+    frames = [found.frames[number] for number in found.calls]
+    alone = [frame.stats_of(frame.running(stage)).evaluate() for frame in frames for stage in frame.scheduled]
+    assert found.step.seconds - found.step.exposed == pytest.approx(sum(float(at.compute_seconds) for at in alone))
+    assert found.step.exposed > 0
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
