@@ -36,6 +36,11 @@ class Rendezvous:
         """Write a value for the others to read."""
         torch_private.default_store().set(f"{self.place}/{key}", json.dumps(value))
 
+    def write_all(self, values: Mapping[str, Any]) -> None:
+        """Write some values for the others to read, in one message."""
+        keys, texts = [f"{self.place}/{key}" for key in values], [json.dumps(value) for value in values.values()]
+        torch_private.default_store().multi_set(keys, texts)  # type: ignore[attr-defined] # missing in torch's stubs
+
     def read(self, *keys: str, are_written: bool = False) -> list[Any]:
         """Read the values of some keys; none before all are written, which costs no message if they surely are."""
         store, names = torch_private.default_store(), [f"{self.place}/{key}" for key in keys]

@@ -86,6 +86,7 @@ class GuardedCode:
     def __init__(self, run: Callable[[list[Any]], Any], kind: str, launches: Sequence[Launch]) -> None:
         """`run` makes these launches, in this order; `kind`: as in `rank_check.CollectiveSequence`."""
         self._run, self._launches, self._agreement = run, launches, Agreement(kind)
+        self._renamed: dict[tuple[tuple[str, str], ...], Sequence[Launch]] = {}
         self._boxed_call = True  # AOTAutograd asks for it, and looks for it in the instance
 
     def __call__(self, inputs: list[Any], names: Mapping[str, str] = MappingProxyType({})) -> Any:
@@ -114,7 +115,12 @@ class GuardedCode:
         return made
 
     def _launched(self, names: Mapping[str, str]) -> Sequence[Launch]:
-        return [launch.renamed(names) for launch in self._launches] if names else self._launches
+        if not names:
+            return self._launches
+        key = tuple(names.items())
+        if key not in self._renamed:
+            self._renamed[key] = [launch.renamed(names) for launch in self._launches]
+        return self._renamed[key]
 
 
 class Code(NamedTuple):

@@ -5,8 +5,9 @@ Ranks that launch different collectives hang, or reduce one gradient into anothe
 graphs, and of what is gathered or reduced outside of them), separately for each set of ranks that collectives join (a
 `RankGroup`): what is the n-th run on one of them must be the n-th on all. That number is finer than the ordinal of the
 root's call; it also orders several models, several graphs of a call, forwards without a backward, and recomputation.
-Before each run a rank writes a digest of the run's collectives (op, group, dtype, numel) under the run's number into
-the store of the default process group: one message, no answer.
+A rank writes a digest of each run's collectives (op, group, dtype, numel) under the run's number into the store of the
+default process group: those of many runs in one message without an answer, before it reads what others wrote, and at
+the latest after `TELL_AFTER_S` (a message per run took 0.1 ms of processor time).
 
 Only where a run is new does a rank read what the others wrote, and wait until all have come as far: at the first run
 of a compiled graph, and where these collectives never followed those of the run before (an evaluation on one rank).
@@ -52,7 +53,7 @@ from fxshard.ir.launches import Launch
 from fxshard.ir.plan import BY, is_in_subgroup
 from fxshard.ranks.rendezvous import is_alone
 from fxshard.runtime.rank_group import FAILED, REFUSED, CollectiveSequence, RankGroup
-from fxshard.runtime.stalled_runs import watching
+from fxshard.runtime.stalled_runs import TELL_AFTER_S, watching
 
 _log = logging.getLogger(__name__)
 
@@ -165,9 +166,11 @@ class Agreement:
 
     def _agree(self, sequences: Mapping[RankGroup, CollectiveSequence], never: Callable[[], str]) -> None:
         begun = [(rank_group, rank_group.begin(sequence)) for rank_group, sequence in sequences.items()]
-        for rank_group, is_news in begun:
-            if is_news or not self._ran:
-                rank_group.wait_and_compare(never=never)
+        news = [rank_group for rank_group, is_news in begun if is_news or not self._ran]
+        for rank_group in sequences if news else ():
+            rank_group.tell()
+        for rank_group in news:
+            rank_group.wait_and_compare(never=never)
         self._ran = self._ran or bool(begun)
 
     def _by_rank_group(self, launches: Sequence[Launch]) -> dict[RankGroup, CollectiveSequence]:
@@ -215,7 +218,7 @@ def _explained(rank_groups: Iterable[RankGroup], known: Callable[[], str]) -> It
 def _explain(rank_groups: Iterable[RankGroup], error: RuntimeError) -> None:
     for rank_group in rank_groups:
         try:
-            rank_group.compare()
+            rank_group.compare(timeout=2 * TELL_AFTER_S)
             if why := rank_group.known_difference():
                 raise RankMismatchError(why)
         except RankMismatchError as mismatch:

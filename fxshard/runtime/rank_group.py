@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, cast
@@ -106,11 +107,13 @@ class RankGroup:
         self._since, self._history = 1, ""
         self._looked = self._at_last_look = 0
         self._written: set[str] = set()
+        self._untold: deque[RunEntry] = deque()
+        self._telling = threading.Lock()
         self._agreed: set[tuple[str, str]] = set()
         self._turn = ("", "")
 
     def begin(self, sequence: CollectiveSequence) -> bool:
-        """Write the next run into the store; whether it never followed the one before."""
+        """Begin the next run, of which `tell` tells the others; whether it never followed the one before."""
         self._turn = (self._now.digest, sequence.digest)
         self._run, self._now = self._run + 1, sequence
         if sequence.key not in self._written:
@@ -119,10 +122,18 @@ class RankGroup:
         self._history = _hash(self._history + sequence.digest)
         entry = RunEntry(self._run, sequence.kind, sequence.digest, sequence.key, self._since, self._history)
         self._past.append((entry, sequence))
-        self._meeting.write(self._slot(self.rank, self._run), entry)
+        self._untold.append(entry)
         if sequence.kind in (FAILED, REFUSED):
+            self.tell()
             self.forget()
         return self._turn not in self._agreed
+
+    def tell(self) -> None:
+        """Write the runs that have begun into the store; any thread may."""
+        with self._telling:
+            untold = [self._untold.popleft() for _ in range(len(self._untold))]
+            if untold:
+                self._meeting.write_all({self._slot(self.rank, entry.run): entry for entry in untold})
 
     def forget(self) -> None:
         """Let what differed before not count after it was an error: neither in a history nor in a look back."""
@@ -140,6 +151,7 @@ class RankGroup:
             RankMismatchError: a rank runs something else, never comes, or the store is gone.
         """
         try:
+            self.tell()
             self._wait(never, warn, longest_wait() if limit is None else limit)
             self.compare()
         except FxshardError:
@@ -151,12 +163,16 @@ class RankGroup:
             ) from error
         self._agreed.add(self._turn)
 
-    def compare(self) -> None:
-        """Compare this run with the ranks that have come as far.
+    def compare(self, timeout: float = 0.0) -> None:
+        """Compare this run with the ranks that come as far within so many seconds.
 
         Raises:
             RankMismatchError: one of them runs something else.
         """
+        self.tell()
+        for _ in polls(timeout):
+            if self._arrived(self.others, self._run):
+                break
         if found := self._differing(self.others):
             self.forget()
             raise RankMismatchError(self._difference(*found, self._run, self._now))
@@ -166,6 +182,7 @@ class RankGroup:
 
         What was launched in an earlier run may be waited for in this one.
         """
+        self.tell()
         run, now = self._run, self._now
         found, before = self._differing(self._peers), self._differing_before()
         if run != self._run or now is not self._now:  # asked by another thread than that which runs
@@ -217,9 +234,10 @@ class RankGroup:
         """
         run = self._run if is_over else self._at_last_look
         self._at_last_look = self._run
-        if not self._looked < run or not self._run - run < len(self._past):
-            return
         try:
+            self.tell()
+            if not self._looked < run or not self._run - run < len(self._past):
+                return
             self._compare_past(run, ARRIVAL_S if is_over else 0.0)
         except FxshardError:
             raise

@@ -25,6 +25,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -38,6 +39,9 @@ from fxshard.ir.plan import BY
 from fxshard.ranks.rendezvous import Rendezvous
 from fxshard.runtime import gloo
 from fxshard.runtime.rank_group import RankGroup
+
+TELL_AFTER_S = 1.0
+"""How long a rank may keep to itself that a run has begun."""
 
 AFTER_S = 3.0
 """When a run is looked at first, and how often from then on."""
@@ -191,13 +195,17 @@ class _Watch:
 
     def __init__(self) -> None:
         self.runs: list[StalledRun] = []
+        self.rank_groups: weakref.WeakSet[RankGroup] = weakref.WeakSet()
         self.was_ended = False
         self.numbers = itertools.count(1)
         threading.Thread(target=self._look, name="fxshard_stalled_runs", daemon=True).start()
 
     def _look(self) -> None:
         while True:
-            time.sleep(AFTER_S / 3)
+            time.sleep(TELL_AFTER_S)
+            with suppress(RuntimeError, ValueError):  # the store is gone, or the group; or a run has begun on a new one
+                for rank_group in self.rank_groups:
+                    rank_group.tell()
             for run in self.runs[-1:]:  # others have begun it, and wait for it
                 if not run.why and time.monotonic() >= run.next_look:
                     self._look_at(run)
@@ -240,6 +248,7 @@ def watching(rank_groups: Collection[RankGroup], launches: Sequence[Launch]) -> 
     if watch.was_ended:  # and goes on
         watch.was_ended = False
         _tell(Place())
+    watch.rank_groups.update(rank_groups)
     watch.runs.append(run)
     try:
         yield run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import cast
 
@@ -14,11 +14,12 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from fxshard.errors import RankMismatchError
 from fxshard.ir.launches import Launch
-from fxshard.ranks.rendezvous import is_alone, longest_wait
+from fxshard.ranks.rendezvous import Rendezvous, is_alone, longest_wait
 from fxshard.runtime import rank_check, rank_group
 from fxshard.runtime.dispatch import GuardedCode
 from fxshard.runtime.rank_check import Agreement
 from fxshard.runtime.rank_group import ARRIVAL_S, LOOK_EVERY, RING, CollectiveSequence, RankGroup
+from fxshard.runtime.stalled_runs import TELL_AFTER_S, watching
 from tests.ranks import fresh_ranks, join_group, two_ranks
 
 REMEDY = (
@@ -38,7 +39,9 @@ def launches(text: str) -> list[Launch]:
 
 
 def begin(rank_group: RankGroup, text: str, kind: str = "forward") -> bool:
-    return rank_group.begin(CollectiveSequence.of(kind, launches(text)))
+    is_news = rank_group.begin(CollectiveSequence.of(kind, launches(text)))
+    rank_group.tell()
+    return is_news
 
 
 def meet(rank_group: RankGroup, warn: float = 0.2, limit: float = 1.0) -> None:
@@ -228,6 +231,47 @@ def test_a_difference_before_the_run_in_which_a_rank_waits_is_known() -> None:
     begin(rank_group, "a")
     dist.barrier()
     assert rank_group.known_difference() == ""
+
+
+def begin_untold(rank_group: RankGroup, *texts: str) -> None:
+    for text in texts:
+        rank_group.begin(CollectiveSequence.of("forward", launches(text)))
+
+
+@two_ranks
+def test_a_rank_tells_of_many_runs_in_one_message_when_it_looks_back() -> None:
+    rank_group = both()
+    known(rank_group, "h", "a", "h", "b", "h")
+    with pytest.MonkeyPatch.context() as patch:
+        told, write_all = [], Rendezvous.write_all
+
+        def counted(at: Rendezvous, values: Mapping[str, object]) -> None:
+            told.append(len(values))
+            write_all(at, values)
+
+        patch.setattr(Rendezvous, "write_all", counted)
+        begin_untold(rank_group, "a", "h", of_rank("a", "b"), "h")
+        assert told == []
+        with pytest.raises(RankMismatchError, match=r"In run 8, collective 1 is the first that differs"):
+            rank_group.look_back(is_over=True)
+        rank_group.tell()
+        assert told == [4]
+
+
+@two_ranks
+def test_a_rank_that_is_slow_to_look_has_told_of_its_runs_after_a_while() -> None:
+    rank_group = both()
+    known(rank_group, "a", "b", "a")
+    if dist.get_rank() == 0:
+        begin_untold(rank_group, "b")
+        with watching([rank_group], []):
+            time.sleep(3 * TELL_AFTER_S)
+        dist.barrier()
+    else:
+        begin(rank_group, "a")
+        with pytest.raises(RankMismatchError, match="In run 4, collective 1 is the first that differs"):
+            meet(rank_group, limit=3 * TELL_AFTER_S)
+        dist.barrier()
 
 
 @two_ranks
