@@ -328,23 +328,6 @@ def test_leaves_the_model_the_random_state_and_a_live_group_alone(mesh: DeviceMe
 # ---- what it refuses
 
 
-def test_refuses_parameters_without_values() -> None:
-    with torch.device("meta"):
-        model = TwoLayers()
-    with pytest.raises(ConfigError, match=r"layers.0.weight has no values .*to_empty"):
-        bisect_numerics(model, X)
-
-
-def test_refuses_inputs_without_values() -> None:
-    with pytest.raises(ConfigError, match="an input has no values"):
-        bisect_numerics(TwoLayers(), X.to("meta"))
-
-
-def test_refuses_what_is_no_module() -> None:
-    with pytest.raises(ConfigError, match=r"expects an nn.Module, got function"):
-        bisect_numerics(then, X)  # type: ignore[arg-type]
-
-
 def test_refuses_a_model_without_parameters() -> None:
     with pytest.raises(ConfigError, match=r"no graph with sharded parameters|no parameters"):
         bisect_numerics(nn.ReLU(), X)
