@@ -151,12 +151,11 @@ class TwoMatrices(nn.Module):
         return (x @ self.up) @ self.down
 
 
-class Everything(nn.Module):
+class Everything(TwoLayers):
     """Dropout, a buffer that forward writes, a constant, and a tensor that is no buffer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
         self.norm = nn.BatchNorm1d(WIDTH)
         self.offset = torch.ones(WIDTH)
 
@@ -226,17 +225,9 @@ def test_finds_a_pass_that_runs_after_those_of_inductor() -> None:
 
 
 def test_finds_the_frame_after_a_graph_break() -> None:
-    class SumsLate(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([Layer(), Sums()])
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.layers[0](x)
-            torch._dynamo.graph_break()
-            return self.layers[1](y)
-
-    found = bisect_numerics(SumsLate(), X, options=then(AddLater()))
+    model = Broken()
+    model.layers[1] = Sums()
+    found = bisect_numerics(model, X, options=then(AddLater()))
     assert found is not None
     assert (found.frame, found.stage, found.pass_name) == (1, "forward", "add_later")
 

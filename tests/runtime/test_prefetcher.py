@@ -18,9 +18,10 @@ from fxshard.runtime.prefetcher import Prefetcher
 from fxshard.runtime.unsharded_cache import Gathered
 from fxshard.sharding.sharded_module import ShardedModule, units_under
 from fxshard.testing import EmulatedLink
+from tests.models import FeedForward
 from tests.numerics.harness import EAGER
 from tests.pairwise import slow
-from tests.runtime.blocks import NUM_BLOCKS, RANGE, Block, Blocks, block_by_block, issued, sharded, step, warm
+from tests.runtime.blocks import NUM_BLOCKS, RANGE, Blocks, block_by_block, issued, sharded, step, warm
 
 
 def test_gathers_the_next_block_before_one_computes(link: EmulatedLink) -> None:
@@ -291,7 +292,7 @@ def test_equal_blocks_share_a_graph_and_still_gather_their_own(link: EmulatedLin
     class Equal(Blocks):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks = nn.ModuleList(Block(8) for _ in range(NUM_BLOCKS))
+            self.blocks = nn.ModuleList(FeedForward(4, 8) for _ in range(NUM_BLOCKS))
 
     results = []
     for prefetch in (0, 1):
