@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fxshard import fully_shard
 from fxshard.errors import ConfigError
-from fxshard.options import parse
 from tests.numerics.harness import EAGER, compile_module, sharded_mlp
 from tests.numerics.models import MLP, WIDTH
 
@@ -67,14 +66,32 @@ def test_names_the_option_whose_value_means_nothing(mesh: DeviceMesh, option: st
         call(sharded_mlp(mesh), {option: value})
 
 
-def test_says_that_optimizer_state_is_where_parameters_are(mesh: DeviceMesh) -> None:
-    with pytest.raises(ConfigError, match=r'offload=.*its state is on the host where they are.*Give "params": 1'):
-        call(sharded_mlp(mesh), {"offload": {"optimizer": True}})
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "optimizer state": (
+        {"offload": {"optimizer": True}},
+        r'offload=.*its state is on the host where they are.*Give "params": 1',
+    ),
+    "budget": ({"memory_budget_gib": 1e-9}, r"(?s)memory_budget_gib.*alive at %.*smaller units"),
+    "cudagraphs": ({"cudagraphs": True, "lower": "inductor"}, "needs a model on CUDA; this one is on cpu"),
+    "cudagraphs of what": ({"cudagraphs": True}, 'cudagraphs=True needs lower="inductor"'),
+    "group": (
+        {"separate_reduce_scatter_group": True},
+        r"separate_reduce_scatter_group only act.*set_separate_reduce_scatter_group",
+    ),
+    "one line": ({"param_dtype": torch.bfloat16}, r"(?s)param_dtype.*fully_shard|fully_shard.*param_dtype"),
+}
 
 
-def test_says_what_a_budget_must_at_least_be_and_what_to_do(mesh: DeviceMesh) -> None:
-    with pytest.raises(ConfigError, match=r"(?s)memory_budget_gib.*alive at %.*smaller units"):
-        call(sharded_mlp(mesh), {"memory_budget_gib": 1e-9})
+@pytest.mark.parametrize("case", REFUSED)
+def test_says_what_an_option_needs(mesh: DeviceMesh, case: str) -> None:
+    options, message = REFUSED[case]
+    with pytest.raises(ConfigError, match=message):
+        call(sharded_mlp(mesh), options)
+
+
+def test_refuses_a_mode_that_has_no_meaning(mesh: DeviceMesh) -> None:
+    with pytest.raises(ConfigError, match="mode"):
+        compile_module(sharded_mlp(mesh), mode="max-autotune")(torch.ones(2, WIDTH))
 
 
 def test_runs_within_a_budget_that_suffices(mesh: DeviceMesh) -> None:
@@ -123,14 +140,3 @@ def test_asks_for_the_line_that_starts_the_process_group(monkeypatch: pytest.Mon
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=r"init_process_group"):
         call(MLP(), {})
-
-
-def test_refuses_a_mode_that_has_no_meaning(mesh: DeviceMesh) -> None:
-    compiled = compile_module(sharded_mlp(mesh), mode="max-autotune")
-    with pytest.raises(ConfigError, match="mode"):
-        compiled(torch.ones(2, WIDTH))
-
-
-def test_refuses_options_that_are_no_dict() -> None:
-    with pytest.raises(ConfigError, match=r"options must be a dict, got \['lower'\]"):
-        parse(["lower"])  # type: ignore[arg-type]

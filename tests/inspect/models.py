@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fxshard import Explanation, explain, fully_shard
 from fxshard.passes._base import GraphPass, PassContext, Property
 from fxshard.passes.pipeline import Pipeline
-from tests.graphs import Layer, layers_of
+from tests.graphs import Layer, TwoLayers, layers_of
 
 EAGER: dict[str, Any] = {"lower": "eager"}
 X = torch.ones(2, 4)
@@ -40,12 +40,8 @@ def compiled_by_us(model: nn.Module, **options: Any) -> nn.Module:
     return cast(nn.Module, torch.compile(model, backend="fxshard", options=options))
 
 
-class Broken(nn.Module):
+class Broken(TwoLayers):
     """A graph break between its layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.layers[0](x)

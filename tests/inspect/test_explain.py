@@ -18,7 +18,7 @@ from fxshard import ConfigError, Explanation, UnsupportedGraph, explain, explana
 from fxshard.options import parse
 from fxshard.passes.pipeline import DEFAULT, chosen, default
 from fxshard.sharding.sharded_module import ShardedModule
-from tests.graphs import Layer, Scale, TwoLayers
+from tests.graphs import Layer, TwoLayers
 from tests.inspect.models import EAGER, Broken, Doing, X, add_decliner, compiled_by_us, explained, names, shard
 from tests.pairwise import slow
 
@@ -248,16 +248,6 @@ def test_a_wrong_option_is_refused_at_once(options: dict[str, Any], message: str
         explain(TwoLayers(), X, world_size=2, options=options)
 
 
-def test_what_is_no_module_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"explain expects an nn.Module, got function"):
-        explain(cast(Any, lambda x: x), X, world_size=2)
-
-
-def test_a_model_without_sharded_parameters_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no graph with sharded parameters was captured from ReLU"):
-        explain(nn.ReLU(), X, world_size=2)
-
-
 def test_errors_of_the_users_forward_surface_as_they_are() -> None:
     def refuse(x: Tensor) -> Tensor:
         raise LookupError("no such expert")
@@ -307,11 +297,6 @@ def test_a_real_models_explanation_follows_what_is_compiled_later(mesh: DeviceMe
     with torch.no_grad():
         compiled(X)
     assert len(explanation_of(compiled).frames) == 2
-
-
-def test_an_unsharded_model_has_no_explanation_yet() -> None:
-    with pytest.raises(ConfigError, match="Scale is not sharded"):
-        explanation_of(compiled_by_us(Scale()))
 
 
 def test_a_model_that_has_not_been_called_has_no_explanation_yet(mesh: DeviceMesh) -> None:

@@ -27,7 +27,7 @@ from fxshard.ir.snapshot import Snapshot
 from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.tools.demo.gpt import GPT
 from tests import graphs
-from tests.graphs import Layer, Traced, TwoLayers
+from tests.graphs import Traced, TwoLayers
 from tests.inspect.models import EAGER, Broken, X, compiled_by_us, explained, shard
 from tests.pairwise import slow
 from tests.schedules import four_layers
@@ -271,11 +271,7 @@ def test_a_pipeline_without_hoist_prefetch_has_its_own_schedule_alone() -> None:
 
 
 def test_graphs_with_constants_are_scheduled_too() -> None:
-    class Shifted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Layer() for _ in range(2))
-
+    class Shifted(TwoLayers):
         def forward(self, x: Tensor) -> Tensor:
             y: Tensor = self.layers[0](x)
             return self.layers[1](torch.cond(y.sum() > 0, lambda t: t + 1, lambda t: t * 2, (y,)))

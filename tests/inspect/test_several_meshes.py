@@ -22,6 +22,7 @@ from fxshard.ir import collectives
 from fxshard.passes._base import GraphPass, PassContext
 from fxshard.passes.pipeline import Pipeline
 from tests.fake_ranks import fake_ranks, split_axis
+from tests.models import FeedForward
 from tests.numerics.harness import EAGER, compile_module
 from tests.numerics.models import MLP, WIDTH
 
@@ -76,19 +77,9 @@ def test_explains_and_bisects_parameters_on_all_axes(how: str) -> None:
         assert ("all_gather", "") in explained
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(self.up(x).relu())
-        return x + y
-
-
 def tensor_parallel(mesh: DeviceMesh) -> Any:
     """Return layers that are alike, so that they are regions, with collectives of their own."""
-    model = nn.Sequential(*(Layer() for _ in range(3)))
+    model = nn.Sequential(*(FeedForward(4, 8) for _ in range(3)))
     for layer in model:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         parallelize_module(layer, split_axis(mesh), plan, src_data_rank=None)  # fake ranks send nothing

@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 from torch._functorch import config as functorch_config
 from torch._inductor.utils import run_and_get_code
@@ -17,6 +16,7 @@ import fxshard
 from fxshard.ir import collectives, launches
 from tests import fake_ranks, graphs
 from tests.graphs import SPLIT, Layers
+from tests.models import FeedForward
 from tests.numerics.harness import compile_module
 
 KERNELS = frozenset(str(packet).removeprefix("aten.") for packet in flop_registry)
@@ -28,24 +28,11 @@ LAUNCH = re.compile(r"all_gather|reduce_scatter")
 WIDTH = 16
 
 
-class Block(nn.Module):
-    """A norm, two matrix products and a residual connection: much for Inductor to fuse."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(torch.relu(self.up(self.norm(x))))
-        return x + y
-
-
 class Blocks(Layers):
-    """Four blocks."""
+    """Four blocks with a norm, two matrix products and a residual connection: much for Inductor to fuse."""
 
     def __init__(self) -> None:
-        super().__init__(4, Block)
+        super().__init__(4, lambda: FeedForward(WIDTH, 2 * WIDTH, norm=True))
 
 
 def in_graph(graph: fx.Graph) -> list[str]:

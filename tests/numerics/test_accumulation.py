@@ -330,15 +330,6 @@ def test_reduces_what_waits_when_asked() -> None:
 
 
 @two_ranks
-def test_flags_must_be_bools() -> None:
-    model = cast(ShardedModule, start(REGRESSION, fxshard_system()).model)
-    with pytest.raises(ConfigError, match="requires_gradient_sync must be a bool, got 1"):
-        model.set_requires_gradient_sync(cast(bool, 1))
-    with pytest.raises(ConfigError, match="is_last_backward must be a bool, got None"):
-        model.set_is_last_backward(cast(bool, None))
-
-
-@two_ranks
 def test_release_refuses_what_waits() -> None:
     run = start(REGRESSION, fxshard_system())
     with fxshard.no_sync(run.model):
@@ -354,13 +345,6 @@ def test_no_sync_that_an_exception_leaves_is_over() -> None:
         raise KeyboardInterrupt
     run.loss(0).backward()
     assert all(parameter.grad is not None for parameter in run.model.parameters())
-
-
-def test_refuses_what_is_no_module_or_no_bool() -> None:
-    with pytest.raises(ConfigError, match="no_sync expects the model, got list"), fxshard.no_sync(cast(Any, [])):
-        pass
-    with pytest.raises(ConfigError, match="release_accumulators expects the model, got int"):
-        fxshard.release_accumulators(cast(Any, 1))
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from fxshard.passes._base import GraphPass, PassContext
 from fxshard.passes.pipeline import Pipeline
 from fxshard.sharding.sharded_module import ShardedModule, units_under
 from fxshard.testing import emulated_link
+from tests.models import Doing
 from tests.numerics.harness import (
     EAGER,
     Run,
@@ -167,23 +168,17 @@ def test_no_sync_of_a_wrapper_holds_for_the_model_that_is_sharded_inside() -> No
     check_against_unsharded(Scenario(model=MLP, batch=rows(), backward=backward, prepare=wrapped))
 
 
-class Chooses(nn.Module):
+def chooses() -> nn.Module:
     """How many rows it computes on depends on their values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.tanh(self.up(x))
-        return cast(Tensor, self.down(y[x[:, 0] > -9.0]))
+    up, down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    return Doing(lambda m, x: m.down(torch.tanh(m.up(x))[x[:, 0] > -9.0]), up=up, down=down)
 
 
 @pytest.mark.slow
 @two_ranks
 def test_accumulates_sizes_that_data_decides() -> None:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        check_close(Scenario(model=Chooses, batch=rows(), backward=several))
+        check_close(Scenario(model=chooses, batch=rows(), backward=several))
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from torch.nn.utils.parametrize import register_parametrization, remove_parametr
 from torch.optim import Adafactor, AdamW, Optimizer
 
 import fxshard
+from tests.models import Doing
 from tests.numerics.harness import EAGER, compile_module, full
 from tests.ranks import two_ranks
 
@@ -37,15 +38,9 @@ class Summed(nn.Module):
         return weight / 2, weight / 2
 
 
-class Scaled(nn.Module):
-    """Vectors alone, of which one is not divided evenly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.shift = nn.Parameter(torch.rand(8)), nn.Parameter(torch.rand(7))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * self.scale)[:, :7] * self.shift + self.shift.sin()
+def scaled() -> nn.Module:
+    parts = {"scale": nn.Parameter(torch.rand(8)), "shift": nn.Parameter(torch.rand(7))}
+    return Doing(lambda m, x: (x * m.scale)[:, :7] * m.shift + m.shift.sin(), **parts)
 
 
 def mlp(change: Change | None = None, *, bias: bool = True) -> nn.Sequential:
@@ -187,7 +182,7 @@ def train_alike(model: nn.Module, plain: nn.Module, build: Callable[..., Optimiz
     [
         (Adafactor, mlp, r"0\.weight, 0\.bias, 2\.weight, 2\.bias"),
         (partial(Adafactor, foreach=True), mlp, r"0\.weight, 0\.bias, 2\.weight, 2\.bias"),
-        (Adafactor, Scaled, "scale, shift"),  # torch's own numbers are those of a rank's rows
+        (Adafactor, scaled, "scale, shift"),  # torch's own numbers are those of a rank's rows
         (HF_ADAFACTOR, mlp, r"0\.weight, 2\.weight"),
     ],
 )
@@ -211,9 +206,9 @@ def test_refuses_adafactor_of_sharded_parameters(
 @both_ways
 def test_trains_vectors_with_the_adafactor_of_transformers(how: str) -> None:
     torch.manual_seed(0)
-    plain = Scaled()
+    plain = scaled()
     torch.manual_seed(0)
-    train_alike(sharded(Scaled(), how, batch()), plain, HF_ADAFACTOR)
+    train_alike(sharded(scaled(), how, batch()), plain, HF_ADAFACTOR)
 
 
 @two_ranks

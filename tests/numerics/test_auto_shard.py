@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
-import fxshard
 from fxshard.errors import ConfigError, FxshardError
 from fxshard.sharding.sharded_module import units_under
 from fxshard.testing import emulated_link
@@ -312,15 +311,6 @@ def test_refuses_a_first_call_whose_arguments_it_can_no_longer_cast(regional: bo
         torch._dynamo.reset()
         compile_module(Stem(), options)(torch.ones(2, 6, dtype=torch.bfloat16)).sum().backward()
         torch._dynamo.reset()
-
-
-@two_ranks
-def test_refuses_options_of_the_one_line_path_for_a_sharded_model() -> None:
-    model = MLP()
-    fxshard.fully_shard(model)
-    compiled = compile_module(model, options={**EAGER, "param_dtype": torch.bfloat16})
-    with pytest.raises(ConfigError, match=r"(?s)param_dtype.*fully_shard|fully_shard.*param_dtype"):
-        compiled(rows()(0, 0)[0])
 
 
 def nbytes_of(storage: StorageWeakRef) -> int:

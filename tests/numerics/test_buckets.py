@@ -15,6 +15,7 @@ import fxshard
 from fxshard.cost.hardware import BUILTIN
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.pipeline import Pipeline
+from tests.models import Doing
 from tests.numerics.harness import (
     EAGER,
     FSDP2,
@@ -113,15 +114,10 @@ def test_gathers_a_unit_of_two_dtypes(first: torch.dtype, second: torch.dtype, l
         torch.testing.assert_close(grad.full_tensor(), plain.get_parameter(name).grad)  # type: ignore[attr-defined]
 
 
-class SideBySide(nn.Module):
+def side_by_side() -> nn.Module:
     """Adds two layers of one input, so that one node of a graph is the gradient of both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.head = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.a(x) + self.b(x)))
+    a, b, head = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    return Doing(lambda m, x: m.head(torch.tanh(m.a(x) + m.b(x))), a=a, b=b, head=head)
 
 
 def shard_each_child(model: nn.Module, tools: Tools) -> nn.Module:
@@ -134,7 +130,7 @@ def shard_each_child(model: nn.Module, tools: Tools) -> nn.Module:
 @two_ranks
 @pytest.mark.parametrize("size", ["auto", 1])
 def test_trains_units_that_share_a_gradient(size: str | float) -> None:
-    scenario = Scenario(model=SideBySide, batch=rows(), prepare=shard_each_child)
+    scenario = Scenario(model=side_by_side, batch=rows(), prepare=shard_each_child)
     ours = train(scenario, fxshard_system(bucket=size, lower="inductor"))
     same_but_for_fusion(ours, train(scenario, FSDP2))
 

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
-from torch.utils.checkpoint import checkpoint
 
 import fxshard
 from fxshard import ConfigError, MixedPrecisionPolicy
 from fxshard.runtime.parameters import local_of
+from tests.models import FeedForward
 from tests.numerics.float8 import Float8Weight, Half, give_hooks
 from tests.numerics.harness import (
     EAGER,
@@ -35,33 +35,18 @@ from tests.numerics.harness import (
     world_mesh,
 )
 from tests.numerics.microbatches import kept, several
-from tests.numerics.models import WIDTH, rows
+from tests.numerics.models import MLP, WIDTH, CheckpointedMLP, rows
 from tests.ranks import two_ranks
 from tests.state.helpers import shared_folder
 
 
-class Block(nn.Module):
-    """A residual block whose inner layers have so many features."""
-
-    def __init__(self, hidden: int = 2 * WIDTH) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, x + self.down(torch.relu(self.up(self.norm(x)))))
+def block(hidden: int = 2 * WIDTH) -> FeedForward:
+    return FeedForward(WIDTH, hidden, norm=True)
 
 
-class Model(nn.Module):
-    def __init__(self, hidden: int = 2 * WIDTH, *, checkpoints: bool = False) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(hidden) for _ in range(2))
-        self.head = nn.Linear(WIDTH, WIDTH)  # with a bias: FSDP2 gives gloo bytes only where dtypes differ
-        self.checkpoints = checkpoints
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = cast(Tensor, checkpoint(block, x, use_reentrant=False)) if self.checkpoints else block(x)
-        return cast(Tensor, self.head(x))
+def mlp(hidden: int = 2 * WIDTH, *, checkpoints: bool = False) -> MLP:
+    """Its head has a bias: FSDP2 gives gloo bytes only where dtypes differ."""
+    return (CheckpointedMLP if checkpoints else MLP)(block=partial(block, hidden))
 
 
 def scenario(
@@ -75,7 +60,7 @@ def scenario(
     """A model whose weights have hooks, in float32 whatever the system."""
 
     def model() -> nn.Module:
-        made = give_hooks(Model(hidden, checkpoints=checkpoints), cls)
+        made = give_hooks(mlp(hidden, checkpoints=checkpoints), cls)
         for name, parameter in made.named_parameters():
             parameter.requires_grad_(not frozen or "up" not in name)
         return made
@@ -137,7 +122,7 @@ def test_hooks_see_what_is_set_on_the_local_tensor() -> None:
 
 
 def sharded(**kwargs: Any) -> nn.Module:
-    model = give_hooks(Model())
+    model = give_hooks(mlp())
     for part in (*blocks_of(model), model):
         fxshard.fully_shard(part, mesh=world_mesh(), **kwargs)
     return model
@@ -146,7 +131,7 @@ def sharded(**kwargs: Any) -> nn.Module:
 @two_ranks
 def test_states_have_the_values_that_are_trained() -> None:
     torch.manual_seed(1)
-    plain = Model()
+    plain = mlp()
     torch.manual_seed(1)
     model = sharded()
     whole = fxshard.full_state_dict(model)
@@ -181,7 +166,7 @@ def test_checkpoints_have_plain_rows() -> None:
 def test_a_state_that_is_assigned_keeps_the_hooks(device: str) -> None:
     model = sharded()
     with torch.device(device):
-        other = give_hooks(Model())
+        other = give_hooks(mlp())
     for part in (*blocks_of(other), other):
         fxshard.fully_shard(part, mesh=world_mesh())
     other.load_state_dict(model.state_dict(), assign=True)
@@ -205,7 +190,7 @@ def test_a_write_that_torch_does_not_count_is_gathered() -> None:
 @two_ranks
 def test_a_model_on_meta_gets_its_values_later() -> None:
     with torch.device("meta"):
-        model = give_hooks(Model())
+        model = give_hooks(mlp())
     for part in (*blocks_of(model), model):
         fxshard.fully_shard(part, mesh=world_mesh())
     model.to_empty(device="cpu")
@@ -213,7 +198,7 @@ def test_a_model_on_meta_gets_its_values_later() -> None:
         for parameter in model.parameters():
             nn.init.ones_(parameter)
     y = compile_module(model, EAGER)(torch.ones(2, WIDTH))
-    plain = Model()
+    plain = mlp()
     with torch.no_grad():
         for parameter in plain.parameters():
             nn.init.ones_(parameter)
@@ -250,7 +235,7 @@ def by_columns(parameter: nn.Parameter) -> Shard | None:
 
 def refused(match: str, cls: type[Float8Weight], hidden: int = 2 * WIDTH, **kwargs: Any) -> None:
     with pytest.raises(ConfigError, match=match):
-        fxshard.fully_shard(give_hooks(Block(hidden), cls), mesh=world_mesh(), **kwargs)
+        fxshard.fully_shard(give_hooks(block(hidden), cls), mesh=world_mesh(), **kwargs)
 
 
 @two_ranks
@@ -264,7 +249,7 @@ def test_refuses_hooks_that_it_cannot_use() -> None:
 
 @two_ranks
 def test_refuses_hooks_that_change() -> None:
-    model = give_hooks(Block(), Fickle)
+    model = give_hooks(block(), Fickle)
     fxshard.fully_shard(model, mesh=world_mesh())
     model(torch.ones(2, WIDTH))
     cast(Any, model.get_parameter("down.weight"))._local_tensor.scale = torch.ones(())
@@ -274,7 +259,7 @@ def test_refuses_hooks_that_change() -> None:
 
 @two_ranks
 def test_refuses_hooks_that_come_after_fully_shard() -> None:
-    model = Block()
+    model = block()
     fxshard.fully_shard(model, mesh=world_mesh())
     local = local_of(model.up.weight)
     local.fsdp_pre_all_gather = partial(print)  # type: ignore[attr-defined]
@@ -285,7 +270,7 @@ def test_refuses_hooks_that_come_after_fully_shard() -> None:
 @two_ranks
 def test_refuses_to_shard_in_the_first_call_to_release_and_to_compare() -> None:
     with pytest.raises(ConfigError, match=r"blocks.0.up.weight.*Call fully_shard before torch.compile"):
-        compile_module(give_hooks(Model()), EAGER)(torch.ones(2, WIDTH))
+        compile_module(give_hooks(mlp()), EAGER)(torch.ones(2, WIDTH))
     with pytest.raises(ConfigError, match=r"release.*blocks.0.up.weight"):
         fxshard.release(sharded())
 
@@ -293,12 +278,12 @@ def test_refuses_to_shard_in_the_first_call_to_release_and_to_compare() -> None:
 @two_ranks
 @pytest.mark.parametrize("cls", [Float8Weight, Half])
 def test_refuses_a_write_into_the_unsharded_parameter(cls: type[Float8Weight]) -> None:
-    class Writing(Block):
+    class Writing(FeedForward):
         def forward(self, x: Tensor) -> Tensor:
             self.up.weight.add_(1)
             return super().forward(x)
 
-    model = give_hooks(Writing(), cls)
+    model = give_hooks(Writing(WIDTH, WIDTH, norm=True), cls)
     fxshard.fully_shard(model, mesh=world_mesh())
     with pytest.raises(fxshard.UnsupportedGraph, match=r"changed in place during forward: up.weight"), torch.no_grad():
         compile_module(model, EAGER)(torch.ones(2, WIDTH))
@@ -316,7 +301,7 @@ def test_sends_the_bytes_that_the_hook_gives() -> None:
                 sent.extend((tensor.dtype, tensor.nbytes) for tensor in tensors)
             return func(*args, **(kwargs or {}))
 
-    model = give_hooks(Block())
+    model = give_hooks(block())
     fxshard.fully_shard(model, mesh=world_mesh(), reshard_after_forward=True)
     with Seen():  # type: ignore[no-untyped-call]
         model(torch.ones(2, WIDTH)).sum().backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import fxshard
+from tests.models import Chain, Doing
 from tests.numerics.harness import (
     NUM_STEPS,
     Run,
@@ -60,16 +62,10 @@ class Signed(Tables):
         return super().forward(x) * self.signs
 
 
-class Recurrent(nn.Module):
+def recurrent() -> nn.Module:
     """torch's LSTM, which keeps a list of its own weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(WIDTH, 7, batch_first=True)
-        self.head = nn.Linear(7, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x[:, None])[0][:, 0])
+    lstm, head = nn.LSTM(WIDTH, 7, batch_first=True), nn.Linear(7, WIDTH)
+    return Doing(lambda m, x: m.head(m.lstm(x[:, None])[0][:, 0]), lstm=lstm, head=head)
 
 
 @two_ranks
@@ -107,19 +103,6 @@ def shard_all_but_the_bias_of_the_head(model: nn.Module, tools: Tools) -> nn.Mod
     return tools.compile(model)
 
 
-class Chain(nn.Module):
-    """Layers in a row, of which backward reads the weight of all but the first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x
-
-
 def shard_all_but_one_weight(model: nn.Module, tools: Tools) -> nn.Module:
     assert isinstance(model, Chain)
     tools.shard(model, ignored_params={model.blocks[1].weight})
@@ -129,7 +112,9 @@ def shard_all_but_one_weight(model: nn.Module, tools: Tools) -> nn.Module:
 @two_ranks
 def test_accumulates_beside_an_ignored_weight() -> None:
     """The backward that accumulates takes what the forward saves for the other one."""
-    check_bitwise(Scenario(model=Chain, batch=rows(), prepare=shard_all_but_one_weight, backward=several))
+    check_bitwise(
+        Scenario(model=partial(Chain, 3, WIDTH), batch=rows(), prepare=shard_all_but_one_weight, backward=several)
+    )
 
 
 @two_ranks
@@ -199,7 +184,7 @@ def test_multihead_attention_works_in_eager_mode() -> None:
 
 @two_ranks
 def test_lstm_works_in_eager_mode() -> None:
-    check_against_unsharded(Scenario(model=Recurrent, batch=rows(), prepare=only_shard))
+    check_against_unsharded(Scenario(model=recurrent, batch=rows(), prepare=only_shard))
 
 
 @two_ranks

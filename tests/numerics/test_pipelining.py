@@ -56,11 +56,6 @@ def test_a_layer_of_two_stages_has_the_gradients_of_both(schedule: str) -> None:
     processes.run(4, pipelines.run, schedule, *pipelines.ON_ONE_RANK)
 
 
-def test_refuses_a_module_that_is_not_sharded() -> None:
-    with pytest.raises(ConfigError, match="ShardedStage expects a module that fully_shard has sharded, got Linear"):
-        ShardedStage(nn.Linear(2, 2), 0, 1, torch.device("cpu"))
-
-
 @two_ranks
 def test_refuses_a_weight_step_of_the_users() -> None:
     module = fxshard.fully_shard(nn.Linear(2, 2))

@@ -21,6 +21,7 @@ from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.sharding.sharded_module import states_under
 from fxshard.testing import emulated_link
 from tests.fake_ranks import fake_ranks
+from tests.models import Doing, FeedForward
 from tests.numerics.harness import (
     EAGER,
     FSDP2,
@@ -72,22 +73,13 @@ def test_trains_as_fsdp2_and_unsharded(name: str, prepare: Prepare) -> None:
     compare(ours, train(scenario, UNSHARDED), rtol=1e-9, atol=1e-11)
 
 
-class Block(nn.Module):
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
 class Deep(nn.Module):
     """Blocks of which all but the last are alike, between an embedding and a head."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(10, 8)
-        self.blocks = nn.ModuleList([*(Block() for _ in range(num_blocks)), Block(12)])
+        self.blocks = nn.ModuleList([*(FeedForward(8, 16) for _ in range(num_blocks)), FeedForward(8, 12)])
         self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 10)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -241,16 +233,13 @@ def test_two_parts_may_share_blocks(options: dict[str, Any]) -> None:
     torch._dynamo.reset()
     shared = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.left, self.right = nn.ModuleDict({"body": shared}), nn.ModuleDict({"body": shared})
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.left["body"](x) + self.right["body"](x)
+    body = {"body": shared}
+    two = Doing(
+        lambda m, x: m.left["body"](x) + m.right["body"](x), left=nn.ModuleDict(body), right=nn.ModuleDict(body)
+    )
 
     with emulated_link(2):
-        compiled: Any = torch.compile(Two(), backend="fxshard", options=options)
+        compiled: Any = torch.compile(two, backend="fxshard", options=options)
         compiled(torch.ones(2, 4)).sum().backward()
         compiled(torch.ones(2, 4)).sum().backward()
     assert all(p.grad is not None for p in shared.parameters())

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxshard
+from tests.models import Doing
 from tests.numerics.harness import EAGER, compile_module, full
 from tests.pairwise import slow
 from tests.ranks import two_ranks
@@ -32,13 +33,8 @@ class LoopWithBreak(nn.Module):
         return x
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0])
+def recurrent() -> nn.Module:
+    return Doing(lambda m, x: m.head(m.lstm(x)[0]), lstm=nn.LSTM(4, 4), head=nn.Linear(4, 2))
 
 
 class CalledAroundACheckpoint(nn.Module):
@@ -101,7 +97,7 @@ def train_once(model: nn.Module, optim: torch.optim.Optimizer) -> None:
 
 
 @two_ranks
-@pytest.mark.parametrize("model", [LoopWithBreak, Recurrent])
+@pytest.mark.parametrize("model", [LoopWithBreak, recurrent])
 def test_refuses_to_step_a_compiled_model_of_which_nothing_was_captured(model: Callable[[], nn.Module]) -> None:
     compiled = compile_module(model(), options=EAGER)
     optim = torch.optim.SGD(compiled.parameters(), lr=0.1)
@@ -198,15 +194,10 @@ def test_a_torch_module_as_root_follows_requires_grad() -> None:
     assert [p.grad is None for p in model.parameters()] == [True, True, False, False]
 
 
-class Normed(nn.Module):
+def normed() -> Any:
     """A block with buffers that forward writes, and that backward runs again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.head = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(checkpoint(self.block, x, use_reentrant=False))
+    block, head = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 2)
+    return Doing(lambda m, x: m.head(checkpoint(m.block, x, use_reentrant=False)), block=block, head=head).double()
 
 
 @two_ranks
@@ -214,7 +205,7 @@ class Normed(nn.Module):
 def test_a_checkpointed_block_writes_its_buffers_as_often_as_torchs_compilation(by_block: bool) -> None:
     """Once in a whole graph; by blocks once more when backward runs it again."""
     torch._dynamo.reset()
-    plain, model = Normed().double(), fxshard.fully_shard(Normed().double())
+    plain, model = normed(), fxshard.fully_shard(normed())
     fxshard.load_full_state_dict(model, plain.state_dict())
     runs: list[Any] = []
     for each, how in ((plain, {"backend": "aot_eager"}), (model, {"backend": "fxshard", "options": EAGER})):

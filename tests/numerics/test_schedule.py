@@ -16,6 +16,7 @@ from fxshard.passes.pipeline import Pipeline, default
 from fxshard.passes.sink_waits import SinkWaits
 from tests import graphs
 from tests.graphs import Layers
+from tests.models import Doing, matrix
 from tests.numerics.generated_code import KERNELS, WIDTH, Blocks, compiled, in_code, in_graph, num_kernels
 from tests.pairwise import pairwise, slow
 from tests.schedules import MODELS, model_of
@@ -94,21 +95,16 @@ def test_makes_no_more_kernels_with_pins_than_without(model: type[nn.Module]) ->
         assert num_kernels(code) <= num_kernels(other)
 
 
-class Expert(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.bmm(x, self.weight)
+def expert() -> nn.Module:
+    return Doing(lambda m, x: torch.bmm(x, m.weight), weight=matrix(4, WIDTH, WIDTH))
 
 
 @pytest.mark.slow
 def test_takes_templates_for_pinned_products() -> None:
     templates = {"max_autotune": True, "max_autotune_gemm_backends": "CPP,ATEN"}
     x = torch.randn(4, 2 * WIDTH, WIDTH)
-    with_pins, _ = compiled(Layers(2, Expert), x, inductor=templates)
-    without, _ = compiled(Layers(2, Expert), x, inductor=templates, passes=unpinned)
+    with_pins, _ = compiled(Layers(2, expert), x, inductor=templates)
+    without, _ = compiled(Layers(2, expert), x, inductor=templates, passes=unpinned)
     counts, expected = ([num_kernels(code).total() for code in codes] for codes in (with_pins, without))
     assert counts == expected
 

@@ -14,27 +14,11 @@ from torch import Tensor, nn
 
 import fxshard
 from fxshard import RankMismatchError
+from tests.models import Towers
 from tests.pairwise import slow
 from tests.ranks import two_ranks
 
 EAGER = {"lower": "eager"}
-
-
-class Towers(nn.Module):
-    """Two towers of one shape, of which a call uses one, or both: the other with no rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.image, self.text, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor, which: str, always: bool = False) -> Tensor:
-        if always:
-            image = self.image(x if which == "image" else x[:0])
-            text = self.text(x if which == "text" else x[:0])
-            hidden = image + 0 * text.sum() if which == "image" else text + 0 * image.sum()
-        else:
-            hidden = self.image(x) if which == "image" else self.text(x)
-        return self.head(torch.tanh(hidden))
 
 
 def whole(model: nn.Module, options: dict[str, Any]) -> Any:

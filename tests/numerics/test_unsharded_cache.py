@@ -15,6 +15,7 @@ from fxshard.errors import ConfigError
 from fxshard.runtime import unsharded_cache
 from fxshard.sharding.sharded_module import ShardedModule, units_under
 from fxshard.testing import emulated_link
+from tests.models import Doing, matrix
 from tests.numerics.harness import (
     FSDP2,
     Run,
@@ -184,16 +185,10 @@ def test_saved_activations_may_lie_otherwise_in_memory() -> None:
     check_inductor(scenario)
 
 
-class Pointwise(nn.Module):
+def pointwise() -> nn.Module:
     """Reads a weight last in a pointwise kernel, which might write its result in the weight's place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.scale = nn.Parameter(torch.randn(8, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.layer(x) * self.scale).exp().mean()
+    layer = nn.Linear(WIDTH, WIDTH)
+    return Doing(lambda m, x: (m.layer(x) * m.scale).exp().mean(), layer=layer, scale=matrix(8, WIDTH))
 
 
 @pytest.mark.parametrize("reshard", [True, slow(False)])
@@ -203,7 +198,7 @@ def test_backward_does_not_write_into_what_is_resident(reshard: bool) -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
         with emulated_link(2) as link:
-            model = Pointwise()
+            model = pointwise()
             fxshard.fully_shard(model, mesh=link.mesh, reshard_after_forward=reshard)
             step, x = compile_module(model, options={"resident_gib": resident_gib}), torch.randn(8, WIDTH)
             with fxshard.no_sync(model):

@@ -20,6 +20,7 @@ from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.insert_collectives import InsertCollectives
 from tests import graphs
 from tests.graphs import SPLIT, Traced, assert_changes_nothing, assert_golden, run_pass, text
+from tests.models import Doing, matrix
 from tests.pairwise import pairwise
 from tests.schedules import LAYER, model_of
 from tests.steps import assert_same_step, step
@@ -149,22 +150,15 @@ def test_auto_gives_what_is_too_small_no_launch_of_its_own() -> None:
     assert gathered(gm) == [" layers.0 layers.1 layers.2"]
 
 
-class ThreeProducts(nn.Module):
-    """A unit whose matrices are read one after the other; each is just enough for a launch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one = nn.Parameter(torch.randn(4, 4))
-        self.bias = nn.Parameter(torch.randn(4))  # which backward does not read
-        self.two, self.three = (nn.Parameter(torch.randn(4, 4)) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x @ self.one + self.bias) @ self.two @ self.three
+def three_products() -> nn.Module:
+    """A unit whose matrices are read one after the other; each is just enough for a launch. Backward reads no bias."""
+    parts = {"one": matrix(4, 4), "bias": matrix(4), "two": matrix(4, 4), "three": matrix(4, 4)}
+    return Doing(lambda m, x: (x @ m.one + m.bias) @ m.two @ m.three, **parts)
 
 
 @functools.cache
 def two_of_three() -> Traced:
-    return graphs.trace(nn.Sequential(ThreeProducts(), ThreeProducts()), units=lambda m: [*m.children(), m])
+    return graphs.trace(nn.Sequential(three_products(), three_products()), units=lambda m: [*m.children(), m])
 
 
 def test_auto_makes_small_what_is_read_first_and_what_is_reduced_last() -> None:
@@ -261,20 +255,15 @@ def test_computes_the_same_bits(build: Callable[..., Traced], size: float, world
     assert_same_step(step(traced, BucketCollectives(size=size)), step(traced), rtol=0, atol=0)
 
 
-class Frozen(nn.Module):
+def frozen() -> nn.Module:
     """Its first layer is not trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.fixed = nn.Linear(8, 17), nn.Linear(17, 8), nn.Linear(8, 8).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(self.fixed(x)))
+    fixed = nn.Linear(8, 8).requires_grad_(False)
+    return Doing(lambda m, x: x + m.down(m.up(m.fixed(x))), up=nn.Linear(8, 17), down=nn.Linear(17, 8), fixed=fixed)
 
 
 @functools.cache
 def two_frozen() -> Traced:
-    return graphs.trace(nn.Sequential(Frozen(), Frozen()), units=lambda m: [*m.children(), m], width=8)
+    return graphs.trace(nn.Sequential(frozen(), frozen()), units=lambda m: [*m.children(), m], width=8)
 
 
 @pytest.mark.parametrize("size", [0.0003, 0.0005, 0.001])

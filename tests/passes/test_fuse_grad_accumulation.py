@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from fxshard.ir import ops
 from fxshard.ir.variant import Variant
@@ -16,6 +16,7 @@ from fxshard.passes.dedup_unshard import DedupUnshard
 from fxshard.passes.fuse_grad_accumulation import FuseGradAccumulation
 from tests import graphs
 from tests.graphs import Traced, assert_golden, run_pass, text
+from tests.models import Doing
 
 GIVEN = (Property.MARKED, Property.DEDUPED)
 
@@ -38,19 +39,8 @@ def test_adds_products_to_accumulators() -> None:
     assert_golden(text(gm), "fuse_grad_accumulation")
 
 
-class Transposed(nn.Module):
-    """Its gradient is the transpose of a product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 6, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
-
-
 def test_transposes_the_operands_of_a_product_whose_transpose_is_the_gradient() -> None:
-    gm, changed = fused(graphs.trace(Transposed()))
+    gm, changed = fused(graphs.trace(Doing(lambda m, x: torch.tanh(m.linear(x)), linear=nn.Linear(4, 6, bias=False))))
     assert changed
     (product,) = products(gm)
     accumulator, left, right = (node.meta["val"] for node in product.all_input_nodes)

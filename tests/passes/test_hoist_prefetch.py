@@ -12,7 +12,7 @@ import torch
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from fxshard.cost.bucket_sizes import MIB
 from fxshard.cost.hardware import BUILTIN
@@ -26,6 +26,7 @@ from fxshard.passes.insert_collectives import InsertCollectives
 from fxshard.passes.sink_waits import SinkWaits
 from tests import graphs
 from tests.graphs import SPLIT, Layers, Traced, assert_changes_nothing, layers_of, run_pass, trace
+from tests.models import Doing, matrix
 from tests.pairwise import pairwise, slow
 from tests.schedules import (
     DEAR_COPIES,
@@ -159,22 +160,14 @@ def test_keeps_the_order_in_which_gathers_are_needed(model: str, size: float, de
     assert list(launched) == list(needed)
 
 
-class Shifted(nn.Module):
+def shifted() -> nn.Module:
     """A layer with a vector before its matrix, and one behind it: neighbours share a launch for these two."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift, self.weight, self.bias = (nn.Parameter(torch.randn(*size)) for size in ((4,), (4, 4), (4,)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x + self.shift) @ self.weight + self.bias
+    return Doing(lambda m, x: (x + m.shift) @ m.weight + m.bias, shift=matrix(4), weight=matrix(4, 4), bias=matrix(4))
 
 
 @pytest.mark.parametrize("depth", [1, "auto"])
 def test_gathers_no_row_of_units_at_once_because_neighbours_share_launches(depth: Any) -> None:
-    model = Layers(0)
-    model.layers = nn.ModuleList(Shifted() for _ in range(6))
-    traced = trace(model, units=layers_of, reshard_after_forward=True)
+    traced = trace(Layers(6, shifted), units=layers_of, reshard_after_forward=True)
     small = dataclasses.replace(BUILTIN["cpu"], link_latency=1e-6, link_bandwidth=0.897e6)  # 16 bytes are too little
     buckets = BucketCollectives(size="auto")
     before, _ = after_passes(traced, "forward", buckets, hardware=small)

@@ -7,29 +7,23 @@ import functools
 from typing import Any
 
 import pytest
-import torch
 from expecttest import assert_expected_inline
-from torch import Tensor, nn
+from torch import nn
 
 from fxshard.cost.hardware import BUILTIN, HardwareSpec
 from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.passes.insert_collectives import InsertCollectives
 from tests import graphs
 from tests.graphs import Traced, layers_of, run_pass, trace
+from tests.models import Doing, matrix
 
 KERNEL = 1e-3
 """Seconds of each kernel; its work takes next to none."""
 
 
-class Wide(nn.Module):
+def wide() -> nn.Module:
     """Four floats in and out, and in between as many as it takes for a gather of 3200 bytes on two ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Parameter(torch.randn(4, 100)), nn.Parameter(torch.randn(100, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.up @ self.down
+    return Doing(lambda m, x: x @ m.up @ m.down, up=matrix(4, 100), down=matrix(100, 4))
 
 
 class WideAfterThin(graphs.Layers):
@@ -37,7 +31,7 @@ class WideAfterThin(graphs.Layers):
 
     def __init__(self, num_wide: int) -> None:
         super().__init__(5)
-        self.layers.extend([*(Wide() for _ in range(num_wide)), graphs.Layer()])
+        self.layers.extend([*(wide() for _ in range(num_wide)), graphs.Layer()])
 
 
 def link(bytes_per_kernel: float) -> HardwareSpec:

@@ -104,7 +104,7 @@ class SummedBehind(Residual):
         return torch.tanh(torch.sin(summed) + torch.cos(summed)) + summed
 
 
-class CheckpointedSums(Layers):
+class Checkpointed(Layers):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False)
@@ -120,9 +120,7 @@ def test_ends_a_region_before_a_collective_of_the_models_own_and_begins_another_
 
 
 def test_leaves_a_checkpointed_block_with_a_collective_alone() -> None:
-    model = CheckpointedSums(0)
-    model.layers = nn.ModuleList(SummedBehind() for _ in range(3))
-    result = outlined(model)
+    result = outlined(Checkpointed(3, SummedBehind))
     assert not result.changed
     assert result.declined[-1].why == "it launches a collective"
 
@@ -375,23 +373,14 @@ def test_ends_a_region_before_activation_checkpointing() -> None:
     assert sum("tag_activation_checkpoint" in str(node.target) for node in result.graph.nodes) == 3
 
 
-class Checkpointed(ResidualLayers):
-    """Computes its layers again in backward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return x
-
-
 def test_calls_layers_under_activation_checkpointing() -> None:
-    text = str(outlined(Checkpointed())).replace("_dict_fxshard", "_fxshard")  # which torch 2.11 leaves out
+    text = str(outlined(Checkpointed(3, Residual))).replace("_dict_fxshard", "_fxshard")  # which torch 2.11 leaves out
     assert_golden(text, "outline_regions_checkpointed")
 
 
 def test_computes_again_inside_of_the_region_what_checkpointing_does_not_keep() -> None:
     pipeline = default(lower="eager", regions="auto")
-    history = graphs.trace(Checkpointed(), units=layers_of, pipeline=pipeline).history
+    history = graphs.trace(Checkpointed(3, Residual), units=layers_of, pipeline=pipeline).history
     (code,) = regions.codes_in(history.last("backward").graph)
     assert "aten.tanh(" in graph_text(code.graph)
     without = graphs.regions().history.last("backward").graph

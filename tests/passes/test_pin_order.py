@@ -23,18 +23,6 @@ from tests.pairwise import pairwise
 from tests.schedules import DEAR_COPIES, MODELS, SCHEDULED, assert_schedule, model_of
 
 
-class Convolutions(nn.Module):
-    """Two layers whose backward kernel gives a tuple: the gradients of input, weight and bias."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Conv1d(2, 2, 1) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second = self.layers
-        return second(first(x))
-
-
 def pinned(traced: Traced, kind: GraphKind, before: str = "inserted") -> tuple[fx.GraphModule, PassContext]:
     """The graph after the pass, and after others that ran before it."""
     gm, ctx = traced.at(kind, after=InsertCollectives)
@@ -162,7 +150,8 @@ def test_says_nothing_of_a_collective_that_reads_the_kernel() -> None:
 
 
 def test_pins_to_a_tensor_of_a_kernel_that_gives_several() -> None:
-    gm, _ = pinned(trace(Convolutions(), units=layers_of), "backward")
+    convolutions = graphs.Layers(2, lambda: nn.Conv1d(2, 2, 1))
+    gm, _ = pinned(trace(convolutions, units=layers_of), "backward")
     kernels = {earlier.all_input_nodes[0].name for _, earlier in pins(gm.graph) if earlier.target is operator.getitem}
     assert kernels == {node.name for node in gm.graph.nodes if launches.is_kernel(node)}
     assert len(kernels) == 2

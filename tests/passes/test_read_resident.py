@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from torch import Tensor, fx, nn
+from torch import fx
 
 from fxshard.ir import collectives, liveness, tags
 from fxshard.ir.variant import PLAIN, Variant
@@ -15,6 +14,7 @@ from fxshard.passes.insert_collectives import InsertCollectives
 from fxshard.passes.read_resident import ReadResident
 from tests import graphs
 from tests.graphs import Traced, assert_golden, run_pass, text
+from tests.models import Doing, matrix
 
 FIRST = Variant(resident=frozenset({"layers.0"}))
 ALL = Variant(resident=frozenset({"layers.0", "layers.1"}))
@@ -53,19 +53,8 @@ def test_reads_one_input_in_all_calls_of_a_unit() -> None:
     assert len(names) == len(set(names)) > 0
 
 
-class HandsOut(nn.Module):
-    """Returns a view of its weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(graphs.WIDTH, graphs.WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight.t()[1:]
-
-
 def test_copies_a_result_that_is_a_view_of_an_input() -> None:
-    traced = graphs.trace(HandsOut())
+    traced = graphs.trace(Doing(lambda m, x: m.weight.t()[1:], weight=matrix(graphs.WIDTH, graphs.WIDTH)))
     gm, ctx = resident(traced, "forward", Variant(resident=frozenset(traced.plan.units)))
     run_pass(InsertCollectives(), gm, ctx)
     assert_golden(text(gm), "read_resident_copies")

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from fxshard.ir import collectives, ops
 from fxshard.passes import pipeline
@@ -17,19 +16,9 @@ from fxshard.passes.insert_collectives import InsertCollectives
 from fxshard.passes.reduce_unused import ReduceUnused
 from tests import graphs
 from tests.graphs import Traced, assert_changes_nothing, assert_golden, run_pass, text
+from tests.models import Doing, matrix
 from tests.mutation.cases import in_step, partly_used, reduce_unused
 from tests.steps import step
-
-
-class Norm(nn.Module):
-    """Its backward reads no parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(graphs.WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
 
 
 def test_gives_zeros_to_what_has_no_gradient() -> None:
@@ -53,7 +42,8 @@ def test_a_unit_that_is_kept_is_not_gathered_again() -> None:
 @pytest.mark.parametrize("on", [False, True])
 def test_gathers_in_backward_what_it_does_not_read_there(on: bool) -> None:
     """Another rank's graph may read it."""
-    traced = graphs.trace(Norm(), then=reduce_unused if on else (lambda unit: None), reshard_after_forward=True)
+    norm = Doing(lambda m, x: x * m.weight, weight=matrix(graphs.WIDTH))  # backward reads no parameter
+    traced = graphs.trace(norm, then=reduce_unused if on else (lambda unit: None), reshard_after_forward=True)
     gm, _ = traced.at("backward", after=InsertCollectives)
     assert len(collectives.unshard_launches(gm.graph)) == on
 

@@ -13,19 +13,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from fxshard import fully_shard
 from fxshard.testing import EmulatedLink
+from tests.models import FeedForward
 
 WORDS = {"unshard": "ag", "wait": "w", "reduce": "rs"}
 RANGE = re.compile(r"fxshard::(unshard|wait|reduce)\((?:blocks\.)?(.*)\)")
 NUM_BLOCKS = 4
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, width), nn.Linear(width, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + cast(Tensor, self.down(torch.relu(self.up(x))))
 
 
 class Blocks(nn.Module):
@@ -35,7 +27,7 @@ class Blocks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(8 + i) for i in range(NUM_BLOCKS))
+        self.blocks = nn.ModuleList(FeedForward(4, 8 + i) for i in range(NUM_BLOCKS))
         self.breaks = False
 
     def forward(self, x: Tensor) -> Tensor:

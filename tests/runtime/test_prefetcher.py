@@ -13,14 +13,15 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from fxshard.compile.backend import frames_of
-from fxshard.errors import ConfigError, UnsupportedGraph
+from fxshard.errors import UnsupportedGraph
 from fxshard.runtime.prefetcher import Prefetcher
 from fxshard.runtime.unsharded_cache import Gathered
 from fxshard.sharding.sharded_module import ShardedModule, units_under
 from fxshard.testing import EmulatedLink
+from tests.models import FeedForward
 from tests.numerics.harness import EAGER
 from tests.pairwise import slow
-from tests.runtime.blocks import NUM_BLOCKS, RANGE, Block, Blocks, block_by_block, issued, sharded, step, warm
+from tests.runtime.blocks import NUM_BLOCKS, RANGE, Blocks, block_by_block, issued, sharded, step, warm
 
 
 def test_gathers_the_next_block_before_one_computes(link: EmulatedLink) -> None:
@@ -154,11 +155,6 @@ def test_a_model_on_the_cpu_has_no_gpu_wait_where_there_is_one(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *device: asked.append(device))
     step(model)
     assert (asked, prefetcher_of(model).after) == ([], None)
-
-
-def test_refuses_an_event_that_is_none(link: EmulatedLink) -> None:
-    with pytest.raises(ConfigError, match=r"set_post_optim_event expects a torch\.Event, got int"):
-        cast(ShardedModule, block_by_block(link)).set_post_optim_event(cast(Any, 1))
 
 
 def test_reshard_frees_what_was_asked_for(link: EmulatedLink) -> None:
@@ -296,7 +292,7 @@ def test_equal_blocks_share_a_graph_and_still_gather_their_own(link: EmulatedLin
     class Equal(Blocks):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks = nn.ModuleList(Block(8) for _ in range(NUM_BLOCKS))
+            self.blocks = nn.ModuleList(FeedForward(4, 8) for _ in range(NUM_BLOCKS))
 
     results = []
     for prefetch in (0, 1):

@@ -19,29 +19,22 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from fxshard import fully_shard, torch_private
 from fxshard.runtime import profiler_ranges
 from fxshard.testing import EmulatedLink
+from tests.models import Doing
 from tests.numerics.harness import EAGER
 
 Step = Callable[[], Tensor]
 
 
-class Model(nn.Module):
+def two_layers() -> Any:
     """Two layers and a bias of the root, so three units."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-        self.bias = nn.Parameter(torch.ones(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.relu(layer(x))
-        return x + self.bias
+    layers, bias = nn.ModuleList(nn.Linear(8, 8) for _ in range(2)), nn.Parameter(torch.ones(8))
+    return Doing(lambda m, x: m.layers[1](m.layers[0](x).relu()).relu() + m.bias, layers=layers, bias=bias)
 
 
 def step_of(link: EmulatedLink, options: dict[str, Any] | None) -> Step:
     """A step that gives the gradients in one tensor; `None` leaves the model uncompiled."""
     torch.manual_seed(0)
-    model = Model()
+    model = two_layers()
     for layer in model.layers:
         fully_shard(layer, mesh=link.mesh)
     fully_shard(model, mesh=link.mesh)

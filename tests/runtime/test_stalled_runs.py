@@ -4,34 +4,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fxshard
 from fxshard import RankMismatchError
 from fxshard.runtime import gloo
+from tests.models import Chain, Towers
 from tests.pairwise import slow
 from tests.state import processes
 
 EAGER: dict[str, Any] = {"lower": "eager"}
-
-
-class Towers(nn.Module):
-    """Two towers, of which a call uses one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.image, self.text, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor, which: str) -> Tensor:
-        return self.head(torch.tanh(self.image(x) if which == "image" else self.text(x)))
 
 
 def mesh_of_its_own(backend: str, timeout: timedelta) -> DeviceMesh:
@@ -94,22 +83,9 @@ def test_ranks_that_wait_for_each_other_are_an_error(form: str) -> None:
     processes.run(2, wait_for_each_other, form)
 
 
-class Chain(nn.Module):
-    """Equal blocks, called in the order that is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
-
-    def forward(self, x: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-        for i in order:
-            x = torch.tanh(self.blocks[i](x))
-        return x
-
-
 def leave_out_a_block(bucket: str) -> None:
     torch.manual_seed(0)
-    model: Any = Chain()
+    model: Any = Chain(6, 8)
     for part in (*model.blocks, model):
         fxshard.fully_shard(part)
     run: Any = torch.compile(model, backend="fxshard", options={**EAGER, "regional": True, "bucket": bucket})

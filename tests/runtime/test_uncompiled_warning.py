@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import fxshard
 from fxshard.runtime import uncompiled_warning
 from fxshard.testing import emulated_link
+from tests.models import Doing
 from tests.numerics.harness import EAGER, compile_module
 
 WIDTH = 4
@@ -69,16 +70,9 @@ class Stack(nn.Module):
         return self.blocks[1](self.blocks[0](self.before(x)))
 
 
-class Doing(nn.Module):
-    """A matrix, and a function that gets the module and the input."""
-
-    def __init__(self, do: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.eye(WIDTH))
-        self.do = do
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.do(self, x)
+def doing(do: Callable[[Any, Tensor], Tensor]) -> nn.Module:
+    """Has a matrix for this function of the module and its input."""
+    return Doing(do, weight=nn.Parameter(torch.eye(WIDTH)))
 
 
 class Recurrent(nn.Module):
@@ -148,7 +142,7 @@ def test_names_a_function_of_which_dynamo_compiled_the_beginning(
 
 
 def test_names_a_sharded_module_of_torchs_own(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Doing(lambda own, x: x @ own.weight * x.sum().item()))
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), doing(lambda own, x: x @ own.weight * x.sum().item()))
     fxshard.fully_shard(model, mesh=mesh)
     train_compiled(model)
     (message,) = said(caplog)
@@ -178,7 +172,7 @@ def test_keeps_no_module_alive(mesh: DeviceMesh) -> None:
 
 
 def test_says_nothing_of_a_model_that_is_compiled_whole(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
-    train_compiled(sharded(mesh, Doing(lambda own, x: x @ own.weight)))
+    train_compiled(sharded(mesh, doing(lambda own, x: x @ own.weight)))
     assert said(caplog) == []
 
 
@@ -190,7 +184,7 @@ def test_says_nothing_of_graph_breaks_that_leave_no_read_outside(
         torch._dynamo.graph_break()
         return x @ own.weight
 
-    train_compiled(sharded(mesh, Doing(broken)))
+    train_compiled(sharded(mesh, doing(broken)))
     assert said(caplog) == []
 
 
@@ -199,9 +193,9 @@ def test_says_nothing_of_a_model_that_is_not_compiled(
     mesh: DeviceMesh, caplog: pytest.LogCaptureFixture, checkpointed: bool
 ) -> None:
     model = sharded(mesh, Experts())
-    train_compiled(sharded(mesh, Doing(lambda own, x: x @ own.weight)))
+    train_compiled(sharded(mesh, doing(lambda own, x: x @ own.weight)))
     if checkpointed:
-        train(Doing(lambda own, x: checkpoint(model, x @ own.weight, use_reentrant=False)))
+        train(doing(lambda own, x: checkpoint(model, x @ own.weight, use_reentrant=False)))
     else:
         train(model)
     assert said(caplog) == []
@@ -255,7 +249,7 @@ def test_says_nothing_in_explain(mesh: DeviceMesh, caplog: pytest.LogCaptureFixt
             x = x @ own.weight
         return x
 
-    model = sharded(mesh, Doing(loop))
+    model = sharded(mesh, doing(loop))
     fxshard.explain(model, torch.randn(6, WIDTH), options=EAGER)
     assert said(caplog) == []
     train_compiled(model)

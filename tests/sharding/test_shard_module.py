@@ -33,28 +33,83 @@ def with_parameter(name: str, parameter: nn.Parameter) -> nn.Module:
     return model
 
 
+def compiled_in_place() -> nn.Module:
+    model = MLP()
+    model.compile(backend="fxshard")
+    return model
+
+
+def on_two_devices() -> nn.Module:
+    model = MLP()
+    model.head.to("meta")
+    return model
+
+
+@dataclass(frozen=True)
+class Choosing(MixedPrecisionPolicy):
+    """torch's policy with a field of torch 2.15."""
+
+    param_dtype_override_fn: Any = None
+
+
+def choosing(dtype: Any) -> dict[str, Any]:
+    return {"mp_policy": Choosing(param_dtype=torch.bfloat16, param_dtype_override_fn=lambda p: dtype)}
+
+
+def placing(placement: Any) -> dict[str, Any]:
+    return {"shard_placement_fn": lambda p: placement}
+
+
+PHASE, LINKS = nn.Parameter(torch.ones(4, dtype=torch.complex64)), nn.Parameter(torch.eye(4).to_sparse())
+COMPILED = r"(?s)compile.*before|before.*compile"
+NO_POLICY, NO_RESHARD = (
+    r"offload_policy must be CPUOffloadPolicy\(\) or",
+    r"(?s)reshard_after_forward.*True.*False.*None",
+)
+COLUMNS = {"shard_placement_fn": lambda p: Shard(-1) if p.dim() == 2 else None}
+ODD_COLUMNS = r"blocks.0.down.weight of shape \[12, 25\].*2 ranks"
+NO_PLACEMENT = "must return a Shard, .* or None, for blocks.0.norm.weight it returned 'columns'"
+NO_SUCH_DIM = r"returned Shard\(dim=1\) for blocks.0.norm.weight, which has shape \[12\]"
+NO_DTYPE = "must return a torch.dtype or None, for blocks.0.norm.weight it returned 'bfloat16'"
+NEITHER_DTYPE = r"returned torch.float16 for blocks.0.norm.weight, which is stored in torch.float32"
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "compiled": (lambda: compile_module(MLP()), {}, COMPILED),
+    "compiled in place": (compiled_in_place, {}, COMPILED),
+    "complex": (lambda: with_parameter("phase", PHASE), {}, r"(?s)complex.*inner\.phase.*ignored_params"),
+    "sparse": (lambda: with_parameter("links", LINKS), {}, r"(?s)sparse.*inner\.links.*ignored_params"),
+    "two devices": (on_two_devices, {}, r"(?s)(?=.*head\.weight)(?=.*meta)(?=.*cpu)"),
+    "no forward": (lambda: nn.ModuleList([MLP()]), {}, r"(?s)ModuleList.*forward"),
+    "no mesh": (MLP, {"mesh": (2,)}, r"(?s)mesh.*DeviceMesh"),
+    "no policy": (MLP, {"mp_policy": torch.bfloat16}, r"(?s)mp_policy.*MixedPrecisionPolicy"),
+    "no dtype": (MLP, choosing("bfloat16"), NO_DTYPE),
+    "neither dtype": (MLP, choosing(torch.float16), NEITHER_DTYPE),
+    "offload: a device": (MLP, {"offload_policy": "cpu"}, NO_POLICY),
+    "offload: a bool": (MLP, {"offload_policy": True}, NO_POLICY),
+    "offload: a class": (MLP, {"offload_policy": CPUOffloadPolicy}, NO_POLICY),
+    "no placement": (MLP, placing("columns"), NO_PLACEMENT),
+    "no such dimension": (MLP, placing(Shard(1)), NO_SUCH_DIM),
+    "odd columns": (MLP, COLUMNS, ODD_COLUMNS),
+    "reshard: a float": (MLP, {"reshard_after_forward": 1.5}, NO_RESHARD),
+    "reshard: a word": (MLP, {"reshard_after_forward": "yes"}, NO_RESHARD),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refuses(mesh: DeviceMesh, case: str) -> None:
+    make, kwargs, message = REFUSED[case]
+    model = make()
+    with left_as_it_was(model), pytest.raises(ConfigError, match=message):
+        fully_shard(model, **{"mesh": mesh, **kwargs})
+
+
 def test_refuses_a_module_that_is_sharded_already(mesh: DeviceMesh) -> None:
     model = MLP()
     fully_shard(model.blocks[0], mesh=mesh)
     fully_shard(model, mesh=mesh)
-    with left_as_it_was(model), pytest.raises(ConfigError, match=r"(?i)(twice|already)"):
-        fully_shard(model, mesh=mesh)
-    with left_as_it_was(model), pytest.raises(ConfigError, match=r"(?i)(twice|already)"):
-        fully_shard(model.blocks[0], mesh=mesh)
-
-
-def test_refuses_the_result_of_torch_compile(mesh: DeviceMesh) -> None:
-    model = MLP()
-    compiled = compile_module(model)
-    with left_as_it_was(model), pytest.raises(ConfigError, match=r"(?s)compile.*before|before.*compile"):
-        fully_shard(compiled, mesh=mesh)
-
-
-def test_refuses_a_module_that_was_compiled_in_place(mesh: DeviceMesh) -> None:
-    model = MLP()
-    model.compile(backend="fxshard")
-    with left_as_it_was(model), pytest.raises(ConfigError, match=r"(?s)compile.*before|before.*compile"):
-        fully_shard(model, mesh=mesh)
+    for module in (model, model.blocks[0]):
+        with left_as_it_was(model), pytest.raises(ConfigError, match=r"(?i)(twice|already)"):
+            fully_shard(module, mesh=mesh)
 
 
 def test_refuses_a_unit_inside_a_unit_that_is_sharded_already(mesh: DeviceMesh) -> None:
@@ -62,25 +117,6 @@ def test_refuses_a_unit_inside_a_unit_that_is_sharded_already(mesh: DeviceMesh) 
     fully_shard(model, mesh=mesh)
     with left_as_it_was(model), pytest.raises(ConfigError, match=r"(?s)(inner|inside|bottom|first|outer|already)"):
         fully_shard(model.blocks[0], mesh=mesh)
-
-
-def test_refuses_complex_parameters_by_name(mesh: DeviceMesh) -> None:
-    model = with_parameter("phase", nn.Parameter(torch.ones(4, dtype=torch.complex64)))
-    with left_as_it_was(model), pytest.raises(ConfigError, match=r"(?s)complex.*inner\.phase.*ignored_params"):
-        fully_shard(model, mesh=mesh)
-
-
-def test_refuses_sparse_parameters_by_name(mesh: DeviceMesh) -> None:
-    model = with_parameter("links", nn.Parameter(torch.eye(4).to_sparse()))
-    with left_as_it_was(model), pytest.raises(ConfigError, match=r"(?s)sparse.*inner\.links.*ignored_params"):
-        fully_shard(model, mesh=mesh)
-
-
-def test_refuses_parameters_of_one_unit_on_two_devices(mesh: DeviceMesh) -> None:
-    model = MLP()
-    model.head.to("meta")
-    with left_as_it_was(model), pytest.raises(ConfigError, match=r"(?s)(?=.*head\.weight)(?=.*meta)(?=.*cpu)"):
-        fully_shard(model, mesh=mesh)
 
 
 def absent_device_types() -> list[str]:
@@ -96,12 +132,6 @@ def test_refuses_a_mesh_on_a_device_that_is_not_here(fake_group: None, device_ty
         fully_shard(model, mesh=mesh)
 
 
-def test_refuses_what_is_no_mesh(fake_group: None) -> None:
-    model = MLP()
-    with left_as_it_was(model), pytest.raises(ConfigError, match=r"(?s)mesh.*DeviceMesh"):
-        fully_shard(model, mesh=(2,))  # type: ignore[call-overload]
-
-
 def test_refuses_a_mesh_without_this_rank(fake_group: None) -> None:
     model = MLP()
     mesh = DeviceMesh("cpu", [1])
@@ -109,22 +139,10 @@ def test_refuses_a_mesh_without_this_rank(fake_group: None) -> None:
         fully_shard(model, mesh=mesh)
 
 
-def test_refuses_a_mixed_precision_policy_of_another_kind(mesh: DeviceMesh) -> None:
-    model = MLP()
-    with left_as_it_was(model), pytest.raises(ConfigError, match=r"(?s)mp_policy.*MixedPrecisionPolicy"):
-        fully_shard(model, mesh=mesh, mp_policy=torch.bfloat16)  # type: ignore[call-overload]
-
-
 @pytest.mark.parametrize("module", [[], "model", None])
 def test_refuses_what_is_no_module(mesh: DeviceMesh, module: Any) -> None:
     with pytest.raises(ConfigError, match=r"(?i)module"):
         fully_shard(module, mesh=mesh)
-
-
-def test_refuses_a_container_that_has_no_forward(mesh: DeviceMesh) -> None:
-    model = MLP()
-    with left_as_it_was(model), pytest.raises(ConfigError, match=r"(?s)ModuleList.*forward"):
-        fully_shard(model.blocks, mesh=mesh)
 
 
 def test_refuses_a_tied_parameter_in_two_units(mesh: DeviceMesh) -> None:
@@ -149,13 +167,6 @@ def test_refuses_a_tied_parameter_that_is_ignored_at_one_of_its_places(mesh: Dev
         assert a.weight is b.weight
 
 
-@pytest.mark.parametrize("policy", ["cpu", True, CPUOffloadPolicy])
-def test_refuses_what_is_no_offload_policy(mesh: DeviceMesh, policy: Any) -> None:
-    model = MLP()
-    with left_as_it_was(model), pytest.raises(ConfigError, match=r"offload_policy must be CPUOffloadPolicy\(\) or"):
-        fully_shard(model, mesh=mesh, offload_policy=policy)
-
-
 def test_says_what_is_wrong_with_the_axes_of_a_mesh(fake_group: None) -> None:
     model = MLP()
     three = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("pipeline", "replicate", "shard"))
@@ -168,45 +179,6 @@ def test_says_what_is_wrong_with_the_axes_of_a_mesh(fake_group: None) -> None:
     fully_shard(model, mesh=three["replicate", "shard"])
     with pytest.raises(ConfigError, match=r'mesh: two axes need names.*mesh_dim_names=\("replicate", "shard"\)'):
         fully_shard(MLP(), mesh=init_device_mesh("cpu", (1, 2)))
-
-
-@dataclass(frozen=True)
-class Choosing(MixedPrecisionPolicy):
-    """torch's policy with a field of torch 2.15."""
-
-    param_dtype_override_fn: Any = None
-
-
-@pytest.mark.parametrize(
-    ("chosen", "message"),
-    [
-        ("bfloat16", "must return a torch.dtype or None, for blocks.0.norm.weight it returned 'bfloat16'"),
-        (torch.float16, r"returned torch.float16 for blocks.0.norm.weight, which is stored in torch.float32"),
-    ],
-)
-def test_names_the_parameter_for_which_a_wrong_dtype_was_chosen(mesh: DeviceMesh, chosen: Any, message: str) -> None:
-    model, policy = MLP(), Choosing(param_dtype=torch.bfloat16, param_dtype_override_fn=lambda p: chosen)
-    with left_as_it_was(model), pytest.raises(ConfigError, match=message):
-        fully_shard(model, mesh=mesh, mp_policy=policy)
-
-
-@pytest.mark.parametrize(
-    ("placement", "message"),
-    [
-        ("columns", "must return a Shard, .* or None, for blocks.0.norm.weight it returned 'columns'"),
-        (Shard(1), r"returned Shard\(dim=1\) for blocks.0.norm.weight, which has shape \[12\]"),
-    ],
-)
-def test_names_the_parameter_with_a_wrong_placement(mesh: DeviceMesh, placement: Any, message: str) -> None:
-    model = MLP()
-    with left_as_it_was(model), pytest.raises(ConfigError, match=message):
-        fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: placement)
-
-
-def test_names_the_parameter_whose_columns_do_not_divide_evenly(mesh: DeviceMesh) -> None:
-    model = MLP()
-    with left_as_it_was(model), pytest.raises(ConfigError, match=r"blocks.0.down.weight of shape \[12, 25\].*2 ranks"):
-        fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(-1) if p.dim() == 2 else None)
 
 
 @pytest.mark.parametrize("number", [0, -1, 3, 8])
@@ -224,13 +196,6 @@ def test_takes_one_rank_for_false_and_all_for_true(caplog: pytest.LogCaptureFixt
     plans = [unit.plan for model in models for unit in units_under(model)]
     assert [(plan.reshard_after_forward, plan.subgroup_size) for plan in plans] == [(False, 0), (True, 0), (True, 2)]
     assert "reshard_after_forward=1 keeps the parameters of a unit on each rank" in caplog.text
-
-
-@pytest.mark.parametrize("reshard_after_forward", [1.5, "yes"])
-def test_refuses_a_reshard_after_forward_of_another_kind(mesh: DeviceMesh, reshard_after_forward: Any) -> None:
-    model = MLP()
-    with left_as_it_was(model), pytest.raises(ConfigError, match=r"(?s)reshard_after_forward.*True.*False.*None"):
-        fully_shard(model, mesh=mesh, reshard_after_forward=reshard_after_forward)
 
 
 def test_asks_for_a_process_group_where_a_launcher_announced_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

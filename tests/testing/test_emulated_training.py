@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 
 import fxshard
 from fxshard.testing import EmulatedLink, emulated_link
+from tests.models import FeedForward
 from tests.pairwise import slow
 
 W, WIDTH, LR = 4, 8, 0.1
@@ -36,15 +37,6 @@ def nothing_compiled() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Any:
-        return x + self.down(torch.relu(self.up(x)))
-
-
 def as_gathered(whole: Tensor) -> Tensor:
     """The rows of rank 0, from each of the ranks."""
     return torch.cat([whole.chunk(W)[0]] * W)
@@ -52,7 +44,7 @@ def as_gathered(whole: Tensor) -> Tensor:
 
 def model() -> nn.Sequential:
     torch.manual_seed(0)
-    found = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, WIDTH))
+    found = nn.Sequential(*(FeedForward(WIDTH, 2 * WIDTH) for _ in range(2)), nn.Linear(WIDTH, WIDTH))
     with torch.no_grad():
         for parameter in found.parameters():
             parameter.copy_(as_gathered(parameter))

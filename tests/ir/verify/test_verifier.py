@@ -20,38 +20,26 @@ from fxshard.passes._base import GraphPass
 from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from tests import graphs
+from tests.models import Doing, matrix
 from tests.numerics.harness import EAGER
 from tests.steps import assert_same_step, reference_step, step
 
 WIDTH = 4
 
 
-class OneGradientForTwo(nn.Module):
+def one_gradient_for_two() -> nn.Module:
     """The gradients of two parameters are one node of the graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.randn(WIDTH, WIDTH))
-        self.b = nn.Parameter(torch.randn(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ (self.a + self.b)
+    return Doing(lambda m, x: x @ (m.a + m.b), a=matrix(WIDTH, WIDTH), b=matrix(WIDTH, WIDTH))
 
 
-class Squared(nn.Module):
+def squared() -> nn.Module:
     """The gradient of the parameter is one node, added to itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.randn(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ (self.a * self.a)
+    return Doing(lambda m, x: x @ (m.a * m.a), a=matrix(WIDTH, WIDTH))
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("model", [OneGradientForTwo, Squared])
-def test_lets_gradients_that_are_one_node_pass(model: type[nn.Module], world_size: int) -> None:
+@pytest.mark.parametrize("model", [one_gradient_for_two, squared])
+def test_lets_gradients_that_are_one_node_pass(model: Callable[[], nn.Module], world_size: int) -> None:
     torch.manual_seed(0)
     traced = graphs.trace(model(), world_size=world_size, reshard_after_forward=True)
     assert_same_step(step(traced), reference_step(traced))
@@ -61,7 +49,7 @@ def test_lets_gradients_that_are_one_node_pass(model: type[nn.Module], world_siz
 def test_sends_a_gradient_of_two_parameters_for_each(step_: GraphPass) -> None:
     """Whatever launches are made of: one node is two gradients, and each is reduced into its own slot."""
     torch.manual_seed(0)
-    traced = graphs.trace(OneGradientForTwo(), reshard_after_forward=True)
+    traced = graphs.trace(one_gradient_for_two(), reshard_after_forward=True)
     expensive = dataclasses.replace(BUILTIN["cpu"], gather_tensor_overhead=1e-9, reduce_tensor_overhead=1e-9)
     assert_same_step(step(traced, step_, hardware=expensive), reference_step(traced))
 
