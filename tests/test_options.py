@@ -39,6 +39,8 @@ def test_names_the_option_nearest_to_an_unknown_one(mesh: DeviceMesh, given: str
         ("lower", "triton"),
         ("regions", True),
         ("bucket", "units"),
+        ("bucket_peak_share", -1),
+        ("bucket_peak_share", True),
         ("param_dtype", "bf16"),
         ("reduce_dtype", torch.int8),
         ("reshard_after_forward", "2"),

@@ -166,10 +166,10 @@ class Agreement:
 
     def _agree(self, sequences: Mapping[RankGroup, CollectiveSequence], never: Callable[[], str]) -> None:
         begun = [(rank_group, rank_group.begin(sequence)) for rank_group, sequence in sequences.items()]
-        news = [rank_group for rank_group, is_news in begun if is_news or not self._ran]
-        for rank_group in sequences if news else ():
+        unknown = [rank_group for rank_group, is_news in begun if is_news or not self._ran]
+        for rank_group in sequences if unknown else ():
             rank_group.tell()
-        for rank_group in news:
+        for rank_group in unknown:
             rank_group.wait_and_compare(never=never)
         self._ran = self._ran or bool(begun)
 
