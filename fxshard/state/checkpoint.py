@@ -23,7 +23,7 @@ from fxshard.errors import CheckpointError, ConfigError, FxshardError
 from fxshard.state import checkpoint_dir, checkpoint_model, checkpoint_optimizer, serializable
 from fxshard.state.dcp_reader import CheckpointIndex
 from fxshard.state.manifest import FileEntry, Manifest, Reading, verify
-from fxshard.state.names import module_in, require_optimizer
+from fxshard.state.names import module_in, names_of, require_optimizer
 from fxshard.state.ranks import Comparison, Ranks, require_equal_slices, require_one_set
 from fxshard.state.user_hooks import ExtraStates, Handover
 
@@ -262,7 +262,7 @@ class _Loading:
         facts["the model"] = [*checkpoint_model.lines(checkpoint_model.state_of(self._model))]
         facts["the optimizer"] = ["no optimizer"]
         if self._optim is not None:
-            groups = checkpoint_optimizer.groups_of(self._model, self._optim)
+            groups = names_of(self._model, self._optim).groups
             facts["the optimizer"] = [type(self._optim).__name__, *(f"the group {', '.join(fqns)}" for fqns in groups)]
         return facts
 
@@ -284,7 +284,6 @@ class _Loading:
             )
             room |= self._optim_staging.room
         contents.read(room)
-        self._model_staging.check(room)
         self._model_state = self._model_staging.assembled(room)
         if self._optim_staging is not None:
             self._optim_staging.check(room)

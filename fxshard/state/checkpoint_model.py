@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from fxshard.errors import CheckpointError, ConfigError
+from fxshard.errors import CheckpointError
 from fxshard.state import serializable
-from fxshard.state.dcp_reader import CheckpointIndex, assemble, shape_and_dtype
-from fxshard.state.names import named_parameters
+from fxshard.state.dcp_reader import CheckpointIndex, assemble
+from fxshard.state.fit import model_misfits, refuse, tied_otherwise
+from fxshard.state.model_state import require_values, state_of_module
+from fxshard.state.names import module_in, named_parameters
 from fxshard.state.pytree import KeyPath
 from fxshard.state.user_hooks import is_extra, require_writable
 
@@ -25,13 +27,8 @@ def state_of(model: nn.Module) -> dict[str, Any]:
 
     Raises `ConfigError` if something is on the meta device, or cannot be stored.
     """
-    state = get_model_state_dict(model)
-    meta = [fqn for fqn, value in state.items() if isinstance(value, Tensor) and value.is_meta]
-    if meta:
-        raise ConfigError(
-            f"parameters or buffers on the meta device have no values: {', '.join(meta)}. Call "
-            "model.to_empty(device=...) first."
-        )
+    state = state_of_module(module_in(model))
+    require_values(state)
     return {fqn: serializable.nested(value, fqn) for fqn, value in state.items()}
 
 
@@ -54,64 +51,35 @@ class ModelStaging:
             CheckpointError: keys, shapes or dtypes do not fit; all of them are named, with their files.
             ConfigError: a tensor of the model cannot be written.
         """
-        self._contents, self._model = contents, model
+        self._contents, self._model, self._own = contents, model, state_of(model)
         self._paths = dict(contents.under(ROOT))
-        self._state = state_of(model)
-        if problems := [*self._problems_of_names(), *self._problems()]:
-            raise CheckpointError(
-                f"the model in {contents.folder} does not fit: {'; '.join(problems)}. Nothing was loaded."
-            )
-        require_writable({fqn: value for fqn, value in self._state.items() if not is_extra(fqn)})
+        names = dict.fromkeys(str(path[1]) for path in self._paths if len(path) > 1)
+        announced = {
+            str(path[1]): contents.announced(path[1:], key)
+            for path, key in self._paths.items()
+            if len(path) == 2 and key in contents.tensors
+        }
+        self._refuse(model_misfits(names, announced, self._own))
+        require_writable({fqn: value for fqn, value in self._own.items() if not is_extra(fqn)})
         self.room = {key: self._room_for(path, key) for path, key in self._paths.items()}
 
-    def _problems_of_names(self) -> Iterator[str]:
-        saved = {str(path[1]): key for path, key in self._paths.items() if len(path) > 1}
-        yield from (f"{fqn} is missing" for fqn in self._state if fqn not in saved)
-        for fqn, key in saved.items():
-            if fqn not in self._state:
-                yield f"{fqn} is not in the model ({self._contents.files_of(key)})"
-
-    def _problems(self) -> Iterator[str]:
-        for path, key in self._paths.items():
-            value, saved = self._value(path), self._contents.tensors.get(key)
-            where = self._contents.files_of(key)
-            if isinstance(value, Tensor) and saved is None:
-                yield f"{path[-1]} is no tensor there ({where})"
-            elif isinstance(value, Tensor) and saved is not None and shape_and_dtype(value) != shape_and_dtype(saved):
-                (there, dtype), (here, own) = shape_and_dtype(saved), shape_and_dtype(value)
-                yield f"{path[-1]} is {dtype}{there} there ({where}), and {own}{here} here"
-
-    def _value(self, path: KeyPath) -> Any:
-        """Return what is to be loaded into; a module takes an extra state of any kind and shape."""
-        fqn = str(path[1])
-        return self._state.get(fqn) if len(path) == 2 and not is_extra(fqn) else None
+    def _refuse(self, problems: Iterable[str]) -> None:
+        refuse(problems, f"the model in {self._contents.folder}", CheckpointError)
 
     def _room_for(self, path: KeyPath, key: str) -> Tensor | None:
-        saved, value = self._contents.tensors.get(key), self._value(path)
-        if saved is None:
+        if (saved := self._contents.tensors.get(key)) is None:
             return None
         self._contents.require_whole(key)
-        if isinstance(value, Tensor):
-            return torch.empty_like(value, device="cpu")
-        return torch.empty(saved.size, dtype=saved.properties.dtype)  # of an extra state
-
-    def check(self, loaded: Mapping[str, Any]) -> None:
-        """Raise `CheckpointError` if parameters that are one here have several values there."""
-        first: dict[int, str] = {}
-        for fqn, parameter in named_parameters(self._model, remove_duplicate=False):
-            if (other := first.setdefault(id(parameter), fqn)) == fqn:
-                continue
-            one, two = (loaded.get(self._paths.get((ROOT, each), "")) for each in (fqn, other))
-            if one is not None and two is not None and not serializable.same_bits(one, two):
-                raise CheckpointError(
-                    f"{other} and {fqn} are one parameter (tied), and {self._contents.folder} has different values for "
-                    "them. Nothing was loaded; load it into a model whose parameters are not tied."
-                )
+        if len(path) == 2 and not is_extra(str(path[1])):
+            return torch.empty_like(self._own[str(path[1])], device="cpu")
+        return torch.empty(saved.size, dtype=saved.properties.dtype)  # an extra state may have any shape
 
     def assembled(self, loaded: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what was read, by FQN."""
+        """Return what was read, by FQN; raise `CheckpointError` if it has several values for tied parameters."""
         leaves = {path: loaded[key] for path, key in self._paths.items()}
-        return dict(assemble(leaves).get(ROOT, {}))
+        state = dict(assemble(leaves).get(ROOT, {}))
+        self._refuse(tied_otherwise(state, dict(named_parameters(self._model, remove_duplicate=False))))
+        return state
 
     def commit(self, state: Mapping[str, Any]) -> None:
         """Write the tensors that were read into the model, in place; extra state is set already.

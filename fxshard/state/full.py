@@ -3,35 +3,19 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fxshard.errors import ConfigError
 from fxshard.runtime import mesh_axes
+from fxshard.state.fit import Announced
 from fxshard.state.local_shards import LocalShard, value_text
 from fxshard.state.ranks import Ranks
-
-_MOST = 10  # problems that a message lists
-
-
-@dataclass(frozen=True, kw_only=True)
-class Announced:
-    """A tensor that is coming."""
-
-    name: str  # what messages call it
-    shape: tuple[int, ...]  # of the full tensor
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, name: str, tensor: Tensor) -> Announced:
-        """Announce a tensor."""
-        return cls(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,14 +88,6 @@ def _require_sendable(contents: object) -> None:
         raise ConfigError(
             f"the state cannot be sent to other ranks: {error}. Pass it on every rank, or leave that value out."
         ) from error
-
-
-def refuse(problems: Iterable[str]) -> None:
-    """Raise `ConfigError` with all `problems`, if there are any."""
-    if not (found := list(problems)):
-        return
-    more = f" (and {len(found) - _MOST} more)" if len(found) > _MOST else ""
-    raise ConfigError(f"the state does not fit, and nothing was loaded. {'; '.join(found[:_MOST])}{more}.")
 
 
 def require_alike(

@@ -101,7 +101,7 @@ def tensor_line(tensor: Tensor) -> str:
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Return whether this rank's rows of two tensors are the same; not a number equals itself."""
     first, second = (each.to_local() if isinstance(each, DTensor) else each for each in (one, other))
-    return torch.equal(as_bytes(first), as_bytes(second))
+    return torch.equal(as_bytes(first), as_bytes(second).to(first.device))
 
 
 def lines(value: Any, where: str) -> Iterator[str]:

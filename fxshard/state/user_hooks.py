@@ -104,8 +104,9 @@ class Handover:
 
     def _remember(self, optim: Optimizer) -> None:
         skeleton, leaves = take_out(subclasses.flatten(optim.state_dict(), "state_dict()"))
-        self._copies = [(leaf.tensor, leaf.tensor.detach().clone()) for leaf in leaves]
-        self._former = subclasses.unflatten(put_back(skeleton, [former for _, former in self._copies]), "state_dict()")
+        copies = {path: tensor.detach().clone() for path, tensor in leaves.items()}
+        self._copies = [(leaves[path], copy) for path, copy in copies.items()]
+        self._former = subclasses.unflatten(put_back(skeleton, copies), "state_dict()")
 
     def __enter__(self) -> Self:
         return self
