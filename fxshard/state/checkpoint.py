@@ -19,12 +19,12 @@ from torch import nn
 from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, FileSystemWriter
 from torch.optim import Optimizer
 
-from fxshard.errors import CheckpointError, ConfigError, FxshardError
+from fxshard.errors import CheckpointError, ConfigError, FxshardError, RankMismatchError
 from fxshard.state import checkpoint_dir, checkpoint_model, checkpoint_optimizer, serializable
 from fxshard.state.dcp_reader import CheckpointIndex
 from fxshard.state.manifest import FileEntry, Manifest, Reading, verify
 from fxshard.state.names import module_in, names_of, require_optimizer
-from fxshard.state.ranks import Comparison, Ranks, require_equal_slices, require_one_set
+from fxshard.state.ranks import Ranks, require_equal_slices, require_one_set
 from fxshard.state.user_hooks import ExtraStates, Handover
 
 
@@ -57,7 +57,7 @@ def save_checkpoint(
     ranks = Ranks.of(model)
     saving = _Saving(path, model, optim, extra)
     with _Lost(f"the save to {path}"):
-        ranks.agree(saving.describe)
+        ranks.compare("save_checkpoint", ranks.together(saving.describe), kind=RankMismatchError)
         require_equal_slices(module_in(model), ranks)
         target = saving.target
         ranks.together(lambda: checkpoint_dir.prepare(target) if ranks.rank == 0 else None)
@@ -101,13 +101,13 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optim: Optim
     ranks = Ranks.of(model)
     loading = _Loading(path, model, optim)
     with _Lost(f"the load of {path}"):
-        ranks.agree(loading.describe)
+        ranks.compare("load_checkpoint", ranks.together(loading.describe), kind=RankMismatchError)
         found = ranks.together(lambda: checkpoint_dir.find(loading.target) if ranks.rank == 0 else None)
         folder = Path(ranks.exchange(str(found))[0])
         reading = ranks.together(lambda: Reading(folder))
         described = reading.manifest
-        files = {"the files of the checkpoint": [f"{name} {entry}" for name, entry in described.files.items()]}
-        ranks.agree(lambda: reading.whole(lambda: files))
+        files = {name: str(entry) for name, entry in described.files.items()}
+        ranks.compare("load_checkpoint", ranks.together(lambda: reading.whole(lambda: files)), kind=RankMismatchError)
         ranks.together(lambda: reading.whole(lambda: verify(folder, described, ranks.rank, ranks.size)))
         ranks.together(lambda: reading.whole(lambda: loading.stage(folder, described)))
         with loading.extra_states() as extra_states, loading.handover() as handover:
@@ -149,25 +149,19 @@ class _Saving:
         self.target: Path
         self.state: dict[str, Any]
 
-    def describe(self) -> Comparison:
+    def describe(self) -> dict[str, str]:
         """Collect the state; return what must be the same on all ranks."""
         self.target = checkpoint_dir.resolve(self._path)
         checkpoint_dir.require_apart(self.target)
         _require_kinds(self._model, self._optim)
         self.extra = serializable.storable(self.extra, "extra")
-        state = checkpoint_model.state_of(self._model)
-        self.state = {checkpoint_model.ROOT: state}
-        facts = {
-            "the call": ["save_checkpoint"],
-            "path": [str(self.target)],
-            "the model": [*checkpoint_model.lines(state)],
-        }
-        facts["the optimizer"] = ["no optimizer"]
+        self.state = {checkpoint_model.ROOT: checkpoint_model.state_of(self._model)}
+        facts = {"the call": "save_checkpoint", "path": str(self.target), "optimizer": "none"}
         if self._optim is not None:
-            state = checkpoint_optimizer.state_of(self._model, self._optim)
-            self.state[checkpoint_optimizer.ROOT] = state
-            facts["the optimizer"] = [*checkpoint_optimizer.lines(state, self._model, self._optim)]
-        return {**facts, "extra": [*serializable.lines(self.extra, "extra")]}
+            self.state[checkpoint_optimizer.ROOT] = checkpoint_optimizer.state_of(self._model, self._optim)
+            facts |= checkpoint_optimizer.facts_of(self._model, self._optim)
+        facts |= checkpoint_model.facts_of(self.state[checkpoint_model.ROOT])
+        return facts | dict(serializable.facts(self.extra, "extra"))
 
     def manifest(self, files: dict[str, FileEntry], world_size: int) -> Manifest:
         version = str(torch.__version__)
@@ -254,17 +248,15 @@ class _Loading:
         self._model_staging: checkpoint_model.ModelStaging
         self._optim_staging: checkpoint_optimizer.OptimizerStaging | None = None
 
-    def describe(self) -> Comparison:
+    def describe(self) -> dict[str, str]:
         """Return what must be the same on all ranks."""
         self.target = checkpoint_dir.resolve(self._path)
         _require_kinds(self._model, self._optim)
-        facts = {"the call": ["load_checkpoint"], "path": [str(self.target)]}
-        facts["the model"] = [*checkpoint_model.lines(checkpoint_model.state_of(self._model))]
-        facts["the optimizer"] = ["no optimizer"]
+        facts = {"the call": "load_checkpoint", "path": str(self.target), "optimizer": "none"}
         if self._optim is not None:
             groups = names_of(self._model, self._optim).groups
-            facts["the optimizer"] = [type(self._optim).__name__, *(f"the group {', '.join(fqns)}" for fqns in groups)]
-        return facts
+            facts |= {"optimizer": type(self._optim).__name__, **dict(serializable.facts(groups, "param_groups"))}
+        return facts | checkpoint_model.facts_of(checkpoint_model.state_of(self._model))
 
     def stage(self, folder: Path, described: Manifest) -> None:
         """Compare everything with model and optimizer, and read it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from fxshard.errors import CheckpointError
 from fxshard.state import serializable
 from fxshard.state.dcp_reader import CheckpointIndex, assemble
 from fxshard.state.fit import model_misfits, refuse, tied_otherwise
+from fxshard.state.local_shards import hold
 from fxshard.state.model_state import require_values, state_of_module
 from fxshard.state.names import module_in, named_parameters
 from fxshard.state.pytree import KeyPath
@@ -32,10 +33,12 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     return {fqn: serializable.nested(value, fqn) for fqn, value in state.items()}
 
 
-def lines(state: Mapping[str, Any]) -> Iterator[str]:
+def facts_of(state: Mapping[str, Any]) -> dict[str, str]:
     """Return what must be the same on every rank of what `state_of` gives."""
-    for fqn, value in state.items():
-        yield f"{fqn}: {serializable.tensor_line(value) if isinstance(value, Tensor) else type(value).__name__}"
+    return {
+        f"{ROOT}.{fqn}": hold(value).text if isinstance(value, Tensor) else type(value).__name__
+        for fqn, value in state.items()
+    }
 
 
 class ModelStaging:

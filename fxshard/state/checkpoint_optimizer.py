@@ -9,7 +9,7 @@ load_state_dict.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,9 +23,10 @@ from fxshard.errors import CheckpointError, ConfigError
 from fxshard.state import serializable, subclasses
 from fxshard.state.dcp_reader import CheckpointIndex, assemble, shape_and_dtype
 from fxshard.state.fit import Announced, group_misfits, refuse, state_misfits, unknown_state
+from fxshard.state.local_shards import hold
 from fxshard.state.names import GROUPS, PARAMS, STATE, named_parameters, names_of
-from fxshard.state.optimizer_state import OptimizerState, require_no_shards, state_fact
-from fxshard.state.pytree import KeyPath, LeafMark, mapped, put_back, tensors_in
+from fxshard.state.optimizer_state import OptimizerState, require_no_shards, state_fact, texts_of
+from fxshard.state.pytree import KeyPath, LeafMark, mapped, put_back, take_out, tensors_in
 from fxshard.state.user_hooks import is_writable
 
 ROOT = "optim"
@@ -67,18 +68,12 @@ def state_of(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
     return {**rest, STATE: state, GROUPS: groups}
 
 
-def lines(state: Mapping[str, Any], model: nn.Module, optim: Optimizer) -> Iterator[str]:
-    """Return what must be the same on every rank of what `state_of` gives, for it to be saved as one."""
-    yield f"optimizer {type(optim).__name__}"
-    yield from serializable.lines(state[GROUPS], GROUPS)
-    yield from serializable.lines({k: v for k, v in state.items() if k not in (STATE, GROUPS)}, "state_dict()")
-    parameters = dict(named_parameters(model))
-    for fqn, values in state[STATE].items():
-        for name, value in values.items():
-            if isinstance(value, Tensor) and not isinstance(parameters[fqn], DTensor):
-                yield f"state of {fqn}[{name!r}]: {serializable.tensor_line(value)}"
-            else:
-                yield from serializable.lines(value, f"state of {fqn}[{name!r}]")
+def facts_of(model: nn.Module, optim: Optimizer) -> dict[str, str]:
+    """Return what must be the same on every rank for the state to be saved as one."""
+    held, parameters = _held_by(model, optim), dict(named_parameters(model))
+    states, tensors = take_out(held.states)
+    texts = texts_of({path: hold(tensor) for path, tensor in tensors.items()}, parameters)
+    return {"optimizer": type(optim).__name__, **replace(held, states=states).facts(texts)}
 
 
 def placements_of(model: nn.Module, optim: Optimizer) -> dict[str, list[int | None]]:

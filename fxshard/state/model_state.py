@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fxshard.errors import ConfigError
-from fxshard.state import full
+from fxshard.state import full, serializable
 from fxshard.state.fit import Announced, model_misfits, refuse, tied_otherwise
 from fxshard.state.full import FullState
 from fxshard.state.local_shards import LocalShard, can_cut, deliver, gather_all, hold, require_bucket
 from fxshard.state.names import fqn_of, module_in
-from fxshard.state.optimizer_state import simple
 from fxshard.state.pytree import LeafMark
 from fxshard.state.ranks import Ranks
 from fxshard.state.user_hooks import ExtraStates, is_extra, require_writable
@@ -65,8 +64,9 @@ def full_state_dict(
         state = state_of_module(module_in(model))
         require_values(state)
         held = {id(value): hold(value) for value in state.values() if isinstance(value, Tensor)}  # tied ones once
-        facts = {name: held[id(value)].text if id(value) in held else simple(value) for name, value in state.items()}
-        facts["arguments"] = f"recipient_rank={recipient_rank}, cpu_offload={cpu_offload}, bucket_mib={bucket_mib}"
+        facts = {"arguments": f"recipient_rank={recipient_rank}, cpu_offload={cpu_offload}, bucket_mib={bucket_mib}"}
+        for name, value in state.items():
+            facts |= {name: held[id(value)].text} if id(value) in held else dict(serializable.facts(value, name))
         return recipient, state, held, facts
 
     recipient, state, held, facts = ranks.together(held_here, _CALL)

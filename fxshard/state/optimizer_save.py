@@ -15,7 +15,14 @@ from fxshard.errors import ConfigError
 from fxshard.runtime.parameters import local_of
 from fxshard.state.local_shards import LocalShard, copied, gather_all, require_bucket
 from fxshard.state.names import ParameterNames, module_in, names_of
-from fxshard.state.optimizer_state import OptimizerState, require_no_shards, shards_in, state_fact, unknown_keys
+from fxshard.state.optimizer_state import (
+    OptimizerState,
+    require_no_shards,
+    shards_in,
+    state_fact,
+    texts_of,
+    unknown_keys,
+)
 from fxshard.state.pytree import KeyPath, put_back, take_out
 from fxshard.state.ranks import Ranks, ranks_of
 
@@ -129,14 +136,9 @@ class _Held:
         return cls(names, replace(found.with_beside(beside), states=states), shards_in(tensors, names.parameters))
 
     def facts(self) -> dict[str, str]:
-        """Return what ranks compare before they gather; with the values, of what they share and is not sharded."""
-        parameters = self.names.parameters
-        texts = {
-            path: shard.valued if isinstance(parameters[path[0]], DTensor) else shard.text
-            for path, shard in self.shards.items()
-        }
-        lacking = {state_fact(fqn): "" for fqn in parameters if fqn not in self.state.states}
-        return self.state.facts(texts) | lacking
+        """Return what ranks compare before they gather."""
+        lacking = {state_fact(fqn): "" for fqn in self.names.parameters if fqn not in self.state.states}
+        return self.state.facts(texts_of(self.shards, self.names.parameters)) | lacking
 
     def complete(self, lacking: Sequence[Sequence[str]], ranks: Ranks) -> None:
         """Take what this rank lacks for want of rows as others describe it."""

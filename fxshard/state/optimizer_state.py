@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fxshard.errors import ConfigError
 from fxshard.runtime.parameters import local_of
 from fxshard.state import subclasses
-from fxshard.state.local_shards import LocalShard, hold, value_text
+from fxshard.state.local_shards import LocalShard, hold
 from fxshard.state.names import GROUPS, PARAMS, STATE, ParameterNames
-from fxshard.state.pytree import KeyPath, LeafMark, name_of
+from fxshard.state.pytree import KeyPath, name_of
 from fxshard.state.ranks import is_sharded
+from fxshard.state.serializable import facts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +62,11 @@ class OptimizerState:
 
     def facts(self, texts: Mapping[KeyPath, str] | None = None) -> dict[str, str]:
         """Say in words what must be the same on all ranks; `texts` are those of tensors that were taken out."""
-        return {
-            **{f"param_groups[{g}]": simple(group) for g, group in enumerate(self.groups)},
-            "state of no parameter": simple(self.others),
-            "other keys": simple(self.rest),
-            **{state_fact(fqn): simple(each, texts or {}) for fqn, each in self.states.items()},
-        }
+        beside = {GROUPS: self.groups, "state of no parameter": self.others, "state_dict()": self.rest}
+        found = {name: text for what, value in beside.items() for name, text in facts(value, what)}
+        for fqn, state in self.states.items():
+            found[state_fact(fqn)] = ", ".join(f"{name} {text}".strip() for name, text in facts(state, texts=texts))
+        return found
 
 
 def shards_in(tensors: Mapping[KeyPath, Tensor], parameters: Mapping[str, Tensor]) -> dict[KeyPath, LocalShard]:
@@ -92,22 +91,10 @@ def is_step(path: KeyPath) -> bool:
     return path[-1:] == ("step",)
 
 
-def simple(value: Any, texts: Mapping[KeyPath, str] = {}) -> str:
-    """Return words that are equal where values are; of what is neither plain nor a tensor the kind.
-
-    `texts` stand for tensors that were taken out.
-    """
-    if isinstance(value, Tensor):
-        return type(value).__name__ if isinstance(value, DTensor) else value_text(value)
-    if isinstance(value, LeafMark):
-        return texts.get(value.path, "tensor")
-    if isinstance(value, Mapping):
-        return "{" + ", ".join([f"{key}: {simple(each, texts)}" for key, each in value.items()]) + "}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join([simple(each, texts) for each in value])}]"
-    if isinstance(value, int | float | str | torch.dtype | None):
-        return str(value)
-    return type(value).__name__
+def texts_of(shards: Mapping[KeyPath, LocalShard], parameters: Mapping[str, Tensor]) -> dict[KeyPath, str]:
+    """Say in words what must be the same on all ranks of the state of parameters; values, of what they share."""
+    shared = {fqn for fqn, parameter in parameters.items() if isinstance(parameter, DTensor)}
+    return {path: shard.valued if path[0] in shared else shard.text for path, shard in shards.items()}
 
 
 def state_fact(fqn: str) -> str:
