@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from fxshard.state.fit import model_misfits, refuse, tied_otherwise
 from fxshard.state.local_shards import hold
 from fxshard.state.model_state import require_values, state_of_module
 from fxshard.state.names import module_in, named_parameters
-from fxshard.state.pytree import KeyPath
 from fxshard.state.user_hooks import is_extra, require_writable
 
 ROOT = "model"
@@ -42,55 +41,43 @@ def facts_of(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 class ModelStaging:
-    """Room for the model's part of a checkpoint, beside the model.
+    """The model's part of a checkpoint, read into CPU memory beside the model.
 
-    `room` maps key -> a tensor to read into, or `None` for what is not a tensor.
+    `state` maps FQN -> what was saved.
     """
 
     def __init__(self, contents: CheckpointIndex, model: nn.Module) -> None:
-        """Compare what the checkpoint holds with the model, and make room on the CPU.
+        """Compare what the checkpoint holds with the model, then read it.
 
         Raises:
-            CheckpointError: keys, shapes or dtypes do not fit; all of them are named, with their files.
+            CheckpointError: keys, shapes or dtypes do not fit, or tied parameters have several values there; what does
+                not fit is named, with its files.
             ConfigError: a tensor of the model cannot be written.
         """
-        self._contents, self._model, self._own = contents, model, state_of(model)
-        self._paths = dict(contents.under(ROOT))
-        names = dict.fromkeys(str(path[1]) for path in self._paths if len(path) > 1)
-        announced = {
-            str(path[1]): contents.announced(path[1:], key)
-            for path, key in self._paths.items()
-            if len(path) == 2 and key in contents.tensors
-        }
-        self._refuse(model_misfits(names, announced, self._own))
-        require_writable({fqn: value for fqn, value in self._own.items() if not is_extra(fqn)})
-        self.room = {key: self._room_for(path, key) for path, key in self._paths.items()}
+        self._model, own, what = model, state_of(model), f"the model in {contents.folder}"
+        paths = {key: path[1:] for path, key in contents.under(ROOT)}
+        names = dict.fromkeys(str(path[0]) for path in paths.values() if path)
+        tensors = {key: path for key, path in paths.items() if key in contents.tensors}
+        announced = {str(path[0]): contents.announced(path, key) for key, path in tensors.items() if len(path) == 1}
+        refuse(model_misfits(names, announced, own), what, CheckpointError)
+        require_writable({fqn: value for fqn, value in own.items() if not is_extra(fqn)})
+        room: dict[str, Any] = dict.fromkeys(paths)
+        for key, path in tensors.items():
+            room[key] = contents.room(key)  # also for an extra state, which may have any shape
+            if len(path) == 1 and not is_extra(str(path[0])):
+                room[key] = torch.empty_like(own[str(path[0])], device="cpu")
+        contents.read(room)
+        self.state = assemble({path: room[key] for key, path in paths.items() if path})
+        tied = dict(named_parameters(model, remove_duplicate=False))
+        refuse(tied_otherwise(self.state, tied), what, CheckpointError)
 
-    def _refuse(self, problems: Iterable[str]) -> None:
-        refuse(problems, f"the model in {self._contents.folder}", CheckpointError)
-
-    def _room_for(self, path: KeyPath, key: str) -> Tensor | None:
-        if (saved := self._contents.tensors.get(key)) is None:
-            return None
-        self._contents.require_whole(key)
-        if len(path) == 2 and not is_extra(str(path[1])):
-            return torch.empty_like(self._own[str(path[1])], device="cpu")
-        return torch.empty(saved.size, dtype=saved.properties.dtype)  # an extra state may have any shape
-
-    def assembled(self, loaded: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what was read, by FQN; raise `CheckpointError` if it has several values for tied parameters."""
-        leaves = {path: loaded[key] for path, key in self._paths.items()}
-        state = dict(assemble(leaves).get(ROOT, {}))
-        self._refuse(tied_otherwise(state, dict(named_parameters(self._model, remove_duplicate=False))))
-        return state
-
-    def commit(self, state: Mapping[str, Any]) -> None:
+    def commit(self) -> None:
         """Write the tensors that were read into the model, in place; extra state is set already.
 
         Raises `CheckpointError` if `load_state_dict` has no place for some that `state_dict` gives; the others are
         written.
         """
-        tensors = {fqn: value for fqn, value in state.items() if not is_extra(fqn)}
+        tensors = {fqn: value for fqn, value in self.state.items() if not is_extra(fqn)}
         found = set_model_state_dict(self._model, tensors, options=StateDictOptions(strict=False))
         if left := sorted(getattr(found, "unexpected_keys", ())):  # a load_state_dict of the user's may return nothing
             raise CheckpointError(

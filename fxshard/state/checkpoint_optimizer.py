@@ -9,9 +9,9 @@ load_state_dict.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -95,12 +95,11 @@ def placements_of(model: nn.Module, optim: Optimizer) -> dict[str, list[int | No
 
 
 class OptimizerStaging:
-    """Room for the optimizer's part of a checkpoint, beside the optimizer.
+    """The optimizer's part of a checkpoint, read into CPU memory beside the optimizer.
 
     Attributes:
-        room: key -> a tensor to read into.
-        whole: the state_dict that was saved, by the ids of this optimizer, once it is read; `None` if neither it nor
-            that of this optimizer adds anything to state and groups.
+        whole: the state_dict that was saved, by the ids of this optimizer; `None` if neither it nor that of this
+            optimizer adds anything to state and groups.
     """
 
     def __init__(
@@ -110,122 +109,103 @@ class OptimizerStaging:
         optim: Optimizer,
         placements: Mapping[str, list[int | None]],
     ) -> None:
-        """Read all but the tensors, compare it with the optimizer, and make room on the CPU.
+        """Compare what the checkpoint holds with the optimizer, then read it.
 
         Raises `CheckpointError` if a key, shape or dtype does not fit, named with its file.
         """
-        self._contents, self._optim, self._placements = contents, optim, placements
-        self._copies: list[tuple[Tensor, Tensor]] = []
-        self._contested: frozenset[int] = frozenset()
-        self._options: list[dict[str, Any]] = []
-        self._states: dict[Tensor, dict[str, Any]] = {}
-        self.whole: dict[str, Any] | None = None
-        self._names, self._own = names_of(model, optim), _held_by(model, optim)
-        self._paths = {key: path[1:] for path, key in contents.under(ROOT)}
-        self._coming = self._described()
-        self._tensors = {key: path for key, path in self._paths.items() if key in contents.tensors}
-        announced = [contents.announced(path[1:], key) for key, path in self._tensors.items() if path[0] == STATE]
+        self._optim, self._names, self._own = optim, names_of(model, optim), _held_by(model, optim)
+        paths = {key: path[1:] for path, key in contents.under(ROOT)}
+        tensors = {key: path for key, path in paths.items() if key in contents.tensors}
+        values = {key: None for key in paths if key not in tensors}
+        contents.read(values)
+        leaves = {path: LeafMark(path) if key in tensors else values[key] for key, path in paths.items()}
+        coming = OptimizerState.of({STATE: {}, **assemble(leaves)}, {fqn: fqn for fqn in self._names.parameters})
+        announced = {key: contents.announced(path[1:], key) for key, path in tensors.items() if path[0] == STATE}
         held = tensors_in(self._own.states)
-        problems = [*group_misfits(self._coming, self._names), *unknown_state(self._coming.others)]
-        problems = problems or self._problems(announced, held)
+        problems = [*group_misfits(coming, self._names), *unknown_state(coming.others)]
+        problems = problems or self._problems(coming, announced.values(), held)
         refuse(problems, f"the optimizer's state in {contents.folder}", CheckpointError)
-        self.room = {key: self._room_for(path, key, held) for key, path in self._tensors.items()}
+        room: dict[str, Any] = {key: contents.room(key) for key in tensors if key not in announced}
+        for key, each in announced.items():
+            contents.require_whole(key)
+            room[key] = self._room_for(each, held.get(each.path), placements.get(key))
+        contents.read(room)
+        read = {path: room[key] for key, path in tensors.items()}
+        coming = replace(coming.with_beside(put_back(coming.beside, read)), states=put_back(coming.states, read))
+        self.whole = coming.state_dict(self._names) if coming.rest or self._own.rest else None
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._placed: dict[str, Any] = self._find_places({STATE: coming.states, GROUPS: coming.groups})
 
-    def _described(self) -> OptimizerState:
-        """Read all but the tensors, for which a `LeafMark` with their path below `optim` stands."""
-        values = {key: None for key in self._paths if key not in self._contents.tensors}
-        self._contents.read(values)
-        leaves = {path: values[key] if key in values else LeafMark(path) for key, path in self._paths.items()}
-        return OptimizerState.of({STATE: {}, **assemble(leaves)}, {fqn: fqn for fqn in self._names.parameters})
-
-    def _problems(self, announced: list[Announced], held: Mapping[KeyPath, Tensor]) -> list[str]:
-        found = list(state_misfits(self._coming, announced, self._names, self._own.states, held))
-        there, here = (sorted(each.rest) for each in (self._coming, self._own))
+    def _problems(
+        self, coming: OptimizerState, announced: Iterable[Announced], held: Mapping[KeyPath, Tensor]
+    ) -> list[str]:
+        found = list(state_misfits(coming, announced, self._names, self._own.states, held))
+        there, here = sorted(coming.rest), sorted(self._own.rest)
         if there != here and self._own.states:  # some add something only once they have state
             found.append(f"state_dict() adds {there or 'nothing'} there, and {here or 'nothing'} here")
         return found
 
-    def _room_for(self, path: KeyPath, key: str, held: Mapping[KeyPath, Tensor]) -> Tensor:
-        self._contents.require_whole(key)
-        shape, dtype = shape_and_dtype(self._contents.tensors[key])
-        if path[0] != STATE:
-            return torch.empty(shape, dtype=dtype)
-        if (existing := held.get(path[1:])) is not None:
+    def _room_for(self, each: Announced, existing: Tensor | None, dims: list[int | None] | None) -> Tensor:
+        if existing is not None:
             return torch.empty_like(existing.detach(), device="cpu")
-        parameter, dims = self._names.parameters[path[1]], self._placements.get(key)
-        if not isinstance(parameter, DTensor) or dims == []:
-            return torch.empty(shape, dtype=dtype)
-        if dims is None and list(parameter.shape) == shape and path[2] != "step":
-            return torch.empty_like(parameter.detach(), dtype=dtype, device="cpu")
-        if dims is None:
-            return torch.empty(shape, dtype=dtype)
-        # Saved on a mesh of one axis or two: the last one shards, and one before it replicates.
-        outer = [None] * (parameter.device_mesh.ndim - 1)
-        placed: list[Placement] = [Replicate() if dim is None else Shard(dim) for dim in (*outer, *dims[-1:])]
-        return empty_dtensor(*shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=placed)
+        parameter = self._names.parameters[each.path[0]]
+        if isinstance(parameter, DTensor) and dims:
+            # Saved on a mesh of one axis or two: the last one shards, and one before it replicates.
+            outer = [None] * (parameter.device_mesh.ndim - 1)
+            placed: list[Placement] = [Replicate() if dim is None else Shard(dim) for dim in (*outer, *dims[-1:])]
+            mesh = parameter.device_mesh
+            return empty_dtensor(*each.shape, dtype=each.dtype, device_mesh=mesh, placements=placed)
+        if isinstance(parameter, DTensor) and dims is None and parameter.shape == each.shape and each.path[1] != "step":
+            return torch.empty_like(parameter.detach(), dtype=each.dtype, device="cpu")
+        return torch.empty(each.shape, dtype=each.dtype)
 
-    def check(self, loaded: Mapping[str, Any]) -> None:
-        """Find a place for everything that was read, and make all tensors that are new."""
-        tensors = {path: loaded[key] for key, path in self._tensors.items()}
-        coming = self._coming.with_beside(put_back(self._coming.beside, tensors))
-        coming = replace(coming, states=put_back(coming.states, tensors))
-        if coming.rest or self._own.rest:
-            self.whole = coming.state_dict(self._names)
-        self._place(coming)
-        if contested := _contested(self._copies):
-            self._place(coming, contested)
+    def _find_places(self, coming: dict[str, Any]) -> dict[str, Any]:
+        """Return what is coming in the tensors that are there, where there are such; else in those that were read."""
+        there = tensors_in({STATE: self._own.states, GROUPS: self._optim.param_groups})
+        given = tensors_in(coming)
+        copies = {
+            path: (there[path], value)
+            for path, value in given.items()
+            if path in there and shape_and_dtype(there[path]) == shape_and_dtype(value)
+        }
+        contested, on_device = _contested(copies.values()), self._on_device(coming[GROUPS])
+        for path, value in given.items():
+            if path not in copies:
+                if path[0] == STATE and (path[2] != "step" or path[1] in on_device):
+                    given[path] = value.to(self._names.parameters[path[1]].device)
+                continue
+            before, _ = copies[path]
+            if is_writable(before) and id(before) not in contested:
+                self._copies.append(copies[path])
+                given[path] = before
+            else:
+                given[path] = value.to(before.device)
+        return cast("dict[str, Any]", mapped(lambda path, value: given.get(path, value), coming))
 
-    def _place(self, coming: OptimizerState, contested: frozenset[int] = frozenset()) -> None:
-        """Find a place for everything; `contested` are ids of tensors to which several values are coming."""
-        self._copies, self._options, self._contested = [], [], contested
-        for group, saved, fqns in zip(self._optim.param_groups, coming.groups, self._names.groups, strict=True):
-            options = {name: value for name, value in saved.items() if name != PARAMS}
-            self._options.append(self._placed(options, group, None))
-            now = {**group, **self._options[-1]}
-            on_device = now.get("capturable") or now.get("fused")
-            for p, fqn in zip(group[PARAMS], fqns, strict=True):
-                before = self._own.states.get(fqn, {})
-                placed = {
-                    name: self._placed(value, before.get(name), p.device if name != "step" or on_device else None)
-                    for name, value in coming.states.get(fqn, {}).items()
-                }
-                self._states[p] = subclasses.unflatten(placed, state_fact(fqn))
-
-    def _placed(self, coming: Any, now: Any, device: torch.device | None) -> Any:
-        """Put the tensors of `coming` into those of `now` where it has such, else on `device`, if that is given."""
-        there = tensors_in(now)
-
-        def placed(path: KeyPath, value: Any) -> Any:
-            before = there.get(path)
-            if not isinstance(value, Tensor):
-                return value
-            if before is None or shape_and_dtype(before) != shape_and_dtype(value):
-                return value if device is None else value.to(device)
-            if not is_writable(before) or id(before) in self._contested:
-                return value.to(before.device)
-            self._copies.append((before, value))
-            return before
-
-        return mapped(placed, coming)
+    def _on_device(self, groups: list[dict[str, Any]]) -> set[str]:
+        """Return the parameters whose steps are counted where they are."""
+        options = [{**now, **saved} for now, saved in zip(self._optim.param_groups, groups, strict=True)]
+        pairs = zip(options, self._names.groups, strict=True)
+        return {fqn for each, fqns in pairs if each.get("capturable") or each.get("fused") for fqn in fqns}
 
     @torch.no_grad()
     def commit(self) -> None:
         """Write what was read into the tensors that are there, and hand over those that are new."""
         for before, value in self._copies:
             before.copy_(value)
-        for group, options in zip(self._optim.param_groups, self._options, strict=True):
-            group.update(options)
-        for p, state in self._states.items():
+        for group, saved in zip(self._optim.param_groups, self._placed[GROUPS], strict=True):
+            group.update({name: value for name, value in saved.items() if name != PARAMS})
+        for fqn, p in self._names.parameters.items():
             self._optim.state.pop(p, None)
-            if state:
-                self._optim.state[p] = state
+            if state := self._placed[STATE].get(fqn):
+                self._optim.state[p] = subclasses.unflatten(state, state_fact(fqn))
 
 
-def _contested(copies: Sequence[tuple[Tensor, Tensor]]) -> frozenset[int]:
+def _contested(copies: Iterable[tuple[Tensor, Tensor]]) -> set[int]:
     """Find tensors to which several values are coming: groups share a default `lr`, and part when they load."""
     first: dict[int, Tensor] = {}
-    return frozenset(
+    return {
         id(before)
         for before, value in copies
         if (other := first.setdefault(id(before), value)) is not value and not serializable.same_bits(other, value)
-    )
+    }

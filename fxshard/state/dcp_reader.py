@@ -71,6 +71,12 @@ class CheckpointIndex:
         shape, dtype = tuple(found.size), found.properties.dtype
         return Announced(path=path, shape=shape, dtype=dtype, where=f" ({self._listed(key)})")
 
+    def room(self, key: str) -> Tensor:
+        """Return memory to read a tensor into that is not sharded here; raise as `require_whole`."""
+        self.require_whole(key)
+        shape, dtype = shape_and_dtype(self.tensors[key])
+        return torch.empty(shape, dtype=dtype)
+
     def keys_in(self, file: str) -> list[str]:
         """Return the keys of all values that have a part in `file`, tensors first."""
         found = [key for key in self.keys.values() if file in self._files.get(key, [])]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -25,23 +25,21 @@ class FullState:
     contents: Any  # all of it; a `LeafMark` for each tensor that is to be cut or is large
     announced: Sequence[Announced]  # those tensors
     tensors: Sequence[Tensor] | None  # themselves, on the ranks that have them
-    others: Mapping[str, str] = field(default_factory=dict)  # what else must be the same if all ranks pass a state
     source: int | None = None  # the global rank that has them; `None` if every rank does
 
 
 def receive(
     call: str,
     state: Mapping[str, Any],
-    bucket_mib: float,
     ranks: Ranks,
     pack: Callable[[], FullState],
 ) -> FullState:
     """Give every rank the full state; the tensors themselves stay where they are.
 
-    `call` names the public function in messages. `state` and `bucket_mib` are what this rank was given. `pack` makes a
-    full state of `state` where that counts. Raises `ConfigError` on every rank if one of them finds something wrong.
+    `call` names the public function in messages. `state` is what this rank was given. `pack` makes a full state of it
+    where that counts. Raises `ConfigError` on every rank if one of them finds something wrong.
     """
-    source = _choose_source(call, state, bucket_mib, ranks)
+    source = _choose_source(call, state, ranks)
 
     def packed() -> FullState | None:
         if source is not None and ranks.members[ranks.rank] != source:
@@ -61,7 +59,7 @@ def receive(
     return FullState(contents=contents, announced=announced, tensors=tensors, source=source)
 
 
-def _choose_source(call: str, state: Mapping[str, Any], bucket_mib: float, ranks: Ranks) -> int | None:
+def _choose_source(call: str, state: Mapping[str, Any], ranks: Ranks) -> int | None:
     """Return the global rank whose state is loaded: the first that was given one; `None` if all were."""
 
     def is_given() -> bool:
@@ -69,11 +67,7 @@ def _choose_source(call: str, state: Mapping[str, Any], bucket_mib: float, ranks
             raise ConfigError(f"the state must be a dict, got {type(state).__name__}.")
         return bool(state)
 
-    passed = ranks.exchange((ranks.together(is_given, call), bucket_mib))
-    given = [each for each, _ in passed]
-    if len({size for _, size in passed}) > 1:
-        sizes = ", ".join(f"{size} on rank {rank}" for rank, (_, size) in enumerate(passed))
-        raise ConfigError(f"{call}: bucket_mib differs between ranks: {sizes}. Pass the same on every rank.")
+    given = ranks.exchange(ranks.together(is_given, call))
     if not any(given):
         raise ConfigError(
             f"{call}: no rank was given a state. Pass it on rank 0, and {{}} on the others, or on every rank."
@@ -96,7 +90,7 @@ def require_alike(
     targets: Sequence[LocalShard],
     sharing: Mapping[str, Tensor],
     ranks: Ranks,
-    own: Mapping[str, str] | None = None,
+    own: Mapping[str, str],
 ) -> None:
     """Make sure, before anything is written, that every rank can take what is coming, and that it is the same.
 
@@ -111,8 +105,8 @@ def require_alike(
     def facts() -> dict[str, str]:
         found = {each.name: target.text for each, target in zip(full.announced, targets, strict=True)}
         if full.source is None and ranks.group is not None:
-            found = {**_valued(found, full, targets, sharing), **full.others}
-        return found | dict(own or {})
+            found = _valued(found, full, targets, sharing)
+        return {**own, **found}
 
     ranks.compare(call, ranks.together(facts, call), sharing)
 

@@ -119,7 +119,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, bucket_m
         return module, found
 
     module, own = ranks.together(present, _LOAD_CALL)
-    given = full.receive(_LOAD_CALL, state, bucket_mib, ranks, lambda: _packed(state, module, own))
+    given = full.receive(_LOAD_CALL, state, ranks, lambda: _packed(state, module, own))
 
     def fitting() -> list[LocalShard]:
         announced = {each.name: each for each in given.announced}
@@ -129,7 +129,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, bucket_m
         return found
 
     targets = ranks.together(fitting, _LOAD_CALL)
-    full.require_alike(_LOAD_CALL, given, targets, own, ranks)
+    full.require_alike(_LOAD_CALL, given, targets, own, ranks, {"arguments": f"bucket_mib={bucket_mib}"})
     landings = [_contiguous(target) for target in targets]
     with ExtraStates(module, given.contents) as extra_states:
         ranks.together(extra_states.set, _LOAD_CALL)

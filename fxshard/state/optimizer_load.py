@@ -22,7 +22,7 @@ from fxshard.state.local_shards import LocalShard, can_cut, deliver, hold, requi
 from fxshard.state.names import GROUPS, PARAMS, STATE, ParameterNames, module_in, names_of
 from fxshard.state.optimizer_state import OptimizerState, is_step, shards_in, state_fact, unknown_keys
 from fxshard.state.pytree import KeyPath, leaves_in, mapped, put_back, take_out, tensors_in
-from fxshard.state.ranks import Ranks, is_sharded
+from fxshard.state.ranks import Ranks
 
 _CALL = "load_full_optim_state_dict"
 
@@ -54,7 +54,7 @@ def load_full_optim_state_dict(
         return names_of(module_in(model), optim)
 
     names = ranks.together(named, _CALL)
-    given = full.receive(_CALL, state, bucket_mib, ranks, lambda: _packed(state, names))
+    given = full.receive(_CALL, state, ranks, lambda: _packed(state, names))
     contents = cast(OptimizerState, given.contents)
 
     def fitting() -> list[_LoadTarget]:
@@ -68,7 +68,8 @@ def load_full_optim_state_dict(
     targets = [each.held for each in places]
     sharing = {each.announced.name: each.parameter for each in places}
     sharing |= {state_fact(fqn): names.parameters[fqn] for fqn in contents.states}
-    own = {"optimizer": type(optim).__qualname__}
+    own = {"arguments": f"bucket_mib={bucket_mib}", "optimizer": type(optim).__qualname__}
+    own |= contents.facts() if given.source is None else {}
     full.require_alike(_CALL, given, targets, sharing, ranks, own)
     for each in places:
         each.allocate()
@@ -96,7 +97,7 @@ def _packed(state: Mapping[str, Any], names: ParameterNames) -> FullState:
         )
     refuse(unknown_state(unknown_keys(given.others, str if _is_by_fqn(state) else int)))
     contents = replace(given, states=states)
-    return FullState(contents=contents, announced=announced, tensors=list(tensors.values()), others=contents.facts())
+    return FullState(contents=contents, announced=announced, tensors=list(tensors.values()))
 
 
 def _fqns_by_key(state: Mapping[str, Any], names: ParameterNames) -> dict[Any, str]:
@@ -198,18 +199,14 @@ def _target(
 ) -> _LoadTarget:
     """Choose what is there now; where there is nothing, what an optimizer would make for this parameter."""
     is_scalar = is_counter or (not each.shape and tuple(parameter.shape) != ())
-    if existing is not None and now is not None:
-        mesh, other, as_dtensor, device = now.mesh, now.other, isinstance(existing, DTensor), existing.device
-        dim = now.dim
-    else:
-        as_dtensor = isinstance(parameter, DTensor) and not is_scalar
+    as_dtensor = isinstance(parameter if existing is None else existing, DTensor)
+    device = parameter.device if existing is None else existing.device
+    if now is None:
+        as_dtensor, device = as_dtensor and not is_scalar, torch.device("cpu") if is_scalar else device
         is_alike = as_dtensor and is_rows
-        has_rows, other = is_alike and is_sharded(cast(DTensor, parameter)), is_alike and hold(parameter).other
-        mesh = cast(DTensor, parameter).device_mesh if has_rows else None
-        device = torch.device("cpu") if is_scalar else parameter.device
-        dim = hold(parameter).dim if has_rows else 0
-    held = LocalShard(each.shape, each.dtype, torch.empty(0, dtype=each.dtype, device=device), mesh, dim=dim)
-    held.other, held.replica = other, as_dtensor and mesh is None and not other
+        now = hold(parameter) if is_alike else LocalShard(each.shape, each.dtype, parameter, replica=as_dtensor)
+    local = torch.empty(0, dtype=each.dtype, device=device)
+    held = replace(now, shape=each.shape, dtype=each.dtype, local=local)
     return _LoadTarget(each, parameter, existing, as_dtensor, held)
 
 

@@ -102,7 +102,7 @@ def test_other_buckets_on_one_rank_are_named_before_anything_is_loaded() -> None
         (fxshard.load_full_optim_state_dict, (model, optim, state)),
     ):
         text = refused(call, *args, bucket_mib=1 + dist.get_rank())
-        assert "bucket_mib differs between ranks: 1 on rank 0, 2 on rank 1" in text
+        assert "arguments: bucket_mib=1 on rank 0, bucket_mib=2 on rank 1" in text
 
 
 @two_ranks
