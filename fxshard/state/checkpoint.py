@@ -27,7 +27,7 @@ from fxshard.state.dcp_reader import CheckpointIndex
 from fxshard.state.manifest import FileEntry, Manifest, Reading, verify
 from fxshard.state.names import module_in, names_of, require_optimizer
 from fxshard.state.ranks import Ranks, require_equal_slices, require_one_set
-from fxshard.state.user_hooks import ExtraStates, Handover
+from fxshard.state.user_hooks import extra_states, handover
 
 
 def save_checkpoint(
@@ -114,9 +114,9 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optim: Optim
         ranks.together(lambda: reading.whole(lambda: loading.stage(folder, described)))
         whole = None if loading.of_optim is None else loading.of_optim.whole
         # The users' code comes first, for it may refuse what it is given.
-        with ExtraStates(model, loading.of_model.state) as extra_states, Handover(optim, whole) as handover:
-            ranks.together(extra_states.set)
-            ranks.together(handover.set)
+        with extra_states(model, loading.of_model.state) as set_extra_states, handover(optim, whole) as hand_over:
+            ranks.together(set_extra_states)
+            ranks.together(hand_over)
         ranks.together(loading.commit)
     return loading.extra
 

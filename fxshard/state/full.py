@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,32 +103,23 @@ def require_alike(
         sharing = {name: parameter for name, parameter in sharing.items() if name not in whole}
 
     def facts() -> dict[str, str]:
-        found = {each.name: target.text for each, target in zip(full.announced, targets, strict=True)}
-        if full.source is None and ranks.group is not None:
-            found = _valued(found, full, targets, sharing)
-        return {**own, **found}
+        found = dict(own)
+        given = full.tensors if full.source is None and ranks.group is not None else None
+        for i, (each, target) in enumerate(zip(full.announced, targets, strict=True)):
+            found[each.name] = target.text
+            if given is not None and isinstance(sharing[each.name], DTensor) and not target.replica:
+                found[each.name] += f" = {value_text(given[i])}"
+        return found
 
     ranks.compare(call, ranks.together(facts, call), sharing)
 
 
-def _valued(
-    facts: Mapping[str, str], full: FullState, targets: Sequence[LocalShard], sharing: Mapping[str, Tensor]
-) -> dict[str, str]:
-    """Return the facts, with the values that this rank was given where ranks share them."""
-    given = zip(facts.items(), targets, full.tensors or (), strict=True)
-    return {
-        name: f"{text} = {value_text(tensor)}" if isinstance(sharing[name], DTensor) and not target.replica else text
-        for (name, text), target, tensor in given
-    }
-
-
-def out_of_reach(full: FullState, targets: Sequence[LocalShard]) -> list[str]:
-    """Say what is wrong if a tensor is shared by ranks that do not include the one that has it."""
-    unreached = [
-        each.name
-        for each, target in zip(full.announced, targets, strict=True)
-        if target.mesh is not None and full.source is not None and full.source not in mesh_axes.ranks_of(target.mesh)
-    ]
-    if not unreached:
-        return []
-    return [f"rank {full.source} has no part in {', '.join(unreached)}: pass the state on every rank"]
+def out_of_reach(full: FullState, targets: Sequence[LocalShard]) -> Iterator[str]:
+    """Say so if a tensor is shared by ranks that do not include the one that has it."""
+    meshes = {each.name: target.mesh for each, target in zip(full.announced, targets, strict=True)}
+    if unreached := [
+        name
+        for name, mesh in meshes.items()
+        if mesh is not None and full.source is not None and full.source not in mesh_axes.ranks_of(mesh)
+    ]:
+        yield f"rank {full.source} has no part in {', '.join(unreached)}: pass the state on every rank"

@@ -18,7 +18,7 @@ from fxshard.state.local_shards import LocalShard, can_cut, deliver, gather_all,
 from fxshard.state.names import fqn_of, module_in
 from fxshard.state.pytree import LeafMark
 from fxshard.state.ranks import Ranks
-from fxshard.state.user_hooks import ExtraStates, is_extra, require_writable
+from fxshard.state.user_hooks import extra_states, is_extra, require_writable
 
 _CALL, _LOAD_CALL = "full_state_dict", "load_full_state_dict"
 
@@ -131,8 +131,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, bucket_m
     targets = ranks.together(fitting, _LOAD_CALL)
     full.require_alike(_LOAD_CALL, given, targets, own, ranks, {"arguments": f"bucket_mib={bucket_mib}"})
     landings = [_contiguous(target) for target in targets]
-    with ExtraStates(module, given.contents) as extra_states:
-        ranks.together(extra_states.set, _LOAD_CALL)
+    with extra_states(module, given.contents) as set_extra_states:
+        ranks.together(set_extra_states, _LOAD_CALL)
         deliver(landings, given.tensors, given.source, ranks, bucket_mib)
     for target, landing in zip(targets, landings, strict=True):
         if landing is not target:

@@ -66,7 +66,7 @@ def load_full_optim_state_dict(
 
     places = ranks.together(fitting, _CALL)
     targets = [each.held for each in places]
-    sharing = {each.announced.name: each.parameter for each in places}
+    sharing: dict[str, Tensor] = {each.name: names.parameters[each.path[0]] for each in given.announced}
     sharing |= {state_fact(fqn): names.parameters[fqn] for fqn in contents.states}
     own = {"arguments": f"bucket_mib={bucket_mib}", "optimizer": type(optim).__qualname__}
     own |= contents.facts() if given.source is None else {}
@@ -124,32 +124,27 @@ class _LoadTarget:
     """Where a tensor that is coming goes."""
 
     announced: Announced  # what is coming
-    parameter: Tensor  # whose state it is
-    existing: Tensor | None  # the tensor that the optimizer has there now
-    as_dtensor: bool  # whether it becomes a DTensor
+    like: Tensor  # the tensor that the optimizer has there now, else the parameter
     held: LocalShard  # how this rank will hold it; memory comes with `allocate`
 
     def allocate(self) -> None:
         held = self.held
         if held.other:
-            like = self.existing if isinstance(self.existing, DTensor) else self.parameter.detach()
-            held.local = torch.empty_like(like, dtype=held.dtype)
+            held.local = torch.empty_like(self.like.detach(), dtype=held.dtype)
             return
-        shape = held.shape if held.mesh is None else rows_first(self._local_shape(), held.dim)
+        shape: Sequence[int] = held.shape
+        if (mesh := held.mesh) is not None:
+            whole = torch.empty(shape, device="meta")
+            own = shard_rows(whole, mesh_axes.shard_rank(mesh), mesh_axes.num_shards(mesh), held.dim)
+            shape = rows_first(own.shape, held.dim)
         made = torch.empty(shape, dtype=held.dtype, device=held.local.device)
         held.local = made.movedim(0, held.dim) if held.dim else made
 
-    def _local_shape(self) -> torch.Size:
-        mesh = self.held.mesh
-        assert mesh is not None
-        whole = torch.empty(self.held.shape, device="meta")
-        return shard_rows(whole, mesh_axes.shard_rank(mesh), mesh_axes.num_shards(mesh), self.held.dim).shape
-
     def finished(self) -> Tensor:
         held = self.held
-        if not self.as_dtensor or held.other:
+        if not isinstance(self.like, DTensor) or held.other or (held.mesh is None and not held.replica):
             return held.local
-        mesh = cast(DTensor, self.existing if isinstance(self.existing, DTensor) else self.parameter).device_mesh
+        mesh = self.like.device_mesh
         placements = mesh_axes.placements(mesh, is_scalar=held.mesh is None, dim=held.dim)
         stride = torch.empty(held.shape, device="meta").stride()
         shape = torch.Size(held.shape)
@@ -172,10 +167,14 @@ def _targets(
     parts = dict(subclasses.parts_in(contents.states))
     found = []
     for each in announced:
-        parameter = names.parameters[each.path[0]]
-        is_rows = parts.get(each.path, each.shape == tuple(parameter.shape))
-        existing = tensors.get(each.path), held.get(each.path)
-        found.append(_target(each, each.path[1:] in counters, parameter, *existing, is_rows=is_rows))
+        parameter, now = names.parameters[each.path[0]], held.get(each.path)
+        if now is None:
+            is_scalar = each.path[1:] in counters or (not each.shape and tuple(parameter.shape) != ())
+            is_rows = parts.get(each.path, each.shape == tuple(parameter.shape))
+            now = _new_shard(each, parameter, is_scalar=is_scalar, is_rows=is_rows)
+        local = torch.empty(0, device=now.local.device)
+        target = replace(now, shape=each.shape, dtype=each.dtype, local=local)
+        found.append(_LoadTarget(each, tensors.get(each.path, parameter), target))
     return found, state_misfits(contents, announced, names, present, held, _is_strict(optim))
 
 
@@ -188,26 +187,13 @@ def _counters(announced: Sequence[Announced], names: ParameterNames) -> set[KeyP
     return {path for path, _, _ in sizes if path not in larger and (path in of_larger or is_step(path))}
 
 
-def _target(
-    each: Announced,
-    is_counter: bool,
-    parameter: Tensor,
-    existing: Tensor | None,
-    now: LocalShard | None,
-    *,
-    is_rows: bool,
-) -> _LoadTarget:
-    """Choose what is there now; where there is nothing, what an optimizer would make for this parameter."""
-    is_scalar = is_counter or (not each.shape and tuple(parameter.shape) != ())
-    as_dtensor = isinstance(parameter if existing is None else existing, DTensor)
-    device = parameter.device if existing is None else existing.device
-    if now is None:
-        as_dtensor, device = as_dtensor and not is_scalar, torch.device("cpu") if is_scalar else device
-        is_alike = as_dtensor and is_rows
-        now = hold(parameter) if is_alike else LocalShard(each.shape, each.dtype, parameter, replica=as_dtensor)
-    local = torch.empty(0, dtype=each.dtype, device=device)
-    held = replace(now, shape=each.shape, dtype=each.dtype, local=local)
-    return _LoadTarget(each, parameter, existing, as_dtensor, held)
+def _new_shard(each: Announced, parameter: Tensor, *, is_scalar: bool, is_rows: bool) -> LocalShard:
+    """Return how a rank holds what an optimizer without state would make for a parameter."""
+    if is_scalar:
+        return LocalShard(each.shape, each.dtype, torch.empty(0, device="cpu"))
+    if isinstance(parameter, DTensor) and not is_rows:
+        return LocalShard(each.shape, each.dtype, parameter, replica=True)
+    return hold(parameter)
 
 
 def _placed_otherwise(contents: OptimizerState, names: ParameterNames) -> list[str]:
