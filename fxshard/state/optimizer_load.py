@@ -56,20 +56,20 @@ def load_full_optim_state_dict(
     names = ranks.together(named, _CALL)
     given = full.receive(_CALL, state, ranks, lambda: _packed(state, names))
     contents = cast(OptimizerState, given.contents)
+    own = {"arguments": f"bucket_mib={bucket_mib}", "optimizer": type(optim).__qualname__}
 
     def fitting() -> list[_LoadTarget]:
         refuse(group_misfits(contents, names))
         found, problems = _targets(contents, given.announced, names, optim)
         refuse([*problems, *_placed_otherwise(contents, names)])
         refuse(full.out_of_reach(given, [each.held for each in found]))
+        own.update(contents.facts() if given.source is None else {})
         return found
 
     places = ranks.together(fitting, _CALL)
     targets = [each.held for each in places]
     sharing: dict[str, Tensor] = {each.name: names.parameters[each.path[0]] for each in given.announced}
     sharing |= {state_fact(fqn): names.parameters[fqn] for fqn in contents.states}
-    own = {"arguments": f"bucket_mib={bucket_mib}", "optimizer": type(optim).__qualname__}
-    own |= contents.facts() if given.source is None else {}
     full.require_alike(_CALL, given, targets, sharing, ranks, own)
     for each in places:
         each.allocate()

@@ -65,15 +65,16 @@ def full_optim_state_dict(
     """
     ranks = Ranks.of(model)
 
-    def held_here() -> tuple[int | None, _Held]:
+    def held_here() -> tuple[int | None, _Held, dict[str, str]]:
         require_bucket(bucket_mib)
         if keys not in ("id", "fqn"):
             raise ConfigError(f'keys must be "id" or "fqn", got {keys!r}.')
-        return ranks.recipient(recipient_rank), _Held.of(optim, names_of(module_in(model), optim), keys, cpu_offload)
+        held = _Held.of(optim, names_of(module_in(model), optim), keys, cpu_offload)
+        arguments = f"recipient_rank={recipient_rank}, cpu_offload={cpu_offload}, bucket_mib={bucket_mib}"
+        facts = {"arguments": arguments, "optimizer": type(optim).__qualname__, **held.facts()}
+        return ranks.recipient(recipient_rank), held, facts
 
-    recipient, held = ranks.together(held_here, _CALL)
-    arguments = f"recipient_rank={recipient_rank}, cpu_offload={cpu_offload}, bucket_mib={bucket_mib}"
-    facts = {"arguments": arguments, "optimizer": type(optim).__qualname__, **held.facts()}
+    recipient, held, facts = ranks.together(held_here, _CALL)
     sharing = {state_fact(fqn): parameter for fqn, parameter in held.names.parameters.items()}
     lacking = ranks.compare(_CALL, facts, sharing)
     if any(lacking):
