@@ -41,7 +41,7 @@ from fxshard.sharding.sharded_module import ShardedModule
 from fxshard.state.checkpoint import load_checkpoint, save_checkpoint
 from fxshard.state.model_state import full_state_dict, load_full_state_dict
 from fxshard.state.optimizer_load import load_full_optim_state_dict
-from fxshard.state.optimizer_state import full_optim_state_dict
+from fxshard.state.optimizer_save import full_optim_state_dict
 
 __all__ = [
     "BitDifference",

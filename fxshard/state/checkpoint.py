@@ -6,10 +6,12 @@ stand beside them. How a checkpoint takes the place of the one before it: [Note:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,13 @@ from torch import nn
 from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, FileSystemWriter
 from torch.optim import Optimizer
 
-from fxshard.errors import CheckpointError, ConfigError, FxshardError
+from fxshard.errors import CheckpointError, ConfigError, FxshardError, RankMismatchError
 from fxshard.state import checkpoint_dir, checkpoint_model, checkpoint_optimizer, serializable
 from fxshard.state.dcp_reader import CheckpointIndex
 from fxshard.state.manifest import FileEntry, Manifest, Reading, verify
-from fxshard.state.names import module_in, require_optimizer
-from fxshard.state.ranks import Comparison, Ranks, require_equal_slices, require_one_set
-from fxshard.state.user_hooks import ExtraStates, Handover
+from fxshard.state.names import module_in, names_of, require_optimizer
+from fxshard.state.ranks import Ranks, require_equal_slices, require_one_set
+from fxshard.state.user_hooks import extra_states, handover
 
 
 def save_checkpoint(
@@ -56,8 +58,8 @@ def save_checkpoint(
     """
     ranks = Ranks.of(model)
     saving = _Saving(path, model, optim, extra)
-    with _Lost(f"the save to {path}"):
-        ranks.agree(saving.describe)
+    with _losing_ranks(f"the save to {path}"):
+        ranks.compare("save_checkpoint", ranks.together(saving.describe), kind=RankMismatchError)
         require_equal_slices(module_in(model), ranks)
         target = saving.target
         ranks.together(lambda: checkpoint_dir.prepare(target) if ranks.rank == 0 else None)
@@ -100,38 +102,37 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optim: Optim
     """
     ranks = Ranks.of(model)
     loading = _Loading(path, model, optim)
-    with _Lost(f"the load of {path}"):
-        ranks.agree(loading.describe)
+    with _losing_ranks(f"the load of {path}"):
+        ranks.compare("load_checkpoint", ranks.together(loading.describe), kind=RankMismatchError)
         found = ranks.together(lambda: checkpoint_dir.find(loading.target) if ranks.rank == 0 else None)
         folder = Path(ranks.exchange(str(found))[0])
         reading = ranks.together(lambda: Reading(folder))
         described = reading.manifest
-        files = {"the files of the checkpoint": [f"{name} {entry}" for name, entry in described.files.items()]}
-        ranks.agree(lambda: reading.whole(lambda: files))
+        files = {name: str(entry) for name, entry in described.files.items()}
+        ranks.compare("load_checkpoint", ranks.together(lambda: reading.whole(lambda: files)), kind=RankMismatchError)
         ranks.together(lambda: reading.whole(lambda: verify(folder, described, ranks.rank, ranks.size)))
         ranks.together(lambda: reading.whole(lambda: loading.stage(folder, described)))
-        with loading.extra_states() as extra_states, loading.handover() as handover:
-            ranks.together(extra_states.set)
-            ranks.together(handover.set)
+        whole = None if loading.of_optim is None else loading.of_optim.whole
+        # The users' code comes first, for it may refuse what it is given.
+        with extra_states(model, loading.of_model.state) as set_extra_states, handover(optim, whole) as hand_over:
+            ranks.together(set_extra_states)
+            ranks.together(hand_over)
         ranks.together(loading.commit)
     return loading.extra
 
 
-class _Lost:
-    """Says what it means for a checkpoint that a collective failed because a rank is gone."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, FxshardError):
-            raise CheckpointError(
-                f"{self._what} did not end, for the ranks have lost each other ({error}). load_checkpoint finds the "
-                "checkpoint that was there before, or the new one if it was complete."
-            ) from error
+@contextlib.contextmanager
+def _losing_ranks(what: str) -> Iterator[None]:
+    """Say what it means for a checkpoint that a collective failed because a rank is gone."""
+    try:
+        yield
+    except FxshardError:
+        raise
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{what} did not end, for the ranks have lost each other ({error}). load_checkpoint finds the checkpoint "
+            "that was there before, or the new one if it was complete."
+        ) from error
 
 
 def _require_kinds(model: object, optim: object) -> None:
@@ -149,36 +150,30 @@ class _Saving:
         self.target: Path
         self.state: dict[str, Any]
 
-    def describe(self) -> Comparison:
+    def describe(self) -> dict[str, str]:
         """Collect the state; return what must be the same on all ranks."""
         self.target = checkpoint_dir.resolve(self._path)
         checkpoint_dir.require_apart(self.target)
         _require_kinds(self._model, self._optim)
         self.extra = serializable.storable(self.extra, "extra")
-        state = checkpoint_model.state_of(self._model)
-        self.state = {checkpoint_model.ROOT: state}
-        facts = {
-            "the call": ["save_checkpoint"],
-            "path": [str(self.target)],
-            "the model": [*checkpoint_model.lines(state)],
-        }
-        facts["the optimizer"] = ["no optimizer"]
+        self.state = {checkpoint_model.ROOT: checkpoint_model.state_of(self._model)}
+        facts = {"the call": "save_checkpoint", "path": str(self.target), "optimizer": "none"}
         if self._optim is not None:
-            state = checkpoint_optimizer.state_of(self._model, self._optim)
-            self.state[checkpoint_optimizer.ROOT] = state
-            facts["the optimizer"] = [*checkpoint_optimizer.lines(state, self._model, self._optim)]
-        return {**facts, "extra": [*serializable.lines(self.extra, "extra")]}
+            self.state[checkpoint_optimizer.ROOT] = checkpoint_optimizer.state_of(self._model, self._optim)
+            facts |= checkpoint_optimizer.facts_of(self._model, self._optim)
+        facts |= checkpoint_model.facts_of(self.state[checkpoint_model.ROOT])
+        return facts | dict(serializable.facts(self.extra, "extra"))
 
     def manifest(self, files: dict[str, FileEntry], world_size: int) -> Manifest:
-        version = str(torch.__version__)
-        if self._optim is None:
-            return Manifest(files=files, world_size=world_size, torch=version)
+        optim, placements = self._optim, {}
+        if optim is not None:
+            placements = checkpoint_optimizer.placements_of(self._model, optim)
         return Manifest(
             files=files,
             world_size=world_size,
-            torch=version,
-            optimizer=type(self._optim).__name__,
-            placements=checkpoint_optimizer.placements_of(self._model, self._optim),
+            torch=str(torch.__version__),
+            optimizer=None if optim is None else type(optim).__name__,
+            placements=placements,
         )
 
 
@@ -250,57 +245,36 @@ class _Loading:
         self._path, self._model, self._optim = path, model, optim
         self.extra: Any = None
         self.target: Path
-        self._model_state: dict[str, Any]
-        self._model_staging: checkpoint_model.ModelStaging
-        self._optim_staging: checkpoint_optimizer.OptimizerStaging | None = None
+        self.of_model: checkpoint_model.ModelStaging
+        self.of_optim: checkpoint_optimizer.OptimizerStaging | None = None
 
-    def describe(self) -> Comparison:
+    def describe(self) -> dict[str, str]:
         """Return what must be the same on all ranks."""
         self.target = checkpoint_dir.resolve(self._path)
         _require_kinds(self._model, self._optim)
-        facts = {"the call": ["load_checkpoint"], "path": [str(self.target)]}
-        facts["the model"] = [*checkpoint_model.lines(checkpoint_model.state_of(self._model))]
-        facts["the optimizer"] = ["no optimizer"]
+        facts = {"the call": "load_checkpoint", "path": str(self.target), "optimizer": "none"}
         if self._optim is not None:
-            groups = checkpoint_optimizer.groups_of(self._model, self._optim)
-            facts["the optimizer"] = [type(self._optim).__name__, *(f"the group {', '.join(fqns)}" for fqns in groups)]
-        return facts
+            groups = names_of(self._model, self._optim).groups
+            facts |= {"optimizer": type(self._optim).__name__, **dict(serializable.facts(groups, "param_groups"))}
+        return facts | checkpoint_model.facts_of(checkpoint_model.state_of(self._model))
 
     def stage(self, folder: Path, described: Manifest) -> None:
         """Compare everything with model and optimizer, and read it."""
-        contents = CheckpointIndex(folder, written_by=described.torch)
-        self._model_staging = checkpoint_model.ModelStaging(contents, self._model)
-        room: dict[str, Any] = dict(self._model_staging.room)
-        if self._optim is not None:
-            own = type(self._optim).__name__
-            if described.optimizer != own:
-                held = f"the state of {described.optimizer}" if described.optimizer else "no optimizer"
-                raise CheckpointError(
-                    f"{folder} holds {held}, and optim is {own}. Nothing was loaded; leave optim out to "
-                    "load the model alone."
-                )
-            self._optim_staging = checkpoint_optimizer.OptimizerStaging(
-                contents, self._model, self._optim, described.placements
+        contents, optim = CheckpointIndex(folder, written_by=described.torch), self._optim
+        if optim is not None and described.optimizer != (own := type(optim).__name__):
+            held = f"the state of {described.optimizer}" if described.optimizer else "no optimizer"
+            raise CheckpointError(
+                f"{folder} holds {held}, and optim is {own}. Nothing was loaded; leave optim out to load the model "
+                "alone."
             )
-            room |= self._optim_staging.room
-        contents.read(room)
-        self._model_staging.check(room)
-        self._model_state = self._model_staging.assembled(room)
-        if self._optim_staging is not None:
-            self._optim_staging.check(room)
+        self.of_model = checkpoint_model.ModelStaging(contents, self._model)
+        if optim is not None:
+            self.of_optim = checkpoint_optimizer.OptimizerStaging(contents, self._model, optim, described.placements)
         if checkpoint_dir.EXTRA in described.files:
             self.extra = torch.load(folder / checkpoint_dir.EXTRA, weights_only=True, map_location="cpu")
 
-    def extra_states(self) -> ExtraStates:
-        """Return what the modules are to be given first, for they may refuse it."""
-        return ExtraStates(self._model, self._model_state)
-
-    def handover(self) -> Handover:
-        """Return what the optimizer is to be given first, for the same reason."""
-        return Handover(self._optim, self._optim_staging.whole if self._optim_staging is not None else None)
-
     def commit(self) -> None:
         """Write what was read into model and optimizer."""
-        self._model_staging.commit(self._model_state)
-        if self._optim_staging is not None:
-            self._optim_staging.commit()
+        self.of_model.commit()
+        if self.of_optim is not None:
+            self.of_optim.commit()

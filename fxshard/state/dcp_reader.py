@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from fxshard.errors import CheckpointError
+from fxshard.state.fit import Announced
 from fxshard.state.pytree import KeyPath
 from fxshard.state.serializable import unpacked
 
@@ -58,8 +59,23 @@ class CheckpointIndex:
 
     def files_of(self, key: str) -> str:
         """Return the files that hold a value, to be named in an error."""
+        return f"{self.folder} ({self._listed(key)})"
+
+    def _listed(self, key: str) -> str:
         files = sorted(set(self._files.get(key, [])))
-        return f"{self.folder} ({', '.join(files[:4])}{', ...' if len(files) > 4 else ''})"
+        return f"{', '.join(files[:4])}{', ...' if len(files) > 4 else ''}"
+
+    def announced(self, path: KeyPath, key: str) -> Announced:
+        """Describe a tensor as `path` of what is coming."""
+        found = self.tensors[key]
+        shape, dtype = tuple(found.size), found.properties.dtype
+        return Announced(path=path, shape=shape, dtype=dtype, where=f" ({self._listed(key)})")
+
+    def room(self, key: str) -> Tensor:
+        """Return memory to read a tensor into that is not sharded here; raise as `require_whole`."""
+        self.require_whole(key)
+        shape, dtype = shape_and_dtype(self.tensors[key])
+        return torch.empty(shape, dtype=dtype)
 
     def keys_in(self, file: str) -> list[str]:
         """Return the keys of all values that have a part in `file`, tensors first."""

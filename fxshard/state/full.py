@@ -3,35 +3,19 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fxshard.errors import ConfigError
 from fxshard.runtime import mesh_axes
+from fxshard.state.fit import Announced
 from fxshard.state.local_shards import LocalShard, value_text
 from fxshard.state.ranks import Ranks
-
-_MOST = 10  # problems that a message lists
-
-
-@dataclass(frozen=True, kw_only=True)
-class Announced:
-    """A tensor that is coming."""
-
-    name: str  # what messages call it
-    shape: tuple[int, ...]  # of the full tensor
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, name: str, tensor: Tensor) -> Announced:
-        """Announce a tensor."""
-        return cls(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,23 +25,21 @@ class FullState:
     contents: Any  # all of it; a `LeafMark` for each tensor that is to be cut or is large
     announced: Sequence[Announced]  # those tensors
     tensors: Sequence[Tensor] | None  # themselves, on the ranks that have them
-    others: Mapping[str, str] = field(default_factory=dict)  # what else must be the same if all ranks pass a state
     source: int | None = None  # the global rank that has them; `None` if every rank does
 
 
 def receive(
     call: str,
     state: Mapping[str, Any],
-    bucket_mib: float,
     ranks: Ranks,
     pack: Callable[[], FullState],
 ) -> FullState:
     """Give every rank the full state; the tensors themselves stay where they are.
 
-    `call` names the public function in messages. `state` and `bucket_mib` are what this rank was given. `pack` makes a
-    full state of `state` where that counts. Raises `ConfigError` on every rank if one of them finds something wrong.
+    `call` names the public function in messages. `state` is what this rank was given. `pack` makes a full state of it
+    where that counts. Raises `ConfigError` on every rank if one of them finds something wrong.
     """
-    source = _choose_source(call, state, bucket_mib, ranks)
+    source = _choose_source(call, state, ranks)
 
     def packed() -> FullState | None:
         if source is not None and ranks.members[ranks.rank] != source:
@@ -77,7 +59,7 @@ def receive(
     return FullState(contents=contents, announced=announced, tensors=tensors, source=source)
 
 
-def _choose_source(call: str, state: Mapping[str, Any], bucket_mib: float, ranks: Ranks) -> int | None:
+def _choose_source(call: str, state: Mapping[str, Any], ranks: Ranks) -> int | None:
     """Return the global rank whose state is loaded: the first that was given one; `None` if all were."""
 
     def is_given() -> bool:
@@ -85,11 +67,7 @@ def _choose_source(call: str, state: Mapping[str, Any], bucket_mib: float, ranks
             raise ConfigError(f"the state must be a dict, got {type(state).__name__}.")
         return bool(state)
 
-    passed = ranks.exchange((ranks.together(is_given, call), bucket_mib))
-    given = [each for each, _ in passed]
-    if len({size for _, size in passed}) > 1:
-        sizes = ", ".join(f"{size} on rank {rank}" for rank, (_, size) in enumerate(passed))
-        raise ConfigError(f"{call}: bucket_mib differs between ranks: {sizes}. Pass the same on every rank.")
+    given = ranks.exchange(ranks.together(is_given, call))
     if not any(given):
         raise ConfigError(
             f"{call}: no rank was given a state. Pass it on rank 0, and {{}} on the others, or on every rank."
@@ -106,21 +84,13 @@ def _require_sendable(contents: object) -> None:
         ) from error
 
 
-def refuse(problems: Iterable[str]) -> None:
-    """Raise `ConfigError` with all `problems`, if there are any."""
-    if not (found := list(problems)):
-        return
-    more = f" (and {len(found) - _MOST} more)" if len(found) > _MOST else ""
-    raise ConfigError(f"the state does not fit, and nothing was loaded. {'; '.join(found[:_MOST])}{more}.")
-
-
 def require_alike(
     call: str,
     full: FullState,
     targets: Sequence[LocalShard],
     sharing: Mapping[str, Tensor],
     ranks: Ranks,
-    own: Mapping[str, str] | None = None,
+    own: Mapping[str, str],
 ) -> None:
     """Make sure, before anything is written, that every rank can take what is coming, and that it is the same.
 
@@ -133,32 +103,23 @@ def require_alike(
         sharing = {name: parameter for name, parameter in sharing.items() if name not in whole}
 
     def facts() -> dict[str, str]:
-        found = {each.name: target.text for each, target in zip(full.announced, targets, strict=True)}
-        if full.source is None and ranks.group is not None:
-            found = {**_valued(found, full, targets, sharing), **full.others}
-        return found | dict(own or {})
+        found = dict(own)
+        given = full.tensors if full.source is None and ranks.group is not None else None
+        for i, (each, target) in enumerate(zip(full.announced, targets, strict=True)):
+            found[each.name] = target.text
+            if given is not None and isinstance(sharing[each.name], DTensor) and not target.replica:
+                found[each.name] += f" = {value_text(given[i])}"
+        return found
 
     ranks.compare(call, ranks.together(facts, call), sharing)
 
 
-def _valued(
-    facts: Mapping[str, str], full: FullState, targets: Sequence[LocalShard], sharing: Mapping[str, Tensor]
-) -> dict[str, str]:
-    """Return the facts, with the values that this rank was given where ranks share them."""
-    given = zip(facts.items(), targets, full.tensors or (), strict=True)
-    return {
-        name: f"{text} = {value_text(tensor)}" if isinstance(sharing[name], DTensor) and not target.replica else text
-        for (name, text), target, tensor in given
-    }
-
-
-def out_of_reach(full: FullState, targets: Sequence[LocalShard]) -> list[str]:
-    """Say what is wrong if a tensor is shared by ranks that do not include the one that has it."""
-    unreached = [
-        each.name
-        for each, target in zip(full.announced, targets, strict=True)
-        if target.mesh is not None and full.source is not None and full.source not in mesh_axes.ranks_of(target.mesh)
-    ]
-    if not unreached:
-        return []
-    return [f"rank {full.source} has no part in {', '.join(unreached)}: pass the state on every rank"]
+def out_of_reach(full: FullState, targets: Sequence[LocalShard]) -> Iterator[str]:
+    """Say so if a tensor is shared by ranks that do not include the one that has it."""
+    meshes = {each.name: target.mesh for each, target in zip(full.announced, targets, strict=True)}
+    if unreached := [
+        name
+        for name, mesh in meshes.items()
+        if mesh is not None and full.source is not None and full.source not in mesh_axes.ranks_of(mesh)
+    ]:
+        yield f"rank {full.source} has no part in {', '.join(unreached)}: pass the state on every rank"

@@ -148,19 +148,10 @@ def gather_all(
     wanted = recipient is None or not dist.is_initialized() or dist.get_rank() == recipient
     results: list[Tensor | None] = [None] * len(held)
     by_mesh: dict[tuple[DeviceMesh, bool], list[int]] = {}
-    known: dict[tuple[int, bool], list[int] | None] = {}  # by identity, which is quicker to look up; None for one rank
     for i, each in enumerate(held):
-        mesh = each.mesh
-        if mesh is not None:
-            key = id(mesh), each.is_on_device
-            if key not in known:
-                known[key] = (
-                    by_mesh.setdefault((mesh, each.is_on_device), []) if mesh_axes.num_shards(mesh) > 1 else None
-                )
-            indices = known[key]
-            if indices is not None:
-                indices.append(i)
-                continue
+        if each.mesh is not None and mesh_axes.num_shards(each.mesh) > 1:
+            by_mesh.setdefault((each.mesh, each.is_on_device), []).append(i)
+            continue
         if each.other:
             full = _full(cast(DTensor, each.local), cpu_offload)  # all of its ranks must be here
             results[i] = full if wanted else None

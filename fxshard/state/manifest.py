@@ -8,7 +8,7 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -100,12 +100,6 @@ class Manifest:
             return None
         return found.st_dev, found.st_ino, found.st_mtime_ns
 
-    def problems(self, folder: Path, rank: int = 0, world_size: int = 1) -> Iterator[tuple[str, str]]:
-        """Find each file in `folder` that is not as it must be, and why; each rank reads its share of them."""
-        for name in sorted(self.files)[rank::world_size]:
-            if (problem := self.problem(folder, name)) is not None:
-                yield name, problem
-
     def problem(self, folder: Path, name: str) -> str | None:
         """Say what is wrong with one file, `None` if nothing is."""
         expected, path = self.files[name], folder / name
@@ -166,8 +160,8 @@ def verify(folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1)
 
     Raises `CheckpointError`, which names missing or damaged files and what they hold.
     """
-    found = manifest.problems(folder, rank, world_size)
-    problems = [f"{name} {problem}{_held_by(folder, manifest, name)}" for name, problem in found]
+    found = {name: manifest.problem(folder, name) for name in sorted(manifest.files)[rank::world_size]}
+    problems = [f"{name} {problem}{_held_by(folder, manifest, name)}" for name, problem in found.items() if problem]
     if problems:
         raise CheckpointError(
             f"the checkpoint {folder} is damaged: {'; '.join(problems)}. Nothing was loaded; load another one."

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fxshard.errors import CheckpointError, ConfigError, MissingExtraError
 from fxshard.runtime.raw import as_bytes
@@ -200,12 +199,9 @@ def _write(
 
 
 def _bytes_of(contents: CheckpointIndex, key: str) -> memoryview:
-    contents.require_whole(key)
-    shape, dtype = shape_and_dtype(contents.tensors[key])
-    tensor = torch.empty(shape, dtype=dtype)
-    values: dict[str, Tensor] = {key: tensor}
+    values = {key: contents.room(key)}
     contents.read(values)
-    return as_bytes(tensor).numpy().data
+    return as_bytes(values[key]).numpy().data
 
 
 def _require_same(path: Path, slices: dict[str, Any], contents: CheckpointIndex, selection: _Selection) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,15 +11,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fxshard.errors import ConfigError
-from fxshard.runtime.raw import checksum
-from fxshard.state import full
-from fxshard.state.full import Announced, FullState
+from fxshard.state import full, serializable
+from fxshard.state.fit import Announced, model_misfits, refuse, tied_otherwise
+from fxshard.state.full import FullState
 from fxshard.state.local_shards import LocalShard, can_cut, deliver, gather_all, hold, require_bucket
 from fxshard.state.names import fqn_of, module_in
-from fxshard.state.optimizer_state import simple
 from fxshard.state.pytree import LeafMark
 from fxshard.state.ranks import Ranks
-from fxshard.state.user_hooks import ExtraStates, is_extra, require_writable
+from fxshard.state.user_hooks import extra_states, is_extra, require_writable
 
 _CALL, _LOAD_CALL = "full_state_dict", "load_full_state_dict"
 
@@ -63,10 +62,11 @@ def full_state_dict(
         require_bucket(bucket_mib)
         recipient = ranks.recipient(recipient_rank)
         state = state_of_module(module_in(model))
-        _require_values(state)
+        require_values(state)
         held = {id(value): hold(value) for value in state.values() if isinstance(value, Tensor)}  # tied ones once
-        facts = {name: held[id(value)].text if id(value) in held else simple(value) for name, value in state.items()}
-        facts["arguments"] = f"recipient_rank={recipient_rank}, cpu_offload={cpu_offload}, bucket_mib={bucket_mib}"
+        facts = {"arguments": f"recipient_rank={recipient_rank}, cpu_offload={cpu_offload}, bucket_mib={bucket_mib}"}
+        for name, value in state.items():
+            facts |= {name: held[id(value)].text} if id(value) in held else dict(serializable.facts(value, name))
         return recipient, state, held, facts
 
     recipient, state, held, facts = ranks.together(held_here, _CALL)
@@ -87,7 +87,8 @@ def full_state_dict(
     return state
 
 
-def _require_values(state: Mapping[str, Any]) -> None:
+def require_values(state: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if parameters or buffers are on the meta device."""
     if absent := [name for name, value in state.items() if isinstance(value, Tensor) and value.is_meta]:
         raise ConfigError(
             f"parameters on the meta device have no values: {', '.join(absent)}. Call model.to_empty(device=...) first."
@@ -113,24 +114,25 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, bucket_m
         module = module_in(model)
         found = state_of_module(module)
         require_bucket(bucket_mib)
-        _require_values(found)
+        require_values(found)
         _require_registered(module, found)
         return module, found
 
     module, own = ranks.together(present, _LOAD_CALL)
-    given = full.receive(_LOAD_CALL, state, bucket_mib, ranks, lambda: _packed(state, module, own))
+    given = full.receive(_LOAD_CALL, state, ranks, lambda: _packed(state, module, own))
 
     def fitting() -> list[LocalShard]:
-        full.refuse(_misfits(given, own))
+        announced = {each.name: each for each in given.announced}
+        refuse(model_misfits(given.contents, announced, own))
         found = [hold(own[each.name]) for each in given.announced]
-        full.refuse(full.out_of_reach(given, found))
+        refuse(full.out_of_reach(given, found))
         return found
 
     targets = ranks.together(fitting, _LOAD_CALL)
-    full.require_alike(_LOAD_CALL, given, targets, own, ranks)
+    full.require_alike(_LOAD_CALL, given, targets, own, ranks, {"arguments": f"bucket_mib={bucket_mib}"})
     landings = [_contiguous(target) for target in targets]
-    with ExtraStates(module, given.contents) as extra_states:
-        ranks.together(extra_states.set, _LOAD_CALL)
+    with extra_states(module, given.contents) as set_extra_states:
+        ranks.together(set_extra_states, _LOAD_CALL)
         deliver(landings, given.tensors, given.source, ranks, bucket_mib)
     for target, landing in zip(targets, landings, strict=True):
         if landing is not target:
@@ -148,27 +150,10 @@ def _packed(state: Mapping[str, Any], model: nn.Module, own: Mapping[str, Any]) 
         )
     values = {fqn_of(model, name): value for name, value in state.items()}
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor) and not is_extra(name)}
-    places = {name: LeafMark(i) for i, name in enumerate(tensors)}
-    contents = {name: places.get(name, value) for name, value in values.items()}
-    announced = [Announced.of(name, tensor) for name, tensor in tensors.items()]
-    full.refuse(_tied_otherwise(tensors, own))
+    contents = {name: LeafMark((name,)) if name in tensors else value for name, value in values.items()}
+    announced = [Announced.of((name,), tensor) for name, tensor in tensors.items()]
+    refuse(tied_otherwise(tensors, own))
     return FullState(contents=contents, announced=announced, tensors=list(tensors.values()))
-
-
-def _misfits(given: FullState, own: Mapping[str, Any]) -> Iterator[str]:
-    if missing := [name for name in own if name not in given.contents]:
-        yield f"it lacks {', '.join(missing)}"
-    if extra := [name for name in given.contents if name not in own]:
-        yield f"it has {', '.join(extra)}, which the model does not have"
-    announced = {each.name: each for each in given.announced}
-    for name, value in own.items():
-        each = announced.get(name)
-        if is_extra(name):
-            continue
-        if name in given.contents and (each is not None) != isinstance(value, Tensor):
-            yield f"{name} is {'a tensor' if each else 'no tensor'}, expected {'one' if each is None else 'none'}"
-        elif each is not None and (each.shape != tuple(value.shape) or each.dtype != value.dtype):
-            yield f"{name} is {each.dtype}{list(each.shape)}, expected {value.dtype}{list(value.shape)}"
 
 
 def _require_registered(model: nn.Module, own: Mapping[str, Any]) -> None:
@@ -184,15 +169,6 @@ def _require_registered(model: nn.Module, own: Mapping[str, Any]) -> None:
     placed = {name: value for name, value in tensors.items() if isinstance(value, DTensor)}
     if elsewhere := [name for name, value in placed.items() if hold(value).other and not can_cut(value)]:
         raise ConfigError(f"{', '.join(elsewhere)} has placements of another library. Load with model.load_state_dict.")
-
-
-def _tied_otherwise(given: Mapping[str, Tensor], own: Mapping[str, Any]) -> Iterator[str]:
-    """Return names of one parameter for which several values are given."""
-    first: dict[int, str] = {}
-    for name in (name for name in own if name in given):
-        other = first.setdefault(id(own[name]), name)
-        if given[other] is not given[name] and checksum([given[other]]) != checksum([given[name]]):
-            yield f"{other} and {name} are one parameter (tied), and it has different values for them"
 
 
 def _contiguous(target: LocalShard) -> LocalShard:

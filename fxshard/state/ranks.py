@@ -6,7 +6,6 @@ A rank that raised alone would leave the others waiting in the next collective.
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -19,16 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fxshard.errors import CheckpointError, ConfigError, FxshardError, RankMismatchError
-from fxshard.ranks.rendezvous import difference_from
 from fxshard.runtime import mesh_axes
 from fxshard.runtime.parameters import local_of
 from fxshard.runtime.raw import checksum
 from fxshard.sharding.sharded_module import plain_module
 
 T = TypeVar("T")
-
-Comparison = Mapping[str, Sequence[str]]
-"""What ranks compare: a title, and lines that must be the same on all of them."""
 
 _MOST = 5  # differences that a message lists
 _NOTHING = ""  # the fact of a rank that has no state of a parameter
@@ -123,20 +118,26 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def compare(self, call: str, facts: Mapping[str, str], sharing: Mapping[str, Tensor]) -> list[list[str]]:
+    def compare(
+        self,
+        call: str,
+        facts: Mapping[str, str],
+        sharing: Mapping[str, Tensor] | None = None,
+        kind: type[FxshardError] = ConfigError,
+    ) -> list[list[str]]:
         """Compare `facts`, name -> text, among the ranks; return for each rank the names that it lacks.
 
         It lacks what it has nothing of while others have; the list is empty if all ranks have the same. `sharing` maps
-        name -> the parameter whose ranks must have the same; all ranks must have the rest. Raises `ConfigError` on
-        every rank if ranks differ; `call` names the public function.
+        name -> the parameter whose ranks must have the same; all ranks must have the rest. Raises an error of a kind
+        on every rank if ranks differ; `call` names the public function.
         """
         digest = hashlib.sha256(repr(list(facts.items())).encode(errors="replace")).digest()
         if len(set(self.exchange(digest))) == 1:
             return []
-        everyone = dict(zip(self.members, self.exchange(self._claims(facts, sharing)), strict=True))
+        everyone = dict(zip(self.members, self.exchange(self._claims(facts, sharing or {})), strict=True))
         if differences := list(_differing_claims(everyone)):
             more = f" (and {len(differences) - _MOST} more)" if len(differences) > _MOST else ""
-            raise ConfigError(
+            raise kind(
                 f"{call}: the ranks do not hold the same state. {'; '.join(differences[:_MOST])}{more}. Every rank "
                 "must build the same model and optimizer, take the same steps and pass the same arguments."
             )
@@ -173,25 +174,6 @@ class Ranks:
         is_everywhere = len(at) == self.size
         text = first.text if is_everywhere else " ".join(f"{_named(at)}: {each.text}" for each, at in found.items())
         raise first.kind(f"{call}: {text}" if call else text) from cause
-
-    def agree(self, describe: Callable[[], Comparison]) -> None:
-        """Compare what ranks say of themselves; if `describe` fails on one, raise that on all.
-
-        Raises `RankMismatchError` on every rank, with the first line that differs.
-        """
-        mine: dict[str, list[str]] = {}
-
-        def digest_of_each() -> dict[str, str]:
-            mine.update({title: list(lines) for title, lines in describe().items()})
-            return {title: hashlib.sha256("\n".join(lines).encode()).hexdigest() for title, lines in mine.items()}
-
-        digests = self.exchange(self.together(digest_of_each))
-        for title in dict.fromkeys(itertools.chain.from_iterable(digests)):
-            if len({digest.get(title) for digest in digests}) > 1:
-                difference = difference_from(0, dict(enumerate(self.exchange(mine.get(title, [])))))
-                raise RankMismatchError(
-                    f"the ranks disagree about {title}: {difference}. Call it on every rank with the same arguments."
-                )
 
 
 def _meshes(parameters: Iterable[Tensor]) -> Iterable[DeviceMesh]:

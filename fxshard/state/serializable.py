@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,11 +13,15 @@ from torch.distributed.tensor import DTensor
 
 from fxshard.errors import ConfigError
 from fxshard.runtime.raw import as_bytes
+from fxshard.state.local_shards import hold
+from fxshard.state.pytree import KeyPath, LeafMark
 
 # What torch.load(weights_only=True) gives back as it was.
 _LEAVES = (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _SEQUENCES = (list, tuple, set)
 _MAPPINGS = (dict, OrderedDict, Counter)
+
+_PLAIN = (int, float, complex, str, bytes, torch.dtype, type(None))  # their values must be the same on all ranks
 
 _DICT = "fxshard.dict"  # before a dict that is saved as one value
 
@@ -92,37 +95,30 @@ def unpacked(value: Any) -> Any:
     return value[1] if isinstance(value, tuple) and value[:1] == (_DICT,) else value
 
 
-def tensor_line(tensor: Tensor) -> str:
-    """Return what must be the same on every rank of a tensor that is sharded or replicated."""
-    kind = f" {tensor.placements}" if isinstance(tensor, DTensor) else ""
-    return f"{tensor.dtype}{list(tensor.shape)}{kind}"
-
-
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Return whether this rank's rows of two tensors are the same; not a number equals itself."""
     first, second = (each.to_local() if isinstance(each, DTensor) else each for each in (one, other))
-    return torch.equal(as_bytes(first), as_bytes(second))
+    return torch.equal(as_bytes(first), as_bytes(second).to(first.device))
 
 
-def lines(value: Any, where: str) -> Iterator[str]:
-    """Return one line for each value inside, with the content of plain tensors as a digest."""
-    if isinstance(value, DTensor):
-        yield f"{where}: {tensor_line(value)}"
+def facts(value: Any, name: str = "", texts: Mapping[KeyPath, str] | None = None) -> Iterator[tuple[str, str]]:
+    """Yield the name of each value inside, and words that are equal where values are.
+
+    Of what is neither plain nor a tensor these are its kind. `texts` stand for tensors that were taken out.
+    """
+    if isinstance(value, LeafMark):
+        yield name, (texts or {}).get(value.path, "tensor")
     elif isinstance(value, Tensor):
-        yield f"{where}: {tensor_line(value)} with SHA-256 {_digest(value)}"
+        yield name, hold(value).valued
     elif isinstance(value, Mapping | list | tuple) and not value:
-        yield f"{where}: an empty {'dict' if isinstance(value, Mapping) else 'list'}"
+        yield name, f"an empty {'dict' if isinstance(value, Mapping) else 'list'}"
     elif isinstance(value, Mapping):
         for key, each in value.items():
-            yield from lines(each, f"{where}[{key!r}]")
+            yield from facts(each, f"{name}[{key!r}]", texts)
     elif isinstance(value, list | tuple):
         for i, each in enumerate(value):
-            yield from lines(each, f"{where}[{i}]")
+            yield from facts(each, f"{name}[{i}]", texts)
     elif isinstance(value, set):
-        yield f"{where} = {{{', '.join(sorted(map(repr, value)))}}}"
+        yield name, f"{{{', '.join(sorted(map(repr, value)))}}}"
     else:
-        yield f"{where} = {value!r}"
-
-
-def _digest(tensor: Tensor) -> str:
-    return hashlib.sha256(as_bytes(tensor.cpu()).numpy().data).hexdigest()[:16]
+        yield name, repr(value) if isinstance(value, _PLAIN) else type(value).__name__

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fxshard import torch_private
 from fxshard.errors import ConfigError
 from fxshard.runtime.parameters import local_of
-from fxshard.state.pytree import KeyPath
+from fxshard.state.pytree import KeyPath, mapped
 
 KIND = "fxshard.subclass"
 """The key of the dict of parts that holds class, context, shape of the full tensor, and the names of cut parts."""
@@ -38,16 +38,14 @@ def flatten(state: Any, where: str) -> Any:
     Raises:
         ConfigError: a subclass does not say how it is cut, or its blocks do not end where the rows of a rank end.
     """
-    if isinstance(state, Tensor):
-        local = local_of(state) if isinstance(state, DTensor) else state
-        return _parts(state, local, where) if torch_private.is_wrapper(local) else state
-    if isinstance(state, Mapping):
-        found = {key: flatten(value, f"{where}: {key}") for key, value in state.items()}
-        return found if any(found[key] is not state[key] for key in found) else state
-    if type(state) in (list, tuple):
-        values = [flatten(value, f"{where}: {i}") for i, value in enumerate(state)]
-        return type(state)(values) if any(a is not b for a, b in zip(values, state, strict=True)) else state
-    return state
+
+    def taken(path: KeyPath, value: Any) -> Any:
+        local = local_of(value) if isinstance(value, DTensor) else value
+        if not isinstance(local, Tensor) or not torch_private.is_wrapper(local):
+            return value
+        return _parts(value, local, ": ".join(map(str, (where, *path))))
+
+    return mapped(taken, state)
 
 
 def unflatten(state: Any, where: str) -> Any:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,21 +39,21 @@ def require_writable(tensors: Mapping[str, Any]) -> None:
         )
 
 
-class ExtraStates:
-    """Sets the extra state of modules, which is code of the user's; takes it back if the block around it raises."""
+@contextlib.contextmanager
+def extra_states(model: nn.Module, state: Mapping[str, Any]) -> Iterator[Callable[[], None]]:
+    """Yield what sets the extra state of modules, code of the user's, from a state by FQN.
 
-    def __init__(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Pick the extra states from a state by FQN; nothing is set yet."""
-        self._wanted = {name: value for name, value in state.items() if is_extra(name)}
-        self._modules = dict(_owners(model)) if self._wanted else {}
-        self._former: list[tuple[nn.Module, Any]] = []
+    It raises `ConfigError` if a module does not take its own, named. If the block raises, what was set is taken back.
+    """
+    wanted = {name: value for name, value in state.items() if is_extra(name)}
+    modules = dict(_owners(model)) if wanted else {}
+    former: list[tuple[nn.Module, Any]] = []
 
-    def set(self) -> None:
-        """Set all of them; raise `ConfigError` if a module does not take its own, named."""
-        for name, value in self._wanted.items():
+    def set_all() -> None:
+        for name, value in wanted.items():
             try:
-                module = self._modules[name]
-                self._former.append((module, copy.deepcopy(module.get_extra_state())))
+                module = modules[name]
+                former.append((module, copy.deepcopy(module.get_extra_state())))
                 module.set_extra_state(value)
             except Exception as error:
                 raise ConfigError(
@@ -62,66 +61,58 @@ class ExtraStates:
                     "Load into the class that saved it."
                 ) from error
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Set again what was there before, if something went wrong on any rank."""
-        for module, former in reversed(self._former) if error is not None else ():
+    try:
+        yield set_all
+    except BaseException:  # on any rank
+        for module, before in reversed(former):
             with contextlib.suppress(Exception):  # what went wrong is under way already
-                module.set_extra_state(former)
+                module.set_extra_state(before)
+        raise
 
 
-class Handover:
-    """Hands an optimizer that adds to its state_dict all that was saved; takes it back if the block around it raises.
+@contextlib.contextmanager
+def handover(optim: Optimizer | None, whole: Mapping[str, Any] | None) -> Iterator[Callable[[], None]]:
+    """Yield what hands an optimizer that adds to its state_dict all that was saved, `None` if nothing is added.
 
     Only the optimizer itself knows what its additions belong to: it sees them with the state and the groups that were
-    saved with them. The tensors and options that it shows stay as they are; the load writes these next.
+    saved with them. The tensors and options that it shows stay as they are; the load writes these next. Raises
+    `ConfigError` if the optimizer does not take it. If the block raises, what was there before is handed over again.
     """
+    former: dict[str, Any] = {}
+    copies: list[tuple[Tensor, Tensor]] = []
 
-    def __init__(self, optim: Optimizer | None, whole: Mapping[str, Any] | None) -> None:
-        """Take a state_dict as `optim` gives it, `None` if nothing is added; nothing is handed over yet."""
-        self._optim, self._whole = optim, whole
-        self._former: dict[str, Any] = {}
-        self._copies: list[tuple[Tensor, Tensor]] = []
-
-    def set(self) -> None:
-        """Hand it over; raise `ConfigError` if the optimizer does not take it."""
-        if self._whole is None or self._optim is None:
+    def hand_over() -> None:
+        if whole is None or optim is None:
             return
         try:
-            self._remember(self._optim)
-            _hand_over(self._optim, dict(self._whole))
+            skeleton, leaves = take_out(subclasses.flatten(optim.state_dict(), "state_dict()"))
+            clones = {path: tensor.detach().clone() for path, tensor in leaves.items()}
+            copies.extend((leaves[path], clone) for path, clone in clones.items())
+            former.update(subclasses.unflatten(put_back(skeleton, clones), "state_dict()"))
+            _hand_over(optim, dict(whole))
         except Exception as error:
-            added = sorted(self._whole.keys() - {STATE, GROUPS})
+            added = sorted(whole.keys() - {STATE, GROUPS})
             raise ConfigError(
-                f"{type(self._optim).__name__}.load_state_dict does not take what was saved, with {added or 'nothing'} "
+                f"{type(optim).__name__}.load_state_dict does not take what was saved, with {added or 'nothing'} "
                 f"beside state and groups ({type(error).__name__}: {error}), and nothing was loaded. Load into the "
                 "class that saved it."
             ) from error
 
-    def _remember(self, optim: Optimizer) -> None:
-        skeleton, leaves = take_out(subclasses.flatten(optim.state_dict(), "state_dict()"))
-        self._copies = [(leaf.tensor, leaf.tensor.detach().clone()) for leaf in leaves]
-        self._former = subclasses.unflatten(put_back(skeleton, [former for _, former in self._copies]), "state_dict()")
+    try:
+        yield hand_over
+    except BaseException:  # on any rank
+        if former and optim is not None:
+            _take_back(optim, former, copies)
+        raise
 
-    def __enter__(self) -> Self:
-        return self
 
-    @torch.no_grad()
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Hand over what was there before, if something went wrong on any rank."""
-        if error is None or not self._former or self._optim is None:
-            return
-        with contextlib.suppress(Exception):  # what went wrong is under way already
-            _hand_over(self._optim, self._former)
-        for tensor, former in self._copies:
-            with contextlib.suppress(Exception):
-                tensor.copy_(former)
+@torch.no_grad()
+def _take_back(optim: Optimizer, former: dict[str, Any], copies: Iterable[tuple[Tensor, Tensor]]) -> None:
+    with contextlib.suppress(Exception):  # what went wrong is under way already
+        _hand_over(optim, former)
+    for tensor, before in copies:
+        with contextlib.suppress(Exception):
+            tensor.copy_(before)
 
 
 def _hand_over(optim: Optimizer, state: dict[str, Any]) -> None:

@@ -130,19 +130,15 @@ def test_other_kinds_of_state_are_refused_before_anything_changes() -> None:
     before = bits(eight[1])
     fxshard.save_checkpoint(folder / "plain", *plain)
     fxshard.save_checkpoint(folder / "eight", *eight)
-    with pytest.raises(
-        CheckpointError, match=r"exp_avg of 0.weight is a plain tensor there .*, and a .*OptimState8bit"
-    ):
+    is_plain = r"state of 0.weight is kept in plain tensors, expected exp_avg: OptimState8bit"
+    with pytest.raises(CheckpointError, match=is_plain):
         fxshard.load_checkpoint(folder / "plain", *eight)
-    with pytest.raises(CheckpointError, match=r"exp_avg of 0.weight is a tensor subclass there .*, and none here"):
-        fxshard.load_checkpoint(folder / "eight", *plain)
-    with pytest.raises(
-        ConfigError, match=r"state of 0.weight is kept in plain tensors, expected exp_avg: OptimState8bit"
-    ):
+    with pytest.raises(ConfigError, match=is_plain):
         fxshard.load_full_optim_state_dict(*eight, fxshard.full_optim_state_dict(*plain))
-    with pytest.raises(
-        ConfigError, match=r"state of 0.weight is kept in exp_avg: OptimState8bit.*expected plain tensors"
-    ):
+    is_eight = r"state of 0.weight is kept in exp_avg: OptimState8bit.*expected plain tensors"
+    with pytest.raises(CheckpointError, match=is_eight):
+        fxshard.load_checkpoint(folder / "eight", *plain)
+    with pytest.raises(ConfigError, match=is_eight):
         fxshard.load_full_optim_state_dict(*plain, fxshard.full_optim_state_dict(*eight))
     assert same(before, bits(eight[1]))
 

@@ -172,9 +172,12 @@ def another(make: Callable[[], nn.Module]) -> tuple[nn.Module, Optimizer]:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
-    "shape": (Wider, ["head.weight is torch.float32[12, 12] there", "torch.float32[13, 12] here", "head.bias"]),
-    "dtype": (lambda: MLP().double(), ["blocks.0.norm.weight is torch.float32[12] there", "torch.float64[12] here"]),
-    "key": (Renamed, ["tail.weight is missing", "tail.bias is missing", "head.weight is not in the model"]),
+    "shape": (Wider, ["head.weight is torch.float32[12, 12] (__0_", "expected torch.float32[13, 12]", "head.bias"]),
+    "dtype": (
+        lambda: MLP().double(),
+        ["blocks.0.norm.weight is torch.float32[12] (__0_", "expected torch.float64[12]"],
+    ),
+    "key": (Renamed, ["it lacks tail.weight, tail.bias", "it has head.weight (__0_", "which the model does not have"]),
 }
 
 
@@ -211,10 +214,13 @@ def other_shapes(model: nn.Module) -> Optimizer:
 
 
 OPTIMIZERS: dict[str, tuple[Callable[[nn.Module], Optimizer], list[str]]] = {
-    "groups": (other_groups, ["other param_groups", "blocks.0.norm.weight"]),
+    "groups": (other_groups, ["its param_groups hold [[", "those of the optimizer [['blocks.0.norm.weight'"]),
     "class": (other_class, ["the state of AdamW", "optim is SGD"]),
-    "names": (other_names, ["blocks.0.up.weight has ['exp_avg', 'exp_avg_sq', 'step'] there, and ['exp_max'] here"]),
-    "shapes": (other_shapes, ["exp_avg of head.weight is torch.float32[12, 12] there", "torch.float32[3] here"]),
+    "names": (other_names, ["state of blocks.0.up.weight has ['exp_avg', 'exp_avg_sq', 'step'], expected ['exp_max']"]),
+    "shapes": (
+        other_shapes,
+        ["state of head.weight: exp_avg is torch.float32[12, 12] (__0_", "expected torch.float32[3]"],
+    ),
 }
 
 
@@ -244,7 +250,7 @@ def test_several_values_for_tied_parameters_are_refused() -> None:
     untied = fxshard.fully_shard(GPT())
     with shared_folder() as folder:
         fxshard.save_checkpoint(folder / "a", untied)
-        messages = ("embed.weight and head.weight are one parameter (tied)", "has different values")
+        messages = ("embed.weight and head.weight are one parameter (tied)", "it has different values")
         require_refusal(folder / "a", model, None, CheckpointError, *messages)
 
 
@@ -295,7 +301,7 @@ def test_says_what_a_checkpoint_cannot_hold(tmp_path: Path) -> None:
 
 def test_refuses_arguments_of_other_kinds(tmp_path: Path) -> None:
     model, optim = build("mlp", "unsharded")
-    _, odd = build("mlp", "unsharded")
+    other, odd = build("mlp", "unsharded")
     cast("dict[Any, Any]", odd.state)["calls"] = 3
     calls: dict[str, Callable[[], Any]] = {
         "path must be": lambda: fxshard.save_checkpoint(3, model),  # type: ignore[arg-type]
@@ -303,7 +309,7 @@ def test_refuses_arguments_of_other_kinds(tmp_path: Path) -> None:
         "an nn.Module, got int": lambda: fxshard.save_checkpoint(tmp_path, 3),  # type: ignore[arg-type]
         "optim must be": lambda: fxshard.save_checkpoint(tmp_path, model, [optim]),  # type: ignore[arg-type]
         "not in the model: param_groups[0]['params'][0] of": lambda: fxshard.save_checkpoint(tmp_path, MLP(), optim),
-        "keys that are not parameters: ['calls']": lambda: fxshard.save_checkpoint(tmp_path, model, odd),
+        "keys that are not parameters: ['calls']": lambda: fxshard.save_checkpoint(tmp_path, other, odd),
         "on the meta device": lambda: fxshard.load_checkpoint(tmp_path, MLP().to("meta")),
     }
     for message, call in calls.items():
