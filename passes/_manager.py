@@ -101,22 +101,23 @@ def _run_one(
             gm.graph.lint()
         except RuntimeError as error:
             raise InvariantError(f"{step} left a malformed {ctx.kind} graph: {error}") from error
-    if changed and step.changes_signature:
+    if (changed and step.changes_signature) or ctx.plan is not expected.plan:
         expected = _take_baseline(gm, ctx, properties)
     graph = pins.inlined(gm.graph)
     if ctx.verify and (changed or step.ensures):
         verifier.verify(graph, expected, properties, broken_by=str(step), debug=ctx.verify == "debug")
     seconds = time.perf_counter() - start
-    ctx.history.add(
-        stage,
-        step.name,
-        str(step),
-        graph,
+    result = PassResult(
+        name=step.name,
+        stage=stage,
+        description=str(step),
+        kept=Snapshot(graph) if changed else ctx.history.last(stage).kept,
         changed=changed,
         seconds=seconds,
         declined=tuple(ctx.declined),
         notes=tuple(ctx.notes),
     )
+    ctx.history.add(result)
     _log.info("[%s %s] %s  nodes %d -> %d  %.0f ms", stage, place, step, nodes, len(gm.graph.nodes), seconds * 1e3)
     _publish(ctx.history.last(stage), place)
     return expected

@@ -13,7 +13,6 @@ from fxshard.compile import auto_shard, cudagraphs, dynamo
 from fxshard.compile.capture import capture
 from fxshard.compile.inductor import compile_plain, require_known_flags
 from fxshard.compile.interpreter import interpret_plain
-from fxshard.compile.last_unit import keep_last_unit_unsharded
 from fxshard.compile.variants import lower
 from fxshard.cost import hardware, measured
 from fxshard.cost.hardware import HardwareSpec
@@ -114,8 +113,6 @@ def _compile(
     budget, captured = options.memory_budget_gib, capture(gm, example_inputs, flats, options)
     plan = captured.plan
     cudagraphs.require_device(options, device, plan)
-    if options.chosen_prefetch == "auto" and budget is None:
-        plan = keep_last_unit_unsharded(gm, plan, flats)
     frame = Frame(
         plan,
         returned=captured.returned,

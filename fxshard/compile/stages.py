@@ -24,16 +24,7 @@ from fxshard.ir.variant import PLAIN, Variant
 from fxshard.options import Options
 from fxshard.passes import _manager
 from fxshard.passes._base import GraphKind, PassContext
-from fxshard.passes.pipeline import (
-    DYNAMO_GIVEN,
-    JOINT_GIVEN,
-    LAST_GIVEN,
-    SPLIT_GIVEN,
-    Pipeline,
-    codegen_given,
-    in_step,
-    of_variant,
-)
+from fxshard.passes.pipeline import JOINT_GIVEN, LAST_GIVEN, SPLIT_GIVEN, Pipeline, codegen_given, in_step, of_variant
 from fxshard.runtime import dispatch
 from fxshard.runtime.frame import Frame
 
@@ -72,7 +63,9 @@ class Stages:
 
     def capture(self, gm: fx.GraphModule) -> None:
         """Run the dynamo stage of the graph that Dynamo captured, in place."""
-        _manager.run(gm, self.pipeline.dynamo, self._context("dynamo"), given=DYNAMO_GIVEN)
+        context = self._context("dynamo")
+        _manager.run(gm, self.pipeline.dynamo, context, given=())
+        self.frame.plan = context.plan
 
     def partition(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Run the joint stage, then torch's min-cut partitioner."""

@@ -226,11 +226,8 @@ class _Bisection:
         stage = found[0].stage
         if stage.kind in ("dynamo", "joint"):
             return
-        steps, known = self._chosen.split, {*SPLIT_GIVEN}
-        if stage.phase == "last":
-            steps, known = self._chosen.last, {*LAST_GIVEN}
-        elif stage.phase == "codegen":
-            steps, known = self._chosen.codegen, {*CODEGEN_GIVEN}
+        steps = getattr(self._chosen, stage.phase or "split")
+        known = {*{"": SPLIT_GIVEN, "last": LAST_GIVEN, "codegen": CODEGEN_GIVEN}[stage.phase]}
         for step, record, previous in zip(steps, found[1:], found[:-1], strict=True):
             runs = Property.COLLECTIVES in known and record.changed
             if runs and (step.reorders_only or self._all_passes):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -107,32 +107,11 @@ class PassHistory:
         self.stages[str(stage)] = {CAPTURED: first}
         return stage
 
-    def add(
-        self,
-        stage: Stage,
-        name: str,
-        description: str,
-        graph: fx.Graph,
-        *,
-        changed: bool,
-        seconds: float,
-        declined: Sequence[Remark],
-        notes: Sequence[Remark] = (),
-    ) -> None:
-        """Keep what a pass made of the stage's graph."""
-        records = self.stages[str(stage)]
-        name = _unused(name, records)
-        kept = Snapshot(graph) if changed else self.last(stage).kept
-        records[name] = PassResult(
-            name=name,
-            stage=stage,
-            description=description,
-            kept=kept,
-            changed=changed,
-            seconds=seconds,
-            declined=tuple(declined),
-            notes=tuple(notes),
-        )
+    def add(self, result: PassResult) -> None:
+        """Keep what a pass made of its stage's graph, numbered if the name is taken."""
+        records = self.stages[str(result.stage)]
+        name = _unused(result.name, records)
+        records[name] = replace(result, name=name)
 
     def last(self, stage: Stage | str | None = None) -> PassResult:
         """Return the newest pass result of a stage; by default of the newest stage."""

@@ -175,8 +175,9 @@ class Traces:
         options = Options(lower="eager", verify=False)
         frame = Frame(capture(gm, inputs, dynamo.flats_of(inputs), options).plan)
         self.plans.append(frame.plan)
-        self.graphs.append(re.sub(r" : torch\.\S+", "", str(gm.graph)))  # without the types of the inputs
         lower(gm, inputs, frame, default(lower="eager"), options, generate_code=False)
+        graph = frame.history.stages["dynamo"]["bind_markers"].graph
+        self.graphs.append(re.sub(r" : torch\.\S+", "", str(graph)))  # without the types of the inputs
         self.trained.append(frame.trained)
         return frame
 
