@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
@@ -18,6 +17,7 @@ from fxshard.compile.backend import frames_of
 from fxshard.cost import measured
 from fxshard.errors import ConfigError
 from fxshard.ir import collectives, text
+from fxshard.ir.history import CAPTURED
 from fxshard.runtime import overlapped_step
 from fxshard.runtime.frame import Frame
 from fxshard.runtime.unit import Unit
@@ -274,10 +274,10 @@ def compiled_graphs(module: nn.Module) -> list[CompiledGraph]:
 
 
 def _final_graphs(frame: Frame) -> Iterator[tuple[str, fx.Graph]]:
-    for stage in frame.history.stages:
-        kind = re.sub(r"_\d+$", "", stage)
-        if kind not in ("dynamo", "joint") and not kind.endswith(("_last", "_codegen")):
-            yield kind, frame.history.last(stage).graph
+    for records in frame.history.stages.values():
+        stage = records[CAPTURED].stage
+        if stage.runs:
+            yield stage.name, frame.history.last(stage).graph
 
 
 def _compiled_graph(kind: str, graph: fx.Graph, calls: tuple[tuple[str, ...], ...]) -> CompiledGraph:

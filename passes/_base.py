@@ -29,11 +29,11 @@ def _traces_none(name: str, text: str, gm: GraphModule, parameters: list[bool]) 
     return "nothing here can trace it"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class PassContext:
     """What a pass may know besides the graph."""
 
-    plan: FramePlan
+    plan: FramePlan  # passes of the dynamo stage may set another one
     kind: GraphKind
     decompositions: Mapping[Any, Any] = field(default_factory=dict)  # for code that a pass traces into the graph
     traced: TracedCode = field(default_factory=dict)  # such code that was traced already, for any graph of the frame

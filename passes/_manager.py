@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from fxshard import torch_private
 from fxshard.errors import InvariantError
 from fxshard.ir import pins, tags
-from fxshard.ir.history import CAPTURED, PassResult
+from fxshard.ir.history import CAPTURED, PassResult, Stage
 from fxshard.ir.snapshot import Snapshot
 from fxshard.ir.verify import baseline, verifier
 from fxshard.passes._base import GraphPass, PassContext, Property
@@ -25,13 +25,13 @@ def run(
     ctx: PassContext,
     *,
     given: Iterable[Property],
-    stage: str = "",
+    stage: Stage | None = None,
     follows: PassResult | None = None,
 ) -> bool:
     """Apply `passes` to `gm`, in place and in order; return whether any of them changed the graph.
 
-    `given` are the properties that hold before the first pass. The history calls the stage `stage`, by default the kind
-    of the graph; `follows` is what the history kept of the same graph last, if nothing has touched it since.
+    `given` are the properties that hold before the first pass. `stage` is by default the first one of the graph's kind;
+    `follows` is what the history kept of the same graph last, if nothing has touched it since.
 
     Raises:
         InvariantError: a pass requires what nothing before it ensures (checked before the first pass runs), or left a
@@ -42,13 +42,13 @@ def run(
     properties = set(given)
     expected = _take_baseline(gm, ctx, properties)
     kept = Snapshot(gm.graph) if follows is None else follows.kept
-    stage = ctx.history.begin(stage or ctx.kind, kept, "as the stage received it")
-    _publish(ctx.history.stages[stage][CAPTURED], "00/00")
-    before = len(ctx.history.stages[stage])
+    stage = ctx.history.begin(stage or Stage(ctx.kind), kept, "as the stage received it")
+    _publish(ctx.history.last(stage), "00/00")
     for i, step in enumerate(passes):
         properties |= step.ensures
         expected = _run_one(gm, step, ctx, expected, properties, stage, f"{i + 1:02}/{len(passes):02}")
-    changed = any(record.changed for record in list(ctx.history.stages[stage].values())[before:])
+    _, *records = ctx.history.stages[str(stage)].values()
+    changed = any(record.changed for record in records)
     if changed:
         gm.recompile()
     return changed
@@ -88,7 +88,7 @@ def _run_one(
     ctx: PassContext,
     expected: baseline.Baseline,
     properties: set[Property],
-    stage: str,
+    stage: Stage,
     place: str,
 ) -> baseline.Baseline:
     """Run a pass; return what the graph must keep from then on."""
@@ -101,22 +101,23 @@ def _run_one(
             gm.graph.lint()
         except RuntimeError as error:
             raise InvariantError(f"{step} left a malformed {ctx.kind} graph: {error}") from error
-    if changed and step.changes_signature:
+    if (changed and step.changes_signature) or ctx.plan is not expected.plan:
         expected = _take_baseline(gm, ctx, properties)
     graph = pins.inlined(gm.graph)
     if ctx.verify and (changed or step.ensures):
         verifier.verify(graph, expected, properties, broken_by=str(step), debug=ctx.verify == "debug")
     seconds = time.perf_counter() - start
-    ctx.history.add(
-        stage,
-        step.name,
-        str(step),
-        graph,
+    result = PassResult(
+        name=step.name,
+        stage=stage,
+        description=str(step),
+        kept=Snapshot(graph) if changed else ctx.history.last(stage).kept,
         changed=changed,
         seconds=seconds,
         declined=tuple(ctx.declined),
         notes=tuple(ctx.notes),
     )
+    ctx.history.add(result)
     _log.info("[%s %s] %s  nodes %d -> %d  %.0f ms", stage, place, step, nodes, len(gm.graph.nodes), seconds * 1e3)
     _publish(ctx.history.last(stage), place)
     return expected

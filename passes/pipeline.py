@@ -11,6 +11,7 @@ from fxshard.passes import _manager
 from fxshard.passes._base import GraphPass, Property
 from fxshard.passes.accumulate_gradients import AccumulateGradients
 from fxshard.passes.assign_streams import AssignStreams
+from fxshard.passes.bind_markers import BindMarkers
 from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.call_regions import CallRegions
 from fxshard.passes.cast_shards import CastShards
@@ -28,6 +29,7 @@ from fxshard.passes.hand_off_reductions import HandOffReductions
 from fxshard.passes.hoist_copies import HoistCopies
 from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.passes.insert_collectives import InsertCollectives
+from fxshard.passes.keep_last_unit import KeepLastUnit
 from fxshard.passes.lower_streams import LowerStreams
 from fxshard.passes.offload_shards import OffloadShards
 from fxshard.passes.outline_regions import OutlineRegions
@@ -102,11 +104,12 @@ def default(
         ConfigError: a value that its pass does not take.
     """
     compiled, guesses = lower == "inductor", prefetch not in (0, "off")
+    keeping = (KeepLastUnit(),) if prefetch == "auto" else ()
     outlining = (OutlineRegions(bucket=bucket),) if (outlines := regions == "auto" and not cudagraphs) else ()
     calling = (CallRegions(interpreted=not compiled, parts_last=prefetch == "auto"),) if outlines else ()
     folding = (FoldCopies(),) if outlines else ()  # once launches are final
     return Pipeline(
-        dynamo=outlining,  # before AOTAutograd, which then sees each block once
+        dynamo=(BindMarkers(), *keeping, *outlining),  # before AOTAutograd, which then sees each block once
         joint=JOINT,
         split=(
             *calling,  # first: what a call costs is then in the graph itself
@@ -157,12 +160,11 @@ def in_step(passes: tuple[GraphPass, ...]) -> tuple[GraphPass, ...]:
 
 DEFAULT = default()
 
-DYNAMO_GIVEN = (Property.MARKED,)
 JOINT_GIVEN = (Property.MARKED,)
 SPLIT_GIVEN = (Property.MARKED,)
 LAST_GIVEN = (Property.COLLECTIVES, Property.SCHEDULED, Property.LOWERED)
 CODEGEN_GIVEN = (Property.COLLECTIVES, Property.SCHEDULED)
-_NEEDED = {"joint": Property.RESHARD_TAGGED, "split": Property.COLLECTIVES}
+_NEEDED = {"dynamo": Property.MARKED, "joint": Property.RESHARD_TAGGED, "split": Property.COLLECTIVES}
 
 
 def codegen_given(options: Options) -> tuple[Property, ...]:
@@ -195,7 +197,7 @@ def chosen(options: Options) -> Pipeline:
             "return dataclasses.replace(pipeline, split=(*pipeline.split, MyPass()))."
         )
     given = {
-        "dynamo": DYNAMO_GIVEN,
+        "dynamo": (),
         "joint": JOINT_GIVEN,
         "split": SPLIT_GIVEN,
         "last": LAST_GIVEN,

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fxshard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from fxshard.compile import dynamo
+from fxshard.compile.capture import capture
 from fxshard.compile.variants import lower
 from fxshard.cost.hardware import BUILTIN
 from fxshard.errors import InvariantError
@@ -264,9 +265,10 @@ def trace(
     given = inputs or [torch.ones(2, width, dtype=next(module.parameters()).dtype)]
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Frame:
-        frame = Frame(dynamo.bind_markers(gm, dynamo.flats_of(inputs)), hardware=HARDWARE.to_json())
+        options = Options(lower=lowering, verify=verify)
+        frame = Frame(capture(gm, inputs, dynamo.flats_of(inputs), options).plan, hardware=HARDWARE.to_json())
         frames.append(frame)
-        lower(gm, inputs, frame, pipeline, Options(lower=lowering, verify=verify), generate_code=lowering == "eager")
+        lower(gm, inputs, frame, pipeline, options, generate_code=lowering == "eager")
         return frame
 
     tensor_parallel = 1 if parallelize is None else 2

@@ -18,6 +18,7 @@ from fxshard.ir.variant import Variant
 from fxshard.passes._base import GraphKind, GraphPass, PassContext
 from fxshard.passes.accumulate_gradients import AccumulateGradients
 from fxshard.passes.assign_streams import AssignStreams
+from fxshard.passes.bind_markers import BindMarkers
 from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.call_regions import CallRegions
 from fxshard.passes.cast_shards import CastShards
@@ -35,6 +36,7 @@ from fxshard.passes.hand_off_reductions import HandOffReductions
 from fxshard.passes.hoist_copies import HoistCopies
 from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.passes.insert_collectives import InsertCollectives
+from fxshard.passes.keep_last_unit import KeepLastUnit
 from fxshard.passes.lower_streams import LowerStreams
 from fxshard.passes.offload_shards import OffloadShards
 from fxshard.passes.outline_regions import OutlineRegions
@@ -121,10 +123,12 @@ def between(traced: Traced, kind: GraphKind, before: type[GraphPass] | None, aft
     return {kind: changes(*map(text, graphs_of))}
 
 
-def test_keeps_the_page_of_outline_regions_in_step() -> None:
+def test_keeps_the_pages_of_the_dynamo_stage_in_step() -> None:
     results = graphs.regions().history.stages["dynamo"]
-    change = changes(str(results["captured"]), str(results["outline_regions"]))
+    change = changes(str(results["bind_markers"]), str(results["outline_regions"]))
     assert_shows(OutlineRegions, {"dynamo": change})
+    assert_shows(BindMarkers, {})
+    assert_shows(KeepLastUnit, {})
 
 
 def test_keeps_the_page_of_call_regions_in_step() -> None:

@@ -10,10 +10,9 @@ import torch
 from torch import fx, nn
 
 from fxshard.compile import auto_shard, cudagraphs, dynamo
-from fxshard.compile.fsdp2_order import reduced_separately
+from fxshard.compile.capture import capture
 from fxshard.compile.inductor import compile_plain, require_known_flags
 from fxshard.compile.interpreter import interpret_plain
-from fxshard.compile.last_unit import keep_last_unit_unsharded
 from fxshard.compile.variants import lower
 from fxshard.cost import hardware, measured
 from fxshard.cost.hardware import HardwareSpec
@@ -70,7 +69,7 @@ def _dispatch(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Option
     if unsharded:
         auto_shard.shard_root(gm, unsharded, options)  # returns only where there is nothing to shard over
     auto_shard.require_all_ranks(dynamo.parameters_of(gm, example_inputs))
-    dynamo.refuse_writes(gm, example_inputs)
+    dynamo.refuse_writes(gm, example_inputs, {})
     return compile_plain(gm, example_inputs, options)
 
 
@@ -91,7 +90,7 @@ def capture_only(
         dynamo.refuse_compiled_autograd()
         flats = dynamo.flats_of(example_inputs)
         if not flats:
-            dynamo.refuse_writes(gm, example_inputs)
+            dynamo.refuse_writes(gm, example_inputs, {})
             return interpret_plain(gm, example_inputs)
         _require_one_way(options, flats)
         auto_shard.require_no_replicas(dynamo.unsharded_parameters(gm, example_inputs), flats)
@@ -111,30 +110,19 @@ def _compile(
     generate_code: bool = True,
 ) -> Frame:
     device = next(iter(flats.values())).unit.device
-    budget, plan = options.memory_budget_gib, dynamo.bind_markers(gm, flats)
+    budget, captured = options.memory_budget_gib, capture(gm, example_inputs, flats, options)
+    plan = captured.plan
     cudagraphs.require_device(options, device, plan)
-    dynamo.refuse_writes(gm, example_inputs, plan)
-    dynamo.refuse_replaced_parameters()
-    if options.chosen_prefetch == "auto" and budget is None:
-        plan = keep_last_unit_unsharded(gm, plan, flats)
     frame = Frame(
         plan,
-        returned=dynamo.returned_by(gm),
-        reduced_separately=reduced_separately(gm, plan, flats) if options.lower == "eager" else {},
+        returned=captured.returned,
+        reduced_separately=captured.reduced_separately,
         hardware=_hardware(options, flats, device).to_json(),
         unsharded_budget_bytes=None if budget is None else int(budget * GIB),
         resident_budget_bytes=int(options.resident_gib * GIB),
         max_late=options.reduce_scatter_max_input_buffers - 1,
         replays=options.cudagraphs,
     )
-    for key, share in dynamo.read_shares(gm, frame.plan).items():
-        if share < 0.5 and frame.plan.units[key].world_size > 1 and not options.regional:  # else in one call only
-            _log.warning(
-                "fxshard: a captured graph reads %.0f%% of unit %r but gathers all of it. Where a graph break splits "
-                "the unit, remove the break (TORCH_LOGS=graph_breaks) or give the parts a fully_shard each.",
-                100 * share,
-                key or "root",
-            )
     for home in flats.values():
         home.unit.frames[frame] = None
     lower(gm, example_inputs, frame, pipeline.chosen(options), options, generate_code=generate_code)

@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any, Final, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.eval_frame import OptimizedModule, set_code_exec_strategy
 from torch._dynamo.exc import BackendCompilerFailed, SkipFrame, TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.types import FrameAction, FrameExecStrategy
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fxshard import torch_private
 from fxshard.errors import ConfigError, UnsupportedGraph
-from fxshard.ir import meshes, ops, writes
-from fxshard.ir.ops import MarkerKey
-from fxshard.ir.plan import FramePlan, ParameterKey, UnitPlan
+from fxshard.ir import writes
 from fxshard.live_objects import instances_of
 from fxshard.runtime import eager
 from fxshard.runtime.flat_shard import Home, home_of
 from fxshard.runtime.parameters import TRACED
-from fxshard.runtime.unit import Unit
-from fxshard.sharding.sharded_module import ParameterOwner, ShardedModule, plain_module
+from fxshard.sharding.sharded_module import ParameterOwner, plain_module
 
 Error = TypeVar("Error", bound=Exception)
 
@@ -83,109 +77,13 @@ def readable(name: str) -> str:
     return re.sub(rf"(?:\.__dict__)?\.{TRACED}", "", words)
 
 
-def bind_markers(gm: fx.GraphModule, flats: dict[int, Home]) -> FramePlan:
-    """Write the frame's own key into every marker; return the plan that the keys refer to. See [Note: markers].
-
-    `gm` is edited in place, subgraphs of higher-order ops included; `flats` come from `flats_of`.
-    """
-    keys = _unit_keys([home.unit for home in flats.values()])
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    # A subgraph's input is the same fake tensor as the outer input that Dynamo lifted into it.
-    homes = {id(placeholders[i].meta["example_value"]): home for i, home in flats.items()}
-    calls: dict[tuple[str, str], int] = {}
-    for marker in _markers(gm):
-        flat = marker.args[0]
-        home = homes.get(id(flat.meta.get("example_value"))) if isinstance(flat, fx.Node) else None
-        if home is None:
-            raise UnsupportedGraph(
-                f"%{marker.name} reads a parameter through {flat}, which is not an input of the captured graph. "
-                "Read the parameter outside of the function that transforms it (vmap, cond, custom autograd)."
-            )
-        unit = keys[id(home.unit)]
-        numbered = calls.setdefault((unit, _call(marker)), sum(u == unit for u, _ in calls))
-        _, slot, *rest = ops.marker_arguments(str(marker.args[1]))
-        _require_no_transform(marker, home.unit.plan.shards[home.shard].slots[int(slot)].fqn)
-        marker.target = ops.UNSHARD
-        marker.args = (flat, str(MarkerKey(unit, home.shard, str(numbered))), slot, *rest)
-    for module in gm.modules():
-        if isinstance(module, fx.GraphModule):
-            module.recompile()
-    units = {keys[id(home.unit)]: _with_prefetch(home.unit, keys) for home in flats.values()}
-    plan = FramePlan(
-        units=units,
-        shard_inputs={i: (keys[id(h.unit)], h.shard) for i, h in flats.items()},
-        input_names=tuple(
-            "" if i in flats else source_name(node).removeprefix("self.") for i, node in enumerate(placeholders)
-        ),
-        metadata=frozenset(
-            i for i, node in enumerate(placeholders) if i not in flats and any(map(_is_reader, node.users))
-        ),
-        is_part=any(id(unit) not in keys for home in flats.values() for unit in home.unit.model.units),
-        model_axes=meshes.axes_of([*meshes.meshes_in(gm.graph), *_meshes_of(home.unit for home in flats.values())]),
-    )
-    return plan.with_subgroups()
-
-
-def _require_no_transform(marker: fx.Node, fqn: str) -> None:
-    if is_functorch_wrapped_tensor(marker.meta["example_value"]):
-        raise UnsupportedGraph(
-            f"{fqn} is read inside of a torch.func transform in compiled code. Transform the compiled model "
-            "from outside: torch.func.grad(compiled), not torch.compile(torch.func.grad(model))."
-        )
-
-
-def _is_reader(node: fx.Node) -> bool:
-    """Whether a node makes a parameter with hooks of gathered bytes; see [Note: extensions]."""
-    return hasattr(node.target, "makes_parameter")
-
-
-def _meshes_of(units: Iterable[Unit]) -> Iterator[DeviceMesh]:
-    """Give the meshes that tensor-parallel parameters are on besides those of their units."""
-    for member in (member for unit in units for member in unit.members):
-        if member.tensor_parallel is not None:
-            yield member.tensor_parallel.before.mesh
-
-
-def _with_prefetch(unit: Unit, keys: Mapping[int, str]) -> UnitPlan:
-    """Return the unit's plan with its prefetch lists, as far as this graph has what is in them."""
-
-    def here(listed: tuple[Unit, ...] | None) -> tuple[str, ...] | None:
-        found = tuple(keys[id(other)] for other in listed or () if id(other) in keys)
-        return found or (() if listed == () else None)
-
-    lists = unit.settings
-    return replace(
-        unit.plan, forward_prefetch=here(lists.forward_prefetch), backward_prefetch=here(lists.backward_prefetch)
-    )
-
-
-def _markers(gm: fx.GraphModule) -> Iterator[fx.Node]:
-    for module in gm.modules():
-        if isinstance(module, fx.GraphModule):
-            for node in module.graph.nodes:
-                if node.target in (torch.ops.fxshard.parameter, ops.PARAMETER, ops.UNSHARD):
-                    yield node
-
-
-def _parameters_of(marker: fx.Node) -> list[fx.Node]:
-    """Return the nodes that are the parameter to the user's code: the marker, or what makes the parameter of it."""
-    made = (torch.ops.fxshard.whole, ops.WHOLE)
-    return [n for n in marker.users if n.target in made or _is_reader(n)] or [marker]
-
-
-def refuse_writes(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: FramePlan | None = None) -> None:
+def refuse_writes(gm: fx.GraphModule, example_inputs: Sequence[Any], reads: Mapping[fx.Node, str]) -> None:
     """Raise if a graph writes into a parameter: the write would be lost with the gathered copy.
 
-    `example_inputs` are the real ones: an earlier graph may have returned a parameter that is one of them. `plan` is
-    `None` for a graph without markers.
+    `example_inputs` are the real ones: an earlier graph may have returned a parameter that is one of them. `reads` maps
+    each node that is a parameter to the user's code -> its FQN.
     """
-    names: dict[fx.Node, str] = {}
-    if plan is not None:
-        names |= {
-            node: plan.parameter_name(*ops.parameter_key_of(marker))
-            for marker in _markers(gm)
-            for node in _parameters_of(marker)
-        }
+    names = dict(reads)
     for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
         if (fqn := eager.returned_name(value)) is not None:
             names[node] = fqn
@@ -212,49 +110,6 @@ def refuse_replaced_parameters() -> None:
             f"the compiled code replaces parameters of sharded modules: {', '.join(map(readable, found))} "
             "(torch.func.functional_call?). Replace them outside of the compiled function."
         )
-
-
-def returned_by(gm: fx.GraphModule) -> dict[int, ParameterKey]:
-    """Map index of a result of a graph with bound markers -> the parameter that it is, or whose memory it shares."""
-    places = {
-        torch_private.storage_id(node.meta["example_value"]): ops.parameter_key_of(marker)
-        for marker in _markers(gm)
-        for node in _parameters_of(marker)
-    }
-    (results,) = gm.graph.output_node().args
-    values = [result.meta.get("example_value") for result in results]  # type: ignore[union-attr]
-    found = ((i, torch_private.storage_id(value)) for i, value in enumerate(values) if isinstance(value, Tensor))
-    return {i: places[storage] for i, storage in found if storage in places}
-
-
-def read_shares(gm: fx.GraphModule, plan: FramePlan) -> dict[str, float]:
-    """Map unit key -> the share of the unit's elements that a graph with bound markers reads."""
-    read = {ops.parameter_key_of(marker) for marker in _markers(gm)}
-    units = {key: unit for key, unit in plan.units.items() if key not in plan.in_subgroups}
-    total = {key: sum(shard.numel for shard in unit.shards) for key, unit in units.items()}
-    used = dict.fromkeys(units, 0)
-    for unit, shard, slot in read:
-        used[unit] += plan.units[unit].shards[shard].slots[slot].numel
-    return {key: used[key] / max(1, total[key]) for key in units}
-
-
-def _unit_keys(units: Sequence[Unit]) -> dict[int, str]:
-    """Map unit id -> its FQN, made unique within the graph (two models may use the same names)."""
-    keys: dict[int, str] = {}
-    for unit in units:
-        if id(unit) not in keys:
-            key = unit.fqn
-            while key in keys.values():
-                key += "'"
-            keys[id(unit)] = key
-    return keys
-
-
-def _call(marker: fx.Node) -> str:
-    """Return the innermost call of a sharded module that a read belongs to; Dynamo numbers a module's calls."""
-    stack = marker.meta.get("nn_module_stack") or {}
-    sharded = [key for key, (_, cls) in stack.items() if isinstance(cls, type) and issubclass(cls, ShardedModule)]
-    return sharded[-1] if sharded else ""
 
 
 def roots_of(gm: fx.GraphModule) -> list[nn.Module]:

@@ -19,27 +19,26 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, fx, nn
 
-from fxshard.ir import ops
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.plan import FramePlan, ParameterKey
 from fxshard.runtime.flat_shard import Home
 
 
 def reduced_separately(
-    gm: fx.GraphModule, plan: FramePlan, flats: Mapping[int, Home]
+    gm: fx.GraphModule, reads: Mapping[fx.Node, ParameterKey], flats: Mapping[int, Home], plan: FramePlan
 ) -> dict[str, frozenset[SlotIndex]]:
     """Find the parameters of which FSDP2 reduces separately what earlier microbatches left; see the note above.
 
     Backward runs through forward's nodes from last to first. It reaches the inputs of a call before a parameter's
-    gradient is whole if that parameter was read before the call began. `gm` has bound markers; `flats` maps input index
-    -> unit. Returns unit key -> parameters, for units that have any.
+    gradient is whole if that parameter was read before the call began. `reads` maps markers to parameters, `flats`
+    input indices to units. Returns unit key -> parameters, for units that have any.
     """
     calls = _Calls({key: flats[position].unit.modules for position, (key, _) in plan.shard_inputs.items()})
     first: dict[ParameterKey, int] = {}
     for position, node in enumerate(_nodes(gm)):
         calls.see(position, node)
-        if ops.is_unshard(node) and _has_gradient(node):
-            first.setdefault(ops.parameter_key_of(node), position)
+        if node in reads and _has_gradient(node):
+            first.setdefault(reads[node], position)
     hooked = {call.unit: call.begun for call in calls.hooked()}  # the last one of each unit
     found: dict[str, set[SlotIndex]] = {}
     for (unit, shard, slot), read in first.items():

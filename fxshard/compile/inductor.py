@@ -85,7 +85,7 @@ def compile_plain(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -
 def compile_with_inductor(
     gm: fx.GraphModule, inputs: Sequence[Any], stages: Stages, owner: CodeOwner
 ) -> Callable[..., Any]:
-    """Take a captured graph with bound markers through AOTAutograd, Inductor and all `stages`.
+    """Take a captured graph through AOTAutograd, Inductor and all `stages`.
 
     `owner` makes the code ready to run, and is told what was found in a cache.
     """

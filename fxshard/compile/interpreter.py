@@ -19,7 +19,7 @@ from fxshard.runtime.dispatch import GuardedCode
 
 
 def interpret(gm: fx.GraphModule, inputs: Sequence[Any], stages: Stages, owner: CodeOwner) -> Callable[..., Any]:
-    """Take a captured graph with bound markers through AOTAutograd and all `stages`; the graphs themselves run.
+    """Take a captured graph through AOTAutograd and all `stages`; the graphs themselves run.
 
     `owner` makes the code ready to run.
     """

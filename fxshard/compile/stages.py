@@ -17,22 +17,14 @@ from fxshard.cost import hardware
 from fxshard.ir import buckets, launches, ops, signature
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.graph_edit import TracedCode
+from fxshard.ir.history import Stage
 from fxshard.ir.regions import Region
 from fxshard.ir.snapshot import Snapshot
 from fxshard.ir.variant import PLAIN, Variant
 from fxshard.options import Options
 from fxshard.passes import _manager
 from fxshard.passes._base import GraphKind, PassContext
-from fxshard.passes.pipeline import (
-    DYNAMO_GIVEN,
-    JOINT_GIVEN,
-    LAST_GIVEN,
-    SPLIT_GIVEN,
-    Pipeline,
-    codegen_given,
-    in_step,
-    of_variant,
-)
+from fxshard.passes.pipeline import JOINT_GIVEN, LAST_GIVEN, SPLIT_GIVEN, Pipeline, codegen_given, in_step, of_variant
 from fxshard.runtime import dispatch
 from fxshard.runtime.frame import Frame
 
@@ -71,7 +63,9 @@ class Stages:
 
     def capture(self, gm: fx.GraphModule) -> None:
         """Run the dynamo stage of the graph that Dynamo captured, in place."""
-        _manager.run(gm, self.pipeline.dynamo, self._context("dynamo"), given=DYNAMO_GIVEN)
+        context = self._context("dynamo")
+        _manager.run(gm, self.pipeline.dynamo, context, given=())
+        self.frame.plan = context.plan
 
     def partition(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Run the joint stage, then torch's min-cut partitioner."""
@@ -100,12 +94,12 @@ class Stages:
         # The interpreter has no passes of its own between the split stage and this one.
         kept = self.history.last() if self.options.lower == "eager" else None
         if self.pipeline.last:
-            stage = f"{self._named(kind)}_last"
+            stage = replace(self._named(kind), phase="last")
             _manager.run(gm, self.pipeline.last, self._context(kind), given=LAST_GIVEN, stage=stage, follows=kept)
             kept = self.history.last()
         if not self.generate_code:
             gm = fx.GraphModule(gm, Snapshot(gm.graph).copy())
-        given, stage = codegen_given(self.options), f"{self._named(kind)}_codegen"
+        given, stage = codegen_given(self.options), replace(self._named(kind), phase="codegen")
         _manager.run(gm, self.pipeline.codegen, self._context(kind), given=given, stage=stage, follows=kept)
 
     @functools.cached_property
@@ -113,9 +107,8 @@ class Stages:
         """What decides the compiled code besides the graph; `None` if it may not be cached."""
         return cache.digest(self.options, self.frame.plan, self.pipeline, hardware.load(self.frame.hardware))
 
-    def _named(self, kind: GraphKind) -> str:
-        """Return what the history calls the stages of a graph."""
-        return kind if self.variant == PLAIN else f"{kind}_{self.variant.name(self.frame.trained)}"
+    def _named(self, kind: GraphKind) -> Stage:
+        return Stage(kind, "" if self.variant == PLAIN else self.variant.name(self.frame.trained))
 
     def _facts(self, graph: fx.Graph, kind: GraphKind, inputs: Sequence[Any]) -> CompiledFacts:
         """Return what is to be known of a graph before its markers are replaced; of its launches nothing yet."""

@@ -27,10 +27,11 @@ from fxshard.compile.cache import CompiledFacts, with_stable_keys
 from fxshard.compile.stages import Stages
 from fxshard.errors import InvariantError, UnsupportedGraph
 from fxshard.ir import meshes
-from fxshard.ir.history import CAPTURED, LazyHistory, PassResult, with_variant
+from fxshard.ir.history import LazyHistory, PassResult, with_variant
 from fxshard.ir.variant import Variant
 from fxshard.options import Options
 from fxshard.passes._base import GraphKind
+from fxshard.passes.bind_markers import BindMarkers
 from fxshard.passes.pipeline import Pipeline
 from fxshard.runtime.dispatch import BackwardDispatch, Code, ForwardDispatch, GuardedCode
 from fxshard.runtime.frame import Frame
@@ -45,7 +46,7 @@ def lower(
     *,
     generate_code: bool = True,
 ) -> None:
-    """Compile a captured graph with bound markers; set `frame.compiled` and fill `frame.history`.
+    """Compile a captured graph; set `frame.compiled` and fill `frame.history`.
 
     Without `generate_code` Inductor stops before code, the graphs are interpreted node by node, and backward is
     compiled at once even where AOTAutograd would wait for its first run.
@@ -92,12 +93,9 @@ class Compilation:
         self.found: set[GraphKind] = set()
         self._stages, self._frame = stages, stages.frame
         self._history = stages.history
-        self._context = CompileContext.capture(self._captured)
+        self._bound = self._history.stages["dynamo"][BindMarkers().name].kept  # what Dynamo captured, with markers
+        self._context = CompileContext.capture(self._bound.graph)
         self._made: dict[GraphKind, tuple[GuardedCode, CompiledFacts]] = {}
-
-    @property
-    def _captured(self) -> fx.Graph:
-        return self._history.stages["dynamo"][CAPTURED].graph
 
     def run(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile the captured graph."""
@@ -174,12 +172,13 @@ class Compilation:
         return Code(made[0].aligned(inputs, count, outputs), layouts, late)
 
     def _replay(self) -> dict[str, dict[str, PassResult]]:
-        """Run all passes again, and return what the history then has."""
-        return self._again(self._stages.variant, self._stages.only, generate_code=False)._history.stages
+        """Run all passes again that a hit leaves out, and return what the history then has."""
+        again = self._again(self._stages.variant, self._stages.only, generate_code=False)
+        return again._history.stages | {"dynamo": self._history.stages["dynamo"]}
 
     def _again(self, variant: Variant, only: GraphKind | None, *, generate_code: bool) -> Compilation:
         """Compile the graph as Dynamo captured it once more, into a frame of its own."""
-        graph = self._history.stages["dynamo"][CAPTURED].kept.copy()
+        graph = self._bound.copy()
         gm = fx.GraphModule(graph.owning_module or nn.Module(), graph)
         _pass_for_dynamos(gm)
         frame = Frame(

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from fxshard.inspect.all_ranks import AllRanksRun, Captured, InputValues, PerRan
 from fxshard.inspect.explain import nothing_captured, type_name
 from fxshard.inspect.fake_model import FakeModel, fake_model_of
 from fxshard.ir import signature, tags
-from fxshard.ir.history import CAPTURED, PassResult
+from fxshard.ir.history import CAPTURED, PassResult, Stage
 from fxshard.ir.text import name_of, window
 from fxshard.options import Options, parse
 from fxshard.passes import pipeline
@@ -205,15 +204,15 @@ class _Bisection:
 
     def first(self, number: int) -> BitDifference | None:
         """The first difference in this frame, which is the `number`-th."""
-        for stage in self._history.stages:
+        for records in self._history.stages.values():
             before: tuple[PassResult, AllRanksRun] | None = None
-            for record, previous, only_reorders in self._suspects(stage):
+            for record, previous, only_reorders in self._suspects([*records.values()]):
                 known = before[1] if before and before[0].graph is previous.graph else self._run(previous)
                 ran = self._run(record)
                 if (found := _difference(record.graph, known, ran, launches=only_reorders)) is not None:
                     return BitDifference(
                         frame=number,
-                        stage=stage,
+                        stage=str(record.stage),
                         pass_name=record.name,
                         node=f"%{name_of(found.node)}",
                         max_difference=found.gap,
@@ -222,18 +221,14 @@ class _Bisection:
                 before = record, ran
         return None
 
-    def _suspects(self, stage: str) -> Iterator[tuple[PassResult, PassResult, bool]]:
-        """Each pass to look at: its record, the one before, and whether it promises to do nothing but reorder."""
-        kind = re.sub(r"_\d+$", "", stage)
-        if kind in ("dynamo", "joint"):
+    def _suspects(self, found: Sequence[PassResult]) -> Iterator[tuple[PassResult, PassResult, bool]]:
+        """Each pass of a stage: its record, the one before, and whether it promises to do nothing but reorder."""
+        stage = found[0].stage
+        if stage.kind in ("dynamo", "joint"):
             return
-        steps, known = self._chosen.split, {*SPLIT_GIVEN}
-        if kind.endswith("_last"):
-            steps, known = self._chosen.last, {*LAST_GIVEN}
-        elif kind.endswith("_codegen"):
-            steps, known = self._chosen.codegen, {*CODEGEN_GIVEN}
-        captured, *records = self._history.stages[stage].values()
-        for step, record, previous in zip(steps, records, [captured, *records[:-1]], strict=True):
+        steps = getattr(self._chosen, stage.phase or "split")
+        known = {*{"": SPLIT_GIVEN, "last": LAST_GIVEN, "codegen": CODEGEN_GIVEN}[stage.phase]}
+        for step, record, previous in zip(steps, found[1:], found[:-1], strict=True):
             runs = Property.COLLECTIVES in known and record.changed
             if runs and (step.reorders_only or self._all_passes):
                 yield record, previous, step.reorders_only
@@ -241,7 +236,7 @@ class _Bisection:
 
     def _run(self, record: PassResult, *, keep: bool = True) -> AllRanksRun:
         values = self._values.of(record.graph, self._saved(record.stage))
-        owner = self._keeper.modules[id(self._history), record.stage]
+        owner = self._keeper.modules[id(self._history), str(record.stage)]
         reads = {node.target for node in record.graph.find_nodes(op="get_attr")}
         attributes = {name: constant(owner, name) for name in reads}
         devices = {v.device for v in tree_leaves(values) if isinstance(v, Tensor) and v.device.type == "cuda"}
@@ -251,10 +246,10 @@ class _Bisection:
                 torch.cuda.default_generators[device.index].manual_seed(_SEED)
             return run(record.graph, values, attributes, keep=keep)
 
-    def _saved(self, stage: str) -> dict[str, PerRank]:
+    def _saved(self, stage: Stage) -> dict[str, PerRank]:
         """What the forward that belongs to a backward leaves for it."""
-        forward = stage.replace("backward", "forward", 1)
-        if forward == stage or forward not in self._history.stages:
+        forward = str(replace(stage, kind="forward"))
+        if stage.kind != "backward" or forward not in self._history.stages:
             return {}
         if forward not in self._left:
             # Backward knows them by the names that they had before the passes of forward.

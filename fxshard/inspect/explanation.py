@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +21,7 @@ from fxshard.inspect.captured import kernels, remark
 from fxshard.inspect.schedules import Schedule
 from fxshard.ir import launch_groups
 from fxshard.ir.collectives import ALL_REDUCES, GATHERS, REDUCTIONS, is_launch
-from fxshard.ir.history import CAPTURED, PassHistory, PassResult, Remark
+from fxshard.ir.history import CAPTURED, PassHistory, PassResult, Remark, Stage
 from fxshard.ir.meshes import MeshAxis
 from fxshard.ir.ops import BETWEEN_HOST_AND_DEVICE
 from fxshard.ir.plan import FramePlan
@@ -88,7 +87,7 @@ class FrameExplanation:
 
     def stats_of(self, record: PassResult) -> GraphStats:
         """Statistics of one record of this frame, other than `dynamo`'s; a graph is looked at once."""
-        donated = record.stage.startswith("backward")
+        donated = record.stage.kind == "backward"
         key = id(record.graph), donated
         if key not in self._known:
             self._known[key] = graph_stats(record.graph, self.plan, self.hardware, donated=donated)
@@ -102,7 +101,8 @@ class FrameExplanation:
     @property
     def scheduled(self) -> list[str]:
         """The stages whose graphs run: "forward", "backward" and "inference", with their numbers."""
-        return [stage for stage in self.graphs if re.fullmatch(r"(forward|backward|inference)(_\d+)?", stage)]
+        stages = {name: records[CAPTURED].stage for name, records in self.graphs.items()}
+        return [name for name, stage in stages.items() if stage.runs and not stage.variant]
 
     def running(self, stage: str) -> PassResult:
         """What runs of one of `scheduled`: its last graph, or that of `forward_last` for "forward" and so on.
@@ -114,12 +114,12 @@ class FrameExplanation:
         """
         if stage not in self.scheduled:
             raise ConfigError(_unknown("graph that runs in stage", stage, self.scheduled))
-        last = _last_of(stage)
+        last = str(replace(self.graphs[stage][CAPTURED].stage, phase="last"))
         return self.history.last(last if last in self.graphs else stage)
 
     def final_stages(self) -> list[str]:
         """The stages of `running`: no `joint`, and no `forward` where there is a `forward_last`."""
-        return [self.running(stage).stage for stage in self.scheduled]
+        return [str(self.running(stage).stage) for stage in self.scheduled]
 
     def schedules(self, stage: str) -> tuple[Schedule, ...]:
         """What the compiled schedule of a stage costs, and what others would: none, one unit ahead, automatic.
@@ -159,7 +159,8 @@ class FrameExplanation:
             ConfigError: there is no such stage.
         """
         final = self.running(stage)
-        records = [*self.graphs[stage].values(), *(self.graphs[final.stage].values() if final.stage != stage else ())]
+        stages = dict.fromkeys((stage, str(final.stage)))
+        records = itertools.chain.from_iterable(self.graphs[name].values() for name in stages)
         said: dict[str, list[str]] = {node.name: [] for node in final.graph.nodes if _is_explained(node)}
         for record in records:
             for name, reasons in _reasons(record).items():
@@ -328,8 +329,8 @@ class Explanation:
             raise ConfigError(_unknown("pass", name, (known for _, _, records in places for known in records), where))
         return found
 
-    def _where(self, number: int, stage: str) -> str:
-        return stage if len(self.frames) == 1 else f"frame {number}, {stage}"
+    def _where(self, number: int, stage: Stage) -> str:
+        return str(stage) if len(self.frames) == 1 else f"frame {number}, {stage}"
 
 
 def _is_explained(node: fx.Node) -> bool:
@@ -350,19 +351,14 @@ def _reasons(record: PassResult) -> dict[str, list[str]]:
     return found
 
 
-def _last_of(stage: str) -> str:
-    """`forward` -> `forward_last`, `forward_2` -> `forward_last_2`."""
-    return re.sub(r"^([a-z]+)(_\d+)?$", r"\1_last\2", stage)
-
-
 def _unified(where: str, old: PassResult, new: PassResult) -> str:
     before, after = (f"{where}, {record.name}" for record in (old, new))
     diff = difflib.unified_diff(str(old).splitlines(), str(new).splitlines(), before, after, lineterm="")
     return "".join(f"{line}\n" for line in diff)
 
 
-def _stages(places: Iterable[tuple[int, str]]) -> str:
-    return ", ".join(dict.fromkeys(stage for _, stage in places))
+def _stages(places: Iterable[tuple[int, Stage]]) -> str:
+    return ", ".join(dict.fromkeys(str(stage) for _, stage in places))
 
 
 def _unknown(kind: str, name: object, known: Iterable[str], where: str = "") -> str:

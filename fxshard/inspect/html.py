@@ -118,13 +118,13 @@ def launches_by_unit(explanation: Explanation) -> Iterator[Launches]:
 
 def _launches_of(number: int, frame: FrameExplanation, stage: str) -> Iterable[Launches]:
     record, why = frame.running(stage), frame.why(stage)
-    at = frame.stats_of(record)
+    at, ran = frame.stats_of(record), str(record.stage)
     found: dict[tuple[str, str, str], Launches] = {}
-    for cost in frame.collectives(record.stage):
+    for cost in frame.collectives(ran):
         unit = "not of a unit" if cost.unit is None else cost.unit or "root"
         row = found.setdefault(
             (unit, cost.op, cost.dtype),
-            Launches(frame=number, stage=record.stage, unit=unit, op=cost.op, dtype=cost.dtype),
+            Launches(frame=number, stage=ran, unit=unit, op=cost.op, dtype=cost.dtype),
         )
         row.count += 1
         row.nbytes += _number(cost.nbytes, at)
@@ -180,9 +180,10 @@ def _stages(explanation: Explanation) -> list[dict[str, Any]]:
     """The rows of the table of passes, by stage."""
     stages: list[dict[str, Any]] = []
     for row in tables.rows(explanation):
+        stage = str(row.record.stage)
         if not row.place:
-            stages.append({"frame": row.frame, "name": row.record.stage, "rows": []})
-        before = [*explanation.frames[row.frame].graphs[row.record.stage]][max(0, row.place - 1)]
+            stages.append({"frame": row.frame, "name": stage, "rows": []})
+        before = [*explanation.frames[row.frame].graphs[stage]][max(0, row.place - 1)]
         stages[-1]["rows"].append(
             {
                 "name": row.record.name,

@@ -25,7 +25,7 @@ from fxshard.ir import collectives, launch_groups
 from fxshard.ir.collectives import ALL_REDUCES, GATHERS, REDUCTIONS
 from fxshard.ir.plan import FramePlan
 from fxshard.ir.snapshot import Snapshot
-from fxshard.passes._base import PassContext
+from fxshard.passes._base import GraphKind, PassContext
 from fxshard.passes.chain_reductions import ChainReductions
 from fxshard.passes.hoist_copies import HoistCopies
 from fxshard.passes.hoist_prefetch import HoistPrefetch
@@ -60,9 +60,10 @@ def schedules(frame: FrameExplanation, stage: str) -> tuple[Schedule, ...]:
     before = _before_hoisting(frame, stage)
     if before is None:
         return tuple(found)
+    kind = frame.running(stage).stage.kind
     for name, depth in OTHERS.items():
-        graph = _hoisted(before, depth, frame, stage)
-        stats = graph_stats(graph, frame.plan, frame.hardware, donated=stage.startswith("backward"))
+        graph = _hoisted(before, depth, frame, kind)
+        stats = graph_stats(graph, frame.plan, frame.hardware, donated=kind == "backward")
         found.append(_schedule(name, stats))
     return tuple(found)
 
@@ -147,12 +148,12 @@ def _before_hoisting(frame: FrameExplanation, stage: str) -> fx.Graph | None:
     return graph if launch_groups.groups_of(graph, GATHERS) else None
 
 
-def _hoisted(before: fx.Graph, depth: int | Literal["auto"], frame: FrameExplanation, stage: str) -> fx.Graph:
+def _hoisted(before: fx.Graph, depth: int | Literal["auto"], frame: FrameExplanation, kind: GraphKind) -> fx.Graph:
     units = {key: replace(unit, forward_prefetch=(), backward_prefetch=()) for key, unit in frame.plan.units.items()}
     gm = fx.GraphModule(before.owning_module or nn.Module(), Snapshot(before).copy())
     context = PassContext(
         plan=replace(frame.plan, units=units),
-        kind="backward" if stage.startswith("backward") else "forward",
+        kind=kind,
         hardware=frame.hardware,
         unsharded_budget_bytes=frame.unsharded_budget_bytes,
     )

@@ -57,7 +57,7 @@ def rows(explanation: Explanation) -> Iterator[GraphRow]:
 
 
 def _cells(frame: FrameExplanation, record: PassResult) -> tuple[str, ...]:
-    if record.stage == DYNAMO:
+    if record.stage.kind == DYNAMO:
         return (f"{len(record.graph.nodes):,}", *("" for _ in COLUMNS[1:]))
     at = frame.stats_of(record).evaluate()
     return (
@@ -127,7 +127,7 @@ def _stage(frame: FrameExplanation, records: Sequence[PassResult]) -> str:
     names = [record.name for record in records if record.name != CAPTURED and record.changed]
     if names:
         parts[0] += f" after {', '.join(names)}"
-    if records[0].stage != DYNAMO:
+    if records[0].stage.kind != DYNAMO:
         at = frame.stats_of(records[-1]).evaluate()
         parts += [launches(at.collectives)] * bool(at.collectives)
         parts += [f"{size(at.gathered_bytes)} gathered"] * bool(at.gathered_bytes)
@@ -153,7 +153,7 @@ def _table_of_graphs(explanation: Explanation) -> Table:
     for name in COLUMNS:
         made.add_column(name, justify="left" if name == "collectives" else "right")
     for row in rows(explanation):
-        place = _place(row.place, row.frame, row.record.stage, made, several_frames)
+        place = _place(row.place, row.frame, str(row.record.stage), made, several_frames)
         style = "" if row.record.changed else "dim"
         made.add_row(*(escape(cell) for cell in (*place, row.record.name, *row.cells)), style=style)
     return made

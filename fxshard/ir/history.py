@@ -3,16 +3,45 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from torch import fx
 
 from fxshard.ir import text
+from fxshard.ir.properties import GraphKind
 from fxshard.ir.snapshot import Snapshot
 
 CAPTURED = "captured"
 """Name of the pass result of a graph as its stage received it, before the first pass."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One round of passes over one graph; its text is what users call it, such as `backward_accumulate_last_2`."""
+
+    kind: GraphKind
+    variant: str = ""  # name of the graph's variant, empty for the plain one
+    phase: Literal["", "last", "codegen"] = ""  # which round: empty for the first
+    number: int = 1  # graphs of a kind may be compiled several times
+
+    @property
+    def name(self) -> str:
+        """The text without the number."""
+        return "_".join(filter(None, (self.kind, self.variant, self.phase)))
+
+    @property
+    def runs(self) -> bool:
+        """Whether the graph is one that runs, in its first round."""
+        return self.kind not in ("dynamo", "joint") and not self.phase
+
+    def __str__(self) -> str:
+        return self.name if self.number == 1 else f"{self.name}_{self.number}"
+
+    def free_in(self, taken: Container[str]) -> Stage:
+        """Return the stage, with the first number with which its text is not taken."""
+        return self if str(self) not in taken else replace(self, number=self.number + 1).free_in(taken)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +58,7 @@ class PassResult:
 
     Attributes:
         name: of the pass's module; `captured` for the graph before the first pass.
-        stage: `dynamo`, `joint`, `forward`, `backward` and so on, see docs/architecture.md.
+        stage: where the pass ran, see docs/architecture.md.
         description: the pass with its options.
         kept: the graph, as it was then; the same object as in the pass result before if the pass changed nothing.
         seconds: time that the pass took, with its verification.
@@ -38,7 +67,7 @@ class PassResult:
     """
 
     name: str
-    stage: str
+    stage: Stage
     description: str
     kept: Snapshot
     changed: bool
@@ -63,7 +92,7 @@ class PassResult:
 
 @dataclass(eq=False)
 class PassHistory:
-    """The pass results of one frame: stage -> name -> pass result, in the order in which they were made.
+    """The pass results of one frame: text of a stage -> name -> pass result, in the order in which they were made.
 
     `regions` are those that its graphs call by name, see `ir/regions.py`.
     """
@@ -71,43 +100,22 @@ class PassHistory:
     stages: dict[str, dict[str, PassResult]] = field(default_factory=dict)
     regions: list[object] = field(default_factory=list)
 
-    def begin(self, stage: str, kept: Snapshot, description: str) -> str:
-        """Begin a stage with the graph that it received; return its name, numbered if it is taken."""
-        name = _unused(stage, self.stages)
-        first = PassResult(name=CAPTURED, stage=name, description=description, kept=kept, changed=True, seconds=0)
-        self.stages[name] = {CAPTURED: first}
-        return name
+    def begin(self, stage: Stage, kept: Snapshot, description: str) -> Stage:
+        """Begin a stage with the graph that it received; return it, with another number if it is taken."""
+        stage = stage.free_in(self.stages)
+        first = PassResult(name=CAPTURED, stage=stage, description=description, kept=kept, changed=True, seconds=0)
+        self.stages[str(stage)] = {CAPTURED: first}
+        return stage
 
-    def add(
-        self,
-        stage: str,
-        name: str,
-        description: str,
-        graph: fx.Graph,
-        *,
-        changed: bool,
-        seconds: float,
-        declined: Sequence[Remark],
-        notes: Sequence[Remark] = (),
-    ) -> None:
-        """Keep what a pass made of the stage's graph."""
-        records = self.stages[stage]
-        name = _unused(name, records)
-        kept = Snapshot(graph) if changed else self.last(stage).kept
-        records[name] = PassResult(
-            name=name,
-            stage=stage,
-            description=description,
-            kept=kept,
-            changed=changed,
-            seconds=seconds,
-            declined=tuple(declined),
-            notes=tuple(notes),
-        )
+    def add(self, result: PassResult) -> None:
+        """Keep what a pass made of its stage's graph, numbered if the name is taken."""
+        records = self.stages[str(result.stage)]
+        name = _unused(result.name, records)
+        records[name] = replace(result, name=name)
 
-    def last(self, stage: str | None = None) -> PassResult:
+    def last(self, stage: Stage | str | None = None) -> PassResult:
         """Return the newest pass result of a stage; by default of the newest stage."""
-        records = next(reversed(self.stages.values())) if stage is None else self.stages[stage]
+        records = next(reversed(self.stages.values())) if stage is None else self.stages[str(stage)]
         return next(reversed(records.values()))
 
     def __iter__(self) -> Iterator[PassResult]:
@@ -133,14 +141,14 @@ class LazyHistory(PassHistory):
 def with_variant(history: PassHistory, other: PassHistory, kind: str) -> dict[str, dict[str, PassResult]]:
     """Return the stages of `history`, and those of `other` for one kind of graph under names that are not taken."""
     stages = dict(history.stages)
-    for stage, records in other.stages.items():
-        if stage.startswith(kind):
-            name = _unused(stage, stages)
-            stages[name] = {key: replace(record, stage=name) for key, record in records.items()}
+    for records in other.stages.values():
+        if records[CAPTURED].stage.kind == kind:
+            stage = records[CAPTURED].stage.free_in(stages)
+            stages[str(stage)] = {key: replace(record, stage=stage) for key, record in records.items()}
     return stages
 
 
-def _unused(name: str, taken: Mapping[str, object]) -> str:
+def _unused(name: str, taken: Container[str]) -> str:
     """Return `name`, or the first of `name_2`, `name_3`, ... that is not taken."""
     candidate, number = name, 1
     while candidate in taken:

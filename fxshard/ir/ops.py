@@ -9,7 +9,7 @@ which parameter.
 
 While Dynamo traces, a read is `fxshard::parameter(shard, text)`, with all the arguments in one text: Dynamo guards on
 each value that it meets, and traces what takes it apart. The key in it is the shard's index and `UnitPlan.sharing_key`
-(units that agree on them may share a graph). `compile/dynamo.py` replaces the op by `unshard` with the key
+(units that agree on them may share a graph). `passes/bind_markers.py` replaces the op by `unshard` with the key
 "<unit fqn>#<shard>@<call>".
 
 A parameter that is cut along another dimension than 0 is stored, gathered and reduced with that dimension first;

@@ -248,6 +248,7 @@ class FramePlan:
     model_axes: tuple[MeshAxis, ...] = ()  # of the meshes of DTensors in the user's code
     metadata: frozenset[int] = frozenset()  # the inputs with which gathered bytes become parameters, by index
     is_part: bool = False  # whether the model has other units, which run in other graphs
+    unset: frozenset[str] = frozenset()  # units whose `reshard_after_forward` the user did not choose
 
     def unit_of(self, module: str) -> str:
         """Return the key of the unit that a module (an FQN) belongs to: the one whose module is nearest around it."""
@@ -327,7 +328,7 @@ def _in_subgroup(unit: UnitPlan, key: str) -> UnitPlan:
 
 
 def qualified(unit: str, fqn: str) -> str:
-    """Add the marks of its unit's key to an FQN: `compile/dynamo.py` tells two models of one graph apart by them."""
+    """Add the marks of its unit's key to an FQN: `compile/capture.py` tells two models of one graph apart by them."""
     return fqn + unit[len(unit.rstrip("'")) :]
 
 

@@ -170,7 +170,7 @@ class CheckpointedSpan(Span):
     def __init__(self, function: fx.Node, call: fx.Node, body: GraphModule) -> None:
         super().__init__("", [function, call, *call.users])
         self._call, self._body = call, body
-        calls = [found for node in body.graph.nodes if (found := _call_of(node)) is not None]
+        calls = [found for node in body.graph.nodes if (found := call_of(node)) is not None]
         self.module = calls[0][1] if calls else ""
 
     @property
@@ -280,7 +280,7 @@ def _plain_spans(graph: fx.Graph) -> Iterator[Span]:
         if ops.is_unshard(node):
             continue
         is_code = node.op in ("call_function", "call_method") and not _is_collective(node)
-        call = _call_of(node) if is_code else None
+        call = call_of(node) if is_code else None
         if call != current:
             if current is not None and len(nodes) >= MIN_NODES:
                 yield Span(current[1], nodes)
@@ -288,8 +288,8 @@ def _plain_spans(graph: fx.Graph) -> Iterator[Span]:
         nodes.append(node)
 
 
-def _call_of(node: fx.Node) -> tuple[str, str] | None:
-    """Return which call of a sharded module a node belongs to, and the module's class."""
+def call_of(node: fx.Node) -> tuple[str, str] | None:
+    """Return which call of a sharded module a node belongs to, and the module's class; Dynamo numbers the calls."""
     stack = node.meta.get("nn_module_stack") or {}
     found = [(key, cls) for key, (_, cls) in stack.items() if getattr(cls, "_fxshard_unit", False)]
     return (found[-1][0], found[-1][1].__name__) if found else None

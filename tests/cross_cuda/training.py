@@ -6,7 +6,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -159,6 +159,6 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def _code_graphs(frame: Frame) -> dict[str, fx.Graph]:
     """Map what the history calls a graph, such as `backward`, to the graph from which code was made."""
-    ends = "_codegen"
-    stages = {name: results for name, results in frame.history.stages.items() if name.endswith(ends)}
-    return {name.removesuffix(ends): list(results.values())[-1].graph for name, results in stages.items()}
+    last = [list(results.values())[-1] for results in frame.history.stages.values()]
+    made = {result.stage: result.graph for result in last if result.stage.phase == "codegen"}
+    return {str(replace(stage, phase="")): graph for stage, graph in made.items()}

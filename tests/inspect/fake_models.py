@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard import MixedPrecisionPolicy, fully_shard
 from fxshard.compile import dynamo
+from fxshard.compile.capture import capture
 from fxshard.compile.variants import lower
 from fxshard.inspect.fake_model import FakeModel
 from fxshard.ir.plan import FramePlan, UnitPlan
@@ -171,10 +172,12 @@ class Traces:
     trained: list[dict[str, Any]] = field(default_factory=list)
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Frame:
-        frame = Frame(dynamo.bind_markers(gm, dynamo.flats_of(inputs)))
+        options = Options(lower="eager", verify=False)
+        frame = Frame(capture(gm, inputs, dynamo.flats_of(inputs), options).plan)
         self.plans.append(frame.plan)
-        self.graphs.append(re.sub(r" : torch\.\S+", "", str(gm.graph)))  # without the types of the inputs
-        lower(gm, inputs, frame, default(lower="eager"), Options(lower="eager", verify=False), generate_code=False)
+        lower(gm, inputs, frame, default(lower="eager"), options, generate_code=False)
+        graph = frame.history.stages["dynamo"]["bind_markers"].graph
+        self.graphs.append(re.sub(r" : torch\.\S+", "", str(graph)))  # without the types of the inputs
         self.trained.append(frame.trained)
         return frame
 

@@ -35,10 +35,10 @@ def test_prints_the_graphs_after_a_pass(two_layers: Explanation, capsys: pytest.
         (
             ("insert_collective",),
             "there is no pass 'insert_collective'. Did you mean 'insert_collectives'? There are: captured, "
-            "outline_regions, dedup_unshard, reduce_unused, reshard_to_subgroup, reshard_policy, tag_parameter_views, "
-            "call_regions, offload_shards, insert_collectives, bucket_collectives, coalesce_collectives, sink_waits, "
-            "hoist_prefetch, hoist_copies, chain_reductions, assign_streams, hand_off_reductions, hand_off_prefetch, "
-            "lower_streams.",
+            "bind_markers, outline_regions, dedup_unshard, reduce_unused, reshard_to_subgroup, reshard_policy, "
+            "tag_parameter_views, call_regions, offload_shards, insert_collectives, bucket_collectives, "
+            "coalesce_collectives, sink_waits, hoist_prefetch, hoist_copies, chain_reductions, assign_streams, "
+            "hand_off_reductions, hand_off_prefetch, lower_streams.",
         ),
         (
             ("insert_collectives", "joint"),
@@ -134,7 +134,7 @@ def test_repr_is_a_short_summary(two_layers: Explanation) -> None:
         text,
         """\
 Explanation of TwoLayers: 2 units, world size 64, 1 frame
-  dynamo           ? nodes
+  dynamo           ? nodes after bind_markers
   joint            29 nodes after reshard_policy, tag_parameter_views
   forward          14 -> 36 nodes after insert_collectives, coalesce_collectives, hoist_prefetch; 2 all_gather; 2.5 KiB gathered
   forward_codegen  36 -> 32 nodes after hand_off_prefetch; 2 all_gather; 2.5 KiB gathered

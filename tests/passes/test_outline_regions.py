@@ -20,6 +20,7 @@ from fxshard.cost.bucket_sizes import MIB
 from fxshard.ir import collectives, ops, regions
 from fxshard.ir.history import PassResult
 from fxshard.ir.text import graph_text
+from fxshard.passes.bind_markers import BindMarkers
 from fxshard.passes.outline_regions import OutlineRegions
 from fxshard.passes.pipeline import default
 from tests import graphs
@@ -477,6 +478,6 @@ def test_does_not_cut_off_a_few_nodes() -> None:
 
 
 def test_says_that_nothing_can_trace_a_region() -> None:
-    gm, ctx = graphs.regions().at("dynamo")
+    gm, ctx = graphs.regions().at("dynamo", after=BindMarkers)
     assert_changes_nothing(OutlineRegions(), gm, ctx)
     assert [remark.why for remark in ctx.declined] == ["its code occurs 2 times, but nothing here can trace it"]

@@ -122,5 +122,9 @@ This is a bug in fxshard or in a pass that was added to it: please report it."""
 def test_leaves_every_bit_of_a_step_as_it_was(reshard_after_forward: bool) -> None:
     kwargs = {"world_size": 4, "reshard_after_forward": reshard_after_forward}
     with_tags = graphs.two_layers(**kwargs)
-    without = graphs.two_layers(pipeline=Pipeline(joint=DEFAULT.joint[:1], split=DEFAULT.split), verify=False, **kwargs)
+    without = graphs.two_layers(
+        pipeline=Pipeline(dynamo=DEFAULT.dynamo[:1], joint=DEFAULT.joint[:1], split=DEFAULT.split),
+        verify=False,
+        **kwargs,
+    )
     assert_same_step(step(with_tags), step(without), rtol=0.0, atol=0.0)

@@ -13,7 +13,6 @@ from unittest.mock import patch
 from torch import fx
 
 from fxshard.ir import tags
-from fxshard.ir.history import PassHistory
 from fxshard.ir.verify import baseline, verifier
 from fxshard.passes import _manager
 from fxshard.passes.pipeline import DEFAULT
@@ -84,8 +83,7 @@ def clocked(timer: Callable[[], float] = time.perf_counter) -> Iterator[Clock]:
         (baseline, "baseline_of", VERIFY),
         (verifier, "verify", VERIFY),
         (tags, "tag_markers", TAG),
-        (PassHistory, "begin", HISTORY),
-        (PassHistory, "add", HISTORY),
+        (_manager, "Snapshot", HISTORY),
         (fx.Graph, "lint", LINT),
         (fx.GraphModule, "recompile", RECOMPILE),
         *((kind, "apply", APPLY) for kind in {type(step) for step in (*DEFAULT.joint, *DEFAULT.split, *DEFAULT.last)}),

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
 import fxshard
+from fxshard.passes.bind_markers import BindMarkers
+from fxshard.passes.keep_last_unit import KeepLastUnit
+from fxshard.passes.pipeline import default
 from fxshard.testing import emulated_link
+from tests import graphs
 from tests.numerics.harness import FSDP2, Scenario, compare, compile_module, fxshard_system, train
 from tests.numerics.models import MLP, WIDTH, rows
 from tests.ranks import two_ranks
@@ -32,34 +37,30 @@ def gathers(shard: dict[str, Any] | None = None, **options: Any) -> int:
     return found
 
 
+def test_says_which_unit_it_keeps() -> None:
+    traced = graphs.two_layers(pipeline=default(lower="eager", prefetch="auto"))
+    (note,) = traced.history.stages["dynamo"]["keep_last_unit"].notes
+    assert note.node == "parameter_2"
+    assert [key for key, unit in traced.plan.units.items() if not unit.reshard_after_forward] == ["layers.1"]
+
+
 @pytest.mark.slow
 def test_auto_gathers_the_last_unit_once_per_step() -> None:
     assert gathers(prefetch=1) == 2 * NUM_UNITS - 1  # the root is kept anyway
     assert gathers(prefetch="auto") == 2 * NUM_UNITS - 2
 
 
-def test_leaves_a_unit_alone_that_was_told_to_reshard() -> None:
+def test_leaves_units_alone_that_were_told_to_reshard_or_have_a_budget() -> None:
     told = {"reshard_after_forward": True}
     assert gathers(told, prefetch="auto") == gathers(told, prefetch=1) == 2 * NUM_UNITS
-
-
-def test_leaves_all_units_alone_under_a_memory_budget() -> None:
     assert gathers(prefetch="auto", memory_budget_gib=1) == 2 * NUM_UNITS - 1
 
 
 def test_leaves_graphs_alone_that_are_a_part_of_the_model() -> None:
-    torch._dynamo.reset()
-    with emulated_link(2) as link:
-        model = MLP()
-        for module in (*model.blocks, model):
-            fxshard.fully_shard(module, mesh=link.mesh)
-        for block in model.blocks:
-            block.compile(backend="fxshard", options={"prefetch": "auto", "lower": "eager"})
-        model(torch.randn(4, WIDTH)).sum().backward()
-        plans = [unit for frame in fxshard.explanation_of(model).frames for unit in frame.plan.units.values()]
-    torch._dynamo.reset()
-    assert plans
-    assert all(unit.reshard_after_forward for unit in plans)
+    gm, ctx = graphs.two_layers().at("dynamo", after=BindMarkers)
+    ctx.plan = dataclasses.replace(ctx.plan, is_part=True)
+    graphs.assert_changes_nothing(KeepLastUnit(), gm, ctx)
+    assert ctx.plan.units["layers.1"].reshard_after_forward
 
 
 @pytest.mark.slow
