@@ -41,6 +41,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from fxshard.runtime import gloo
+from tests.state.processes import server
 
 WORLD_SIZE = 2
 TIMEOUT_S = 120.0
@@ -178,8 +179,9 @@ def _report(job: Job, errors: Sequence[str | None]) -> str:
 class RankPool:
     """Two worker processes in one gloo group; they start at the first `run`, and anew after one was lost."""
 
-    def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+    def __init__(self, context: multiprocessing.context.BaseContext | None = None) -> None:
+        """`context` starts the processes; by default a server forks them, which costs little."""
+        self._context: Any = context or server()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[connection.Connection] = []
@@ -305,8 +307,8 @@ class RankPool:
 
 @functools.cache
 def shared_pool() -> RankPool:
-    """Return the pool of this pytest session."""
-    return RankPool()
+    """Return the pool of this pytest session; as in training, each rank has a seed of its own for hashes."""
+    return RankPool(multiprocessing.get_context("spawn"))
 
 
 # ---- decorators of tests
