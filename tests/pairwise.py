@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -16,15 +16,23 @@ def pairwise(**axes: Iterable[Any]) -> pytest.MarkDecorator:
     Most faults need two of the choices, few need three (Kuhn, Wallace, Gallo: Software fault interactions and
     implications for software testing, IEEE TSE 30(6), 2004).
     """
-    every = list(itertools.product(*(list(values) for values in axes.values())))
-    chosen = _covering(every)
-    params = [pytest.param(*row, marks=() if row in chosen else pytest.mark.slow) for row in every]
-    return pytest.mark.parametrize(tuple(axes), params)
+    return _product(axes, _covering(list(itertools.product(*axes.values()))))
+
+
+def each_once(**axes: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrize a test by a product of arguments that meet in no line of fxshard; what no value needs is `slow`."""
+    values = [list(axis) for axis in axes.values()]
+    return _product(axes, [tuple(axis[i % len(axis)] for axis in values) for i in range(max(map(len, values)))])
 
 
 def slow(*values: Any) -> ParameterSet:
     """Say that a case of a `parametrize` shows little that the others do not: it runs with `-m slow`."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def _product(axes: Mapping[str, Iterable[Any]], chosen: Sequence[tuple[Any, ...]]) -> pytest.MarkDecorator:
+    every = itertools.product(*axes.values())
+    return pytest.mark.parametrize(tuple(axes), [pytest.param(*row) if row in chosen else slow(*row) for row in every])
 
 
 def _covering(every: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:

@@ -39,8 +39,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
+from torch._dynamo import guards
 
 from fxshard.runtime import gloo
+from tests.state.processes import server
 
 WORLD_SIZE = 2
 TIMEOUT_S = 120.0
@@ -144,6 +146,7 @@ def _serve(rank: int, pipe: connection.Connection, folder: str) -> None:
         TORCHINDUCTOR_COMPILE_THREADS="1",
     )
     torch.set_num_threads(1)
+    vars(guards)["profile_guard_manager"] = lambda *_: 0.0  # for a log, and it flushes the caches of the processor
     gc.set_threshold(50_000, 20, 20)  # objects; to compile makes many that stay
     # What C++ says before it aborts is said there, too.
     with (Path(folder) / f"stacks{rank}").open("a") as stacks:
@@ -178,8 +181,9 @@ def _report(job: Job, errors: Sequence[str | None]) -> str:
 class RankPool:
     """Two worker processes in one gloo group; they start at the first `run`, and anew after one was lost."""
 
-    def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+    def __init__(self, context: multiprocessing.context.BaseContext | None = None) -> None:
+        """`context` starts the processes; by default a server forks them, which costs little."""
+        self._context: Any = context or server()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[connection.Connection] = []
@@ -305,8 +309,8 @@ class RankPool:
 
 @functools.cache
 def shared_pool() -> RankPool:
-    """Return the pool of this pytest session."""
-    return RankPool()
+    """Return the pool of this pytest session; as in training, each rank has a seed of its own for hashes."""
+    return RankPool(multiprocessing.get_context("spawn"))
 
 
 # ---- decorators of tests

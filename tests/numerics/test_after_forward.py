@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial
 import fxshard
 from fxshard.tools.bench import traffic
 from tests.numerics.harness import EAGER, compile_module, full
-from tests.pairwise import slow
+from tests.pairwise import each_once, slow
 from tests.ranks import two_ranks
 
 WIDTH, WORDS = 6, 10
@@ -257,8 +257,7 @@ def test_what_forward_has_read_may_be_read_by_the_loss_as_well(way: str) -> None
 
 @two_ranks
 @WAYS
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("kind", [Headless, Tied, WithHead])
+@each_once(context=[torch.no_grad, torch.inference_mode], kind=[Headless, Tied, WithHead])
 def test_evaluation_reads_it_too(way: str, context: Any, kind: type[Headless]) -> None:
     run, model = sharded(kind, way)
     plain, tokens = kind().double(), tokens_of(dist.get_rank())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.numerics import comms
+from tests.pairwise import each_once
 from tests.ranks import two_ranks
 from tests.state import processes
 
@@ -68,8 +69,7 @@ def test_trains_block_by_block() -> None:
 
 
 @two_ranks
-@pytest.mark.parametrize("lower", ["eager", "inductor"])
-@pytest.mark.parametrize("each", [True, False])
+@each_once(lower=["eager", "inductor"], each=[False, True])
 def test_equal_blocks_have_objects_of_their_own(lower: str, each: bool) -> None:
     comms.are_told_apart(lower, each)
 

@@ -36,6 +36,7 @@ from tests.numerics.harness import (
 )
 from tests.numerics.microbatches import kept, several
 from tests.numerics.models import MLP, WIDTH, CheckpointedMLP, rows
+from tests.pairwise import each_once
 from tests.ranks import two_ranks
 from tests.state.helpers import shared_folder
 
@@ -72,8 +73,7 @@ BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.f
 
 
 @two_ranks
-@pytest.mark.parametrize("cls", [Float8Weight, Half])
-@pytest.mark.parametrize("prepare", [only_shard, shard_and_compile])
+@each_once(cls=[Half, Float8Weight], prepare=[only_shard, shard_and_compile])
 def test_trains_as_fsdp2_with_the_same_subclass(cls: type[Float8Weight], prepare: Callable[..., nn.Module]) -> None:
     check_bitwise(scenario(cls, prepare=prepare))
 

@@ -12,11 +12,11 @@ from torch.autograd.function import FunctionCtx
 
 import fxshard
 from tests.numerics.harness import EAGER, compile_module, full
-from tests.pairwise import slow
+from tests.pairwise import each_once, slow
 from tests.ranks import two_ranks
 
 WIDTH = 4
-WAYS = pytest.mark.parametrize("way", ["compiled", "eager", "one line", "in parts"])
+WAYS = ["compiled", "eager", "one line", "in parts"]
 
 
 class Deliberate(Exception):
@@ -111,8 +111,7 @@ def assert_is_mean_of(model: nn.Module, batches: list[int]) -> None:
 
 
 @two_ranks
-@WAYS
-@pytest.mark.parametrize("where", ["middle", "output"])
+@each_once(way=WAYS, where=["middle", "output"])
 @pytest.mark.parametrize("before", [slow(0), 1])
 def test_the_next_forward_refuses_to_go_on_until_the_step_is_given_up(way: str, where: str, before: int) -> None:
     run, model = sharded(way)
@@ -130,7 +129,7 @@ def test_the_next_forward_refuses_to_go_on_until_the_step_is_given_up(way: str, 
 
 
 @two_ranks
-@WAYS
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("set_to_none", [True, slow(False)])
 def test_zero_grad_of_the_model_drops_what_waits(way: str, set_to_none: bool) -> None:
     run, model = sharded(way)
@@ -143,7 +142,7 @@ def test_zero_grad_of_the_model_drops_what_waits(way: str, set_to_none: bool) ->
 
 
 @two_ranks
-@WAYS
+@pytest.mark.parametrize("way", WAYS)
 def test_zero_grad_between_microbatches_drops_the_earlier_ones(way: str) -> None:
     run, model = sharded(way)
     backward(run, 0)
@@ -156,7 +155,7 @@ def test_zero_grad_between_microbatches_drops_the_earlier_ones(way: str) -> None
 
 
 @two_ranks
-@WAYS
+@pytest.mark.parametrize("way", WAYS)
 def test_what_only_looks_like_a_failed_backward_is_accepted(way: str) -> None:
     """A forward that is thrown away, one that fails, a failed backward of which nothing waits, gradients of inputs."""
     run, model = sharded(way)

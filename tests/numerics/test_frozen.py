@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fxshard
 from fxshard import UnsupportedGraph, fully_shard
 from tests.numerics.harness import compile_module, full
-from tests.pairwise import slow
+from tests.pairwise import each_once, slow
 from tests.ranks import two_ranks
 
 WIDTH = 4
@@ -59,9 +59,8 @@ def mean_of(loss: Callable[[int], Tensor]) -> None:
 
 
 @two_ranks
-@LOWERINGS
+@each_once(lower=["eager", "inductor"], one_by_one=[False, True])
 @pytest.mark.parametrize("frozen", [[0], slow([1]), slow([2]), [0, 1, 2]], ids=str)
-@pytest.mark.parametrize("one_by_one", [False, True])
 def test_a_soft_prompt_trains_through_frozen_blocks(frozen: list[int], lower: str, one_by_one: bool) -> None:
     model, plain = blocks(), blocks()
     run = sharded(model, lower, one_by_one=one_by_one)

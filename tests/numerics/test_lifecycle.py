@@ -39,6 +39,7 @@ from tests.numerics.harness import (
 )
 from tests.numerics.models import MLP, WIDTH, rows
 from tests.numerics.scenarios import REGRESSION
+from tests.pairwise import each_once
 from tests.ranks import group_folder, two_ranks
 
 Prepare = Callable[[nn.Module, Tools], nn.Module]
@@ -151,8 +152,7 @@ class LoadBack:
 
 
 @two_ranks
-@BOTH_WAYS
-@pytest.mark.parametrize("how", ["copy", "assign", "swap"])
+@each_once(how=["copy", "assign", "swap"], prepare=[shard_and_compile, only_shard])
 def test_loads_a_state_dict_between_steps(how: str, prepare: Prepare) -> None:
     before_step = LoadBack(assign=how == "assign", swap=how == "swap")
     check(Scenario(model=MLP, batch=rows(), before_step=before_step, prepare=prepare))
@@ -187,8 +187,7 @@ def assign_weight(run: Run, *, sharded: bool) -> None:
 
 
 @two_ranks
-@BOTH_WAYS
-@pytest.mark.parametrize("sharded", [True, False])
+@each_once(sharded=[True, False], prepare=[shard_and_compile, only_shard])
 def test_attaches_a_sharded_parameter_assigned_later_and_refuses_a_whole_one(sharded: bool, prepare: Prepare) -> None:
     scenario = Scenario(model=MLP, batch=rows(), prepare=prepare)
     ours, reference = (start(scenario, s) for s in (fxshard_system(dtype=torch.float64), UNSHARDED))

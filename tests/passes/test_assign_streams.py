@@ -15,7 +15,7 @@ from fxshard.passes.assign_streams import AssignStreams
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from tests import graphs
 from tests.graphs import EVERY_UNIT, SPLIT, Traced, assert_changes_nothing, broken_by, run_pass
-from tests.pairwise import pairwise
+from tests.pairwise import each_once, pairwise
 from tests.schedules import (
     DEAR_COPIES,
     DEAR_KERNELS,
@@ -92,8 +92,7 @@ def test_changes_no_bit(model: str, before: str, mode: str) -> None:
     assert_same_step(found, step(traced, *passes, hardware=DEAR_COPIES), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("unit", EVERY_UNIT)
+@each_once(unit=EVERY_UNIT, world_size=[1, 2, 4])
 def test_changes_no_bit_of_any_layout(unit: Callable[..., Traced], world_size: int) -> None:
     traced = unit(world_size=world_size)
     assert_same_step(step(traced, AssignStreams(mode="side")), step(traced), rtol=0, atol=0)

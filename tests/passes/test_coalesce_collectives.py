@@ -19,6 +19,7 @@ from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.insert_collectives import InsertCollectives
 from tests import graphs
 from tests.graphs import Traced, assert_changes_nothing, assert_golden, run_pass, text
+from tests.pairwise import each_once
 from tests.schedules import DEAR_COPIES, DEAR_KERNELS, DEAR_TENSORS
 from tests.steps import assert_same_step, reference_step, step
 
@@ -172,9 +173,8 @@ def test_changes_nothing_when_run_again(kind: GraphKind) -> None:
     assert_changes_nothing(CoalesceCollectives(), gm, ctx)
 
 
-@pytest.mark.parametrize("hardware", [DEAR_COPIES, MATRICES], ids=["copies", "matrices"])
 @pytest.mark.parametrize("world_size", [1, 4])
-@pytest.mark.parametrize("build", graphs.EVERY_UNIT)
+@each_once(build=graphs.EVERY_UNIT, hardware=[DEAR_COPIES, MATRICES])
 def test_computes_the_same_bits(build: Callable[..., Traced], world_size: int, hardware: HardwareSpec) -> None:
     traced = build(world_size=world_size)
     passes = [BucketCollectives(size=1e-4), CoalesceCollectives()]

@@ -27,7 +27,7 @@ from fxshard.passes.sink_waits import SinkWaits
 from tests import graphs
 from tests.graphs import SPLIT, Layers, Traced, assert_changes_nothing, layers_of, run_pass, trace
 from tests.models import Doing, matrix
-from tests.pairwise import pairwise, slow
+from tests.pairwise import each_once, pairwise, slow
 from tests.schedules import (
     DEAR_COPIES,
     LAYER,
@@ -149,10 +149,7 @@ def test_has_the_first_gather_run_from_the_start(kind: GraphKind) -> None:
     assert collectives.is_launch(first)
 
 
-@pytest.mark.parametrize("kind", SPLIT)
-@pytest.mark.parametrize("depth", [1, 2, "auto"])
-@pytest.mark.parametrize("size", [0.5, 0.9, 2])
-@pytest.mark.parametrize("model", ["four_layers", "root", "tied_head"])
+@pairwise(model=["four_layers", "root", "tied_head"], size=[0.5, 0.9, 2], depth=[1, 2, "auto"], kind=SPLIT)
 def test_keeps_the_order_in_which_gathers_are_needed(model: str, size: float, depth: Any, kind: GraphKind) -> None:
     before, _ = after_passes(model_of(model), kind, BucketCollectives(size=size * LAYER))
     gm, _ = hoisted(model_of(model), kind, depth, BucketCollectives(size=size * LAYER))
@@ -349,8 +346,7 @@ def test_any_schedule_has_the_same_nodes_and_computes_the_same_bits(
     assert_same_step(step(traced, *before, *schedule, hardware=DEAR_COPIES), step_before(count), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
-@pytest.mark.parametrize("build", graphs.EVERY_UNIT)
+@each_once(build=graphs.EVERY_UNIT, world_size=[4, 1])
 def test_computes_the_same_bits(build: Callable[..., Traced], world_size: int) -> None:
     assert_same_bits(build(world_size=world_size))
 

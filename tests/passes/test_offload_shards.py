@@ -23,6 +23,7 @@ from fxshard.passes.offload_shards import OffloadShards
 from fxshard.passes.sink_waits import SinkWaits
 from tests import graphs
 from tests.graphs import EVERY_UNIT, OFFLOADED, SPLIT, Traced, assert_changes_nothing, assert_golden, run_pass, text
+from tests.pairwise import each_once
 from tests.steps import assert_same_step, step
 
 REWRITES: dict[str, tuple[GraphPass, ...]] = {
@@ -68,15 +69,13 @@ def test_changes_nothing_when_run_again(kind: GraphKind) -> None:
     assert_changes_nothing(OffloadShards(), gm, ctx)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("unit", EVERY_UNIT)
+@each_once(unit=EVERY_UNIT, world_size=[2, 1])
 def test_changes_no_bit(unit: Callable[..., Traced], world_size: int) -> None:
     offloaded = step(unit(world_size=world_size, **OFFLOADED))
     assert_same_step(offloaded, step(unit(world_size=world_size)), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("rewritten", REWRITES)
-@pytest.mark.parametrize("unit", [graphs.two_layers, graphs.two_dtypes, graphs.mixed_precision])
+@each_once(unit=[graphs.two_layers, graphs.two_dtypes, graphs.mixed_precision], rewritten=REWRITES)
 def test_changes_no_bit_whatever_becomes_of_the_launches(unit: Callable[..., Traced], rewritten: str) -> None:
     assert_same_step(step(unit(**OFFLOADED), *REWRITES[rewritten]), step(unit()), rtol=0, atol=0)
 

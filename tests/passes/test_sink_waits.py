@@ -16,7 +16,7 @@ from fxshard.passes.insert_collectives import InsertCollectives
 from fxshard.passes.sink_waits import SinkWaits
 from tests import graphs
 from tests.graphs import OFFLOADED, assert_changes_nothing, run_pass
-from tests.pairwise import pairwise
+from tests.pairwise import each_once, pairwise
 from tests.schedules import BUCKETS, DEAR_COPIES, MODELS, after_passes, assert_schedule, events, model_of
 from tests.steps import assert_same_step, step
 
@@ -159,8 +159,7 @@ def test_refuses_what_is_no_number_of_buffers(max_buffers: object) -> None:
         SinkWaits(max_buffers=max_buffers)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("max_buffers", [1, 2, 4])
-@pytest.mark.parametrize("model", MODELS)
+@each_once(model=MODELS, max_buffers=[1, 2, 4])
 def test_changes_nothing_when_run_again(model: str, max_buffers: int) -> None:
     gm, ctx = sunk(model, max_buffers)
     assert_changes_nothing(SinkWaits(max_buffers=max_buffers), gm, ctx)

@@ -16,6 +16,7 @@ from fxshard import fully_shard
 from fxshard.errors import UnsupportedGraph
 from tests.numerics.harness import EAGER, compile_module, loss_on_ones, sharded_mlp
 from tests.numerics.models import MLP, WIDTH
+from tests.pairwise import each_once
 
 STALE = "were changed between forward and backward"
 Change = Callable[[nn.Module], object]
@@ -78,8 +79,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("compiled", [False, True])
+@each_once(change=CHANGES, compiled=[False, True])
 def test_refuses_a_backward_after_parameters_were(change: str, compiled: bool, mesh: DeviceMesh) -> None:
     model = sharded_mlp(mesh)
     run = compile_module(model, options=EAGER) if compiled else model

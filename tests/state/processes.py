@@ -40,7 +40,8 @@ class Ended:
 
 
 @functools.cache
-def _context() -> multiprocessing.context.ForkServerContext:
+def server() -> multiprocessing.context.ForkServerContext:
+    """Return the server that forks ranks; it has imported what most of them need."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.state.bodies"])
     return context
@@ -74,9 +75,9 @@ def start(size: int, function: Callable[..., Any], *args: Any) -> list[Ended]:
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(size):
-            ours, theirs = _context().Pipe(duplex=False)
+            ours, theirs = server().Pipe(duplex=False)
             arguments = (theirs, str(Path(folder) / "store"), rank, size, function, args)
-            process = _context().Process(target=_main, args=arguments, daemon=True)
+            process = server().Process(target=_main, args=arguments, daemon=True)
             process.start()
             theirs.close()
             pipes.append(ours)
