@@ -6,7 +6,7 @@ Only `_c10d_functional` ops: they trace, Inductor keeps their order, and LocalTe
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -158,17 +158,14 @@ def whole_shards(slots: Iterable[SlotIndex], plan: UnitPlan) -> list[Segment]:
     return [tuple((shard, i) for i in range(len(plan.shards[shard].slots))) for shard in used]
 
 
-def unshard(
-    shards: Mapping[int, Tensor], plan: UnitPlan, reads: Sequence[SlotIndex], then: Callable[[], None]
-) -> list[Tensor]:
-    """Gather whole shards of a unit in one launch and return the parameters in `reads`; call `then` before the wait.
+def unshard(shards: Mapping[int, Tensor], plan: UnitPlan, reads: Sequence[SlotIndex]) -> list[Tensor]:
+    """Gather whole shards of a unit in one launch and return the parameters in `reads`.
 
     `shards` maps shard index -> this rank's flat, `[shard_numel]`. Parameters are contiguous, in the unit's unsharded
     dtype.
     """
     segments = whole_shards(reads, plan)
     launched = launch_gather(gather_inputs(shards, plan, segments), plan.world_size, plan.gathering_group)
-    then()
     return parameters_in(launched, plan, segments, reads)
 
 

@@ -54,7 +54,6 @@ class AllGatherRequest(NamedTuple):
     world_size: int  # ranks
     group: str  # name of their process group
     stream: str = ""  # on which it is cast and launched; empty for the current one
-    guess: bool = False  # whether it may be launched where no list of the user says so
 
     @property
     def key(self) -> Key:
@@ -103,9 +102,8 @@ class Prefetcher:
         self._cache = cache
         self._scope: eager.Running | None = None
         self._taken: list[Key] = []  # in this scope
-        # By direction, backward or not; what is taken first follows nothing.
-        # Also by how many were taken so far.
-        self._following: dict[tuple[bool, int, Key | None], AllGatherRequest] = {}
+        # By direction, backward or not.
+        self._following: dict[tuple[bool, int, Key], AllGatherRequest] = {}  # also by how many were taken so far
         self._of_unit: dict[tuple[bool, Unit], dict[Key, AllGatherRequest]] = {}
         self._units: set[Unit] = set()  # whose requests of this scope are in `_of_unit`
         self.first: Unit | None = None
@@ -154,9 +152,9 @@ class Prefetcher:
                 raise UnsupportedGraph(message)
 
     def _remember(self, request: AllGatherRequest, unit: Unit, scope: eager.Running) -> None:
-        last = self._taken[-1] if self._taken else None
-        self._following[scope.is_backward, len(self._taken), last] = request
-        if last is None and not scope.is_backward:
+        if self._taken:
+            self._following[scope.is_backward, len(self._taken), self._taken[-1]] = request
+        elif not scope.is_backward:
             self.first = unit
         if unit not in self._units:
             self._units.add(unit)
@@ -230,27 +228,11 @@ class Prefetcher:
         if guess and listed == () and following is not None and self._is_foreseen_alike(following, unit):
             self._launch(following, "next")
 
-    def prefetch_first(self) -> None:
-        """Launch what this forward or backward takes first, before a graph of it runs: what it took the last time."""
-        scope = eager.running()
-        if scope is None or (scope == self._scope and self._taken):
-            return
-        following = self._following.get((scope.is_backward, 0, None))
-        if following is None or following.unit is None or not following.guess:
-            return
-        if self._share_all_ranks(following.unit.model.units):
-            if scope != self._scope:
-                self._begin(scope)
-            self._launch(following, "next")
-
     def _is_foreseen_alike(self, request: AllGatherRequest, after: Unit) -> bool:
         """Whether all ranks that must launch a request have seen alike what came before it; a unit came last."""
-        return self._share_all_ranks(after.model.units) or _ranks_of(request.group) < _ranks_of(after.plan.group)
-
-    def _share_all_ranks(self, units: Collection[Unit]) -> bool:
         if self._are_alike is None:
-            self._are_alike = len({_ranks_of(unit.plan.group) for unit in units}) <= 1
-        return self._are_alike
+            self._are_alike = len({_ranks_of(unit.plan.group) for unit in after.model.units}) <= 1
+        return self._are_alike or _ranks_of(request.group) < _ranks_of(after.plan.group)
 
     def _launch(self, request: AllGatherRequest, why: Why) -> Gathered:
         found = self._cache.get(request.key)
@@ -299,7 +281,7 @@ def _prefetched_all_gather(
 ) -> list[Tensor]:
     home = home_of(flat)
     unit, parts = home.unit if home is not None else None, tuple(zip(starts, numels, strict=True))
-    request = AllGatherRequest(unit, flat, dtype, parts, group_size, group_name, stream, guess)
+    request = AllGatherRequest(unit, flat, dtype, parts, group_size, group_name, stream)
     if unit is None:
         return request.launch()
     takes = role in ("first", "only")

@@ -67,14 +67,10 @@ class ModelContext:
 
     def watch_backward(self, result: object) -> None:
         """See the backward of what a forward gives begin: also one that fails before it comes to a graph."""
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                tensor.register_hook(self._backward_begins)
-
-    def _backward_begins(self, _: Tensor) -> None:
         if self._leaves_sums:
-            self.backward_runs(of_forward=False)
-        self.prefetcher.prefetch_first()
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                    tensor.register_hook(lambda _: self.backward_runs(of_forward=False))
 
     @property
     def _leaves_sums(self) -> bool:
