@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from fxshard.errors import CheckpointError
 from fxshard.state import serializable
 from fxshard.state.dcp_reader import CheckpointIndex, assemble
 from fxshard.state.fit import model_misfits, refuse, tied_otherwise
 from fxshard.state.local_shards import hold
-from fxshard.state.model_state import require_values, state_of_module
-from fxshard.state.names import module_in, named_parameters
+from fxshard.state.model_state import require_values
+from fxshard.state.names import named_parameters
 from fxshard.state.user_hooks import is_extra, require_writable
 
 ROOT = "model"
@@ -27,7 +27,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
 
     Raises `ConfigError` if something is on the meta device, or cannot be stored.
     """
-    state = state_of_module(module_in(model))
+    state = get_model_state_dict(model)
     require_values(state)
     return {fqn: serializable.nested(value, fqn) for fqn, value in state.items()}
 
