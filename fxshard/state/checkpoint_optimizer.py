@@ -34,7 +34,7 @@ ROOT = "optim"
 
 
 def _held_by(model: nn.Module, optim: Optimizer) -> OptimizerState:
-    """Describe what an optimizer holds itself, whatever its state_dict() makes of that.
+    """Describe what an optimizer holds, not what its state_dict() returns.
 
     Raises `ConfigError` if one of its parameters is not the model's, or state has no FQN.
     """
