@@ -328,7 +328,7 @@ def _in_subgroup(unit: UnitPlan, key: str) -> UnitPlan:
 
 
 def qualified(unit: str, fqn: str) -> str:
-    """Add the marks of its unit's key to an FQN: `compile/capture.py` keeps two models of one graph distinct with them."""
+    """Add the marks of its unit's key to an FQN: two models of one graph differ by them (`compile/capture.py`)."""
     return fqn + unit[len(unit.rstrip("'")) :]
 
 
