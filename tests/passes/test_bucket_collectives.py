@@ -125,6 +125,16 @@ def test_auto_raises_the_peak_by_no_more_than_a_share(share: float, launches: li
     assert merged <= (1 + share) * alone
 
 
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+@pytest.mark.parametrize("share", [0, 0.3, 1, 2.5])
+def test_auto_keeps_to_the_share_where_the_root_is_read_at_both_ends(share: float, kind: GraphKind) -> None:
+    traced = model_of("root")
+    before, _ = traced.at(kind, after=InsertCollectives)
+    gm, _ = bucketed(traced, kind, "auto", peak_share=share, hardware=WHERE_THREE_LAYERS_ARE_ENOUGH)
+    alone, merged = (max(nbytes for _, nbytes in liveness.unsharded_bytes(each.graph)) for each in (before, gm))
+    assert merged <= (1 + share) * alone
+
+
 def test_auto_splits_what_takes_forty_times_the_latency() -> None:
     link = dataclasses.replace(BUILTIN["cpu"], link_bandwidth=1.0, link_latency=0.9)
     gm, _ = bucketed(graphs.two_layers(), "forward", "auto", hardware=link)
