@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -88,7 +89,8 @@ class HandOffPrefetch(GraphPass):
         if self.bucket == "unit":
             return 1
         world_size = max((unit.world_size for unit in ctx.plan.units.values()), default=2)
-        return max(1, round(bucket_sizes.limits_of(self.bucket, ctx.hardware, world_size).enough))
+        enough = bucket_sizes.limits_of(self.bucket, ctx.hardware, world_size).enough
+        return max(1, round(enough)) if math.isfinite(enough) else 1  # one rank sends nothing
 
 
 def _arguments(launch: fx.Node, flow: Dataflow, shards: Mapping[ShardKey, fx.Node]) -> tuple[object, ...] | None:

@@ -12,8 +12,10 @@ from fxshard.passes._base import GraphKind, GraphPass, PassContext
 from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.hand_off_prefetch import HandOffPrefetch
+from fxshard.passes.insert_collectives import InsertCollectives
 from fxshard.passes.pin_order import PinOrder
 from fxshard.passes.pipeline import CODEGEN_GIVEN, LAST_GIVEN
+from tests import graphs
 from tests.graphs import EVERY_UNIT, SPLIT, Traced, assert_changes_nothing, broken_by
 from tests.schedules import DEAR_COPIES, LAYER, MODELS, SCHEDULE, after_passes, assert_schedule, model_of
 from tests.steps import assert_same_step, step
@@ -76,6 +78,11 @@ def test_small_guesses_are_filled_up_to_a_bucket(
     gm, _ = handed_off("two_layers", "backward", options=HandOffPrefetch(bucket=bucket, peak_share=share))
     given = collectives.arguments_of(collectives.unshard_launches(gm.graph)[0])
     assert (given["guess_bytes"], given["peak_share"]) == found
+
+
+def test_one_rank_has_nothing_to_fill_a_bucket_with() -> None:
+    gm, ctx = graphs.two_layers(world_size=1).at("forward", after=InsertCollectives)
+    assert not HandOffPrefetch(bucket="auto").apply(gm, ctx)
 
 
 def test_declines_a_launch_of_two_units_and_says_so() -> None:
