@@ -234,8 +234,12 @@ def _watch_in(_process: int) -> _Watch:
 
 
 @contextmanager
-def watching(rank_groups: Collection[RankGroup], launches: Sequence[Launch]) -> Iterator[StalledRun]:
+def watching(
+    rank_groups: Collection[RankGroup], launches: Sequence[Launch], *, goes_on: bool = True
+) -> Iterator[StalledRun]:
     """Around a run that makes these launches, on which these rank groups agree.
+
+    `goes_on`: whether this rank makes another try, where its last run was ended.
 
     Raises:
         RankMismatchError: it was ended, for it waited for what never comes.
@@ -245,7 +249,7 @@ def watching(rank_groups: Collection[RankGroup], launches: Sequence[Launch]) -> 
         yield run
         return
     watch, why = _watch_in(os.getpid()), ""
-    if watch.was_ended:  # and goes on
+    if watch.was_ended and goes_on:
         watch.was_ended = False
         _tell(Place())
     watch.rank_groups.update(rank_groups)
