@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/errors.md").read_text()
 NOT_HERE = ("tools", "testing")  # the command line says what is wrong with its own flags
 ERRORS = ("CheckpointError", "ConfigError", "UnsupportedGraph", "NotImplementedError")
-COMMANDS = ("target.py",)  # what the command line is given
+COMMANDS = ("target.py", "targets.py")  # what the command line is given
 
 
 def trees() -> list[ast.Module]:

@@ -108,7 +108,7 @@ TORCH_ATTRIBUTES = (
     TorchAttribute(
         "_opname _overloadname _qualified_op_name",
         "an op",
-        "cost/sizes.py ir/collectives.py ir/launches.py ir/text.py runtime/profiler_ranges.py",
+        "cost/fusion.py cost/sizes.py ir/collectives.py ir/launches.py ir/text.py runtime/profiler_ranges.py",
         "print it, and recognise collectives",
     ),
     TorchAttribute(

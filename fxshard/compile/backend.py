@@ -79,12 +79,16 @@ def frames_of(module: nn.Module) -> list[Frame]:
 
 
 def capture_only(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, frames: list[Frame]
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    frames: list[Frame],
+    saves_all: bool = False,
 ) -> Callable[..., Any]:
     """Do what `fxshard` does with a graph of a sharded model, without code generation; return the graph, interpreted.
 
     For `explain`. `example_inputs` may be fake. `frames` gets the new frame; a graph without sharded parameters makes
-    none.
+    none. `saves_all` as of `Stages`.
     """
     try:
         dynamo.refuse_compiled_autograd()
@@ -94,7 +98,7 @@ def capture_only(
             return interpret_plain(gm, example_inputs)
         _require_one_way(options, flats)
         auto_shard.require_no_replicas(dynamo.unsharded_parameters(gm, example_inputs), flats)
-        frame = _compile(gm, example_inputs, flats, options, generate_code=False)
+        frame = _compile(gm, example_inputs, flats, options, generate_code=False, saves_all=saves_all)
     except (FxshardError, NotImplementedError) as error:
         raise dynamo.as_raised_by_backend(error) from error.__cause__
     frames.append(frame)
@@ -108,6 +112,7 @@ def _compile(
     options: Options,
     *,
     generate_code: bool = True,
+    saves_all: bool = False,
 ) -> Frame:
     device = next(iter(flats.values())).unit.device
     budget, captured = options.memory_budget_gib, capture(gm, example_inputs, flats, options)
@@ -125,7 +130,8 @@ def _compile(
     )
     for home in flats.values():
         home.unit.frames[frame] = None
-    lower(gm, example_inputs, frame, pipeline.chosen(options), options, generate_code=generate_code)
+    chosen = pipeline.chosen(options)
+    lower(gm, example_inputs, frame, chosen, options, generate_code=generate_code, saves_all=saves_all)
     names = [key or "root" for key in plan.units if key not in plan.in_subgroups]
     _log.info("captured %d units: %s", len(names), ", ".join(names))
     return frame

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from functorch.compile import min_cut_rematerialization_partition
+from functorch.compile import default_partition, min_cut_rematerialization_partition
 from torch import fx
 from torch._inductor.decomposition import select_decomp_table
 
@@ -34,7 +34,8 @@ class Stages:
 
     `only` is the one kind of graph that is compiled for a `variant` other than the plain one, `None` for all. Without
     `generate_code` the codegen stage runs on copies. `traced` is code that passes have traced for any graph of the
-    frame. `saved` is how the results of the plain forward lie, where a backward alone is compiled.
+    frame. `saved` is how the results of the plain forward lie, where a backward alone is compiled. With `saves_all`
+    forward keeps for backward what autograd would keep without a compiler.
     """
 
     def __init__(
@@ -48,12 +49,13 @@ class Stages:
         generate_code: bool = True,
         traced: TracedCode | None = None,
         saved: Strides = None,
+        saves_all: bool = False,
     ) -> None:
         self.frame, self.pipeline, self.options = frame, pipeline, options
         self.history = frame.history  # the frame has another one later, if its code comes out of a cache
         self.variant, self.only, self.generate_code = variant, only, generate_code
         self.traced: TracedCode = {} if traced is None else traced
-        self.saved = saved
+        self.saved, self.saves_all = saved, saves_all
         self._decompositions = select_decomp_table() if options.lower == "inductor" else {}
         self._num_results: int | None = None
 
@@ -68,11 +70,12 @@ class Stages:
         self.frame.plan = context.plan
 
     def partition(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        """Run the joint stage, then torch's min-cut partitioner."""
+        """Run the joint stage, then a partitioner of torch's."""
         self._num_results = kwargs.get("num_fwd_outputs")
         _manager.run(gm, self.pipeline.joint, self._context("joint"), given=JOINT_GIVEN)
         self.frame.trained.update(signature.trained_by(gm.graph))
-        return min_cut_rematerialization_partition(gm, inputs, **kwargs)
+        split = default_partition if self.saves_all else min_cut_rematerialization_partition
+        return split(gm, inputs, **kwargs)
 
     def split(self, gm: fx.GraphModule, kind: GraphKind, inputs: Sequence[Any]) -> CompiledFacts:
         """Run the split stage of one graph, in place; return what must be known of the graph to run it."""

@@ -45,13 +45,14 @@ def lower(
     options: Options,
     *,
     generate_code: bool = True,
+    saves_all: bool = False,
 ) -> None:
     """Compile a captured graph; set `frame.compiled` and fill `frame.history`.
 
     Without `generate_code` Inductor stops before code, the graphs are interpreted node by node, and backward is
-    compiled at once even where AOTAutograd would wait for its first run.
+    compiled at once even where AOTAutograd would wait for its first run. `saves_all` as of `Stages`.
     """
-    stages = Stages(frame, pipeline, options, generate_code=generate_code)
+    stages = Stages(frame, pipeline, options, generate_code=generate_code, saves_all=saves_all)
     stages.capture(gm)
     frame.compiled = Compilation(stages).run(gm, inputs)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxshard.cost.hardware import HardwareSpec
+from fxshard.cost.hardware import HardwareSpec, Link
 from fxshard.cost.sizes import Sizes, sizes_inside
 from fxshard.cost.symbols import WORLD_SIZE, Quantity
 from fxshard.ir import collectives, regions, tags
@@ -38,22 +38,24 @@ class LaunchCost:
 
 def launches_of(sizes: Sizes, hardware: HardwareSpec) -> dict[fx.Node, LaunchCost]:
     """The launches of a graph, in program order."""
-    known: dict[tuple[str, Quantity, Quantity, tuple[float, float]], Quantity] = {}
+    known: dict[tuple[str, Quantity, Quantity, Link], Quantity] = {}
     found = {}
     for node, nbytes in sizes.of_launch.items():
         given = collectives.arguments_of(node)
         op, group = kind_of(node), str(given.get("group_name"))
         known_ranks = sizes.group_sizes.get(group, sizes.point.world_size)
         ranks = WORLD_SIZE if group in sizes.open_groups else given.get("group_size", known_ranks)
-        units, link = tags.units_of(node), (hardware.link_latency, hardware.link_bandwidth)
+        units, number = tags.units_of(node), int(sizes.point.value(ranks))
         axis = "" if units else sizes.axes.get(group, "")
         if axis:
-            link = hardware.tensor_link
+            link = hardware.tensor_link(number)
         elif units and op == "all_reduce":  # alone of those that are ours it goes between replicas
-            link = hardware.replica_link
+            link = hardware.replica_link(number, sizes.point.world_size)
+        else:
+            link = hardware.link(number)
         key = (op, nbytes, ranks, link)
         if key not in known:
-            known[key] = transfer_seconds(op, nbytes, ranks, *link)
+            known[key] = transfer_seconds(op, nbytes, ranks, link)
         found[node] = LaunchCost(
             node=node,
             unit=", ".join(units) if units else None,
@@ -74,15 +76,16 @@ def launches_inside(sizes: Sizes, hardware: HardwareSpec) -> dict[fx.Node, list[
     return {node: known[code] for node, code in calls.items() if known[code]}
 
 
-def transfer_seconds(op: str, nbytes: Quantity, ranks: Quantity, latency: float, bandwidth: float) -> Quantity:
-    """Time of one collective: `latency + factor * (ranks - 1) / ranks * nbytes / bandwidth`, of the whole buffer.
+def transfer_seconds(op: str, nbytes: Quantity, ranks: Quantity, link: Link) -> Quantity:
+    """Time of one collective: `latency + factor * (ranks - 1) * (hop + nbytes / ranks / bandwidth)`.
 
-    The alpha-beta (Hockney) model in the form of nccl-tests' bus bandwidth: each rank sends and receives
-    `(ranks - 1) / ranks` of the buffer, in an all_reduce twice. The latency is one number: that it grows with the
-    number of ranks, as a ring's does, is left out.
+    The alpha-beta (Hockney) model of a ring in the form of nccl-tests' bus bandwidth: in each of `ranks - 1` steps, of
+    which an all_reduce has twice as many, a rank sends and receives `1 / ranks` of the whole buffer. So a message that
+    is small beside `hop * bandwidth * ranks` does not reach the bandwidth.
 
     Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md; Thakur et al., "Optimization of
     Collective Communication Operations in MPICH" (2005).
     """
-    factor = 2 if op == "all_reduce" else 1
-    return latency + factor * (ranks - 1) * nbytes / ranks / bandwidth
+    steps = (2 if op == "all_reduce" else 1) * (ranks - 1)
+    moving = steps * nbytes / ranks / link.bandwidth
+    return link.latency + moving + steps * link.hop if link.hop else link.latency + moving

@@ -1,7 +1,8 @@
 """What the compute of a graph costs: FLOPs and bytes per node, and the roofline of the two.
 
-Every op is costed alone, as if it were one kernel. Inductor fuses pointwise ops, so the time of a chain of those is an
-upper bound; matrix products, convolutions and attention, which hide communication, are kernels of their own anyway.
+Every op is costed alone, as if it were one kernel, or with what [Note: fusion] makes of pointwise ops. Without that the
+time of a chain of those is an upper bound where Inductor fuses them; matrix products, convolutions and attention, which
+hide communication, are kernels of their own anyway.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
+from fxshard.cost.fusion import fused_bytes
 from fxshard.cost.hardware import HardwareSpec
 from fxshard.cost.symbols import Point, Quantity, product, size_of
 from fxshard.ir import collectives, ops, regions
 from fxshard.ir.liveness import Liveness, liveness, tensors_in
+from fxshard.ir.planned_block import number_of
 
 _aten = torch.ops.aten
 
@@ -32,6 +35,9 @@ _SAME_FLOPS: Mapping[Any, Any] = {
 
 _READS_SELECTED = (_aten.embedding, _aten.index, _aten.index_select, _aten.gather, torch.ops.fxshard.copy_out)
 """Ops that read of their first input only what they return."""
+
+_WITH_RANDOM_STATE = ("run_and_save_rng_state", "run_with_rng_state")
+"""Higher-order ops of torch that run an op among their arguments, and keep or set the state of the generator."""
 
 _UNINITIALISED = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided)
 """Ops that write nothing."""
@@ -66,12 +72,14 @@ class _Shape:
 class ComputeModel:
     """Costs the nodes of one graph; equal ops on equal shapes are costed once."""
 
-    def __init__(self, live: Liveness, hardware: HardwareSpec, point: Point) -> None:
-        """Bind the graph; the two sides of the roofline are compared at `point`."""
+    def __init__(self, live: Liveness, hardware: HardwareSpec, point: Point, *, fuses: bool = False) -> None:
+        """Bind the graph; the two sides of the roofline are compared at `point`. `fuses`: see [Note: fusion]."""
         self._live, self._hardware, self._point = live, hardware, point
         self._shapes: dict[fx.Node, tuple[_Shape, ...]] = {}
         self._costs: dict[Hashable, NodeCost] = {}
         self._regions: dict[fx.GraphModule, NodeCost] = {}
+        self._fused = fused_bytes(live, lambda node: not self._is_free(node), self._nbytes) if fuses else {}
+        self._fuses = fuses
 
     def cost(self, node: fx.Node) -> NodeCost:
         """The cost of `node`, without the guard that asking a `SymInt` would add."""
@@ -83,20 +91,24 @@ class ComputeModel:
             nbytes = sum((shape.nbytes for shape in self._shapes_of(node)), start=0)
             seconds = nbytes / self._hardware.host_bandwidth + self._hardware.kernel_overhead
             return NodeCost(flops=0, nbytes=nbytes, seconds=seconds)
+        target, given = _op_of(node)
         read = tuple(shape for source in node.all_input_nodes for shape in self._shapes_of(source))
         written = self._shapes_of(node)
-        formula = _formula(node.target)
-        arguments = _freeze((node.args, node.kwargs), self._shapes_of) if formula is not None else None
-        key = (node.target, read, written, arguments)
+        formula = _formula(target)
+        arguments = _freeze((given, node.kwargs), self._shapes_of) if formula is not None else None
+        moved, starts = self._fused.get(node, (None, True))
+        key = (target, read, written, arguments, moved, starts)
         if key not in self._costs:
             flops = self._flops(formula, arguments, node.meta.get("val")) if formula is not None else 0
-            self._costs[key] = self._roofline(flops, _bytes_moved(node.target, read, written), (*read, *written))
+            nbytes = _bytes_moved(target, read, written) if moved is None else moved
+            share = self._share(node, flops) if formula is not None else 1.0
+            self._costs[key] = self._roofline(flops, nbytes, (*read, *written), share, starts)
         return self._costs[key]
 
     def _sum(self, code: fx.GraphModule) -> NodeCost:
         """What the nodes of a region cost, one after another."""
         if code not in self._regions:
-            inner = ComputeModel(liveness(code.graph), self._hardware, self._point)
+            inner = ComputeModel(liveness(code.graph), self._hardware, self._point, fuses=self._fuses)
             costs = [inner.cost(node) for node in code.graph.nodes]
             flops, nbytes = (sum((getattr(c, name) for c in costs), start=0) for name in ("flops", "nbytes"))
             seconds = sum((cost.seconds for cost in costs), start=0.0)
@@ -105,6 +117,8 @@ class ComputeModel:
 
     def _is_free(self, node: fx.Node) -> bool:
         target = node.target
+        if _op_of(node)[0] is not target:
+            return False  # its value is not known, those of its elements are
         if node.op != "call_function" or not (self._live.storages_of[node] or _is_mutable(target)):
             return True
         if (
@@ -112,11 +126,23 @@ class ComputeModel:
             or target in collectives.WAITS
             or ops.is_unshard(node)
             or ops.is_reduce_grad(node)
+            or number_of(node) is not None  # its graphs have costs of their own
         ):
             return True
         if getattr(target, "overloadpacket", None) in _UNINITIALISED:
             return True
         return not _is_mutable(target) and not self._live.allocates(node)
+
+    def _nbytes(self, node: fx.Node) -> Quantity:
+        return sum((shape.nbytes for shape in self._shapes_of(node)), start=0)
+
+    def _share(self, node: fx.Node, flops: Quantity) -> float:
+        """The share of the peak at which an op runs, as if FLOPs that a causal mask leaves out took time."""
+        name = str(_op_of(node)[0])
+        if "attention" not in name:
+            return self._hardware.gemm_share(float(self._point.value(flops)))
+        share = self._hardware.attention_efficiency["backward" in name]
+        return share * (2 if _is_causal(node) else 1)
 
     def _shapes_of(self, node: fx.Node) -> tuple[_Shape, ...]:
         if node not in self._shapes:
@@ -139,11 +165,13 @@ class ComputeModel:
                 continue
         return 0
 
-    def _roofline(self, flops: Quantity, nbytes: Quantity, shapes: tuple[_Shape, ...]) -> NodeCost:
+    def _roofline(
+        self, flops: Quantity, nbytes: Quantity, shapes: tuple[_Shape, ...], share: float, starts: bool
+    ) -> NodeCost:
         dtype = next((shape.dtype for shape in shapes if shape.dtype.is_floating_point), torch.float32)
-        computing, moving = flops / self._hardware.peak(dtype), nbytes / self._hardware.memory_bandwidth
+        computing, moving = flops / (self._hardware.peak(dtype) * share), nbytes / self._hardware.memory_bandwidth
         longer = computing if self._point.value(computing) > self._point.value(moving) else moving
-        return NodeCost(flops=flops, nbytes=nbytes, seconds=longer + self._hardware.kernel_overhead)
+        return NodeCost(flops=flops, nbytes=nbytes, seconds=longer + self._hardware.kernel_overhead * starts)
 
 
 def _bytes_moved(target: Any, read: tuple[_Shape, ...], written: tuple[_Shape, ...]) -> Quantity:
@@ -157,6 +185,27 @@ def _shape_of(tensor: Tensor) -> _Shape:
     sizes = tuple(map(size_of, tensor.shape))
     strides = map(size_of, tensor.stride())
     return _Shape(tensor.dtype, sizes, product(n for n, stride in zip(sizes, strides, strict=True) if stride != 0))
+
+
+def _op_of(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """The op that a node runs, and its arguments: checkpointing wraps ops that may draw random numbers."""
+    if not isinstance(node.target, torch._ops.HigherOrderOperator) or node.target.name() not in _WITH_RANDOM_STATE:
+        return node.target, node.args
+    place = next(i for i, argument in enumerate(node.args) if isinstance(argument, torch._ops.OpOverload))
+    return node.args[place], node.args[place + 1 :]
+
+
+def _is_causal(node: fx.Node) -> bool:
+    """Whether an attention op leaves out what a causal mask hides; `False` where it takes no such argument."""
+    target, args = _op_of(node)
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    names = [argument.name for argument in target._schema.arguments]
+    if "is_causal" not in names:
+        return False
+    place = names.index("is_causal")
+    given = node.kwargs.get("is_causal", args[place] if place < len(args) else False)
+    return given is True
 
 
 def _is_mutable(target: Any) -> bool:

@@ -82,9 +82,11 @@ class CriticalPath:
 class Timeline:
     """A graph on the clock, to be asked again and again."""
 
-    def __init__(self, sizes: Sizes, hardware: HardwareSpec) -> None:
-        """Cost every node of a graph once."""
-        live, value, model = sizes.live, sizes.point.value, ComputeModel(sizes.live, hardware, sizes.point)
+    def __init__(self, sizes: Sizes, hardware: HardwareSpec, *, fuses: bool = False) -> None:
+        """Cost every node of a graph once; `fuses` as of `ComputeModel`."""
+        live, value = sizes.live, sizes.point.value
+        self.hardware = hardware
+        model = ComputeModel(live, hardware, sizes.point, fuses=fuses)
         costs = {node: cost for node in live.nodes if (cost := model.cost(node)) is not FREE}
         self.copies = {node: cost for node, cost in costs.items() if node.target in ops.BETWEEN_HOST_AND_DEVICE}
         self.compute = {node: cost for node, cost in costs.items() if node not in self.copies}
@@ -101,6 +103,12 @@ class Timeline:
             self._quantities[node] += Sum(launch.seconds for launch in waited).total
         self.seconds = {node: float(value(seconds)) for node, seconds in self._quantities.items()}
         """Launch, copy or node of compute -> what it takes."""
+        self._bytes = {node: float(value(launch.nbytes)) for node, launch in self.launches.items()}
+        self.shares = {
+            node: hardware.share_of_collective(self._bytes[node] / max(self.seconds[node], 1e-12), launch.op)
+            for node, launch in self.launches.items()
+        }
+        """Launch -> the share of compute's speed that it takes while it runs."""
         self.queues = {node: launch.group for node, launch in self.launches.items()}
         self.queues |= {node: stream for node in costs if (stream := tags.meta_of(node).stream)}
         """Launch or copy -> its process group or side stream."""
@@ -114,6 +122,10 @@ class Timeline:
     def compute_seconds(self) -> float:
         """Seconds that all compute takes if it waits for nothing."""
         return self._before[-1]
+
+    def launched_bytes(self, launch: fx.Node) -> float:
+        """Return the bytes of a launch's whole buffer, where the graph was traced."""
+        return self._bytes[launch]
 
     def computed_before(self, node: fx.Node) -> float:
         """Return the seconds of compute that stand before a node."""

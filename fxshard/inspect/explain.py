@@ -65,6 +65,20 @@ def explain(
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"explain expects an nn.Module, got {type(model).__name__}.")
+    return explained(model, args, kwargs, world_size=world_size, mesh=mesh, options=options)
+
+
+def explained(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    world_size: int | tuple[int, int] | None = None,
+    mesh: DeviceMesh | None = None,
+    options: Mapping[str, Any] | None = None,
+    saves_all: bool = False,
+) -> Explanation:
+    """Do what `explain` does; with `saves_all` forward keeps for backward what it would keep without a compiler."""
     parsed = parse({"hardware": DEFAULT_HARDWARE, **(options or {})})
     require_known_flags(parsed)
     pipeline.chosen(parsed)
@@ -74,14 +88,14 @@ def explain(
     frames: list[Frame] = []
     try:
         capture = functools.partial(
-            backend.capture_only, options=dataclasses.replace(parsed, regional=False), frames=frames
+            backend.capture_only,
+            options=dataclasses.replace(parsed, regional=False),
+            frames=frames,
+            saves_all=saves_all,
         )
         fake_model.compile(capture, args, kwargs, by_block=parsed.regional)
     except torch_private.NO_VALUE as error:
-        raise UnsupportedGraph(
-            f"the forward of {name} reads values of a tensor ({error.func} at {_place(error)}), but explain runs "
-            "on tensors that have none. Take the read out of forward, or explain the part of the model before it."
-        ) from error
+        raise reads_values(name, error) from error
     if not frames:
         raise nothing_captured(name)
     return explanation(name, units_under(fake_model.model), fake_model.replica.device, frames)
@@ -150,6 +164,14 @@ def explanation(name: str, units: Sequence[Unit], device: torch.device, frames: 
         host_bytes=host_bytes,
         offloaded=tuple(unit.label for unit in offloaded),
         uncaptured={unit.label: unit.plan.unsharded_bytes for unit in units if unit.fqn not in captured},
+    )
+
+
+def reads_values(name: str, error: Any) -> UnsupportedGraph:
+    """What to raise where the forward of a model needs values of fake tensors: `error` is one of `NO_VALUE`."""
+    return UnsupportedGraph(
+        f"the forward of {name} reads values of a tensor ({error.func} at {_place(error)}), but explain runs "
+        "on tensors that have none. Take the read out of forward, or explain the part of the model before it."
     )
 
 

@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import nn
@@ -27,7 +27,11 @@ def build(target: str) -> Target:
     Raises:
         ConfigError: there is no such function, or it returned something else.
     """
-    made = function_of(target, _RETURN)()
+    return checked(function_of(target, _RETURN)(), target)
+
+
+def checked(made: Any, target: str) -> Target:
+    """What the function that `target` names returned, as `build` returns it."""
     parts = made if isinstance(made, tuple) else (made,)
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
         raise ConfigError(f"{target} returned {kind_of(made)}; {_RETURN}.")
@@ -41,10 +45,10 @@ def build(target: str) -> Target:
     return model, tuple(args) if isinstance(args, tuple | list) else (args,), kwargs
 
 
-def function_of(target: str, returns: str) -> Callable[[], Any]:
-    """The function without parameters that `module:function` names; the current directory is importable.
+def function_of(target: str, returns: str, gives: Collection[str] = ()) -> Callable[..., Any]:
+    """The function that `module:function` names; the current directory is importable.
 
-    A ConfigError where there is none says what it `returns`.
+    It needs no parameters but those that `gives` names. A ConfigError where there is none says what it `returns`.
     """
     module_name, _, path = target.partition(":")
     if not module_name or not path:
@@ -66,9 +70,9 @@ def function_of(target: str, returns: str) -> Callable[[], Any]:
             raise ConfigError(f"{module_name} has no {path!r}.") from error
     if not callable(found) or isinstance(found, nn.Module):
         raise ConfigError(f"{target} is no function but {kind_of(found)}; write one without parameters: {returns}.")
-    if missing := _required(found):
+    if missing := [name for name in _required(found) if name not in gives]:
         raise ConfigError(f"{target} is called without arguments, but it needs {', '.join(missing)}.")
-    function: Callable[[], Any] = found
+    function: Callable[..., Any] = found
     return function
 
 

@@ -14,6 +14,7 @@ from fxshard.options import launched
 from fxshard.tools.cli_bench import BENCH_TEXT, add_bench
 from fxshard.tools.cli_calibrate import add_calibrate
 from fxshard.tools.cli_common import EXIT_ERROR, at_least, device_for, mesh_size, num_ranks, output_folder
+from fxshard.tools.cli_plan import add_plan
 from fxshard.tools.cli_state import add_state
 from fxshard.tools.demo.config import LOWERINGS, MAX_DIFFERENCE, MODELS, DemoConfig
 from fxshard.tools.launch.console import open_console, print_line
@@ -64,10 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser(
             "explain",
             help="show what every pass does to the graphs of a model, without a cluster",
-            description=(
-                "Shard and compile a model on tensors without data, for any number of ranks, and print a table of all "
-                "graphs, or the graphs after one pass. Needs no GPU, no process group and no memory for the weights."
-            ),
+            description=_EXPLAIN_TEXT,
         )
     )
     add_bench(
@@ -79,10 +77,15 @@ def _parser() -> argparse.ArgumentParser:
         )
     )
     add_calibrate(commands)
+    add_plan(commands)
     add_state(commands.add_parser("state", help="work on checkpoints, without ranks", description=_STATE_TEXT))
     return parser
 
 
+_EXPLAIN_TEXT = (
+    "Shard and compile a model on tensors without data, for any number of ranks, and print a table of all graphs, or "
+    "the graphs after one pass. Needs no GPU, no process group and no memory for the weights."
+)
 _STATE_TEXT = "Work on checkpoints in files. Needs no GPU, no process group and no memory for more than two tensors."
 
 
@@ -109,7 +112,11 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     add("--frame", type=at_least(0), metavar="N", help="with --pass: only this captured graph, counted from 0")
     add("--html", type=Path, metavar="FILE", help="write a page with all graphs, their differences and collectives")
     add("--lower", choices=LOWERINGS, default="inductor", help="what would run the graphs (default: %(default)s)")
-    add("--hardware", metavar="NAME", help="what to estimate for: h100, h200, cpu or a JSON file (default: h100)")
+    add(
+        "--hardware",
+        metavar="NAME",
+        help="what to estimate for: h100, h200, cpu, another of fxshard/cost/devices or a JSON file (default: h100)",
+    )
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:

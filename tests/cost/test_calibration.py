@@ -81,7 +81,12 @@ def test_the_link_between_replicas_has_numbers_of_its_own() -> None:
         with emulated_link(8, gigabytes_per_s=0.2, latency_us=1000.0, ranks_per_machine=4, between_machines=between):
             mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
             spec = calibrate([mesh["shard"].get_group(), mesh["replicate"].get_group()], CPU)
-        found = [spec.link_bandwidth, spec.replica_link[1], spec.link_latency, spec.replica_link[0]]
+        found = [
+            spec.link_bandwidth,
+            spec.replica_link(2, 4).bandwidth,
+            spec.link_latency,
+            spec.replica_link(2, 4).latency,
+        ]
         wanted = pytest.approx([0.2e9, 0.05e9, 1e-3, 3e-3], rel=0.2)
         if found == wanted:
             break

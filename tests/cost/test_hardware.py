@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from fxshard.cost.comm import transfer_seconds
 from fxshard.cost.hardware import BUILTIN, HardwareSpec, load
 from fxshard.errors import ConfigError
 
@@ -94,3 +97,99 @@ def test_a_file_of_another_form_is_refused(content: Any, message: str, tmp_path:
 
 def test_a_link_without_latency_is_allowed() -> None:
     assert HardwareSpec(**fields(link_latency=0, kernel_overhead=0)).link_latency == 0
+
+
+DEVICES = sorted(set(BUILTIN) - {"h100", "h200", "cpu"})
+
+
+def test_the_devices_that_a_plan_takes_are_there() -> None:
+    assert DEVICES == ["a100-80", "b200", "h100-sxm", "h100-sxm-96", "h200-sxm", "mi300x"]
+
+
+@pytest.mark.parametrize("name", sorted(BUILTIN))
+def test_every_figure_of_a_device_has_a_source(name: str) -> None:
+    given = json.loads(resources.files("fxshard.cost").joinpath(f"devices/{name}.json").read_text())
+    figures = set(given) - {"name", "source", "sources"}
+    assert set(given["sources"]) == figures
+    assert all(given["sources"].values())
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_a_device_reaches_no_more_than_its_data_sheet(name: str) -> None:
+    spec = load(name)
+    assert spec.data_sheet_flops.keys() == spec.peak_flops.keys()
+    assert all(spec.peak_flops[dtype] < spec.data_sheet_flops[dtype] for dtype in spec.peak_flops)
+    shares = [share for _, share in spec.gemm_efficiency]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+
+
+def test_a_product_between_two_listed_sizes_reaches_a_share_between_theirs() -> None:
+    spec = dataclasses.replace(BUILTIN["cpu"], gemm_efficiency=((64, 0.25), (256, 1.0)))
+    assert [spec.gemm_share(2 * side**3) for side in (1, 64, 128, 256, 4096)] == pytest.approx([0.25, 0.25, 0.5, 1, 1])
+    assert BUILTIN["cpu"].gemm_share(2.0) == 1.0
+
+
+TWO_NODES = dataclasses.replace(
+    BUILTIN["cpu"],
+    link_latency=1.0,
+    link_bandwidth=100.0,
+    hop_latency=0.5,
+    ranks_per_node=4,
+    network_latency=2.0,
+    network_bandwidth=10.0,
+)
+
+
+def test_a_group_inside_a_node_runs_on_the_fast_link() -> None:
+    assert TWO_NODES.link(4) == (1.0, 0.5, 100.0)
+
+
+def test_the_ranks_of_a_node_share_its_network_and_every_fourth_step_is_between_nodes() -> None:
+    assert TWO_NODES.link(8) == (1.0, (2.0 + 3 * 0.5) / 4, 40.0)
+
+
+def test_one_rank_of_each_node_has_its_part_of_the_network_alone() -> None:
+    assert TWO_NODES.replica_link(2, 4) == (1.0, 2.0, 10.0)
+
+
+def test_replicas_inside_a_node_are_on_the_fast_link() -> None:
+    assert TWO_NODES.replica_link(2, 2) == (1.0, 0.5, 100.0)
+
+
+def test_a_wide_network_is_no_faster_than_the_link_inside_the_nodes() -> None:
+    assert dataclasses.replace(TWO_NODES, network_bandwidth=1000.0).link(8).bandwidth == 100.0
+
+
+def test_a_message_that_is_small_beside_the_steps_of_the_ring_does_not_reach_the_bandwidth() -> None:
+    link = TWO_NODES.link(8)
+    speeds = [nbytes / transfer_seconds("all_gather", nbytes, 8, link) for nbytes in (10, 10**3, 10**6)]
+    assert speeds[0] < 0.1 * speeds[2]
+    assert speeds[0] < speeds[1] < speeds[2] == pytest.approx(40.0 * 8 / 7, rel=0.01)
+
+
+def test_a_collective_takes_its_kernels_and_its_part_of_the_memory_bandwidth() -> None:
+    spec = dataclasses.replace(BUILTIN["cpu"], collective_share=0.25, memory_bandwidth=60.0)
+    assert spec.share_of_collective(1.0, "all_gather") == pytest.approx(0.25 + 3 / 60)
+    assert spec.share_of_collective(1.0, "all_reduce") == pytest.approx(0.25 + 6 / 60)
+    assert spec.share_of_collective(1e9, "all_gather") == 0.9
+    assert BUILTIN["cpu"].share_of_collective(1.0, "all_gather") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"ranks_per_node": 8}, "with several nodes network_bandwidth is needed, too. Got 8 and None."),
+        ({"ranks_per_node": 1.5, "network_bandwidth": 1.0}, "ranks_per_node must be a whole number"),
+        ({"collective_share": 1.0}, "collective_share must be below 1, got 1.0"),
+        ({"gemm_efficiency": [1, 2]}, "gemm_efficiency must be pairs (side, share)"),
+        ({"attention_efficiency": [1.0]}, "attention_efficiency (forward, backward)"),
+        ({"attention_efficiency": [1.0, 0.0]}, "attention_efficiency=0.0"),
+        ({"gemm_efficiency": [[64, -1.0]]}, "gemm_efficiency[0]=-1.0"),
+        ({"data_sheet_flops": {"bf16": 0}}, "data_sheet_flops.bf16=0"),
+    ],
+)
+def test_an_impossible_network_or_efficiency_is_refused(changed: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(written(tmp_path, fields(**changed)))
+    assert named in str(error.value)

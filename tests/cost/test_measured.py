@@ -208,8 +208,8 @@ def test_a_mesh_of_two_axes_is_measured_along_both_and_its_graphs_count_on_it(tm
         torch.compile(model, backend="fxshard", options={"lower": "eager"})(torch.ones(2, 8)).sum().backward()
         spec = fxshard.explanation_of(model).hardware
         assert spec.source.startswith("measured on 2 x 2 ranks of emulated, ")
-        assert spec.replica_link[1] <= 0.1e9 < spec.link_bandwidth
-        assert spec.link_latency < spec.replica_link[0]
+        assert spec.replica_link(2, 2).bandwidth <= 0.1e9 < spec.link_bandwidth
+        assert spec.link_latency < spec.replica_link(2, 2).latency
     assert fxshard.explanation_of(model).hardware == spec
 
 
@@ -222,9 +222,9 @@ def test_the_axis_of_tensor_parallelism_has_a_speed_of_its_own(tmp_path: Path) -
         torch.compile(model, backend="fxshard", options={"lower": "eager"})(torch.ones(2, 8)).sum().backward()
         spec = fxshard.explanation_of(model).hardware
         assert spec.source.startswith("measured on 2 x 2 ranks of emulated, ")
-        assert spec.link_bandwidth <= 0.1e9 < spec.tensor_link[1]
-        assert spec.tensor_link[0] < spec.link_latency
-        assert spec.replica_link == (spec.link_latency, spec.link_bandwidth)  # there is none
+        assert spec.link_bandwidth <= 0.1e9 < spec.tensor_link(2).bandwidth
+        assert spec.tensor_link(2).latency < spec.link_latency
+        assert spec.replica_link(2, 2) == spec.link(2)  # there is none
 
 
 def test_one_rank_and_a_fake_group_measure_nothing(tmp_path: Path) -> None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import pytest
+import dataclasses
+import operator
 
+import pytest
+import torch
+
+from fxshard.cost.hardware import HardwareSpec
 from fxshard.cost.sizes import sizes_of
-from fxshard.cost.step import GraphOfStep, step_time
+from fxshard.cost.step import Clock, GraphOfStep, step_time
 from fxshard.cost.timeline import Timeline
 from fxshard.ir import tags
 from tests.cost.big import WORLD_SIZE as RANKS
 from tests.cost.by_hand import HARDWARE, NO_PLAN, PRODUCT, TRANSFER, HandMade, c10d
+
+planned_block = torch.ops.fxshard.planned_block.default
 
 REDUCTION = TRANSFER
 """Seconds of reducing as many bytes as a gather brings."""
@@ -70,3 +77,72 @@ def test_a_gather_that_was_launched_early_goes_before_the_reduction_of_its_graph
 
 def test_nothing_takes_no_time() -> None:
     assert step_time([]) == (0.0, 0.0)
+
+
+def called(inner: GraphOfStep, count: int, hardware: HardwareSpec = HARDWARE) -> GraphOfStep:
+    """A graph that calls `inner` so many times, with a product before each and one at the end."""
+    plan, calls = HandMade(), {}
+    for number in range(count):
+        plan.product()
+        node = plan.call(planned_block, [plan.x], number, "float32 24 64", "float32 24 64")
+        calls[node] = inner
+        plan.x = plan.call(operator.getitem, node, 0)
+    plan.product()
+    graph = plan.finish(plan.x)
+    return GraphOfStep(graph, Timeline(sizes_of(graph, NO_PLAN), hardware), calls)
+
+
+def test_a_graph_that_calls_others_stands_still_while_they_run_and_begins_their_first_gather() -> None:
+    assert step_time([called(block(3), 2)]) == (9 * PRODUCT + TRANSFER - PRODUCT, TRANSFER - PRODUCT)
+
+
+def test_compute_is_slower_while_a_collective_runs() -> None:
+    half = dataclasses.replace(HARDWARE, collective_share=0.5)
+    plan = HandMade()
+    launch = plan.launch()
+    plan.product()
+    plan.product()
+    plan.wait(launch)
+    plan.product()
+    graph = plan.finish(plan.x)
+    step = step_time([GraphOfStep(graph, Timeline(sizes_of(graph, NO_PLAN), half))])
+    assert step == pytest.approx((TRANSFER + (2 * PRODUCT - TRANSFER / 2) + PRODUCT, 0.0))
+
+
+def test_compute_waits_for_a_host_that_is_slower() -> None:
+    slow = dataclasses.replace(HARDWARE, host_overhead=2 * PRODUCT)
+    plan = HandMade()
+    for _ in range(4):
+        plan.product()
+    graph = plan.finish(plan.x)
+    graphs = [GraphOfStep(graph, Timeline(sizes_of(graph, NO_PLAN), slow))]
+    assert step_time(graphs, slow).seconds == 8 * PRODUCT
+    assert step_time(graphs).seconds == 4 * PRODUCT
+
+
+def test_microbatches_that_do_not_reduce_launch_no_reduction() -> None:
+    clock = Clock(intervals=[])
+    clock.run_all([block(3, reduces=True)] * 3, unreduced=2)
+    assert clock.intervals is not None
+    names = [each.name for each in clock.intervals if each.stream == "0"]
+    assert sum(name.startswith("reduce_scatter") for name in names) == 1
+    assert sum(name.startswith("all_gather") for name in names) == 3
+
+
+def test_exposed_time_is_told_by_what_compute_waits_for() -> None:
+    clock = Clock()
+    clock.run_all([block(1, reduces=True)])
+    assert clock.exposed_by == {"all_gather": TRANSFER, "the last launches": REDUCTION}
+
+
+def test_parameters_that_are_copied_out_take_time_behind_their_gather() -> None:
+    slow = dataclasses.replace(HARDWARE, memory_bandwidth=2.0**14)  # 16 KiB are read and written in two seconds
+    plan = HandMade()
+    plan.wait(plan.launch())
+    graph = plan.finish(plan.x)
+    launches = {node: {"block": "0"} for node in graph.nodes if "all_gather" in node.name}
+    for node, units in launches.items():
+        tags.tag_units(node, units)
+    timeline = Timeline(sizes_of(graph, NO_PLAN), slow)
+    plain, copying = (GraphOfStep(graph, timeline, copies_out=copies) for copies in (False, True))
+    assert step_time([copying]).seconds - step_time([plain]).seconds == pytest.approx(2.0)

@@ -201,16 +201,16 @@ def test_a_copy_on_a_side_stream_begins_behind_its_launch_and_is_waited_for_in_i
     assert (result.total, result.exposed) == (TRANSFER + PRODUCT, TRANSFER)
 
 
-LINK = (HARDWARE.link_latency, HARDWARE.link_bandwidth)
+LINK = HARDWARE.link(4)
 
 
 def test_an_all_reduce_moves_its_buffer_twice() -> None:
-    once = transfer_seconds("reduce_scatter", 16384, 4, *LINK)
-    twice = transfer_seconds("all_reduce", 16384, 4, *LINK)
+    once = transfer_seconds("reduce_scatter", 16384, 4, LINK)
+    twice = transfer_seconds("all_reduce", 16384, 4, LINK)
     assert (once, twice) == (7.0, 13.0)
 
 
 def test_the_time_of_a_transfer_grows_with_the_world_size_to_a_limit() -> None:
-    seconds = transfer_seconds("all_gather", 16384, WORLD_SIZE, *LINK)
+    seconds = transfer_seconds("all_gather", 16384, WORLD_SIZE, LINK)
     assert [float(seconds.subs(WORLD_SIZE, ranks)) for ranks in (1, 4)] == [1, TRANSFER]
     assert float(seconds.subs(WORLD_SIZE, 10**9)) == pytest.approx(9)

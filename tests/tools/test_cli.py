@@ -52,7 +52,7 @@ def test_no_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert "COMMAND" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["bench", "calibrate", "demo", "explain"])
+@pytest.mark.parametrize("command", ["bench", "calibrate", "demo", "explain", "plan"])
 def test_help_explains_every_argument(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_status(command, "--help") == 0
     text = capsys.readouterr().out
@@ -63,6 +63,35 @@ def test_help_explains_every_argument(command: str, capsys: pytest.CaptureFixtur
     for action in choices[command]._actions:
         assert action.help, action.dest
         assert str([*action.option_strings, action.metavar][0]) in text
+
+
+def test_plan_prints_a_line_for_each_run(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("plan", "tests.plan.models:build", "--world-size", "8,2x8", "--batch", "2", "--schedule", "FSDP2")
+    assert exit_status(*argv) == 0
+    told = capsys.readouterr()
+    assert [line.split("│")[1:4] for line in told.out.splitlines() if "FSDP2" in line] == [
+        ["     8 ", "     2 ", " FSDP2    "],
+        ["   2x8 ", "     2 ", " FSDP2    "],
+    ]
+    assert told.err.splitlines() == ["8 ranks, batch 2, FSDP2", "2x8 ranks, batch 2, FSDP2"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("llama3-9b", "--world-size", "8"), "did you mean 'llama3-8b'?"),
+        (("llama3-8b", "--world-size", "8,12x"), "must be a number of ranks, or replicas x shards such as 4x8"),
+        (("llama3-8b", "--world-size", "12"), "1 x 12 ranks do not divide into nodes of 8 ranks (h100-sxm)."),
+        (("llama3-8b", "--world-size", "8", "--hardware", "h100-sxn"), "did you mean 'h100-sxm'?"),
+        (("llama3-8b", "--world-size", "8", "--schedule", "FSDP3"), "there is no schedule FSDP3"),
+        (("tests.plan.models:build", "--world-size", "8", "--checkpointing", "full"), "is for built-in shapes"),
+    ],
+)
+def test_plan_names_what_it_cannot_plan(
+    argv: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_status("plan", *argv) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

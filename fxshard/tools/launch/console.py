@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from rich.progress import ProgressColumn
 
 
-def open_console(*, quiet: bool = False) -> Console:
-    """The terminal that tables go to; `quiet` shows nothing."""
+def open_console(*, quiet: bool = False, stderr: bool = False) -> Console:
+    """The terminal that tables go to, or that of `stderr`; `quiet` shows nothing."""
     from rich.console import Console
 
-    return Console(quiet=quiet)
+    return Console(quiet=quiet, stderr=stderr)
 
 
 def print_line(console: Console, line: str, *, style: str | None = None) -> None:

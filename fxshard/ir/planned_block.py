@@ -1,0 +1,51 @@
+"""The op that stands for a block in the graphs of what is around the blocks; [Note: outlined traces]."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+
+@torch.library.custom_op("fxshard::planned_block", mutates_args=())
+def planned_block(tensors: Sequence[Tensor], number: int, results: str, sources: str) -> list[Tensor]:
+    """Stand for block `number`, whose results are as the text `results` says; its inputs are as `sources` says.
+
+    The texts list dtype and sizes: `bfloat16 2 8 16;float32 2`. Backward is the same op the other way around, with
+    `sources` empty.
+    """
+    raise NotImplementedError("fxshard::planned_block stands for a block in a plan, and has no kernel")
+
+
+@planned_block.register_fake
+def _(tensors: Sequence[Tensor], number: int, results: str, sources: str) -> list[Tensor]:
+    made = []
+    for text in results.split(";"):
+        dtype, *sizes = text.split(" ")
+        made.append(tensors[0].new_empty([int(size) for size in sizes], dtype=getattr(torch, dtype)))
+    return made
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.number, ctx.sources = inputs[1], inputs[3]
+    ctx.differentiable = [t.is_floating_point() for t in inputs[0]]
+
+
+def _backward(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:
+    made = iter(planned_block([g for g in grads if g is not None], ctx.number, ctx.sources, ""))
+    return [next(made) if each else None for each in ctx.differentiable], None, None, None
+
+
+torch.library.register_autograd("fxshard::planned_block", _backward, setup_context=_keep)
+
+
+def text_of(tensors: Sequence[Tensor]) -> str:
+    """Describe tensors as `planned_block` reads it."""
+    return ";".join(" ".join((str(t.dtype).removeprefix("torch."), *map(str, t.shape))) for t in tensors)
+
+
+def number_of(node: fx.Node) -> int | None:
+    """The number of the block that a node stands for, `None` for other nodes."""
+    return node.args[1] if node.target is torch.ops.fxshard.planned_block.default else None  # type: ignore[return-value]

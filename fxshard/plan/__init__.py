@@ -1,0 +1,1 @@
+"""What a training run will cost, before anybody rents the GPUs for it."""

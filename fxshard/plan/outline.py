@@ -1,0 +1,145 @@
+"""Trace a model for a plan: one block of each kind, and what is around the blocks with a call in the place of each.
+
+[Note: outlined traces]
+The time of a trace must not grow with the depth. Blocks are compiled one by one (`regional=True`), and those that are
+alike share a trace. What is around them runs uncompiled there and is in no graph; so it is traced as a model of its
+own, in which each block is one op, `fxshard::planned_block`, that returns tensors like the block's results. A step is
+then the graphs of the outer model, at each such op interrupted by the graphs of the block.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fxshard import torch_private
+from fxshard.compile.auto_shard import units_of
+from fxshard.errors import ConfigError
+from fxshard.inspect.explain import explained, reads_values
+from fxshard.inspect.explanation import Explanation
+from fxshard.inspect.replica import Replica
+from fxshard.ir.planned_block import planned_block, text_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutlinedModel:
+    """The graphs of a model, see [Note: outlined traces].
+
+    Attributes:
+        outer: of what is around the blocks.
+        blocks: of one block of each kind.
+        order: for each call of a block in `outer`, by the number that the call carries, the frame of `blocks`.
+    """
+
+    outer: Explanation
+    blocks: Explanation | None
+    order: tuple[int, ...]
+
+
+class _BlockCall(nn.Module):
+    """What stands for a block in the outer model."""
+
+    def __init__(self, number: int, results: str, structure: Any) -> None:
+        super().__init__()
+        self.number, self.results, self.structure = number, results, structure
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        sources = text_of([t for t in tensors if t.is_floating_point()])
+        made = planned_block(tensors, self.number, self.results, sources)
+        return pytree.tree_unflatten(made, self.structure)
+
+
+def outline(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    world_size: int | tuple[int, int],
+    options: dict[str, Any],
+    saves_all: bool = False,
+) -> OutlinedModel:
+    """Trace a model that is not sharded, with one block of each kind; arguments as of `explained`.
+
+    A model without blocks is traced as a whole.
+
+    Raises:
+        ConfigError: a block returns something else than tensors, or is called more than once.
+        Exception: whatever `explain` raises.
+    """
+    *blocks, _ = units_of(model)
+    names = {id(module): name for name, module in model.named_modules()}
+    if not blocks:
+        whole = explained(model, args, kwargs, world_size=world_size, options=options, saves_all=saves_all)
+        return OutlinedModel(outer=_in_one_graph(whole), blocks=None, order=())
+    called = _called(model, blocks, names, args, kwargs, options)
+    calls = {id(block): _BlockCall(number, *result) for number, (block, result) in enumerate(called)}
+    outer_model = copy.deepcopy(model, dict(calls))
+    traced = explained(
+        model, args, kwargs, world_size=world_size, options={**options, "regional": True}, saves_all=saves_all
+    )
+    outer = explained(outer_model, args, kwargs, world_size=world_size, options=options, saves_all=saves_all)
+    frame_of = {name: i for i, frame in enumerate(traced.frames) for call in frame.calls for name in call}
+    order = tuple(frame_of[names[id(block)]] for block, _ in called)
+    return OutlinedModel(outer=_in_one_graph(outer), blocks=traced, order=order)
+
+
+def _in_one_graph(outer: Explanation) -> Explanation:
+    """Return what is around the blocks, which must be one graph: a plan knows no order of several."""
+    if len(outer.frames) != 1 or "backward" not in outer.frames[0].scheduled:
+        raise ConfigError(
+            f"what {outer.model} does around its blocks is captured in {len(outer.frames)} graphs, and a plan needs "
+            "one with a backward: TORCH_LOGS=graph_breaks says where it breaks; the forward must return the loss, with "
+            "gradients on."
+        )
+    return outer
+
+
+def _called(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    names: dict[int, str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: dict[str, Any],
+) -> list[tuple[nn.Module, tuple[str, Any]]]:
+    """Run the model on fake tensors; return its blocks in the order of their calls, and what each returned."""
+    replica = Replica(torch.device("cpu"))
+    fake = replica.copy(model, "the model")
+    fake_args, fake_kwargs = replica.copy((args, kwargs), "the arguments")
+    dtype = options.get("param_dtype")  # in which a block's results are, once its parameters are gathered
+    found: dict[int, tuple[nn.Module, tuple[str, Any]]] = {}
+
+    def note(block: nn.Module, module: nn.Module, inputs: Any, result: Any) -> None:
+        (leaves, structure), name = pytree.tree_flatten(result), names[id(block)]
+        if not all(isinstance(leaf, Tensor) for leaf in leaves):
+            raise ConfigError(
+                f"{name} returns {type(result).__name__} with other values than tensors. A plan traces one block of "
+                "each kind by itself: have the blocks return tensors."
+            )
+        if id(block) in found:
+            raise ConfigError(f"{name} is called more than once in a forward, which a plan cannot count yet.")
+        cast = [t.to(dtype) if dtype is not None and t.is_floating_point() else t for t in leaves]
+        found[id(block)] = (block, (text_of(cast), structure))
+
+    handles = [replica.of(block).register_forward_hook(functools.partial(note, block)) for block in blocks]
+    try:
+        with replica.faking(), torch.no_grad():
+            fake(*fake_args, **fake_kwargs)
+    except torch_private.NO_VALUE as error:
+        raise reads_values(type(model).__name__, error) from error
+    for handle in handles:
+        handle.remove()
+    if not found:
+        raise ConfigError(
+            f"{type(model).__name__}.forward calls none of its {len(blocks)} blocks, which stand in ModuleLists and "
+            "Sequentials; call them as modules."
+        )
+    return list(found.values())

@@ -1,0 +1,1 @@
+"""The models that `fxshard plan` knows by name."""

@@ -1,0 +1,64 @@
+"""The models that `fxshard plan` takes: a builder function, a built-in shape, a config file of Hugging Face."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fxshard.errors import ConfigError, MissingExtraError, nearest
+from fxshard.inspect import target
+from fxshard.tools.plan.shapes import SHAPES, decoder, inputs
+
+
+def builder(name: str, *, sequence: int, checkpointing: str = "none") -> Callable[[int], Any]:
+    """Return what builds, for a batch size, the model that `name` means, with its inputs.
+
+    `name` is `my_module:build`, called with `batch=` if it takes that, a key of `SHAPES`, or a path of a `config.json`.
+
+    Raises:
+        ConfigError: it is none of these, or does not build a model.
+    """
+    if name in SHAPES:
+        return lambda batch: (decoder(SHAPES[name], sequence, checkpointing), inputs(batch, sequence), {})
+    if checkpointing != "none":
+        raise ConfigError("--checkpointing is for built-in shapes; your model's code says what it computes again.")
+    if name.endswith(".json"):
+        return _hugging_face(Path(name), sequence)
+    if ":" in name:
+        return lambda batch: _built(name, batch)
+    raise ConfigError(
+        f"{name!r} is no model to plan: give MODULE:FUNCTION, a config.json of Hugging Face or one of "
+        f"{', '.join(SHAPES)} (did you mean {nearest(name, SHAPES)!r}?)."
+    )
+
+
+def _built(name: str, batch: int) -> Any:
+    function = target.function_of(name, "return (model, args)", gives=("batch",))
+    return function(batch=batch) if "batch" in inspect.signature(function).parameters else function()
+
+
+def _hugging_face(path: Path, sequence: int) -> Callable[[int], Any]:
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise MissingExtraError("transformers", "hf") from error
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}.")
+    try:
+        config = AutoConfig.for_model(**json.loads(path.read_text()))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is no config of a model that transformers knows: {error}.") from error
+    config.use_cache = False
+
+    def build(batch: int) -> Any:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+        tokens, labels = inputs(batch, sequence)
+        return model, (), {"input_ids": tokens, "labels": labels}
+
+    return build
