@@ -496,3 +496,8 @@ def _is_group(name: str) -> bool:
 def storage_id(tensor: Tensor) -> int:
     """Return the identity of a tensor's storage, a DTensor's of its part: equal for views, also for fake tensors."""
     return cast(int, getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)
+
+
+def storage_users(tensor: Tensor) -> int:
+    """Return how many objects hold a tensor's storage: more than before, if somebody has a new view of it."""
+    return torch._C._storage_Use_Count(storage_id(tensor))

@@ -145,6 +145,11 @@ class AfterForward:
             scope.require_unchanged()
             scope.require_unmarked()
 
+    @property
+    def scope(self) -> _Scope:
+        """What was read and is current."""
+        return self._scope if self._epoch == self._unit.epoch() else _Scope(())
+
     def parameter(self, slot: SlotIndex) -> Tensor | None:
         """The unsharded parameter, `None` if it is sharded."""
         if self._epoch is not None and self._epoch != self._unit.epoch():
@@ -245,6 +250,15 @@ def _scope_for(unit: Unit) -> _Scope:
     if _scopes.recompute is None or _scopes.recompute[0] != backward:
         _scopes.recompute = (backward, _Scope(()))
     return _scopes.recompute[1]
+
+
+def unsharded_of(unit: Unit) -> Parameters:
+    """Return what is gathered of a unit in a running call, or between its forward and its backward; nothing else."""
+    found: Parameters = {}
+    for scope in (*_scopes.stack, unit.after_forward.scope):
+        for (key, *_), parameters in scope.gathered.items():
+            found |= parameters if key == id(unit) else {}
+    return found
 
 
 def gather_unit(unit: Unit, *, after_forward: bool = False) -> Parameters:

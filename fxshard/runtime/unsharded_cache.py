@@ -162,6 +162,14 @@ def _launch_resident(unit: Unit) -> Gathered:
     return found
 
 
+def unsharded_of(unit: Unit) -> Mapping[SlotIndex, Tensor]:
+    """Return what is resident of a unit and has its values, waited for."""
+    found = unit.model.unsharded.get(unit)
+    if found is None or not found.is_current:
+        return {}
+    return {slot: collectives.WAIT(tensor) for slot, tensor in found.tensors.items()}
+
+
 def is_resident(unit: Unit) -> bool:
     """Whether there are copies, of whichever values."""
     return unit in unit.model.unsharded

@@ -239,10 +239,11 @@ def link_gigabytes_per_s(is_new: bool, nbytes: int = 256 * 2**20, repeats: int =
 def reset_peak() -> int:
     """Forget the peak of resident memory so far; what is resident now, in bytes."""
     Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
+    return status("VmRSS")
 
 
-def _status(field: str) -> int:
+def status(field: str) -> int:
+    """Return a field of this process's status in bytes."""
     (line,) = [x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field)]
     return int(line.split()[1]) * 1024
 
@@ -255,7 +256,7 @@ def call(name: str, model: nn.Module, optim: torch.optim.Optimizer) -> tuple[flo
     start = time.perf_counter()
     full = METHODS[name](model, optim)
     seconds = time.perf_counter() - start
-    return seconds, _status("VmHWM") - before, full
+    return seconds, status("VmHWM") - before, full
 
 
 def require_same(first: Full, other: Full, name: str) -> None:

@@ -1,0 +1,184 @@
+"""Compare ways to hand whole weights to an engine: TRL's loop over FSDP2, torch's full state_dict, `full_weights`.
+
+    python -m tests.tools.bench.weights --ranks 2 --sizes 50,200 --rounds 5
+
+All ways take turns in the same processes, after a barrier. The engine stands in for vLLM: on the ranks that want
+weights it copies each tensor into its own, with `--engine none` it counts bytes only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, multiprocessing, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
+from torch.distributed.tensor import DTensor
+
+import fxshard
+from tests.tools.bench.markdown import table
+from tests.tools.bench.state import SHAPES, Layer, link_gigabytes_per_s, reset_peak, status
+
+MIB = 2**20
+Pairs = Iterator[tuple[str, Tensor]]
+
+
+def build(size: str, shard: Any) -> nn.Module:
+    """Return a sharded model of `size` million parameters; its values are the same on every rank."""
+    layers, width = SHAPES[size]
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.layers = nn.ModuleList(Layer(width, size == "2") for _ in range(layers))
+    for layer in model.layers:
+        nn.init.normal_(layer.weights[0])
+        shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model
+
+
+def trl(model: nn.Module, args: argparse.Namespace, _: int | None) -> Pairs:
+    """TRL's loop (pull request 6386): `full_tensor()` into a bucket of 256 MB, which is then pushed; all ranks gather."""
+    bucket: list[tuple[str, Tensor]] = []
+    nbytes = 0
+    for name, parameter in model.state_dict().items():
+        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        full = full.to(args.dtype)
+        bucket.append((name, full))
+        nbytes += full.nbytes
+        if nbytes >= args.bucket_mib * MIB:
+            yield from bucket
+            bucket, nbytes = [], 0
+        del full
+    yield from bucket
+
+
+def torch_full(model: nn.Module, args: argparse.Namespace, _: int | None) -> Pairs:
+    """`get_model_state_dict(full_state_dict=True)`."""
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    for name, full in state.items():
+        yield name, full.to(args.dtype)
+
+
+def ours(model: nn.Module, args: argparse.Namespace, ranks: int | None) -> Pairs:
+    """`fxshard.full_weights`."""
+    return fxshard.full_weights(model, bucket_mib=args.bucket_mib, dtype=args.dtype, ranks=ranks)
+
+
+METHODS: dict[str, tuple[Callable[[nn.Module, argparse.Namespace, int | None], Pairs], bool, int | None]] = {
+    "TRL's loop": (trl, False, None),
+    "get_model_state_dict": (torch_full, False, None),
+    "full_weights, rank 0": (ours, True, 0),
+    "full_weights, all ranks": (ours, True, None),
+}
+
+
+class Engine:
+    """Stands in for an inference engine."""
+
+    def __init__(self, model: nn.Module, args: argparse.Namespace) -> None:
+        """Take memory for whole weights, if they are copied."""
+        copies = args.engine == "copy"
+        self.weights = {
+            name: torch.zeros(p.shape, dtype=args.dtype) for name, p in model.named_parameters() if copies
+        }
+        self.nbytes = 0
+
+    def load(self, name: str, weight: Tensor) -> None:
+        """Take one weight."""
+        self.nbytes += weight.nbytes
+        if self.weights:
+            self.weights[name].copy_(weight)
+
+
+def call(name: str, model: nn.Module, engine: Engine | None, args: argparse.Namespace) -> tuple[float, int]:
+    """One update that all ranks begin together: its seconds until all are done, and what it added to the peak."""
+    way, _, ranks = METHODS[name]
+    gc.collect()
+    before = reset_peak()
+    dist.barrier()
+    start = time.perf_counter()
+    for weight_name, weight in way(model, args, ranks):
+        if engine is not None:
+            engine.load(weight_name, weight)
+        del weight
+    dist.barrier()
+    return time.perf_counter() - start, status("VmHWM") - before
+
+
+def measure(rank: int, args: argparse.Namespace, folder: str) -> None:
+    """Run all rounds as `rank`; rank 0 prints."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", args.ranks)
+    dist.init_process_group(args.backend, store=store, rank=rank, world_size=args.ranks)
+    for size in args.sizes.split(","):
+        models = {False: build(size, fsdp2_fully_shard), True: build(size, fxshard.fully_shard)}
+        engines = {name: Engine(models[is_ours], args) for name, (_, is_ours, _) in METHODS.items()} if not rank else {}
+        nbytes = sum(p.numel() * args.dtype.itemsize for p in models[True].parameters())
+        names = list(METHODS)
+        seconds: dict[str, list[float]] = {name: [] for name in names}
+        peaks: dict[str, list[int]] = {name: [] for name in names}
+        links = [link_gigabytes_per_s(False)]
+        for number in range(args.rounds + 1):
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                took, peak = call(name, models[METHODS[name][1]], engines.get(name), args)
+                seconds[name].append(took)
+                peaks[name].append(peak)
+            links.append(link_gigabytes_per_s(False))
+        everyone: list[Any] = [None] * args.ranks
+        dist.all_gather_object(everyone, {name: max(values[1:]) for name, values in peaks.items()})
+        if rank == 0:
+            require_same(engines, nbytes * (args.rounds + 1))
+            show(size, nbytes, seconds, everyone, statistics.median(links))
+    dist.destroy_process_group()
+
+
+def require_same(engines: dict[str, Engine], nbytes: int) -> None:
+    """Raise unless all ways gave all weights, with the same bits."""
+    first, *others = engines.values()
+    for other in others:
+        if other.nbytes != nbytes or any(not torch.equal(first.weights[name], w) for name, w in other.weights.items()):
+            raise AssertionError("the ways gave other weights")
+
+
+def show(size: str, nbytes: int, seconds: dict[str, list[float]], peaks: list[dict[str, int]], link: float) -> None:
+    """Print one size as a table."""
+    print(f"\n{size}M parameters, {nbytes / MIB:.0f} MiB as they arrive; the link moves {link:.2f} GB/s.\n")
+    medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
+    base = seconds["TRL's loop"]
+    rows = []
+    for name, values in seconds.items():
+        ratio = statistics.median(own / other for own, other in zip(values[1:], base[1:], strict=True))
+        others = max(each[name] for each in peaks[1:]) / MIB
+        spread = f"{medians[name]:.3f} ({min(values[1:]):.3f}-{max(values[1:]):.3f})"
+        rows.append([name, spread, f"{nbytes / medians[name] / 1e9:.2f}", f"{ratio:.2f}"])
+        rows[-1] += [f"{peaks[0][name] / MIB:.0f}", f"{others:.0f}"]
+    print(table(["way", "s, median (min-max)", "GB/s", "/ TRL's", "peak of rank 0, MiB", "of others"], rows), flush=True)
+
+
+def main() -> None:
+    """Start the ranks."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--sizes", default="50", help="of 2, 50, 200, 500 (million parameters)")
+    parser.add_argument("--rounds", type=int, default=5, help="counted ones, after a first")
+    parser.add_argument("--bucket-mib", type=float, default=256)
+    parser.add_argument("--dtype", default="float32", type=lambda name: getattr(torch, name))
+    parser.add_argument("--engine", choices=["copy", "none"], default="copy")
+    parser.add_argument("--backend", default="fxshard_gloo")
+    args = parser.parse_args()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.start_processes(measure, (args, folder), nprocs=args.ranks, start_method="spawn")
+
+
+if __name__ == "__main__":
+    main()
