@@ -4,8 +4,9 @@
 A bucket holds whole tensors one after the other, in the model's order, each at the next multiple of its element size:
 with one dtype there is nothing between them. What a rank sends lands in its place, so that no copy follows:
 
-    even       one all_gather per tensor, straight into its place
-    uneven     sends and receives into place; also where only some of the ranks want the weights
+    even       on accelerators one all_gather per tensor, straight into its place
+    others     sends and receives into place: uneven rows, only some of the ranks want the weights, or gloo, whose
+               all_gather copies
     staged     shares below `STRAIGHT_BYTES`, and what is cut along another dimension than 0: one transfer for all of
                them, into a stage behind the tensors of the bucket, and a copy
     whole      what a rank has anyway, or another library's placements: a copy
@@ -159,6 +160,7 @@ class Gathering:
     buffer: Tensor | None  # on the ranks that want it
     device: torch.device  # where collectives work
     wanting: Collection[int]  # global ranks
+    gathers: bool = False  # whether an all_gather lands in place without copies; gloo's does not
     works: list[Any] = field(default_factory=list)
     kept: list[Tensor] = field(default_factory=list)  # what must live until the works are done
 
@@ -232,7 +234,8 @@ class Gathering:
                 continue
             rows, own = self._rows(i, wire, deltas), None
             is_ready = rows.is_contiguous() and (rows.dtype, rows.device) == (weight.dtype, self.device)
-            if len(receivers) == wire.world_size and weight.item.share * wire.world_size == weight.nbytes:
+            is_even = weight.item.share * wire.world_size == weight.nbytes
+            if len(receivers) == wire.world_size and is_even and self.gathers:
                 own = as_bytes(rows) if is_ready else _written(self._place(i, wire.rank), rows, weight.dtype)
                 begin = self.layout.begins[i]
                 self.works.append(wire.all_gather(cast(Tensor, self.buffer)[begin : begin + weight.nbytes], own))

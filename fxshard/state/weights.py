@@ -338,7 +338,7 @@ class _Pass:
             self._follow_stream()
             buffer = self._buffers.next(layout.needs) if self._receives else None
             votes, work = self._vote()
-            gathering = Gathering(layout, buffer, self._on, self._wanting)
+            gathering = Gathering(layout, buffer, self._on, self._wanting, gathers=self._on.type != "cpu")
             gathering.start()
         self._under_way.append(_Flight(gathering, self._wants, votes, work))
         self._started += 1

@@ -30,12 +30,13 @@ from tests.tools.bench.markdown import table
 from tests.tools.bench.state import SHAPES, Layer, link_gigabytes_per_s, reset_peak, status
 
 MIB = 2**20
+SIZES = {**SHAPES, "200 wide": (4, 2048)}  # parameters in M -> (number of layers, width)
 Pairs = Iterator[tuple[str, Tensor]]
 
 
 def build(size: str, shard: Any) -> nn.Module:
     """Return a sharded model of `size` million parameters; its values are the same on every rank."""
-    layers, width = SHAPES[size]
+    layers, width = SIZES[size]
     torch.manual_seed(0)
     model = nn.Module()
     model.layers = nn.ModuleList(Layer(width, size == "2") for _ in range(layers))
@@ -46,7 +47,7 @@ def build(size: str, shard: Any) -> nn.Module:
 
 
 def trl(model: nn.Module, args: argparse.Namespace, _: int | None) -> Pairs:
-    """TRL's loop (pull request 6386): `full_tensor()` into a bucket of 256 MB, which is then pushed; all ranks gather."""
+    """TRL's loop (its pull request 6386): `full_tensor()` into a bucket, which is then pushed; all ranks gather."""
     bucket: list[tuple[str, Tensor]] = []
     nbytes = 0
     for name, parameter in model.state_dict().items():
@@ -87,9 +88,7 @@ class Engine:
     def __init__(self, model: nn.Module, args: argparse.Namespace) -> None:
         """Take memory for whole weights, if they are copied."""
         copies = args.engine == "copy"
-        self.weights = {
-            name: torch.zeros(p.shape, dtype=args.dtype) for name, p in model.named_parameters() if copies
-        }
+        self.weights = {name: torch.zeros(p.shape, dtype=args.dtype) for name, p in model.named_parameters() if copies}
         self.nbytes = 0
 
     def load(self, name: str, weight: Tensor) -> None:
@@ -161,7 +160,9 @@ def show(size: str, nbytes: int, seconds: dict[str, list[float]], peaks: list[di
         spread = f"{medians[name]:.3f} ({min(values[1:]):.3f}-{max(values[1:]):.3f})"
         rows.append([name, spread, f"{nbytes / medians[name] / 1e9:.2f}", f"{ratio:.2f}"])
         rows[-1] += [f"{peaks[0][name] / MIB:.0f}", f"{others:.0f}"]
-    print(table(["way", "s, median (min-max)", "GB/s", "/ TRL's", "peak of rank 0, MiB", "of others"], rows), flush=True)
+    print(
+        table(["way", "s, median (min-max)", "GB/s", "/ TRL's", "peak of rank 0, MiB", "of others"], rows), flush=True
+    )
 
 
 def main() -> None:
