@@ -33,12 +33,13 @@ from fxshard import torch_private
 from fxshard.runtime import mesh_axes
 from fxshard.runtime.parameters import full_tensor_of, rows_first
 from fxshard.runtime.raw import as_bytes
-from fxshard.state.local_shards import LocalShard, gather_all, hold
+from fxshard.state.local_shards import MIB, LocalShard, gather_all, hold
 from fxshard.state.lora import Merge
 from fxshard.state.rounds import STRAIGHT_BYTES, Item
 from fxshard.state.transport import Wire, launched
 
 _ALIGNMENT = 16  # bytes; of shares in a stage
+_SMALL = 16 * MIB  # a bucket that is large enough to be fast
 
 
 class Weight(NamedTuple):
@@ -109,6 +110,12 @@ class Layout:
         return _aligned(self.nbytes) + sum(width * mesh_axes.num_shards(mesh) for mesh, width in self.widths.items())
 
 
+def capacity_of(weights: Sequence[Weight], bucket_mib: float) -> int:
+    """Return how many bytes a bucket may need: three are there at a time, and eight let gathers overlap with reads."""
+    total = sum(each.nbytes for each in weights)
+    return min(int(2 * bucket_mib * MIB / 3), max(total // 8, _SMALL))
+
+
 def lay_out(weights: Sequence[Weight], capacity: int) -> list[Layout]:
     """Cut weights into buckets of at most `capacity` bytes; the same on every rank."""
     layouts: list[Layout] = []
@@ -133,21 +140,20 @@ class Buffers:
     def __init__(self, needs: Sequence[int], capacity: int, device: torch.device) -> None:
         """Take memory for buckets that need so many bytes, but for those that need more than `capacity`."""
         shared = [nbytes for nbytes in needs if nbytes <= capacity]
-        self._size, self._device = max(shared, default=0), device
-        self._kept = deque(self._new() for _ in shared[:3])
+        self._capacity, self._device = capacity, device
+        self._kept = deque(self._new(max(shared[i::3])) for i in range(min(3, len(shared))))
 
-    def _new(self) -> tuple[Tensor, int]:
-        buffer = torch.empty(self._size, dtype=torch.uint8, device=self._device)
+    def _new(self, nbytes: int) -> tuple[Tensor, int]:
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return buffer, torch_private.storage_users(buffer)
 
     def next(self, nbytes: int) -> Tensor:
-        """Return so many bytes, `[nbytes]`."""
-        if nbytes > self._size:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        """Return memory for the next bucket, `[nbytes]`."""
+        if nbytes > self._capacity:
+            return self._new(nbytes)[0]
         buffer, unused = self._kept.popleft()
         if torch_private.storage_users(buffer) > unused:  # somebody has kept a view: it is theirs
-            del buffer
-            buffer, unused = self._new()
+            buffer, unused = self._new(buffer.numel())
         self._kept.append((buffer, unused))
         return buffer[:nbytes]
 

@@ -28,14 +28,14 @@ from fxshard.runtime import eager, unsharded_cache
 from fxshard.runtime.rank_check import Agreement, telling_others
 from fxshard.runtime.unit import Unit
 from fxshard.sharding.sharded_module import units_under
-from fxshard.state.local_shards import MIB, LocalShard, hold, require_bucket
+from fxshard.state.local_shards import LocalShard, hold, require_bucket
 from fxshard.state.lora import base_name
 from fxshard.state.model_state import require_values
 from fxshard.state.names import fqn_of, module_in
 from fxshard.state.ranks import Ranks
 from fxshard.state.transport import Wire
 from fxshard.state.user_hooks import is_extra
-from fxshard.state.weight_buckets import Buffers, Gathering, Weight, lay_out
+from fxshard.state.weight_buckets import Buffers, Gathering, Weight, capacity_of, lay_out
 
 _CALL = "full_weights"
 
@@ -110,13 +110,12 @@ def full_weights(
 
     All ranks of the model call it with the same arguments, and iterate, also those that get nothing. A tensor is a view
     of a bucket and valid until the next one is asked for; one that is kept longer keeps its bucket's memory, which is
-    then not used again. The next bucket is gathered meanwhile. Together they take at most two times `bucket_mib`. See
-    [Note: weights out].
+    then not used again. The next bucket is gathered meanwhile. See [Note: weights out].
 
     Args:
         model: sharded by fxshard, by FSDP2 or not at all; compiled or not.
-        bucket_mib: half of the memory that may be taken; a tensor with more than two thirds of it is a bucket of its
-            own.
+        bucket_mib: half of the memory that may be taken: one bucket is gathered, one read, and the loop's variable has
+            the last view of a third. A tensor with more than two thirds of it is a bucket of its own.
         dtype: to cast what is floating-point to, before it is sent; each tensor's own by default.
         device: where the tensors are; by default where collectives work.
         ranks: who gets them: a rank or several, counted among those that share the model, or a process group, which is
@@ -148,7 +147,7 @@ def full_weights(
         weights = _with_unsharded(weights, module_in(model), sharing)
         on = sharing.device if _travel(weights) or not weights else weights[0].held.local.device
         one_pass = sharing.together(
-            lambda: _Pass(weights, int(2 * bucket_mib * MIB / 3), sharing, agreed, wanting, on, device), _CALL
+            lambda: _Pass(weights, capacity_of(weights, bucket_mib), sharing, agreed, wanting, on, device), _CALL
         )
     one_pass.version = _version_of(module_in(model))
     return FullWeights(weights, one_pass.run())

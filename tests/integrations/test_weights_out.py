@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.distributed.tensor import DTensor
+from transformers.pytorch_utils import Conv1D
 
 import fxshard
 from tests.integrations.llama import llama
@@ -25,9 +26,8 @@ class GPT2Like(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        from transformers.pytorch_utils import Conv1D
-
-        self.table, self.transposed, self.conv = nn.Embedding(10, 6), Conv1D(9, 6), nn.Conv1d(6, 8, 3)
+        transposed: Any = Conv1D
+        self.table, self.transposed, self.conv = nn.Embedding(10, 6), transposed(9, 6), nn.Conv1d(6, 8, 3)
         self.head = nn.Linear(9, 4)
 
 

@@ -239,11 +239,10 @@ def link_gigabytes_per_s(is_new: bool, nbytes: int = 256 * 2**20, repeats: int =
 def reset_peak() -> int:
     """Forget the peak of resident memory so far; what is resident now, in bytes."""
     Path("/proc/self/clear_refs").write_text("5")
-    return status("VmRSS")
+    return _status("VmRSS")
 
 
-def status(field: str) -> int:
-    """Return a field of this process's status in bytes."""
+def _status(field: str) -> int:
     (line,) = [x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field)]
     return int(line.split()[1]) * 1024
 
@@ -256,7 +255,7 @@ def call(name: str, model: nn.Module, optim: torch.optim.Optimizer) -> tuple[flo
     start = time.perf_counter()
     full = METHODS[name](model, optim)
     seconds = time.perf_counter() - start
-    return seconds, status("VmHWM") - before, full
+    return seconds, _status("VmHWM") - before, full
 
 
 def require_same(first: Full, other: Full, name: str) -> None:

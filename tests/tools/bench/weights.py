@@ -26,8 +26,9 @@ from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.distributed.tensor import DTensor
 
 import fxshard
+from tests.peak_memory import PeakMemory
 from tests.tools.bench.markdown import table
-from tests.tools.bench.state import SHAPES, Layer, link_gigabytes_per_s, reset_peak, status
+from tests.tools.bench.state import SHAPES, Layer, link_gigabytes_per_s
 
 MIB = 2**20
 SIZES = {**SHAPES, "200 wide": (4, 2048)}  # parameters in M -> (number of layers, width)
@@ -41,7 +42,7 @@ def build(size: str, shard: Any) -> nn.Module:
     model = nn.Module()
     model.layers = nn.ModuleList(Layer(width, size == "2") for _ in range(layers))
     for layer in model.layers:
-        nn.init.normal_(layer.weights[0])
+        nn.init.normal_(next(layer.parameters()))
         shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     return model
 
@@ -64,7 +65,7 @@ def trl(model: nn.Module, args: argparse.Namespace, _: int | None) -> Pairs:
 
 def torch_full(model: nn.Module, args: argparse.Namespace, _: int | None) -> Pairs:
     """`get_model_state_dict(full_state_dict=True)`."""
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    state: Any = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     for name, full in state.items():
         yield name, full.to(args.dtype)
 
@@ -98,11 +99,10 @@ class Engine:
             self.weights[name].copy_(weight)
 
 
-def call(name: str, model: nn.Module, engine: Engine | None, args: argparse.Namespace) -> tuple[float, int]:
-    """One update that all ranks begin together: its seconds until all are done, and what it added to the peak."""
+def call(name: str, model: nn.Module, engine: Engine | None, args: argparse.Namespace) -> float:
+    """One update that all ranks begin together: its seconds until all are done."""
     way, _, ranks = METHODS[name]
     gc.collect()
-    before = reset_peak()
     dist.barrier()
     start = time.perf_counter()
     for weight_name, weight in way(model, args, ranks):
@@ -110,7 +110,14 @@ def call(name: str, model: nn.Module, engine: Engine | None, args: argparse.Name
             engine.load(weight_name, weight)
         del weight
     dist.barrier()
-    return time.perf_counter() - start, status("VmHWM") - before
+    return time.perf_counter() - start
+
+
+def peak_of(name: str, model: nn.Module, args: argparse.Namespace) -> int:
+    """The most bytes that new tensors take at a time in one update, counted, apart from the engine's."""
+    with PeakMemory() as memory:
+        call(name, model, None, args)
+    return memory.peak
 
 
 def measure(rank: int, args: argparse.Namespace, folder: str) -> None:
@@ -124,16 +131,13 @@ def measure(rank: int, args: argparse.Namespace, folder: str) -> None:
         nbytes = sum(p.numel() * args.dtype.itemsize for p in models[True].parameters())
         names = list(METHODS)
         seconds: dict[str, list[float]] = {name: [] for name in names}
-        peaks: dict[str, list[int]] = {name: [] for name in names}
         links = [link_gigabytes_per_s(False)]
         for number in range(args.rounds + 1):
             for name in names[number % len(names) :] + names[: number % len(names)]:
-                took, peak = call(name, models[METHODS[name][1]], engines.get(name), args)
-                seconds[name].append(took)
-                peaks[name].append(peak)
+                seconds[name].append(call(name, models[METHODS[name][1]], engines.get(name), args))
             links.append(link_gigabytes_per_s(False))
         everyone: list[Any] = [None] * args.ranks
-        dist.all_gather_object(everyone, {name: max(values[1:]) for name, values in peaks.items()})
+        dist.all_gather_object(everyone, {name: peak_of(name, models[METHODS[name][1]], args) for name in names})
         if rank == 0:
             require_same(engines, nbytes * (args.rounds + 1))
             show(size, nbytes, seconds, everyone, statistics.median(links))
