@@ -13,6 +13,7 @@ something else instead is named in an error.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from fxshard.errors import ConfigError, FxshardError, RankMismatchError
 from fxshard.ir.launches import Launch, on_group
-from fxshard.runtime import eager, unsharded_cache
+from fxshard.runtime import eager, gloo, unsharded_cache
 from fxshard.runtime.rank_check import Agreement, telling_others
 from fxshard.runtime.unit import Unit
 from fxshard.sharding.sharded_module import units_under
@@ -69,12 +70,12 @@ class FullWeights(Iterator[tuple[str, Tensor]]):
         names, shapes, dtypes: of all weights in order, known before the first is gathered, on every rank.
     """
 
-    def __init__(self, weights: Sequence[Weight], buckets: Iterator[WeightBucket]) -> None:
+    def __init__(self, weights: Sequence[Weight], one_pass: _Pass) -> None:
         self.names = tuple(each.name for each in weights)
         self.shapes = tuple(torch.Size(each.held.shape) for each in weights)
         self.dtypes = tuple(each.dtype for each in weights)
-        self._buckets: Any = buckets
-        self._items: Any = (pair for bucket in buckets for pair in bucket)
+        self._pass, self._buckets = one_pass, one_pass.run()
+        self._items: Any = (pair for bucket in self._buckets for pair in bucket)
 
     def __next__(self) -> tuple[str, Tensor]:
         """Return the next name, and a view that is valid until the one after it."""
@@ -82,19 +83,24 @@ class FullWeights(Iterator[tuple[str, Tensor]]):
         return pair
 
     def buckets(self) -> Iterator[WeightBucket]:
-        """Return what is left of the pass, bucket by bucket."""
-        return iter(self._buckets)
+        """Yield what is left of the pass, bucket by bucket."""
+        yield from self._buckets
 
     def close(self) -> None:
         """End the pass on this rank; it takes part until no rank reads any more."""
         self._items.close()
-        self._buckets.close()
+        self._pass.end()
 
     def __enter__(self) -> FullWeights:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        """End a pass that nobody reads any more, also one that was never begun: other ranks may read."""
+        if "_items" in self.__dict__ and not sys.is_finalizing():
+            self.close()
 
 
 def full_weights(
@@ -150,7 +156,7 @@ def full_weights(
             lambda: _Pass(weights, capacity_of(weights, bucket_mib), sharing, agreed, wanting, on, device), _CALL
         )
     one_pass.version = _version_of(module_in(model))
-    return FullWeights(weights, one_pass.run())
+    return FullWeights(weights, one_pass)
 
 
 def _travel(weights: Sequence[Weight]) -> bool:
@@ -298,6 +304,8 @@ class _Pass:
         self._travels = sharing.size > 1 and _travel(weights)
         self._sharing, self._wanting, self._on = sharing, wanting, on
         self._agreed = agreed if self._travels else _Agreed(None)
+        group = sharing.group
+        self._gathers = group is not None and "gloo" not in gloo.backend_of(group, on.type)
         self._receives = self._wants = sharing.members[sharing.rank] in wanting
         needs = [each.needs for each in self._layouts if self._receives]
         self._buffers = Buffers(needs, capacity, on)
@@ -322,12 +330,17 @@ class _Pass:
                 bucket = self._land()
                 if self._wants:
                     yield bucket
-        except BaseException:
-            self._wants = False
-            while self._under_way and not self._agreed.is_lost:
-                self._launch_next()
-                self._land()
-            raise
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Want nothing more, and take part until no rank does."""
+        self._wants = False
+        if not self._started:
+            self._launch_next()
+        while self._under_way and not self._agreed.is_lost:
+            self._launch_next()
+            self._land()
 
     def _launch_next(self) -> None:
         if self._started == len(self._layouts) or (self._under_way and not self._under_way[-1].goes_on()):
@@ -337,7 +350,7 @@ class _Pass:
             self._follow_stream()
             buffer = self._buffers.next(layout.needs) if self._receives else None
             votes, work = self._vote()
-            gathering = Gathering(layout, buffer, self._on, self._wanting, gathers=self._on.type != "cpu")
+            gathering = Gathering(layout, buffer, self._on, self._wanting, gathers=self._gathers)
             gathering.start()
         self._under_way.append(_Flight(gathering, self._wants, votes, work))
         self._started += 1

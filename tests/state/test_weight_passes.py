@@ -113,6 +113,24 @@ def test_with_closes_it_and_closing_twice_is_fine() -> None:
 
 
 @two_ranks
+@pytest.mark.parametrize("how", ["close", "with", "drop", "drop buckets"])
+def test_a_rank_may_close_it_before_it_begins(how: str) -> None:
+    model = fxshard.fully_shard(stack())
+    weights: Any = weights_of(model)
+    if dist.get_rank() == 0:
+        assert len(list(weights)) == 2 * LAYERS
+    elif how == "close":
+        weights.close()
+    elif how == "with":
+        with weights:
+            pass
+    elif how == "drop buckets":
+        weights = weights.buckets()
+    del weights
+    still_in_step(model)
+
+
+@two_ranks
 def test_parameters_that_change_during_a_pass_are_an_error() -> None:
     model = sharded(net())
     optim = adamw(model)
