@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import namedtuple
+from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,6 +63,33 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().mean()
 
 
+class Engine(dict[str, Tensor]):
+    """Makes room for a weight when it is asked for."""
+
+    def __missing__(self, name: str) -> Any:
+        return SimpleNamespace(copy_=lambda weight: self.update({name: weight.clone()}))
+
+
+def engines() -> dict[str, Any]:
+    """Stand-ins for inference engines and their clients, by their names in the guide; `received` is what they load."""
+    received = Engine()
+    metadata = namedtuple("metadata", "name shape dtype start_idx end_idx numel")  # SGLang's, untyped
+
+    def load(weights: Iterable[tuple[str, Tensor]]) -> None:
+        received.update({name: weight.clone() for name, weight in weights})
+
+    def unpack(packed: dict[str, Any], load_format: str) -> None:
+        assert load_format == "flattened_bucket"
+        whole = packed["flattened_tensor"]
+        load((m.name, whole[m.start_idx : m.end_idx].view(m.dtype).view(m.shape)) for m in packed["metadata"])
+
+    client, server = SimpleNamespace(update_named_params=load), SimpleNamespace(update_weights=lambda _: None)
+    return {
+        **{"engine": received, "received": received, "client": client, "server": server, "send_weights": load},
+        **{"FlattenedTensorMetadata": metadata, "update_weights_from_tensor": unpack},
+    }
+
+
 def here(snippet: str) -> str:
     """What it says, on the CPU and without the time that Inductor takes."""
     snippet = snippet.replace('"cuda"', '"cpu"').replace("options={", 'options={"lower": "eager", ')
@@ -70,7 +100,7 @@ def here(snippet: str) -> str:
 def test_runs(snippet: str) -> None:
     with emulated_link(RANKS):
         model: Any = Model()
-        if "no_sync" in snippet or "head.weight" in snippet or "_prefetch" in snippet:
+        if "no_sync" in snippet or "head.weight" in snippet or "_prefetch" in snippet or "full_weights" in snippet:
             for module in (*model.blocks, model):
                 fxshard.fully_shard(module)
         if "adopt" in snippet:
@@ -84,6 +114,11 @@ def test_runs(snippet: str) -> None:
             **{"model": model, "loss_of": loss_of, "first": batch, "second": batch, "inputs": batch, "tokens": batch},
             "labels": torch.zeros(2, dtype=torch.long),
         }
+        given |= engines()
         exec(here(snippet), given)
+        if "full_weights" in snippet:
+            assert {name: w.shape for name, w in given["received"].items()} == {
+                name: p.shape for name, p in model.named_parameters()
+            }
         if "torch.compile(model" in snippet or "torch.compile(fxshard" in snippet:
             loss_of(given.get("compiled", given["model"]), batch).backward()  # only a call shows what options say
