@@ -111,9 +111,9 @@ class Layout:
 
 
 def capacity_of(weights: Sequence[Weight], bucket_mib: float) -> int:
-    """Return how many bytes a bucket may need: three are there at a time, and eight let gathers overlap with reads."""
+    """Return how many bytes a bucket may need: three are there at a time, and sixteen let gathers overlap with reads."""
     total = sum(each.nbytes for each in weights)
-    return min(int(2 * bucket_mib * MIB / 3), max(total // 8, _SMALL))
+    return min(int(2 * bucket_mib * MIB / 3), max(total // 16, _SMALL))
 
 
 def lay_out(weights: Sequence[Weight], capacity: int) -> list[Layout]:
