@@ -21,7 +21,8 @@ import math
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from functools import cached_property
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,8 @@ _ALIGNMENT = 16  # bytes; of shares in a stage
 _SMALL = 16 * MIB  # a bucket that is large enough to be fast
 
 
-class Weight(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Weight:
     """A tensor to be given out."""
 
     name: str
@@ -50,25 +52,25 @@ class Weight(NamedTuple):
     dtype: torch.dtype  # in which it is given out
     merge: Merge | None = None
 
-    @property
+    @cached_property
     def mesh(self) -> DeviceMesh | None:
         """Over which it is sharded by rows; `None` if it is whole here."""
         mesh = self.held.mesh
         return mesh if mesh is not None and mesh_axes.num_shards(mesh) > 1 and self.held.nbytes else None
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Of the whole, as it is given out."""
         return math.prod(self.held.shape) * self.dtype.itemsize
 
-    @property
+    @cached_property
     def item(self) -> Item:
         """How its bytes are spread over the ranks."""
         rows = self.held.shape[self.held.dim]
         share = -(-rows // mesh_axes.num_shards(cast(DeviceMesh, self.mesh))) * (self.nbytes // rows)
         return Item(self.nbytes, share, share >= STRAIGHT_BYTES and not self.held.dim)
 
-    @property
+    @cached_property
     def is_staged(self) -> bool:
         """Whether it travels together with others; see [Note: weights out]."""
         return self.mesh is not None and not self.item.straight
@@ -86,6 +88,8 @@ class Layout:
     begins: list[int] = field(default_factory=list)  # of each weight
     nbytes: int = 0  # of all weights
     widths: dict[DeviceMesh, int] = field(default_factory=dict)  # bytes that a rank puts into the stage
+    # of each mesh: the index of each weight that is staged, and where its rows begin in a rank's part
+    staged: dict[DeviceMesh, list[tuple[int, int]]] = field(default_factory=dict)
 
     def add(self, weight: Weight) -> None:
         """Append a weight."""
@@ -94,7 +98,9 @@ class Layout:
         self.nbytes = self.begins[-1] + weight.nbytes
         if weight.is_staged:
             mesh = cast(DeviceMesh, weight.mesh)
-            self.widths[mesh] = self.widths.get(mesh, 0) + _aligned(weight.item.share)
+            offset = self.widths.get(mesh, 0)
+            self.staged.setdefault(mesh, []).append((len(self.weights) - 1, offset))
+            self.widths[mesh] = offset + _aligned(weight.item.share)
 
     @property
     def stages(self) -> Iterator[tuple[DeviceMesh, int, int]]:
@@ -111,7 +117,7 @@ class Layout:
 
 
 def capacity_of(weights: Sequence[Weight], bucket_mib: float) -> int:
-    """Return how many bytes a bucket may need: three are there at a time, and sixteen let gathers overlap with reads."""
+    """Return how many bytes a bucket may need: three exist at a time, and of sixteen the gathers overlap with reads."""
     total = sum(each.nbytes for each in weights)
     return min(int(2 * bucket_mib * MIB / 3), max(total // 16, _SMALL))
 
@@ -195,7 +201,7 @@ class Gathering:
         for mesh, begin, width in self.layout.stages if self.buffer is not None else ():
             world_size = mesh_axes.num_shards(mesh)
             regions = cast(Tensor, self.buffer)[begin : begin + width * world_size].view(world_size, width)
-            for i, offset in self._staged_on(mesh):
+            for i, offset in self.layout.staged[mesh]:
                 self._unstage(i, regions[:, offset : offset + self.layout.weights[i].item.share])
 
     def view(self, i: int) -> Tensor:
@@ -271,21 +277,13 @@ class Gathering:
             regions = list(stage.split(width))
         region = regions[wire.rank] if regions else torch.empty(width, dtype=torch.uint8, device=self.device)
         self.kept.append(region)
-        for i, offset in self._staged_on(mesh):
+        for i, offset in self.layout.staged[mesh]:
             rows, dtype = self._rows(i, wire, deltas), self.layout.weights[i].dtype
             _written(region[offset : offset + rows.numel() * dtype.itemsize], rows, dtype)
         if len(receivers) == wire.world_size:
             self.works.append(wire.all_gather(stage, region))
         else:
             self.works += launched(list(self._exchange(wire, region, receivers, regions)))
-
-    def _staged_on(self, mesh: DeviceMesh) -> Iterator[tuple[int, int]]:
-        """Yield the index of each weight, and where its rows begin in a region."""
-        offset = 0
-        for i, weight in enumerate(self.layout.weights):
-            if weight.is_staged and weight.mesh == mesh:
-                yield i, offset
-                offset += _aligned(weight.item.share)
 
     def _unstage(self, i: int, shares: Tensor) -> None:
         """Join the rows of all ranks, `[world_size, share]` in bytes."""

@@ -16,7 +16,7 @@ import contextlib
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -210,7 +210,7 @@ def _with_unsharded(weights: Sequence[Weight], model: nn.Module, sharing: Ranks)
     }
     shared = set.intersection(*map(set, sharing.exchange(list(usable))))
     return [
-        each._replace(held=LocalShard(each.held.shape, usable[each.name].dtype, usable[each.name]))
+        replace(each, held=LocalShard(each.held.shape, usable[each.name].dtype, usable[each.name]))
         if each.name in shared
         else each
         for each in weights
