@@ -51,8 +51,8 @@ TORCH_ATTRIBUTES = (
     TorchAttribute(
         "_modules",
         "a module",
-        "sharding/sharded_module.py sharding/adopt.py",
-        "look into `torch.compile`'s wrapper, and remove it",
+        "sharding/sharded_module.py sharding/adopt.py state/lora.py",
+        "look into wrappers of `torch.compile` and PEFT, and remove them",
     ),
     TorchAttribute(
         "_compiled_call_impl",

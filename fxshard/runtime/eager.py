@@ -146,9 +146,9 @@ class AfterForward:
             scope.require_unmarked()
 
     @property
-    def scope(self) -> _Scope:
-        """What was read and is current."""
-        return self._scope if self._epoch == self._unit.epoch() else _Scope(())
+    def gathered(self) -> Iterable[tuple[tuple[int, bool, bool], Parameters]]:
+        """What was read and has the unit's values."""
+        return self._scope.gathered.items() if self._epoch == self._unit.epoch() else ()
 
     def parameter(self, slot: SlotIndex) -> Tensor | None:
         """The unsharded parameter, `None` if it is sharded."""
@@ -254,11 +254,8 @@ def _scope_for(unit: Unit) -> _Scope:
 
 def unsharded_of(unit: Unit) -> Parameters:
     """Return what is gathered of a unit in a running call, or between its forward and its backward; nothing else."""
-    found: Parameters = {}
-    for scope in (*_scopes.stack, unit.after_forward.scope):
-        for (key, *_), parameters in scope.gathered.items():
-            found |= parameters if key == id(unit) else {}
-    return found
+    running = [each for scope in _scopes.stack for each in scope.gathered.items() if each[0][0] == id(unit)]
+    return {slot: value for _, values in (*running, *unit.after_forward.gathered) for slot, value in values.items()}
 
 
 def gather_unit(unit: Unit, *, after_forward: bool = False) -> Parameters:

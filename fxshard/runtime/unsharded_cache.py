@@ -162,12 +162,10 @@ def _launch_resident(unit: Unit) -> Gathered:
     return found
 
 
-def unsharded_of(unit: Unit) -> Mapping[SlotIndex, Tensor]:
+def unsharded_of(unit: Unit) -> dict[SlotIndex, Tensor]:
     """Return what is resident of a unit and has its values, waited for."""
     found = unit.model.unsharded.get(unit)
-    if found is None or not found.is_current:
-        return {}
-    return {slot: collectives.WAIT(tensor) for slot, tensor in found.tensors.items()}
+    return {slot: collectives.WAIT(each) for slot, each in found.tensors.items()} if found and found.is_current else {}
 
 
 def is_resident(unit: Unit) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
@@ -15,8 +15,7 @@ from fxshard.errors import ConfigError
 _FACTORS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 
 
-@dataclass(frozen=True, eq=False)
-class Merge:
+class Merge(NamedTuple):
     """What is added to one base weight."""
 
     layer: Any  # PEFT's, around the layer that has the weight
@@ -24,31 +23,29 @@ class Merge:
 
     def factors(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield name, adapter and parameter of each factor."""
-        for name in _FACTORS:
-            for adapter in self.adapters:
-                if adapter in (found := getattr(self.layer, name)):
-                    factor = found[adapter]
-                    is_module = isinstance(factor, nn.Module)
-                    yield name, adapter, cast(Tensor, factor._parameters["weight"] if is_module else factor)
+        for name, adapter in itertools.product(_FACTORS, self.adapters):
+            if adapter in (found := getattr(self.layer, name)):
+                factor = found[adapter]
+                yield name, adapter, factor.get_parameter("weight") if isinstance(factor, nn.Module) else factor
 
     def delta(self, factors: Sequence[Tensor]) -> Tensor:
         """Return the sum over the adapters, by PEFT's own formula; `factors` are whole, in the order of `factors()`."""
-        given: dict[str, dict[str, Any]] = {name: {} for name in _FACTORS}
+        layer = _WithFactors(self.layer)
         for (name, adapter, _), factor in zip(self.factors(), factors, strict=True):
-            given[name][adapter] = factor if "embedding" in name else SimpleNamespace(weight=factor)
-        formula, layer = type(self.layer).get_delta_weight, _WithFactors(self.layer, given)
-        first, *others = (formula(layer, adapter) for adapter in self.adapters)
+            vars(layer)[name][adapter] = factor if "embedding" in name else SimpleNamespace(weight=factor)
+        first, *others = (type(self.layer).get_delta_weight(layer, adapter) for adapter in self.adapters)
         return cast(Tensor, sum(others, first))
 
 
 class _WithFactors:
     """A layer of PEFT with other factors: those of a sharded one are not whole."""
 
-    def __init__(self, layer: Any, factors: Mapping[str, Any]) -> None:
-        self.__dict__ |= {"_layer": layer, **factors}
+    def __init__(self, layer: Any) -> None:
+        self.of_peft = layer
+        vars(self).update({name: {} for name in _FACTORS})
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
+        return getattr(self.of_peft, name)
 
 
 def base_name(model: nn.Module, name: str) -> tuple[str, Merge | None] | None:
@@ -62,6 +59,8 @@ def base_name(model: nn.Module, name: str) -> tuple[str, Merge | None] | None:
         step = steps.pop(0)
         if module is None or not (kind := _kind_of(module)):
             kept.append(step)
+        elif kind == "other":
+            raise _refusal(type(module).__name__, "adapters of another kind than LoRA")
         elif kind == "layer":
             if step != "base_layer":
                 return None
@@ -78,19 +77,14 @@ def base_name(model: nn.Module, name: str) -> tuple[str, Merge | None] | None:
 
 
 def _kind_of(module: nn.Module) -> str:
-    """Return which part of PEFT a module is, empty for none: "model" is inside by one name, which the base lacks."""
+    """Return which part of PEFT a module is, empty for none: a "model" has another inside, whose name goes."""
     if (peft := sys.modules.get("peft")) is None:
         return ""
-    tuners: Any = sys.modules["peft.tuners.tuners_utils"]
-    if isinstance(module, peft.PeftModel | tuners.BaseTuner):
-        return "model"
-    if isinstance(module, sys.modules["peft.tuners.lora"].LoraLayer):
-        return "layer"
-    if isinstance(module, sys.modules["peft.utils.other"].ModulesToSaveWrapper):
-        return "saved"
-    if isinstance(module, tuners.BaseTunerLayer | sys.modules["peft.utils.other"].AuxiliaryTrainingWrapper):
-        raise _refusal(type(module).__name__, "adapters of another kind than LoRA")
-    return ""
+    tuners, wrappers = sys.modules["peft.tuners.tuners_utils"], sys.modules["peft.utils.other"]
+    kinds = {"model": (peft.PeftModel, tuners.BaseTuner), "layer": sys.modules["peft.tuners.lora"].LoraLayer}
+    kinds |= {"saved": wrappers.ModulesToSaveWrapper}
+    kinds |= {"other": (tuners.BaseTunerLayer, wrappers.AuxiliaryTrainingWrapper)}
+    return next((kind for kind, classes in kinds.items() if isinstance(module, classes)), "")
 
 
 def _merge_of(layer: Any, name: str) -> Merge | None:
@@ -101,7 +95,7 @@ def _merge_of(layer: Any, name: str) -> Merge | None:
     if not adapters:
         return None
     lora: Any = sys.modules["peft.tuners.lora.layer"]
-    if not isinstance(layer, lora.Linear | lora.Embedding | lora._ConvNd):
+    if not isinstance(layer, lora.Linear | lora.Embedding | lora.Conv1d | lora.Conv2d | lora.Conv3d):
         raise _refusal(f"{name} ({type(layer).__name__})", "another layer than Linear, Embedding or a convolution")
     if any(each in layer.lora_variant or layer.lora_bias.get(each) for each in adapters):
         raise _refusal(name, "lora_bias, DoRA or another variant")

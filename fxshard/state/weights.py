@@ -1,13 +1,10 @@
 """Whole weights of a sharded model, bucket by bucket: for engines that generate, and for exports.
 
 [Note: a pass over the weights]
-Every rank makes the pass, also one that gets nothing. While a bucket is read the next one is in flight. With each
-bucket goes a vote: whether a rank still wants weights. The next is launched if any rank's vote says so; a rank that
-has voted "yes" needs not look at the others'. So a rank that leaves its loop early votes "no", and takes part until no
-rank is left that reads; nobody hangs, and nobody gathers for nothing but the buckets that were under way.
-
-Each bucket is a run among the ranks, as a graph is ([Note: agreement] in `runtime/rank_check.py`). A rank that does
-something else instead is named in an error.
+Every rank makes the pass to its end, also one that gets nothing or has left its loop: while it closes the iterator it
+takes part in what is left. So nobody waits for a rank that reads no more. While a bucket is read the next one is in
+flight. Each bucket is a run among the ranks, as a graph is ([Note: agreement] in `runtime/rank_check.py`): a rank that
+does something else instead is named in an error.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ import contextlib
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,23 +22,21 @@ from torch import Tensor, nn
 
 from fxshard.errors import ConfigError, FxshardError, RankMismatchError
 from fxshard.ir.launches import Launch, on_group
-from fxshard.runtime import eager, gloo, unsharded_cache
+from fxshard.runtime import eager, gloo, mesh_axes, unsharded_cache
 from fxshard.runtime.rank_check import Agreement, telling_others
-from fxshard.runtime.unit import Unit
 from fxshard.sharding.sharded_module import units_under
 from fxshard.state.local_shards import LocalShard, hold, require_bucket
 from fxshard.state.lora import base_name
 from fxshard.state.model_state import require_values
 from fxshard.state.names import fqn_of, module_in
 from fxshard.state.ranks import Ranks
-from fxshard.state.transport import Wire
 from fxshard.state.user_hooks import is_extra
-from fxshard.state.weight_buckets import Buffers, Gathering, Weight, capacity_of, lay_out
+from fxshard.state.weight_buckets import Buffers, Gathering, Packing, Weight, pack
 
 _CALL = "full_weights"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class WeightBucket:
     """Whole weights in one piece of memory, valid until the next bucket; iterated, names and views of it.
 
@@ -71,16 +66,13 @@ class FullWeights(Iterator[tuple[str, Tensor]]):
     """
 
     def __init__(self, weights: Sequence[Weight], one_pass: _Pass) -> None:
-        self.names = tuple(each.name for each in weights)
-        self.shapes = tuple(torch.Size(each.held.shape) for each in weights)
-        self.dtypes = tuple(each.dtype for each in weights)
+        self.names, self.shapes, self.dtypes = _described(weights)
         self._pass, self._buckets = one_pass, one_pass.run()
-        self._items: Any = (pair for bucket in self._buckets for pair in bucket)
+        self._items = (pair for bucket in self._buckets for pair in bucket)
 
     def __next__(self) -> tuple[str, Tensor]:
         """Return the next name, and a view that is valid until the one after it."""
-        pair: tuple[str, Tensor] = next(self._items)
-        return pair
+        return next(self._items)
 
     def buckets(self) -> Iterator[WeightBucket]:
         """Yield what is left of the pass, bucket by bucket."""
@@ -98,8 +90,8 @@ class FullWeights(Iterator[tuple[str, Tensor]]):
         self.close()
 
     def __del__(self) -> None:
-        """End a pass that nobody reads any more, also one that was never begun: other ranks may read."""
-        if "_items" in self.__dict__ and not sys.is_finalizing():
+        """End a pass that nobody reads any more, also one that never began: other ranks may read."""
+        if not sys.is_finalizing():
             self.close()
 
 
@@ -114,9 +106,8 @@ def full_weights(
 ) -> FullWeights:
     """Give out the whole parameters and persistent buffers, one by one, in the names and the order of `state_dict`.
 
-    All ranks of the model call it with the same arguments, and iterate, also those that get nothing. A tensor is a view
-    of a bucket and valid until the next one is asked for; one that is kept longer keeps its bucket's memory, which is
-    then not used again. The next bucket is gathered meanwhile. See [Note: weights out].
+    All ranks of the model call it alike, and iterate, also those that get nothing. A tensor is a view of a bucket and
+    valid until the next one; while you keep one, its bucket's memory is not used again. See [Note: weights out].
 
     Args:
         model: sharded by fxshard, by FSDP2 or not at all; compiled or not.
@@ -125,7 +116,7 @@ def full_weights(
         dtype: to cast what is floating-point to, before it is sent; each tensor's own by default.
         device: where the tensors are; by default where collectives work.
         ranks: who gets them: a rank or several, counted among those that share the model, or a process group, which is
-            `GroupMember.NON_GROUP_MEMBER` on ranks outside of it; all by default. The others iterate over nothing.
+            `GroupMember.NON_GROUP_MEMBER` on ranks outside of it; all by default.
         merge_lora: whether PEFT's active LoRA adapters are added to the weights, under the base model's names.
 
     Returns:
@@ -146,32 +137,36 @@ def full_weights(
 
     with torch.no_grad(), agreed():
         weights, wants = sharing.together(held_here, _CALL)
-        facts = {each.name: f"{each.held.text} as {each.dtype}{', merged' * bool(each.merge)}" for each in weights}
-        facts["arguments"] = f"bucket_mib={bucket_mib}, merge_lora={merge_lora}"
-        sharing.compare(_CALL, facts)
-        wanting = [rank for rank, each in zip(sharing.members, sharing.exchange(wants), strict=True) if each]
-        weights = _with_unsharded(weights, module_in(model), sharing)
-        on = sharing.device if _travel(weights) or not weights else weights[0].held.local.device
-        one_pass = sharing.together(
-            lambda: _Pass(weights, capacity_of(weights, bucket_mib), sharing, agreed, wanting, on, device), _CALL
-        )
-    one_pass.version = _version_of(module_in(model))
+        facts = {name: f"{held.text} of {held.local.dtype}{', merged' * bool(merge)}" for name, held, merge in weights}
+        sharing.compare(_CALL, {**facts, "arguments": f"bucket_mib={bucket_mib}, merge_lora={merge_lora}"})
+        unsharded = _unsharded_in(module_in(model), weights)
+        everyone = sharing.exchange((wants, set(unsharded)))
+        everywhere = set.intersection(*(names for _, names in everyone))
+        weights = [each._replace(held=unsharded[each.name]) if each.name in everywhere else each for each in weights]
+        wanting = [rank for rank, (wanted, _) in zip(sharing.members, everyone, strict=True) if wanted]
+        travels = any(each.held.mesh is not None or each.held.other for each in weights)
+        on = sharing.device if travels or not weights else weights[0].held.local.device
+        packings, capacity = pack(weights, bucket_mib)
+        gathers = sharing.group is not None and "gloo" not in gloo.backend_of(sharing.group, on.type)
+        kinds = (on,) if device is None or torch.empty(0, device=device).device == on else (on, torch.device(device))
+        needs = [each.nbytes for each in packings] if sharing.members[sharing.rank] in wanting else []
+        buffers = sharing.together(lambda: [Buffers(needs, capacity, kind) for kind in kinds], _CALL)
+    agreed, version = agreed if travels else _Agreed(None), _version_of(module_in(model))
+    one_pass = _Pass(packings, buffers, agreed, on, wanting, gathers, wants, version, version())
     return FullWeights(weights, one_pass)
 
 
-def _travel(weights: Sequence[Weight]) -> bool:
-    return any(each.mesh is not None or each.held.other for each in weights)
+def _described(weights: Sequence[Weight]) -> tuple[tuple[str, ...], tuple[torch.Size, ...], tuple[torch.dtype, ...]]:
+    names, held = tuple(each.name for each in weights), [each.held for each in weights]
+    return names, tuple(torch.Size(each.shape) for each in held), tuple(each.dtype for each in held)
 
 
 def _is_among(ranks: object, sharing: Ranks) -> bool:
     """Return whether this rank gets the weights."""
-    own = sharing.members[sharing.rank]
-    if ranks is None:
-        return True
+    if ranks is None or ranks is dist.GroupMember.NON_GROUP_MEMBER:
+        return ranks is None
     if isinstance(ranks, dist.ProcessGroup):
-        return own in dist.get_process_group_ranks(ranks)
-    if ranks is dist.GroupMember.NON_GROUP_MEMBER:
-        return False
+        return dist.get_rank() in dist.get_process_group_ranks(ranks)
     chosen = list(ranks) if isinstance(ranks, Collection) else [ranks]
     if not chosen or not all(isinstance(each, int) and 0 <= each < sharing.size for each in chosen):
         raise ConfigError(
@@ -195,43 +190,26 @@ def _weights_of(model: nn.Module, dtype: torch.dtype | None, merge_lora: bool) -
             raise ConfigError(
                 f"merge_lora: {name} has placements of tensor parallelism, so no rank can add to its rows."
             )
-        kind = dtype if dtype is not None and held.dtype.is_floating_point else held.dtype
-        weights[id(value)] = Weight(fqn_of(model, found[0]), held, kind, merge)
+        if held.mesh is None or mesh_axes.num_shards(held.mesh) == 1 or not held.nbytes:
+            held.mesh, held.dim = None, 0
+        held.dtype = dtype if dtype is not None and held.dtype.is_floating_point else held.dtype
+        weights[id(value)] = Weight(fqn_of(model, found[0]), held, merge)
     return list(weights.values())
 
 
-def _with_unsharded(weights: Sequence[Weight], model: nn.Module, sharing: Ranks) -> list[Weight]:
-    """Take parameters that every rank has unsharded now from there, if they have the bits that are asked for."""
-    whole = {id(rows): full for unit in units_under(model) for rows, full in _unsharded(unit)}
-    usable = {
-        each.name: whole[id(each.held.local)]
-        for each in weights
-        if id(each.held.local) in whole and whole[id(each.held.local)].dtype in _bits_of(each)
-    }
-    shared = set.intersection(*map(set, sharing.exchange(list(usable))))
-    return [
-        replace(each, held=LocalShard(each.held.shape, usable[each.name].dtype, usable[each.name]))
-        if each.name in shared
-        else each
-        for each in weights
-    ]
-
-
-def _bits_of(weight: Weight) -> tuple[torch.dtype, ...]:
-    return (weight.held.dtype,) if weight.merge else (weight.held.dtype, weight.dtype)
-
-
-def _unsharded(unit: Unit) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the rows and the whole of each parameter that is unsharded now."""
-    read, resident = eager.unsharded_of(unit), unsharded_cache.unsharded_of(unit)
-    for i, shard in enumerate(unit.shards):
-        for j, member in enumerate(shard.members):
-            if member.tensor_parallel is not None or member.extension is not None:
+def _unsharded_in(model: nn.Module, weights: Sequence[Weight]) -> dict[str, LocalShard]:
+    """Return parameters that are unsharded now, by name, if they have the bits that are asked for."""
+    names = {id(each.held.local): each for each in weights}
+    found = {}
+    for unit in units_under(model):
+        for (i, j), value in {**unsharded_cache.unsharded_of(unit), **eager.unsharded_of(unit)}.items():
+            member = unit.shards[i].members[j]
+            weight = names.get(id(member.local))
+            if weight is None or member.tensor_parallel or member.extension or member.settings.dim:
                 continue
-            if (i, j) in read:
-                yield member.local, read[i, j].detach()
-            elif (i, j) in resident:
-                yield member.local, resident[i, j].movedim(0, member.settings.dim)
+            if value.dtype == member.local.dtype or (value.dtype == weight.held.dtype and weight.merge is None):
+                found[weight.name] = LocalShard(weight.held.shape, weight.held.dtype, value.detach())
+    return found
 
 
 def _version_of(model: nn.Module) -> Callable[[], tuple[int, ...]]:
@@ -268,128 +246,73 @@ class _Agreed:
 
 
 @dataclass(eq=False)
-class _Flight:
-    """A bucket under way, and the votes that went with it."""
-
-    gathering: Gathering
-    wants: bool  # this rank's vote
-    votes: Tensor | None  # of all ranks, `[ranks]`
-    work: Any
-
-    def goes_on(self) -> bool:
-        """Return whether any rank wants more; the same on every rank."""
-        if self.wants or self.votes is None:
-            return self.wants
-        self.work.wait()
-        return bool(self.votes.any())
-
-
 class _Pass:
     """See [Note: a pass over the weights]."""
 
+    packings: Sequence[Packing]
+    buffers: Sequence[Buffers]  # where collectives work, and where the weights go, if that is elsewhere
+    agreed: _Agreed
+    on: torch.device  # where collectives work
+    wanting: Collection[int]
+    gathers: bool  # as in `Gathering`
+    wants: bool
     version: Callable[[], tuple[int, ...]]  # of the parameters
-
-    def __init__(
-        self,
-        weights: Sequence[Weight],
-        capacity: int,
-        sharing: Ranks,
-        agreed: _Agreed,
-        wanting: Collection[int],
-        on: torch.device,
-        device: torch.device | str | None,
-    ) -> None:
-        """Take memory; `on` is where collectives work."""
-        self._layouts = lay_out(weights, capacity)
-        self._travels = sharing.size > 1 and _travel(weights)
-        self._sharing, self._wanting, self._on = sharing, wanting, on
-        self._agreed = agreed if self._travels else _Agreed(None)
-        group = sharing.group
-        self._gathers = group is not None and "gloo" not in gloo.backend_of(group, on.type)
-        self._receives = self._wants = sharing.members[sharing.rank] in wanting
-        needs = [each.needs for each in self._layouts if self._receives]
-        self._buffers = Buffers(needs, capacity, on)
-        given = on if device is None else torch.empty(0, device=device).device
-        self._elsewhere = Buffers(needs, capacity, given) if given != on else None
-        self._under_way: deque[_Flight] = deque()
-        self._started = 0
-        self._stream: Any = None
+    version_read: tuple[int, ...]  # what it was before
+    under_way: deque[Gathering] = field(default_factory=deque)
+    started: int = 0
+    stream: Any = None  # that was current at the last call
 
     def run(self) -> Iterator[WeightBucket]:
         """Yield the buckets, if this rank wants them."""
-        first = self.version()
         try:
-            self._launch_next()
-            while self._under_way:
-                if self._wants and self.version() != first:
+            while self.under_way or self.started < len(self.packings):
+                if self.version() != self.version_read:
                     raise ConfigError(
                         f"{_CALL}: parameters were changed during the pass, so its weights would be of two steps. End "
                         "the loop before an optimizer steps or a state is loaded."
                     )
-                self._launch_next()
-                bucket = self._land()
-                if self._wants:
+                bucket = self._next()
+                if self.wants:
                     yield bucket
         finally:
             self.end()
 
     def end(self) -> None:
-        """Want nothing more, and take part until no rank does."""
-        self._wants = False
-        if not self._started:
-            self._launch_next()
-        while self._under_way and not self._agreed.is_lost:
-            self._launch_next()
-            self._land()
+        """Take part in what is left."""
+        while (self.under_way or self.started < len(self.packings)) and not self.agreed.is_lost:
+            self._next()
 
-    def _launch_next(self) -> None:
-        if self._started == len(self._layouts) or (self._under_way and not self._under_way[-1].goes_on()):
-            return
-        layout = self._layouts[self._started]
-        with torch.no_grad(), torch.inference_mode(False), self._agreed():
+    def _next(self) -> WeightBucket:
+        """Launch until two are under way, and wait for the first."""
+        while len(self.under_way) < 2 and self.started < len(self.packings):
+            self._launch()
+        return self._land()
+
+    def _launch(self) -> None:
+        packing = self.packings[self.started]
+        with torch.no_grad(), torch.inference_mode(False), self.agreed():
             self._follow_stream()
-            buffer = self._buffers.next(layout.needs) if self._receives else None
-            votes, work = self._vote()
-            gathering = Gathering(layout, buffer, self._on, self._wanting, gathers=self._gathers)
+            buffer = self.buffers[0].next(packing.nbytes) if self.wants else None
+            gathering = Gathering(packing, buffer, self.on, self.wanting, self.gathers)
             gathering.start()
-        self._under_way.append(_Flight(gathering, self._wants, votes, work))
-        self._started += 1
-
-    def _vote(self) -> tuple[Tensor | None, Any]:
-        sharing = self._sharing
-        if not self._travels or sharing.group is None:
-            return None, None
-        votes = torch.empty(sharing.size, dtype=torch.uint8, device=sharing.device)
-        own = torch.full((1,), self._wants, dtype=torch.uint8, device=sharing.device)
-        return votes, Wire(sharing.group, sharing.device).all_gather(votes, own)
+        self.under_way.append(gathering)
+        self.started += 1
 
     def _land(self) -> WeightBucket:
         """Wait for the first bucket that is under way."""
-        flight = self._under_way.popleft()
-        gathering = flight.gathering
-        layout, buffer = gathering.layout, gathering.buffer
-        with torch.no_grad(), torch.inference_mode(False), self._agreed(waits=True):
+        gathering = self.under_way.popleft()
+        packing, buffer = gathering.packing, gathering.buffer
+        with torch.no_grad(), torch.inference_mode(False), self.agreed(waits=True):
             self._follow_stream()
-            if flight.work is not None:
-                flight.work.wait()
             gathering.finish()
-            if buffer is None:
-                buffer = torch.empty(0, dtype=torch.uint8)
-            elif self._elsewhere is not None:
-                buffer = self._elsewhere.next(layout.nbytes).copy_(buffer[: layout.nbytes])
-        return WeightBucket(
-            buffer=buffer[: layout.nbytes],
-            names=tuple(each.name for each in layout.weights),
-            shapes=tuple(torch.Size(each.held.shape) for each in layout.weights),
-            dtypes=tuple(each.dtype for each in layout.weights),
-            offsets=tuple(layout.begins),
-        )
+            if buffer is not None and len(self.buffers) > 1:
+                buffer = self.buffers[1].next(packing.nbytes).copy_(buffer)
+        buffer = torch.empty(0, dtype=torch.uint8) if buffer is None else buffer
+        return WeightBucket(buffer, *_described(packing.weights), tuple(packing.begins))
 
     def _follow_stream(self) -> None:
         """Have the current stream wait for that of the last call, whose reader may have used another one."""
-        if self._on.type == "cpu":
-            return
-        now, before = torch.accelerator.current_stream(self._on), self._stream
-        if before is not None and before != now:
+        if self.on.type != "cpu":
+            now, before = torch.accelerator.current_stream(self.on), self.stream or torch.accelerator.current_stream()
             now.wait_stream(before)
-        self._stream = now
+            self.stream = now

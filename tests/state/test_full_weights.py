@@ -16,8 +16,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fxshard
 from fxshard import torch_private
+from fxshard.runtime.raw import as_bytes
 from fxshard.state.local_shards import MIB, hold
-from fxshard.state.weight_buckets import Buffers, Gathering, Weight, lay_out
+from fxshard.state.weight_buckets import Buffers, Gathering, Weight, pack
 from tests.numerics.harness import EAGER
 from tests.peak_memory import PeakMemory
 from tests.ranks import two_ranks
@@ -238,13 +239,14 @@ def test_copies_to_another_device() -> None:
 def test_an_accelerator_gathers_even_rows_straight_into_place() -> None:
     plain = wide()
     model = fxshard.fully_shard(wide())
-    weights = [Weight(name, hold(value), torch.float32) for name, value in model.state_dict(keep_vars=True).items()]
-    (layout,) = lay_out(weights, 64 * MIB)
-    gathering = Gathering(layout, torch.empty(layout.needs, dtype=torch.uint8), CPU, (0, 1), gathers=True)
+    weights = [Weight(name, hold(value)) for name, value in model.state_dict(keep_vars=True).items()]
+    (packing,), _ = pack(weights, 512)
+    buffer = torch.empty(packing.nbytes, dtype=torch.uint8)
+    gathering = Gathering(packing, buffer, CPU, (0, 1), gathers=True)
     gathering.start()
     gathering.finish()
-    for i, (name, value) in enumerate(plain.state_dict().items()):
-        assert torch.equal(gathering.view(i), value.float()), name
+    for begin, (name, value) in zip(packing.begins, plain.state_dict().items(), strict=True):
+        assert torch.equal(buffer[begin : begin + value.nbytes], as_bytes(value)), name
 
 
 def test_buffers_are_used_again_unless_somebody_has_a_view() -> None:

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 import fxshard
-from fxshard import torch_private
 from fxshard.errors import ConfigError, RankMismatchError
 from tests.ranks import fresh_ranks, two_ranks
 from tests.state.states import adamw, assert_same, net, sharded, take_steps
@@ -25,12 +24,6 @@ def stack() -> Any:
     """Return a model of a bucket per layer."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(200, 200) for _ in range(LAYERS)))
-
-
-def collectives() -> int:
-    world = dist.group.WORLD
-    assert world is not None
-    return torch_private.num_collectives(world, torch.device("cpu"))
 
 
 def weights_of(model: nn.Module, ranks: Any = None) -> fxshard.FullWeights:
@@ -55,20 +48,6 @@ def test_a_rank_may_break_and_the_others_read_on(leaving: tuple[int, ...], at: i
     assert len(found) == (at + 1 if dist.get_rank() in leaving else 2 * LAYERS)
     assert_same(found, {name: stack().state_dict()[name] for name in found})
     still_in_step(model)
-
-
-@two_ranks
-def test_nothing_is_gathered_for_nobody() -> None:
-    model = fxshard.fully_shard(stack())
-    counts = []
-    for at in (0, LAYERS, 2 * LAYERS):
-        before = collectives()
-        for i, _ in enumerate(weights_of(model)):
-            if i == at:
-                break
-        counts.append(collectives() - before)
-    assert counts[0] < counts[1] < counts[2]
-    assert counts[2] > 2 * counts[0]
 
 
 @two_ranks
