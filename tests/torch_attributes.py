@@ -34,7 +34,9 @@ TORCH_ATTRIBUTES = (
         "runtime/gradients.py runtime/flat_shard.py runtime/eager.py sharding/shard_module.py",
         "run hooks when the gradient is set; refuse earlier hooks and hooks on a copy",
     ),
-    TorchAttribute("_version", "a tensor", "runtime/unit.py runtime/eager.py ir/writes.py", "detect writes"),
+    TorchAttribute(
+        "_version", "a tensor", "runtime/unit.py runtime/eager.py ir/writes.py state/weights.py", "detect writes"
+    ),
     TorchAttribute(
         "_parameters _buffers",
         "a module",

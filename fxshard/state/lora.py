@@ -60,7 +60,7 @@ def base_name(model: nn.Module, name: str) -> tuple[str, Merge | None] | None:
         if module is None or not (kind := _kind_of(module)):
             kept.append(step)
         elif kind == "other":
-            raise _refusal(type(module).__name__, "adapters of another kind than LoRA")
+            raise _refusal(".".join(kept), type(module), "no LoRA")
         elif kind == "layer":
             if step != "base_layer":
                 return None
@@ -90,17 +90,15 @@ def _kind_of(module: nn.Module) -> str:
 def _merge_of(layer: Any, name: str) -> Merge | None:
     """Return what the active adapters of a layer add to its weight; raise `ConfigError` if that is not simple."""
     active = () if layer.disable_adapters else layer.active_adapters
-    known = {*layer.lora_A, *layer.lora_embedding_A}
-    adapters = [each for each in active if each in known and each not in layer.merged_adapters]
-    if not adapters:
-        return None
+    adapters = [each for each in active if each in layer.scaling and each not in layer.merged_adapters]
     lora: Any = sys.modules["peft.tuners.lora.layer"]
-    if not isinstance(layer, lora.Linear | lora.Embedding | lora.Conv1d | lora.Conv2d | lora.Conv3d):
-        raise _refusal(f"{name} ({type(layer).__name__})", "another layer than Linear, Embedding or a convolution")
-    if any(each in layer.lora_variant or layer.lora_bias.get(each) for each in adapters):
-        raise _refusal(name, "lora_bias, DoRA or another variant")
-    return Merge(layer, adapters)
+    kinds = lora.Linear | lora.Embedding | lora.Conv1d | lora.Conv2d | lora.Conv3d
+    variants = [each for each in adapters if each in layer.lora_variant or layer.lora_bias.get(each)]
+    if adapters and (variants or not isinstance(layer, kinds)):
+        raise _refusal(name, type(layer), "lora_bias, DoRA or another variant, or no Linear, Embedding or convolution")
+    return Merge(layer, adapters) if adapters else None
 
 
-def _refusal(what: str, why: str) -> ConfigError:
-    return ConfigError(f"merge_lora cannot merge {what}: it has {why}. Call model.merge_and_unload() before sharding.")
+def _refusal(name: str, kind: type, why: str) -> ConfigError:
+    text = f"merge_lora cannot merge {name} ({kind.__name__}): {why}."
+    return ConfigError(f"{text} Call model.merge_and_unload() before sharding.")

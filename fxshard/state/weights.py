@@ -38,19 +38,13 @@ _CALL = "full_weights"
 
 @dataclass(frozen=True)
 class WeightBucket:
-    """Whole weights in one piece of memory, valid until the next bucket; iterated, names and views of it.
+    """Whole weights in one piece of memory, valid until the next bucket; iterated, names and views of it."""
 
-    Attributes:
-        buffer: the bytes, `[nbytes]` of uint8.
-        names, shapes, dtypes: of each weight.
-        offsets: of each weight's first byte in the buffer. They follow each other without a gap if the dtypes are one.
-    """
-
-    buffer: Tensor
+    buffer: Tensor  # `[nbytes]` of uint8
     names: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
     dtypes: tuple[torch.dtype, ...]
-    offsets: tuple[int, ...]
+    offsets: tuple[int, ...]  # of first bytes; without a gap between weights if they have one dtype
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each name with a view of the buffer."""
@@ -59,11 +53,7 @@ class WeightBucket:
 
 
 class FullWeights(Iterator[tuple[str, Tensor]]):
-    """One pass over whole weights: iterate it, or `buckets()`. It can be closed, and used in a `with`.
-
-    Attributes:
-        names, shapes, dtypes: of all weights in order, known before the first is gathered, on every rank.
-    """
+    """A pass over whole weights, whose `names`, `shapes` and `dtypes` every rank knows: iterate it, or `buckets()`."""
 
     def __init__(self, weights: Sequence[Weight], one_pass: _Pass) -> None:
         self.names, self.shapes, self.dtypes = _described(weights)
@@ -122,9 +112,7 @@ def full_weights(
     Returns:
         An iterator of names and tensors. A tied one comes once, under its first name; buffers are this rank's.
 
-    Raises:
-        ConfigError: as for `full_state_dict`, or adapters cannot be merged.
-        RankMismatchError: a rank does something else, or was lost.
+    Raises `ConfigError` as `full_state_dict` does, or `RankMismatchError` if a rank does something else or was lost.
     """
     sharing = Ranks.of(model)
     agreed = _Agreed(sharing.group if sharing.size > 1 else None)
@@ -151,9 +139,9 @@ def full_weights(
         kinds = (on,) if device is None or torch.empty(0, device=device).device == on else (on, torch.device(device))
         needs = [each.nbytes for each in packings] if sharing.members[sharing.rank] in wanting else []
         buffers = sharing.together(lambda: [Buffers(needs, capacity, kind) for kind in kinds], _CALL)
-    agreed, version = agreed if travels else _Agreed(None), _version_of(module_in(model))
-    one_pass = _Pass(packings, buffers, agreed, on, wanting, gathers, wants, version, version())
-    return FullWeights(weights, one_pass)
+    version = _version_of(module_in(model))
+    agreed = agreed if travels else _Agreed(None)
+    return FullWeights(weights, _Pass(packings, buffers, agreed, on, wanting, gathers, wants, version, version()))
 
 
 def _described(weights: Sequence[Weight]) -> tuple[tuple[str, ...], tuple[torch.Size, ...], tuple[torch.dtype, ...]]:
@@ -187,9 +175,7 @@ def _weights_of(model: nn.Module, dtype: torch.dtype | None, merge_lora: bool) -
             continue
         held, merge = hold(value), found[1]
         if merge is not None and held.other:
-            raise ConfigError(
-                f"merge_lora: {name} has placements of tensor parallelism, so no rank can add to its rows."
-            )
+            raise ConfigError(f"merge_lora: {name} is tensor-parallel, so no rank can add to its rows.")
         if held.mesh is None or mesh_axes.num_shards(held.mesh) == 1 or not held.nbytes:
             held.mesh, held.dim = None, 0
         held.dtype = dtype if dtype is not None and held.dtype.is_floating_point else held.dtype
