@@ -34,7 +34,7 @@ CEILINGS = (
     Ceiling(
         "lines of `fxshard/` and `passes/` without `tools/` and `testing/`",
         _lines(text for name, text in SOURCES.items() if not name.startswith(TOOLS)),
-        31_600,
+        32_150,
     ),
     Ceiling(
         "lines of `tools/` and `testing/`",
@@ -46,6 +46,6 @@ CEILINGS = (
         _lines(text for name, text in SOURCES.items() if name.rpartition("/")[0].partition("/")[0] in CORE),
         22_850,
     ),
-    Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 55_400),
-    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 50_000),
+    Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 56_150),
+    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 50_850),
 )
