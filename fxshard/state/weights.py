@@ -1,7 +1,7 @@
 """Whole weights of a sharded model, bucket by bucket: for engines that generate, and for exports.
 
-[Note: a pass over the weights]
-Every rank makes the pass to its end, also one that gets nothing or has left its loop: while it closes the iterator it
+[Note: iterating over weights]
+Every rank iterates to the end, also one that gets nothing or has left its loop: while it closes the iterator it
 takes part in what is left. So nobody waits for a rank that reads no more. While a bucket is read the next one is in
 flight. Each bucket is a run among the ranks, as a graph is ([Note: agreement] in `runtime/rank_check.py`): a rank that
 does something else instead is named in an error.
@@ -53,11 +53,11 @@ class WeightBucket:
 
 
 class FullWeights(Iterator[tuple[str, Tensor]]):
-    """A pass over whole weights, whose `names`, `shapes` and `dtypes` every rank knows: iterate it, or `buckets()`."""
+    """Whole weights in order, whose `names`, `shapes` and `dtypes` every rank knows: iterate it, or `buckets()`."""
 
-    def __init__(self, weights: Sequence[Weight], one_pass: _Pass) -> None:
+    def __init__(self, weights: Sequence[Weight], iteration: _Iteration) -> None:
         self.names, self.shapes, self.dtypes = _described(weights)
-        self._pass, self._buckets = one_pass, one_pass.run()
+        self._iteration, self._buckets = iteration, iteration.run()
         self._items = (pair for bucket in self._buckets for pair in bucket)
 
     def __next__(self) -> tuple[str, Tensor]:
@@ -65,13 +65,13 @@ class FullWeights(Iterator[tuple[str, Tensor]]):
         return next(self._items)
 
     def buckets(self) -> Iterator[WeightBucket]:
-        """Yield what is left of the pass, bucket by bucket."""
+        """Yield what is left, bucket by bucket."""
         yield from self._buckets
 
     def close(self) -> None:
-        """End the pass on this rank; it takes part until no rank reads any more."""
+        """End the iteration on this rank; it takes part until no rank reads any more."""
         self._items.close()
-        self._pass.end()
+        self._iteration.end()
 
     def __enter__(self) -> FullWeights:
         return self
@@ -80,7 +80,7 @@ class FullWeights(Iterator[tuple[str, Tensor]]):
         self.close()
 
     def __del__(self) -> None:
-        """End a pass that nobody reads any more, also one that never began: other ranks may read."""
+        """End an iteration that nobody reads any more, also one that never began: other ranks may read."""
         if not sys.is_finalizing():
             self.close()
 
@@ -141,7 +141,7 @@ def full_weights(
         buffers = sharing.together(lambda: [Buffers(needs, capacity, kind) for kind in kinds], _CALL)
     version = _version_of(module_in(model))
     agreed = agreed if travels else _Agreed(None)
-    return FullWeights(weights, _Pass(packings, buffers, agreed, on, wanting, gathers, wants, version, version()))
+    return FullWeights(weights, _Iteration(packings, buffers, agreed, on, wanting, gathers, wants, version, version()))
 
 
 def _described(weights: Sequence[Weight]) -> tuple[tuple[str, ...], tuple[torch.Size, ...], tuple[torch.dtype, ...]]:
@@ -232,8 +232,8 @@ class _Agreed:
 
 
 @dataclass(eq=False)
-class _Pass:
-    """See [Note: a pass over the weights]."""
+class _Iteration:
+    """See [Note: iterating over weights]."""
 
     packings: Sequence[Packing]
     buffers: Sequence[Buffers]  # where collectives work, and where the weights go, if that is elsewhere
@@ -254,8 +254,8 @@ class _Pass:
             while self.under_way or self.started < len(self.packings):
                 if self.version() != self.version_read:
                     raise ConfigError(
-                        f"{_CALL}: parameters were changed during the pass, so its weights would be of two steps. End "
-                        "the loop before an optimizer steps or a state is loaded."
+                        f"{_CALL}: parameters were changed during the iteration, so the weights would be of two steps. "
+                        "End the loop before an optimizer steps or a state is loaded."
                     )
                 bucket = self._next()
                 if self.wants:

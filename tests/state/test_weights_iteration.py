@@ -1,4 +1,4 @@
-"""A pass over the weights ends on every rank, also where ranks read at their own pace or leave early."""
+"""An iteration over the weights ends on every rank, also where ranks read at their own pace or leave early."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def weights_of(model: nn.Module, ranks: Any = None) -> fxshard.FullWeights:
 
 
 def still_in_step(model: nn.Module) -> None:
-    """A later pass gives every rank what it should."""
+    """A later iteration gives every rank what it should."""
     assert_same({name: w.clone() for name, w in weights_of(model)}, dict(stack().state_dict()))
 
 
@@ -119,7 +119,7 @@ def test_parameters_that_change_during_a_pass_are_an_error() -> None:
         for _ in fxshard.full_weights(model, bucket_mib=0.0005):
             optim.step()
 
-    with pytest.raises(ConfigError, match="parameters were changed during the pass"):
+    with pytest.raises(ConfigError, match="parameters were changed during the iteration"):
         update()
     fxshard.full_state_dict(model)
 
