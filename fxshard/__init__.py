@@ -42,6 +42,7 @@ from fxshard.state.checkpoint import load_checkpoint, save_checkpoint
 from fxshard.state.model_state import full_state_dict, load_full_state_dict
 from fxshard.state.optimizer_load import load_full_optim_state_dict
 from fxshard.state.optimizer_save import full_optim_state_dict
+from fxshard.state.weights import FullWeights, WeightBucket, full_weights
 
 __all__ = [
     "BitDifference",
@@ -50,6 +51,7 @@ __all__ = [
     "CompiledGraph",
     "ConfigError",
     "Explanation",
+    "FullWeights",
     "FxshardError",
     "GradientReductionHandle",
     "GraphPass",
@@ -66,6 +68,7 @@ __all__ = [
     "ShardedModule",
     "UnshardHandle",
     "UnsupportedGraph",
+    "WeightBucket",
     "adopt",
     "bisect_numerics",
     "compiled_graphs",
@@ -73,6 +76,7 @@ __all__ = [
     "explanation_of",
     "full_optim_state_dict",
     "full_state_dict",
+    "full_weights",
     "fully_shard",
     "load_checkpoint",
     "load_full_optim_state_dict",

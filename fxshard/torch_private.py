@@ -310,8 +310,7 @@ def was_made_by_dynamo(code: CodeType) -> bool:
 
 def backward_id() -> int | None:
     """Return the identity of the backward that this thread is running, `None` outside of one."""
-    task = torch._C._current_graph_task_id()
-    return None if task == -1 else task
+    return None if (task := torch._C._current_graph_task_id()) == -1 else task
 
 
 def compiled_nodes(result: Tensor) -> Iterator[Any]:
@@ -410,8 +409,7 @@ def run_unrecorded(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
     """Hand a text to torch's structured trace (`TORCH_TRACE`, read by `tlparse`); made only if someone traces."""
-    metadata = {"name": name, "encoding": "string"}
-    trace_structured("artifact", metadata_fn=lambda: metadata, payload_fn=text)
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
 
 
 @contextmanager
@@ -435,8 +433,7 @@ def holds(condition: Tensor, message: str) -> bool:
     """Return whether a one-element condition holds; on a GPU, whose stream fails if it does not, always."""
     if condition.is_cuda:
         torch._assert_async(condition, message)
-        return True
-    return bool(condition)
+    return condition.is_cuda or bool(condition)
 
 
 def process_group_of(name: str) -> dist.ProcessGroup:
@@ -496,3 +493,8 @@ def _is_group(name: str) -> bool:
 def storage_id(tensor: Tensor) -> int:
     """Return the identity of a tensor's storage, a DTensor's of its part: equal for views, also for fake tensors."""
     return cast(int, getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)
+
+
+def storage_users(tensor: Tensor) -> int:
+    """Return how many objects hold a tensor's storage: more than before, if somebody has a new view of it."""
+    return torch._C._storage_Use_Count(storage_id(tensor))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,6 +62,27 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().mean()
 
 
+class Engine(dict[str, Tensor]):
+    """Makes room for a weight when it is asked for."""
+
+    def __missing__(self, name: str) -> Any:
+        return SimpleNamespace(copy_=lambda weight: self.update({name: weight.clone()}))
+
+
+def engines() -> dict[str, Any]:
+    """Stand-ins for inference engines and their clients, by their names in the guide; `received` is what they load."""
+    received = Engine()
+
+    def load(weights: Iterable[tuple[str, Tensor]]) -> None:
+        received.update({name: weight.clone() for name, weight in weights})
+
+    client, server = SimpleNamespace(update_named_params=load), SimpleNamespace(update_weights=lambda _: None)
+    return {
+        **{"engine": received, "received": received, "client": client, "server": server, "send_weights": load},
+        "rollout": SimpleNamespace(update_weights=load),
+    }
+
+
 def here(snippet: str) -> str:
     """What it says, on the CPU and without the time that Inductor takes."""
     snippet = snippet.replace('"cuda"', '"cpu"').replace("options={", 'options={"lower": "eager", ')
@@ -68,9 +91,9 @@ def here(snippet: str) -> str:
 
 @pytest.mark.parametrize("snippet", SNIPPETS)
 def test_runs(snippet: str) -> None:
-    with emulated_link(RANKS):
+    with emulated_link(1 if "full_weights" in snippet else RANKS):  # emulated ranks send nothing to one another
         model: Any = Model()
-        if "no_sync" in snippet or "head.weight" in snippet or "_prefetch" in snippet:
+        if "no_sync" in snippet or "head.weight" in snippet or "_prefetch" in snippet or "full_weights" in snippet:
             for module in (*model.blocks, model):
                 fxshard.fully_shard(module)
         if "adopt" in snippet:
@@ -84,6 +107,11 @@ def test_runs(snippet: str) -> None:
             **{"model": model, "loss_of": loss_of, "first": batch, "second": batch, "inputs": batch, "tokens": batch},
             "labels": torch.zeros(2, dtype=torch.long),
         }
+        given |= engines()
         exec(here(snippet), given)
+        if "full_weights" in snippet:
+            assert {name: w.shape for name, w in given["received"].items()} == {
+                name: p.shape for name, p in model.named_parameters()
+            }
         if "torch.compile(model" in snippet or "torch.compile(fxshard" in snippet:
             loss_of(given.get("compiled", given["model"]), batch).backward()  # only a call shows what options say

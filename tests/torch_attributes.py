@@ -34,7 +34,9 @@ TORCH_ATTRIBUTES = (
         "runtime/gradients.py runtime/flat_shard.py runtime/eager.py sharding/shard_module.py",
         "run hooks when the gradient is set; refuse earlier hooks and hooks on a copy",
     ),
-    TorchAttribute("_version", "a tensor", "runtime/unit.py runtime/eager.py ir/writes.py", "detect writes"),
+    TorchAttribute(
+        "_version", "a tensor", "runtime/unit.py runtime/eager.py ir/writes.py state/weights.py", "detect writes"
+    ),
     TorchAttribute(
         "_parameters _buffers",
         "a module",
@@ -51,8 +53,8 @@ TORCH_ATTRIBUTES = (
     TorchAttribute(
         "_modules",
         "a module",
-        "sharding/sharded_module.py sharding/adopt.py",
-        "look into `torch.compile`'s wrapper, and remove it",
+        "sharding/sharded_module.py sharding/adopt.py state/lora.py",
+        "look into wrappers of `torch.compile` and PEFT, and remove them",
     ),
     TorchAttribute(
         "_compiled_call_impl",

@@ -145,6 +145,11 @@ class AfterForward:
             scope.require_unchanged()
             scope.require_unmarked()
 
+    @property
+    def gathered(self) -> Iterable[tuple[tuple[int, bool, bool], Parameters]]:
+        """What was read and has the unit's values."""
+        return self._scope.gathered.items() if self._epoch == self._unit.epoch() else ()
+
     def parameter(self, slot: SlotIndex) -> Tensor | None:
         """The unsharded parameter, `None` if it is sharded."""
         if self._epoch is not None and self._epoch != self._unit.epoch():
@@ -245,6 +250,12 @@ def _scope_for(unit: Unit) -> _Scope:
     if _scopes.recompute is None or _scopes.recompute[0] != backward:
         _scopes.recompute = (backward, _Scope(()))
     return _scopes.recompute[1]
+
+
+def unsharded_of(unit: Unit) -> Parameters:
+    """Return what is gathered of a unit in a running call, or between its forward and its backward; nothing else."""
+    running = [each for scope in _scopes.stack for each in scope.gathered.items() if each[0][0] == id(unit)]
+    return {slot: value for _, values in (*running, *unit.after_forward.gathered) for slot, value in values.items()}
 
 
 def gather_unit(unit: Unit, *, after_forward: bool = False) -> Parameters:

@@ -162,6 +162,12 @@ def _launch_resident(unit: Unit) -> Gathered:
     return found
 
 
+def unsharded_of(unit: Unit) -> dict[SlotIndex, Tensor]:
+    """Return what is resident of a unit and has its values, waited for."""
+    found = unit.model.unsharded.get(unit)
+    return {slot: collectives.WAIT(each) for slot, each in found.tensors.items()} if found and found.is_current else {}
+
+
 def is_resident(unit: Unit) -> bool:
     """Whether there are copies, of whichever values."""
     return unit in unit.model.unsharded

@@ -143,7 +143,8 @@ def gather_all(
 ) -> list[Tensor] | None:
     """Make every tensor full, on global rank `recipient`, or on all if that is `None`; return new tensors there.
 
-    Every rank calls it with the same tensors. `title` stands before a bar that shows how much has arrived.
+    Every rank calls it with the same tensors. `title` stands before a bar that shows how much has arrived; without one
+    there is no bar.
     """
     wanted = recipient is None or not dist.is_initialized() or dist.get_rank() == recipient
     results: list[Tensor | None] = [None] * len(held)
@@ -157,7 +158,7 @@ def gather_all(
             results[i] = full if wanted else None
         elif wanted:
             results[i] = copied(each.local, to_cpu=cpu_offload)
-    shows = wanted and (recipient is not None or not dist.is_initialized() or dist.get_rank() == 0)
+    shows = bool(title) and wanted and (recipient is not None or not dist.is_initialized() or dist.get_rank() == 0)
     moved = (held[i].nbytes for indices in by_mesh.values() for i in indices)
     with showing(title, moved if shows else ()) as advance:
         for indices in by_mesh.values():

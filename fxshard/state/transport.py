@@ -108,7 +108,8 @@ class UnderWay:
     is_copy: bool = False  # whether that is memory of its own, beside buckets
 
 
-def _launched(ops: list[dist.P2POp]) -> list[Any]:
+def launched(ops: list[dist.P2POp]) -> list[Any]:
+    """Launch sends and receives together, if there are any."""
     return list(dist.batch_isend_irecv(ops)) if ops else []
 
 
@@ -197,7 +198,7 @@ class _Gather(_Collective):
             self.wire.cat(own, bucket)
         payload = self.wire.here(own[0]) if bucket is None else bucket
         ops = [self.wire.send(payload, cast(int, self.root))] if total else []
-        return UnderWay(each, _launched(ops), kept=payload, is_copy=self._is_copy(each))
+        return UnderWay(each, launched(ops), kept=payload, is_copy=self._is_copy(each))
 
     def _receive(self, each: Round) -> UnderWay:
         """Launch what the others send, and meanwhile take what this rank has itself."""
@@ -207,7 +208,7 @@ class _Gather(_Collective):
         for rank, nbytes in self.others(each):
             landing = self._place(each, rank) if bucket is None else bucket[rank * each.width :][:nbytes]
             ops.append(wire.receive(landing, rank))
-        works = _launched(ops)
+        works = launched(ops)
         own = self.own(each)
         if each.kind is not Kind.PACKED or bucket is None:
             self._place(each, wire.rank).copy_(own[0])
@@ -296,7 +297,7 @@ class _Scatter(_Collective):
                 wire.cat(pieces, payload)
             kept.append(payload)
             ops.append(wire.send(payload, rank))
-        works = _launched(ops)
+        works = launched(ops)
         for target, piece in zip(self.own(each), self._pieces(each, wire.rank, fulls), strict=True):
             target.copy_(piece)
         return UnderWay(each, works, kept=kept)
@@ -314,7 +315,7 @@ class _Scatter(_Collective):
             return UnderWay(each, [])
         is_direct = each.kind is not Kind.PACKED and targets[0].device == self.wire.device
         landing = targets[0] if is_direct else self.buckets.next(total)
-        works = _launched([self.wire.receive(landing, cast(int, self.root))])
+        works = launched([self.wire.receive(landing, cast(int, self.root))])
         return UnderWay(each, works, None if is_direct else landing)
 
     def finish(self, under_way: UnderWay) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import multiprocessing, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fxshard
 from tests.state.states import adamw, assert_same, net, sharded, take_steps, trained
@@ -28,6 +29,7 @@ def on_four_ranks(rank: int, folder: str) -> None:
     experts_on_groups_of_two()
     models_on_two_ranks_each()
     checkpoints_of_models_on_two_ranks_each(folder)
+    whole_weights_on_some_ranks()
     dist.destroy_process_group()
 
 
@@ -127,6 +129,31 @@ def checkpoints_of_models_on_two_ranks_each(folder: str) -> None:
         assert torch.equal(other.weight.full_tensor(), model.weight.full_tensor())
         if stage == 1:
             dist.barrier()
+
+
+def whole_weights_on_some_ranks() -> None:
+    """From four ranks, replicas, tensor parallelism, and groups of two with values of their own."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    replicas = fxshard.fully_shard(net(), mesh=mesh)
+    parallel = net()
+    plan = {"blocks.0.0": ColwiseParallel(), "blocks.0.2": RowwiseParallel(), "blocks.1.0": RowwiseParallel()}
+    parallelize_module(parallel, mesh["inner"], plan)
+    fxshard.fully_shard(parallel, mesh=mesh["outer"])
+    apart = net()
+    nn.init.constant_(apart.blocks[0][0].weight, float(dist.get_rank() // 2))
+    own = apart.blocks[0][0].weight.detach().clone()
+    fxshard.fully_shard(apart.blocks[0], mesh=mesh["inner"])
+    fxshard.fully_shard(apart)
+    expected = net().state_dict()
+    del expected["head.weight"]
+    for model in (sharded(net()), replicas, parallel, apart):
+        wanted = {**expected, "blocks.0.0.weight": own if model is apart else expected["blocks.0.0.weight"]}
+        for ranks in (None, 2, [1, 3], [0, 1]):
+            found = {
+                name: weight.clone() for name, weight in fxshard.full_weights(model, bucket_mib=0.002, ranks=ranks)
+            }
+            chosen = range(RANKS) if ranks is None else [ranks] if isinstance(ranks, int) else ranks
+            assert_same(found, wanted if dist.get_rank() in chosen else {})
 
 
 @pytest.mark.multi_rank

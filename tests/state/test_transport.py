@@ -11,8 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxshard
 from fxshard.runtime.parameters import local_of
@@ -23,6 +21,7 @@ from fxshard.state.rounds import STRAIGHT_BYTES, Chunk, Item, Kind, Round, round
 from fxshard.state.transport import Wire, part
 from tests.numerics.harness import world_mesh
 from tests.pairwise import slow
+from tests.peak_memory import PeakMemory
 from tests.ranks import two_ranks
 from tests.state.states import adamw, assert_same, net, sharded, trained
 
@@ -209,27 +208,6 @@ def test_strided_rows_of_an_optimizer_become_full(recipient: int | None) -> None
 
 
 # ---- the memory
-
-
-class PeakMemory(TorchDispatchMode):
-    """Follows the memory that is new inside, by the storages of all results of operators."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {each.untyped_storage()._cdata for each in args if isinstance(each, Tensor)}
-        result = func(*args, **(kwargs or {}))
-        for each in result if isinstance(result, list | tuple) else (result,):
-            if isinstance(each, Tensor) and type(each) is Tensor:
-                storage = each.untyped_storage()
-                if storage._cdata not in before and storage._cdata not in self.storages:
-                    self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.storages = {key: each for key, each in self.storages.items() if not each[0].expired()}
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.storages.values()))
-        return result
 
 
 @two_ranks
