@@ -36,6 +36,7 @@ from fxshard.passes.outline_regions import OutlineRegions
 from fxshard.passes.pin_order import PinOrder
 from fxshard.passes.read_resident import ReadResident
 from fxshard.passes.reduce_unused import ReduceUnused
+from fxshard.passes.refuse_writes import RefuseWrites
 from fxshard.passes.reshard_policy import ReshardPolicy
 from fxshard.passes.reshard_to_subgroup import ReshardToSubgroup
 from fxshard.passes.sink_waits import SinkWaits
@@ -75,6 +76,8 @@ class Pipeline:
                 )
 
 
+DYNAMO: tuple[GraphPass, ...] = (RefuseWrites(), BindMarkers())  # a write is named as the user has it
+
 JOINT: tuple[GraphPass, ...] = (
     DedupUnshard(),  # first: later passes count on one marker per parameter and call
     ReduceUnused(),  # after it, for it reads parameters once per call; before what decides how backward reads them
@@ -109,7 +112,7 @@ def default(
     calling = (CallRegions(interpreted=not compiled, parts_last=prefetch == "auto"),) if outlines else ()
     folding = (FoldCopies(),) if outlines else ()  # once launches are final
     return Pipeline(
-        dynamo=(BindMarkers(), *keeping, *outlining),  # before AOTAutograd, which then sees each block once
+        dynamo=(*DYNAMO, *keeping, *outlining),  # before AOTAutograd, which then sees each block once
         joint=JOINT,
         split=(
             *calling,  # first: what a call costs is then in the graph itself

@@ -20,7 +20,8 @@ from fxshard.errors import ConfigError, FxshardError
 from fxshard.ir.memory_budget import GIB
 from fxshard.options import Options, parse
 from fxshard.passes import pipeline
-from fxshard.runtime import mesh_axes, rank_check
+from fxshard.passes.refuse_writes import refuse_writes
+from fxshard.runtime import eager, mesh_axes, rank_check
 from fxshard.runtime.flat_shard import Home
 from fxshard.runtime.frame import Frame
 from fxshard.sharding.sharded_module import plain_module, units_under
@@ -69,8 +70,14 @@ def _dispatch(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Option
     if unsharded:
         auto_shard.shard_root(gm, unsharded, options)  # returns only where there is nothing to shard over
     auto_shard.require_all_ranks(dynamo.parameters_of(gm, example_inputs))
-    dynamo.refuse_writes(gm, example_inputs, {})
+    _refuse_writes_of_plain(gm, example_inputs)
     return compile_plain(gm, example_inputs, options)
+
+
+def _refuse_writes_of_plain(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Raise if a graph that reads no shard writes into a parameter that an earlier one has returned."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    refuse_writes(gm, {placeholders[i]: fqn for i, fqn in eager.returned_names(example_inputs).items()})
 
 
 def frames_of(module: nn.Module) -> list[Frame]:
@@ -90,7 +97,7 @@ def capture_only(
         dynamo.refuse_compiled_autograd()
         flats = dynamo.flats_of(example_inputs)
         if not flats:
-            dynamo.refuse_writes(gm, example_inputs, {})
+            _refuse_writes_of_plain(gm, example_inputs)
             return interpret_plain(gm, example_inputs)
         _require_one_way(options, flats)
         auto_shard.require_no_replicas(dynamo.unsharded_parameters(gm, example_inputs), flats)
