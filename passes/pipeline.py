@@ -102,9 +102,6 @@ def default(
 
     With `lower="eager"` sums are FSDP2's to the bit, and the order needs no pins. With `cudagraphs` code is recorded
     and replayed, so no launch may depend on what happened before.
-
-    Raises:
-        ConfigError: a value that its pass does not take.
     """
     compiled, guesses = lower == "inductor", prefetch not in (0, "off")
     keeping = (KeepLastUnit(),) if prefetch == "auto" else ()
@@ -176,11 +173,7 @@ def codegen_given(options: Options) -> tuple[Property, ...]:
 
 
 def chosen(options: Options) -> Pipeline:
-    """Return the pipeline that the options want; what the interpreter runs is to equal FSDP2 bit for bit.
-
-    Raises:
-        ConfigError: `passes` returned no pipeline, or one that does not shard: a property is missing, and which.
-    """
+    """Return the pipeline that the options want; what the interpreter runs is to equal FSDP2 bit for bit."""
     pipeline = default(
         bucket=options.chosen_bucket,
         bucket_peak_share=options.bucket_peak_share,

@@ -69,9 +69,6 @@ def shard_root(gm: fx.GraphModule, unsharded: dict[str, nn.Parameter], options: 
     """Shard the model whose parameters entered `gm`, and start the capture again; see [Note: the one-line path].
 
     Returns only for one rank, and where all of `unsharded` are to be left whole.
-
-    Raises:
-        ConfigError: no process group though a launcher started several ranks, meta parameters, or no root module.
     """
     roots = dynamo.roots_of(gm)
     if not _not_ignored(unsharded, (unit for root in roots for unit in units_under(root))):

@@ -144,10 +144,6 @@ def fake_model_of(
             launcher.
         mesh: instead of `world_size`; `options.mesh` by default.
         options: how an unsharded model is sharded.
-
-    Raises:
-        ConfigError: the number of ranks is unknown or contradictory, or the model cannot be sharded.
-        UnsupportedGraph: something in the model cannot be copied.
     """
     model, options = plain_module(model), options or Options()
     mesh = mesh if mesh is not None else options.mesh

@@ -130,11 +130,7 @@ class AfterForward:
             self._epoch = epoch
 
     def end(self) -> None:
-        """A backward begins, or values change: forget the unsharded parameters.
-
-        Raises:
-            UnsupportedGraph: somebody has written into them, or has hung hooks on them.
-        """
+        """A backward begins, or values change: forget the unsharded parameters."""
         if self._epoch is not None:
             self._epoch, scope, self._scope = None, self._scope, _Scope(())
             scope.require_unchanged()

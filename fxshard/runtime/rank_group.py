@@ -146,9 +146,6 @@ class RankGroup:
         """Wait until all ranks have come to this run, and compare; `never` says why they will not, once it is known.
 
         Warn after `warn` seconds, and each time the wait has doubled.
-
-        Raises:
-            RankMismatchError: a rank runs something else, never comes, or the store is gone.
         """
         try:
             self.tell()
@@ -164,11 +161,7 @@ class RankGroup:
         self._agreed.add(self._turn)
 
     def compare(self, timeout: float = 0.0) -> None:
-        """Compare this run with the ranks that come as far within so many seconds.
-
-        Raises:
-            RankMismatchError: one of them runs something else.
-        """
+        """Compare this run with the ranks that come as far within so many seconds."""
         self.tell()
         for _ in polls(timeout):
             if self._arrived(self.others, self._run):
@@ -228,9 +221,6 @@ class RankGroup:
 
         Args:
             is_over: whether this run is over, so that all ranks have begun it; else up to the run of the last look.
-
-        Raises:
-            RankMismatchError: one of them ran something else.
         """
         run = self._run if is_over else self._at_last_look
         self._at_last_look = self._run

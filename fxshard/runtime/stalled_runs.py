@@ -235,11 +235,7 @@ def _watch_in(_process: int) -> _Watch:
 
 @contextmanager
 def watching(rank_groups: Collection[RankGroup], launches: Sequence[Launch]) -> Iterator[StalledRun]:
-    """Around a run that makes these launches, on which these rank groups agree.
-
-    Raises:
-        RankMismatchError: it was ended, for it waited for what never comes.
-    """
+    """Around a run that makes these launches, on which these rank groups agree."""
     run = StalledRun(rank_groups, launches, time.monotonic() + AFTER_S)
     if not rank_groups:
         yield run
