@@ -133,11 +133,10 @@ def _modules_around(node: fx.Node) -> set[str]:
 
 
 def _value_of(source: Any) -> Any:
-    """Evaluate the expression that led Dynamo to a value in the frame that it traces; `None` if that gives nothing."""
+    """Return the value in the frame that Dynamo traces which it knows by this source; `None` if there is none."""
     root_frame = InstructionTranslator.current_tx().output.root_tx
-    scope = {"L": root_frame.f_locals, "G": root_frame.f_globals}
     try:
-        return eval(_name(source), {}, scope)
+        return source.get_value({"L": root_frame.f_locals, "G": root_frame.f_globals}, {}, {})
     except (NameError, SyntaxError, LookupError, AttributeError, TypeError, NotImplementedError):
         return None
 
