@@ -50,18 +50,13 @@ class _Watched(NamedTuple):
 
 
 class _Scope:
-    """One call of a unit's module: what was gathered in it, by unit and autograd mode.
-
-    Attributes:
-        units: that the module was made into.
-        gathered: parameters, by unit, grad mode and inference mode.
-        watched: what must stay as it was gathered.
-    """
+    """One call of a unit's module: what was gathered in it, by unit and autograd mode."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        self.units = units
+        self.units = units  # that the module was made into
+        # parameters, by unit, grad mode and inference mode.
         self.gathered: dict[tuple[int, bool, bool], Parameters] = {}
-        self.watched: list[_Watched] = []
+        self.watched: list[_Watched] = []  # what must stay as it was gathered
 
     def parameters_of(self, unit: Unit, *, after_forward: bool = False) -> Parameters:
         key = (id(unit), torch.is_grad_enabled(), torch.is_inference_mode_enabled())

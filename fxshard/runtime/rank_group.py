@@ -41,19 +41,12 @@ _log = logging.getLogger(__name__)
 
 
 class CollectiveSequence(NamedTuple):
-    """What a run does.
+    """What a run does."""
 
-    Attributes:
-        kind: of the graph, one of `GRAPHS`; outside of graphs one word for what is done.
-        digest: of what must be the same on all ranks.
-        text: the collectives, one per line, with what need not be the same after a "#".
-        key: where the text stands in the store.
-    """
-
-    kind: str
-    digest: str
-    text: str
-    key: str
+    kind: str  # of the graph, one of `GRAPHS`; outside of graphs one word for what is done
+    digest: str  # of what must be the same on all ranks
+    text: str  # the collectives, one per line, with what need not be the same after a "#"
+    key: str  # where the text stands in the store
 
     @classmethod
     def of(cls, kind: str, launches: Iterable[Launch]) -> CollectiveSequence:
@@ -70,23 +63,14 @@ class CollectiveSequence(NamedTuple):
 
 
 class RunEntry(NamedTuple):
-    """What a rank writes before a run: a `CollectiveSequence` without the text, and what was before.
+    """What a rank writes before a run: a `CollectiveSequence` without the text, and what was before."""
 
-    Attributes:
-        run: its number.
-        kind: of the run.
-        digest: of the run.
-        key: where the text stands in the store.
-        since: the first run that `history` counts, the one after the last error.
-        history: a hash of the digests of all runs from there to this one.
-    """
-
-    run: int
-    kind: str
-    digest: str
-    key: str
-    since: int
-    history: str
+    run: int  # its number
+    kind: str  # of the run
+    digest: str  # of the run
+    key: str  # where the text stands in the store
+    since: int  # the first run that `history` counts, the one after the last error
+    history: str  # a hash of the digests of all runs from there to this one
 
 
 class RankGroup:
