@@ -6,6 +6,7 @@ Only `_c10d_functional` ops: they trace, Inductor keeps their order, and LocalTe
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -25,6 +26,9 @@ _DONE_AT_ONCE = ("_dtensor", "symm_mem")
 
 ALIGNMENT = 16
 """Bytes at whose multiples parameters begin: complex views and vector loads of kernels want it."""
+
+ALONE_BYTES = 1 << 20
+"""A parameter of so many unsharded bytes that is gathered or reduced outside of graphs is sent by itself."""
 
 ALL_GATHER = _c10d.all_gather_into_tensor.default
 ALL_GATHER_COALESCED = _c10d.all_gather_into_tensor_coalesced.default
@@ -158,15 +162,30 @@ def whole_shards(slots: Iterable[SlotIndex], plan: UnitPlan) -> list[Segment]:
     return [tuple((shard, i) for i in range(len(plan.shards[shard].slots))) for shard in used]
 
 
-def unshard(shards: Mapping[int, Tensor], plan: UnitPlan, reads: Sequence[SlotIndex]) -> list[Tensor]:
-    """Gather whole shards of a unit in one launch and return the parameters in `reads`.
+def launch_unshard(
+    shards: Mapping[int, Tensor], plan: UnitPlan, reads: Sequence[SlotIndex]
+) -> tuple[list[Segment], list[Tensor]]:
+    """Start the gather of the whole shards of a unit in which `reads` lie; return what `parameters_in` takes.
 
-    `shards` maps shard index -> this rank's flat, `[shard_numel]`. Parameters are contiguous, in the unit's unsharded
-    dtype.
+    `shards` maps shard index -> this rank's flat, `[shard_numel]`. Large parameters are sent by themselves, so that
+    they need not be copied out.
     """
-    segments = whole_shards(reads, plan)
-    launched = launch_gather(gather_inputs(shards, plan, segments), plan.world_size, plan.gathering_group)
-    return parameters_in(launched, plan, segments, reads)
+    segments = [piece for segment in whole_shards(reads, plan) for piece in _without_large(segment, plan)]
+    return segments, launch_gather(gather_inputs(shards, plan, segments), plan.world_size, plan.gathering_group)
+
+
+def _without_large(segment: Segment, plan: UnitPlan) -> list[Segment]:
+    """Cut a segment at its large parameters: each is a segment of its own."""
+    cut: list[Segment] = []
+    for is_large, found in itertools.groupby(segment, lambda slot: _unsharded_bytes(slot, plan) >= ALONE_BYTES):
+        slots = tuple(found)
+        cut.extend([(slot,) for slot in slots] if is_large else [slots])
+    return cut
+
+
+def _unsharded_bytes(slot: SlotIndex, plan: UnitPlan) -> int:
+    shard = plan.shards[slot[0]]
+    return shard.slots[slot[1]].full_numel * plan.unsharded_dtype(shard).itemsize
 
 
 def launch_parameters(shards: Mapping[int, Tensor], plan: UnitPlan) -> dict[SlotIndex, Tensor]:
@@ -310,9 +329,10 @@ def reduce_grads(grads: Mapping[SlotIndex, Tensor], plan: UnitPlan) -> dict[int,
     """
     reduced: dict[Segment, Tensor] = {}
     for dtype, segment in reduce_dtypes({slot: grad.dtype for slot, grad in grads.items()}, plan).items():
-        inputs = reduce_inputs([[grads[slot] for slot in segment]], plan, dtype)
+        pieces = _without_large(segment, plan)
+        inputs = reduce_inputs([[grads[slot] for slot in piece] for piece in pieces], plan, dtype)
         launched = launch_all_reduce(launch_reduce(inputs, dtype, plan), dtype, plan)
-        (reduced[segment],) = reduced_in(launched, dtype, plan)
+        reduced |= zip(pieces, reduced_in(launched, dtype, plan), strict=True)
     return shard_grads(reduced, plan)
 
 

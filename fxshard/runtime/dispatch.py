@@ -89,12 +89,14 @@ class GuardedCode:
         self._renamed: dict[tuple[tuple[str, str], ...], Sequence[Launch]] = {}
         self._boxed_call = True  # AOTAutograd asks for it, and looks for it in the instance
 
-    def __call__(self, inputs: list[Any], names: Mapping[str, str] = MappingProxyType({})) -> Any:
-        """Run the code, once the ranks have agreed on what it launches."""
+    def __call__(
+        self, inputs: list[Any], names: Mapping[str, str] = MappingProxyType({}), *, is_known: bool = True
+    ) -> Any:
+        """Run the code, once the ranks have agreed on what it launches; `is_known`: as in `Agreement.before`."""
         if not self._launches:
             return self._run(inputs)
         launches = self._launched(names)
-        with self._agreement.before(launches), profiler_ranges.of_graph(launches):
+        with self._agreement.before(launches, is_known=is_known), profiler_ranges.of_graph(launches):
             return self._run(inputs)
 
     def waiting(self, names: Mapping[str, str]) -> AbstractContextManager[None]:
@@ -144,6 +146,13 @@ class Dispatch(ABC):
     def __call__(self, inputs: list[Any]) -> Any:
         """Run the variant that the units of this call want."""
 
+    def _run(self, code: Code, inputs: list[Any], units: Units) -> Any:
+        """Run code on the units of this call; see [Note: prefetch across graphs] on graphs that were not guessed."""
+        prefetchers = dict.fromkeys(unit.model.prefetcher for unit in units.values())
+        is_known = not any(prefetcher.goes_another_way(units.values()) for prefetcher in prefetchers)
+        with rank_check.telling_others(self._groups):
+            return code.run(inputs, self._frame.names_of(units), is_known=is_known)
+
     def _resident(self, which: Variant, units: Units) -> list[Tensor]:
         """The parameters that stay gathered, in the order of a variant."""
         if which.resident and self._frame.replays:
@@ -172,7 +181,7 @@ class ForwardDispatch(Dispatch):
     def __init__(self, *args: Any) -> None:
         """As for any; the frame announces each of its calls."""
         super().__init__(*args)
-        self._next: tuple[Variant, list[Tensor], dict[str, str]] | None = None
+        self._next: tuple[Variant, list[Tensor], Units] | None = None
         self._frame.begin = self._begin
 
     def _begin(self, units: Units) -> None:
@@ -185,7 +194,7 @@ class ForwardDispatch(Dispatch):
         )
         which = Variant(resident=chosen)
         self._compiled(which)
-        self._next = which, self._resident(which, units), self._frame.names_of(units)
+        self._next = which, self._resident(which, units), units
         for unit in units.values():
             unit.model.prefetcher.settle(unit.device)
 
@@ -193,11 +202,10 @@ class ForwardDispatch(Dispatch):
         """Run the variant that `_begin` has chosen, with the parameters that it takes."""
         if self._next is None:
             raise InvariantError("a captured graph runs, and no call has announced it.")
-        (which, parameters, names), self._next = self._next, None
+        (which, parameters, units), self._next = self._next, None
         inputs.extend(parameters)
         self._frame.ran = which
-        with rank_check.telling_others(self._groups):
-            return self._compiled(which).run(inputs, names)
+        return self._run(self._compiled(which), inputs, units)
 
 
 class BackwardDispatch(Dispatch):
@@ -226,8 +234,7 @@ class BackwardDispatch(Dispatch):
             model.late.arrive(keep=self._frame.max_late)
         if call.forward != PLAIN or which != PLAIN:
             restride(inputs, code.layouts)
-        with rank_check.telling_others(self._groups):
-            results = code.run(inputs, self._frame.names_of(units))
+        results = self._run(code, inputs, units)
         if code.late:
             results = self._deferred(results, code, units)
         accumulation.note_run(which, units, trained)

@@ -260,9 +260,13 @@ class _UnshardUnit(torch.autograd.Function):
         with profiler_ranges.of_unit(unit.fqn):
             shards = host_copies.on_device(dict(enumerate(flats)), unit.plan)
             reads = [(i, j) for i, shard in unit.plan.gathered for j in range(len(shard.slots))]
-            gathered = dict(zip(reads, collectives.unshard(shards, unit.plan, reads), strict=True))
-        parameters = unit.unsharded_of(gathered)
-        values = [parameters[slot] for slot in index]
+            segments, launched = collectives.launch_unshard(shards, unit.plan, reads)
+        unit.model.prefetcher.prefetch_first()
+        with profiler_ranges.of_wait(unit.fqn):
+            parameters = collectives.parameters_in(launched, unit.plan, segments, reads)
+        gathered = dict(zip(reads, parameters, strict=True))
+        unsharded = unit.unsharded_of(gathered)
+        values = [unsharded[slot] for slot in index]
         frozen = [v for v, (i, _) in zip(values, index, strict=True) if not unit.shards[i].plan.trainable]
         ctx.mark_non_differentiable(*frozen)
         return tuple(values)

@@ -10,7 +10,12 @@ fewer ranks share some units of a model (experts), and these get no rows, their 
 there a request is guessed only if its ranks are a proper subset of those of the unit before it.
 
 A guess does not reach over the end of the outermost module's call or of a backward: an optimizer may step there. A call
-that activation checkpointing repeats is part of its backward.
+that activation checkpointing repeats is part of its backward. Where code outside of graphs comes first (an embedding in
+forward, a head and a loss in backward), the first graph's launch is guessed before that code runs.
+
+A rank whose next graph is not the one that came the last time waits for the others before it launches anything,
+although it may know that path as well: if they go the usual way, its launches would meet theirs of other sizes, which
+ends the process on gloo.
 
 [Note: after a step]
 When an optimizer that the user gave to `overlap_step` has stepped, what the next forward takes first is launched:
@@ -24,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -54,6 +59,7 @@ class AllGatherRequest(NamedTuple):
     world_size: int  # ranks
     group: str  # name of their process group
     stream: str = ""  # on which it is cast and launched; empty for the current one
+    guess: bool = False  # whether it may be launched where no list of the user says so
 
     @property
     def key(self) -> Key:
@@ -104,6 +110,8 @@ class Prefetcher:
         self._taken: list[Key] = []  # in this scope
         # By direction, backward or not.
         self._following: dict[tuple[bool, int, Key], AllGatherRequest] = {}  # also by how many were taken so far
+        self._first: dict[bool, AllGatherRequest] = {}  # known to be what all ranks took first
+        self._taken_first: dict[bool, AllGatherRequest] = {}  # in the scopes since the last forward began
         self._of_unit: dict[tuple[bool, Unit], dict[Key, AllGatherRequest]] = {}
         self._units: set[Unit] = set()  # whose requests of this scope are in `_of_unit`
         self.first: Unit | None = None
@@ -123,7 +131,7 @@ class Prefetcher:
             found = None
         if found is None or not _can_be_saved(found):
             self._cache.drop(request.key)
-            self._cache.drop_if(lambda other: other.why == "next")  # the model took another way than before
+            self._drop("next")  # the model took another way than before
             return request.launch()
         if not found.is_current:  # to gather again would be right, but the other ranks need not do so
             self._cache.drop(request.key)
@@ -154,8 +162,9 @@ class Prefetcher:
     def _remember(self, request: AllGatherRequest, unit: Unit, scope: eager.Running) -> None:
         if self._taken:
             self._following[scope.is_backward, len(self._taken), self._taken[-1]] = request
-        elif not scope.is_backward:
-            self.first = unit
+        else:
+            self._taken_first[scope.is_backward] = request
+            self.first = self.first if scope.is_backward else unit
         if unit not in self._units:
             self._units.add(unit)
             self._of_unit[scope.is_backward, unit] = {}
@@ -178,6 +187,7 @@ class Prefetcher:
         self._units.clear()
         if not scope.is_backward:
             self.first = None
+            self._taken_first.clear()
 
     def end(self) -> None:
         """The outermost call ends: drop what it did not take, unless backward repeats the call and goes on."""
@@ -185,8 +195,36 @@ class Prefetcher:
             self._drop_guesses()
             self.drop_stepped()
 
+    def end_backward(self, which: int | None) -> None:
+        """A backward ends: drop what it did not take."""
+        if self._scope == (True, which):
+            self._drop_guesses()
+
     def _drop_guesses(self) -> None:
-        self._cache.drop_if(lambda gathered: gathered.why in ("next", "listed"))
+        if self._scope is not None and not self._taken:
+            self._first.pop(self._scope.is_backward, None)  # it takes nothing any more
+        self._drop("next", "listed")
+
+    def _drop(self, *whys: Why) -> None:
+        """Drop what is in flight for one of some reasons; another rank may have got an error before it launched it."""
+        groups = {gathered.unit.plan.gathering_group for gathered in self._cache.values() if gathered.why in whys}
+        if groups:
+            with rank_check.waiting_for_unread(groups):
+                self._cache.drop_if(lambda gathered: gathered.why in whys)
+
+    def goes_another_way(self, units: Collection[Unit]) -> bool:
+        """Whether a graph of these units is about to run where another one came the last time; said once per scope."""
+        scope = eager.running()
+        if scope is None or not any((scope.is_backward, unit) in self._of_unit for unit in units):
+            return False
+        memory: dict[Any, AllGatherRequest] = self._first
+        place: object = scope.is_backward
+        if scope == self._scope and self._taken:
+            memory, place = self._following, (scope.is_backward, len(self._taken), self._taken[-1])
+        if place not in memory or memory[place].unit in units:
+            return False
+        del memory[place]
+        return True
 
     def drop_stepped(self) -> None:
         """Drop what was launched after a step and not taken."""
@@ -228,11 +266,37 @@ class Prefetcher:
         if guess and listed == () and following is not None and self._is_foreseen_alike(following, unit):
             self._launch(following, "next")
 
+    @property
+    def foresees_backward(self) -> bool:
+        """Whether it is known what a backward takes first."""
+        return True in self._first
+
+    def ranks_agree(self) -> None:
+        """All ranks have run the same since the last forward began: what was taken first may be guessed."""
+        self._first |= self._taken_first
+        self._taken_first.clear()
+
+    def prefetch_first(self) -> None:
+        """Launch what this forward or backward takes first, before a graph of it runs: what it took the last time."""
+        scope = eager.running()
+        if scope is None or (scope == self._scope and self._taken):
+            return
+        first = self._first.get(scope.is_backward)
+        if first is None or first.unit is None or not first.guess:
+            return
+        if self._share_all_ranks(first.unit.model.units):
+            if scope != self._scope:
+                self._begin(scope)
+            self._launch(first, "next")
+
     def _is_foreseen_alike(self, request: AllGatherRequest, after: Unit) -> bool:
         """Whether all ranks that must launch a request have seen alike what came before it; a unit came last."""
+        return self._share_all_ranks(after.model.units) or _ranks_of(request.group) < _ranks_of(after.plan.group)
+
+    def _share_all_ranks(self, units: Collection[Unit]) -> bool:
         if self._are_alike is None:
-            self._are_alike = len({_ranks_of(unit.plan.group) for unit in after.model.units}) <= 1
-        return self._are_alike or _ranks_of(request.group) < _ranks_of(after.plan.group)
+            self._are_alike = len({_ranks_of(unit.plan.group) for unit in units}) <= 1
+        return self._are_alike
 
     def _launch(self, request: AllGatherRequest, why: Why) -> Gathered:
         found = self._cache.get(request.key)
@@ -249,6 +313,8 @@ class Prefetcher:
         self._taken.clear()
         self._units.clear()
         self._following.clear()
+        self._first.clear()
+        self._taken_first.clear()
         self._of_unit.clear()
 
 
@@ -281,7 +347,7 @@ def _prefetched_all_gather(
 ) -> list[Tensor]:
     home = home_of(flat)
     unit, parts = home.unit if home is not None else None, tuple(zip(starts, numels, strict=True))
-    request = AllGatherRequest(unit, flat, dtype, parts, group_size, group_name, stream)
+    request = AllGatherRequest(unit, flat, dtype, parts, group_size, group_name, stream, guess)
     if unit is None:
         return request.launch()
     takes = role in ("first", "only")

@@ -105,6 +105,18 @@ def telling_others(groups: Callable[[], Iterable[str]]) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def waiting_for_unread(group_names: Collection[str]) -> Iterator[None]:
+    """Around a wait for gathers in these groups that nobody reads: it ends where another rank never launched them."""
+    found = [_rank_group_of(name) for name in sorted(group_names)]
+    rank_groups = dict.fromkeys(group for group in found if group is not None)
+    launches = [Launch(name, "all_gather that nobody reads", "outside of graphs", "all_gather") for name in group_names]
+    with suppress(RankMismatchError), watching(rank_groups, launches, goes_on=False) as run:
+        yield
+        if run.why:
+            raise RankMismatchError(run.why)  # so that others hear of it
+
+
 class Agreement:
     """The ranks' agreement on what a graph launches, or one collective outside of graphs, before each run of it."""
 
@@ -117,15 +129,15 @@ class Agreement:
         self._ran = False
 
     @contextmanager
-    def before(self, launches: Sequence[Launch]) -> Iterator[None]:
-        """Around one run that makes these launches."""
+    def before(self, launches: Sequence[Launch], *, is_known: bool = True) -> Iterator[None]:
+        """Around one run that makes these launches; if it is not known that all ranks make them, wait for the others."""
         sequences = self._sequences_of(launches)
         for rank_group in sequences:
             if rank_group.is_look_due:
                 rank_group.look_back(is_over=False)
         try:
             with watching(sequences, launches) as run:
-                self._agree(sequences, run.reason)
+                self._agree(sequences, run.reason, is_known=is_known)
                 with _explained(sequences, run.reason):
                     yield
         except RankMismatchError as error:
@@ -152,9 +164,11 @@ class Agreement:
             self._sequences[units] = self._by_rank_group(launches)
         return self._sequences[units]
 
-    def _agree(self, sequences: Mapping[RankGroup, CollectiveSequence], never: Callable[[], str]) -> None:
+    def _agree(
+        self, sequences: Mapping[RankGroup, CollectiveSequence], never: Callable[[], str], *, is_known: bool
+    ) -> None:
         begun = [(rank_group, rank_group.begin(sequence)) for rank_group, sequence in sequences.items()]
-        unknown = [rank_group for rank_group, is_news in begun if is_news or not self._ran]
+        unknown = [rank_group for rank_group, is_news in begun if is_news or not (self._ran and is_known)]
         for rank_group in sequences if unknown else ():
             rank_group.tell()
         for rank_group in unknown:

@@ -217,14 +217,19 @@ def _watch_in(_process: int) -> _Watch:
 
 
 @contextmanager
-def watching(rank_groups: Collection[RankGroup], launches: Sequence[Launch]) -> Iterator[StalledRun]:
-    """Around a run that makes these launches, on which these rank groups agree."""
+def watching(
+    rank_groups: Collection[RankGroup], launches: Sequence[Launch], *, goes_on: bool = True
+) -> Iterator[StalledRun]:
+    """Around a run that makes these launches, on which these rank groups agree.
+
+    `goes_on`: whether this rank makes another try, where its last run was ended.
+    """
     run = StalledRun(rank_groups, launches, time.monotonic() + AFTER_S)
     if not rank_groups:
         yield run
         return
     watch, why = _watch_in(os.getpid()), ""
-    if watch.was_ended:  # and goes on
+    if watch.was_ended and goes_on:
         watch.was_ended = False
         _tell(Place())
     watch.rank_groups.update(rank_groups)

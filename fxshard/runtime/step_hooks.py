@@ -67,10 +67,15 @@ class ModelContext:
 
     def watch_backward(self, result: object) -> None:
         """See the backward of what a forward gives begin: also one that fails before it comes to a graph."""
-        if self._leaves_sums:
+        if self._leaves_sums or self.prefetcher.foresees_backward:
             for tensor in tree_leaves(result):
                 if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                    tensor.register_hook(lambda _: self.backward_runs(of_forward=False))
+                    tensor.register_hook(functools.partial(_begin_backward_eagerly, self))
+
+    def backward_begins(self, _: Tensor) -> None:
+        """At the gradient of a result."""
+        self.backward_runs(of_forward=False)
+        self.prefetcher.prefetch_first()
 
     @property
     def _leaves_sums(self) -> bool:
@@ -97,6 +102,7 @@ class ModelContext:
 
     def _backward_ends(self, which: int, mark: BackwardMark) -> None:
         self.late.end(which)
+        self.prefetcher.end_backward(which)
         if which in self._unended:
             self._end(self.settings.is_last and not self.settings.ended_by_hand)
             self._unended.discard(which)
@@ -108,6 +114,7 @@ class ModelContext:
             return
         groups = {name for unit in self.units for name in unit.plan.groups}
         rank_check.look_back(groups, are_over=all(unit.device.type == "cpu" for unit in self.units))
+        self.prefetcher.ranks_agree()
 
     def require_whole_sums(self) -> None:
         """Outside of a backward, raise if what waits has only a part of one that failed, and drop what is late."""
@@ -228,6 +235,10 @@ class ModelContext:
 
     def _units_of(self, written: Collection[int]) -> list[Unit]:
         return [unit for unit in self.units if any(id(p) in written for m in unit.members for p in m.registered())]
+
+
+# A whole train step may be compiled: then Dynamo is on during backward, and must leave this alone.
+_begin_backward_eagerly = torch.compiler.disable(ModelContext.backward_begins)
 
 
 class StepHooks:

@@ -6,10 +6,12 @@ import dataclasses
 import functools
 import os
 import tempfile
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fxshard
 from fxshard.cost.hardware import BUILTIN
@@ -112,6 +114,28 @@ def test_gathers_a_unit_of_two_dtypes(first: torch.dtype, second: torch.dtype, l
         grad = parameter.grad
         assert grad is not None
         torch.testing.assert_close(grad.full_tensor(), plain.get_parameter(name).grad)  # type: ignore[attr-defined]
+
+
+def large_and_small() -> nn.Module:
+    """Parameters of more and less than a MiB, some with rows that two ranks cannot share evenly."""
+    parts = {
+        "before": nn.Linear(WIDTH, 3),
+        "wide": nn.Linear(3, 87_383),
+        "narrow": nn.Linear(87_383, 3),
+        "after": nn.Linear(3, WIDTH),
+    }
+    return Doing(lambda m, x: m.after(m.narrow(torch.tanh(m.wide(m.before(x))))), **parts)
+
+
+@two_ranks
+@pytest.mark.parametrize("policy", [{}, slow({"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32})])
+def test_trains_outside_of_graphs_where_large_parameters_are_sent_by_themselves(policy: dict[str, Any]) -> None:
+    def only_shard(model: nn.Module, tools: Tools) -> nn.Module:
+        tools.shard(model, mp_policy=MixedPrecisionPolicy(**policy))
+        return model
+
+    scenario = Scenario(model=large_and_small, batch=rows(), prepare=only_shard)
+    same_bits(train(scenario, fxshard_system()), train(scenario, FSDP2))
 
 
 def side_by_side() -> nn.Module:

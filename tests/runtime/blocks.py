@@ -39,6 +39,17 @@ class Blocks(nn.Module):
         return x
 
 
+class Between(Blocks):
+    """Blocks between code that is not compiled, which reads parameters of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.head(super().forward(self.embed(x))))
+
+
 def sharded(link: EmulatedLink, model_type: Callable[[], Blocks] = Blocks, **settings: Any) -> Blocks:
     torch.manual_seed(0)
     model = model_type()

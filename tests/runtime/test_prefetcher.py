@@ -21,13 +21,31 @@ from fxshard.testing import EmulatedLink
 from tests.models import FeedForward
 from tests.numerics.harness import EAGER
 from tests.pairwise import slow
-from tests.runtime.blocks import NUM_BLOCKS, RANGE, Blocks, block_by_block, issued, sharded, step, warm
+from tests.runtime.blocks import NUM_BLOCKS, RANGE, Between, Blocks, block_by_block, issued, sharded, step, warm
 
 
 def test_gathers_the_next_block_before_one_computes(link: EmulatedLink) -> None:
     forward, backward = issued(warm(block_by_block(link)))
     assert forward == "ag0 ag1 w0 c ag2 w1 c ag3 w2 c w3 c"
     assert backward == "ag3 ag2 w3 c rs3 ag1 w2 c rs2 w3 ag0 w1 c rs1 w2 w0 c rs0 w1 w0"
+
+
+def test_gathers_the_first_block_before_what_runs_outside_of_graphs_computes(link: EmulatedLink) -> None:
+    model = warm(block_by_block(link, Between))
+    forward, backward = issued(model)
+    assert forward == "agroot ag0 wroot c ag1 w0 c ag2 w1 c ag3 w2 c w3 c"
+    assert backward.startswith("ag3 c ag2 w3 c rs3")
+    assert_nothing_in_flight(model)
+
+
+def test_a_backward_that_comes_to_no_graph_drops_what_was_launched_for_it(link: EmulatedLink) -> None:
+    model = warm(block_by_block(link, Between))
+    model.skipped = range(NUM_BLOCKS)
+    for _ in range(2):
+        model(torch.randn(3, 4)).sum().backward()
+        assert_nothing_in_flight(model)
+    model.skipped = ()
+    assert torch.equal(step(model), step(block_by_block(link, Between, prefetch=0)))
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fxshard
 from fxshard import RankMismatchError
 from fxshard.runtime import gloo
-from tests.models import Chain, Towers
+from tests.models import Chain, FeedForward, Towers
 from tests.pairwise import slow
 from tests.state import processes
 
@@ -102,6 +102,26 @@ def leave_out_a_block(bucket: str) -> None:
 @pytest.mark.parametrize("bucket", ["unit", "auto"])
 def test_a_rank_that_waits_for_one_that_was_refused_and_lives_on_hears_of_it(bucket: str) -> None:
     processes.run(2, leave_out_a_block, bucket)
+
+
+def turn_off_what_was_guessed() -> None:
+    torch.manual_seed(0)
+    model: Any = Towers()
+    model.image, model.text = FeedForward(8, 16), FeedForward(8, 300)  # so that their launches do not fit
+    for part in (*model.children(), model):
+        fxshard.fully_shard(part)
+    learn_both_ways(by_block(model))
+    call(model, "image")
+    began = time.monotonic()
+    with pytest.raises(RankMismatchError, match=r"(?s)the ranks launch different collectives.*image.*text"):
+        call(model, ("image", "text")[dist.get_rank()])
+    assert time.monotonic() - began < 20
+    time.sleep(6)  # who was refused at once lives on until the other one knows
+
+
+@pytest.mark.multi_rank
+def test_a_rank_whose_next_block_was_not_guessed_launches_nothing_before_all_are_there() -> None:
+    processes.run(2, turn_off_what_was_guessed)
 
 
 def be_slow() -> None:
