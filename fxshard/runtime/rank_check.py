@@ -130,7 +130,7 @@ class Agreement:
 
     @contextmanager
     def before(self, launches: Sequence[Launch], *, is_known: bool = True) -> Iterator[None]:
-        """Around one run that makes these launches; if it is not known that all ranks make them, wait for the others."""
+        """Around one run that makes these launches; unless it is known that all ranks make them, wait for them."""
         sequences = self._sequences_of(launches)
         for rank_group in sequences:
             if rank_group.is_look_due:
