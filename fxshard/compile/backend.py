@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxshard.compile import auto_shard, cudagraphs, dynamo
+from fxshard.compile import cudagraphs, dynamo
 from fxshard.compile.capture import capture
 from fxshard.compile.inductor import compile_plain, require_known_flags
 from fxshard.compile.interpreter import interpret_plain
+from fxshard.compile.one_line import first_call
 from fxshard.compile.variants import lower
 from fxshard.cost import hardware, measured
 from fxshard.cost.hardware import HardwareSpec
@@ -65,11 +66,11 @@ def _dispatch(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Option
         if options.regional and len({id(home.unit) for home in flats.values()}) > 1:
             raise ConfigError(dynamo.REGIONAL_OF_A_FUNCTION)
         _require_one_way(options, flats)
-        auto_shard.require_no_replicas(unsharded, flats)
+        first_call.require_no_replicas(unsharded, flats)
         return _compile(gm, example_inputs, flats, options)
     if unsharded:
-        auto_shard.shard_root(gm, unsharded, options)  # returns only where there is nothing to shard over
-    auto_shard.require_all_ranks(dynamo.parameters_of(gm, example_inputs))
+        first_call.shard_root(gm, unsharded, options)  # returns only where there is nothing to shard over
+    first_call.require_all_ranks(dynamo.parameters_of(gm, example_inputs))
     _refuse_writes_of_plain(gm, example_inputs)
     return compile_plain(gm, example_inputs, options)
 
@@ -100,7 +101,7 @@ def capture_only(
             _refuse_writes_of_plain(gm, example_inputs)
             return interpret_plain(gm, example_inputs)
         _require_one_way(options, flats)
-        auto_shard.require_no_replicas(dynamo.unsharded_parameters(gm, example_inputs), flats)
+        first_call.require_no_replicas(dynamo.unsharded_parameters(gm, example_inputs), flats)
         frame = _compile(gm, example_inputs, flats, options, generate_code=False)
     except (FxshardError, NotImplementedError) as error:
         raise dynamo.as_raised_by_backend(error) from error.__cause__
