@@ -103,25 +103,24 @@ def default(
     With `lower="eager"` sums are FSDP2's to the bit, and the order needs no pins. With `cudagraphs` code is recorded
     and replayed, so no launch may depend on what happened before.
     """
-    compiled, guesses = lower == "inductor", prefetch not in (0, "off")
-    keeping = (KeepLastUnit(),) if prefetch == "auto" else ()
+    compiled, guesses, auto = lower == "inductor", prefetch not in (0, "off"), prefetch == "auto"
+    keeping, deferring = ((KeepLastUnit(),), (DeferWeightGradients(),)) if auto else ((), ())
+    ends = HandOffPrefetch(guess=guesses, hands_over=streams != "off", bucket=bucket, peak_share=bucket_peak_share)
     outlining = (OutlineRegions(bucket=bucket),) if (outlines := regions == "auto" and not cudagraphs) else ()
-    calling = (CallRegions(interpreted=not compiled, parts_last=prefetch == "auto"),) if outlines else ()
+    calling = CallRegions(interpreted=not compiled, parts_last=auto)
     folding = (FoldCopies(),) if outlines else ()  # once launches are final
     return Pipeline(
         dynamo=(*DYNAMO, *keeping, *outlining),  # before AOTAutograd, which then sees each block once
         joint=JOINT,
         split=(
-            *calling,  # first: what a call costs is then in the graph itself
+            *((calling,) if outlines else ()),  # first: what a call costs is then in the graph itself
             ReshardToSubgroup(),  # again: what forward has gathered it need not gather from a subgroup
             DedupUnshard(),  # again: it has left double reads, and a graph without backward has seen no joint stage
             OffloadShards(),  # before it: what is gathered and reduced is on the device
             InsertCollectives(),  # after the split: each graph gathers where it reads and reduces where it writes
-            BucketCollectives(
-                size=bucket, peak_share=bucket_peak_share
-            ),  # before tensors are cut: the cut is for one launch
+            BucketCollectives(size=bucket, peak_share=bucket_peak_share),  # before tensors are cut: for one launch
             CoalesceCollectives(fuses_copies=compiled, same_sums=not compiled),
-            *((DeferWeightGradients(),) if prefetch == "auto" else ()),  # before waits sink, behind it
+            *deferring,  # before waits sink, behind it
             SinkWaits(max_buffers=reduce_scatter_max_input_buffers),
             HoistPrefetch(depth=0 if prefetch == "off" else prefetch),  # type: ignore[arg-type]  # the pass checks it
             *((HoistCopies(),) if guesses else ()),  # once gathers are where they are launched
@@ -130,7 +129,7 @@ def default(
             *(() if cudagraphs or streams == "off" else (HandOffReductions(),)),  # last: no wait moves any more
         ),
         last=(CastShards(), CopyInGradients(), *folding, PinOrder()) if compiled else (),  # fusion comes next
-        codegen=_codegen(HandOffPrefetch(guess=guesses, hands_over=streams != "off"), compiled, cudagraphs),
+        codegen=_codegen(ends, compiled, cudagraphs),
     )
 
 

@@ -34,7 +34,7 @@ CEILINGS = (
     Ceiling(
         "lines of `fxshard/` and `passes/` without `tools/` and `testing/`",
         _lines(text for name, text in SOURCES.items() if not name.startswith(TOOLS)),
-        31_700,
+        31_750,
     ),
     Ceiling(
         "lines of `tools/` and `testing/`",
@@ -44,8 +44,8 @@ CEILINGS = (
     Ceiling(
         "lines of the core: top level, `sharding`, `compile`, `ir`, `passes`, `ranks`, `runtime`",
         _lines(text for name, text in SOURCES.items() if name.rpartition("/")[0].partition("/")[0] in CORE),
-        22_950,
+        23_030,
     ),
-    Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 55_500),
-    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 50_000),
+    Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 55_490),
+    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 50_020),
 )

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fxshard import torch_private
-from fxshard.errors import FxshardError, InvariantError, UnsupportedGraph
+from fxshard.errors import FxshardError, InvariantError, RankMismatchError, UnsupportedGraph
 from fxshard.ir.launches import Launch
 from fxshard.ir.liveness import hint_of
 from fxshard.ir.tags import ShardKey
@@ -150,8 +150,13 @@ class Dispatch(ABC):
         """Run code on the units of this call; see [Note: prefetch across graphs] on graphs that were not guessed."""
         prefetchers = dict.fromkeys(unit.model.prefetcher for unit in units.values())
         is_known = not any(prefetcher.goes_another_way(units.values()) for prefetcher in prefetchers)
-        with rank_check.telling_others(self._groups):
-            return code.run(inputs, self._frame.names_of(units), is_known=is_known)
+        try:
+            with rank_check.telling_others(self._groups):
+                return code.run(inputs, self._frame.names_of(units), is_known=is_known)
+        except RankMismatchError:
+            for prefetcher in prefetchers:
+                prefetcher.forget()
+            raise
 
     def _resident(self, which: Variant, units: Units) -> list[Tensor]:
         """The parameters that stay gathered, in the order of a variant."""

@@ -13,6 +13,9 @@ A guess does not reach over the end of the outermost module's call or of a backw
 that activation checkpointing repeats is part of its backward. Where code outside of graphs comes first (an embedding in
 forward, a head and a loss in backward), the first graph's launch is guessed before that code runs.
 
+Of small blocks several are guessed and launched together, as `bucket` says: `Prefetcher._launch_bucket`. What other
+ranks guess must then be the same to the byte, so after a RankMismatchError a rank forgets what it has seen.
+
 A rank whose next graph is not the one that came the last time waits for the others before it launches anything,
 although it may know that path as well: if they go the usual way, its launches would meet theirs of other sizes, which
 ends the process on gloo.
@@ -27,9 +30,10 @@ that it sent and compares it before the forward, and an unseen write is an error
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -39,47 +43,13 @@ from fxshard import torch_private
 from fxshard.errors import UnsupportedGraph
 from fxshard.ir import ops
 from fxshard.ir.plan import BY
-from fxshard.runtime import eager, profiler_ranges, rank_check, streams, unsharded_cache
+from fxshard.runtime import eager, rank_check, unsharded_cache
+from fxshard.runtime.all_gather_request import AllGatherRequest, Guess, Key, launch
 from fxshard.runtime.flat_shard import home_of
 from fxshard.runtime.unsharded_cache import Gathered, UnshardedCache, Why
 
 if TYPE_CHECKING:
     from fxshard.runtime.unit import Unit
-
-_c10d = torch.ops._c10d_functional
-
-
-class AllGatherRequest(NamedTuple):
-    """One all_gather of parts of a flat."""
-
-    unit: Unit | None  # for which, `None` for a flat that belongs to none
-    flat: Tensor  # this rank's shard, `[shard_numel]`
-    dtype: torch.dtype  # in which it is sent
-    parts: tuple[tuple[int, int], ...]  # (first element, number of elements) of each tensor that is sent
-    world_size: int  # ranks
-    group: str  # name of their process group
-    stream: str = ""  # on which it is cast and launched; empty for the current one
-    guess: bool = False  # whether it may be launched where no list of the user says so
-
-    @property
-    def key(self) -> Key:
-        """What tells it from others."""
-        return self.flat.data_ptr(), self.dtype, self.parts
-
-    def launch(self) -> list[Tensor]:
-        """Start it; each result is `[world_size * numel]`, to be waited for."""
-        flat = self.flat.detach()
-        joiner = streams.copy_out_stream(self.stream, flat.device)
-        name = self.unit.fqn if self.unit is not None else ""
-        with profiler_ranges.of_unit(name), streams.on_side_stream(self.stream, flat.device):
-            (sent,) = streams.cast_to_send([flat], self.dtype, joiner)
-            inputs = [sent[start : start + numel] for start, numel in self.parts]
-            if len(inputs) == 1:
-                return [_c10d.all_gather_into_tensor(inputs[0], self.world_size, self.group)]
-            return list(_c10d.all_gather_into_tensor_coalesced(inputs, self.world_size, self.group))
-
-
-Key = tuple[int, torch.dtype, tuple[tuple[int, int], ...]]
 
 
 @dataclass
@@ -116,12 +86,13 @@ class Prefetcher:
         self._units: set[Unit] = set()  # whose requests of this scope are in `_of_unit`
         self.first: Unit | None = None
         self._are_alike: bool | None = None  # whether the same ranks share all units
+        self._largest: int | None = None  # unsharded bytes of the largest unit
 
     def take_or_launch(self, request: AllGatherRequest, unit: Unit) -> list[Tensor]:
         """What a request of a unit gathers: taken over, or launched now."""
         scope = eager.running()
         if scope is None:
-            return request.launch()
+            return launch(request)[0]
         if scope != self._scope:
             self._begin(scope)
         self._remember(request, unit, scope)
@@ -132,7 +103,7 @@ class Prefetcher:
         if found is None or not _can_be_saved(found):
             self._cache.drop(request.key)
             self._drop("next")  # the model took another way than before
-            return request.launch()
+            return launch(request)[0]
         if not found.is_current:  # to gather again would be right, but the other ranks need not do so
             self._cache.drop(request.key)
             raise UnsupportedGraph(
@@ -237,7 +208,7 @@ class Prefetcher:
         requests = self._of_unit.get((False, unit), {})
         self._cache.drop(*requests)  # may be of old weights
         unit.encode()
-        launched = [self._launch(request, "asked") for request in requests.values()]
+        launched = [self._launch("asked", request)[0] for request in requests.values()]
         return [tensor for gathered in launched for tensor in gathered.tensors.values()]
 
     def launch_after_step(self, stepped: Collection[Unit]) -> None:
@@ -249,22 +220,59 @@ class Prefetcher:
         self.first = unit
         with unit.agreed("step", "all_gather", "what the next forward reads first"), torch.no_grad():
             for request in self._of_unit[False, unit].values():
-                self._launch(request, "stepped").sent = request, _bits(request.flat).clone()
+                self._launch("stepped", request)[0].sent = request, _bits(request.flat).clone()
 
-    def prefetch_next(self, unit: Unit, *, guess: bool) -> None:
-        """Launch what comes next: what the unit lists, or if it lists nothing, what was taken next the last time."""
+    def prefetch_next(self, request: AllGatherRequest, unit: Unit) -> None:
+        """Launch what comes after a request of a unit: what the unit lists, or else what came next the last time."""
         scope = self._scope
         if scope is None or not self._taken or scope != eager.running():
             return
         settings = unit.settings
         listed = settings.backward_prefetch if scope.is_backward else settings.forward_prefetch
         for other in listed or ():
-            for key, request in self._of_unit.get((scope.is_backward, other), {}).items():
+            for key, wanted in self._of_unit.get((scope.is_backward, other), {}).items():
                 if key not in self._taken:
-                    self._launch(request, "listed")
-        following = self._following.get((scope.is_backward, len(self._taken), self._taken[-1]))
-        if guess and listed == () and following is not None and self._is_foreseen_alike(following, unit):
-            self._launch(following, "next")
+                    self._launch("listed", wanted)
+        if request.guess.nbytes and listed == ():
+            self._launch_bucket(self._foreseen(scope, len(self._taken), self._taken[-1], unit), request.guess)
+
+    def _foreseen(self, scope: eager.Running, taken: int, last: Key, unit: Unit) -> Iterator[AllGatherRequest]:
+        """What was taken after a request of a unit, the one after so many, the last time."""
+        while (request := self._following.get((scope.is_backward, taken, last))) is not None:
+            following = cast("Unit", request.unit)
+            if not self._is_foreseen_alike(request, unit):
+                return
+            yield request
+            taken, last, unit = taken + 1, request.key, following
+
+    def _launch_bucket(self, foreseen: Iterator[AllGatherRequest], guess: Guess) -> None:
+        """Launch the first of these together, as far as they are small, unless enough is in flight already.
+
+        A bucket of several is launched while the last one of the bucket before it is in flight.
+        """
+        first, early = next(foreseen, None), 0
+        if first is not None and first.key in self._cache:
+            first = next(foreseen, None)
+            early = first.nbytes if first is not None else 0
+        if first is None or first.key in self._cache:
+            return
+        is_next, bucket, most = not early, [first], self._most_early(guess, first)
+        for request in foreseen:
+            is_full = sum(each.nbytes for each in bucket) >= guess.nbytes or early + request.nbytes > most
+            if is_full or request.key in self._cache or request.link != first.link:
+                break
+            bucket.append(request)
+            early += request.nbytes
+        if is_next or (len(bucket) > 1 and early <= most):
+            self._launch("next", *bucket)
+
+    def _most_early(self, guess: Guess, request: AllGatherRequest) -> float:
+        """How many unsharded bytes may be launched before the graph in front of theirs runs."""
+        if guess.peak_share is None:
+            return math.inf
+        if self._largest is None:
+            self._largest = max(unit.plan.unsharded_bytes for unit in cast("Unit", request.unit).model.units)
+        return guess.peak_share * self._largest
 
     @property
     def foresees_backward(self) -> bool:
@@ -282,12 +290,12 @@ class Prefetcher:
         if scope is None or (scope == self._scope and self._taken):
             return
         first = self._first.get(scope.is_backward)
-        if first is None or first.unit is None or not first.guess:
+        if first is None or first.unit is None or not first.guess.nbytes:
             return
         if self._share_all_ranks(first.unit.model.units):
             if scope != self._scope:
                 self._begin(scope)
-            self._launch(first, "next")
+            self._launch("next", first)  # alone: little hides it
 
     def _is_foreseen_alike(self, request: AllGatherRequest, after: Unit) -> bool:
         """Whether all ranks that must launch a request have seen alike what came before it; a unit came last."""
@@ -298,18 +306,19 @@ class Prefetcher:
             self._are_alike = len({_ranks_of(unit.plan.group) for unit in units}) <= 1
         return self._are_alike
 
-    def _launch(self, request: AllGatherRequest, why: Why) -> Gathered:
-        found = self._cache.get(request.key)
-        if found is None:
-            self.settle(request.flat.device)
-            launched = dict(enumerate(request.launch()))
-            found = self._cache[request.key] = Gathered(cast("Unit", request.unit), launched, why)
-        return found
+    def _launch(self, why: Why, *requests: AllGatherRequest) -> list[Gathered]:
+        """Launch together what is not in flight yet; return what is in flight for each."""
+        missing = [request for request in requests if request.key not in self._cache]
+        if missing:
+            self.settle(missing[0].flat.device)
+            for request, launched in zip(missing, launch(*missing), strict=True):
+                self._cache[request.key] = Gathered(cast("Unit", request.unit), dict(enumerate(launched)), why)
+        return [self._cache[request.key] for request in requests]
 
     def forget(self) -> None:
         """Drop what is in flight, and what was remembered."""
-        self._cache.drop_if(lambda gathered: gathered.why != "resident")
-        self._scope = self.first = self._are_alike = None
+        self._drop("next", "listed", "asked", "stepped")
+        self._scope = self.first = self._are_alike = self._largest = None
         self._taken.clear()
         self._units.clear()
         self._following.clear()
@@ -342,18 +351,19 @@ def _prefetched_all_gather(
     group_size: int,
     group_name: str,
     role: str,
-    guess: bool,
+    guess_bytes: int,
+    peak_share: float | None,
     stream: str,
 ) -> list[Tensor]:
     home = home_of(flat)
     unit, parts = home.unit if home is not None else None, tuple(zip(starts, numels, strict=True))
-    request = AllGatherRequest(unit, flat, dtype, parts, group_size, group_name, stream, guess)
+    request = AllGatherRequest(unit, flat, dtype, parts, group_size, group_name, stream, Guess(guess_bytes, peak_share))
     if unit is None:
-        return request.launch()
+        return launch(request)[0]
     takes = role in ("first", "only")
-    launched = unit.model.prefetcher.take_or_launch(request, unit) if takes else request.launch()
+    launched = unit.model.prefetcher.take_or_launch(request, unit) if takes else launch(request)[0]
     if role in ("last", "only"):
-        unit.model.prefetcher.prefetch_next(unit, guess=guess)
+        unit.model.prefetcher.prefetch_next(request, unit)
     return launched
 
 

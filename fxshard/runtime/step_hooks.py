@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves
 
 from fxshard import torch_private
-from fxshard.errors import ConfigError, UnsupportedGraph
+from fxshard.errors import ConfigError, RankMismatchError, UnsupportedGraph
 from fxshard.ir import collectives
 from fxshard.runtime import host_copies, profiler_ranges, rank_check, unsharded_cache
 from fxshard.runtime.accumulation import Waiting
@@ -113,7 +113,11 @@ class ModelContext:
         if any(unit.is_fake for unit in self.units):
             return
         groups = {name for unit in self.units for name in unit.plan.groups}
-        rank_check.look_back(groups, are_over=all(unit.device.type == "cpu" for unit in self.units))
+        try:
+            rank_check.look_back(groups, are_over=all(unit.device.type == "cpu" for unit in self.units))
+        except RankMismatchError:
+            self.prefetcher.forget()
+            raise
         self.prefetcher.ranks_agree()
 
     def require_whole_sums(self) -> None:

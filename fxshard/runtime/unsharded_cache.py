@@ -51,7 +51,7 @@ from fxshard.runtime import host_copies, profiler_ranges
 from fxshard.runtime.accumulation import Units
 
 if TYPE_CHECKING:
-    from fxshard.runtime.prefetcher import AllGatherRequest
+    from fxshard.runtime.all_gather_request import AllGatherRequest
     from fxshard.runtime.unit import Unit
 
 _log = logging.getLogger(__name__)

@@ -63,7 +63,19 @@ def test_nothing_is_guessed_under_a_budget() -> None:
     passes = (*SCHEDULE, HandOffPrefetch())
     gm, _ = after_passes(model_of("four_layers"), "forward", *passes, unsharded_budget_bytes=10**6)
     assert roles(gm) == ["first", "", "", ""]
-    assert not collectives.arguments_of(collectives.unshard_launches(gm.graph)[0])["guess"]
+    assert collectives.arguments_of(collectives.unshard_launches(gm.graph)[0])["guess_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    ("bucket", "share", "found"),
+    [("unit", 2.0, (1, None)), ("auto", 2.0, (4_500_000, 2.0)), (2, 2.0, (2 << 20, None))],
+)
+def test_small_guesses_are_filled_up_to_a_bucket(
+    bucket: str | float, share: float, found: tuple[int, float | None]
+) -> None:
+    gm, _ = handed_off("two_layers", "backward", options=HandOffPrefetch(bucket=bucket, peak_share=share))
+    given = collectives.arguments_of(collectives.unshard_launches(gm.graph)[0])
+    assert (given["guess_bytes"], given["peak_share"]) == found
 
 
 def test_declines_a_launch_of_two_units_and_says_so() -> None:
