@@ -47,10 +47,10 @@ class _ReplicaGuard:
         if optimizer in self._approved or ranks == 1:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        fsdp2_or_ddp.refuse_compiled(parameters)
-        plain = [p for p in parameters if not isinstance(p, DTensor)]
-        replicas = _replicas(plain) if plain else []
-        if replicas:
+        # A step in backward is one for each parameter: of sharded ones alone nothing is searched.
+        models = instances_of(nn.Module, thaw=False) if fsdp2_or_ddp.may_have(parameters) else []
+        fsdp2_or_ddp.refuse_compiled(parameters, models)
+        if replicas := _replicas([p for p in parameters if not isinstance(p, DTensor)], models):
             raise ConfigError(
                 f"optimizer step on parameters that are not sharded: {', '.join(replicas)}. Their model was not "
                 "captured with backend='fxshard', or only in part (compiled in part, split by graph breaks: "
@@ -62,11 +62,11 @@ class _ReplicaGuard:
         self._approved.add(optimizer)
 
 
-def _replicas(parameters: Iterable[Tensor]) -> list[str]:
+def _replicas(parameters: Iterable[Tensor], models: Iterable[nn.Module]) -> list[str]:
     """Return the FQNs of those with a sharded module beside them or fxshard around them that are not ignored."""
     wanted = {id(p) for p in parameters}
     found: dict[int, str] = {}
-    for model in instances_of(nn.Module, thaw=False):  # of any program that imports fxshard
+    for model in models if wanted else ():  # of any program that imports fxshard
         units = units_under(model)
         ignored = {id(p) for unit in units for p in unit.settings.ignored}
         is_ours = bool(units) or dynamo.is_compiled_by(model, "fxshard")
