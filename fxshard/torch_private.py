@@ -6,7 +6,6 @@ Private names of torch stand here, in `compile/` and in `testing/`; `tests/test_
 from __future__ import annotations
 
 import builtins
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
@@ -33,9 +32,7 @@ from torch._dynamo.external_utils import get_nonrecursive_disable_wrapper
 from torch._dynamo.utils import get_compilation_metrics
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch._inductor import lowering
 from torch._inductor.fx_passes.control_dependencies import control_deps, preserve_node_ordering
-from torch._inductor.kernel import conv
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir as default_cache_dir
 from torch._logging import trace_structured
 from torch._ops import HigherOrderOperator as HigherOrderOperator
@@ -107,10 +104,10 @@ register_work, register_group = _register_work, cast("Callable[[str, Any], None]
 CONTROL_DEPS = control_deps
 """The op of Inductor that runs a node after others: `control_deps(others, subgraph of the node, *its inputs)`."""
 
-PINS_ALL = "void" in inspect.getsource(lowering.control_deps_op_lowering)
+PINS_ALL = torch.__version__ >= "2.12"
 """Whether `control_deps` takes every op; that of torch 2.11 takes none without a result."""
 
-CONVOLUTION_TAKES_VIEWS = "realize_input(bias)" in inspect.getsource(conv.convolution)
+CONVOLUTION_TAKES_VIEWS = torch.__version__ >= "2.12"
 """Whether Inductor lowers a convolution whose bias is a view, which has no layout of its own to freeze."""
 
 CALLERS_INPUTS = ("primals_", "tangents_")

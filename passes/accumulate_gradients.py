@@ -116,10 +116,12 @@ def _finish(graph: fx.Graph, accumulator: fx.Node, marker: fx.Node) -> None:
 
 
 def _return_nothing(graph: fx.Graph, units: frozenset[str]) -> None:
-    """Let the graph have no gradient of these units."""
-    results = signature.results_of(graph)
+    """Let the graph have no gradient of these units, and Inductor expect none."""
+    results, output = signature.results_of(graph), graph.output_node()
     for i, result in enumerate(results):
         markers = ops.reduce_markers(result)
         if markers and ops.key_of(markers[0]).unit in units:
             results[i] = None
-    graph.output_node().args = (tuple(results),)
+    output.args = (tuple(results),)
+    if (visible := output.meta.get("user_visible_output_idxs")) is not None:  # whose strides the caller sees
+        output.meta["user_visible_output_idxs"] = [i for i in visible if results[i] is not None]

@@ -4,37 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import fx
 from torch.fx import GraphModule
 
-from fxshard.errors import UnsupportedGraph
 from fxshard.ir import ops, spans
 from fxshard.ir.ops import MarkerKey
-from fxshard.ir.plan import FramePlan, ParameterKey
+from fxshard.ir.reads import reads_of
 from fxshard.passes._base import GraphPass, PassContext, Property
-
-_READS = (torch.ops.fxshard.parameter, ops.PARAMETER)
-
-
-def reads_of(gm: GraphModule, plan: FramePlan) -> dict[fx.Node, ParameterKey]:
-    """Map each read in Dynamo's graph, and in the subgraphs of higher-order ops, to the parameter that it is of."""
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    # A subgraph's input is the same fake tensor as the outer input that Dynamo lifted into it.
-    shards = {id(placeholders[i].meta["example_value"]): shard for i, shard in plan.shard_inputs.items()}
-    found: dict[fx.Node, ParameterKey] = {}
-    modules = (module for module in gm.modules() if isinstance(module, GraphModule))
-    for read in (node for module in modules for node in module.graph.nodes if node.target in _READS):
-        flat = read.args[0]
-        shard = shards.get(id(flat.meta.get("example_value"))) if isinstance(flat, fx.Node) else None
-        if shard is None:
-            raise UnsupportedGraph(
-                f"%{read.name} reads a parameter through {flat}, which is not an input of the captured graph. "
-                "Read the parameter outside of the function that transforms it (vmap, cond, custom autograd)."
-            )
-        _, slot, *_ = ops.marker_arguments(str(read.args[1]))
-        found[read] = (*shard, slot)
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import chain
@@ -12,6 +13,7 @@ from torch.fx import GraphModule
 from fxshard.cost import bucket_sizes
 from fxshard.ir import ops, tags, text
 from fxshard.ir.plan import ParameterKey
+from fxshard.ir.regions import Region
 from fxshard.ir.spans import Span, spans_of
 from fxshard.ir.surroundings import Surroundings
 from fxshard.passes._base import GraphPass, PassContext, Property
@@ -75,7 +77,7 @@ class OutlineRegions(GraphPass):
                 ctx.decline(spans[0].nodes[0], f"its code occurs {len(spans)} times, but {region}")
                 continue
             for span in spans:
-                span.call(region, num_calls)
+                _replace(span, region, num_calls)
                 num_calls += 1
         tags.tag_markers(gm.graph, ctx.plan)  # some came out of functions
         return num_calls > 0
@@ -89,3 +91,21 @@ class OutlineRegions(GraphPass):
             for number, together in enumerate(bucket_sizes.split(slots, unit.unsharded_bytes_of, limits.most)):
                 found |= {(key, *slot): number for slot in together}
         return found
+
+
+def _replace(span: Span, region: Region, number: int) -> None:
+    """Replace a span by a call of its region, numbered among those of the graph."""
+    first, graph = span.nodes[0], span.nodes[0].graph
+    operands, results = span.operands(), span.results
+    stack: dict[str, Any] = {key: first.meta[key] for key in ("nn_module_stack", "stack_trace") if key in first.meta}
+    with graph.inserting_after(span.nodes[-1]):
+        call = graph.call_function(ops.REGION, (operands, region.name, number))
+    call.meta = {**stack, "example_value": [node.meta["example_value"] for node in results]}
+    inside, after = set(span.nodes), call
+    for i, result in enumerate(results):
+        with graph.inserting_after(after):
+            after = graph.call_function(operator.getitem, (call, i))
+        after.meta = {**stack, "example_value": result.meta["example_value"]}
+        result.replace_all_uses_with(after, delete_user_cb=lambda user: user not in inside)
+    for node in reversed(span.nodes):
+        graph.erase_node(node)

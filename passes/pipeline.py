@@ -36,6 +36,7 @@ from fxshard.passes.outline_regions import OutlineRegions
 from fxshard.passes.pin_order import PinOrder
 from fxshard.passes.read_resident import ReadResident
 from fxshard.passes.reduce_unused import ReduceUnused
+from fxshard.passes.refuse_writes import RefuseWrites
 from fxshard.passes.reshard_policy import ReshardPolicy
 from fxshard.passes.reshard_to_subgroup import ReshardToSubgroup
 from fxshard.passes.sink_waits import SinkWaits
@@ -75,6 +76,8 @@ class Pipeline:
                 )
 
 
+DYNAMO: tuple[GraphPass, ...] = (RefuseWrites(), BindMarkers())  # a write is named as the user has it
+
 JOINT: tuple[GraphPass, ...] = (
     DedupUnshard(),  # first: later passes count on one marker per parameter and call
     ReduceUnused(),  # after it, for it reads parameters once per call; before what decides how backward reads them
@@ -99,9 +102,6 @@ def default(
 
     With `lower="eager"` sums are FSDP2's to the bit, and the order needs no pins. With `cudagraphs` code is recorded
     and replayed, so no launch may depend on what happened before.
-
-    Raises:
-        ConfigError: a value that its pass does not take.
     """
     compiled, guesses, auto = lower == "inductor", prefetch not in (0, "off"), prefetch == "auto"
     keeping, deferring = ((KeepLastUnit(),), (DeferWeightGradients(),)) if auto else ((), ())
@@ -110,7 +110,7 @@ def default(
     calling = CallRegions(interpreted=not compiled, parts_last=auto)
     folding = (FoldCopies(),) if outlines else ()  # once launches are final
     return Pipeline(
-        dynamo=(BindMarkers(), *keeping, *outlining),  # before AOTAutograd, which then sees each block once
+        dynamo=(*DYNAMO, *keeping, *outlining),  # before AOTAutograd, which then sees each block once
         joint=JOINT,
         split=(
             *((calling,) if outlines else ()),  # first: what a call costs is then in the graph itself
@@ -172,11 +172,7 @@ def codegen_given(options: Options) -> tuple[Property, ...]:
 
 
 def chosen(options: Options) -> Pipeline:
-    """Return the pipeline that the options want; what the interpreter runs is to equal FSDP2 bit for bit.
-
-    Raises:
-        ConfigError: `passes` returned no pipeline, or one that does not shard: a property is missing, and which.
-    """
+    """Return the pipeline that the options want; what the interpreter runs is to equal FSDP2 bit for bit."""
     pipeline = default(
         bucket=options.chosen_bucket,
         bucket_peak_share=options.bucket_peak_share,

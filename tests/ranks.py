@@ -207,9 +207,6 @@ class RankPool:
 
         Returns:
             The result of each rank.
-
-        Raises:
-            RankError: With the tracebacks, or with what became of the rank.
         """
         if not self._processes:
             self._start()

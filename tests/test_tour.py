@@ -43,6 +43,7 @@ from fxshard.passes.outline_regions import OutlineRegions
 from fxshard.passes.pin_order import PinOrder
 from fxshard.passes.read_resident import ReadResident
 from fxshard.passes.reduce_unused import ReduceUnused
+from fxshard.passes.refuse_writes import RefuseWrites
 from fxshard.passes.reshard_policy import ReshardPolicy
 from fxshard.passes.reshard_to_subgroup import ReshardToSubgroup
 from fxshard.passes.sink_waits import SinkWaits
@@ -129,6 +130,7 @@ def test_keeps_the_pages_of_the_dynamo_stage_in_step() -> None:
     assert_shows(OutlineRegions, {"dynamo": change})
     assert_shows(BindMarkers, {})
     assert_shows(KeepLastUnit, {})
+    assert_shows(RefuseWrites, {})
 
 
 def test_keeps_the_page_of_call_regions_in_step() -> None:

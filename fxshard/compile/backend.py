@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxshard.compile import auto_shard, cudagraphs, dynamo
+from fxshard.compile import cudagraphs, dynamo
 from fxshard.compile.capture import capture
 from fxshard.compile.inductor import compile_plain, require_known_flags
 from fxshard.compile.interpreter import interpret_plain
+from fxshard.compile.one_line import first_call
 from fxshard.compile.variants import lower
 from fxshard.cost import hardware, measured
 from fxshard.cost.hardware import HardwareSpec
@@ -20,7 +21,8 @@ from fxshard.errors import ConfigError, FxshardError
 from fxshard.ir.memory_budget import GIB
 from fxshard.options import Options, parse
 from fxshard.passes import pipeline
-from fxshard.runtime import mesh_axes, rank_check
+from fxshard.passes.refuse_writes import refuse_writes
+from fxshard.runtime import eager, mesh_axes, rank_check
 from fxshard.runtime.flat_shard import Home
 from fxshard.runtime.frame import Frame
 from fxshard.sharding.sharded_module import plain_module, units_under
@@ -64,13 +66,19 @@ def _dispatch(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Option
         if options.regional and len({id(home.unit) for home in flats.values()}) > 1:
             raise ConfigError(dynamo.REGIONAL_OF_A_FUNCTION)
         _require_one_way(options, flats)
-        auto_shard.require_no_replicas(unsharded, flats)
+        first_call.require_no_replicas(unsharded, flats)
         return _compile(gm, example_inputs, flats, options)
     if unsharded:
-        auto_shard.shard_root(gm, unsharded, options)  # returns only where there is nothing to shard over
-    auto_shard.require_all_ranks(dynamo.parameters_of(gm, example_inputs))
-    dynamo.refuse_writes(gm, example_inputs, {})
+        first_call.shard_root(gm, unsharded, options)  # returns only where there is nothing to shard over
+    first_call.require_all_ranks(dynamo.parameters_of(gm, example_inputs))
+    _refuse_writes_of_plain(gm, example_inputs)
     return compile_plain(gm, example_inputs, options)
+
+
+def _refuse_writes_of_plain(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Raise if a graph that reads no shard writes into a parameter that an earlier one has returned."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    refuse_writes(gm, {placeholders[i]: fqn for i, fqn in eager.returned_names(example_inputs).items()})
 
 
 def frames_of(module: nn.Module) -> list[Frame]:
@@ -94,10 +102,10 @@ def capture_only(
         dynamo.refuse_compiled_autograd()
         flats = dynamo.flats_of(example_inputs)
         if not flats:
-            dynamo.refuse_writes(gm, example_inputs, {})
+            _refuse_writes_of_plain(gm, example_inputs)
             return interpret_plain(gm, example_inputs)
         _require_one_way(options, flats)
-        auto_shard.require_no_replicas(dynamo.unsharded_parameters(gm, example_inputs), flats)
+        first_call.require_no_replicas(dynamo.unsharded_parameters(gm, example_inputs), flats)
         frame = _compile(gm, example_inputs, flats, options, generate_code=False, saves_all=saves_all)
     except (FxshardError, NotImplementedError) as error:
         raise dynamo.as_raised_by_backend(error) from error.__cause__

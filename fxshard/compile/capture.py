@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch._C._functorch import is_functorch_wrapped_tensor
 
@@ -15,11 +14,11 @@ from fxshard import torch_private
 from fxshard.compile import dynamo
 from fxshard.compile.fsdp2_order import reduced_separately
 from fxshard.errors import UnsupportedGraph
-from fxshard.ir import meshes, ops
+from fxshard.ir import meshes, reads
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.plan import FramePlan, ParameterKey, UnitPlan
 from fxshard.options import Options
-from fxshard.passes.bind_markers import reads_of
+from fxshard.runtime import eager
 from fxshard.runtime.flat_shard import Home
 from fxshard.runtime.unit import Unit
 
@@ -36,31 +35,29 @@ class Capture:
 
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], flats: Mapping[int, Home], options: Options) -> Capture:
-    """Find out what a graph reads and returns, and refuse what it may not do.
+    """Find out what a graph reads and returns.
 
     `example_inputs` are the real ones, or fake; `flats` come from `dynamo.flats_of`.
     """
-    plan = _plan_of(gm, flats)
-    reads = reads_of(gm, plan)
-    for marker, key in reads.items():
+    plan = _plan_of(gm, example_inputs, flats)
+    found = reads.reads_of(gm, plan)
+    for marker, key in found.items():
         if is_functorch_wrapped_tensor(marker.meta["example_value"]):
             raise UnsupportedGraph(
                 f"{plan.parameter_name(*key)} is read inside of a torch.func transform in compiled code. Transform the "
                 "compiled model from outside: torch.func.grad(compiled), not torch.compile(torch.func.grad(model))."
             )
-    named = {node: plan.parameter_name(*key) for marker, key in reads.items() for node in _parameters_of(marker)}
-    dynamo.refuse_writes(gm, example_inputs, named)
     dynamo.refuse_replaced_parameters()
     if not options.regional:  # else a unit is read in one call only
-        _warn_of_parts(plan, reads)
+        _warn_of_parts(plan, found)
     return Capture(
         plan=plan,
-        returned=_returned(gm, reads),
-        reduced_separately=reduced_separately(gm, reads, flats, plan) if options.lower == "eager" else {},
+        returned=_returned(gm, found),
+        reduced_separately=reduced_separately(gm, found, flats, plan) if options.lower == "eager" else {},
     )
 
 
-def _plan_of(gm: fx.GraphModule, flats: Mapping[int, Home]) -> FramePlan:
+def _plan_of(gm: fx.GraphModule, example_inputs: Sequence[Any], flats: Mapping[int, Home]) -> FramePlan:
     placeholders = gm.graph.find_nodes(op="placeholder")
     units = [home.unit for home in flats.values()]
     keys = _unit_keys(units)
@@ -71,7 +68,8 @@ def _plan_of(gm: fx.GraphModule, flats: Mapping[int, Home]) -> FramePlan:
         units={keys[id(unit)]: _with_prefetch(unit, keys) for unit in units},
         shard_inputs={i: (keys[id(h.unit)], h.shard) for i, h in flats.items()},
         input_names=tuple(names.get(i, "") for i in range(len(placeholders))),
-        metadata=frozenset(i for i, node in others if any(map(_is_reader, node.users))),
+        metadata=frozenset(i for i, node in others if any(map(reads.makes_parameter, node.users))),
+        lent=eager.returned_names(example_inputs),
         is_part=any(id(unit) not in keys for each in units for unit in each.model.units),
         unset=frozenset(keys[id(unit)] for unit in units if unit.settings.reshard_after_forward is None),
         model_axes=meshes.axes_of([*meshes.meshes_in(gm.graph), *split]),
@@ -104,31 +102,21 @@ def _with_prefetch(unit: Unit, keys: Mapping[int, str]) -> UnitPlan:
     )
 
 
-def _is_reader(node: fx.Node) -> bool:
-    """Whether a node makes a parameter with hooks of gathered bytes; see [Note: extensions]."""
-    return hasattr(node.target, "makes_parameter")
-
-
-def _parameters_of(marker: fx.Node) -> list[fx.Node]:
-    """Return the nodes that are the parameter to the user's code: the marker, or what makes the parameter of it."""
-    return [n for n in marker.users if n.target in (torch.ops.fxshard.whole, ops.WHOLE) or _is_reader(n)] or [marker]
-
-
-def _returned(gm: fx.GraphModule, reads: Mapping[fx.Node, ParameterKey]) -> dict[int, ParameterKey]:
+def _returned(gm: fx.GraphModule, found: Mapping[fx.Node, ParameterKey]) -> dict[int, ParameterKey]:
     places = {
         torch_private.storage_id(node.meta["example_value"]): key
-        for marker, key in reads.items()
-        for node in _parameters_of(marker)
+        for marker, key in found.items()
+        for node in reads.parameters_of(marker)
     }
     (results,) = gm.graph.output_node().args
     values = [result.meta.get("example_value") for result in results]  # type: ignore[union-attr]
-    found = ((i, torch_private.storage_id(value)) for i, value in enumerate(values) if isinstance(value, Tensor))
-    return {i: places[storage] for i, storage in found if storage in places}
+    stored = ((i, torch_private.storage_id(value)) for i, value in enumerate(values) if isinstance(value, Tensor))
+    return {i: places[storage] for i, storage in stored if storage in places}
 
 
-def _warn_of_parts(plan: FramePlan, reads: Mapping[fx.Node, ParameterKey]) -> None:
+def _warn_of_parts(plan: FramePlan, found: Mapping[fx.Node, ParameterKey]) -> None:
     """Warn of units of which the graph reads less than half and gathers all."""
-    read = set(reads.values())
+    read = set(found.values())
     for key, unit in plan.units.items():
         sizes = {(key, i, j): slot.numel for i, shard in enumerate(unit.shards) for j, slot in enumerate(shard.slots)}
         share = sum(sizes[slot] for slot in sizes.keys() & read) / max(1, sum(sizes.values()))

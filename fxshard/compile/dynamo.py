@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import entry_points
 from typing import Any, Final, NoReturn, TypeVar, cast
 
@@ -18,9 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fxshard import torch_private
 from fxshard.errors import ConfigError, UnsupportedGraph
-from fxshard.ir import writes
 from fxshard.live_objects import instances_of
-from fxshard.runtime import eager
 from fxshard.runtime.flat_shard import Home, home_of
 from fxshard.runtime.parameters import TRACED
 from fxshard.sharding.sharded_module import ParameterOwner, plain_module
@@ -75,24 +73,6 @@ def readable(name: str) -> str:
     expression = name.removeprefix("L").removeprefix("G")
     words = re.sub(r"(?:\._modules|\._parameters)?\['([^']+)'\]", r".\1", expression).strip(".")
     return re.sub(rf"(?:\.__dict__)?\.{TRACED}", "", words)
-
-
-def refuse_writes(gm: fx.GraphModule, example_inputs: Sequence[Any], reads: Mapping[fx.Node, str]) -> None:
-    """Raise if a graph writes into a parameter: the write would be lost with the gathered copy.
-
-    `example_inputs` are the real ones: an earlier graph may have returned a parameter that is one of them. `reads` maps
-    each node that is a parameter to the user's code -> its FQN.
-    """
-    names = dict(reads)
-    for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
-        if (fqn := eager.returned_name(value)) is not None:
-            names[node] = fqn
-    found = writes.writes_of(gm, names) if names else ()
-    written = dict.fromkeys(f"{names[w.parameter]} ({', '.join(filter(None, (w.op, w.user_line)))})" for w in found)
-    if written:
-        raise UnsupportedGraph(
-            f"parameters are changed in place during forward: {'; '.join(written)}. {eager.LOST_WRITE}"
-        )
 
 
 def refuse_replaced_parameters() -> None:
@@ -153,11 +133,10 @@ def _modules_around(node: fx.Node) -> set[str]:
 
 
 def _value_of(source: Any) -> Any:
-    """Evaluate the expression that led Dynamo to a value in the frame that it traces; `None` if that gives nothing."""
+    """Return the value in the frame that Dynamo traces which it knows by this source; `None` if there is none."""
     root_frame = InstructionTranslator.current_tx().output.root_tx
-    scope = {"L": root_frame.f_locals, "G": root_frame.f_globals}
     try:
-        return eval(_name(source), {}, scope)
+        return source.get_value({"L": root_frame.f_locals, "G": root_frame.f_globals}, {}, {})
     except (NameError, SyntaxError, LookupError, AttributeError, TypeError, NotImplementedError):
         return None
 

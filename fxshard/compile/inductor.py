@@ -117,7 +117,6 @@ class _SplitCompiler:
                 set_tracing_context_output_strides(inputs, cast(Any, SimpleNamespace(output_strides=stages.saved)))
             return boxed(gm, inputs)
         facts = stages.split(gm, kind, inputs)
-        _forget_absent_results(gm.graph)
         inputs = [*inputs, *(node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(inputs) :])]
         static = cudagraphs.static_inputs(options, gm.graph, kwargs.get("static_input_idxs", ()))
         with inductor_config.patch(post_grad_custom_post_pass=_LastStages(stages, kind)):
@@ -142,14 +141,6 @@ class _SplitCompiler:
         if bundled and isinstance(code, CompiledFxGraph):
             return CachedCode.of(code, facts, self._owner)
         return self._owner.prepared(code, facts)
-
-
-def _forget_absent_results(graph: fx.Graph) -> None:
-    """Take results that passes have made `None` off Inductor's list of those whose strides the caller sees."""
-    output = graph.output_node()
-    results: Any = output.args[0]
-    if (visible := output.meta.get("user_visible_output_idxs")) is not None:
-        output.meta["user_visible_output_idxs"] = [i for i in visible if results[i] is not None]
 
 
 class Partitioner(CustomPartitionerFn):

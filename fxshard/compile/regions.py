@@ -36,12 +36,13 @@ def trace(name: str, text: str, gm: fx.GraphModule, parameters: Sequence[bool], 
     decides = repr((text, torch_private.global_state(), options.lower, sorted(options.inductor.items()), configs))
     name = f"{name}:{hashlib.sha256(decides.encode()).hexdigest()[:12]}"
     try:
-        return _traced(name, gm, parameters, options)
-    except Exception as error:  # the same code in line may do, and if not, its error says it better
+        traced = _traced(gm, parameters, options)
+    except Exception as error:  # torch's: the same code in line may do, and if not, its error says it better
         return f"it could not be traced by itself: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return traced.region(name, len(parameters))
 
 
-def _traced(name: str, gm: fx.GraphModule, parameters: Sequence[bool], options: Options) -> Region | str:
+def _traced(gm: fx.GraphModule, parameters: Sequence[bool], options: Options) -> _Traced:
     examples = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
     mode = torch_private.mode_of(examples)
     with ExitStack() as stack:
@@ -61,7 +62,7 @@ def _traced(name: str, gm: fx.GraphModule, parameters: Sequence[bool], options: 
             patches = {**options.inductor, "custom_partitioner_fn": _RegionPartitioner(traced)}
             with inductor_config.patch(force_disable_caches=True):
                 compile_fx(gm, inputs, inner_compile=cast(Any, traced.keep), config_patches=patches)
-    return traced.region(name, len(examples))
+    return traced
 
 
 def _leaf_like(value: Tensor, mode: Any) -> Tensor:

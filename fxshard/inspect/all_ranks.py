@@ -168,11 +168,7 @@ class AllRanksRun:
 
 
 def run(graph: fx.Graph, inputs: Mapping[str, PerRank], attributes: Mapping[str, Any], *, keep: bool) -> AllRanksRun:
-    """Run `graph`, which may write into `inputs`, for all ranks; `keep` keeps a copy of every value ([Note: lockstep]).
-
-    Raises:
-        UnsupportedGraph: a collective of the model's own of which no size is known.
-    """
+    """Run `graph`, which may write into `inputs`, for all ranks; `keep` copies every value ([Note: lockstep])."""
     values: dict[fx.Node, PerRank] = {}
     kept: dict[str, PerRank] = {}
     num_ranks = len(next(iter(inputs.values()), (None,)))

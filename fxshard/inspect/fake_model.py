@@ -24,7 +24,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard import torch_private
-from fxshard.compile import auto_shard, dynamo_cache
+from fxshard.compile import dynamo_cache
+from fxshard.compile.one_line import first_call
+from fxshard.compile.one_line.units import make_units
 from fxshard.errors import ConfigError
 from fxshard.inspect.replica import Replica
 from fxshard.options import Options, launched_world_size
@@ -144,10 +146,6 @@ def fake_model_of(
             launcher.
         mesh: instead of `world_size`; `options.mesh` by default.
         options: how an unsharded model is sharded.
-
-    Raises:
-        ConfigError: the number of ranks is unknown or contradictory, or the model cannot be sharded.
-        UnsupportedGraph: something in the model cannot be copied.
     """
     model, options = plain_module(model), options or Options()
     mesh = mesh if mesh is not None else options.mesh
@@ -156,7 +154,7 @@ def fake_model_of(
     units = units_under(model)
     size = _size(units, world_size, mesh)
     if not units:
-        auto_shard.require_plain(dict(model.named_parameters()))
+        first_call.require_plain(dict(model.named_parameters()))
     replica = Replica(_device(model, units[0].mesh if units else mesh))
     with torch.inference_mode(False), torch.enable_grad():
         outside = {id(module): module for unit in units for module in unit.modules}
@@ -168,7 +166,7 @@ def fake_model_of(
             with replica.faking():
                 reshard = resharding(mesh, options.reshard_after_forward)
                 separate = options.separate_reduce_scatter_group
-                for unit in auto_shard.make_units(copied, mesh, replace(options, reshard_after_forward=None)):
+                for unit in make_units(copied, mesh, replace(options, reshard_after_forward=None)):
                     _set(unit, replace(unit.settings, reshard_after_forward=reshard, uses_reduce_group=separate))
     return FakeModel(model=copied, world_size=size.shards, replica=replica)
 

@@ -23,9 +23,6 @@ def build(target: str) -> Target:
     """Call the function that `module:function` names, and return the model, positional and named inputs of its forward.
 
     It returns a model, `(model, args)` or `(model, args, kwargs)`; `args` that is no tuple or list is one argument.
-
-    Raises:
-        ConfigError: there is no such function, or it returned something else.
     """
     return checked(function_of(target, _RETURN)(), target)
 

@@ -1,9 +1,10 @@
 """Trace ordinary torch code and put its nodes into a graph.
 
 [Note: replay]
-Tracing takes about a millisecond per op, a model has many equal units, and forward and backward gather the same. So
-what was traced once for a frame is kept under a key of all that the code depends on besides its inputs. For equal
-inputs its nodes are copied and only run on the new fake tensors.
+A model has many equal units, and forward and backward gather the same. So what was traced once for a frame is kept
+under a key of all that the code depends on besides its inputs. For equal inputs its nodes are copied and only run on
+the new fake tensors. `make_fx` would trace the same, but prepares for much that such code does not do: it patches
+modules, follows symbols and keeps tracebacks, which takes three times as long.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_map_only
 
 from fxshard import torch_private
 from fxshard.errors import InvariantError
@@ -80,6 +81,48 @@ TracedCode = dict[Hashable, fx.Graph]
 """Code that was traced for a frame, by its key and the layouts of its inputs; see [Note: replay]."""
 
 
+class _Recorder(torch_private.DispatchMode):
+    """Writes each op that runs in it into a graph."""
+
+    def __init__(self, decompositions: Decompositions, inputs: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.graph, self._decompositions = fx.Graph(), decompositions
+        self._made = {id(value): (value, self.graph.placeholder(f"input_{i}")) for i, value in enumerate(inputs)}
+        self._original: Any = None
+
+    def node_of(self, value: Tensor) -> fx.Node:
+        """Return the node that gives a tensor."""
+        return self._made[id(value)][1]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op, or what it decomposes into, and write it down."""
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return func(*args, **kwargs)
+        if func is torch.ops.aten.detach.default:  # Python's factories do it, as if there were a graph
+            return self._keep(self.node_of(args[0]), func(*args, **kwargs))
+        outer, self._original = self._original, self._original or func
+        try:
+            with self:
+                apart = self._decompositions.get(func, func.decompose)(*args, **kwargs)
+            if apart is not NotImplemented:
+                return apart
+            given, named = tree_map_only(Tensor, self.node_of, (args, kwargs))
+            node = self.graph.create_node("call_function", func, given, named, name=func.overloadpacket.__name__)
+            return self._keep(node, func(*args, **kwargs))
+        finally:
+            self._original = outer
+
+    def _keep(self, node: fx.Node, result: Any) -> Any:
+        node.meta.update(val=result, original_aten=self._original)
+        parts = result if isinstance(result, list | tuple) else ()
+        if isinstance(result, Tensor):
+            self._made[id(result)] = result, node
+        for i, part in enumerate(parts):
+            self._keep(self.graph.call_function(operator.getitem, (node, i)), part)
+        return result
+
+
 class Splicer:
     """Puts code into one graph; see [Note: replay]."""
 
@@ -116,8 +159,13 @@ class Splicer:
 
     def _trace(self, function: Callable[..., Sequence[Tensor]], values: Sequence[Tensor]) -> fx.Graph:
         with self._mode, torch.no_grad():
-            detached = [value.detach() for value in values]
-            return make_fx(lambda *args: list(function(*args)), dict(self.decompositions))(*detached).graph
+            inputs = [value.detach() for value in values]
+            with _Recorder(self.decompositions, inputs) as recorder:
+                results = function(*inputs)
+        graph: fx.Graph = recorder.graph
+        graph.output([recorder.node_of(result) for result in results])
+        graph.eliminate_dead_code()
+        return graph
 
     def _copy(
         self, traced: fx.Graph, anchor: fx.Node, inputs: Sequence[fx.Node], *, replayed: bool

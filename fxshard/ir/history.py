@@ -54,26 +54,17 @@ class Remark:
 
 @dataclass(frozen=True, kw_only=True)
 class PassResult:
-    """One graph after one pass.
+    """One graph after one pass."""
 
-    Attributes:
-        name: of the pass's module; `captured` for the graph before the first pass.
-        stage: where the pass ran, see docs/architecture.md.
-        description: the pass with its options.
-        kept: the graph, as it was then; the same object as in the pass result before if the pass changed nothing.
-        seconds: time that the pass took, with its verification.
-        declined: what the pass left alone.
-        notes: why the pass did what it did.
-    """
-
-    name: str
-    stage: Stage
-    description: str
+    name: str  # of the pass's module; `captured` for the graph before the first pass
+    stage: Stage  # where the pass ran, see docs/architecture.md
+    description: str  # the pass with its options
+    # the graph, as it was then; the same object as in the pass result before if the pass changed nothing.
     kept: Snapshot
     changed: bool
-    seconds: float
-    declined: tuple[Remark, ...] = ()
-    notes: tuple[Remark, ...] = ()
+    seconds: float  # time that the pass took, with its verification
+    declined: tuple[Remark, ...] = ()  # what the pass left alone
+    notes: tuple[Remark, ...] = ()  # why the pass did what it did
 
     @property
     def graph(self) -> fx.Graph:

@@ -26,7 +26,7 @@ import hashlib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
@@ -247,6 +247,7 @@ class FramePlan:
     input_names: tuple[str, ...] = ()  # as the user's code calls the inputs; empty for flats
     model_axes: tuple[MeshAxis, ...] = ()  # of the meshes of DTensors in the user's code
     metadata: frozenset[int] = frozenset()  # the inputs with which gathered bytes become parameters, by index
+    lent: Mapping[int, str] = field(default_factory=dict)  # inputs that an earlier graph has returned: index -> FQN
     is_part: bool = False  # whether the model has other units, which run in other graphs
     unset: frozenset[str] = frozenset()  # units whose `reshard_after_forward` the user did not choose
 

@@ -18,7 +18,6 @@ from torch.fx import GraphModule
 from fxshard import torch_private
 from fxshard.ir import closures, meshes, ops
 from fxshard.ir.plan import ParameterKey
-from fxshard.ir.regions import Region
 from fxshard.ir.surroundings import Surroundings, leaves, requires_grad
 
 MIN_NODES = 4
@@ -143,25 +142,6 @@ class Span:
             if ops.is_unshard(node) and not any(user < self.nodes[0] for user in node.users):
                 self.nodes[0].prepend(node)
         return self.reads
-
-    def call(self, region: Region, number: int) -> None:
-        """Replace it by a call, numbered among those of the graph."""
-        first, graph = self.nodes[0], self.nodes[0].graph
-        operands, results = self.operands(), self.results
-        stack: dict[str, Any] = {
-            key: first.meta[key] for key in ("nn_module_stack", "stack_trace") if key in first.meta
-        }
-        with graph.inserting_after(self.nodes[-1]):
-            call = graph.call_function(ops.REGION, (operands, region.name, number))
-        call.meta = {**stack, "example_value": [node.meta["example_value"] for node in results]}
-        inside, after = set(self.nodes), call
-        for i, result in enumerate(results):
-            with graph.inserting_after(after):
-                after = graph.call_function(operator.getitem, (call, i))
-            after.meta = {**stack, "example_value": result.meta["example_value"]}
-            result.replace_all_uses_with(after, delete_user_cb=lambda user: user not in inside)
-        for node in reversed(self.nodes):
-            graph.erase_node(node)
 
 
 class CheckpointedSpan(Span):

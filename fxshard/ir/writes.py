@@ -19,6 +19,11 @@ from torch.utils._pytree import tree_leaves
 
 from fxshard import torch_private
 
+LOST_WRITE = (
+    "The change would be lost with the gathered copy. Change parameters outside of forward, under torch.no_grad(): "
+    "after the optimizer's step, say."
+)
+
 
 class Write(NamedTuple):
     """One write into the parameter that the node `parameter` gives."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fxshard import torch_private
-from fxshard.compile.auto_shard import units_of
+from fxshard.compile.one_line.units import units_of
 from fxshard.errors import ConfigError
 from fxshard.inspect.explain import explained, reads_values
 from fxshard.inspect.explanation import Explanation

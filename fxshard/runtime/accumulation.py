@@ -33,16 +33,12 @@ ALIGNMENT = 16
 
 
 class Accumulation:
-    """What one unit has accumulated; see [Note: accumulators].
-
-    Attributes:
-        waiting: the parameters with gradients that were not reduced.
-    """
+    """What one unit has accumulated; see [Note: accumulators]."""
 
     def __init__(self, unit: Unit) -> None:
         """Nothing waits."""
         self._unit = unit
-        self.waiting: set[SlotIndex] = set()
+        self.waiting: set[SlotIndex] = set()  # the parameters with gradients that were not reduced
         self._buffers: dict[int, Tensor] = {}  # by shard: all its parameters, one after the other
         self._epoch = 0
 

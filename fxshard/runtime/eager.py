@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fxshard import torch_private
 from fxshard.errors import InvariantError, UnsupportedGraph
-from fxshard.ir import collectives
+from fxshard.ir import collectives, writes
 from fxshard.ir.collectives import SlotIndex
 from fxshard.runtime import host_copies, profiler_ranges
 from fxshard.runtime.flat_shard import home_of
@@ -37,11 +37,6 @@ if TYPE_CHECKING:
     from fxshard.runtime.unit import Unit
 
 Parameters = dict[SlotIndex, Tensor]
-
-LOST_WRITE = (
-    "The change would be lost with the gathered copy. Change parameters outside of forward, under torch.no_grad(): "
-    "after the optimizer's step, say."
-)
 
 _RETURNED = "_fxshard_parameter"
 """Attribute of a gathered parameter that a graph has returned: its FQN."""
@@ -55,18 +50,13 @@ class _Watched(NamedTuple):
 
 
 class _Scope:
-    """One call of a unit's module: what was gathered in it, by unit and autograd mode.
-
-    Attributes:
-        units: that the module was made into.
-        gathered: parameters, by unit, grad mode and inference mode.
-        watched: what must stay as it was gathered.
-    """
+    """One call of a unit's module: what was gathered in it, by unit and autograd mode."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        self.units = units
+        self.units = units  # that the module was made into
+        # parameters, by unit, grad mode and inference mode.
         self.gathered: dict[tuple[int, bool, bool], Parameters] = {}
-        self.watched: list[_Watched] = []
+        self.watched: list[_Watched] = []  # what must stay as it was gathered
 
     def parameters_of(self, unit: Unit, *, after_forward: bool = False) -> Parameters:
         key = (id(unit), torch.is_grad_enabled(), torch.is_inference_mode_enabled())
@@ -84,7 +74,7 @@ class _Scope:
         changed = [each.fqn for each in self.watched if each.value._version != each.version]
         if changed:
             names = ", ".join(dict.fromkeys(changed))
-            raise UnsupportedGraph(f"unsharded parameters were changed in place: {names}. {LOST_WRITE}")
+            raise UnsupportedGraph(f"unsharded parameters were changed in place: {names}. {writes.LOST_WRITE}")
 
     def require_unmarked(self) -> None:
         marked = [
@@ -135,11 +125,7 @@ class AfterForward:
             self._epoch = epoch
 
     def end(self) -> None:
-        """A backward begins, or values change: forget the unsharded parameters.
-
-        Raises:
-            UnsupportedGraph: somebody has written into them, or has hung hooks on them.
-        """
+        """A backward begins, or values change: forget the unsharded parameters."""
         if self._epoch is not None:
             self._epoch, scope, self._scope = None, self._scope, _Scope(())
             scope.require_unchanged()
@@ -193,9 +179,11 @@ def note_returned(value: Tensor, fqn: str) -> None:
         _scopes.stack[-1].watch(fqn, value)
 
 
-def returned_name(value: object) -> str | None:
-    """The FQN of a gathered parameter that a graph has given out, `None` for anything else."""
-    return getattr(value, _RETURNED, None) if isinstance(value, Tensor) else None
+def returned_names(values: Sequence[object]) -> dict[int, str]:
+    """Map the index of each value that is a gathered parameter which a graph has given out -> its FQN."""
+    return {
+        i: fqn for i, value in enumerate(values) if isinstance(value, Tensor) and (fqn := getattr(value, _RETURNED, ""))
+    }
 
 
 def inside_call(depth: int = 1) -> bool:

@@ -159,11 +159,7 @@ class Member:
         return (module._parameters.get(name) for module, name in self.owners)
 
     def adopt(self) -> bool:
-        """Accept the parameter object that stands in its places now; whether it is another one.
-
-        Raises:
-            ConfigError: it is no shard of the same kind, there are several or none, or the values are lost.
-        """
+        """Accept the parameter object that stands in its places now; whether it is another one."""
         found = {id(p): p for p in self.registered() if p is not None}
         new = [p for p in found.values() if p is not self.parameter] or list(found.values())
         if not new:

@@ -31,11 +31,7 @@ class Metadata:
 
 
 class InputShard(FlatShard):
-    """A flat without parameters: the all-gather inputs of those of another shard.
-
-    Attributes:
-        metadata: of all of them, as they are now.
-    """
+    """A flat without parameters: the all-gather inputs of those of another shard."""
 
     def __init__(self, plan: ShardPlan, encoded: FlatShard, home: Home) -> None:
         """Make room for the inputs of `encoded`."""
@@ -44,7 +40,7 @@ class InputShard(FlatShard):
         self.flat = nn.Parameter(flat, requires_grad=False)
         self.flat._fxshard_home = home  # type: ignore[attr-defined]
         self.sink = GradientSink([], plan)
-        self.metadata = Metadata()
+        self.metadata = Metadata()  # of all of them, as they are now
 
     def attach(self) -> None:
         """Do nothing: no parameter is a view of it."""

@@ -31,10 +31,6 @@ def separate(units: Iterable[Unit], enable: bool = True) -> None:
 
     Collective over the ranks of each unit, in the order of `units`. A model has one such group for each set of ranks;
     it is kept when it is taken back, for the next time.
-
-    Raises:
-        ConfigError: `enable` is no bool, ranks call this differently or not at all, or torch would wait for ranks
-            outside of the mesh.
     """
     if not isinstance(enable, bool):
         raise ConfigError(f"set_separate_reduce_scatter_group: enable must be a bool, got {enable!r}.")
@@ -79,9 +75,6 @@ def subgroup_of(mesh: DeviceMesh, size: int) -> dist.ProcessGroup:
     """Return this rank's subgroup: `size` ranks next to each other of those that share parameters on `mesh`.
 
     Collective the first time; then it is kept.
-
-    Raises:
-        ConfigError: torch would wait for ranks outside of the mesh.
     """
     group = mesh_axes.shard_group(mesh)
     known = _subgroups().setdefault(group, {})

@@ -87,11 +87,7 @@ def report_failure(group_names: Iterable[str], message: str, kind: str = FAILED,
 
 
 def look_back(group_names: Collection[str], *, are_over: bool) -> None:
-    """Compare what is past with other ranks of these groups, whose runs are over or may still be under way.
-
-    Raises:
-        RankMismatchError: one of them ran something else.
-    """
+    """Compare what is past with other ranks of these groups, whose runs are over or may still be under way."""
     found = [_rank_group_of(name) for name in sorted(group_names)]
     with telling_others(lambda: group_names):
         for rank_group in dict.fromkeys(group for group in found if group is not None):
@@ -134,11 +130,7 @@ class Agreement:
 
     @contextmanager
     def before(self, launches: Sequence[Launch], *, is_known: bool = True) -> Iterator[None]:
-        """Around one run that makes these launches; if it is not known that all ranks make them, wait for the others.
-
-        Raises:
-            RankMismatchError: another rank launches something else.
-        """
+        """Around one run that makes these launches; unless it is known that all ranks make them, wait for them."""
         sequences = self._sequences_of(launches)
         for rank_group in sequences:
             if rank_group.is_look_due:
@@ -154,11 +146,7 @@ class Agreement:
 
     @contextmanager
     def after(self, launches: Sequence[Launch]) -> Iterator[None]:
-        """Around a wait for what a run that made these launches has left on the link.
-
-        Raises:
-            RankMismatchError: it would wait for what never comes.
-        """
+        """Around a wait for what a run that made these launches has left on the link."""
         sequences = self._sequences_of(launches)
         with watching(sequences, launches) as run, _explained(sequences, run.reason):
             yield

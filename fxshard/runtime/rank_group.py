@@ -41,19 +41,12 @@ _log = logging.getLogger(__name__)
 
 
 class CollectiveSequence(NamedTuple):
-    """What a run does.
+    """What a run does."""
 
-    Attributes:
-        kind: of the graph, one of `GRAPHS`; outside of graphs one word for what is done.
-        digest: of what must be the same on all ranks.
-        text: the collectives, one per line, with what need not be the same after a "#".
-        key: where the text stands in the store.
-    """
-
-    kind: str
-    digest: str
-    text: str
-    key: str
+    kind: str  # of the graph, one of `GRAPHS`; outside of graphs one word for what is done
+    digest: str  # of what must be the same on all ranks
+    text: str  # the collectives, one per line, with what need not be the same after a "#"
+    key: str  # where the text stands in the store
 
     @classmethod
     def of(cls, kind: str, launches: Iterable[Launch]) -> CollectiveSequence:
@@ -70,23 +63,14 @@ class CollectiveSequence(NamedTuple):
 
 
 class RunEntry(NamedTuple):
-    """What a rank writes before a run: a `CollectiveSequence` without the text, and what was before.
+    """What a rank writes before a run: a `CollectiveSequence` without the text, and what was before."""
 
-    Attributes:
-        run: its number.
-        kind: of the run.
-        digest: of the run.
-        key: where the text stands in the store.
-        since: the first run that `history` counts, the one after the last error.
-        history: a hash of the digests of all runs from there to this one.
-    """
-
-    run: int
-    kind: str
-    digest: str
-    key: str
-    since: int
-    history: str
+    run: int  # its number
+    kind: str  # of the run
+    digest: str  # of the run
+    key: str  # where the text stands in the store
+    since: int  # the first run that `history` counts, the one after the last error
+    history: str  # a hash of the digests of all runs from there to this one
 
 
 class RankGroup:
@@ -146,9 +130,6 @@ class RankGroup:
         """Wait until all ranks have come to this run, and compare; `never` says why they will not, once it is known.
 
         Warn after `warn` seconds, and each time the wait has doubled.
-
-        Raises:
-            RankMismatchError: a rank runs something else, never comes, or the store is gone.
         """
         try:
             self.tell()
@@ -164,11 +145,7 @@ class RankGroup:
         self._agreed.add(self._turn)
 
     def compare(self, timeout: float = 0.0) -> None:
-        """Compare this run with the ranks that come as far within so many seconds.
-
-        Raises:
-            RankMismatchError: one of them runs something else.
-        """
+        """Compare this run with the ranks that come as far within so many seconds."""
         self.tell()
         for _ in polls(timeout):
             if self._arrived(self.others, self._run):
@@ -228,9 +205,6 @@ class RankGroup:
 
         Args:
             is_over: whether this run is over, so that all ranks have begun it; else up to the run of the last look.
-
-        Raises:
-            RankMismatchError: one of them ran something else.
         """
         run = self._run if is_over else self._at_last_look
         self._at_last_look = self._run

@@ -69,11 +69,7 @@ class ReplicaSums:
         self._slots.clear()
 
     def take(self, shard: int, grad: Tensor, slots: Sequence[int]) -> tuple[Tensor, list[int]] | None:
-        """Keep the reduced gradient of a flat that is not averaged yet, or return the mean, and for which parameters.
-
-        Raises:
-            UnsupportedGraph: the parameters have changed since the first gradient that waits.
-        """
+        """Keep a reduced gradient of a flat that is not averaged yet, or return the mean, and for which parameters."""
         if self.waiting and self._epoch != self._unit.epoch():
             raise UnsupportedGraph(
                 f"parameters of unit {self._unit.label!r} were changed while reduced gradients of earlier microbatches "

@@ -56,44 +56,27 @@ _log = logging.getLogger(__name__)
 
 
 class Place(NamedTuple):
-    """Where a rank is stalled.
+    """Where a rank is stalled."""
 
-    Attributes:
-        number: tells it from others of the rank; 0 for nowhere, `ENDED` where it was ended.
-        absent: ranks that have not come to its run.
-        present: ranks that have come to it, and may have left it since.
-        runs: what its run is called among the ranks that agree on it.
-        words: what it does, or why it was ended.
-    """
-
-    number: int = 0
-    absent: Sequence[int] = ()
-    present: Sequence[int] = ()
-    runs: Sequence[str] = ()
-    words: str = ""
+    number: int = 0  # tells it from others of the rank; 0 for nowhere, `ENDED` where it was ended
+    absent: Sequence[int] = ()  # ranks that have not come to its run
+    present: Sequence[int] = ()  # ranks that have come to it, and may have left it since
+    runs: Sequence[str] = ()  # what its run is called among the ranks that agree on it
+    words: str = ""  # what it does, or why it was ended
 
 
 @dataclass(eq=False)
 class StalledRun:
-    """A run that may be stalled.
+    """A run that may be stalled."""
 
-    Attributes:
-        rank_groups: that agree on it.
-        launches: what it launches.
-        next_look: when the thread looks at it again.
-        why: why it will never end, as a message; empty for what is not known.
-        number: tells it from others of this rank, once others were told of it.
-        suspect: the circle that was seen at the last look: ranks, and the numbers of their runs.
-        sightings: how often it was seen.
-    """
-
-    rank_groups: Collection[RankGroup]
-    launches: Sequence[Launch]
-    next_look: float
-    why: str = ""
-    number: int = 0
+    rank_groups: Collection[RankGroup]  # that agree on it
+    launches: Sequence[Launch]  # what it launches
+    next_look: float  # when the thread looks at it again
+    why: str = ""  # why it will never end, as a message; empty for what is not known
+    number: int = 0  # tells it from others of this rank, once others were told of it
+    # the circle that was seen at the last look: ranks, and the numbers of their runs.
     suspect: list[tuple[int, int]] = field(default_factory=list)
-    sightings: int = 0
+    sightings: int = 0  # how often it was seen
 
     def look(self) -> str:
         """Tell the others of this run, and return why it will never end; empty if it may."""
@@ -240,9 +223,6 @@ def watching(
     """Around a run that makes these launches, on which these rank groups agree.
 
     `goes_on`: whether this rank makes another try, where its last run was ended.
-
-    Raises:
-        RankMismatchError: it was ended, for it waited for what never comes.
     """
     run = StalledRun(rank_groups, launches, time.monotonic() + AFTER_S)
     if not rank_groups:

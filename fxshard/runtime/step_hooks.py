@@ -246,20 +246,16 @@ _begin_backward_eagerly = torch.compiler.disable(ModelContext.backward_begins)
 
 
 class StepHooks:
-    """The hooks around all optimizers' steps, one pair for all models.
-
-    Attributes:
-        models: that live.
-        holds: whether anything of any model waits or is resident. Dynamo guards on it where a step is compiled.
-        overlapped: the optimizers whose steps launch the first gather of the next forward.
-        lays: whether a model has had parameters that lie in another memory order than FSDP2's: `optimizer_layout.py`.
-    """
+    """The hooks around all optimizers' steps, one pair for all models."""
 
     def __init__(self) -> None:
         """Watch nothing yet."""
+        # the optimizers whose steps launch the first gather of the next forward.
         self.overlapped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self.models: weakref.WeakSet[ModelContext] = weakref.WeakSet()
+        self.models: weakref.WeakSet[ModelContext] = weakref.WeakSet()  # that live
+        # whether anything of any model waits or is resident. Dynamo guards on it where a step is compiled.
         self.holds = False
+        # whether a model has had parameters that lie in another memory order than FSDP2's: `optimizer_layout.py`.
         self.lays = False
 
     def begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

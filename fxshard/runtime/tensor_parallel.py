@@ -97,12 +97,7 @@ def require_whole_on(parameters: Mapping[str, Tensor], within: WholeMesh) -> Non
 
 
 def require_parallel_beside(parameters: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
-    """Raise, naming all offenders, if DTensors among `parameters` cannot be sharded over `mesh` as well.
-
-    Raises:
-        ConfigError: their mesh and `mesh` are no slices of one mesh, or have an axis in common; or a placement is
-            neither `Shard` nor `Replicate`.
-    """
+    """Raise, naming all offenders, if DTensors among `parameters` cannot be sharded over `mesh` as well."""
     dtensors = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
     meshes = {p.device_mesh: name for name, p in reversed(dtensors.items())}  # the first of each
     for other, name in meshes.items():

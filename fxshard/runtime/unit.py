@@ -256,11 +256,7 @@ class Unit:
         return gathered | {slot: made for i, shard in self._inputs() for slot, made in shard.unshard(gathered, i)}
 
     def reshard(self) -> None:
-        """Free what is gathered of it outside of graphs.
-
-        Raises:
-            UnsupportedGraph: somebody has written into parameters that were read after forward.
-        """
+        """Free what is gathered of it outside of graphs."""
         self.model.unsharded.drop_if(lambda gathered: gathered.unit is self)
         self.after_forward.end()
 
@@ -311,12 +307,7 @@ class Unit:
         self.publish()
 
     def check(self) -> None:
-        """Make the alias hold, or say why it cannot.
-
-        Raises:
-            ConfigError: a parameter is still on the meta device, was replaced by something that is not its shard, or
-                lost its values to `p.data = ...`.
-        """
+        """Make the alias hold, or say why it cannot."""
         if not self._is_attached():
             self.reattach()
         if torch_private.backward_id() is None:

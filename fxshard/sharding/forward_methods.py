@@ -16,11 +16,7 @@ from fxshard.sharding.sharded_module import end_call, enter_call, leave_call, st
 
 
 def register(module: nn.Module, name: str) -> None:
-    """Let `module.name(...)` do what a call of the sharded module does: cast, gather and free.
-
-    Raises:
-        ConfigError: the module has no such method.
-    """
+    """Let `module.name(...)` do what a call of the sharded module does: cast, gather and free."""
     method = getattr(module, name, None)
     if not callable(method):
         raise ConfigError(f"{type(module).__name__} has no method {name!r}.")

@@ -119,11 +119,7 @@ def _of_whole_model(name: str, units: Sequence[Unit]) -> Iterator[ModelContext]:
 
 
 def refuse_kept_storage(keep: bool) -> None:
-    """Refuse to keep the memory of gathered parameters.
-
-    Raises:
-        NotImplementedError: `keep` is True.
-    """
+    """Refuse to keep the memory of gathered parameters."""
     if keep:
         raise NotImplementedError(
             "set_keep_unsharded_storage(True) is not implemented: a graph owns what it gathers, and allocates it anew "

@@ -41,11 +41,7 @@ def require_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def data_axes(mesh: DeviceMesh | None, dims: Any) -> tuple[DeviceMesh, WholeMesh]:
-    """Return the axes of `mesh` that `dp_mesh_dims` names, as a mesh of their own, and what they are axes of.
-
-    Raises:
-        ConfigError: no `DataParallelMeshDims`, or one that does not fit to `mesh`.
-    """
+    """Return the axes of `mesh` that `dp_mesh_dims` names, as a mesh of their own, and what they are axes of."""
     if not torch_fsdp2.is_mesh_dims(dims):
         raise ConfigError(
             f"dp_mesh_dims must be a torch.distributed.fsdp.DataParallelMeshDims (torch 2.13 and later), got {dims!r}."

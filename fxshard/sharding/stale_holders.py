@@ -19,12 +19,7 @@ from fxshard.runtime.unit import Unit
 
 
 def refuse(units: Iterable[Unit]) -> None:
-    """Raise if training these units would not train what the user means.
-
-    Raises:
-        ConfigError: a trained parameter is also one of a module that is not sharded, an optimizer has parameters as
-            they were, or torch was told to step in backward, by hooks that never run. All of them are named.
-    """
+    """Raise if training these units would not train what the user means."""
     units = [unit for unit in units if not unit.settings.from_one_line]
     _refuse_steps_in_backward(units)
     if not _alive(units):

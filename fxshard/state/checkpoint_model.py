@@ -47,13 +47,7 @@ class ModelStaging:
     """
 
     def __init__(self, contents: CheckpointIndex, model: nn.Module) -> None:
-        """Compare what the checkpoint holds with the model, then read it.
-
-        Raises:
-            CheckpointError: keys, shapes or dtypes do not fit, or tied parameters have several values there; what does
-                not fit is named, with its files.
-            ConfigError: a tensor of the model cannot be written.
-        """
+        """Compare what the checkpoint holds with the model, then read it."""
         self._model, own, what = model, state_of(model), f"the model in {contents.folder}"
         paths = {key: path[1:] for path, key in contents.under(ROOT)}
         names = dict.fromkeys(str(path[0]) for path in paths.values() if path)

@@ -25,17 +25,11 @@ INDEX = ".metadata"
 
 
 class CheckpointIndex:
-    """The index of a checkpoint.
-
-    Attributes:
-        folder: where it is.
-        keys: path of each value -> its key in the checkpoint.
-        tensors: key -> shape and dtype of each value that is a tensor.
-    """
+    """The index of a checkpoint."""
 
     def __init__(self, folder: Path, written_by: str = "another torch") -> None:
         """Read the index, which torch of version `written_by` wrote; raise `CheckpointError` if that fails."""
-        self.folder = folder
+        self.folder = folder  # where it is
         if not (folder / INDEX).is_file():
             raise CheckpointError(f"{folder} is not a sharded checkpoint: it has no file {INDEX}.")
         try:
@@ -47,7 +41,9 @@ class CheckpointIndex:
                 f"{folder / INDEX} cannot be read: {type(error).__name__}: {error}. It was written by {written_by}, "
                 f"and this is {torch.__version__}: an older torch may not read what a newer one has written."
             ) from error
+        # path of each value -> its key in the checkpoint.
         self.keys: dict[KeyPath, str] = {tuple(paths.get(key, (key,))): key for key in described}
+        # key -> shape and dtype of each value that is a tensor.
         self.tensors = {key: found for key, found in described.items() if isinstance(found, TensorStorageMetadata)}
         self._files: dict[str, list[str]] = {}
         for index, stored in (self._metadata.storage_data or {}).items():

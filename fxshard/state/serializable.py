@@ -33,9 +33,6 @@ def storable(value: Any, where: str) -> Any:
         value: numbers, strings, `None`, dtypes, devices, plain tensors, and dicts, lists, tuples and sets of them.
             numpy's numbers become Python's.
         where: what to call it in an error, as an expression.
-
-    Raises:
-        ConfigError: it holds something else, named by where it stands.
     """
     kind = type(value)
     if kind in _LEAVES:

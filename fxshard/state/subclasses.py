@@ -34,9 +34,6 @@ def flatten(state: Any, where: str) -> Any:
     Args:
         state: dicts and lists of anything.
         where: what to call it in an error.
-
-    Raises:
-        ConfigError: a subclass does not say how it is cut, or its blocks do not end where the rows of a rank end.
     """
 
     def taken(path: KeyPath, value: Any) -> Any:

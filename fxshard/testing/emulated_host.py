@@ -41,9 +41,6 @@ def emulated_host(*, gigabytes_per_s: float = math.inf, latency_us: float = 0.0)
     Args:
         gigabytes_per_s: bandwidth of each direction, in 1e9 bytes.
         latency_us: of each copy.
-
-    Raises:
-        ConfigError: a number means nothing.
     """
     speed = Speed(gigabytes_per_s=gigabytes_per_s, latency_us=latency_us)
     host = EmulatedHost(CpuEngine(speed), CpuEngine(speed))

@@ -27,13 +27,10 @@ class CudaMeter(AbstractContextManager["CudaMeter"]):
     """Measures by how many bytes the memory in use grows at most, while it is entered.
 
     It asks torch's allocator, which counts when the host allocates and frees, not when kernels run.
-
-    Attributes:
-        growth: of the last time.
     """
 
     def __init__(self) -> None:
-        self.growth = 0
+        self.growth = 0  # of the last time
         self._before = 0
 
     def __enter__(self) -> CudaMeter:

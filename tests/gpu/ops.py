@@ -20,9 +20,6 @@ def check_addmm_acc(device: str, dtype: torch.dtype, *, into: torch.dtype | None
         device: "cuda" or "cpu".
         dtype: of the matrices.
         into: of the sum; theirs by default.
-
-    Raises:
-        RuntimeError: torch has no product of these dtypes; the sum is as it was.
     """
     into = into or dtype
     generator = torch.Generator().manual_seed(0)

@@ -169,11 +169,7 @@ def overlap_problems(events: Sequence[Event], shape: Shape, *, least: float = 0.
 
 
 def expected_beside(moved: Sequence[Work], blocks: Sequence[str]) -> Iterator[tuple[Work, Sequence[str]]]:
-    """Yield the transfers that compute should hide, each with the units of which one's products should do it.
-
-    Raises:
-        AssertionError: a block was not gathered twice and reduced once.
-    """
+    """Yield the transfers that compute should hide, each with the units of which one's products should do it."""
     for i, unit in enumerate(blocks):
         gathers = [work for work in moved if work.unit == unit and work.verb == "unshard"]
         reductions = [work for work in moved if work.unit == unit and work.verb == "reduce"]

@@ -35,10 +35,10 @@ def test_prints_the_graphs_after_a_pass(two_layers: Explanation, capsys: pytest.
         (
             ("insert_collective",),
             "there is no pass 'insert_collective'. Did you mean 'insert_collectives'? There are: captured, "
-            "bind_markers, outline_regions, dedup_unshard, reduce_unused, reshard_to_subgroup, reshard_policy, "
-            "tag_parameter_views, call_regions, offload_shards, insert_collectives, bucket_collectives, "
-            "coalesce_collectives, sink_waits, hoist_prefetch, hoist_copies, chain_reductions, assign_streams, "
-            "hand_off_reductions, hand_off_prefetch, lower_streams.",
+            "refuse_writes, bind_markers, outline_regions, dedup_unshard, reduce_unused, reshard_to_subgroup, "
+            "reshard_policy, tag_parameter_views, call_regions, offload_shards, insert_collectives, "
+            "bucket_collectives, coalesce_collectives, sink_waits, hoist_prefetch, hoist_copies, chain_reductions, "
+            "assign_streams, hand_off_reductions, hand_off_prefetch, lower_streams.",
         ),
         (
             ("insert_collectives", "joint"),

@@ -341,7 +341,7 @@ def test_writes_a_snapshot_as_the_graph_that_it_was_taken_of(graph: fx.Graph) ->
 @pytest.mark.parametrize("build", [graphs.two_layers, graphs.two_dtypes, graphs.called_twice])
 def test_writes_nothing_of_this_machine_into_a_traced_graph(build: Callable[..., graphs.Traced]) -> None:
     traced = build()
-    for record in [*traced.history][1:]:  # in the first, reads have a "/" between dtypes
+    for record in [*traced.history][2:]:  # before BindMarkers, reads have a "/" between dtypes
         text = str(record)
         assert not re.search(r"0x[0-9a-f]{4,}|/|cpu|primals_|torch", text)
         assert text == graph_text(Snapshot(record.graph).graph)

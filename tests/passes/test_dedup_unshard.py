@@ -9,7 +9,7 @@ from expecttest import assert_expected_inline
 
 from fxshard.errors import InvariantError
 from fxshard.passes.dedup_unshard import DedupUnshard
-from fxshard.passes.pipeline import DEFAULT, Pipeline
+from fxshard.passes.pipeline import DEFAULT, DYNAMO, Pipeline
 from tests import graphs
 from tests.graphs import Skip, Traced, assert_changes_nothing, assert_golden, run_pass, text
 from tests.steps import assert_same_step, step
@@ -70,9 +70,7 @@ This is a bug in fxshard or in a pass that was added to it: please report it."""
 
 @pytest.mark.parametrize("build", [graphs.two_layers, graphs.read_twice, graphs.called_twice])
 def test_leaves_every_bit_of_a_step_as_it_was(build: Callable[..., Traced]) -> None:
-    without = Pipeline(
-        dynamo=DEFAULT.dynamo[:1], joint=(Skip(), *DEFAULT.joint[1:]), split=(Skip(), *DEFAULT.split[1:])
-    )
+    without = Pipeline(dynamo=DYNAMO, joint=(Skip(), *DEFAULT.joint[1:]), split=(Skip(), *DEFAULT.split[1:]))
     merged = build(world_size=4)
     unmerged = build(world_size=4, pipeline=without, verify=False)
     assert_same_step(step(merged), step(unmerged), rtol=0.0, atol=0.0)

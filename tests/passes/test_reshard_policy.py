@@ -10,7 +10,7 @@ from fxshard.errors import InvariantError
 from fxshard.passes._base import Property
 from fxshard.passes.dedup_unshard import DedupUnshard
 from fxshard.passes.insert_collectives import InsertCollectives
-from fxshard.passes.pipeline import DEFAULT, Pipeline
+from fxshard.passes.pipeline import DEFAULT, DYNAMO, Pipeline
 from fxshard.passes.reshard_policy import ReshardPolicy
 from tests import graphs
 from tests.graphs import Traced, assert_changes_nothing, assert_golden, run_pass, text
@@ -123,7 +123,7 @@ def test_leaves_every_bit_of_a_step_as_it_was(reshard_after_forward: bool) -> No
     kwargs = {"world_size": 4, "reshard_after_forward": reshard_after_forward}
     with_tags = graphs.two_layers(**kwargs)
     without = graphs.two_layers(
-        pipeline=Pipeline(dynamo=DEFAULT.dynamo[:1], joint=DEFAULT.joint[:1], split=DEFAULT.split),
+        pipeline=Pipeline(dynamo=DYNAMO, joint=DEFAULT.joint[:1], split=DEFAULT.split),
         verify=False,
         **kwargs,
     )

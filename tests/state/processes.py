@@ -67,11 +67,7 @@ def _main(pipe: connection.Connection, store: str, rank: int, size: int, functio
 
 
 def start(size: int, function: Callable[..., Any], *args: Any) -> list[Ended]:
-    """Run `function(*args)` on `size` ranks; say how each ended.
-
-    Raises:
-        AssertionError: one did not end in time.
-    """
+    """Run `function(*args)` on `size` ranks; say how each ended."""
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(size):

@@ -273,7 +273,7 @@ def test_explain_takes_a_model_alone_if_it_needs_no_inputs(target: Path, capsys:
         (("my_module:build", "--stage", "forward"), "--stage and --frame choose among the graphs that --pass NAME"),
         (
             ("my_module:build", "--world-size", "2", "--lower", "eager", "--pass", "insert"),
-            "there is no pass 'insert'. Did you mean 'insert_collectives'? There are: captured, bind_markers, ",
+            "there is no pass 'insert'. Did you mean 'insert_collectives'? There are: captured, refuse_writes, ",
         ),
     ],
 )

@@ -50,14 +50,10 @@ def lies_in(slot: Slot, flat: Flat) -> bool:
 
 
 class ShardGradient:
-    """What the gradient of one shard is made of, piece after piece.
-
-    Attributes:
-        pieces: reduced buffers, and zeros where there is no gradient.
-    """
+    """What the gradient of one shard is made of, piece after piece."""
 
     def __init__(self, pieces: Sequence[Piece | Zeros]) -> None:
-        self.pieces = tuple(pieces)
+        self.pieces = tuple(pieces)  # reduced buffers, and zeros where there is no gradient
         sizes = [piece.numel if isinstance(piece, Zeros) else piece.view.numel for piece in self.pieces]
         self._starts = [0, *itertools.accumulate(sizes)]
         self._rows: dict[tuple[int, int], tuple[GradientRow, Piece]] = {}

@@ -130,9 +130,6 @@ def parse_entries(texts: Sequence[str], defaults: Sequence[str] = ()) -> tuple[E
     Args:
         texts: a system each, for fxshard with options behind colons.
         defaults: options `name=value` for all entries of fxshard; those of an entry itself go before them.
-
-    Raises:
-        ConfigError: an unknown or repeated system, or an option that fxshard does not have.
     """
     shared = dict(_option(text) for text in defaults)
     if not texts:

@@ -13,12 +13,7 @@ from fxshard.tools.bench.show import describe_group
 
 
 def require_plot(path: Path) -> None:
-    """Fail before anything is measured.
-
-    Raises:
-        ConfigError: the name of the file does not say a format, or there is no such folder.
-        MissingExtraError: matplotlib is not installed.
-    """
+    """Fail before anything is measured."""
     if path.suffix not in (".svg", ".png"):
         raise ConfigError(f"--plot {path} must end in .svg or .png.")
     if importlib.util.find_spec("matplotlib") is None:

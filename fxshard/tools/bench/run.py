@@ -60,13 +60,7 @@ class Session:
 
 
 def run_bench(config: BenchConfig, show: BenchConsole, peers: Peers | None = None) -> Report:
-    """Measure all systems; `config` is the same on all peers, by default this process alone.
-
-    Raises:
-        ConfigError: there is no such target.
-        RankError: the model does not train even without any library.
-        PeerError: one of the peers is gone.
-    """
+    """Measure all systems; `config` is the same on all peers, by default this process alone."""
     peers = peers or Peers()
     peers.require(lambda: function_of(config.target, RETURN))
     report = Report(

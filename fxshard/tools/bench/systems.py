@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 import fxshard
 from fxshard import torch_private
-from fxshard.compile.auto_shard import units_of
+from fxshard.compile.one_line.units import units_of
 from fxshard.passes.chain_reductions import ChainReductions
 from fxshard.passes.defer_weight_gradients import DeferWeightGradients
 from fxshard.passes.hoist_prefetch import HoistPrefetch

@@ -55,9 +55,6 @@ def make_task(config: BenchConfig, rank: int, split_over: DeviceMesh | None = No
 
     The user's function is called twice: the model of the first call is kept, batch and loss function of the second. It
     is given the mesh that it is to split the layers over, if there is one.
-
-    Raises:
-        ConfigError: there is no such function, or it returned something else.
     """
     dtype = DTYPES[config.dtype] if config.dtype is not None else None
     given = () if split_over is None else (split_over,)

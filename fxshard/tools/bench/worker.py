@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fxshard.compile.auto_shard import units_of
+from fxshard.compile.one_line.units import units_of
 from fxshard.testing.emulated_link import EmulatedLink, emulated_link
 from fxshard.testing.link_engine import Speed
 from fxshard.tools.bench import systems, traffic

@@ -26,11 +26,6 @@ def run_demo(config: DemoConfig, console: Console) -> int:
 
     Returns:
         0, or 1 when the loss did not fall or the two trainings differ by more than `MAX_DIFFERENCE`.
-
-    Raises:
-        ConfigError: There is too little text for such long sequences.
-        MissingExtraError: The model needs transformers.
-        RankError: A rank did not reach the end.
     """
     read_corpus(config.seq_len + 1)
     if config.model == "hf:llama":
@@ -49,9 +44,6 @@ def events_of_ranks(config: DemoConfig) -> Generator[Event]:
     """Start `config.ranks` processes and yield what they tell, until all have ended well.
 
     However the iteration ends (a rank dies, Ctrl-C, the iterator is closed), no process is left.
-
-    Raises:
-        RankError: A rank died or raised, or nothing was heard for `config.stall_s` seconds.
     """
     ranks = RankProcesses(config, rank_main, num_threads=max(1, (os.cpu_count() or 1) // config.ranks))
     try:

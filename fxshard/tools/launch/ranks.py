@@ -113,11 +113,7 @@ class RankProcesses:
                 pipe.send(message)
 
     def events(self) -> Iterator[Any]:
-        """Yield what the ranks tell, until all have ended well.
-
-        Raises:
-            RankError: A rank died or raised, or nothing was heard for `stall_s` seconds.
-        """
+        """Yield what the ranks tell, until all have ended well."""
         while self._listening:
             yield from self.listen()
 
@@ -126,9 +122,6 @@ class RankProcesses:
 
         Returns:
             What they told; nothing if the time is over, or if all that happened is that a rank has ended well.
-
-        Raises:
-            RankError: As in `events`, or all ranks have ended.
         """
         if not self._listening:
             raise RankError(f"the ranks ended early; see {self._job.out}.")

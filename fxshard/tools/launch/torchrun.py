@@ -80,9 +80,6 @@ class Peers:
         Args:
             listen: waits for events of the ranks here, but not longer than it is told, in seconds.
             num_here: how many events the ranks here tell.
-
-        Raises:
-            RankError: a rank has failed, on whatever process; all raise the same.
         """
         events: list[Any] = []
         while True:
@@ -99,11 +96,7 @@ class Peers:
                 return [event for one in heard for event in one.events or ()]
 
     def require(self, check: Callable[[], T]) -> T:
-        """Do something on every process that has to work on all of them.
-
-        Raises:
-            FxshardError: it did not work on one: what was raised there, elsewhere a `ConfigError` that tells it.
-        """
+        """Do something on every process that has to work on all of them."""
         result: T | None = None
         error: FxshardError | None = None
         try:
@@ -139,9 +132,6 @@ def joined(launched: LauncherEnvironment, timeout_s: float) -> Iterator[Peers]:
     """Meet the other processes of the launcher.
 
     A process that is silent for `timeout_s` seconds, but at least a minute, counts as gone.
-
-    Raises:
-        PeerError: one of them is gone, or does not come.
     """
     launcher = os.getppid()
 

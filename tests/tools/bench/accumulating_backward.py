@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import fxshard
-from fxshard.compile.auto_shard import units_of
+from fxshard.compile.one_line.units import units_of
 from fxshard.testing import emulated_link
 from tests.tools.bench import models
 

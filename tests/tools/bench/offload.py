@@ -21,7 +21,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import fxshard
-from fxshard.compile.auto_shard import offloaded_of, units_of
+from fxshard.compile.one_line.units import offloaded_of, units_of
 from fxshard.cost import measured
 from fxshard.options import Options
 from fxshard.runtime import mesh_axes

@@ -179,11 +179,7 @@ MAIN: Final = Link(gigabytes_per_s=100.0, latency_us=LATENCY_US)
 
 
 def chosen(cases: Sequence[Case], names: str) -> list[Case]:
-    """The cases with these names, separated by commas; all if there are none.
-
-    Raises:
-        ValueError: a name that no case has.
-    """
+    """The cases with these names, separated by commas; all if there are none."""
     wanted = [name for name in names.split(",") if name]
     if unknown := sorted(set(wanted) - {case.name for case in cases}):
         raise ValueError(f"no such systems: {', '.join(unknown)}; there are {', '.join(case.name for case in cases)}")

@@ -26,9 +26,6 @@ def summary(events: Iterable[dict[str, Any]], steps: int, *, on_gpu: bool) -> di
         kernels first: `kernels` and `busy_ms`; `main_idle_ms` of the first lane, split into `while_others_work_ms`
         (it waits for another stream) and `while_nothing_works_ms` (it waits for the host); `top`, the kernels that take
         the most; `gaps`, the longest times in which the first lane does nothing.
-
-    Raises:
-        RuntimeError: a GPU's trace shows no kernel.
     """
     done = [event for event in events if event.get("ph") == "X" and event.get("dur")]
     kernels = [e for e in done if e.get("cat") in (_ON_DEVICE if on_gpu else _ON_HOST)]

@@ -84,11 +84,7 @@ class Worker(SystemRank):
             gc.collect()
 
     def answer(self, command: Command) -> Answer:
-        """Do what was said.
-
-        Raises:
-            Exception: what the system raised, after which it is not what it was.
-        """
+        """Do what was said."""
         match command:
             case WarmUp():
                 return self._warm_up(command)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -24,25 +24,24 @@ def refuse(roots: Sequence[nn.Module]) -> None:
                 raise ConfigError(advice(taken))
 
 
-def refuse_compiled(parameters: Iterable[Tensor]) -> None:
-    """Raise a ConfigError if an FSDP2 or DDP model with one of `parameters` is compiled by fxshard unseen."""
-    parameters = list(parameters)
+def may_have(parameters: Sequence[Tensor]) -> bool:
+    """Whether an FSDP2 or DDP model may train the parameters: FSDP2 makes a class for each, DDP's are whole."""
+    return bool(FSDPModule.__subclasses__()) or not all(isinstance(p, DTensor) for p in parameters)
+
+
+def refuse_compiled(parameters: Sequence[Tensor], models: Sequence[nn.Module]) -> None:
+    """Raise a ConfigError if fxshard compiles one of `models`, unseen, for which FSDP2 or DDP has `parameters`."""
     wanted = {id(p) for p in parameters}
+
+    def has(model: nn.Module) -> bool:
+        return any(id(p) in wanted for p in model.parameters())
+
     for kind, advice in _ADVICE.items():
-        if not _may_have(kind, parameters):
-            continue  # spares a search, of which programs that step in backward would make one per parameter
-        taken = [m for m in instances_of(kind, thaw=False) if any(id(p) in wanted for p in m.parameters())]
-        compiled = (
-            [m for m in instances_of(nn.Module, thaw=False) if dynamo.is_compiled_by(m, "fxshard")] if taken else []
-        )
-        for model in compiled:
-            if any(id(p) in wanted for p in model.parameters()) and (found := _around(model, kind)) is not None:
+        is_taken = any(kind in type(model).__mro__ and has(model) for model in models)
+        for model in models if is_taken else ():
+            compiled = dynamo.is_compiled_by(model, "fxshard") and has(model)
+            if compiled and (found := _around(model, kind)) is not None:
                 raise ConfigError(advice(found))
-
-
-def _may_have(kind: type[Any], parameters: Sequence[Tensor]) -> bool:
-    """Whether a model of this kind may train the parameters: FSDP2 makes a class for each, DDP's are whole."""
-    return bool(kind.__subclasses__()) if kind is FSDPModule else not all(isinstance(p, DTensor) for p in parameters)
 
 
 def _around(root: nn.Module, kind: type[Any]) -> Any:

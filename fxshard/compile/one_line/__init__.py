@@ -1,0 +1,1 @@
+"""Models that torch.compile shards itself: `first_call.shard_root` is the entry."""
