@@ -10,11 +10,11 @@ from tests.cross_cuda.clocks import Seeded
 from tests.cross_cuda.gpus import A100, B200
 from tests.cross_cuda.training import FP32, Broken, Case
 
-FAULTS = (Seeded(forgets_fork=True), Seeded(forgets_join=True))
-FAULTS_OF_COPIES = (Seeded(forgets_record_stream=True), *FAULTS)
+FAULTS = (Seeded("fork"), Seeded("join"))
+FAULTS_OF_COPIES = (Seeded("record_stream"), *FAULTS)
 """Where a parameter is copied out on a stream of its own, which then frees what was sent."""
 
-FAULTS_OF_OFFLOAD = (*FAULTS, Seeded(forgets_to_synchronize=True))
+FAULTS_OF_OFFLOAD = (*FAULTS, Seeded("synchronize"))
 """Where the host reads what the device has copied to it."""
 
 FSDP2 = ("schedule", "fsdp2")
@@ -36,7 +36,7 @@ OFFLOADED_SIDE = Case(
     options=(FSDP2, ("streams", "side"), DEAR_TENSORS),
     offloads=True,
     microbatches=2,
-    faults=(*FAULTS_OF_OFFLOAD, Seeded(forgets_record_stream=True)),
+    faults=(*FAULTS_OF_OFFLOAD, Seeded("record_stream")),
 )
 
 SIDE_STREAMS = (FSDP2, ("streams", "side"))
@@ -87,7 +87,7 @@ MORE = {
 }
 
 OTHER_MODES = {
-    "nccl": ((FSDP2,), (Seeded(forgets_join=True),)),
+    "nccl": ((FSDP2,), (Seeded("join"),)),
     "off": ((FSDP2, ("streams", "off")), ()),
     "cudagraphs": ((FSDP2, ("cudagraphs", True)), ()),
 }

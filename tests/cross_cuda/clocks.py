@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -42,12 +43,10 @@ class Access(NamedTuple):
 
 
 class Seeded(NamedTuple):
-    """Faults to put in, which must then be found."""
+    """A fault to put in, which must then be found."""
 
-    forgets_record_stream: bool = False
-    forgets_fork: bool = False
-    forgets_join: bool = False
-    forgets_to_synchronize: bool = False
+    forgets: str = ""  # "fork", "join", "record_stream" or "synchronize"
+    only: int | None = None  # the one of that number in the run; `None` for all of them
 
 
 NO_FAULT = Seeded()
@@ -61,7 +60,7 @@ class MockEvent:
 
     def synchronize(self) -> None:
         """Let the host wait for it."""
-        if not self.streams.seeded.forgets_to_synchronize:
+        if not self.streams.forgets("synchronize"):
             self.streams.host.follow(self.clock)
 
 
@@ -78,7 +77,7 @@ class MockStream:
 
     def wait_stream(self, other: MockStream) -> None:
         """Wait for all that another stream has been given."""
-        if not self.streams.seeded.forgets_fork:
+        if not self.streams.forgets("fork"):
             self.follow(other.clock)
         other.tick()
 
@@ -90,7 +89,7 @@ class MockStream:
 
     def wait_event(self, event: MockEvent) -> None:
         """Wait for an event."""
-        if not self.streams.seeded.forgets_join:
+        if not self.streams.forgets("join"):
             self.follow(event.clock)
 
     def follow(self, clock: Clock) -> None:
@@ -122,6 +121,7 @@ class Streams:
     races: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.count = Counter[str]()  # how often each fault could have been put in so far
         self._by_name: dict[str, MockStream] = {}
         self._storages: dict[int, _Storage] = {}
         self._freed: dict[str, list[Access]] = {}
@@ -147,6 +147,11 @@ class Streams:
             yield
         finally:
             self.current = before
+
+    def forgets(self, kind: str) -> bool:
+        """Whether what comes now, such as a fork, is left out."""
+        self.count[kind] += 1
+        return kind == self.seeded.forgets and self.seeded.only in (None, self.count[kind] - 1)
 
     def number_of(self, tensor: Tensor) -> int:
         """Return a number that no other storage has had."""
@@ -175,7 +180,7 @@ class Streams:
 
     def record(self, tensor: Tensor, stream: MockStream) -> None:
         """Tell the allocator that a stream uses a tensor, as `Tensor.record_stream` does."""
-        if not self.seeded.forgets_record_stream:
+        if not self.forgets("record_stream"):
             self._storage_of(tensor, "record_stream").recorded.add(stream.name)
 
     def _require_before(self, access: Access | None, stream: MockStream, what: str) -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.cross_cuda import reading
 from tests.cross_cuda.clocks import Streams
@@ -96,6 +100,25 @@ def test_finds_memory_that_is_given_away_while_it_is_in_use(is_recorded: bool) -
     streams.run("other", [], [memory.tensor()])
     expected = ["other on main is given memory that is in use: read on side1"]
     assert streams.races == ([] if is_recorded else expected)
+
+
+def test_finds_a_cast_that_does_not_wait_for_the_optimizer() -> None:
+    installed()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cuda", (2,))
+        with dry_run(mode) as run:
+            flat = torch.zeros(4, device="cuda")
+            parameter = DTensor.from_local(flat, mesh, [Shard(0)])
+            torch._foreach_add_([parameter], 1.0)
+            with run.streams.using(run.streams.made()):
+                flat.to(torch.bfloat16)
+    finally:
+        dist.destroy_process_group()
+    assert run.streams.races[-1:] == [
+        "aten::_to_copy on side1 reads what was not waited for: aten::_foreach_add_.Scalar on main"
+    ]
 
 
 def test_counts_no_copy_out_of_memory_that_has_become_another_tensors() -> None:
