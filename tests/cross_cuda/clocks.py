@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -28,6 +28,8 @@ import torch
 from torch import Tensor
 
 Clock = dict[str, int]
+Work = Callable[[], None]
+"""Computes an op, where somebody computes."""
 
 
 class Access(NamedTuple):
@@ -45,8 +47,11 @@ class Access(NamedTuple):
 class Seeded(NamedTuple):
     """A fault to put in, which must then be found."""
 
-    forgets: str = ""  # "fork", "join", "record_stream" or "synchronize"
+    # "fork", "join", "synchronize" (a wait of a stream for another one, for an event, of the host for an event),
+    # "record_stream", "free" (a work holds nothing) or "event" (it is recorded one op too early)
+    forgets: str = ""
     only: int | None = None  # the one of that number in the run; `None` for all of them
+    moved: bool = False  # whether a wait comes behind the next op, in place of never
 
 
 NO_FAULT = Seeded()
@@ -60,8 +65,7 @@ class MockEvent:
 
     def synchronize(self) -> None:
         """Let the host wait for it."""
-        if not self.streams.forgets("synchronize"):
-            self.streams.host.follow(self.clock)
+        self.streams.host.wait("synchronize", self.clock)
 
 
 class MockStream:
@@ -70,6 +74,7 @@ class MockStream:
     def __init__(self, streams: Streams, name: str) -> None:
         self.streams, self.name, self.clock = streams, name, {name: 1}
         self.device = torch.device("cuda", 0)
+        self._last, self._late = 0, Clock()  # time of its last op; what it waits for only behind the next one
 
     def tick(self) -> None:
         """Tell what comes next from what was."""
@@ -77,20 +82,33 @@ class MockStream:
 
     def wait_stream(self, other: MockStream) -> None:
         """Wait for all that another stream has been given."""
-        if not self.streams.forgets("fork"):
-            self.follow(other.clock)
+        self.wait("fork", other.clock)
         other.tick()
 
     def record_event(self, event: MockEvent | None = None) -> MockEvent:
         """Return an event behind all that the stream has been given."""
-        made = MockEvent(self.clock, self.streams)
+        early = {self.name: self._last - 1} if self.streams.forgets("event") else {}
+        made = MockEvent(self.clock | early, self.streams)
         self.tick()
         return made
 
     def wait_event(self, event: MockEvent) -> None:
         """Wait for an event."""
-        if not self.streams.forgets("join"):
-            self.follow(event.clock)
+        self.wait("join", event.clock)
+
+    def wait(self, kind: str, clock: Clock) -> None:
+        """Wait for what a clock has waited for, unless that is the fault."""
+        if not self.streams.forgets(kind):
+            self.follow(clock)
+        elif self.streams.seeded.moved:
+            self._late = dict(clock)
+
+    def end_op(self) -> None:
+        """Tell that it was given an op."""
+        self._last = self.clock[self.name]
+        self.tick()
+        self.follow(self._late)
+        self._late = {}
 
     def follow(self, clock: Clock) -> None:
         """Wait for what a clock has waited for."""
@@ -162,10 +180,10 @@ class Streams:
         for tensor in tensors:
             self._storage_of(tensor, op)
 
-    def run(self, op: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
+    def run(self, op: str, reads: Sequence[Tensor], writes: Sequence[Tensor], work: Work | None = None) -> None:
         """Run an op on the current stream."""
         stream = self.current
-        stream.follow(self.host.clock)
+        self._follow_host(stream)
         access = Access(stream.name, stream.clock[stream.name], op)
         for tensor in reads:
             storage = self._storage_of(tensor, op)
@@ -176,7 +194,17 @@ class Streams:
             for earlier in (storage.write, *storage.reads):
                 self._require_before(earlier, stream, f"{op} on {stream.name} overwrites what is in use")
             storage.write, storage.reads = access, []
-        stream.tick()
+        self.given(op, reads, writes, work)
+        stream.end_op()
+
+    def _follow_host(self, stream: MockStream) -> None:
+        """Have a stream begin something only behind all that the host has done and waited for."""
+        if stream is not self.host:
+            stream.follow(self.host.clock)
+            self.host.tick()
+
+    def given(self, op: str, reads: Sequence[Tensor], writes: Sequence[Tensor], work: Work | None) -> None:
+        """Take what the current stream is given now; whoever computes keeps it."""
 
     def record(self, tensor: Tensor, stream: MockStream) -> None:
         """Tell the allocator that a stream uses a tensor, as `Tensor.record_stream` does."""
@@ -192,6 +220,7 @@ class Streams:
         key = memory._cdata
         if key not in self._storages:
             stream = self.current if tensor.is_cuda else self.host
+            self._follow_host(stream)
             for access in self._freed.pop(stream.name, []):
                 self._require_before(access, stream, f"{op} on {stream.name} is given memory that is in use")
             self._storages[key] = _Storage(next(self._numbers), stream.name)

@@ -47,10 +47,13 @@ class Lane(Compiled):
         """Patch torch."""
         super().__init__()
         self._running: DryRun | None = None
+        self._makes_machine_code = True
         self.used, self._library = patches.install(self)
 
     def compiled(self, kernel: Any) -> None:
         """Compile all configs of a kernel of Triton's, to machine code that nobody loads."""
+        if not self._makes_machine_code:
+            return
         wanted, name = len(kernel.configs), f"{kernel.fn.__name__} for {PRESENT.gpu.architecture}"
         try:
             kernel._precompile_worker()
@@ -82,8 +85,12 @@ class Lane(Compiled):
             self._running = None
 
     @contextmanager
-    def compiling(self, gpu: Gpu) -> Iterator[Compiled]:
-        """Compile for a GPU in this process, without caches; yields what has been compiled once it ends."""
+    def compiling(self, gpu: Gpu, machine_code: bool = True) -> Iterator[Compiled]:
+        """Compile for a GPU in this process, without caches; yields what has been compiled once it ends.
+
+        Without `machine_code` the kernels stay what Inductor wrote.
+        """
+        self._makes_machine_code = machine_code
         found, before = Compiled(), (len(self.kernels), len(self.failed), len(self.wrappers))
         with (
             patches.pretending(gpu),

@@ -94,7 +94,8 @@ class Exchanging(Block):
     def forward(self, x: Tensor) -> Tensor:
         """Map `[batch, seq, dim]` to the same shape."""
         weight = self.up.weight
-        assert isinstance(weight, DTensor)
+        if not isinstance(weight, DTensor):  # the same on one rank
+            return super().forward(x + F.gelu(self.mlp_norm(x)).softmax(1))
         mesh = weight.device_mesh
         rows = DTensor.from_local(self.mlp_norm(x), mesh, [Replicate()]).redistribute(mesh, [Shard(1)])
         columns = rows.redistribute(mesh, [Shard(2)])
@@ -131,13 +132,15 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Have each expert compute the tokens that stand at its place."""
-        sent = x.flatten(0, -2).unflatten(0, (NUM_EXPERTS, -1))
-        arrived = self._exchange(sent).unflatten(0, (self.mesh.size(), -1)).transpose(0, 1)
+        sent, num_ranks = x.flatten(0, -2).unflatten(0, (NUM_EXPERTS, -1)), self.mesh.size() if self.mesh else 1
+        arrived = self._exchange(sent).unflatten(0, (num_ranks, -1)).transpose(0, 1)
         out = F.silu(arrived.flatten(1, 2) @ self.up) @ self.down
-        back = out.unflatten(1, (self.mesh.size(), -1)).transpose(0, 1).flatten(0, 1)
+        back = out.unflatten(1, (num_ranks, -1)).transpose(0, 1).flatten(0, 1)
         return self._exchange(back.contiguous()).view_as(x)
 
     def _exchange(self, rows: Tensor) -> Tensor:
+        if self.mesh is None:
+            return rows
         group = self.mesh.get_group()
         return functional.wait_tensor(functional.all_to_all_single_autograd(rows, None, None, group))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import time
+from collections import Counter
 from collections.abc import Callable
 
 from tests.cross_cuda import no_gpu
@@ -65,6 +67,50 @@ def _kernels() -> None:
             _row((name, dim, *of_block, reading.num_python_calls(few), reading.num_launches(few)))
 
 
+NUM_ORDERS = 5
+
+
+def _numbers() -> None:
+    from tests.cross_cuda.numeric.cases import CORE, MORE
+    from tests.cross_cuda.numeric.computed import compiled
+    from tests.cross_cuda.numeric.executor import drawn, unordered
+    from tests.cross_cuda.numeric.faults import Judge
+
+    for name, case in (CORE | MORE).items():
+        began = time.perf_counter()
+        with compiled(case) as computed:
+            judge = Judge(computed)
+            orders = sum(judge.is_same(judge.clean, drawn(seed)) for seed in range(NUM_ORDERS))
+            found = computed.errors(judge.clean.computed(drawn(0)))
+        errors = [error for value, error in found.items() if "loss" not in value]
+        ours, cpu = (max(column) for column in zip(*errors, strict=True))
+        ratio = max(error.ours / error.cpu for error in errors if error.cpu)
+        items = judge.clean.items
+        cells = (case.world_size, len(items), len(unordered(items)), f"{orders} of {NUM_ORDERS}")
+        seconds = f"{time.perf_counter() - began:.0f} s"
+        _row((name, *cells, f"{ours:.1e}", f"{cpu:.1e}", f"{ratio:.2f}", seconds))
+
+
+def _faults() -> None:
+    from tests.cross_cuda.numeric.cases import CORE
+    from tests.cross_cuda.numeric.computed import compiled
+    from tests.cross_cuda.numeric.faults import Judge, faults_of
+
+    for name, case in CORE.items():
+        with compiled(case) as computed:
+            judge, table = Judge(computed), Counter[tuple[str, str]]()
+            for fault in faults_of(judge.clean):
+                kind = f"{fault.forgets}, {'moved' if fault.moved or fault.forgets == 'event' else 'left out'}"
+                table[kind, judge.seeded(fault).found_by] += 1
+            for number in judge.ops:
+                table["op, left out", judge.without(number).found_by] += 1
+                if exchanged := judge.exchanged(number):
+                    table["op, exchanged with the next", exchanged.found_by] += 1
+        for kind in dict.fromkeys(kind for kind, _ in table):
+            by = ("no fault", "clocks and numbers", "clocks", "numbers", "neither")
+            _row((name, kind, *(table[kind, found_by] for found_by in by)))
+
+
 def _row(cells: tuple[object, ...]) -> None:
     print("|", " | ".join(map(str, cells)), "|", flush=True)
 
@@ -72,6 +118,7 @@ def _row(cells: tuple[object, ...]) -> None:
 def main() -> None:
     """Print the rows of the tables that are named, or of all."""
     tables: dict[str, Callable[[], None]] = {"modes": _modes, "copies": _copies, "kernels": _kernels}
+    tables |= {"numbers": _numbers, "faults": _faults}
     for name in sys.argv[1:] or tables:
         print(f"{name}:", flush=True)
         tables[name]()
