@@ -47,8 +47,8 @@ class Access(NamedTuple):
 class Seeded(NamedTuple):
     """A fault to put in, which must then be found."""
 
-    # "fork", "join", "synchronize" (a wait of a stream for another one, for an event, of the host for an event),
-    # "record_stream", "free" (a work holds nothing) or "event" (it is recorded one op too early)
+    # "fork", "join", "synchronize" (waits of a stream for another, for an event, of the host for one), "record_stream",
+    # "free" (a work holds nothing), "event" (recorded one op too early), "copy" (of inputs, to a CUDA graph's memory)
     forgets: str = ""
     only: int | None = None  # the one of that number in the run; `None` for all of them
     moved: bool = False  # whether a wait comes behind the next op, in place of never

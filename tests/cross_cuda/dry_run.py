@@ -10,14 +10,13 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
 from fxshard import torch_private
 from fxshard.ir import collectives, ops
 from fxshard.runtime import prefetcher, streams
-from tests.cross_cuda.clocks import NO_FAULT, MockEvent, Seeded, Streams, Work
+from tests.cross_cuda.clocks import MockEvent, MockStream, Streams, Work
 
 _IMPLEMENTED: Mapping[Any, Callable[..., Any]] = {
     ops.ALL_GATHER_ON_STREAM: streams._all_gather_on_stream,
@@ -77,6 +76,7 @@ class DryRun(TorchDispatchMode):
         self.streams = streams
         self.steps: list[Step] = []
         self.unwaited: dict[int, Any] = {}  # storage -> work
+        self._links: dict[str, str] = {}  # process group -> stream
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -92,8 +92,8 @@ class DryRun(TorchDispatchMode):
         self._run("triton", kernel.fn.__name__, reads, writes, Call(kernel, args))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes again with the local tensors, in whose memory the op reads and writes
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # it comes again with the tensors inside, in whose memory the op reads and writes
         kwargs, name = kwargs or {}, func.name()
         if name.startswith(_SYNCHRONISING) or _leaves_the_device(func, args, kwargs):
             raise AssertionError(f"{name} makes the host wait for the device")
@@ -129,13 +129,17 @@ class DryRun(TorchDispatchMode):
             work._read = None
         self.unwaited[tensor.untyped_storage()._cdata] = work
 
+    def graphed(self, model: Callable[[list[Any]], Any], inputs: list[Any], static: Sequence[int]) -> Any:
+        """Run what would be replayed of a CUDA graph as it is."""
+        return model(inputs)
+
     def work_of(self, call: Call) -> Work | None:
         """Return what computes a call, where somebody computes."""
         return None
 
     def _launch(self, kind: str, name: str, sent: list[Tensor], received: list[Tensor], call: Call) -> None:
         self.streams.allocate(received, name)
-        caller, link = self.streams.current, self.streams.named("nccl")
+        caller, link = self.streams.current, self._link_of(call)
         link.follow(caller.clock)  # not a fork of ours, so no fault is seeded here
         caller.tick()
         with self.streams.using(link):
@@ -144,6 +148,11 @@ class DryRun(TorchDispatchMode):
         link.tick()
         for tensor in received:
             self.register_work(tensor, _Work(self.streams, event, sent))
+
+    def _link_of(self, call: Call) -> MockStream:
+        """Return the stream of a collective's process group: NCCL has one for each."""
+        *_, group = (value for value in (*call.args, *call.kwargs.values()) if isinstance(value, str))
+        return self.streams.named(self._links.setdefault(group, f"nccl{len(self._links) or ''}"))
 
     def _wait(self, tensor: Tensor) -> Tensor:
         work = self.unwaited.pop(tensor.untyped_storage()._cdata, None)
@@ -191,9 +200,9 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 @contextmanager
-def dry_run(mode: Any, seeded: Seeded = NO_FAULT) -> Iterator[DryRun]:
+def dry_run(mode: Any) -> Iterator[DryRun]:
     """Run on fakes of `mode` and on mock streams what is called in this context; nothing may be compiled in it."""
-    run = DryRun(Streams(seeded))
+    run = DryRun(Streams())
     with running(run, mode):
         yield run
 

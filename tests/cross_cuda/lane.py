@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -71,6 +71,10 @@ class Lane(Compiled):
         if self._running is not None:
             self._running.ran(kernel, args)
 
+    def graphed(self, model: Callable[[list[Any]], Any], static: Sequence[int]) -> Callable[[list[Any]], Any]:
+        """Have a dry run decide how a CUDA graph runs; without one it runs as it is."""
+        return lambda inputs: (self._running.graphed if self._running else _as_it_is)(model, inputs, static)
+
     def generated(self, source: str) -> None:
         """Keep the source of a wrapper."""
         self.wrappers.append(source)
@@ -108,6 +112,10 @@ class Lane(Compiled):
             self.failed[before[1] :],
             self.wrappers[before[2] :],
         )
+
+
+def _as_it_is(model: Callable[[list[Any]], Any], inputs: list[Any], static: Sequence[int]) -> Any:
+    return model(inputs)
 
 
 @functools.cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -19,14 +18,13 @@ def _modes() -> None:
 
     rows = [*QUICK.items(), *MORE.items()]
     for gpu in OTHER_GPUS:
-        rows += [(name, dataclasses.replace(case, gpu=gpu, faults=())) for name, case in QUICK.items()]
+        rows += [(name, dataclasses.replace(case, gpu=gpu)) for name, case in QUICK.items()]
     for name, case in rows:
         made = trained(case)
         kernels = made.compiled.kernels
-        seeded = ", ".join(str(len(run.streams.races)) for run in made.faulty) or "-"
         cells = (
             *(name, case.gpu.architecture, len(kernels), sum(kernel.num_configs for kernel in kernels)),
-            *(len(made.compiled.failed), len(made.run.streams.races), len(made.compiled.order.problems), seeded),
+            *(len(made.compiled.failed), len(made.run.streams.races), len(made.compiled.order.problems)),
         )
         _row(cells)
 
@@ -67,45 +65,34 @@ def _kernels() -> None:
             _row((name, dim, *of_block, reading.num_python_calls(few), reading.num_launches(few)))
 
 
-NUM_ORDERS = 5
-
-
 def _numbers() -> None:
     from tests.cross_cuda.numeric.cases import CORE, MORE
-    from tests.cross_cuda.numeric.computed import compiled
     from tests.cross_cuda.numeric.executor import drawn, unordered
-    from tests.cross_cuda.numeric.faults import Judge
+    from tests.cross_cuda.numeric.faults import judged
 
     for name, case in (CORE | MORE).items():
-        began = time.perf_counter()
-        with compiled(case) as computed:
-            judge = Judge(computed)
-            orders = sum(judge.is_same(judge.clean, drawn(seed)) for seed in range(NUM_ORDERS))
-            found = computed.errors(judge.clean.computed(drawn(0)))
+        with judged(case) as judge:
+            same = sum(judge.is_same(judge.clean, drawn(seed)) for seed in range(5))
+            found = judge.computed.errors(judge.clean.computed(drawn(0)))
         errors = [error for value, error in found.items() if "loss" not in value]
-        ours, cpu = (max(column) for column in zip(*errors, strict=True))
+        worst = [f"{max(column):.1e}" for column in zip(*errors, strict=True)]
         ratio = max(error.ours / error.cpu for error in errors if error.cpu)
         items = judge.clean.items
-        cells = (case.world_size, len(items), len(unordered(items)), f"{orders} of {NUM_ORDERS}")
-        seconds = f"{time.perf_counter() - began:.0f} s"
-        _row((name, *cells, f"{ours:.1e}", f"{cpu:.1e}", f"{ratio:.2f}", seconds))
+        _row((name, case.world_size, len(items), len(unordered(items)), same, *worst, f"{ratio:.2f}"))
 
 
 def _faults() -> None:
-    from tests.cross_cuda.numeric.cases import CORE
-    from tests.cross_cuda.numeric.computed import compiled
-    from tests.cross_cuda.numeric.faults import Judge, faults_of
+    from tests.cross_cuda.numeric.cases import CORE, GRAPHED
+    from tests.cross_cuda.numeric.faults import faults_of, judged
 
-    for name, case in CORE.items():
-        with compiled(case) as computed:
-            judge, table = Judge(computed), Counter[tuple[str, str]]()
+    for name, case in (CORE | GRAPHED).items():
+        with judged(case) as judge:
+            table = Counter[tuple[str, str]]()
             for fault in faults_of(judge.clean):
-                kind = f"{fault.forgets}, {'moved' if fault.moved or fault.forgets == 'event' else 'left out'}"
-                table[kind, judge.seeded(fault).found_by] += 1
+                table[f"{fault.forgets}{', moved' * fault.moved}", judge.seeded(fault).found_by] += 1
             for number in judge.ops:
-                table["op, left out", judge.without(number).found_by] += 1
-                if exchanged := judge.exchanged(number):
-                    table["op, exchanged with the next", exchanged.found_by] += 1
+                for kind, verdict in (("op", judge.without(number)), ("op, moved", judge.exchanged(number))):
+                    table[kind, verdict.found_by if verdict else "no fault"] += 1
         for kind in dict.fromkeys(kind for kind, _ in table):
             by = ("no fault", "clocks and numbers", "clocks", "numbers", "neither")
             _row((name, kind, *(table[kind, found_by] for found_by in by)))

@@ -16,6 +16,7 @@ from tests.cross_cuda.clocks import Streams
 from tests.cross_cuda.dry_run import Step, dry_run
 from tests.cross_cuda.lane import installed
 from tests.cross_cuda.patches import Dead, Patch, Synchronised
+from tests.numerics.float8 import Float8Weight
 
 pytestmark = [pytest.mark.cuda_lane, pytest.mark.timeout(900)]
 
@@ -102,23 +103,21 @@ def test_finds_memory_that_is_given_away_while_it_is_in_use(is_recorded: bool) -
     assert streams.races == ([] if is_recorded else expected)
 
 
-def test_finds_a_cast_that_does_not_wait_for_the_optimizer() -> None:
+@pytest.mark.parametrize("is_encoded", [False, True])
+def test_finds_a_cast_that_does_not_wait_for_the_optimizer(is_encoded: bool) -> None:
     installed()
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         mesh = init_device_mesh("cuda", (2,))
-        with dry_run(mode) as run:
+        with dry_run(FakeTensorMode(allow_non_fake_inputs=True)) as run:
             flat = torch.zeros(4, device="cuda")
-            parameter = DTensor.from_local(flat, mesh, [Shard(0)])
-            torch._foreach_add_([parameter], 1.0)
+            parameter: Tensor = Float8Weight(flat) if is_encoded else DTensor.from_local(flat, mesh, [Shard(0)])
+            parameter.add_(1.0)
             with run.streams.using(run.streams.made()):
                 flat.to(torch.bfloat16)
     finally:
         dist.destroy_process_group()
-    assert run.streams.races[-1:] == [
-        "aten::_to_copy on side1 reads what was not waited for: aten::_foreach_add_.Scalar on main"
-    ]
+    assert run.streams.races == ["aten::_to_copy on side1 reads what was not waited for: aten::add_.Tensor on main"]
 
 
 def test_counts_no_copy_out_of_memory_that_has_become_another_tensors() -> None:

@@ -22,7 +22,6 @@ from fxshard.runtime.frame import Frame
 from fxshard.sharding.sharded_module import ShardedModule
 from fxshard.tools.demo.gpt import GPT
 from tests.cross_cuda import layouts
-from tests.cross_cuda.clocks import NO_FAULT, Seeded
 from tests.cross_cuda.dry_run import DryRun, dry_run
 from tests.cross_cuda.gpus import H100, Gpu
 from tests.cross_cuda.lane import Compiled, installed
@@ -65,7 +64,6 @@ class Case:
     overlaps_step: bool = False  # whether the optimizer launches the next forward's first gather
     offloads: bool = False  # whether shards are in the host's memory
     options: tuple[tuple[str, Any], ...] = ()  # of the backend
-    faults: tuple[Seeded, ...] = ()  # to seed, a further run for each
 
 
 @dataclass(kw_only=True)
@@ -75,7 +73,6 @@ class Trained:
     compiled: Compiled  # the kernels and wrappers
     graphs: list[dict[str, fx.Graph]]  # stage -> the graph that became code, of each frame in the order of capture
     run: DryRun  # one step, after those that compiled
-    faulty: list[DryRun]  # one step with each of the case's faults
 
 
 def trained(case: Case) -> Trained:
@@ -86,10 +83,10 @@ def trained(case: Case) -> Trained:
             training = Training(case, mesh)
             training.run()
         num_wrappers = len(lane.wrappers)
-        run, *faulty = [_noted(training, mode, seeded) for seeded in (NO_FAULT, *case.faults)]
+        run = _noted(training, mode)
         assert len(lane.wrappers) == num_wrappers, "something was compiled in a step that is looked at"
         graphs = [_code_graphs(frame) for frame in backend.frames_of(training.model)] if case.policy else []
-    return Trained(compiled=compiled, graphs=graphs, run=run, faulty=faulty)
+    return Trained(compiled=compiled, graphs=graphs, run=run)
 
 
 @functools.cache
@@ -116,9 +113,9 @@ def ranks(case: Case) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def _noted(training: Training, mode: FakeTensorMode, seeded: Seeded) -> DryRun:
+def _noted(training: Training, mode: FakeTensorMode) -> DryRun:
     """Run a step that makes the prefetcher know what comes next, and note the one after it."""
-    with dry_run(mode, seeded) as run, installed().watching(run):
+    with dry_run(mode) as run, installed().watching(run):
         training.step(0)
         run.steps.clear()
         training.step(1)

@@ -27,7 +27,10 @@ CORE = {
 }
 """What CI computes, and puts faults into."""
 
+GRAPHED = {"cudagraphs": _small(options=(FSDP2, ("cudagraphs", True)))}
+
 MORE = {
+    **GRAPHED,
     "nccl": _small(),
     "side, fp32": _small(policy=FP32, options=SIDE_STREAMS),
     "defaults": _small(options=()),
@@ -50,12 +53,12 @@ MORE = {
     "graph breaks, resident": _small(model=Broken, options=(FSDP2, ("resident_gib", 4.0)), microbatches=2),
     "overlap_step": _small(model=Broken, overlaps_step=True),
     "overlap_step, side, accumulating": _small(overlaps_step=True, options=SIDE_STREAMS, microbatches=2),
-    "cudagraphs": _small(options=(FSDP2, ("cudagraphs", True))),
     "hybrid": _small(_FOUR, replicas=2),
     "hybrid, fp32, accumulating": _small(_FOUR, replicas=2, microbatches=2, policy=FP32, options=(FSDP2,)),
     "hybrid, offloaded": _small(_FOUR, replicas=2, offloads=True),
     "hybrid, hook": _small(_FOUR, replicas=2, layout=layouts.hooked),
-    "subgroups": _small(_FOUR, layout=layouts.subgroups),
+    "reductions on their own": _small(layout=layouts.two_groups, options=SIDE_STREAMS),
+    "reductions on their own, fp32": _small(layout=layouts.two_groups, policy=FP32, microbatches=2),
     "fp8": _small(_FOUR, world_size=2, layout=layouts.encoded),
     "unused parameters": _small(_FOUR, world_size=2, layout=layouts.unused, model=layouts.Sparing),
     "tensor parallel": _small(_FOUR, layout=layouts.tensor_parallel),

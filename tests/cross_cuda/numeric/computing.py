@@ -9,13 +9,16 @@ stream that it belongs to, the first moment at which the allocator could hand it
 same size; if it was recorded with streams, then as soon as these have run what they had been given, and to nobody. So
 a wait that is missing gives NaN, or another number, in some order of the streams.
 
+A CUDA graph is recorded in the first step, in memory that nobody else gets, and replayed in the second: what it was
+given is copied to where it was recorded, but for its static inputs, and the same items run again.
+
 Nothing is computed while Python runs. The items are kept, and each of many orders computes them from the beginning.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -58,6 +61,8 @@ class ComputingStreams(Streams):
         self._shadows: dict[int, Shadow] = {}
         self._to_hand_out: dict[str, list[tuple[Shadow, Clock | None]]] = {}
         self._idle: dict[tuple[str, int], list[Shadow]] = {}
+        self.records = False  # whether a CUDA graph is recorded
+        self._private: set[int] = set()  # shadows that it keeps
 
     def given(self, op: str, reads: Sequence[Tensor], writes: Sequence[Tensor], work: Work | None) -> None:
         """Keep an item for later."""
@@ -96,10 +101,13 @@ class ComputingStreams(Streams):
         for name in storage.recorded:
             clock = self.named(name).clock
             until = {one: max(clock.get(one, 0), (until or {}).get(one, 0)) for one in {*clock, *(until or {})}}
-        if storage.home != self.host.name:
+        if storage.home != self.host.name and shadow.number not in self._private:
             self._to_hand_out.setdefault(storage.home, []).append((shadow, until))
 
     def _allocated(self, home: MockStream, num_bytes: int) -> Shadow:
+        if self.records:
+            self._private.add(len(self.memory))
+            return self._made(num_bytes)
         freed = self._to_hand_out.pop(home.name, [])
         for shadow, until in freed:
             poison = POISON, shadow.fill, frozenset[int](), frozenset([shadow.number])
@@ -112,6 +120,9 @@ class ComputingStreams(Streams):
                 self.items.append(Item(ALLOCATOR, 0, needs, *poison))
         if idle := self._idle.get((home.name, num_bytes)):
             return idle.pop()
+        return self._made(num_bytes)
+
+    def _made(self, num_bytes: int) -> Shadow:
         with _disable_current_modes():
             made = [torch.empty(num_bytes, dtype=torch.uint8).untyped_storage() for _ in range(self.num_ranks)]
         self.memory.append(Shadow(len(self.memory), tuple(made)))
@@ -120,6 +131,14 @@ class ComputingStreams(Streams):
 
 def _fill(storage: UntypedStorage, byte: int) -> None:
     torch.empty(0, dtype=torch.uint8).set_(storage).fill_(byte)
+
+
+class _Graph(NamedTuple):
+    """A CUDA graph that was recorded."""
+
+    inputs: list[Any]  # where it reads them
+    outputs: list[Any]
+    items: list[Item]
 
 
 class ComputingRun(DryRun):
@@ -134,6 +153,7 @@ class ComputingRun(DryRun):
     def __init__(self, streams: ComputingStreams) -> None:
         super().__init__(streams)
         self._initial: list[tuple[Tensor, Tensor]] = []
+        self._graphs: dict[int, _Graph] = {}
 
     def put(self, fake: Tensor, values: Sequence[Tensor]) -> None:
         """Give a fake tensor values on each rank, with which everything begins; what lies beside it becomes 0."""
@@ -155,6 +175,29 @@ class ComputingRun(DryRun):
                 target.copy_(values)
             run_all(items, order)
 
+    def graphed(self, model: Callable[[list[Any]], Any], inputs: list[Any], static: Sequence[int]) -> Any:
+        """Record a CUDA graph, or replay it."""
+        graph = self._graphs.get(id(model))
+        if graph is None:
+            self.streams.records = True
+            own = [
+                given if i in static or not _is_on_device(given) else given.clone() for i, given in enumerate(inputs)
+            ]
+            start = len(self.streams.items)
+            graph = _Graph(own, model([*own]), self.streams.items[start:])
+            self.streams.records, self._graphs[id(model)] = False, graph
+        else:
+            for i, (one, given) in enumerate(zip(graph.inputs, inputs, strict=True)):
+                if _is_on_device(one) and i not in static and not self.streams.forgets("copy"):
+                    one.copy_(given)
+            reads, writes = ([one for one in some if _is_on_device(one)] for some in (graph.inputs, graph.outputs))
+            self.streams.run("graph", reads, writes, functools.partial(_replay, graph.items))
+        inputs.clear()
+        return [
+            one.as_strided(one.size(), one.stride(), one.storage_offset()) if _is_on_device(one) else one
+            for one in graph.outputs
+        ]
+
     def work_of(self, call: Call) -> Work:
         """Return what computes a call on the shadows of all ranks."""
         ranks = range(self.streams.num_ranks)
@@ -171,6 +214,15 @@ class ComputingRun(DryRun):
         args, kwargs = tree_map_only(Tensor, lambda tensor: self.streams.real(tensor, rank), (args, kwargs))
         args, kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), (args, kwargs))
         return args, {name: value for name, value in kwargs.items() if name not in ("pin_memory", "non_blocking")}
+
+
+def _replay(items: Sequence[Item]) -> None:
+    for item in items:
+        item.work()
+
+
+def _is_on_device(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_cuda
 
 
 def _is_tensor(leaf: Any) -> bool:

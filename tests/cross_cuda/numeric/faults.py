@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tests.cross_cuda.clocks import Seeded
-from tests.cross_cuda.numeric.computed import Computed, Recorded
+from tests.cross_cuda.numeric.computed import Computed, Recorded, compiled
 from tests.cross_cuda.numeric.executor import POISON, Item, Order, first, reversing, unordered
 from tests.cross_cuda.numeric.reference import Values
+from tests.cross_cuda.training import Case
 
 WAITS = ("fork", "join", "synchronize")
 """Which may be left out, and come one op too late."""
@@ -72,7 +74,8 @@ class Judge:
         """Leave a wait out, or put it behind the next op, and look in orders that make the most of it."""
         faulty = self.computed.record(fault)
         pairs = unordered(faulty.items)
-        found = not all(self.is_same(faulty, reversing(*pair)) for pair in _spread(pairs, num_orders))
+        orders = [reversing(*pair) for pair in _spread(pairs, num_orders)] or [first()]
+        found = not all(self.is_same(faulty, order) for order in orders)
         name = f"{fault.forgets} {fault.only}, {'moved' if fault.moved else 'left out'}"
         return Verdict(name, len(faulty.run.streams.races), len(pairs), found)
 
@@ -101,6 +104,13 @@ class Judge:
 
     def _of_items(self, name: str, items: Sequence[Item]) -> Verdict:
         return Verdict(name, 0, 0, not self.is_same(self.clean, first(), items))
+
+
+@contextmanager
+def judged(case: Case) -> Iterator[Judge]:
+    """Compile a case, and look for faults in it."""
+    with compiled(case) as computed:
+        yield Judge(computed)
 
 
 def _bits(values: Values) -> list[Tensor]:

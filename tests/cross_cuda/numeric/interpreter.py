@@ -74,35 +74,11 @@ def _cast(_: Any, source: Any, dtype: Any, *__: Any) -> Any:
     return interpreter.TensorHandle(data.reshape(source.data.shape), new)
 
 
-def _refusing_bits(operation: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(operation)
-    def checked(builder: Any, *args: Any) -> Any:
-        for arg in args:
-            if isinstance(arg, interpreter.TensorHandle) and arg.dtype.scalar.name in _IN_BITS:
-                raise NotImplementedError(f"{operation.__name__} of {arg.dtype.scalar.name}")
-        return operation(builder, *args)
-
-    return checked
+def _unary(function: Callable[..., Tensor], _: Any, arg: Any) -> Any:
+    return interpreter.TensorHandle(function(_tensor_of(arg.data, arg.dtype.scalar)).numpy(), arg.dtype.scalar)
 
 
-def _by_torch(function: Callable[..., Tensor]) -> Callable[..., Any]:
-    def run(_: Any, arg: Any) -> Any:
-        return interpreter.TensorHandle(function(_tensor_of(arg.data, arg.dtype.scalar)).numpy(), arg.dtype.scalar)
-
-    return _refusing_bits(run)
-
-
-_NAMES = {
-    "fabs": "abs",
-    "fast_tanh": "tanh",
-    "nearbyint": "round",
-    "rint": "round",
-    "llrint": "round",
-    "isfinited": "isfinite",
-    "finite": "isfinite",
-    "div_rn": "div",
-    "rcp_rn": "reciprocal",
-}
+_NAMES = {"fabs": "abs", "fast_tanh": "tanh", "nearbyint": "round", "rint": "round", "llrint": "round", "div_rn": "div"}
 """Functions of libdevice that torch calls otherwise."""
 
 
@@ -253,10 +229,6 @@ def _changes_of_triton() -> list[Change]:
     return [*noted.values()]
 
 
-_ARITHMETIC = ("fadd", "fsub", "fmul", "fdiv", "frem", "minimumf", "maximumf")
-_COMPARISONS = ("fcmpOLT", "fcmpOGT", "fcmpOLE", "fcmpOGE", "fcmpOEQ", "fcmpUNE")
-
-
 @functools.cache
 def _changes() -> tuple[Change, ...]:
     builder = interpreter.InterpreterBuilder
@@ -270,11 +242,9 @@ def _changes() -> tuple[Change, ...]:
         "create_masked_store": _memory.store,
         # theirs knows no libdevice, and computes erf one by one
         "create_extern_elementwise": _extern,
-        **{f"create_{name}": _by_torch(getattr(torch, name)) for name in ("erf", "exp", "exp2", "log", "rsqrt")},
-        # theirs would add the bits of such numbers as integers
         **{
-            f"create_{name}": _refusing_bits(getattr(builder, f"create_{name}"))
-            for name in (*_ARITHMETIC, *_COMPARISONS, "atomic_rmw")
+            f"create_{name}": functools.partial(_unary, getattr(torch, name))
+            for name in ("erf", "exp", "exp2", "log", "rsqrt")
         },
     }
     return (

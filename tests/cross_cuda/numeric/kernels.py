@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 _aten = torch.ops.aten
 
@@ -31,7 +32,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale
 
 
 def _attention_backward(
-    grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor, logsumexp: Tensor, is_causal: bool, scale: Any
+    grad: Tensor, inputs: tuple[Tensor, ...], out: Tensor, logsumexp: Tensor, is_causal: bool, scale: Any
 ) -> tuple[Tensor, ...]:
     query, key, value = (one.float() for one in inputs)
     scale, grad = scale or query.shape[-1] ** -0.5, grad.float()
@@ -42,38 +43,26 @@ def _attention_backward(
     return tuple(found.to(one.dtype) for found, one in zip(grads, inputs, strict=True))
 
 
-def _flash(query: Any, key: Any, value: Any, dropout: float, is_causal: bool, *_: Any, scale: Any = None) -> Any:
-    _require_no_dropout(dropout)
-    return *_attention(query, key, value, is_causal, scale), *7 * (None,)  # what dropout alone needs
+def _flash(q: Any, k: Any, v: Any, dropout: float, is_causal: bool, *_: Any, scale: Any = None) -> Any:
+    assert not dropout
+    return *_attention(q, k, v, is_causal, scale), *7 * (None,)  # what dropout alone needs
 
 
-def _flash_backward(
-    grad: Tensor, q: Any, k: Any, v: Any, out: Tensor, lse: Tensor, *rest: Any, scale: Any = None
-) -> Any:
-    return _attention_backward(grad, (q, k, v), out, lse, rest[5], scale)
+def _flash_backward(grad: Tensor, *given: Any, scale: Any = None) -> Any:
+    return _attention_backward(grad, given[:3], given[3], given[4], given[10], scale)
 
 
 def _efficient(
-    q: Any, k: Any, v: Any, bias: Any, needs_lse: bool, dropout: float, is_causal: bool, *, scale: Any = None
+    q: Any, k: Any, v: Any, bias: Any, _: bool, dropout: float, is_causal: bool, *, scale: Any = None
 ) -> Any:
-    _require_no_dropout(dropout)
+    assert not dropout
     assert bias is None
     out, logsumexp = _attention(q, k, v, is_causal, scale)
-    rows = math.ceil(q.shape[2] / 32) * 32 if needs_lse else 0
-    padded = torch.full((*logsumexp.shape[:2], rows), math.inf)
-    padded[..., : q.shape[2]] = logsumexp[..., :rows]
-    return out, padded, None, None
+    return out, F.pad(logsumexp, (0, -q.shape[2] % 32), value=math.inf), None, None
 
 
-def _efficient_backward(
-    grad: Tensor, q: Any, k: Any, v: Any, _: Any, out: Tensor, lse: Tensor, *rest: Any, scale: Any = None
-) -> Any:
-    return *_attention_backward(grad, (q, k, v), out, lse, rest[4], scale), None
-
-
-def _require_no_dropout(dropout: float) -> None:
-    if dropout:
-        raise NotImplementedError("attention with dropout")
+def _efficient_backward(grad: Tensor, *given: Any, scale: Any = None) -> Any:
+    return *_attention_backward(grad, given[:3], given[4], given[5], given[10], scale), None
 
 
 def _float(value: Tensor | None) -> Tensor | None:
