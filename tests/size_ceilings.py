@@ -46,6 +46,6 @@ CEILINGS = (
         _lines(text for name, text in SOURCES.items() if name.rpartition("/")[0].partition("/")[0] in CORE),
         22_850,
     ),
-    Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 55_400),
-    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 50_000),
+    Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 56_900),
+    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 50_500),
 )

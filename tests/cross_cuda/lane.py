@@ -71,9 +71,9 @@ class Lane(Compiled):
         if self._running is not None:
             self._running.ran(kernel, args)
 
-    def graphed(self, model: Callable[[list[Any]], Any], static: Sequence[int]) -> Callable[[list[Any]], Any]:
+    def graphed(self, model: Callable[[list[Any]], Any], inputs: list[Any], static: Sequence[int]) -> Any:
         """Have a dry run decide how a CUDA graph runs; without one it runs as it is."""
-        return lambda inputs: (self._running.graphed if self._running else _as_it_is)(model, inputs, static)
+        return model(inputs) if self._running is None else self._running.graphed(model, inputs, static)
 
     def generated(self, source: str) -> None:
         """Keep the source of a wrapper."""
@@ -112,10 +112,6 @@ class Lane(Compiled):
             self.failed[before[1] :],
             self.wrappers[before[2] :],
         )
-
-
-def _as_it_is(model: Callable[[list[Any]], Any], inputs: list[Any], static: Sequence[int]) -> Any:
-    return model(inputs)
 
 
 @functools.cache

@@ -34,8 +34,8 @@ class Watcher(Protocol):
     def ran(self, kernel: Any, args: tuple[Any, ...]) -> None:
         """Take a launch of a kernel of Triton's instead of the GPU."""
 
-    def graphed(self, model: Callable[[list[Any]], Any], static: Sequence[int]) -> Callable[[list[Any]], Any]:
-        """Return what runs in place of a CUDA graph of a model whose `static` inputs stay where they are."""
+    def graphed(self, model: Callable[[list[Any]], Any], inputs: list[Any], static: Sequence[int]) -> Any:
+        """Run what would be a CUDA graph of a model whose `static` inputs stay where they are."""
 
     def generated(self, source: str) -> None:
         """Take the source of a wrapper."""
@@ -200,7 +200,9 @@ def _triton(watcher: Watcher) -> list[Patch]:
         Patch(name=f"{autotuner}.run", value=run, why="there is nothing to run a kernel on"),
         Patch(
             name="torch._inductor.compile_fx.cudagraphify",
-            value=lambda model, static_input_idxs=(), **kwargs: watcher.graphed(model, static_input_idxs),
+            value=lambda model, static_input_idxs=(), **_: (
+                lambda inputs: watcher.graphed(model, inputs, static_input_idxs)
+            ),
             why="there is nothing to record on",
         ),
         Patch(

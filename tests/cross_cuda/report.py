@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections import Counter
 from collections.abc import Callable
 
 from tests.cross_cuda import no_gpu
@@ -65,39 +64,6 @@ def _kernels() -> None:
             _row((name, dim, *of_block, reading.num_python_calls(few), reading.num_launches(few)))
 
 
-def _numbers() -> None:
-    from tests.cross_cuda.numeric.cases import CORE, MORE
-    from tests.cross_cuda.numeric.executor import drawn, unordered
-    from tests.cross_cuda.numeric.faults import judged
-
-    for name, case in (CORE | MORE).items():
-        with judged(case) as judge:
-            same = sum(judge.is_same(judge.clean, drawn(seed)) for seed in range(5))
-            found = judge.computed.errors(judge.clean.computed(drawn(0)))
-        errors = [error for value, error in found.items() if "loss" not in value]
-        worst = [f"{max(column):.1e}" for column in zip(*errors, strict=True)]
-        ratio = max(error.ours / error.cpu for error in errors if error.cpu)
-        items = judge.clean.items
-        _row((name, case.world_size, len(items), len(unordered(items)), same, *worst, f"{ratio:.2f}"))
-
-
-def _faults() -> None:
-    from tests.cross_cuda.numeric.cases import CORE, GRAPHED
-    from tests.cross_cuda.numeric.faults import faults_of, judged
-
-    for name, case in (CORE | GRAPHED).items():
-        with judged(case) as judge:
-            table = Counter[tuple[str, str]]()
-            for fault in faults_of(judge.clean):
-                table[f"{fault.forgets}{', moved' * fault.moved}", judge.seeded(fault).found_by] += 1
-            for number in judge.ops:
-                for kind, verdict in (("op", judge.without(number)), ("op, moved", judge.exchanged(number))):
-                    table[kind, verdict.found_by if verdict else "no fault"] += 1
-        for kind in dict.fromkeys(kind for kind, _ in table):
-            by = ("no fault", "clocks and numbers", "clocks", "numbers", "neither")
-            _row((name, kind, *(table[kind, found_by] for found_by in by)))
-
-
 def _row(cells: tuple[object, ...]) -> None:
     print("|", " | ".join(map(str, cells)), "|", flush=True)
 
@@ -105,7 +71,6 @@ def _row(cells: tuple[object, ...]) -> None:
 def main() -> None:
     """Print the rows of the tables that are named, or of all."""
     tables: dict[str, Callable[[], None]] = {"modes": _modes, "copies": _copies, "kernels": _kernels}
-    tables |= {"numbers": _numbers, "faults": _faults}
     for name in sys.argv[1:] or tables:
         print(f"{name}:", flush=True)
         tables[name]()

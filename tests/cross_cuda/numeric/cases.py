@@ -31,10 +31,7 @@ GRAPHED = {"cudagraphs": _small(options=(FSDP2, ("cudagraphs", True)))}
 
 MORE = {
     **GRAPHED,
-    "nccl": _small(),
-    "side, fp32": _small(policy=FP32, options=SIDE_STREAMS),
     "defaults": _small(options=()),
-    "off": _small(options=(FSDP2, ("streams", "off"))),
     "prefetch 0": _small(options=(FSDP2, ("prefetch", 0)), num_layers=3),
     "prefetch 2": _small(options=(*SIDE_STREAMS, ("prefetch", 2)), num_layers=3),
     "prefetch 4": _small(options=(FSDP2, ("prefetch", 4)), num_layers=4, policy=FP32),
@@ -62,9 +59,5 @@ MORE = {
     "fp8": _small(_FOUR, world_size=2, layout=layouts.encoded),
     "unused parameters": _small(_FOUR, world_size=2, layout=layouts.unused, model=layouts.Sparing),
     "tensor parallel": _small(_FOUR, layout=layouts.tensor_parallel),
-    "tensor parallel, exchanging": _small(_FOUR, layout=layouts.tensor_parallel, model=layouts.ExchangingGPT),
     "experts": _small(_FOUR, layout=layouts.expert_parallel, model=layouts.MixingGPT),
-    "experts, fp32": _small(
-        _FOUR, layout=layouts.expert_parallel, model=layouts.MixingGPT, policy=FP32, options=(FSDP2,)
-    ),
 }

@@ -42,10 +42,10 @@ class Shadow(NamedTuple):
     number: int
     of_ranks: tuple[UntypedStorage, ...]
 
-    def fill(self) -> None:
+    def fill(self, byte: int = 255) -> None:
         """Make it NaN, whatever is in it."""
         for storage in self.of_ranks:
-            _fill(storage, 255)
+            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(byte)
 
 
 @dataclass
@@ -67,7 +67,7 @@ class ComputingStreams(Streams):
     def given(self, op: str, reads: Sequence[Tensor], writes: Sequence[Tensor], work: Work | None) -> None:
         """Keep an item for later."""
         if work is not None:
-            touched = [frozenset(self._shadow_of(tensor).number for tensor in tensors) for tensors in (reads, writes)]
+            touched = [frozenset(self.shadow_of(tensor).number for tensor in tensors) for tensors in (reads, writes)]
             self._keep(self.current, op, work, *touched)
 
     def _keep(self, stream: MockStream, op: str, work: Work, *touched: frozenset[int]) -> None:
@@ -77,12 +77,13 @@ class ComputingStreams(Streams):
         """Return a view of a rank's shadow of a fake tensor, and of any other tensor itself."""
         if not isinstance(tensor, FakeTensor):
             return tensor.detach()
-        shadow = self._shadow_of(tensor).of_ranks[rank]
+        shadow = self.shadow_of(tensor).of_ranks[rank]
         layout = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
         with _disable_current_modes(), torch.no_grad():
             return torch.empty(0, dtype=tensor.dtype).set_(shadow, *layout)
 
-    def _shadow_of(self, tensor: Tensor) -> Shadow:
+    def shadow_of(self, tensor: Tensor) -> Shadow:
+        """Return what stands for a tensor's memory."""
         self._storage_of(tensor, "an op")
         return self._shadows[tensor.untyped_storage()._cdata]
 
@@ -129,10 +130,6 @@ class ComputingStreams(Streams):
         return self.memory[-1]
 
 
-def _fill(storage: UntypedStorage, byte: int) -> None:
-    torch.empty(0, dtype=torch.uint8).set_(storage).fill_(byte)
-
-
 class _Graph(NamedTuple):
     """A CUDA graph that was recorded."""
 
@@ -142,21 +139,19 @@ class _Graph(NamedTuple):
 
 
 class ComputingRun(DryRun):
-    """Notes what runs on mock streams so that it can be computed, in many orders.
-
-    Args:
-        streams: That keep it.
-    """
+    """Notes what runs on mock streams, which keep it so that it can be computed in many orders."""
 
     streams: ComputingStreams
 
     def __init__(self, streams: ComputingStreams) -> None:
         super().__init__(streams)
+        self._begin: list[Shadow] = []
         self._initial: list[tuple[Tensor, Tensor]] = []
         self._graphs: dict[int, _Graph] = {}
 
     def put(self, fake: Tensor, values: Sequence[Tensor]) -> None:
         """Give a fake tensor values on each rank, with which everything begins; what lies beside it becomes 0."""
+        self._begin.append(self.streams.shadow_of(fake))
         for rank, value in enumerate(values):
             self._initial.append((self.streams.real(fake, rank), value))
 
@@ -169,8 +164,8 @@ class ComputingRun(DryRun):
         with _disable_current_modes(), torch.no_grad():
             for shadow in self.streams.memory:
                 shadow.fill()
-            for target, _ in self._initial:
-                _fill(target.untyped_storage(), 0)
+            for shadow in self._begin:
+                shadow.fill(0)
             for target, values in self._initial:
                 target.copy_(values)
             run_all(items, order)
@@ -180,9 +175,7 @@ class ComputingRun(DryRun):
         graph = self._graphs.get(id(model))
         if graph is None:
             self.streams.records = True
-            own = [
-                given if i in static or not _is_on_device(given) else given.clone() for i, given in enumerate(inputs)
-            ]
+            own = [one.clone() if _is_on_device(one) and i not in static else one for i, one in enumerate(inputs)]
             start = len(self.streams.items)
             graph = _Graph(own, model([*own]), self.streams.items[start:])
             self.streams.records, self._graphs[id(model)] = False, graph
@@ -193,19 +186,15 @@ class ComputingRun(DryRun):
             reads, writes = ([one for one in some if _is_on_device(one)] for some in (graph.inputs, graph.outputs))
             self.streams.run("graph", reads, writes, functools.partial(_replay, graph.items))
         inputs.clear()
-        return [
-            one.as_strided(one.size(), one.stride(), one.storage_offset()) if _is_on_device(one) else one
-            for one in graph.outputs
-        ]
+        return [one.detach() if _is_on_device(one) else one for one in graph.outputs]
 
     def work_of(self, call: Call) -> Work:
         """Return what computes a call on the shadows of all ranks."""
         ranks = range(self.streams.num_ranks)
         args = [self._on_the_cpu(call.args, call.kwargs, rank) for rank in ranks]
-        if not isinstance(call.function, torch._ops.OpOverload):
-            return functools.partial(_launch_on_all, call.function, [positional for positional, _ in args])
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((call.args, call.kwargs)) if _is_tensor(leaf)}
-        made = [(i, leaf) for i, leaf in enumerate(tree_leaves(call.results)) if _is_tensor(leaf)]
+        leaves = tree_leaves((call.args, call.kwargs))
+        given = {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, Tensor)}
+        made = [(i, leaf) for i, leaf in enumerate(tree_leaves(call.results)) if isinstance(leaf, Tensor)]
         made = [(i, leaf) for i, leaf in made if leaf.untyped_storage()._cdata not in given]
         targets = [[(i, self.streams.real(leaf, rank)) for i, leaf in made] for rank in ranks]
         return functools.partial(_run_on_all, call.function, args, targets)
@@ -225,17 +214,12 @@ def _is_on_device(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_cuda
 
 
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor)
-
-
-def _launch_on_all(kernel: Any, args: Sequence[tuple[Any, ...]]) -> None:
-    for given in args:
-        interpreter.launch(kernel, given)
-
-
 def _run_on_all(op: Any, args: Sequence[Any], targets: Sequence[Sequence[tuple[int, Tensor]]]) -> None:
-    if op.namespace in ("_c10d_functional", "_dtensor"):
+    if not isinstance(op, torch._ops.OpOverload):
+        for given, _ in args:
+            interpreter.launch(op, given)
+        return
+    if op.namespace == "_c10d_functional":
         names = [argument.name for argument in op._schema.arguments]
         results = exchanged(op, [dict(zip(names, given, strict=False)) | named for given, named in args])
     else:

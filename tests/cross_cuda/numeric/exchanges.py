@@ -72,15 +72,9 @@ def _all_to_all(parts: Parts, call: Mapping[str, Any]) -> Parts:
     return [torch.cat([piece[i] for piece in pieces]) for i in range(len(parts))]
 
 
-def _shard_dim(parts: Parts, call: Mapping[str, Any]) -> Parts:
-    pieces = [part.chunk(len(parts), call["shard_dim"]) for part in parts]
-    return [torch.cat([piece[i] for piece in pieces], call["gather_dim"]) for i in range(len(parts))]
-
-
 _KINDS: dict[str, Callable[[Parts, Mapping[str, Any]], Parts]] = {
     "all_gather": _gather,
     "reduce_scatter": _reduce_scatter,
     "all_reduce": _reduce,
     "all_to_all": _all_to_all,
-    "shard_dim_alltoall": _shard_dim,
 }

@@ -13,11 +13,8 @@ from typing import NamedTuple
 
 from tests.cross_cuda.clocks import Clock, Work
 
-POISON = "poison"
-"""What makes memory NaN that was freed."""
-
-ALLOCATOR = "allocator"
-"""What it does is on no stream: nobody waits for it, and it comes as early as it may."""
+POISON = "poison"  # makes memory NaN that was freed
+ALLOCATOR = "allocator"  # is no stream: nobody waits for what it does, which comes as early as it may
 
 
 class Item(NamedTuple):

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tests.cross_cuda.clocks import Seeded
-from tests.cross_cuda.numeric.computed import Computed, Recorded, compiled
+from tests.cross_cuda.numeric.computed import Computed, Recorded
 from tests.cross_cuda.numeric.executor import POISON, Item, Order, first, reversing, unordered
 from tests.cross_cuda.numeric.reference import Values
-from tests.cross_cuda.training import Case
 
-WAITS = ("fork", "join", "synchronize")
-"""Which may be left out, and come one op too late."""
-
-MAX_ORDERS = 6
-"""In which the numbers look for a fault."""
+WAITS = ("fork", "join", "synchronize")  # may be left out, and come one op too late
+MAX_ORDERS = 6  # in which the numbers look for a fault
 
 
 class Verdict(NamedTuple):
@@ -46,11 +41,7 @@ def faults_of(clean: Recorded) -> Iterator[Seeded]:
 
 
 class Judge:
-    """Looks for faults in a case.
-
-    Args:
-        computed: The case.
-    """
+    """Looks for faults in a case."""
 
     def __init__(self, computed: Computed) -> None:
         self.computed = computed
@@ -87,30 +78,17 @@ class Judge:
 
     def exchanged(self, number: int) -> Verdict | None:
         """Exchange an item with the next one of its stream; nothing where their order does not matter."""
-        items = list(self.clean.items)
-        one = items[number]
-        later = (i for i in range(number + 1, len(items)) if items[i].stream == one.stream)
-        if (
-            (place := next(later, None)) is None
-            or POISON in (one.name, items[place].name)
-            or not one.conflicts(items[place])
-        ):
+        items, one = list(self.clean.items), self.clean.items[number]
+        place = next((i for i in self.ops if i > number and items[i].stream == one.stream), None)
+        if place is None or not one.conflicts(items[place]):
             return None
         other = items[place]
-        items[number], items[place] = (
-            new._replace(time=old.time, needs=old.needs) for new, old in ((other, one), (one, other))
-        )
+        items[number] = other._replace(time=one.time, needs=one.needs)
+        items[place] = one._replace(time=other.time, needs=other.needs)
         return self._of_items(f"{one.name} and {other.name}, exchanged", items)
 
     def _of_items(self, name: str, items: Sequence[Item]) -> Verdict:
         return Verdict(name, 0, 0, not self.is_same(self.clean, first(), items))
-
-
-@contextmanager
-def judged(case: Case) -> Iterator[Judge]:
-    """Compile a case, and look for faults in it."""
-    with compiled(case) as computed:
-        yield Judge(computed)
 
 
 def _bits(values: Values) -> list[Tensor]:

@@ -5,8 +5,7 @@
 interpreter's changes of `triton.language` are in force only while a kernel runs (`_interpreting`). `_changes` lists
 what is put in beside them: what Triton's interpreter lacks, or computes unlike a GPU.
 
-A GPU that loads without a mask beyond a tensor reads what happens to be there. Here each load and store must lie in
-the memory of an argument, so an index that was read too early is an error.
+Each load and store must lie in the memory of an argument, so an index that was read too early is an error.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
+from triton.language import core
 from triton.language.extra import libdevice as stub
 from triton.language.extra.cuda import libdevice
 from triton.runtime import interpreter
@@ -74,7 +74,7 @@ def _cast(_: Any, source: Any, dtype: Any, *__: Any) -> Any:
     return interpreter.TensorHandle(data.reshape(source.data.shape), new)
 
 
-def _unary(function: Callable[..., Tensor], _: Any, arg: Any) -> Any:
+def _unary(function: Callable[..., Tensor], arg: Any) -> Any:
     return interpreter.TensorHandle(function(_tensor_of(arg.data, arg.dtype.scalar)).numpy(), arg.dtype.scalar)
 
 
@@ -114,7 +114,7 @@ class _Memory:
         if not any(start <= low and high < end for start, end in self.ranges):
             raise OutOfBounds(f"{what} from {low:#x} to {high:#x}, outside of the arguments")
 
-    def load(self, _: Any, pointers: Any, mask: Any, other: Any, *__: Any) -> Any:
+    def load(self, pointers: Any, mask: Any, other: Any, *__: Any) -> Any:
         element = pointers.get_element_ty()
         dtype, shape = interpreter._get_np_dtype(element), pointers.data.shape
         self.require(pointers.data, mask.data, "a load")
@@ -127,7 +127,7 @@ class _Memory:
         found = interpreter._interpreter.load(pointers.data, mask.data, filler, dtype)
         return interpreter.TensorHandle(found, element)
 
-    def store(self, _: Any, pointers: Any, value: Any, mask: Any, *__: Any) -> Any:
+    def store(self, pointers: Any, value: Any, mask: Any, *__: Any) -> Any:
         self.require(pointers.data, mask.data, "a store")
         return interpreter._interpreter.store(pointers.data, value.data, mask.data)
 
@@ -135,7 +135,7 @@ class _Memory:
 _memory = _Memory()
 
 
-# Reductions and scans: a whole axis at a time, in the order of a tree
+# Reductions: a whole axis at a time, in the order of a tree
 
 
 def _block(data: Array, dtype: Any) -> Any:
@@ -161,20 +161,6 @@ def _reduce(op: Any, inputs: Any) -> list[Any]:
         parts = _combined(op, left, right, dtypes)
     parts = parts if op.keep_dims else [np.squeeze(part, axis) for part in parts]
     return [op.to_tensor(part if part.shape else part.item(), dtype) for part, dtype in zip(parts, dtypes, strict=True)]
-
-
-def _scan(op: Any, inputs: Any) -> list[Any]:
-    dtypes, parts, axis = [one.dtype for one in inputs], [one.handle.data.copy() for one in inputs], op.axis
-    if op.reverse:
-        raise NotImplementedError("a scan from the end")
-    length, shift = parts[0].shape[axis], 1
-    place = np.arange(length).reshape([-1 if i == axis else 1 for i in range(parts[0].ndim)])
-    while shift < length:
-        moved = [np.roll(part, shift, axis) for part in parts]  # a block keeps its size
-        made = _combined(op, moved, parts, dtypes)
-        parts = [np.where(place >= shift, new, old) for new, old in zip(made, parts, strict=True)]
-        shift *= 2
-    return [op.to_tensor(part, dtype) for part, dtype in zip(parts, dtypes, strict=True)]
 
 
 # Functions: kernels, and what they call
@@ -207,32 +193,19 @@ Change = tuple[Any, str, Any]
 
 
 def _changes_of_triton() -> list[Change]:
-    """What Triton's interpreter changes at each launch, and leaves so: found once, to be put in and taken out."""
-    noted: dict[tuple[int, str], Change] = {}
-
-    class Noting(interpreter._LangPatchScope):  # type: ignore[misc] # of triton
-        def set_attr(self, owner: Any, name: str, value: Any) -> None:
-            super().set_attr(owner, name, value)
-            noted[id(owner), name] = (owner, name, value)
-
-    scope, builder = Noting(), interpreter.interpreter_builder
+    """What Triton's interpreter changes at each launch: found once, to be put in and taken out."""
+    scope = interpreter._patch_lang(_cast)  # for a function of a module that knows `tl` and `core`
     try:
-        for language in (tl, tl.core):
-            interpreter._patch_builtin(language, builder, scope)
-            interpreter._patch_builtin(language.tensor, builder, scope)
-            interpreter._patch_lang_tensor(language.tensor, scope)
-            interpreter._patch_lang_core(language, scope)
-        interpreter._patch_builtin(tl.math, builder, scope)
-        interpreter._patch_builtin(tl.core.tensor_descriptor_base, builder, scope)
+        changed = {(id(owner), name): (owner, name, vars(owner)[name]) for owner, name, _ in scope._changes}
+        return [*changed.values()]
     finally:
         scope.restore()
-    return [*noted.values()]
 
 
 @functools.cache
 def _changes() -> tuple[Change, ...]:
     builder = interpreter.InterpreterBuilder
-    functions = inspect.getmembers(libdevice, tl.core.is_builtin)
+    functions = inspect.getmembers(libdevice, core.is_builtin)
     bound = [(name, functools.partial(it, _semantic=interpreter.interpreter_semantic)) for name, it in functions]
     of_builder: dict[str, Callable[..., Any]] = {
         # rounds to nearest even, as a GPU; theirs truncates
@@ -250,18 +223,12 @@ def _changes() -> tuple[Change, ...]:
     return (
         *_changes_of_triton(),
         *((owner, name, function) for owner in (stub, libdevice) for name, function in bound),
-        *((builder, name, _unbound(function)) for name, function in of_builder.items()),
+        *((builder, name, function) for name, function in of_builder.items()),
         # theirs goes element by element
         (interpreter.ReduceOps, "generic_reduce", _reduce),
-        (interpreter.ScanOps, "generic_scan", _scan),
         # theirs rewrites only functions that were made under TRITON_INTERPRET
         (JITFunction, "__call__", lambda function, *args, **kwargs: _rewritten(function.fn)(*args, **kwargs)),
     )
-
-
-def _unbound(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that takes the builder as its first argument, whatever it was bound to before."""
-    return lambda builder, *args: function(builder, *args)
 
 
 _GONE = object()

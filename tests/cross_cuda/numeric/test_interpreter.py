@@ -33,7 +33,7 @@ def pointwise(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
 
 def reductions(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     y = x * w
-    return y.sum(0), y.softmax(-1), y.amax(-1), y.argmax(-1), F.layer_norm(y, y.shape[1:], w, w), y.var(1), y.cumsum(1)
+    return y.sum(0), y.softmax(-1), y.amax(-1), y.argmax(-1), F.layer_norm(y, y.shape[1:], w, w), y.var(1)
 
 
 def lookups(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
@@ -70,7 +70,13 @@ def _computed(function: Function, *given: Tensor) -> list[Tensor]:
     return found
 
 
-TOLERANCES: dict[Function, float] = {pointwise: 1e-6, reductions: 2e-6, lookups: 2e-6, halves: 1e-2, eighths: 0.0}
+TOLERANCES: dict[Function, float] = {
+    pointwise: 1e-6,
+    reductions: 2e-6,
+    lookups: 2e-6,
+    halves: 2 * torch.finfo(torch.bfloat16).eps,
+    eighths: 0.0,
+}
 """Relative to the largest value. Inductor keeps float32 inside of a kernel where torch rounds in between."""
 
 
