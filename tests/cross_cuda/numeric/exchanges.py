@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-Parts = list[Tensor]
-"""One tensor of each rank of a group, in the order of its ranks."""
+Parts = list[Tensor]  # of each rank of a group, in the order of its ranks
 
 
 def exchanged(op: Any, calls: Sequence[Mapping[str, Any]]) -> list[Any]:

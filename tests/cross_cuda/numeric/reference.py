@@ -14,8 +14,7 @@ from fxshard.tools.demo.text import VOCAB_SIZE
 from tests.cross_cuda import layouts
 from tests.cross_cuda.training import ADAMW, NUM_STEPS, SEQ_LEN, Case, loss_of
 
-Values = dict[str, list[Tensor]]
-"""What training gives, by name: a tensor of each rank."""
+Values = dict[str, list[Tensor]]  # what training gives, by name: a tensor of each rank
 
 
 class Errors(NamedTuple):

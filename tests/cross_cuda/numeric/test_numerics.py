@@ -89,6 +89,8 @@ def test_finds_faults_that_are_drawn(judge: Judge) -> None:
     faults = [*faults_of(judge.clean)]
     for place in some(faults, NUM_FAULTS):
         require_found(judge.seeded(faults[place]))
+    if judge.computed.case.overlaps_step:
+        return  # its last gathers are for a third step
     for place in some(judge.ops, NUM_ITEMS):
         verdict = judge.without(judge.ops[place])
         assert verdict.by_numbers, verdict
