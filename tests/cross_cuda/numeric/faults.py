@@ -61,11 +61,11 @@ class Judge:
             return False
         return all(map(torch.equal, values, self._values))
 
-    def seeded(self, fault: Seeded, num_orders: int = MAX_ORDERS) -> Verdict:
+    def seeded(self, fault: Seeded) -> Verdict:
         """Leave a wait out, or put it behind the next op, and look in orders that make the most of it."""
         faulty = self.computed.record(fault)
         pairs = unordered(faulty.items)
-        orders = [reversing(*pair) for pair in _spread(pairs, num_orders)] or [first()]
+        orders = [reversing(*pair) for pair in _spread(pairs, MAX_ORDERS)] or [first()]
         found = not all(self.is_same(faulty, order) for order in orders)
         name = f"{fault.forgets} {fault.only}, {'moved' if fault.moved else 'left out'}"
         return Verdict(name, len(faulty.run.streams.races), len(pairs), found)

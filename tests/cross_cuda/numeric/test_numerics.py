@@ -85,7 +85,7 @@ def require_found(verdict: Verdict) -> None:
 
 def test_finds_faults_that_are_drawn(judge: Judge) -> None:
     for kind in {"fork", "join"} & judge.clean.run.streams.count.keys():
-        assert judge.seeded(Seeded(kind), 1).found_by == "clocks and numbers"
+        assert judge.seeded(Seeded(kind)).found_by == "clocks and numbers"
     faults = [*faults_of(judge.clean)]
     for place in some(faults, NUM_FAULTS):
         require_found(judge.seeded(faults[place]))
