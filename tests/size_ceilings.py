@@ -46,6 +46,6 @@ CEILINGS = (
         _lines(text for name, text in SOURCES.items() if name.rpartition("/")[0].partition("/")[0] in CORE),
         23_150,
     ),
-    Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 57_200),
-    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 52_500),
+    Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 58_800),
+    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 53_000),
 )

@@ -85,7 +85,7 @@ def test_what_the_page_names_is_defined_in_the_files_of_its_row() -> None:
             assert any(definition.search(text) for text in texts), f"no `{name}` in the files of {row}"
 
 
-OF_THE_WHOLE = ("attacks", "cross_cuda", "gpu", "gpu_dry", "mutation", "numerics", "typing")
+OF_THE_WHOLE = ("attacks", "cross_cuda", "cross_cuda/numeric", "gpu", "gpu_dry", "mutation", "numerics", "typing")
 """Folders of tests of the package as a whole."""
 
 HARNESSES = ("tools/bench/gpu",)

@@ -6,16 +6,8 @@ import dataclasses
 
 from fxshard.cost.hardware import BUILTIN
 from tests.cross_cuda import layouts
-from tests.cross_cuda.clocks import Seeded
 from tests.cross_cuda.gpus import A100, B200
 from tests.cross_cuda.training import FP32, Broken, Case
-
-FAULTS = (Seeded(forgets_fork=True), Seeded(forgets_join=True))
-FAULTS_OF_COPIES = (Seeded(forgets_record_stream=True), *FAULTS)
-"""Where a parameter is copied out on a stream of its own, which then frees what was sent."""
-
-FAULTS_OF_OFFLOAD = (*FAULTS, Seeded(forgets_to_synchronize=True))
-"""Where the host reads what the device has copied to it."""
 
 FSDP2 = ("schedule", "fsdp2")
 """One launch per unit, so that there are several in a small model."""
@@ -24,30 +16,24 @@ DEAR_TENSORS = ("hardware", dataclasses.replace(BUILTIN["h100"], gather_tensor_o
 """One tensor per launch, so that parameters are copied out of it."""
 
 NCCL = Case(options=(FSDP2, ("regions", "off")), num_layers=3)
-SIDE = Case(options=(FSDP2, ("streams", "side")), num_layers=3, microbatches=2, faults=FAULTS)
-SIDE_COPIES = Case(options=(FSDP2, ("streams", "side"), DEAR_TENSORS), microbatches=2, faults=FAULTS_OF_COPIES)
+SIDE = Case(options=(FSDP2, ("streams", "side")), num_layers=3, microbatches=2)
+SIDE_COPIES = Case(options=(FSDP2, ("streams", "side"), DEAR_TENSORS), microbatches=2)
 CUDAGRAPHS = Case(options=(FSDP2, ("cudagraphs", True)))
 HYBRID = Case(options=(FSDP2,), replicas=2, num_layers=3)
 BROKEN = Case(model=Broken, options=(FSDP2, ("resident_gib", 4.0)), microbatches=2, overlaps_step=True)
 
-OFFLOADED = Case(options=(FSDP2,), num_layers=3, offloads=True, faults=FAULTS_OF_OFFLOAD)
-
-OFFLOADED_SIDE = Case(
-    options=(FSDP2, ("streams", "side"), DEAR_TENSORS),
-    offloads=True,
-    microbatches=2,
-    faults=(*FAULTS_OF_OFFLOAD, Seeded(forgets_record_stream=True)),
-)
+OFFLOADED = Case(options=(FSDP2,), num_layers=3, offloads=True)
 
 SIDE_STREAMS = (FSDP2, ("streams", "side"))
+OFFLOADED_SIDE = Case(options=(*SIDE_STREAMS, DEAR_TENSORS), offloads=True, microbatches=2)
 
-TENSOR_PARALLEL = Case(layout=layouts.tensor_parallel, options=SIDE_STREAMS, faults=FAULTS)
+TENSOR_PARALLEL = Case(layout=layouts.tensor_parallel, options=SIDE_STREAMS)
 EXCHANGING = dataclasses.replace(TENSOR_PARALLEL, model=layouts.ExchangingGPT)
-EXPERTS = Case(model=layouts.MixingGPT, layout=layouts.expert_parallel, options=SIDE_STREAMS, faults=FAULTS)
-SUBGROUPS = Case(layout=layouts.subgroups, options=SIDE_STREAMS, faults=FAULTS)
-FP8 = Case(layout=layouts.encoded, options=SIDE_STREAMS, faults=FAULTS)
-UNUSED = Case(model=layouts.Sparing, layout=layouts.unused, options=SIDE_STREAMS, faults=FAULTS)
-HOOKED = Case(layout=layouts.hooked, options=SIDE_STREAMS, replicas=2, faults=FAULTS)
+EXPERTS = Case(model=layouts.MixingGPT, layout=layouts.expert_parallel, options=SIDE_STREAMS)
+SUBGROUPS = Case(layout=layouts.subgroups, options=SIDE_STREAMS)
+FP8 = Case(layout=layouts.encoded, options=SIDE_STREAMS)
+UNUSED = Case(model=layouts.Sparing, layout=layouts.unused, options=SIDE_STREAMS)
+HOOKED = Case(layout=layouts.hooked, options=SIDE_STREAMS, replicas=2)
 
 LAYOUTS = {
     "tensor parallel, exchanging": EXCHANGING,
@@ -75,9 +61,9 @@ MORE = {
     "defaults": Case(),
     "defaults, accumulating": Case(microbatches=2, overlaps_step=True),
     "nccl, regions": Case(options=(FSDP2,), num_layers=3, microbatches=2),
-    "hybrid, side, accumulating": Case(options=(FSDP2, ("streams", "side")), replicas=2, microbatches=2, faults=FAULTS),
+    "hybrid, side, accumulating": Case(options=(FSDP2, ("streams", "side")), replicas=2, microbatches=2),
     "offloaded, side, fp32": dataclasses.replace(OFFLOADED_SIDE, policy=FP32),
-    "offloaded, hybrid": Case(options=(FSDP2,), offloads=True, replicas=2, faults=FAULTS_OF_OFFLOAD),
+    "offloaded, hybrid": Case(options=(FSDP2,), offloads=True, replicas=2),
     "offloaded, nothing overlaps": Case(options=(FSDP2, ("streams", "off")), offloads=True),
     "nccl, fp32": Case(options=(FSDP2,), policy=FP32),
     "side, fp32": Case(options=(FSDP2, ("streams", "side")), policy=FP32),
@@ -86,15 +72,11 @@ MORE = {
     "nccl, dim 2048": Case(options=(FSDP2,), dim=2048, batch=4),
 }
 
-OTHER_MODES = {
-    "nccl": ((FSDP2,), (Seeded(forgets_join=True),)),
-    "off": ((FSDP2, ("streams", "off")), ()),
-    "cudagraphs": ((FSDP2, ("cudagraphs", True)), ()),
-}
+OTHER_MODES = {"nccl": (FSDP2,), "off": (FSDP2, ("streams", "off")), "cudagraphs": (FSDP2, ("cudagraphs", True))}
 MORE |= {"tensor parallel": TENSOR_PARALLEL} | {
-    f"{layout}, {mode}": dataclasses.replace(case, options=options, faults=faults)
+    f"{layout}, {mode}": dataclasses.replace(case, options=options)
     for layout, case in LAYOUTS.items()
-    for mode, (options, faults) in OTHER_MODES.items()
+    for mode, options in OTHER_MODES.items()
 }
 
 OTHER_GPUS = (A100, B200)

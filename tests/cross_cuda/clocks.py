@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -27,6 +28,8 @@ import torch
 from torch import Tensor
 
 Clock = dict[str, int]
+Work = Callable[[], None]
+"""Computes an op, where somebody computes."""
 
 
 class Access(NamedTuple):
@@ -42,12 +45,13 @@ class Access(NamedTuple):
 
 
 class Seeded(NamedTuple):
-    """Faults to put in, which must then be found."""
+    """A fault to put in, which must then be found."""
 
-    forgets_record_stream: bool = False
-    forgets_fork: bool = False
-    forgets_join: bool = False
-    forgets_to_synchronize: bool = False
+    # "fork", "join", "synchronize" (waits of a stream for another, for an event, of the host for one), "record_stream",
+    # "free" (a work holds nothing), "event" (recorded one op too early), "copy" (of inputs, to a CUDA graph's memory)
+    forgets: str = ""
+    only: int | None = None  # the one of that number in the run; `None` for all of them
+    moved: bool = False  # whether a wait comes behind the next op, in place of never
 
 
 NO_FAULT = Seeded()
@@ -61,8 +65,7 @@ class MockEvent:
 
     def synchronize(self) -> None:
         """Let the host wait for it."""
-        if not self.streams.seeded.forgets_to_synchronize:
-            self.streams.host.follow(self.clock)
+        self.streams.host.wait("synchronize", self.clock)
 
 
 class MockStream:
@@ -71,6 +74,7 @@ class MockStream:
     def __init__(self, streams: Streams, name: str) -> None:
         self.streams, self.name, self.clock = streams, name, {name: 1}
         self.device = torch.device("cuda", 0)
+        self._last, self._late = 0, Clock()  # time of its last op; what it waits for only behind the next one
 
     def tick(self) -> None:
         """Tell what comes next from what was."""
@@ -78,20 +82,33 @@ class MockStream:
 
     def wait_stream(self, other: MockStream) -> None:
         """Wait for all that another stream has been given."""
-        if not self.streams.seeded.forgets_fork:
-            self.follow(other.clock)
+        self.wait("fork", other.clock)
         other.tick()
 
     def record_event(self, event: MockEvent | None = None) -> MockEvent:
         """Return an event behind all that the stream has been given."""
-        made = MockEvent(self.clock, self.streams)
+        early = {self.name: self._last - 1} if self.streams.forgets("event") else {}
+        made = MockEvent(self.clock | early, self.streams)
         self.tick()
         return made
 
     def wait_event(self, event: MockEvent) -> None:
         """Wait for an event."""
-        if not self.streams.seeded.forgets_join:
-            self.follow(event.clock)
+        self.wait("join", event.clock)
+
+    def wait(self, kind: str, clock: Clock) -> None:
+        """Wait for what a clock has waited for, unless that is the fault."""
+        if not self.streams.forgets(kind):
+            self.follow(clock)
+        elif self.streams.seeded.moved:
+            self._late = dict(clock)
+
+    def end_op(self) -> None:
+        """Tell that it was given an op."""
+        self._last = self.clock[self.name]
+        self.tick()
+        self.follow(self._late)
+        self._late = {}
 
     def follow(self, clock: Clock) -> None:
         """Wait for what a clock has waited for."""
@@ -122,6 +139,7 @@ class Streams:
     races: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.count = Counter[str]()  # how often each fault could have been put in so far
         self._by_name: dict[str, MockStream] = {}
         self._storages: dict[int, _Storage] = {}
         self._freed: dict[str, list[Access]] = {}
@@ -148,6 +166,11 @@ class Streams:
         finally:
             self.current = before
 
+    def forgets(self, kind: str) -> bool:
+        """Whether what comes now, such as a fork, is left out."""
+        self.count[kind] += 1
+        return kind == self.seeded.forgets and self.seeded.only in (None, self.count[kind] - 1)
+
     def number_of(self, tensor: Tensor) -> int:
         """Return a number that no other storage has had."""
         return self._storage_of(tensor, "an op").number
@@ -157,10 +180,10 @@ class Streams:
         for tensor in tensors:
             self._storage_of(tensor, op)
 
-    def run(self, op: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
+    def run(self, op: str, reads: Sequence[Tensor], writes: Sequence[Tensor], work: Work | None = None) -> None:
         """Run an op on the current stream."""
         stream = self.current
-        stream.follow(self.host.clock)
+        self._follow_host(stream)
         access = Access(stream.name, stream.clock[stream.name], op)
         for tensor in reads:
             storage = self._storage_of(tensor, op)
@@ -171,11 +194,21 @@ class Streams:
             for earlier in (storage.write, *storage.reads):
                 self._require_before(earlier, stream, f"{op} on {stream.name} overwrites what is in use")
             storage.write, storage.reads = access, []
-        stream.tick()
+        self.given(op, reads, writes, work)
+        stream.end_op()
+
+    def _follow_host(self, stream: MockStream) -> None:
+        """Have a stream begin something only behind all that the host has done and waited for."""
+        if stream is not self.host:
+            stream.follow(self.host.clock)
+            self.host.tick()
+
+    def given(self, op: str, reads: Sequence[Tensor], writes: Sequence[Tensor], work: Work | None) -> None:
+        """Take what the current stream is given now; whoever computes keeps it."""
 
     def record(self, tensor: Tensor, stream: MockStream) -> None:
         """Tell the allocator that a stream uses a tensor, as `Tensor.record_stream` does."""
-        if not self.seeded.forgets_record_stream:
+        if not self.forgets("record_stream"):
             self._storage_of(tensor, "record_stream").recorded.add(stream.name)
 
     def _require_before(self, access: Access | None, stream: MockStream, what: str) -> None:
@@ -187,6 +220,7 @@ class Streams:
         key = memory._cdata
         if key not in self._storages:
             stream = self.current if tensor.is_cuda else self.host
+            self._follow_host(stream)
             for access in self._freed.pop(stream.name, []):
                 self._require_before(access, stream, f"{op} on {stream.name} is given memory that is in use")
             self._storages[key] = _Storage(next(self._numbers), stream.name)

@@ -11,7 +11,7 @@ from tests.cross_cuda import no_gpu
 HERE = Path(__file__).parent
 
 # What the lane imports is there where it runs, and need not be elsewhere: triton, and torch as the lane knows it.
-collect_ignore_glob = [] if no_gpu.loaded else ["test_*.py"]
+collect_ignore_glob = [] if no_gpu.loaded else ["test_*.py", "numeric/test_*.py"]
 
 
 @pytest.hookimpl(trylast=True)

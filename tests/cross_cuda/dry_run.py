@@ -10,13 +10,13 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
 from fxshard import torch_private
 from fxshard.ir import collectives, ops
 from fxshard.runtime import prefetcher, streams
-from tests.cross_cuda.clocks import NO_FAULT, MockEvent, Seeded, Streams
+from tests.cross_cuda.clocks import MockEvent, MockStream, Streams, Work
 
 _IMPLEMENTED: Mapping[Any, Callable[..., Any]] = {
     ops.ALL_GATHER_ON_STREAM: streams._all_gather_on_stream,
@@ -46,6 +46,15 @@ class Step(NamedTuple):
     written_bytes: int = 0  # of the tensors that are written
 
 
+class Call(NamedTuple):
+    """What the device was given, as it was called."""
+
+    function: Any  # an op, or a kernel of Inductor's
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = {}  # noqa: RUF012 # nobody changes it
+    results: Any = ()  # what the op gave
+
+
 @dataclass
 class _Work:
     """What a collective of NCCL's leaves: an event, and what it holds until somebody has waited."""
@@ -61,12 +70,13 @@ class _Work:
 class DryRun(TorchDispatchMode):
     """Runs on mock streams all that is dispatched in it, on top of a fake mode."""
 
-    def __init__(self, seeded: Seeded = NO_FAULT) -> None:
-        """`seeded` faults are put in."""
+    def __init__(self, streams: Streams) -> None:
+        """`streams` note what is done on them."""
         super().__init__()  # type: ignore[no-untyped-call] # of torch
-        self.streams = Streams(seeded)
+        self.streams = streams
         self.steps: list[Step] = []
         self.unwaited: dict[int, Any] = {}  # storage -> work
+        self._links: dict[str, str] = {}  # process group -> stream
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -79,9 +89,11 @@ class DryRun(TorchDispatchMode):
         reads = [a for name, a in given if not name.startswith("out_ptr")]
         changed = {*kernel.mutated_arg_names}
         writes = [a for name, a in given if name in changed or name.startswith(("out_ptr", "in_out_ptr"))]
-        self._run("triton", kernel.fn.__name__, reads, writes)
+        self._run("triton", kernel.fn.__name__, reads, writes, Call(kernel, args))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # it comes again with the tensors inside, in whose memory the op reads and writes
         kwargs, name = kwargs or {}, func.name()
         if name.startswith(_SYNCHRONISING) or _leaves_the_device(func, args, kwargs):
             raise AssertionError(f"{name} makes the host wait for the device")
@@ -96,10 +108,11 @@ class DryRun(TorchDispatchMode):
         results = func(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        call = Call(func, args, kwargs, results)
         if name.startswith("_c10d_functional::"):
-            self._launch("reduce" if "reduce" in name else "gather", name, given, made)
+            self._launch("reduce" if "reduce" in name else "gather", name, given, made, call)
         elif name.startswith("_dtensor::shard_dim_alltoall"):
-            self._launch("exchange", name, given, made)
+            self._launch("exchange", name, given, made, call)
             self._wait(*made)
         elif name.startswith(_NO_OP):
             self.streams.allocate(made, name)
@@ -107,23 +120,39 @@ class DryRun(TorchDispatchMode):
             pass
         else:
             written = _written(func, args, kwargs)
-            self._run("kernel", name, [t for t in given if not any(t is w for w in written)], [*made, *written])
+            self._run("kernel", name, [t for t in given if not any(t is w for w in written)], [*made, *written], call)
         return results
 
     def register_work(self, tensor: Tensor, work: Any) -> None:
         """Do what torch's function of that name does."""
+        if hasattr(work, "_read") and self.streams.forgets("free"):
+            work._read = None
         self.unwaited[tensor.untyped_storage()._cdata] = work
 
-    def _launch(self, kind: str, name: str, sent: list[Tensor], received: list[Tensor]) -> None:
+    def graphed(self, model: Callable[[list[Any]], Any], inputs: list[Any], static: Sequence[int]) -> Any:
+        """Run what would be replayed of a CUDA graph as it is."""
+        return model(inputs)
+
+    def work_of(self, call: Call) -> Work | None:
+        """Return what computes a call, where somebody computes."""
+        return None
+
+    def _launch(self, kind: str, name: str, sent: list[Tensor], received: list[Tensor], call: Call) -> None:
         self.streams.allocate(received, name)
-        caller, link = self.streams.current, self.streams.named("nccl")
+        caller, link = self.streams.current, self._link_of(call)
         link.follow(caller.clock)  # not a fork of ours, so no fault is seeded here
         caller.tick()
         with self.streams.using(link):
-            self._run(kind, name, sent, received)
-        event = link.record_event()
+            self._run(kind, name, sent, received, call)
+        event = MockEvent(link.clock, self.streams)  # NCCL's, so no fault is seeded here either
+        link.tick()
         for tensor in received:
             self.register_work(tensor, _Work(self.streams, event, sent))
+
+    def _link_of(self, call: Call) -> MockStream:
+        """Return the stream of a collective's process group: NCCL has one for each."""
+        *_, group = (value for value in (*call.args, *call.kwargs.values()) if isinstance(value, str))
+        return self.streams.named(self._links.setdefault(group, f"nccl{len(self._links) or ''}"))
 
     def _wait(self, tensor: Tensor) -> Tensor:
         work = self.unwaited.pop(tensor.untyped_storage()._cdata, None)
@@ -132,11 +161,11 @@ class DryRun(TorchDispatchMode):
             self._note("wait", "wait_tensor", [tensor], [])
         return tensor
 
-    def _run(self, kind: str, name: str, reads: list[Tensor], writes: list[Tensor]) -> None:
+    def _run(self, kind: str, name: str, reads: list[Tensor], writes: list[Tensor], call: Call) -> None:
         if not any(tensor.is_cuda for tensor in (*reads, *writes)):
             with self.streams.using(self.streams.host):
-                return self.streams.run(name, reads, writes)
-        self.streams.run(name, reads, writes)
+                return self.streams.run(name, reads, writes, self.work_of(call))
+        self.streams.run(name, reads, writes, self.work_of(call))
         self._note(kind, name, reads, writes)
 
     def _note(self, kind: str, name: str, reads: list[Tensor], writes: list[Tensor]) -> None:
@@ -171,9 +200,16 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 @contextmanager
-def dry_run(mode: Any, seeded: Seeded = NO_FAULT) -> Iterator[DryRun]:
+def dry_run(mode: Any) -> Iterator[DryRun]:
     """Run on fakes of `mode` and on mock streams what is called in this context; nothing may be compiled in it."""
-    run = DryRun(seeded)
+    run = DryRun(Streams())
+    with running(run, mode):
+        yield run
+
+
+@contextmanager
+def running(run: DryRun, mode: Any) -> Iterator[None]:
+    """Do the same with a run of the caller's."""
     made = run.streams
     streams.stream_of.cache_clear()
     patched: list[tuple[Any, str, Callable[..., Any]]] = [
@@ -189,4 +225,5 @@ def dry_run(mode: Any, seeded: Seeded = NO_FAULT) -> Iterator[DryRun]:
         for owner, name, value in patched:
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(mode)
-        yield stack.enter_context(run)
+        stack.enter_context(run)
+        yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -47,10 +47,13 @@ class Lane(Compiled):
         """Patch torch."""
         super().__init__()
         self._running: DryRun | None = None
+        self._makes_machine_code = True
         self.used, self._library = patches.install(self)
 
     def compiled(self, kernel: Any) -> None:
         """Compile all configs of a kernel of Triton's, to machine code that nobody loads."""
+        if not self._makes_machine_code:
+            return
         wanted, name = len(kernel.configs), f"{kernel.fn.__name__} for {PRESENT.gpu.architecture}"
         try:
             kernel._precompile_worker()
@@ -68,6 +71,10 @@ class Lane(Compiled):
         if self._running is not None:
             self._running.ran(kernel, args)
 
+    def graphed(self, model: Callable[[list[Any]], Any], inputs: list[Any], static: Sequence[int]) -> Any:
+        """Have a dry run decide how a CUDA graph runs; without one it runs as it is."""
+        return model(inputs) if self._running is None else self._running.graphed(model, inputs, static)
+
     def generated(self, source: str) -> None:
         """Keep the source of a wrapper."""
         self.wrappers.append(source)
@@ -82,8 +89,12 @@ class Lane(Compiled):
             self._running = None
 
     @contextmanager
-    def compiling(self, gpu: Gpu) -> Iterator[Compiled]:
-        """Compile for a GPU in this process, without caches; yields what has been compiled once it ends."""
+    def compiling(self, gpu: Gpu, machine_code: bool = True) -> Iterator[Compiled]:
+        """Compile for a GPU in this process, without caches; yields what has been compiled once it ends.
+
+        Without `machine_code` the kernels stay what Inductor wrote.
+        """
+        self._makes_machine_code = machine_code
         found, before = Compiled(), (len(self.kernels), len(self.failed), len(self.wrappers))
         with (
             patches.pretending(gpu),

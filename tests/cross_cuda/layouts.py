@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import _functional_collectives as functional
@@ -16,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 from fxshard.runtime import process_groups
+from fxshard.sharding.sharded_module import state_of
 from fxshard.tools.demo.gpt import GPT, Block
 from tests.numerics.float8 import give_hooks
 
@@ -39,6 +41,16 @@ def subgroups(model: GPT, mesh: DeviceMesh, shard: Shards) -> None:
     with unset_fake_temporarily():
         process_groups.subgroup_of(mesh, SUBGROUP)
     by_block(model, mesh, partial(shard, reshard_after_forward=SUBGROUP))
+
+
+def two_groups(model: GPT, mesh: DeviceMesh, shard: Shards) -> None:
+    """Reduce on another stream than that of gathers."""
+    by_block(model, mesh, shard)
+    state = state_of(model)
+    assert state is not None
+    with unset_fake_temporarily():
+        state.nested[0].reduce_group = dist.new_group([*range(mesh.size())])  # with nobody to agree with
+        model.set_separate_reduce_scatter_group()  # type: ignore[operator] # of the class that it is now
 
 
 def unused(model: GPT, mesh: DeviceMesh, shard: Shards) -> None:
@@ -131,13 +143,15 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Have each expert compute the tokens that stand at its place."""
-        sent = x.flatten(0, -2).unflatten(0, (NUM_EXPERTS, -1))
-        arrived = self._exchange(sent).unflatten(0, (self.mesh.size(), -1)).transpose(0, 1)
+        sent, num_ranks = x.flatten(0, -2).unflatten(0, (NUM_EXPERTS, -1)), self.mesh.size() if self.mesh else 1
+        arrived = self._exchange(sent).unflatten(0, (num_ranks, -1)).transpose(0, 1)
         out = F.silu(arrived.flatten(1, 2) @ self.up) @ self.down
-        back = out.unflatten(1, (self.mesh.size(), -1)).transpose(0, 1).flatten(0, 1)
+        back = out.unflatten(1, (num_ranks, -1)).transpose(0, 1).flatten(0, 1)
         return self._exchange(back.contiguous()).view_as(x)
 
     def _exchange(self, rows: Tensor) -> Tensor:
+        if self.mesh is None:
+            return rows
         group = self.mesh.get_group()
         return functional.wait_tensor(functional.all_to_all_single_autograd(rows, None, None, group))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -33,6 +33,9 @@ class Watcher(Protocol):
 
     def ran(self, kernel: Any, args: tuple[Any, ...]) -> None:
         """Take a launch of a kernel of Triton's instead of the GPU."""
+
+    def graphed(self, model: Callable[[list[Any]], Any], inputs: list[Any], static: Sequence[int]) -> Any:
+        """Run what would be a CUDA graph of a model whose `static` inputs stay where they are."""
 
     def generated(self, source: str) -> None:
         """Take the source of a wrapper."""
@@ -197,8 +200,10 @@ def _triton(watcher: Watcher) -> list[Patch]:
         Patch(name=f"{autotuner}.run", value=run, why="there is nothing to run a kernel on"),
         Patch(
             name="torch._inductor.compile_fx.cudagraphify",
-            value=lambda model, *args, **kwargs: model,
-            why="there is nothing to record on; what would be recorded runs as it is",
+            value=lambda model, static_input_idxs=(), **_: (
+                lambda inputs: watcher.graphed(model, inputs, static_input_idxs)
+            ),
+            why="there is nothing to record on",
         ),
         Patch(
             name="torch._inductor.graph.GraphLowering.save_output_code",

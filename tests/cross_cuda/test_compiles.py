@@ -39,7 +39,7 @@ def _cases() -> Iterator[object]:
     for name, case in QUICK.items():
         yield pytest.param(case, id=name)
         for gpu in OTHER_GPUS:
-            other = dataclasses.replace(case, gpu=gpu, faults=())
+            other = dataclasses.replace(case, gpu=gpu)
             yield pytest.param(other, id=f"{name}, {gpu.architecture}", marks=pytest.mark.slow)
     for name, case in MORE.items():
         yield pytest.param(case, id=name, marks=pytest.mark.slow)
@@ -64,8 +64,6 @@ def test_compiles_and_runs_in_order_without_a_race(case: Case, made: Trained) ->
     assert made.compiled.order.problems == []
     assert made.run.streams.races == []
     assert made.run.unwaited == {}, "launched, and never waited for"
-    for seeded, faulty in zip(case.faults, made.faulty, strict=True):
-        assert faulty.streams.races, f"{seeded} went unseen"
 
 
 def test_waits_launches_and_kernels_run_as_the_graphs_say() -> None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.cross_cuda import reading
 from tests.cross_cuda.clocks import Streams
 from tests.cross_cuda.dry_run import Step, dry_run
 from tests.cross_cuda.lane import installed
 from tests.cross_cuda.patches import Dead, Patch, Synchronised
+from tests.numerics.float8 import Float8Weight
 
 pytestmark = [pytest.mark.cuda_lane, pytest.mark.timeout(900)]
 
@@ -49,53 +54,51 @@ def test_finds_a_host_that_synchronises() -> None:
         torch.cuda.synchronize()
 
 
-class Memory:
-    """Three streams and a tensor on the main one."""
-
-    def __init__(self) -> None:
-        installed()
-        self.streams = Streams()
-        self.side = self.streams.made()
-        self.mode = FakeTensorMode()
-
-    def tensor(self) -> Tensor:
-        with self.mode:
-            return torch.empty(4, device="cuda")
+RACES = {
+    "forks": "read on side1 reads what was not waited for: write on main",
+    "waits": "other on main overwrites what is in use: read on side1",
+    "records": "other on main is given memory that is in use: read on side1",
+}
+"""What is found where a stream does not fork, where nobody waits for it, and where memory is freed that it reads."""
 
 
-def test_finds_a_read_that_does_not_wait() -> None:
-    memory = Memory()
-    streams, read = memory.streams, memory.tensor()
+@pytest.mark.parametrize("fault", ["", *RACES])
+def test_finds_races(fault: str) -> None:
+    installed()
+    streams = Streams()
+    side, mode = streams.made(), FakeTensorMode()
+    with mode:
+        read = torch.empty(4, device="cuda")
     streams.run("write", [], [read])
-    with streams.using(memory.side):
+    if fault != "forks":
+        side.wait_stream(streams.main)
+    with streams.using(side):
         streams.run("read", [read], [])
-    assert streams.races == ["read on side1 reads what was not waited for: write on main"]
-
-
-def test_finds_a_write_to_what_is_in_use() -> None:
-    memory = Memory()
-    streams, read = memory.streams, memory.tensor()
-    memory.side.wait_stream(streams.main)
-    with streams.using(memory.side):
-        streams.run("read", [read], [])
-    streams.run("write", [], [read])
-    assert streams.races == ["write on main overwrites what is in use: read on side1"]
-
-
-@pytest.mark.parametrize("is_recorded", [False, True])
-def test_finds_memory_that_is_given_away_while_it_is_in_use(is_recorded: bool) -> None:
-    memory = Memory()
-    streams, read = memory.streams, memory.tensor()
-    streams.run("write", [], [read])
-    memory.side.wait_stream(streams.main)
-    with streams.using(memory.side):
-        streams.run("read", [read], [])
-    if is_recorded:
-        streams.record(read, memory.side)
+    if fault == "waits":
+        streams.run("other", [], [read])
+    elif fault != "records":
+        streams.record(read, side)
     del read
-    streams.run("other", [], [memory.tensor()])
-    expected = ["other on main is given memory that is in use: read on side1"]
-    assert streams.races == ([] if is_recorded else expected)
+    with mode:
+        streams.run("other", [], [torch.empty(4, device="cuda")])
+    assert streams.races == ([RACES[fault]] if fault else [])
+
+
+@pytest.mark.parametrize("is_encoded", [False, True])
+def test_finds_a_cast_that_does_not_wait_for_the_optimizer(is_encoded: bool) -> None:
+    installed()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cuda", (2,))
+        with dry_run(FakeTensorMode(allow_non_fake_inputs=True)) as run:
+            flat = torch.zeros(4, device="cuda")
+            parameter: Tensor = Float8Weight(flat) if is_encoded else DTensor.from_local(flat, mesh, [Shard(0)])
+            parameter.add_(1.0)
+            with run.streams.using(run.streams.made()):
+                flat.to(torch.bfloat16)
+    finally:
+        dist.destroy_process_group()
+    assert run.streams.races == ["aten::_to_copy on side1 reads what was not waited for: aten::add_.Tensor on main"]
 
 
 def test_counts_no_copy_out_of_memory_that_has_become_another_tensors() -> None:

@@ -22,12 +22,13 @@ from fxshard.runtime.frame import Frame
 from fxshard.sharding.sharded_module import ShardedModule
 from fxshard.tools.demo.gpt import GPT
 from tests.cross_cuda import layouts
-from tests.cross_cuda.clocks import NO_FAULT, Seeded
 from tests.cross_cuda.dry_run import DryRun, dry_run
 from tests.cross_cuda.gpus import H100, Gpu
 from tests.cross_cuda.lane import Compiled, installed
 
-WORLD_SIZE = 8
+WORLD_SIZE, SEQ_LEN, NUM_STEPS = 8, 64, 2
+ADAMW: dict[str, Any] = {"lr": 1e-2, "eps": 1e-3, "fused": True}
+"""A large `eps`, so that rounding does not turn the sign of a whole update where a gradient is nearly zero."""
 BF16 = fxshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FP32 = fxshard.MixedPrecisionPolicy()
 
@@ -56,12 +57,13 @@ class Case:
     policy: fxshard.MixedPrecisionPolicy | None = BF16
     gpu: Gpu = H100  # for which it is compiled
     layout: layouts.Layout = layouts.by_block  # how its parameters are shared by the ranks
+    world_size: int = WORLD_SIZE  # ranks
     replicas: int = 1  # of each shard; the ranks that share the parameters are fewer by as much
     microbatches: int = 1  # of a step; all but the last only accumulate
+    in_flight: int = 1  # microbatches that have run forward before the first of them runs backward
     overlaps_step: bool = False  # whether the optimizer launches the next forward's first gather
     offloads: bool = False  # whether shards are in the host's memory
     options: tuple[tuple[str, Any], ...] = ()  # of the backend
-    faults: tuple[Seeded, ...] = ()  # to seed, a further run for each
 
 
 @dataclass(kw_only=True)
@@ -71,24 +73,20 @@ class Trained:
     compiled: Compiled  # the kernels and wrappers
     graphs: list[dict[str, fx.Graph]]  # stage -> the graph that became code, of each frame in the order of capture
     run: DryRun  # one step, after those that compiled
-    faulty: list[DryRun]  # one step with each of the case's faults
 
 
 def trained(case: Case) -> Trained:
     """Train a model for two steps, in which all is compiled, and then for two more that are noted."""
     mode, lane = FakeTensorMode(allow_non_fake_inputs=True), installed()
-    with warnings.catch_warnings(), _ranks(case.replicas) as mesh, lane.compiling(case.gpu) as compiled:
-        # A unit looks at the addresses of its parameters; those of fake ones are all 0, which does no harm.
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+    with ranks(case) as mesh, lane.compiling(case.gpu) as compiled:
         with mode:
-            model, step = _built(case, mesh)
-            step()
-            step()
+            training = Training(case, mesh)
+            training.run()
         num_wrappers = len(lane.wrappers)
-        run, *faulty = [_noted(step, mode, seeded) for seeded in (NO_FAULT, *case.faults)]
+        run = _noted(training, mode)
         assert len(lane.wrappers) == num_wrappers, "something was compiled in a step that is looked at"
-        graphs = [_code_graphs(frame) for frame in backend.frames_of(model)] if case.policy else []
-    return Trained(compiled=compiled, graphs=graphs, run=run, faulty=faulty)
+        graphs = [_code_graphs(frame) for frame in backend.frames_of(training.model)] if case.policy else []
+    return Trained(compiled=compiled, graphs=graphs, run=run)
 
 
 @functools.cache
@@ -98,53 +96,88 @@ def trained_once(case: Case) -> Trained:
 
 
 @contextmanager
-def _ranks(replicas: int) -> Iterator[DeviceMesh]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
+def ranks(case: Case) -> Iterator[DeviceMesh]:
+    """Pretend to be rank 0 of a case's ranks."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.world_size)
     try:
-        if replicas > 1:
-            shape = (replicas, WORLD_SIZE // replicas)
-            yield init_device_mesh("cuda", shape, mesh_dim_names=("replicate", "shard"))
-        else:
-            yield init_device_mesh("cuda", (WORLD_SIZE,))
+        # A unit looks at the addresses of its parameters; those of fake ones are all 0, which does no harm.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            if case.replicas > 1:
+                shape = (case.replicas, case.world_size // case.replicas)
+                yield init_device_mesh("cuda", shape, mesh_dim_names=("replicate", "shard"))
+            else:
+                yield init_device_mesh("cuda", (case.world_size,))
     finally:
         torch._dynamo.reset()
         dist.destroy_process_group()
 
 
-def _noted(step: Callable[[], None], mode: FakeTensorMode, seeded: Seeded) -> DryRun:
+def _noted(training: Training, mode: FakeTensorMode) -> DryRun:
     """Run a step that makes the prefetcher know what comes next, and note the one after it."""
-    with dry_run(mode, seeded) as run, installed().watching(run):
-        step()
+    with dry_run(mode) as run, installed().watching(run):
+        training.step(0)
         run.steps.clear()
-        step()
+        training.step(1)
     return run
 
 
-def _built(case: Case, mesh: DeviceMesh) -> tuple[nn.Module, Callable[[], None]]:
-    """Return a model, sharded unless the case has no policy, and a step of its training."""
-    with torch.device("cuda"), _default_dtype(torch.bfloat16 if case.policy is None else torch.float32):
-        model = case.model(64, dim=case.dim, num_layers=case.num_layers, num_heads=4)
-        tokens = torch.zeros(case.batch, 64, dtype=torch.int64)
-    if case.policy is None:
-        compiled: Any = torch.compile(model)
-    else:
-        policy = fxshard.CPUOffloadPolicy() if case.offloads else fxshard.OffloadPolicy()
-        case.layout(model, mesh, functools.partial(fxshard.fully_shard, mp_policy=case.policy, offload_policy=policy))
-        compiled = torch.compile(model, backend="fxshard", options=dict(case.options))
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if case.overlaps_step:
-        optimizer = fxshard.overlap_step(optimizer)
+class Training:
+    """A case's model, sharded unless it has no policy, and the steps of its training.
 
-    def step() -> None:
-        for left in reversed(range(case.microbatches)):
-            if isinstance(model, ShardedModule):
-                model.set_requires_gradient_sync(left == 0)
-            compiled(tokens).float().square().mean().backward()
-        assert all(parameter.grad is not None for parameter in model.parameters())
-        optimizer.step()
-        optimizer.zero_grad()
+    Attributes:
+        model: The model.
+        optimizer: AdamW in one kernel, as it writes to the shards.
+        tokens: Of each step, for each of its microbatches: int64 `[batch, 64]`.
+    """
 
-    return model, step
+    def __init__(self, case: Case, mesh: DeviceMesh) -> None:
+        """Make it, on the mesh of all ranks."""
+        self._case = case
+        with torch.device("cuda"), _default_dtype(torch.bfloat16 if case.policy is None else torch.float32):
+            model = case.model(SEQ_LEN, dim=case.dim, num_layers=case.num_layers, num_heads=4)
+            tokens = functools.partial(torch.zeros, case.batch, SEQ_LEN, dtype=torch.int64)
+            self.tokens = [[tokens() for _ in range(case.microbatches)] for _ in range(NUM_STEPS)]
+        self.model: nn.Module = model
+        if case.policy is None:
+            self._compiled: Any = torch.compile(model)
+        else:
+            offload = fxshard.CPUOffloadPolicy() if case.offloads else fxshard.OffloadPolicy()
+            shard = functools.partial(fxshard.fully_shard, mp_policy=case.policy, offload_policy=offload)
+            case.layout(model, mesh, shard)
+            self._compiled = torch.compile(model, backend="fxshard", options=dict(case.options))
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+        if case.overlaps_step:
+            self.optimizer = fxshard.overlap_step(self.optimizer)
+
+    def run(self) -> None:
+        """Take all steps."""
+        for number in range(NUM_STEPS):
+            self.step(number)
+
+    def step(self, number: int, look: Callable[[list[Tensor]], None] = lambda losses: None) -> None:
+        """Take a step; between backward and optimizer somebody may look at its losses and at the gradients."""
+        losses, num_backwards, last = list[Tensor](), 0, self._case.microbatches - 1
+        for i, tokens in enumerate(self.tokens[number]):
+            self._reduces(i == last)
+            losses.append(loss_of(self._compiled(tokens)))
+            while num_backwards <= (i if i == last else i - self._case.in_flight + 1):
+                self._reduces(num_backwards == last)
+                losses[num_backwards].backward()
+                num_backwards += 1
+        assert all(parameter.grad is not None for parameter in self.model.parameters())
+        look(losses)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def _reduces(self, whether: bool) -> None:
+        if isinstance(self.model, ShardedModule):
+            self.model.set_requires_gradient_sync(whether)
+
+
+def loss_of(logits: Tensor) -> Tensor:
+    """Return what is trained to be small: a scalar of at least float32."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).square().mean()
 
 
 @contextmanager
