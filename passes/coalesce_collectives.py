@@ -45,6 +45,8 @@ class CoalesceCollectives(GraphPass):
         fuses_copies: whether what reads a copy may be one kernel with it, as in code of Inductor's.
         same_sums: reduce all gradients of a launch in one buffer, as FSDP2 does. A ring adds the ranks' values in an
             order that depends on where in the buffer they lie, so this keeps sums bit for bit those of FSDP2.
+        hands_off: whether the next graph runs beside the last reduction of a graph that is a part of the model
+            (`hand_off_reductions`). Then that is one tensor: of several the graph would wait, to put them together.
 
     Numerics: unchanged for gathers; sums over three ranks or more may be rounded differently, see `same_sums`.
     Memory: less; a parameter that is not copied out needs no buffer to be copied out of.
@@ -58,6 +60,7 @@ class CoalesceCollectives(GraphPass):
 
     fuses_copies: bool = False
     same_sums: bool = False
+    hands_off: bool = False
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
         """Edit `gm.graph` in place; return whether anything changed."""
@@ -65,7 +68,10 @@ class CoalesceCollectives(GraphPass):
         for launch in launched.unread:
             ctx.decline(launch, "it moves something that is not a unit's parameters or gradients")
         gathers = [self._coalesce_gathers(bucket, ctx) for bucket in launched.gathers.values()]
-        reductions = [self._coalesce_reduction(bucket, ctx) for bucket in launched.reductions.values()]
+        whole = max(launched.reductions.values(), key=lambda bucket: bucket.last_term, default=None)
+        if not self.hands_off or not ctx.plan.is_part:
+            whole = None
+        reductions = [self._coalesce_reduction(each, each is whole, ctx) for each in launched.reductions.values()]
         builder = CollectiveBuilder(gm.graph, ctx.plan, ctx.decompositions, ctx.traced)
         made = builder.rewrite(launched, gathers, reductions)
         for launch, why in made:
@@ -94,13 +100,15 @@ class CoalesceCollectives(GraphPass):
         is_kernel = not self.fuses_copies or read is None or launches.is_read_by_a_library(read)
         return copy_seconds(nbytes, ctx.hardware, is_kernel=is_kernel)
 
-    def _coalesce_reduction(self, reduction: ReduceBucket, ctx: PassContext) -> tuple[ReduceBucket, str]:
+    def _coalesce_reduction(
+        self, reduction: ReduceBucket, is_handed_off: bool, ctx: PassContext
+    ) -> tuple[ReduceBucket, str]:
         """Send the gradients that are expensive to copy in alone, the others together."""
         if any(ctx.plan.units[unit].reduces_whole for unit in reduction.calls):
             return reduction, "an object of the user's reduces it whole"
         copies = {gradient: _copy_in_seconds(reduction, gradient, ctx) for gradient in reduction.gradients}
         cut = one_tensor = _one_tensor(copies)
-        if not self.same_sums:
+        if not self.same_sums and not is_handed_off:
             several = _cut_anywhere(copies, ctx.hardware.reduce_tensor_overhead)
             shard_bytes = sum(reduction.shard_bytes_of(gradient, ctx.plan) for gradient in copies)
             put_together = copy_seconds(shard_bytes, ctx.hardware)  # the shard's gradient, of what was reduced

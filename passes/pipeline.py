@@ -104,6 +104,7 @@ def default(
     and replayed, so no launch may depend on what happened before.
     """
     compiled, guesses, auto = lower == "inductor", prefetch not in (0, "off"), prefetch == "auto"
+    hands_off = not cudagraphs and streams != "off"
     keeping, deferring = ((KeepLastUnit(),), (DeferWeightGradients(),)) if auto else ((), ())
     ends = HandOffPrefetch(guess=guesses, hands_over=streams != "off", bucket=bucket, peak_share=bucket_peak_share)
     outlining = (OutlineRegions(bucket=bucket),) if (outlines := regions == "auto" and not cudagraphs) else ()
@@ -119,14 +120,14 @@ def default(
             OffloadShards(),  # before it: what is gathered and reduced is on the device
             InsertCollectives(),  # after the split: each graph gathers where it reads and reduces where it writes
             BucketCollectives(size=bucket, peak_share=bucket_peak_share),  # before tensors are cut: for one launch
-            CoalesceCollectives(fuses_copies=compiled, same_sums=not compiled),
+            CoalesceCollectives(fuses_copies=compiled, same_sums=not compiled, hands_off=hands_off),
             *deferring,  # before waits sink, behind it
             SinkWaits(max_buffers=reduce_scatter_max_input_buffers),
             HoistPrefetch(depth=0 if prefetch == "off" else prefetch),  # type: ignore[arg-type]  # the pass checks it
             *((HoistCopies(),) if guesses else ()),  # once gathers are where they are launched
             ChainReductions(),  # once everything is on the links that a reduction may wait for
             AssignStreams(mode=streams, fuses_copies=compiled),  # where a wait stands decides what streams may do
-            *(() if cudagraphs or streams == "off" else (HandOffReductions(),)),  # last: no wait moves any more
+            *((HandOffReductions(),) if hands_off else ()),  # last: no wait moves any more
         ),
         last=(CastShards(), CopyInGradients(), *folding, PinOrder()) if compiled else (),  # fusion comes next
         codegen=_codegen(ends, compiled, cudagraphs),

@@ -18,7 +18,7 @@ from fxshard.passes.assign_streams import AssignStreams
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.hand_off_reductions import HandOffReductions
 from tests.graphs import Traced, assert_changes_nothing, broken_by, mixed_precision, offloaded, two_layers
-from tests.schedules import SCHEDULE, after_passes, assert_schedule, model_of
+from tests.schedules import DEAR_COPIES, SCHEDULE, after_passes, assert_schedule, model_of
 
 aten = torch.ops.aten
 
@@ -53,6 +53,19 @@ def test_two_are_left_which_stand_behind_all_launches() -> None:
 def test_a_coalesced_launch_is_left_with_all_that_it_brings() -> None:
     gm, _ = handed_off(model_of("two_dtypes"), CoalesceCollectives(), *SCHEDULE)
     assert deferred(gm)
+
+
+def test_the_last_reduction_is_left_as_one_tensor_also_where_copies_are_dear() -> None:
+    traced = model_of("four_layers")
+    plan = dataclasses.replace(traced.plan, is_part=True)
+
+    def left(*, hands_off: bool) -> list[str]:
+        passes = (CoalesceCollectives(hands_off=hands_off), *SCHEDULE, HandOffReductions())
+        gm, _ = after_passes(traced, "backward", *passes, plan=plan, hardware=DEAR_COPIES)
+        return [node.name for node in deferred(gm)]
+
+    assert left(hands_off=False) == []
+    assert left(hands_off=True) == ["reduced_layers_0"]
 
 
 def whys(ctx: PassContext) -> set[str]:
