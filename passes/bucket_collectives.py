@@ -169,7 +169,6 @@ class _Splitter:
         nbytes: Callable[[_T], int],
         place: Callable[[_T], fx.Node | None],
         limits: Limits,
-        latency: float,
     ) -> Iterator[list[_T]]:
         """Cut a row of parameters or gradients, each of which is read or there at its `place`, into pieces."""
 
@@ -180,7 +179,7 @@ class _Splitter:
             first, last = sorted(cast("tuple[fx.Node, fx.Node]", places))
             between = bisect.bisect_left(self.others, last) - bisect.bisect_right(self.others, first)
             seconds = self.timeline.computed_before(last) - self.timeline.computed_before(first)
-            return between > 0 or (self.at_end and seconds > latency)
+            return between > 0 or (self.at_end and seconds > limits.latency)
 
         for span in bucket_sizes.cut(things, nbytes, are_apart, limits.enough if self.at_end else limits.small):
             yield from bucket_sizes.split(span, nbytes, limits.most)
@@ -198,7 +197,7 @@ def _split_gather(gather: UnitGather, splitter: _Splitter, limits: Limits, ctx: 
             place = min(gather.reads[slot].users, default=place)
         places[slot] = place  # what nobody reads goes with what stands before it
     nbytes = ctx.plan.units[gather.unit].unsharded_bytes_of
-    for slots in splitter.split(gather.slots, nbytes, places.__getitem__, limits, ctx.hardware.link_latency):
+    for slots in splitter.split(gather.slots, nbytes, places.__getitem__, limits):
         by_shard = itertools.groupby(slots, key=lambda slot: slot[0])
         piece = gather.sending(tuple(slots_of_shard) for _, slots_of_shard in by_shard)
         if piece.reads:
@@ -218,7 +217,7 @@ def _split_reduction(
 
     nbytes = functools.partial(reduction.unsharded_bytes_of, plan=ctx.plan)
     for unit, gradients in itertools.groupby(sorted(reduction.gradients), key=unit_of):
-        for tensor in splitter.split(list(gradients), nbytes, place, limits, ctx.hardware.link_latency):
+        for tensor in splitter.split(list(gradients), nbytes, place, limits):
             terms = {gradient: reduction.terms[gradient] for gradient in tensor}
             yield replace(reduction, tensors=(tuple(tensor),), terms=terms, calls={unit: reduction.calls[unit]})
 

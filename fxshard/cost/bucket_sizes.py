@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from fxshard.cost.comm import transfer_seconds
 from fxshard.cost.hardware import HardwareSpec
 from fxshard.errors import ConfigError
 
@@ -38,6 +39,7 @@ class Limits:
     enough: float  # a bucket is closed once it has that many
     most: float  # it never grows beyond, and what is larger is split, a single parameter excepted
     more: float = math.inf  # that are in memory at once besides those of a launch for each unit
+    latency: float = 0.0  # seconds that a launch takes on the link which moves nothing
 
     @property
     def small(self) -> float:
@@ -49,13 +51,15 @@ def auto_limits(hardware: HardwareSpec, world_size: int) -> Limits:
     """Limits that follow from the link; see [Note: bucket sizes]. One rank sends nothing: there are none."""
     if world_size == 1:
         return Limits(enough=math.inf, most=math.inf)
-    per_byte = (world_size - 1) / world_size / hardware.link_bandwidth
+    link = hardware.link(world_size)
+    per_byte = (world_size - 1) / world_size / link.bandwidth
+    latency = float(transfer_seconds("all_gather", 0, world_size, link))
 
     def nbytes(share: float) -> float:
-        seconds = hardware.link_latency + hardware.launch_overhead
+        seconds = latency + hardware.launch_overhead
         return max(1.0, seconds * (1 / share - 1) / per_byte)  # what costs nothing moves something all the same
 
-    return Limits(enough=nbytes(_ENOUGH), most=nbytes(_MOST))
+    return Limits(enough=nbytes(_ENOUGH), most=nbytes(_MOST), latency=latency)
 
 
 def check(size: object) -> None:

@@ -62,6 +62,14 @@ def test_a_link_without_latency_has_each_thing_go_by_itself() -> None:
     assert bucket_sizes.split([60, 1, 60], int, limits.most) == [[60], [1], [60]]
 
 
+def test_a_ring_over_more_ranks_needs_larger_launches() -> None:
+    ring = dataclasses.replace(BUILTIN["cpu"], link_latency=1e-4, hop_latency=1e-5)
+    two, eleven = (bucket_sizes.auto_limits(ring, ranks) for ranks in (2, 11))
+    assert two.latency == pytest.approx(1.1e-4)
+    assert eleven.latency == pytest.approx(2e-4)
+    assert eleven.enough > 1.6 * two.enough * (1 / 2) / (10 / 11)  # by what each byte takes on the link
+
+
 def test_what_a_launch_costs_the_rank_counts_as_latency() -> None:
     quick = dataclasses.replace(BUILTIN["cpu"], link_latency=1e-4)
     dear = dataclasses.replace(quick, launch_overhead=1e-4)
