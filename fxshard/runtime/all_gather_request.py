@@ -48,6 +48,11 @@ class AllGatherRequest(NamedTuple):
         return self.dtype, self.group, self.stream, self.flat.device
 
     @property
+    def sizes(self) -> tuple[object, ...]:
+        """What a launch must have in common with that of another rank which it meets."""
+        return self.dtype, self.world_size, [numel for _, numel in self.parts]
+
+    @property
     def nbytes(self) -> int:
         """Of what it gathers, on each rank."""
         return self.world_size * sum(numel for _, numel in self.parts) * self.dtype.itemsize

@@ -30,6 +30,7 @@ from fxshard.runtime import accumulation, profiler_ranges, rank_check, unsharded
 from fxshard.runtime.accumulation import Units
 from fxshard.runtime.frame import Frame
 from fxshard.runtime.late_gradients import Reduction
+from fxshard.runtime.prefetcher import Prefetcher
 from fxshard.runtime.rank_check import Agreement
 
 
@@ -86,6 +87,7 @@ class GuardedCode:
     def __init__(self, run: Callable[[list[Any]], Any], kind: str, launches: Sequence[Launch]) -> None:
         """`run` makes these launches, in this order; `kind`: as in `rank_check.CollectiveSequence`."""
         self._run, self._launches, self._agreement = run, launches, Agreement(kind)
+        self.takes = False  # whether its last run took gathers that may have been launched before it
         self._renamed: dict[tuple[tuple[str, str], ...], Sequence[Launch]] = {}
         self._boxed_call = True  # AOTAutograd asks for it, and looks for it in the instance
 
@@ -148,15 +150,18 @@ class Dispatch(ABC):
 
     def _run(self, code: Code, inputs: list[Any], units: Units) -> Any:
         """Run code on the units of this call; see [Note: prefetch across graphs] on graphs that were not guessed."""
-        prefetchers = dict.fromkeys(unit.model.prefetcher for unit in units.values())
-        is_known = not any(prefetcher.goes_another_way(units.values()) for prefetcher in prefetchers)
+        prefetchers = _prefetchers(units)
+        is_known = not code.run.takes or not any(each.goes_another_way(units.values()) for each in prefetchers)
+        taken = [each.num_requests for each in prefetchers]
         try:
             with rank_check.telling_others(self._groups):
-                return code.run(inputs, self._frame.names_of(units), is_known=is_known)
+                results = code.run(inputs, self._frame.names_of(units), is_known=is_known)
         except RankMismatchError:
             for prefetcher in prefetchers:
                 prefetcher.forget()
             raise
+        code.run.takes = taken != [each.num_requests for each in prefetchers]
+        return results
 
     def _resident(self, which: Variant, units: Units) -> list[Tensor]:
         """The parameters that stay gathered, in the order of a variant."""
@@ -167,17 +172,23 @@ class Dispatch(ABC):
             )
         return unsharded_cache.parameters_for(which.resident, units, self._reads)
 
-    def _compiled(self, which: Variant) -> Code:
+    def _compiled(self, which: Variant, units: Units) -> Code:
         if which not in self._code:
             try:
                 self._code[which] = self._compile(which)
             except (FxshardError, NotImplementedError) as error:
                 rank_check.report_failure(self._groups(), str(error))  # the others need not wait for this rank
+                for prefetcher in _prefetchers(units):
+                    prefetcher.forget()  # as they do
                 raise
         return self._code[which]
 
     def _groups(self) -> set[str]:
         return {name for unit in self._frame.plan.units.values() for name in unit.groups}
+
+
+def _prefetchers(units: Units) -> list[Prefetcher]:
+    return list(dict.fromkeys(unit.model.prefetcher for unit in units.values()))
 
 
 class ForwardDispatch(Dispatch):
@@ -191,14 +202,14 @@ class ForwardDispatch(Dispatch):
 
     def _begin(self, units: Units) -> None:
         """Choose for the call that comes next; here, because nothing can be compiled inside an autograd function."""
-        for prefetcher in dict.fromkeys(unit.model.prefetcher for unit in units.values()):
+        for prefetcher in _prefetchers(units):
             prefetcher.require_seen_writes()
         budget, trains = self._frame.resident_budget_bytes, bool(self._frame.trained)
         chosen = torch_private.as_in_forward(
             lambda: unsharded_cache.chosen_for(units, self._reads, budget, trains=trains)
         )
         which = Variant(resident=chosen)
-        self._compiled(which)
+        self._compiled(which, units)
         self._next = which, self._resident(which, units), units
         for unit in units.values():
             unit.model.prefetcher.settle(unit.device)
@@ -210,7 +221,7 @@ class ForwardDispatch(Dispatch):
         (which, parameters, units), self._next = self._next, None
         inputs.extend(parameters)
         self._frame.ran = which
-        return self._run(self._compiled(which), inputs, units)
+        return self._run(self._compiled(which, units), inputs, units)
 
 
 class BackwardDispatch(Dispatch):
@@ -228,7 +239,7 @@ class BackwardDispatch(Dispatch):
         chosen |= call.forward.resident  # of these the forward saved what is not the graph's to write into
         apart = frozenset(key for key in trained if key not in sums.accumulates and units[key].replica_sums.apart())
         which = dataclasses.replace(sums, resident=chosen, apart=apart)
-        code = self._compiled(which)  # before anything is launched
+        code = self._compiled(which, units)  # before anything is launched
         for key, slots in separate.items():
             units[key].model.reduce_separately(units[key], slots)
         inputs.extend(accumulation.sums_for(which, units, trained))

@@ -16,7 +16,7 @@ forward, a head and a loss in backward), the first graph's launch is guessed bef
 Of small blocks several are guessed and launched together, as `bucket` says: `Prefetcher._launch_bucket`. What other
 ranks guess must then be the same to the byte, so after a RankMismatchError a rank forgets what it has seen.
 
-A rank whose next graph is not the one that came the last time waits for the others before it launches anything,
+A rank whose next graph gathers, and is not the one that came the last time, waits for the others before it launches,
 although it may know that path as well: if they go the usual way, its launches would meet theirs of other sizes, which
 ends the process on gloo.
 
@@ -70,11 +70,13 @@ class Prefetcher:
     Attributes:
         after: what the current stream waits for before the next gather; FSDP2 `_fsdp_state.py` (`post_optim_event`).
         first: the unit of what the last forward took first, if that was launched for it.
+        num_requests: how many graphs have made so far.
     """
 
     def __init__(self, cache: UnshardedCache) -> None:
         """Begin with nothing known; `cache` takes what is launched ahead."""
         self.after: torch.Event | None = None
+        self.num_requests = 0
         self._cache = cache
         self._scope: eager.Running | None = None
         self._taken: list[Key] = []  # in this scope
@@ -96,6 +98,7 @@ class Prefetcher:
         if scope != self._scope:
             self._begin(scope)
         self._remember(request, unit, scope)
+        self.num_requests += 1
         found = self._cache.get(request.key)
         if found is not None and found.why == "stepped" and not found.is_current:
             self._cache.drop(request.key)  # on all ranks: `Unit.epoch`
@@ -128,6 +131,7 @@ class Prefetcher:
             if not torch_private.holds((_bits(request.flat) == rows).all(), message):
                 self.drop_stepped()
                 rank_check.report_failure({request.group}, message)  # the others need not wait for this rank
+                self.forget()
                 raise UnsupportedGraph(message)
 
     def _remember(self, request: AllGatherRequest, unit: Unit, scope: eager.Running) -> None:
@@ -184,16 +188,24 @@ class Prefetcher:
                 self._cache.drop_if(lambda gathered: gathered.why in whys)
 
     def goes_another_way(self, units: Collection[Unit]) -> bool:
-        """Whether a graph of these units is about to run where another one came the last time; said once per scope."""
+        """Whether a graph of these units launches other sizes than the one that came here the last time; said once."""
         scope = eager.running()
         if scope is None or not any((scope.is_backward, unit) in self._of_unit for unit in units):
             return False
+        if not self._share_all_ranks(next(iter(units)).model.units):
+            return False  # ranks without rows for an expert go on alone, and only such ranks have guessed it
+        if scope != self._scope and scope.is_backward:
+            return False  # of a call that is repeated, say: there is no first one to guess
         memory: dict[Any, AllGatherRequest] = self._first
         place: object = scope.is_backward
         if scope == self._scope and self._taken:
             memory, place = self._following, (scope.is_backward, len(self._taken), self._taken[-1])
-        if place not in memory or memory[place].unit in units:
+        if place not in memory or memory[place].unit in units or not memory[place].guess.nbytes:
             return False
+        requested = (request for unit in units for request in self._of_unit.get((scope.is_backward, unit), {}).values())
+        is_guessed = any(gathered.why == "next" for gathered in self._cache.values())
+        if not is_guessed and memory[place].sizes == next(requested).sizes:
+            return False  # launches that meet are of one size: ranks that differ are told when they look back
         del memory[place]
         return True
 
@@ -259,7 +271,9 @@ class Prefetcher:
         is_next, bucket, most = not early, [first], self._most_early(guess, first)
         for request in foreseen:
             is_full = sum(each.nbytes for each in bucket) >= guess.nbytes or early + request.nbytes > most
-            if is_full or request.key in self._cache or request.link != first.link:
+            if is_full or request.link != first.link:
+                break
+            if request.key in self._cache or any(request.key == each.key for each in bucket):  # a block called again
                 break
             bucket.append(request)
             early += request.nbytes
@@ -295,7 +309,8 @@ class Prefetcher:
         if self._share_all_ranks(first.unit.model.units):
             if scope != self._scope:
                 self._begin(scope)
-            self._launch("next", first)  # alone: little hides it
+            with torch.inference_mode(False), torch.no_grad():  # a graph may save it
+                self._launch("next", first)  # alone: little hides it
 
     def _is_foreseen_alike(self, request: AllGatherRequest, after: Unit) -> bool:
         """Whether all ranks that must launch a request have seen alike what came before it; a unit came last."""

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -70,12 +71,14 @@ class ModelContext:
         if self._leaves_sums or self.prefetcher.foresees_backward:
             for tensor in tree_leaves(result):
                 if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                    tensor.register_hook(functools.partial(_begin_backward_eagerly, self))
+                    graphs = [weakref.ref(node) for node in torch_private.compiled_nodes(tensor)]
+                    tensor.register_hook(functools.partial(_begin_backward_eagerly, self, graphs))
 
-    def backward_begins(self, _: Tensor) -> None:
-        """At the gradient of a result."""
+    def backward_begins(self, graphs: Iterable[weakref.ref[Any]], _: Tensor) -> None:
+        """At the gradient of a result, with the backwards of graphs behind it: some backwards do not come to them."""
         self.backward_runs(of_forward=False)
-        self.prefetcher.prefetch_first()
+        if any(torch_private.will_run(node) for graph in graphs if (node := graph()) is not None):
+            self.prefetcher.prefetch_first()
 
     @property
     def _leaves_sums(self) -> bool:
@@ -113,12 +116,18 @@ class ModelContext:
         if any(unit.is_fake for unit in self.units):
             return
         groups = {name for unit in self.units for name in unit.plan.groups}
-        try:
+        with self.forgetting():
             rank_check.look_back(groups, are_over=all(unit.device.type == "cpu" for unit in self.units))
+        self.prefetcher.ranks_agree()
+
+    @contextmanager
+    def forgetting(self) -> Iterator[None]:
+        """Forget what the prefetcher has seen where ranks have gone different ways: all must guess alike again."""
+        try:
+            yield
         except RankMismatchError:
             self.prefetcher.forget()
             raise
-        self.prefetcher.ranks_agree()
 
     def require_whole_sums(self) -> None:
         """Outside of a backward, raise if what waits has only a part of one that failed, and drop what is late."""

@@ -288,8 +288,9 @@ class Unit:
             if op == wanted or (op == "all_reduce" and averages)
         )
         key = kind, f"{what} {sizes} {len(launches)}"
-        with telling_others(lambda: plan.groups), self._agreements.setdefault(key, Agreement(kind)).before(launches):
-            yield
+        with self.model.forgetting(), telling_others(lambda: plan.groups):
+            with self._agreements.setdefault(key, Agreement(kind)).before(launches):
+                yield
 
     def rename(self, fqn: str, member_fqns: Sequence[str]) -> None:
         """Name the unit and its members from a new outermost module."""

@@ -256,8 +256,8 @@ class ShardedModule(ParameterOwner):
         """Forget what a step that was interrupted by an exception left behind: gathers, and gradients that wait."""
         _drop_waiting(self)
         for unit in _state(self).nested:
+            unit.model.prefetcher.forget()  # first: it ends waits for what another rank never launched
             unit.reshard()
-            unit.model.prefetcher.forget()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, those that wait to be reduced as well."""

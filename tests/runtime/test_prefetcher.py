@@ -13,8 +13,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from fxshard.compile.backend import frames_of
-from fxshard.errors import UnsupportedGraph
+from fxshard.errors import RankMismatchError, UnsupportedGraph
 from fxshard.runtime.prefetcher import Prefetcher
+from fxshard.runtime.rank_check import Agreement
 from fxshard.runtime.unsharded_cache import Gathered
 from fxshard.sharding.sharded_module import ShardedModule, units_under
 from fxshard.testing import EmulatedLink
@@ -36,6 +37,48 @@ def test_gathers_the_first_block_before_what_runs_outside_of_graphs_computes(lin
     assert forward == "agroot ag0 wroot c ag1 w0 c ag2 w1 c ag3 w2 c w3 c"
     assert backward.startswith("ag3 c ag2 w3 c rs3")
     assert_nothing_in_flight(model)
+
+
+def test_a_gradient_that_comes_to_no_graph_launches_nothing(link: EmulatedLink) -> None:
+    """One rank alone may look at the gradient of a result."""
+    model = warm(block_by_block(link, Between))
+    out = model(torch.randn(3, 4))
+    before = len(link.transfers)
+    torch.autograd.grad(out.square().sum(), out, retain_graph=True)
+    assert len(link.transfers) == before
+    out.sum().backward()
+    assert issued(model)[1].startswith("ag3 c ag2")
+
+
+def test_forgets_what_it_has_seen_where_ranks_have_gone_different_ways(link: EmulatedLink) -> None:
+    model = warm(block_by_block(link, Between))
+    unit = units_under(model)[0]
+    with pytest.raises(RankMismatchError), unit.agreed("read", "all_gather", "all parameters"):
+        raise RankMismatchError("")
+    assert issued(model)[0] == "agroot wroot c ag0 w0 c ag1 w1 c ag2 w2 c ag3 w3 c"
+
+
+@pytest.mark.parametrize("reentrant", [False, slow(True)])
+def test_recomputation_is_no_other_way(link: EmulatedLink, monkeypatch: pytest.MonkeyPatch, reentrant: bool) -> None:
+    class Recomputed(Between):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.embed(x)
+            for block in self.blocks:
+                x = cast(Tensor, checkpoint(block, x, use_reentrant=reentrant))
+            return self.head(x)
+
+    waits: list[bool] = []
+    before = Agreement.before
+
+    def seen(*args: Any, is_known: bool = True) -> Any:
+        waits.append(not is_known)
+        return before(*args, is_known=is_known)
+
+    model = warm(warm(block_by_block(link, Recomputed)))
+    monkeypatch.setattr(Agreement, "before", seen)
+    step(model)
+    assert waits
+    assert not any(waits)
 
 
 class Seven(Blocks):
@@ -313,6 +356,22 @@ def test_gathers_no_more_often_where_blocks_are_called_twice(link: EmulatedLink)
         step(model)
         gathers.append(sum(transfer.op == "all_gather" for transfer in link.transfers[before:]))
     assert gathers[0] == gathers[1] > 0
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_block_called_many_times_is_gathered_once_for_each(link: EmulatedLink, times: int) -> None:
+    class Looped(Between):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(times):
+                for block in self.blocks[:2]:
+                    x = block(block(block(x)))
+            return self.head(self.embed(x))
+
+    model = warm(block_by_block(link, Looped, bucket="auto", bucket_peak_share=4.0, hardware="h100"))
+    in_flight_before = _get_work_registry_size()
+    step(model)
+    assert _get_work_registry_size() == in_flight_before
+    assert_nothing_in_flight(model)
 
 
 @pytest.mark.slow
