@@ -324,11 +324,6 @@ def compiled_nodes(result: Tensor) -> Iterator[Any]:
             waiting.extend(before for before, _ in node.next_functions)
 
 
-def wants_gradient(leaf: Tensor) -> bool:
-    """Return whether the running backward is to give a leaf its gradient: not in `autograd.grad` of something else."""
-    return will_run(torch.autograd.graph.get_gradient_edge(leaf).node)
-
-
 def will_run(node: Any) -> bool:
     """Return whether the running backward comes to a node: not in `autograd.grad` of something before it."""
     return torch._C._will_engine_execute_node(node)

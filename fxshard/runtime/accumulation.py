@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from fxshard import torch_private
 from fxshard.errors import UnsupportedGraph
@@ -125,7 +126,9 @@ def variant_for(units: Units, trained: Slots, separate: Mapping[str, Waiting]) -
 
 
 def _is_asked(unit: Unit) -> bool:
-    return any(torch_private.wants_gradient(shard.flat) for shard in unit.shards if shard.plan.trainable)
+    return any(
+        torch_private.will_run(get_gradient_edge(shard.flat).node) for shard in unit.shards if shard.plan.trainable
+    )
 
 
 def sums_for(which: Variant, units: Units, trained: Slots) -> list[Tensor]:

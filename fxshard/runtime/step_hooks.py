@@ -68,10 +68,11 @@ class ModelContext:
 
     def watch_backward(self, result: object) -> None:
         """See the backward of what a forward gives begin: also one that fails before it comes to a graph."""
-        if self._leaves_sums or self.prefetcher.foresees_backward:
+        foresees = self.prefetcher.foresees_backward
+        if self._leaves_sums or foresees:
             for tensor in tree_leaves(result):
                 if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                    graphs = [weakref.ref(node) for node in torch_private.compiled_nodes(tensor)]
+                    graphs = [weakref.ref(each) for each in torch_private.compiled_nodes(tensor)] if foresees else []
                     tensor.register_hook(functools.partial(_begin_backward_eagerly, self, graphs))
 
     def backward_begins(self, graphs: Iterable[weakref.ref[Any]], _: Tensor) -> None:
@@ -190,9 +191,11 @@ class ModelContext:
             self._resident_in[budget_bytes] = unsharded_cache.units_that_fit(self.units, budget_bytes)
         return self._resident_in[budget_bytes]
 
-    def forget_choice(self) -> None:
-        """A unit has changed: choose anew."""
+    def forget_choice(self, *, is_other: bool) -> None:
+        """A unit has changed: choose anew; if it `is_other` than before, what the prefetcher has seen is old."""
         self._resident_in.clear()
+        if is_other:
+            self.prefetcher.forget()
 
     @property
     def holds(self) -> bool:

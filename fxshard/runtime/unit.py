@@ -173,7 +173,7 @@ class Unit:
 
     def publish(self) -> None:
         """Refresh the plan and what the modules' getters read; called whenever layout, name or policy changed."""
-        settings, outer = self.settings, mesh_axes.replicate_group(self.mesh)
+        settings, outer, before = self.settings, mesh_axes.replicate_group(self.mesh), getattr(self, "plan", None)
         given, policy, offload = settings.reshard_after_forward, settings.mp_policy, settings.offload
         kind = self.mesh.device_type
         self.plan = UnitPlan(
@@ -191,7 +191,7 @@ class Unit:
             reshard_after_forward=not self.is_root if given is None else bool(given),
             subgroup_size=settings.subgroup_size,
         )
-        self.model.forget_choice()
+        self.model.forget_choice(is_other=before not in (None, self.plan))
         self._agreements.clear()
         self.after_forward.end()
         # Dynamo guards on the key: another list is another graph.
