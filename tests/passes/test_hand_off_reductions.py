@@ -149,7 +149,7 @@ def test_a_wrong_hand_off_is_caught(mistake: Callable[[fx.Graph], Any]) -> None:
 
 
 def test_a_gradient_that_is_cast_after_its_reduction_is_left_to_the_runtime() -> None:
-    traced = mixed_precision(reduce_dtype=None)
+    traced = mixed_precision(reduce_dtype=torch.bfloat16)
     gm, _ = handed_off(traced)
     (left,) = deferred(gm)
     assert (left.args[1], left.all_input_nodes[0].meta["val"].dtype) == (torch.float32, torch.bfloat16)
