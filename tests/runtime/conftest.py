@@ -12,7 +12,8 @@ from fxshard.testing import EmulatedLink, emulated_link
 
 @pytest.fixture
 def link() -> Iterator[EmulatedLink]:
-    """A link of two emulated ranks, which nothing compiled outlives."""
+    """A link of two emulated ranks, to which nothing comes compiled, and which nothing compiled outlives."""
+    torch._dynamo.reset()
     with emulated_link(2) as link:
         yield link
         torch._dynamo.reset()
