@@ -47,5 +47,5 @@ CEILINGS = (
         23_180,
     ),
     Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 58_800),
-    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 53_150),
+    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 53_200),
 )
