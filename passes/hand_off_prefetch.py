@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import fx
 from torch.fx import GraphModule
 
-from fxshard.cost import bucket_sizes
 from fxshard.ir import collectives, dataflow, graph_edit, launch_groups, ops, pins, tags
 from fxshard.ir.dataflow import Dataflow, Flat
 from fxshard.ir.tags import ShardKey
@@ -31,11 +29,9 @@ class HandOffPrefetch(GraphPass):
     Attributes:
         guess: whether to launch what came next the last time, where no list of the user says what to launch; never
             under a memory budget, which counts the launches of one graph.
-        bucket: as `BucketCollectives.size`: of small units several are guessed, and launched together.
-        peak_share: as there, in units of the largest unit of the model.
         hands_over: whether to launch anything for the next graph.
 
-    Numerics: unchanged. Memory: one launch group more is in flight between two graphs, or a bucket.
+    Numerics: unchanged. Memory: one launch group more is in flight between two graphs.
     No-op: no all_gather; the graph reaches over its ends already.
     Source: FSDP2 `_fsdp_param_group.py` (`_prefetch_unshard`, `_backward_prefetch`).
     """
@@ -44,15 +40,13 @@ class HandOffPrefetch(GraphPass):
     reorders_only = True
 
     guess: bool = True
-    bucket: str | float = "unit"
-    peak_share: float = 1.0
     hands_over: bool = True
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
         """Edit `gm.graph` in place; return whether anything changed."""
         if gm.graph.find_nodes(op="call_function", target=ops.PREFETCHED_ALL_GATHER):
             return False
-        guess, peak_share = self._guess_bytes(ctx), self.peak_share if self.bucket == "auto" else None
+        guess = self.guess and ctx.unsharded_budget_bytes is None
         groups = launch_groups.groups_of(gm.graph, collectives.GATHERS)
         roles = {}
         if groups:
@@ -75,22 +69,10 @@ class HandOffPrefetch(GraphPass):
                     ctx.decline(launch, "it sends more than parts of one flat; it is launched in this graph")
                     continue
                 stream = tags.meta_of(launch).stream
-                made = graph_edit.replace_launch(
-                    launch, ops.PREFETCHED_ALL_GATHER, (*arguments, role, guess, peak_share, stream)
-                )
+                made = graph_edit.replace_launch(launch, ops.PREFETCHED_ALL_GATHER, (*arguments, role, guess, stream))
                 _keep_next_launch_behind(made)
                 changed = True
         return changed
-
-    def _guess_bytes(self, ctx: PassContext) -> int:
-        """Return how many unsharded bytes are enough for one launch of what is guessed; 0 to guess nothing."""
-        if not self.guess or ctx.unsharded_budget_bytes is not None:
-            return 0
-        if self.bucket == "unit":
-            return 1
-        world_size = max((unit.world_size for unit in ctx.plan.units.values()), default=2)
-        enough = bucket_sizes.limits_of(self.bucket, ctx.hardware, world_size).enough
-        return max(1, round(enough)) if math.isfinite(enough) else 1  # one rank sends nothing
 
 
 def _arguments(launch: fx.Node, flow: Dataflow, shards: Mapping[ShardKey, fx.Node]) -> tuple[object, ...] | None:

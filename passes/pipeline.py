@@ -106,7 +106,7 @@ def default(
     compiled, guesses, auto = lower == "inductor", prefetch not in (0, "off"), prefetch == "auto"
     hands_off = not cudagraphs and streams != "off"
     keeping, deferring = ((KeepLastUnit(),), (DeferWeightGradients(),)) if auto else ((), ())
-    ends = HandOffPrefetch(guess=guesses, hands_over=streams != "off", bucket=bucket, peak_share=bucket_peak_share)
+    ends = HandOffPrefetch(guess=guesses, hands_over=streams != "off")
     outlining = (OutlineRegions(bucket=bucket),) if (outlines := regions == "auto" and not cudagraphs) else ()
     calling = CallRegions(interpreted=not compiled, parts_last=auto)
     folding = (FoldCopies(),) if outlines else ()  # once launches are final

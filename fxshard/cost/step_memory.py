@@ -24,7 +24,7 @@ Bytes = dict[str, int]
 """Category -> bytes."""
 
 MAIN, GATHERING, REDUCING = "main", "gathering", "reducing"
-"""Streams whose memory is apart; all is on the main one unless gathers and reductions have their own, as in FSDP2."""
+"""Streams with memory pools of their own. All is in the main one's, unless gathers and reductions have streams."""
 
 
 class GraphMemory:

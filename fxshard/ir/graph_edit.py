@@ -104,9 +104,9 @@ class _Recorder(torch_private.DispatchMode):
         outer, self._original = self._original, self._original or func
         try:
             with self:
-                apart = self._decompositions.get(func, func.decompose)(*args, **kwargs)
-            if apart is not NotImplemented:
-                return apart
+                parts = self._decompositions.get(func, func.decompose)(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
             given, named = tree_map_only(Tensor, self.node_of, (args, kwargs))
             node = self.graph.create_node("call_function", func, given, named, name=func.overloadpacket.__name__)
             return self._keep(node, func(*args, **kwargs))

@@ -102,7 +102,7 @@ LIBRARY.define(
 )
 LIBRARY.define(
     "prefetched_all_gather(Tensor flat, ScalarType dtype, int[] starts, int[] numels, int group_size, str group_name, "
-    "str role, int guess_bytes, float? peak_share, str stream) -> Tensor[]"
+    "str role, bool guess, str stream) -> Tensor[]"
 )
 LIBRARY.define(
     "all_gather_on_stream(Tensor[] inputs, ScalarType dtype, int group_size, str group_name, str stream) -> Tensor[]"

@@ -72,7 +72,7 @@ def outline(
 
     Raises:
         ConfigError: a block returns something else than tensors, or is called more than once.
-        Exception: whatever `explain` raises.
+        Exception: as `explain` raises.
     """
     *blocks, _ = units_of(model)
     names = {id(module): name for name, module in model.named_modules()}

@@ -126,7 +126,7 @@ def plan(
 
     Raises:
         ConfigError: an unknown hardware or schedule, or a model or mesh that cannot be planned.
-        Exception: whatever `explain` raises.
+        Exception: as `explain` raises.
     """
     spec, how, world_sizes = hardwares.load(hardware), settings or PlanSettings(), list(world_sizes)
     if unknown := [name for name in how.schedules if name not in SCHEDULES]:

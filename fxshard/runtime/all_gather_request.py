@@ -1,4 +1,4 @@
-"""What the prefetcher launches: the gather of parts of a unit's flat, alone or together with others."""
+"""What the prefetcher launches: the gather of parts of a unit's flat."""
 
 from __future__ import annotations
 
@@ -18,13 +18,6 @@ Key = tuple[int, torch.dtype, tuple[tuple[int, int], ...]]
 """What tells a request from others: address of the flat, dtype, parts."""
 
 
-class Guess(NamedTuple):
-    """How much to launch of what is guessed; see `passes/hand_off_prefetch.py`."""
-
-    nbytes: int  # unsharded bytes that are enough for one launch; 0 to guess nothing
-    peak_share: float | None  # of the largest unit: how much may be launched early for it; `None` for no limit
-
-
 class AllGatherRequest(NamedTuple):
     """One all_gather of parts of a flat."""
 
@@ -35,7 +28,7 @@ class AllGatherRequest(NamedTuple):
     world_size: int  # ranks
     group: str  # name of their process group
     stream: str = ""  # on which it is cast and launched; empty for the current one
-    guess: Guess = Guess(0, None)  # what may be launched behind it where no list of the user says so
+    guess: bool = False  # whether it may be launched where no list of the user says so
 
     @property
     def key(self) -> Key:
@@ -43,35 +36,18 @@ class AllGatherRequest(NamedTuple):
         return self.flat.data_ptr(), self.dtype, self.parts
 
     @property
-    def link(self) -> tuple[object, ...]:
-        """What it shares with others that can be launched together with it."""
-        return self.dtype, self.group, self.stream, self.flat.device
-
-    @property
     def sizes(self) -> tuple[object, ...]:
         """What a launch must have in common with that of another rank which it meets."""
         return self.dtype, self.world_size, [numel for _, numel in self.parts]
 
-    @property
-    def nbytes(self) -> int:
-        """Of what it gathers, on each rank."""
-        return self.world_size * sum(numel for _, numel in self.parts) * self.dtype.itemsize
-
-
-def launch(*requests: AllGatherRequest) -> list[list[Tensor]]:
-    """Start requests of one `link` together; each result is `[world_size * numel]`, to be waited for."""
-    first = requests[0]
-    flats = [request.flat.detach() for request in requests]
-    joiner = streams.copy_out_stream(first.stream, flats[0].device)
-    names = ", ".join(request.unit.label for request in requests if request.unit is not None)
-    with profiler_ranges.of_unit(names), streams.on_side_stream(first.stream, flats[0].device):
-        cast_flats = streams.cast_to_send(flats, first.dtype, joiner)
-        parts = [
-            flat[start : start + numel]
-            for request, flat in zip(requests, cast_flats, strict=True)
-            for start, numel in request.parts
-        ]
-        if len(parts) == 1:
-            return [[_c10d.all_gather_into_tensor(parts[0], first.world_size, first.group)]]
-        results = iter(_c10d.all_gather_into_tensor_coalesced(parts, first.world_size, first.group))
-    return [[next(results) for _ in request.parts] for request in requests]
+    def launch(self) -> list[Tensor]:
+        """Start it; each result is `[world_size * numel]`, to be waited for."""
+        flat = self.flat.detach()
+        joiner = streams.copy_out_stream(self.stream, flat.device)
+        name = self.unit.fqn if self.unit is not None else ""
+        with profiler_ranges.of_unit(name), streams.on_side_stream(self.stream, flat.device):
+            (sent,) = streams.cast_to_send([flat], self.dtype, joiner)
+            inputs = [sent[start : start + numel] for start, numel in self.parts]
+            if len(inputs) == 1:
+                return [_c10d.all_gather_into_tensor(inputs[0], self.world_size, self.group)]
+            return list(_c10d.all_gather_into_tensor_coalesced(inputs, self.world_size, self.group))

@@ -13,8 +13,7 @@ A guess does not reach over the end of the outermost module's call or of a backw
 that activation checkpointing repeats is part of its backward. Where code outside of graphs comes first (an embedding in
 forward, a head and a loss in backward), the first graph's launch is guessed before that code runs.
 
-Of small blocks several are guessed and launched together, as `bucket` says: `Prefetcher._launch_bucket`. What other
-ranks guess must then be the same to the byte, so after a RankMismatchError a rank forgets what it has seen.
+What ranks guess must be the same, so after a RankMismatchError they forget what they have seen.
 
 A rank whose next graph gathers, and is not the one that came the last time, waits for the others before it launches,
 although it may know that path as well: if they go the usual way, its launches would meet theirs of other sizes, which
@@ -30,8 +29,7 @@ that it sent and compares it before the forward, and an unseen write is an error
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -44,7 +42,7 @@ from fxshard.errors import UnsupportedGraph
 from fxshard.ir import ops
 from fxshard.ir.plan import BY
 from fxshard.runtime import eager, rank_check, unsharded_cache
-from fxshard.runtime.all_gather_request import AllGatherRequest, Guess, Key, launch
+from fxshard.runtime.all_gather_request import AllGatherRequest, Key
 from fxshard.runtime.flat_shard import home_of
 from fxshard.runtime.unsharded_cache import Gathered, UnshardedCache, Why
 
@@ -88,13 +86,12 @@ class Prefetcher:
         self._units: set[Unit] = set()  # whose requests of this scope are in `_of_unit`
         self.first: Unit | None = None
         self._are_alike: bool | None = None  # whether the same ranks share all units
-        self._largest: int | None = None  # unsharded bytes of the largest unit
 
     def take_or_launch(self, request: AllGatherRequest, unit: Unit) -> list[Tensor]:
         """What a request of a unit gathers: taken over, or launched now."""
         scope = eager.running()
         if scope is None:
-            return launch(request)[0]
+            return request.launch()
         if scope != self._scope:
             self._begin(scope)
         self._remember(request, unit, scope)
@@ -106,7 +103,7 @@ class Prefetcher:
         if found is None or not _can_be_saved(found):
             self._cache.drop(request.key)
             self._drop("next")  # the model took another way than before
-            return launch(request)[0]
+            return request.launch()
         if not found.is_current:  # to gather again would be right, but the other ranks need not do so
             self._cache.drop(request.key)
             raise UnsupportedGraph(
@@ -200,7 +197,7 @@ class Prefetcher:
         place: object = scope.is_backward
         if scope == self._scope and self._taken:
             memory, place = self._following, (scope.is_backward, len(self._taken), self._taken[-1])
-        if place not in memory or memory[place].unit in units or not memory[place].guess.nbytes:
+        if place not in memory or memory[place].unit in units or not memory[place].guess:
             return False
         requested = (request for unit in units for request in self._of_unit.get((scope.is_backward, unit), {}).values())
         is_guessed = any(gathered.why == "next" for gathered in self._cache.values())
@@ -220,7 +217,7 @@ class Prefetcher:
         requests = self._of_unit.get((False, unit), {})
         self._cache.drop(*requests)  # may be of old weights
         unit.encode()
-        launched = [self._launch("asked", request)[0] for request in requests.values()]
+        launched = [self._launch(request, "asked") for request in requests.values()]
         return [tensor for gathered in launched for tensor in gathered.tensors.values()]
 
     def launch_after_step(self, stepped: Collection[Unit]) -> None:
@@ -232,10 +229,10 @@ class Prefetcher:
         self.first = unit
         with unit.agreed("step", "all_gather", "what the next forward reads first"), torch.no_grad():
             for request in self._of_unit[False, unit].values():
-                self._launch("stepped", request)[0].sent = request, _bits(request.flat).clone()
+                self._launch(request, "stepped").sent = request, _bits(request.flat).clone()
 
-    def prefetch_next(self, request: AllGatherRequest, unit: Unit) -> None:
-        """Launch what comes after a request of a unit: what the unit lists, or else what came next the last time."""
+    def prefetch_next(self, unit: Unit, *, guess: bool) -> None:
+        """Launch what comes next: what the unit lists, or if it lists nothing, what was taken next the last time."""
         scope = self._scope
         if scope is None or not self._taken or scope != eager.running():
             return
@@ -244,49 +241,10 @@ class Prefetcher:
         for other in listed or ():
             for key, wanted in self._of_unit.get((scope.is_backward, other), {}).items():
                 if key not in self._taken:
-                    self._launch("listed", wanted)
-        if request.guess.nbytes and listed == ():
-            self._launch_bucket(self._foreseen(scope, len(self._taken), self._taken[-1], unit), request.guess)
-
-    def _foreseen(self, scope: eager.Running, taken: int, last: Key, unit: Unit) -> Iterator[AllGatherRequest]:
-        """What was taken after a request of a unit, the one after so many, the last time."""
-        while (request := self._following.get((scope.is_backward, taken, last))) is not None:
-            following = cast("Unit", request.unit)
-            if not self._is_foreseen_alike(request, unit):
-                return
-            yield request
-            taken, last, unit = taken + 1, request.key, following
-
-    def _launch_bucket(self, foreseen: Iterator[AllGatherRequest], guess: Guess) -> None:
-        """Launch the first of these together, as far as they are small, unless enough is in flight already.
-
-        A bucket of several is launched while the last one of the bucket before it is in flight.
-        """
-        first, early = next(foreseen, None), 0
-        if first is not None and first.key in self._cache:
-            first = next(foreseen, None)
-            early = first.nbytes if first is not None else 0
-        if first is None or first.key in self._cache:
-            return
-        is_next, bucket, most = not early, [first], self._most_early(guess, first)
-        for request in foreseen:
-            is_full = sum(each.nbytes for each in bucket) >= guess.nbytes or early + request.nbytes > most
-            if is_full or request.link != first.link:
-                break
-            if request.key in self._cache or any(request.key == each.key for each in bucket):  # a block called again
-                break
-            bucket.append(request)
-            early += request.nbytes
-        if is_next or (len(bucket) > 1 and early <= most):
-            self._launch("next", *bucket)
-
-    def _most_early(self, guess: Guess, request: AllGatherRequest) -> float:
-        """How many unsharded bytes may be launched before the graph in front of theirs runs."""
-        if guess.peak_share is None:
-            return math.inf
-        if self._largest is None:
-            self._largest = max(unit.plan.unsharded_bytes for unit in cast("Unit", request.unit).model.units)
-        return guess.peak_share * self._largest
+                    self._launch(wanted, "listed")
+        following = self._following.get((scope.is_backward, len(self._taken), self._taken[-1]))
+        if guess and listed == () and following is not None and self._is_foreseen_alike(following, unit):
+            self._launch(following, "next")
 
     @property
     def foresees_backward(self) -> bool:
@@ -304,13 +262,13 @@ class Prefetcher:
         if scope is None or (scope == self._scope and self._taken):
             return
         first = self._first.get(scope.is_backward)
-        if first is None or first.unit is None or not first.guess.nbytes:
+        if first is None or first.unit is None or not first.guess:
             return
         if self._share_all_ranks(first.unit.model.units):
             if scope != self._scope:
                 self._begin(scope)
             with torch.inference_mode(False), torch.no_grad():  # a graph may save it
-                self._launch("next", first)  # alone: little hides it
+                self._launch(first, "next")
 
     def _is_foreseen_alike(self, request: AllGatherRequest, after: Unit) -> bool:
         """Whether all ranks that must launch a request have seen alike what came before it; a unit came last."""
@@ -321,19 +279,18 @@ class Prefetcher:
             self._are_alike = len({_ranks_of(unit.plan.group) for unit in units}) <= 1
         return self._are_alike
 
-    def _launch(self, why: Why, *requests: AllGatherRequest) -> list[Gathered]:
-        """Launch together what is not in flight yet; return what is in flight for each."""
-        missing = [request for request in requests if request.key not in self._cache]
-        if missing:
-            self.settle(missing[0].flat.device)
-            for request, launched in zip(missing, launch(*missing), strict=True):
-                self._cache[request.key] = Gathered(cast("Unit", request.unit), dict(enumerate(launched)), why)
-        return [self._cache[request.key] for request in requests]
+    def _launch(self, request: AllGatherRequest, why: Why) -> Gathered:
+        found = self._cache.get(request.key)
+        if found is None:
+            self.settle(request.flat.device)
+            launched = dict(enumerate(request.launch()))
+            found = self._cache[request.key] = Gathered(cast("Unit", request.unit), launched, why)
+        return found
 
     def forget(self) -> None:
         """Drop what is in flight, and what was remembered."""
         self._drop("next", "listed", "asked", "stepped")
-        self._scope = self.first = self._are_alike = self._largest = None
+        self._scope = self.first = self._are_alike = None
         self._taken.clear()
         self._units.clear()
         self._following.clear()
@@ -366,19 +323,18 @@ def _prefetched_all_gather(
     group_size: int,
     group_name: str,
     role: str,
-    guess_bytes: int,
-    peak_share: float | None,
+    guess: bool,
     stream: str,
 ) -> list[Tensor]:
     home = home_of(flat)
     unit, parts = home.unit if home is not None else None, tuple(zip(starts, numels, strict=True))
-    request = AllGatherRequest(unit, flat, dtype, parts, group_size, group_name, stream, Guess(guess_bytes, peak_share))
+    request = AllGatherRequest(unit, flat, dtype, parts, group_size, group_name, stream, guess)
     if unit is None:
-        return launch(request)[0]
+        return request.launch()
     takes = role in ("first", "only")
-    launched = unit.model.prefetcher.take_or_launch(request, unit) if takes else launch(request)[0]
+    launched = unit.model.prefetcher.take_or_launch(request, unit) if takes else request.launch()
     if role in ("last", "only"):
-        unit.model.prefetcher.prefetch_next(request, unit)
+        unit.model.prefetcher.prefetch_next(unit, guess=guess)
     return launched
 
 

@@ -12,10 +12,8 @@ from fxshard.passes._base import GraphKind, GraphPass, PassContext
 from fxshard.passes.bucket_collectives import BucketCollectives
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.hand_off_prefetch import HandOffPrefetch
-from fxshard.passes.insert_collectives import InsertCollectives
 from fxshard.passes.pin_order import PinOrder
 from fxshard.passes.pipeline import CODEGEN_GIVEN, LAST_GIVEN
-from tests import graphs
 from tests.graphs import EVERY_UNIT, SPLIT, Traced, assert_changes_nothing, broken_by
 from tests.schedules import DEAR_COPIES, LAYER, MODELS, SCHEDULE, after_passes, assert_schedule, model_of
 from tests.steps import assert_same_step, step
@@ -65,24 +63,7 @@ def test_nothing_is_guessed_under_a_budget() -> None:
     passes = (*SCHEDULE, HandOffPrefetch())
     gm, _ = after_passes(model_of("four_layers"), "forward", *passes, unsharded_budget_bytes=10**6)
     assert roles(gm) == ["first", "", "", ""]
-    assert collectives.arguments_of(collectives.unshard_launches(gm.graph)[0])["guess_bytes"] == 0
-
-
-@pytest.mark.parametrize(
-    ("bucket", "share", "found"),
-    [("unit", 2.0, (1, None)), ("auto", 2.0, (4_500_000, 2.0)), (2, 2.0, (2 << 20, None))],
-)
-def test_small_guesses_are_filled_up_to_a_bucket(
-    bucket: str | float, share: float, found: tuple[int, float | None]
-) -> None:
-    gm, _ = handed_off("two_layers", "backward", options=HandOffPrefetch(bucket=bucket, peak_share=share))
-    given = collectives.arguments_of(collectives.unshard_launches(gm.graph)[0])
-    assert (given["guess_bytes"], given["peak_share"]) == found
-
-
-def test_one_rank_has_nothing_to_fill_a_bucket_with() -> None:
-    gm, ctx = graphs.two_layers(world_size=1).at("forward", after=InsertCollectives)
-    assert not HandOffPrefetch(bucket="auto").apply(gm, ctx)
+    assert not collectives.arguments_of(collectives.unshard_launches(gm.graph)[0])["guess"]
 
 
 def test_declines_a_launch_of_two_units_and_says_so() -> None:

@@ -81,35 +81,6 @@ def test_recomputation_is_no_other_way(link: EmulatedLink, monkeypatch: pytest.M
     assert not any(waits)
 
 
-class Seven(Blocks):
-    """Of 320 to 520 bytes each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks.extend(FeedForward(4, 8 + i) for i in range(NUM_BLOCKS, 7))
-
-
-@pytest.mark.parametrize(
-    ("share", "forward", "backward"),
-    [
-        (0.5, "ag0 ag1 w0 c ag2 w1 c ag3 w2 c ag4 w3 c ag5 w4 c ag6 w5 c w6 c", "ag6 ag5 w6 c"),
-        (1.0, "ag0 ag1+2 w0 c w1 c ag3+4 w2 c w3 c ag5+6 w4 c w5 c w6 c", "ag6 ag5+4 w6 c"),
-        (2.0, "ag0 ag1+2+3 w0 c w1 c ag4+5 w2 c w3 c w4 c ag6 w5 c w6 c", "ag6 ag5+4+3 w6 c"),
-        (10.0, "ag0 ag1+2+3+4+5+6 w0 c w1 c w2 c w3 c w4 c w5 c w6 c", "ag6 ag5+4+3+2+1+0 w6 c"),
-    ],
-)
-def test_launches_small_blocks_together(link: EmulatedLink, share: float, forward: str, backward: str) -> None:
-    """As many as the share of the largest unit allows, and while the last one of those before is in flight."""
-    options = {"bucket": "auto", "bucket_peak_share": share, "hardware": "h100"}
-    model = warm(block_by_block(link, Seven, **options))
-    found = issued(model)
-    assert found[0].replace("blocks.", "").replace(", ", "+") == forward
-    assert found[1].replace("blocks.", "").replace(", ", "+").startswith(backward)
-    ours = step(model)
-    torch._dynamo.reset()
-    assert torch.equal(ours, step(block_by_block(link, Seven, prefetch=0)))
-
-
 def test_a_backward_that_comes_to_no_graph_drops_what_was_launched_for_it(link: EmulatedLink) -> None:
     model = warm(block_by_block(link, Between))
     model.skipped = range(NUM_BLOCKS)
@@ -367,7 +338,7 @@ def test_a_block_called_many_times_is_gathered_once_for_each(link: EmulatedLink,
                     x = block(block(block(x)))
             return self.head(self.embed(x))
 
-    model = warm(block_by_block(link, Looped, bucket="auto", bucket_peak_share=4.0, hardware="h100"))
+    model = warm(block_by_block(link, Looped))
     in_flight_before = _get_work_registry_size()
     step(model)
     assert _get_work_registry_size() == in_flight_before
