@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from types import CodeType
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._C._dynamo.guards import GlobalStateGuard
 from torch._C._functorch import peek_interpreter_stack
 from torch._dynamo import eval_frame, trace_rules
-from torch._dynamo.convert_frame import input_codes, output_codes
+from torch._dynamo.convert_frame import ConvertFrameAssert, input_codes, output_codes
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.external_utils import get_nonrecursive_disable_wrapper
 from torch._dynamo.utils import get_compilation_metrics
@@ -270,11 +270,17 @@ def uncompiled_call(module: torch.nn.Module) -> Callable[..., Any]:
     return module._call_impl
 
 
-def backends_of(module: torch.nn.Module, callback: Any = None) -> list[Any]:
+class CompiledWith(NamedTuple):
+    """What compiles the calls of a module."""
+
+    backend: Any  # the innermost of Dynamo's wrappers, with the user's `compiler_name` and `kwargs` if it is a backend
+    fullgraph: bool  # whether a graph break is an error
+
+
+def backends_of(module: torch.nn.Module, callback: Any = None) -> list[CompiledWith]:
     """Return what compiles the calls of a module that `torch.compile` returned, or of which `compile()` was called.
 
-    Each is the innermost of Dynamo's wrappers, which has the user's `compiler_name` and `kwargs`; what is no backend
-    has neither. First comes `callback`, Dynamo's on this thread.
+    What is no backend is among them. First comes `callback`, Dynamo's on this thread.
     """
     if isinstance(module, eval_frame.OptimizedModule):
         found = [getattr(module.dynamo_ctx, "callback", None)]
@@ -284,10 +290,12 @@ def backends_of(module: torch.nn.Module, callback: Any = None) -> list[Any]:
     return [_innermost(each) for each in (callback, *found)]
 
 
-def _innermost(callback: Any) -> Any:
+def _innermost(callback: Any) -> CompiledWith:
+    fullgraph = False
     while (inner := getattr(callback, "_torchdynamo_orig_backend", None)) is not None:
+        fullgraph |= isinstance(callback, ConvertFrameAssert)
         callback = inner
-    return callback
+    return CompiledWith(callback, fullgraph)
 
 
 def is_never_compiled(code: CodeType) -> bool:

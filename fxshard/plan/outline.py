@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fxshard import torch_private
-from fxshard.compile.one_line.units import units_of
+from fxshard.compile.one_line.units import blocks_of
 from fxshard.errors import ConfigError
 from fxshard.inspect.explain import explained, reads_values
 from fxshard.inspect.explanation import Explanation
@@ -74,7 +74,7 @@ def outline(
         ConfigError: a block returns something else than tensors, or is called more than once.
         Exception: as `explain` raises.
     """
-    *blocks, _ = units_of(model)
+    blocks = blocks_of(model)
     names = {id(module): name for name, module in model.named_modules()}
     if not blocks:
         whole = explained(model, args, kwargs, world_size=world_size, options=options, saves_all=saves_all)
