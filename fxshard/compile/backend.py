@@ -83,7 +83,7 @@ def _refuse_writes_of_plain(gm: fx.GraphModule, example_inputs: Sequence[Any]) -
 
 def frames_of(module: nn.Module) -> list[Frame]:
     """Return the live captured graphs of a sharded module, compiled or plain, in the order of their capture."""
-    return list(dict.fromkeys(frame for unit in units_under(plain_module(module)) for frame in unit.frames))
+    return list(dict.fromkeys(frame for unit in units_under(plain_module(module)) for frame in unit.step.frames))
 
 
 def capture_only(
@@ -137,7 +137,7 @@ def _compile(
         replays=options.cudagraphs,
     )
     for home in flats.values():
-        home.unit.frames[frame] = None
+        home.unit.step.frames[frame] = None
     chosen = pipeline.chosen(options)
     lower(gm, example_inputs, frame, chosen, options, generate_code=generate_code, saves_all=saves_all)
     names = [key or "root" for key in plan.units if key not in plan.in_subgroups]
