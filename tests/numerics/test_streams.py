@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import fxshard
 from fxshard import MixedPrecisionPolicy
-from fxshard.cost.hardware import BUILTIN
 from fxshard.errors import ConfigError
+from fxshard.hardware import BUILTIN
 from fxshard.testing import emulated_link
 from tests import graphs
 from tests.numerics.generated_code import Blocks, compiled
