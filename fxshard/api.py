@@ -323,14 +323,14 @@ def release_accumulators(module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
         raise ConfigError(f"release_accumulators expects the model, got {type(module).__name__}.")
     units = sharded_module.units_under(plain_module(module))
-    waiting = [unit.label for unit in units if unit.accumulation.waiting]
+    waiting = [unit.label for unit in units if unit.step.accumulation.waiting]
     if waiting:
         raise ConfigError(
             f"release_accumulators: gradients of {', '.join(waiting)} wait to be reduced. Run a backward outside of "
             "no_sync() first, or drop them with reset_iter_state()."
         )
     for unit in units:
-        unit.accumulation.release()
+        unit.step.accumulation.release()
 
 
 def _require_kinds(reshard: object, mp_policy: object, offload: object) -> None:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from torch import fx
 from torch.fx import GraphModule
 
-from fxshard.cost.hardware import BUILTIN, HardwareSpec
+from fxshard.hardware import BUILTIN, HardwareSpec
 from fxshard.ir import text
 from fxshard.ir.graph_edit import TracedCode
 from fxshard.ir.history import PassHistory, Remark

@@ -42,8 +42,9 @@ CEILINGS = (
         5_200,
     ),
     Ceiling(
-        "lines of the core: top level, `sharding`, `compile`, `ir`, `passes`, `ranks`, `runtime`",
-        _lines(text for name, text in SOURCES.items() if name.rpartition("/")[0].partition("/")[0] in CORE),
+        "lines of the core: top level without `hardware.py`, `sharding`, `compile`, `ir`, `passes`, `ranks`, `runtime`",
+        _lines(text for name, text in SOURCES.items() if name.rpartition("/")[0].partition("/")[0] in CORE)
+        - _lines([SOURCES["hardware.py"]]),
         23_100,
     ),
     Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 58_760),

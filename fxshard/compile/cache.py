@@ -23,8 +23,8 @@ from torch._inductor.output_code import CompiledFxGraph
 from torch._library.fake_class_registry import FakeScriptObject
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxshard.cost.hardware import HardwareSpec
 from fxshard.errors import InvariantError
+from fxshard.hardware import HardwareSpec
 from fxshard.ir import meshes
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.launches import Launch

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from fxshard.cost.comm import transfer_seconds
-from fxshard.cost.hardware import HardwareSpec
 from fxshard.errors import ConfigError
+from fxshard.hardware import HardwareSpec
 
 _T = TypeVar("_T")
 

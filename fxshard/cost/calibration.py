@@ -21,9 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxshard import torch_private
-from fxshard.cost import hardware
-from fxshard.cost.hardware import HardwareSpec
+from fxshard import hardware, torch_private
+from fxshard.hardware import HardwareSpec
 from fxshard.ir.text import dtype_text
 from fxshard.runtime import gloo
 

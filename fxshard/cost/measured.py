@@ -36,11 +36,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxshard import options, torch_private
-from fxshard.cost import hardware
+from fxshard import hardware, options, torch_private
 from fxshard.cost.calibration import Calibration
-from fxshard.cost.hardware import HardwareSpec
 from fxshard.errors import ConfigError
+from fxshard.hardware import HardwareSpec
 from fxshard.ranks.rendezvous import Rendezvous, is_alone
 from fxshard.runtime import gloo, mesh_axes
 

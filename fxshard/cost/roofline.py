@@ -16,8 +16,8 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from fxshard.cost.fusion import fused_bytes
-from fxshard.cost.hardware import HardwareSpec
 from fxshard.cost.symbols import Point, Quantity, product, size_of
+from fxshard.hardware import HardwareSpec
 from fxshard.ir import collectives, ops, regions
 from fxshard.ir.liveness import Liveness, liveness, tensors_in
 from fxshard.ir.planned_block import number_of

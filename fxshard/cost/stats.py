@@ -12,12 +12,12 @@ from typing import Any
 import sympy
 from torch import fx
 
-from fxshard.cost.hardware import HardwareSpec
 from fxshard.cost.memory import on_device, peak
 from fxshard.cost.sizes import sizes_of
 from fxshard.cost.symbols import Quantity, Sum, evaluate
 from fxshard.cost.timeline import Timeline
 from fxshard.errors import ConfigError
+from fxshard.hardware import HardwareSpec
 from fxshard.ir.liveness import unsharded_storages
 from fxshard.ir.plan import FramePlan
 

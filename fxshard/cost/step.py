@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from torch import fx
 
-from fxshard.cost.hardware import HardwareSpec
 from fxshard.cost.timeline import Timeline
+from fxshard.hardware import HardwareSpec
 from fxshard.ir import launch_groups
 from fxshard.ir.collectives import ALL_REDUCES, GATHERS, REDUCTIONS
 

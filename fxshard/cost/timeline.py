@@ -22,10 +22,10 @@ from typing import NamedTuple
 from torch import fx
 
 from fxshard.cost.comm import launches_inside, launches_of
-from fxshard.cost.hardware import HardwareSpec
 from fxshard.cost.roofline import FREE, ComputeModel
 from fxshard.cost.sizes import Sizes
 from fxshard.cost.symbols import Quantity, Sum
+from fxshard.hardware import HardwareSpec
 from fxshard.ir import collectives, ops, tags
 from fxshard.ir.liveness import Liveness
 

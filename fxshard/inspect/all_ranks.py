@@ -9,6 +9,9 @@ one is what comparing two graphs needs. Values that the network moves are exact 
 The ranks are those that share the largest unit. A launch over fewer (experts) is one among ranks next to each other. Of
 all other axes (replicas, tensor and expert parallelism) there is one place: what another collective brings are the
 values that the rank itself has, repeated or cut to the size that comes.
+
+Torch's `LocalTensorMode` does not serve (2.11, 2.13, 2.15): it looks up the process group of each launch by its name.
+Here groups are simulated and have none; beside a live one it takes that one's ranks for all.
 """
 
 from __future__ import annotations

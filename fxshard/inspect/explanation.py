@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import fx
 
-from fxshard.cost.hardware import HardwareSpec
 from fxshard.cost.stats import CollectiveCost, GraphStats, collectives_of, graph_stats
 from fxshard.cost.step import StepTime
 from fxshard.errors import ConfigError, nearest
+from fxshard.hardware import HardwareSpec
 from fxshard.inspect import schedules as scheduling
 from fxshard.inspect.captured import kernels, remark
 from fxshard.inspect.schedules import Schedule

@@ -32,7 +32,7 @@ from fxshard.inspect.replica import Replica
 from fxshard.options import Options, launched_world_size
 from fxshard.runtime import mesh_axes
 from fxshard.runtime.tensor_parallel import WholeMesh
-from fxshard.runtime.unit import Unit
+from fxshard.runtime.unit import Unit, UnitGroups
 from fxshard.sharding import regional, shard_module
 from fxshard.sharding.mesh import require_mesh, resharding
 from fxshard.sharding.per_parameter import Chooser
@@ -253,7 +253,7 @@ def _settings_in(units: Sequence[Unit], meshes: Mapping[DeviceMesh, DeviceMesh],
 def _set(unit: Unit, settings: UnitSettings) -> None:
     """Change the settings of a copy; groups that these name do not exist."""
     names = (f"{unit.plan.group}_{end}" for end in (settings.subgroup_size, "reduce"))
-    unit.subgroup, unit.reduce_group = (cast(dist.ProcessGroup, SimpleNamespace(group_name=name)) for name in names)
+    unit.groups = UnitGroups(*(cast(dist.ProcessGroup, SimpleNamespace(group_name=name)) for name in names))
     unit.settings = settings
     unit.publish()
 

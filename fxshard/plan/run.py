@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from fxshard.cost.hardware import HardwareSpec
 from fxshard.cost.sizes import sizes_of
 from fxshard.cost.step import Clock, GraphOfStep, Interval
 from fxshard.cost.step_memory import GraphMemory, StepMemory, forward_memory, memory_of_step
 from fxshard.cost.symbols import Sum
 from fxshard.cost.timeline import Timeline
+from fxshard.hardware import HardwareSpec
 from fxshard.inspect.explanation import FrameExplanation
 from fxshard.ir.planned_block import number_of
 from fxshard.plan.outline import OutlinedModel

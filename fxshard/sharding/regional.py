@@ -56,7 +56,7 @@ def compile_as_wanted(places: ShardedModules, callback: Any) -> None:
     for _, state in places.values():
         for unit in state.units:
             if unit.plan.reshard_after_forward:  # a first call of the one-line form had begun it
-                unit.after_forward.end()
+                unit.step.after_forward.end()
     _compile_as(places, _ours(places[""][0], callback))
 
 
@@ -69,7 +69,7 @@ def begin_in_first_call(places: ShardedModules, compiled: nn.Module, then: Calla
         return False
     for module, state in places.values():
         for unit in state.units:
-            unit.after_forward.begin()
+            unit.step.after_forward.begin()
         if id(module) in state.compiled.blocks:
             state.compiled.runs[id(module)] = _preceded(then, state.compiled.runs[id(module)])
     in_blocks = {

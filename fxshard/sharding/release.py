@@ -75,7 +75,7 @@ def _require_releasable(model: nn.Module, states: list[tuple[ModuleState, list[n
     units = [unit for state, _ in states for unit in state.units]
     if any(not set(units).issuperset(unit.model.units) for unit in units):
         raise ConfigError(f"release({name}): it is part of a sharded model. Pass the outermost module.")
-    if waiting := [unit.label for unit in units if unit.accumulation.waiting or unit.replica_sums.waiting]:
+    if waiting := [unit.label for unit in units if unit.step.accumulation.waiting or unit.step.replica_sums.waiting]:
         raise ConfigError(
             f"release({name}): gradients of {', '.join(waiting)} wait to be reduced. Run a backward outside of "
             "no_sync() first, or drop them with reset_iter_state()."

@@ -8,10 +8,10 @@ import operator
 import pytest
 import torch
 
-from fxshard.cost.hardware import HardwareSpec
 from fxshard.cost.sizes import sizes_of
 from fxshard.cost.step import Clock, GraphOfStep, step_time
 from fxshard.cost.timeline import Timeline
+from fxshard.hardware import HardwareSpec
 from fxshard.ir import tags
 from tests.cost.big import WORLD_SIZE as RANKS
 from tests.cost.by_hand import HARDWARE, NO_PLAN, PRODUCT, TRANSFER, HandMade, c10d

@@ -12,8 +12,8 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from fxshard.cost.hardware import HardwareSpec, load
 from fxshard.errors import ConfigError
+from fxshard.hardware import HardwareSpec, load
 from fxshard.plan.plan import FSDP2, SCHEDULES, Plan, PlanSettings, plan, require_whole_nodes
 from fxshard.plan.run import PlannedSchedule, RunCost, cost_of
 from fxshard.tools.plan import shapes

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fxshard.cost import hardware
-from fxshard.cost.hardware import BUILTIN
+from fxshard import hardware
 from fxshard.errors import ConfigError
+from fxshard.hardware import BUILTIN
 from fxshard.tools import cli
 
 
