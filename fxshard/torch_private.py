@@ -271,17 +271,14 @@ def uncompiled_call(module: torch.nn.Module) -> Callable[..., Any]:
 
 
 class CompiledWith(NamedTuple):
-    """What compiles the calls of a module."""
+    """What compiles the calls of a module: Dynamo's innermost wrapper, and whether a graph break is an error."""
 
-    backend: Any  # the innermost of Dynamo's wrappers, with the user's `compiler_name` and `kwargs` if it is a backend
-    fullgraph: bool  # whether a graph break is an error
+    backend: Any  # with the user's `compiler_name` and `kwargs`, if it is a backend
+    fullgraph: bool
 
 
 def backends_of(module: torch.nn.Module, callback: Any = None) -> list[CompiledWith]:
-    """Return what compiles the calls of a module that `torch.compile` returned, or of which `compile()` was called.
-
-    What is no backend is among them. First comes `callback`, Dynamo's on this thread.
-    """
+    """Find what `torch.compile` or `compile()` left in a module, after `callback`, Dynamo's on this thread."""
     if isinstance(module, eval_frame.OptimizedModule):
         found = [getattr(module.dynamo_ctx, "callback", None)]
     else:
@@ -290,11 +287,9 @@ def backends_of(module: torch.nn.Module, callback: Any = None) -> list[CompiledW
     return [_innermost(each) for each in (callback, *found)]
 
 
-def _innermost(callback: Any) -> CompiledWith:
-    fullgraph = False
+def _innermost(callback: Any, fullgraph: bool = False) -> CompiledWith:
     while (inner := getattr(callback, "_torchdynamo_orig_backend", None)) is not None:
-        fullgraph |= isinstance(callback, ConvertFrameAssert)
-        callback = inner
+        callback, fullgraph = inner, fullgraph or isinstance(callback, ConvertFrameAssert)
     return CompiledWith(callback, fullgraph)
 
 
