@@ -25,10 +25,6 @@ from fxshard.ir.properties import Property as Property
 from fxshard.ir.regions import Region
 
 
-def _traces_none(name: str, text: str, gm: GraphModule, parameters: list[bool]) -> str:
-    return "nothing here can trace it"
-
-
 @dataclass(kw_only=True)
 class PassContext:
     """What a pass may know besides the graph."""
@@ -42,7 +38,7 @@ class PassContext:
     unsharded_budget_bytes: int | None = None  # at any time; `None` for no limit
     verify: bool | str = True  # after every pass; "debug" also re-runs the graph on fake tensors
     history: PassHistory = field(default_factory=PassHistory)  # where the manager keeps the graphs
-    trace_region: Callable[[str, str, GraphModule, list[bool]], Region | str] = _traces_none
+    trace_region: Callable[[str, str, GraphModule, list[bool]], Region | str] = lambda *_: "nothing here can trace it"
     declined: list[Remark] = field(default_factory=list)  # what the running pass left alone
     notes: list[Remark] = field(default_factory=list)  # why it did what it did
 

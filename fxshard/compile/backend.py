@@ -41,10 +41,7 @@ def fxshard(
     """Compile `gm`, a graph that Dynamo captured, and return what Dynamo calls in its place.
 
     `gm` is taken over; `example_inputs` are its real inputs; for `options` see `fxshard.options.Options`; `mode` must
-    be None or "default".
-
-    Raises:
-        ConfigError, UnsupportedGraph, NotImplementedError: see `docs/errors.md`.
+    be None or "default". `docs/errors.md` lists what it raises.
     """
     try:
         return _dispatch(gm, example_inputs, parse(options, mode))

@@ -70,12 +70,6 @@ def check(size: object) -> None:
         raise ConfigError(f'bucket must be "unit", "auto" or a positive number of MiB, got {size!r}.')
 
 
-def check_peak_share(share: object) -> None:
-    """Refuse what is no value of the option `bucket_peak_share`."""
-    if isinstance(share, bool) or not isinstance(share, int | float) or not share >= 0:
-        raise ConfigError(f"bucket_peak_share must be a number, 0 or more, got {share!r}.")
-
-
 def limits_of(size: str | float, hardware: HardwareSpec, world_size: int) -> Limits:
     """Limits of the option `bucket`: a number of MiB, "auto", or "unit", which sets none."""
     if size == "unit":

@@ -182,7 +182,6 @@ class Calibration:
                 return sent, seconds
 
     def _gather(self, sent: Sequence[Tensor], launches: int = 1) -> None:
-        """All_gathers, launched one after the other."""
         ranks, name = dist.get_world_size(self._group), self._group.group_name
         _wait([_c10d.all_gather_into_tensor_coalesced(sent, ranks, name) for _ in range(launches)])
 

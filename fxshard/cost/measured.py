@@ -134,12 +134,7 @@ def _launched_on(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 class _Axes:
-    """The axes of a mesh, that which shards first, and of the one that it is a part of.
-
-    Attributes:
-        mesh: of all axes.
-        all: their groups, which may be stand-ins.
-    """
+    """The axes of a mesh, that which shards first, and of the one that it is a part of; groups may be stand-ins."""
 
     def __init__(self, mesh: DeviceMesh, whole: DeviceMesh | None = None) -> None:
         self.mesh = whole or mesh

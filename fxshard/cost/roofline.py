@@ -106,7 +106,6 @@ class ComputeModel:
         return self._costs[key]
 
     def _sum(self, code: fx.GraphModule) -> NodeCost:
-        """What the nodes of a region cost, one after another."""
         if code not in self._regions:
             inner = ComputeModel(liveness(code.graph), self._hardware, self._point, fuses=self._fuses)
             costs = [inner.cost(node) for node in code.graph.nodes]

@@ -242,5 +242,4 @@ def _needs(
 
 
 def _found(made_by: Mapping[int, fx.Node], storages: Iterable[int]) -> list[fx.Node]:
-    """What makes these storages, each once."""
     return list(dict.fromkeys(made_by[i] for i in storages if i in made_by))

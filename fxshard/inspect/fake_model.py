@@ -140,12 +140,8 @@ def fake_model_of(
 ) -> FakeModel:
     """Copy a model, sharded or not, without its data; the model and a live process group are left alone.
 
-    Args:
-        model: as for `explain`.
-        world_size: ranks of an unsharded model, or (replicas, shards); default: of the mesh, the process group or the
-            launcher.
-        mesh: instead of `world_size`; `options.mesh` by default.
-        options: how an unsharded model is sharded.
+    `world_size`: ranks of an unsharded model, or (replicas, shards), by default of the mesh (`mesh`, else
+    `options.mesh`), the process group or the launcher. `options` say how an unsharded model is sharded.
     """
     model, options = plain_module(model), options or Options()
     mesh = mesh if mesh is not None else options.mesh

@@ -177,7 +177,6 @@ def _tiles(explanation: Explanation) -> list[tuple[str, str, str]]:
 
 
 def _stages(explanation: Explanation) -> list[dict[str, Any]]:
-    """The rows of the table of passes, by stage."""
     stages: list[dict[str, Any]] = []
     for row in tables.rows(explanation):
         stage = str(row.record.stage)

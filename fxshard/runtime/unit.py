@@ -58,14 +58,10 @@ class Unit:
     """Parameters that are gathered and reduced together; see [Note: the alias] in `runtime/flat_shard.py`.
 
     Attributes:
-        modules: the modules given to one `fully_shard` call.
-        members: parameters in registration order.
-        shards: their memory.
+        members: parameters in registration order; `shards` are their memory.
         is_root: no other sharded module contains this one.
         settings: `set` changes them.
-        groups: process groups other than those of the mesh.
         generation: raised by every repack and re-attachment, and by every step of an optimizer that has its parameters.
-        step: what runs it and what waits.
         model: what it shares with the other units of its model, from when they are named.
     """
 
@@ -176,7 +172,6 @@ class Unit:
         self.publish()
 
     def _layout(self) -> tuple[ShardPlan, ...]:
-        """The flats as they should be."""
         return lay_out([member.spec for member in self.members], self.world_size)
 
     def publish(self) -> None:

@@ -85,8 +85,6 @@ def begin_in_first_call(places: ShardedModules, compiled: nn.Module, then: Calla
 
 
 def _preceded(by: Callable[[], None], run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `run`, with `by` called before it."""
-
     def call(*args: Any, **kwargs: Any) -> Any:
         by()
         return run(*args, **kwargs)
