@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fxshard.errors import ConfigError
 from fxshard.options import launched
-from fxshard.tools.cli_common import at_least, device_for
+from fxshard.tools.cli_common import at_least, device_for, in_folder
 
 CALIBRATE_TEXT = """\
 Measure what the ranks and the link between them can do, in about a second, and keep the numbers that the cost model
@@ -53,9 +53,7 @@ def _calibrate(args: argparse.Namespace) -> int:
         )
     if launch.world_size % args.replicas:
         raise ConfigError(f"--replicas {args.replicas} does not divide the {launch.world_size} ranks.")
-    out: Path | None = args.out
-    if out is not None and not out.absolute().parent.is_dir():
-        raise ConfigError(f"there is no folder {out.parent} to write {out.name} to.")
+    out: Path | None = args.out and in_folder(args.out)
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh

@@ -65,15 +65,21 @@ def test_help_explains_every_argument(command: str, capsys: pytest.CaptureFixtur
         assert str([*action.option_strings, action.metavar][0]) in text
 
 
-def test_plan_prints_a_line_for_each_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_prints_a_line_for_each_run_and_draws_them(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     argv = ("plan", "tests.plan.models:build", "--world-size", "8,2x8", "--batch", "2", "--schedule", "FSDP2")
-    assert exit_status(*argv) == 0
+    page, trace = tmp_path / "plan.html", tmp_path / "plan.json"
+    assert exit_status(*argv, "--html", str(page), "--trace", str(trace)) == 0
+    assert "2x8" in page.read_text()
+    assert "2x8 2 FSDP2" in trace.read_text()
     told = capsys.readouterr()
     assert [line.split("│")[1:4] for line in told.out.splitlines() if "FSDP2" in line] == [
         ["     8 ", "     2 ", " FSDP2    "],
         ["   2x8 ", "     2 ", " FSDP2    "],
     ]
-    assert told.err.splitlines() == ["8 ranks, batch 2, FSDP2", "2x8 ranks, batch 2, FSDP2"]
+    assert told.err.splitlines() == [
+        *("8 ranks, batch 2, FSDP2", "2x8 ranks, batch 2, FSDP2"),
+        *(f"wrote {page}", f"wrote {trace}"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -85,6 +91,7 @@ def test_plan_prints_a_line_for_each_run(capsys: pytest.CaptureFixture[str]) -> 
         (("llama3-8b", "--world-size", "8", "--hardware", "h100-sxn"), "did you mean 'h100-sxm'?"),
         (("llama3-8b", "--world-size", "8", "--schedule", "FSDP3"), "there is no schedule FSDP3"),
         (("tests.plan.models:build", "--world-size", "8", "--checkpointing", "full"), "is for built-in shapes"),
+        (("llama3-8b", "--world-size", "8", "--html", "nowhere/plan.html"), "there is no folder nowhere to write"),
     ],
 )
 def test_plan_names_what_it_cannot_plan(
