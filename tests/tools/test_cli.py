@@ -335,7 +335,16 @@ def test_ranks_of_torchrun_write_the_numbers_to_the_cache_and_to_a_file(tmp_path
     (kept,) = cache.rglob("*.json")
     assert done.stdout.endswith(f"wrote {kept} and {out}\n")
     assert out.read_text() == kept.read_text()
-    assert hardware.load(out).source.startswith(f"{out}, measured on 2 ranks of fxshard_gloo, ")
+    spec = hardware.load(out)
+    assert spec.source.startswith(f"{out}, measured on 2 ranks of fxshard_gloo, ")
+    sides, shares = zip(*spec.gemm_efficiency, strict=True)
+    assert sides[:2] == (128, 256)
+    assert max(shares) == 1.0
+    assert spec.host_bandwidth > 1e8
+    lines = ["kernels", *(f"products, {name}" for name in ("bf16", "f16", "f32", "f64")), "copies", "links"]
+    assert [line for line in done.stderr.splitlines() if line in lines] == lines
+    argv = ("plan", "tests.plan.models:build", "--world-size", "2", "--schedule", "FSDP2", "--hardware", str(out))
+    assert exit_status(*argv) == 0
 
 
 @pytest.mark.commands
