@@ -37,6 +37,11 @@ class Kernel(NamedTuple):
     end: float
 
     @property
+    def kind(self) -> str:
+        """One of the kinds above."""
+        return self.work.kind
+
+    @property
     def seconds(self) -> float:
         """How long it takes, beside what slows it."""
         return self.end - self.start
@@ -106,6 +111,16 @@ class StepRecord:
             key = self.label(each), self.runs[each.run].graph.stage, each.name
             found[key] = found.get(key, 0.0) + each.exposed
         return sorted((ExposedLaunch(*key, seconds) for key, seconds in found.items()), key=lambda e: -e.seconds)
+
+    @property
+    def collectives(self) -> list[tuple[Interval, tuple[str, float]]]:
+        """The launches without copies, each with its op and the bytes of its whole buffer."""
+        timelines = [(each, self.runs[each.run].graph.timeline) for each in self.launches]
+        return [
+            (each, (of.launches[each.node].op, of.launched_bytes(each.node)))
+            for each, of in timelines
+            if each.node in of.launches
+        ]
 
     def label(self, interval: Interval) -> str:
         """Say what a launch is, and of which block or unit."""
