@@ -28,7 +28,7 @@ import logging
 import os
 import platform
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -96,10 +96,13 @@ def numbers_for(groups: Iterable[object], device: torch.device) -> HardwareSpec:
     return found or hardware.of_device(device)
 
 
-def measure(mesh: DeviceMesh) -> tuple[HardwareSpec, Path]:
-    """Measure now, with all ranks of the mesh, and keep the numbers for `agree`; and the file where they are."""
+def measure(mesh: DeviceMesh, progress: Callable[[str], None]) -> tuple[HardwareSpec, Path]:
+    """Measure now, with all ranks of the mesh, and keep the numbers for `agree`; and the file where they are.
+
+    Products of several sizes and copies are measured, too; `progress` gets a line before each part.
+    """
     device, axes = _here(mesh.device_type), _Axes(mesh)
-    spec = _named(axes.calibration(device).run(), device)
+    spec = _named(axes.calibration(device).run(progress), device)
     file = _file_of(axes)
     if dist.get_rank() == axes.ranks[0]:
         _write(file, spec.to_json())

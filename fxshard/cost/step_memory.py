@@ -7,7 +7,7 @@ reduces them. What nothing here sees (workspaces, the device's context) is left 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -126,11 +126,23 @@ class StepMemory:
     backward_calls: Mapping[fx.Node, StepMemory]
 
 
+class MemoryChange(NamedTuple):
+    """A tensor that is made or freed in a step."""
+
+    run: int  # counted as `Clock.runs`; -1 once the step is over
+    place: int  # of the node in that graph before which it happens
+    is_called: bool  # whether that node stands for a graph, and it happens before this runs
+    category: str
+    nbytes: int  # below zero where it is freed
+
+
 class MemoryUse(NamedTuple):
     """What a step takes."""
 
     held: Bytes  # at the worst moment
     reserved: int  # bytes that the caching allocator has in the end, [Note: reserved memory]
+    standing: Bytes  # when a step begins
+    changes: Sequence[MemoryChange]  # from there on, in the second step
 
 
 def memory_of_step(
@@ -148,9 +160,10 @@ def memory_of_step(
     walk = _Walk(standing, own_streams, accumulates=gradients > 0)
     if gradients:
         walk.make("gradients", gradients)
-    for _ in range(2):
-        walk.step(outer)
-    return MemoryUse(walk.worst, sum(each.reserved for each in walk.allocators.values()))
+    walk.step(outer)
+    walk.changes, standing = [], dict(walk.held)
+    walk.step(outer)
+    return MemoryUse(walk.worst, sum(each.reserved for each in walk.allocators.values()), standing, walk.changes)
 
 
 class _MadeTensor(NamedTuple):
@@ -181,6 +194,9 @@ class _Walk:
     most: int = 0
     gradients: list[_MadeTensor] = field(default_factory=list)
     late: list[_MadeTensor] = field(default_factory=list)
+    changes: list[MemoryChange] = field(default_factory=list)
+    runs: int = 0  # that have begun in this step
+    at: tuple[int, int, bool] = (0, 0, False)
 
     def __post_init__(self) -> None:
         self.allocators = {name: CachingAllocator() for name in (MAIN, GATHERING, REDUCING)}
@@ -193,6 +209,7 @@ class _Walk:
             stream = REDUCING
         self.held[category] = self.held.get(category, 0) + nbytes
         self.total += nbytes
+        self.changes.append(MemoryChange(*self.at, category, nbytes))
         if self.total > self.most:
             self.most, self.worst = self.total, dict(self.held)
         stream = stream if self.own_streams else MAIN
@@ -202,22 +219,27 @@ class _Walk:
         """Free one."""
         self.held[tensor.category] -= tensor.nbytes
         self.total -= tensor.nbytes
+        self.changes.append(MemoryChange(*self.at, tensor.category, -tensor.nbytes))
         self.allocators[tensor.stream].release(tensor.block)
 
     def step(self, outer: StepMemory) -> None:
         """Run a forward and a backward, and forget the gradients."""
+        self.runs = 0
         self.backward(outer, self.forward(outer))
         self._free_all(self.late)
+        self.at = (-1, 0, False)
         self._free_all(self.gradients)
 
     def forward(self, step: StepMemory) -> _Kept:
         """Run a forward."""
         graph, calls, there = step.forward, list[_Kept](), dict[int, _MadeTensor]()
-        kept = set(graph.saved)
-        for node in graph.nodes:
+        kept, run = set(graph.saved), self._enter()
+        for place, node in enumerate(graph.nodes):
+            self.at = (run, place, node in step.forward_calls)
             self._begin(graph, node, there)
             if node in step.forward_calls:
                 calls.append(self.forward(step.forward_calls[node]))
+            self.at = (run, place + 1, False)
             for i in graph.freed.get(node, ()):
                 if i not in kept:
                     self.free(there.pop(i))
@@ -229,11 +251,13 @@ class _Walk:
         graph = step.backward
         alone = {id(held): (i, held) for i, held in zip(graph.saved, kept.saved, strict=True) if held is not None}
         there = dict(alone.values())  # a tensor that forward returns twice is freed once
-        late, self.late = self.late, []
-        for node in graph.nodes:
+        late, self.late, run = self.late, [], self._enter()
+        for place, node in enumerate(graph.nodes):
+            self.at = (run, place, node in step.backward_calls)
             self._begin(graph, node, there)
             if node in step.backward_calls:
                 self.backward(step.backward_calls[node], kept.calls.pop())
+            self.at = (run, place + 1, False)
             for tensor in (there.pop(i) for i in graph.freed.get(node, ()) if i in there):
                 keeps = tensor.category == "gradients" and not self.accumulates
                 self.gradients.append(tensor) if keeps else self.free(tensor)
@@ -242,6 +266,10 @@ class _Walk:
         self._free_all([*late, *kept.inputs, *there.values()])
         if graph.late_bytes:
             self.late.append(self.make("in flight", graph.late_bytes))
+
+    def _enter(self) -> int:
+        self.runs += 1
+        return self.runs - 1
 
     def _begin(self, graph: GraphMemory, node: fx.Node, there: dict[int, _MadeTensor]) -> None:
         buffer = None

@@ -85,7 +85,7 @@ class Timeline:
     def __init__(self, sizes: Sizes, hardware: HardwareSpec, *, fuses: bool = False) -> None:
         """Cost every node of a graph once; `fuses` as of `ComputeModel`."""
         live, value = sizes.live, sizes.point.value
-        self.hardware = hardware
+        self.hardware, self._value = hardware, value
         model = ComputeModel(live, hardware, sizes.point, fuses=fuses)
         costs = {node: cost for node in live.nodes if (cost := model.cost(node)) is not FREE}
         self.copies = {node: cost for node, cost in costs.items() if node.target in ops.BETWEEN_HOST_AND_DEVICE}
@@ -126,6 +126,24 @@ class Timeline:
     def launched_bytes(self, launch: fx.Node) -> float:
         """Return the bytes of a launch's whole buffer, where the graph was traced."""
         return self._bytes[launch]
+
+    @property
+    def nodes(self) -> Collection[fx.Node]:
+        """All nodes of the graph, in its order."""
+        return self._places.keys()
+
+    def work_of(self, node: fx.Node) -> tuple[float, float]:
+        """Return FLOPs and bytes of a node of compute, where the graph was traced."""
+        cost = self.compute[node]
+        return float(self._value(cost.flops)), float(self._value(cost.nbytes))
+
+    def place_of(self, node: fx.Node) -> int:
+        """Return the index of a node in the graph."""
+        return self._places[node]
+
+    def before(self, place: int) -> float:
+        """Return the seconds of compute that stand before the node of that index, or before the end."""
+        return self._before[place]
 
     def computed_before(self, node: fx.Node) -> float:
         """Return the seconds of compute that stand before a node."""

@@ -36,11 +36,13 @@ class OutlinedModel:
         outer: of what is around the blocks.
         blocks: of one block of each kind.
         order: for each call of a block in `outer`, by the number that the call carries, the frame of `blocks`.
+        names: the same calls -> FQN of the block.
     """
 
     outer: Explanation
     blocks: Explanation | None
     order: tuple[int, ...]
+    names: tuple[str, ...] = ()
 
 
 class _BlockCall(nn.Module):
@@ -87,8 +89,9 @@ def outline(
     )
     outer = explained(outer_model, args, kwargs, world_size=world_size, options=options, saves_all=saves_all)
     frame_of = {name: i for i, frame in enumerate(traced.frames) for call in frame.calls for name in call}
-    order = tuple(frame_of[names[id(block)]] for block, _ in called)
-    return OutlinedModel(outer=_in_one_graph(outer), blocks=traced, order=order)
+    fqns = tuple(names[id(block)] for block, _ in called)
+    order = tuple(frame_of[fqn] for fqn in fqns)
+    return OutlinedModel(outer=_in_one_graph(outer), blocks=traced, order=order, names=fqns)
 
 
 def _in_one_graph(outer: Explanation) -> Explanation:

@@ -44,6 +44,11 @@ class PlannedRun:
     cost: RunCost
 
     @property
+    def name(self) -> str:
+        """Ranks, batch and schedule."""
+        return " ".join(self.cells[:3])
+
+    @property
     def cells(self) -> tuple[str, ...]:
         """What the table says, one for each of `COLUMNS`."""
         cost, exposed = self.cost, sum(self.cost.exposed.values())

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from fxshard.cost.sizes import sizes_of
-from fxshard.cost.step import Clock, GraphOfStep, Interval
+from fxshard.cost.step import COMPUTE, Clock, GraphOfStep, Interval
 from fxshard.cost.step_memory import GraphMemory, StepMemory, forward_memory, memory_of_step
+from fxshard.cost.step_record import StepRecord
 from fxshard.cost.symbols import Sum
 from fxshard.cost.timeline import Timeline
 from fxshard.hardware import HardwareSpec
@@ -53,7 +54,7 @@ class RunCost:
         memory: category -> bytes at the worst moment of a step.
         reserved: bytes that torch's caching allocator takes for that, if the device has as many.
         capacity: bytes of the device.
-        intervals: what each stream does when.
+        record: what each stream does when, and what is held then.
     """
 
     seconds: float
@@ -66,7 +67,7 @@ class RunCost:
     memory: Mapping[str, int]
     reserved: int
     capacity: float
-    intervals: Sequence[Interval] = field(repr=False)
+    record: StepRecord = field(repr=False)
 
     @property
     def tokens_per_second(self) -> float:
@@ -112,7 +113,7 @@ def cost_of(
         reduces_each: whether each of them reduces its gradients, or the last one for all.
         dtype: of the compute, for the share of the data sheet.
     """
-    graphs, clock = _Graphs(model, hardware, schedule), Clock(hardware, intervals=[])
+    graphs, clock = _Graphs(model, hardware, schedule), Clock(hardware)
     unreduced = 0 if reduces_each else accumulation - 1
     clock.run_all(graphs.of_step * accumulation, unreduced=unreduced * len(graphs.of_step))
     shards = (model.blocks or model.outer).device_bytes
@@ -121,6 +122,7 @@ def cost_of(
     gradients = shards if accumulation > 1 else 0
     memory = memory_of_step(graphs.memory, standing, gradients=gradients, own_streams=schedule.is_fsdp2)
     flops, seconds = 3 * graphs.forward_flops * accumulation, clock.now + optimizer
+    clock.intervals.append(Interval(stream=COMPUTE, name="optimizer", start=clock.now, end=seconds))
     return RunCost(
         seconds=seconds,
         compute=clock.now - clock.exposed,
@@ -132,7 +134,14 @@ def cost_of(
         memory=memory.held,
         reserved=memory.reserved,
         capacity=hardware.memory_gib * GIB,
-        intervals=clock.intervals or (),
+        record=StepRecord(
+            intervals=clock.intervals,
+            runs=clock.runs,
+            standing=memory.standing,
+            changes=memory.changes,
+            seconds=seconds,
+            microbatches=accumulation,
+        ),
     )
 
 
@@ -154,21 +163,25 @@ class _Graphs:
         inner = [self._frame(frame, schedule.fuses) for frame in (model.blocks.frames if model.blocks else ())]
         (outer_frame,) = model.outer.frames
         called = [inner[number] for number in model.order]
-        outer = self._frame(outer_frame, False, called)
+        outer = self._frame(outer_frame, False, called, model.names)
         self.of_step, self.memory = [outer.forward, outer.backward], outer.memory
         self.forward_flops = sum(frame.forward_flops for frame in (outer, *called))
 
-    def _frame(self, frame: FrameExplanation, fuses: bool, called: Sequence[_PlannedFrame] = ()) -> _PlannedFrame:
+    def _frame(
+        self, frame: FrameExplanation, fuses: bool, called: Sequence[_PlannedFrame] = (), names: Sequence[str] = ()
+    ) -> _PlannedFrame:
         graphs = [frame.running(stage).graph for stage in ("forward", "backward")]
         there, back = ({n: called[i] for n in g.nodes if (i := number_of(n)) is not None} for g in graphs)
+        called_as = {n: names[i] for g in graphs for n in g.nodes if (i := number_of(n)) is not None}
+        given: dict[str, Any] = {"copies_out": self.copies_out, "names": called_as}
         sizes, sizes_back = (sizes_of(g, frame.plan, donated=g is graphs[1]) for g in graphs)
         timeline, timeline_back = (Timeline(each, self.hardware, fuses=fuses) for each in (sizes, sizes_back))
         ahead = {node: inner.forward for node, inner in there.items()}
         behind = {node: inner.backward for node, inner in back.items()}
         flops = Sum(cost.flops for cost in timeline.compute.values()).total
         return _PlannedFrame(
-            forward=GraphOfStep(graphs[0], timeline, ahead, copies_out=self.copies_out),
-            backward=GraphOfStep(graphs[1], timeline_back, behind, copies_out=self.copies_out),
+            forward=GraphOfStep(graphs[0], timeline, ahead, stage="forward", **given),
+            backward=GraphOfStep(graphs[1], timeline_back, behind, stage="backward", **given),
             memory=StepMemory(
                 forward=forward_memory(sizes, graphs[1], fuses=fuses),
                 backward=GraphMemory(sizes_back, is_backward=True, fuses=fuses),

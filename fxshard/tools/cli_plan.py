@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from fxshard.tools.cli_common import at_least, mesh_size
+from fxshard.tools.cli_common import at_least, in_folder, mesh_size
 from fxshard.tools.launch.console import open_console, print_line
 
 PLAN_TEXT = """\
@@ -46,6 +47,8 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add("--reduce-last", "reduce gradients in the last microbatch alone", action="store_true")
     schedules = f"of fxshard, FSDP2 and FSDP2 compiled {default}"
     add("--schedule", schedules, metavar="NAME,...", default="fxshard,FSDP2")
+    add("--html", "write a page: what each stream does when, memory over time", metavar="FILE", type=Path)
+    add("--trace", "write a trace for https://ui.perfetto.dev; FILE may end in .gz", metavar="FILE", type=Path)
 
 
 def _list(item: Callable[[str], Any]) -> Callable[[str], list[Any]]:
@@ -55,8 +58,10 @@ def _list(item: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 
 def _plan(args: argparse.Namespace) -> int:
     from fxshard.plan.plan import PlanSettings, plan
+    from fxshard.tools.plan import page, trace
     from fxshard.tools.plan.targets import builder
 
+    written = {save: in_folder(getattr(args, save)) for save in ("html", "trace") if getattr(args, save) is not None}
     console, errors = open_console(), open_console(stderr=True)
     found = plan(
         builder(args.model, sequence=args.sequence, checkpointing=args.checkpointing),
@@ -74,4 +79,7 @@ def _plan(args: argparse.Namespace) -> int:
     if not console.is_terminal:
         console.width = 140
     console.print(found)
+    for what, path in written.items():
+        (page.save if what == "html" else trace.save)(found, path)
+        print_line(errors, f"wrote {path}", style="dim")
     return 0 if any(run.cost.fits for run in found.runs) else 1
