@@ -34,12 +34,12 @@ CEILINGS = (
     Ceiling(
         "lines of `fxshard/` and `passes/` without `tools/` and `testing/`",
         _lines(text for name, text in SOURCES.items() if not name.startswith(TOOLS)),
-        33_390,
+        34_120,
     ),
     Ceiling(
         "lines of `tools/` and `testing/`",
         _lines(text for name, text in SOURCES.items() if name.startswith(TOOLS)),
-        5_070,
+        5_310,
     ),
     Ceiling(
         "lines of the core: top level without `hardware.py`, `sharding`, `compile`, `ir`, `passes`, `ranks`, `runtime`",
@@ -47,6 +47,6 @@ CEILINGS = (
         - _lines([SOURCES["hardware.py"]]),
         22_920,
     ),
-    Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 58_830),
-    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 52_220),
+    Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 59_300),
+    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 52_710),
 )
