@@ -46,6 +46,6 @@ CEILINGS = (
         _lines(text for name, text in SOURCES.items() if name.rpartition("/")[0].partition("/")[0] in CORE),
         23_100,
     ),
-    Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 58_760),
-    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 53_200),
+    Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 59_120),
+    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 53_450),
 )

@@ -87,6 +87,7 @@ class Reference:
             for rank, part in enumerate(parts):
                 full = f"{name} of rank {rank}" if owner is None else name
                 exact, cpu = (rows_of(wanted[full], owner, rank) for wanted in (self.exact, self.cpu))
+                assert part.dtype == cpu.dtype, f"{name} is {part.dtype}, and on the CPU {cpu.dtype}"
                 pairs.append((_error(part, exact), _error(cpu, exact)))
             found[name] = Errors(*map(max, zip(*pairs, strict=True)))
         return found
@@ -117,5 +118,6 @@ def rows_of(whole: Tensor, owner: Tensor | None, rank: int) -> Tensor:
         size, dim = ranks.shape[axis], getattr(owner.placements[axis], "dim", None)
         if dim is not None and size > 1:
             step = int(ranks.select(axis, 1).flatten()[0] - ranks.flatten()[0])
-            whole = whole.chunk(size, dim)[rank // step % size]
+            parts, place = whole.chunk(size, dim), rank // step % size
+            whole = parts[place] if place < len(parts) else whole.narrow(dim, 0, 0)
     return whole
