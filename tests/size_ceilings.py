@@ -47,5 +47,5 @@ CEILINGS = (
         23_100,
     ),
     Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 59_120),
-    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 53_450),
+    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 53_600),
 )

@@ -97,7 +97,7 @@ def expert_parallel(model: GPT, mesh: DeviceMesh, shard: Shards) -> None:
 
 def _two_axes(mesh: DeviceMesh, *names: str) -> DeviceMesh:
     with unset_fake_temporarily():  # the ranks in it are no fakes
-        return init_device_mesh("cuda", (mesh.size() // TP, TP), mesh_dim_names=names)
+        return init_device_mesh(mesh.device_type, (mesh.size() // TP, TP), mesh_dim_names=names)
 
 
 class Exchanging(Block):

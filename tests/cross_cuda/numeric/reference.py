@@ -58,13 +58,17 @@ class Reference:
                 if self._case.layout is layouts.encoded:
                     _encode(model)
                 model = model.to(dtype or self._dtype)
+                summed = {name: torch.zeros_like(it) for name, it in total.items()}  # as FSDP2 adds up microbatches
                 for i, tokens in enumerate(self.tokens[rank, number]):
                     loss = loss_of(model(tokens))
                     loss.backward()
                     values[f"step {number} loss {i} of rank {rank}"] = loss.detach()
-                for name, it in model.named_parameters():
-                    if it.grad is not None:
-                        total[name] += it.grad.to(total[name].dtype)
+                    for name, it in model.named_parameters():
+                        if it.grad is not None:
+                            summed[name] += it.grad
+                    model.zero_grad()
+                for name, mine in summed.items():
+                    total[name] += mine
             for name, it in master.named_parameters():
                 it.grad = values[f"step {number} gradient {name}"] = total[name] / self._num_averaged(name)
             optimizer.step()

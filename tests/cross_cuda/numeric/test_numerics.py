@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
+from tests.cross_cuda import layouts
 from tests.cross_cuda.clocks import Seeded
 from tests.cross_cuda.numeric.apart import Apart
 from tests.cross_cuda.numeric.cases import APART, CORE, GRAPHED, MORE
@@ -114,9 +115,10 @@ def require_found(verdict: Verdict) -> None:
 def test_reduces_in_the_dtype_of_the_policy(judge: Judge) -> None:
     reductions = [item.work for item in judge.clean.items if "reduce" in item.name]
     sent = [part for work in reductions if isinstance(work, Collective) for call in work.calls for part in call.sent]
-    policy = judge.computed.case.policy
+    policy, layout = judge.computed.case.policy, judge.computed.case.layout
     assert policy is not None
-    assert {part.dtype for part in sent} == {policy.reduce_dtype or torch.float32}
+    of_model = {policy.param_dtype} if layout is layouts.tensor_parallel else set()
+    assert {part.dtype for part in sent} - of_model == {policy.reduce_dtype or torch.float32}
 
 
 def test_finds_faults_that_are_drawn(judge: Judge) -> None:
