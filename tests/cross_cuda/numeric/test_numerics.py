@@ -113,7 +113,8 @@ def require_found(verdict: Verdict) -> None:
 
 
 def test_reduces_in_the_dtype_of_the_policy(judge: Judge) -> None:
-    reductions = [item.work for item in judge.clean.items if "reduce" in item.name]
+    recorded = [item for run in judge.clean.runs for item in run.streams.items]
+    reductions = [item.work for item in recorded if "reduce" in item.name]
     sent = [part for work in reductions if isinstance(work, Collective) for call in work.calls for part in call.sent]
     policy, layout = judge.computed.case.policy, judge.computed.case.layout
     assert policy is not None
