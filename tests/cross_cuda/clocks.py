@@ -126,6 +126,7 @@ class _Storage:
 
     number: int  # another one for each
     home: str  # the stream on which it was allocated
+    pool: str  # of the allocator
     write: Access | None = None
     reads: list[Access] = field(default_factory=list)
     recorded: set[str] = field(default_factory=set)
@@ -142,7 +143,8 @@ class Streams:
         self.count = Counter[str]()  # how often each fault could have been put in so far
         self._by_name: dict[str, MockStream] = {}
         self._storages: dict[int, _Storage] = {}
-        self._freed: dict[str, list[Access]] = {}
+        self._freed: dict[tuple[str, str], list[Access]] = {}
+        self.pool = ""  # of the allocator: a recorded CUDA graph has one of its own
         self._numbers = itertools.count()
         self.main = self.current = self.named("main")
         self.host = self.named("host")
@@ -221,9 +223,9 @@ class Streams:
         if key not in self._storages:
             stream = self.current if tensor.is_cuda else self.host
             self._follow_host(stream)
-            for access in self._freed.pop(stream.name, []):
+            for access in self._freed.pop((stream.name, self.pool), []):
                 self._require_before(access, stream, f"{op} on {stream.name} is given memory that is in use")
-            self._storages[key] = _Storage(next(self._numbers), stream.name)
+            self._storages[key] = _Storage(next(self._numbers), stream.name, self.pool)
             weakref.finalize(memory, self._free, key)
         return self._storages[key]
 
@@ -232,4 +234,4 @@ class Streams:
         waited_for = [self._by_name[name].clock for name in storage.recorded]
         touched = [access for access in (storage.write, *storage.reads) if access is not None]
         in_use = [access for access in touched if not any(access.is_before(clock) for clock in waited_for)]
-        self._freed.setdefault(storage.home, []).extend(in_use)
+        self._freed.setdefault((storage.home, storage.pool), []).extend(in_use)

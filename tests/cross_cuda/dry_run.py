@@ -157,7 +157,8 @@ class DryRun(TorchDispatchMode):
     def _wait(self, tensor: Tensor) -> Tensor:
         work = self.unwaited.pop(tensor.untyped_storage()._cdata, None)
         if work is not None:
-            work.wait()
+            with self:  # on the CPU it copies
+                work.wait()
             self._note("wait", "wait_tensor", [tensor], [])
         return tensor
 

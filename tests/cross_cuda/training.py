@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fxshard
@@ -55,11 +56,13 @@ class Case:
     batch: int = 2  # rows of a microbatch
     # dtypes; `None` for a model in bfloat16 that is not sharded, and compiled by torch alone
     policy: fxshard.MixedPrecisionPolicy | None = BF16
+    device: str = "cuda"  # type of it
     gpu: Gpu = H100  # for which it is compiled
     layout: layouts.Layout = layouts.by_block  # how its parameters are shared by the ranks
     world_size: int = WORLD_SIZE  # ranks
     replicas: int = 1  # of each shard; the ranks that share the parameters are fewer by as much
-    microbatches: int = 1  # of a step; all but the last only accumulate
+    microbatches: int = 1  # of a step; all but the last only accumulate, unless
+    reduces_each: bool = False  # whether each of them is reduced
     in_flight: int = 1  # microbatches that have run forward before the first of them runs backward
     overlaps_step: bool = False  # whether the optimizer launches the next forward's first gather
     offloads: bool = False  # whether shards are in the host's memory
@@ -96,20 +99,21 @@ def trained_once(case: Case) -> Trained:
 
 
 @contextmanager
-def ranks(case: Case) -> Iterator[DeviceMesh]:
-    """Pretend to be rank 0 of a case's ranks."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.world_size)
+def ranks(case: Case, rank: int = 0) -> Iterator[DeviceMesh]:
+    """Pretend to be one of a case's ranks."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=case.world_size)
     try:
         # A unit looks at the addresses of its parameters; those of fake ones are all 0, which does no harm.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             if case.replicas > 1:
                 shape = (case.replicas, case.world_size // case.replicas)
-                yield init_device_mesh("cuda", shape, mesh_dim_names=("replicate", "shard"))
+                yield init_device_mesh(case.device, shape, mesh_dim_names=("replicate", "shard"))
             else:
-                yield init_device_mesh("cuda", (case.world_size,))
+                yield init_device_mesh(case.device, (case.world_size,))
     finally:
         torch._dynamo.reset()
+        _clear_sharding_prop_cache()  # it knows meshes by their shape, and gives those of this rank to the next one
         dist.destroy_process_group()
 
 
@@ -134,7 +138,7 @@ class Training:
     def __init__(self, case: Case, mesh: DeviceMesh) -> None:
         """Make it, on the mesh of all ranks."""
         self._case = case
-        with torch.device("cuda"), _default_dtype(torch.bfloat16 if case.policy is None else torch.float32):
+        with torch.device(case.device), _default_dtype(torch.bfloat16 if case.policy is None else torch.float32):
             model = case.model(SEQ_LEN, dim=case.dim, num_layers=case.num_layers, num_heads=4)
             tokens = functools.partial(torch.zeros, case.batch, SEQ_LEN, dtype=torch.int64)
             self.tokens = [[tokens() for _ in range(case.microbatches)] for _ in range(NUM_STEPS)]
@@ -159,10 +163,10 @@ class Training:
         """Take a step; between backward and optimizer somebody may look at its losses and at the gradients."""
         losses, num_backwards, last = list[Tensor](), 0, self._case.microbatches - 1
         for i, tokens in enumerate(self.tokens[number]):
-            self._reduces(i == last)
+            self._reduces(i)
             losses.append(loss_of(self._compiled(tokens)))
             while num_backwards <= (i if i == last else i - self._case.in_flight + 1):
-                self._reduces(num_backwards == last)
+                self._reduces(num_backwards)
                 losses[num_backwards].backward()
                 num_backwards += 1
         assert all(parameter.grad is not None for parameter in self.model.parameters())
@@ -170,9 +174,10 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def _reduces(self, whether: bool) -> None:
+    def _reduces(self, microbatch: int) -> None:
         if isinstance(self.model, ShardedModule):
-            self.model.set_requires_gradient_sync(whether)
+            is_last = microbatch == self._case.microbatches - 1
+            self.model.set_requires_gradient_sync(is_last or self._case.reduces_each)
 
 
 def loss_of(logits: Tensor) -> Tensor:

@@ -31,6 +31,10 @@ GRAPHED = {"cudagraphs": _small(options=(FSDP2, ("cudagraphs", True)))}
 
 MORE = {
     **GRAPHED,
+    "cudagraphs, accumulating": _small(options=(FSDP2, ("cudagraphs", True)), microbatches=2),
+    "cudagraphs, each microbatch reduced": _small(
+        options=(FSDP2, ("cudagraphs", True)), microbatches=2, reduces_each=True
+    ),
     "defaults": _small(options=()),
     "prefetch 0": _small(options=(FSDP2, ("prefetch", 0)), num_layers=3),
     "prefetch 2": _small(options=(*SIDE_STREAMS, ("prefetch", 2)), num_layers=3),
@@ -61,3 +65,17 @@ MORE = {
     "tensor parallel": _small(_FOUR, layout=layouts.tensor_parallel),
     "experts": _small(_FOUR, layout=layouts.expert_parallel, model=layouts.MixingGPT),
 }
+
+APART = {
+    "uneven rows": _small(world_size=3, num_layers=1, options=SIDE_STREAMS),
+    "uneven rows, fp32, accumulating": _small(world_size=3, num_layers=1, policy=FP32, microbatches=2),
+    "subgroups": _small(_FOUR, layout=layouts.subgroups),
+    "tensor parallel, exchanging": _small(_FOUR, layout=layouts.tensor_parallel, model=layouts.ExchangingGPT),
+}
+"""What is compiled for each rank, for its code differs by rank."""
+
+
+def on_the_cpu(case: Case) -> Case:
+    """Return the same training on fxshard's CPU path, whose graphs run node by node."""
+    kept = (option for option in case.options if option != ("cudagraphs", True))
+    return dataclasses.replace(case, device="cpu", options=(*kept, ("lower", "eager")))

@@ -9,7 +9,7 @@ stream that it belongs to, the first moment at which the allocator could hand it
 same size; if it was recorded with streams, then as soon as these have run what they had been given, and to nobody. So
 a wait that is missing gives NaN, or another number, in some order of the streams.
 
-A CUDA graph is recorded in the first step, in memory that nobody else gets, and replayed in the second: what it was
+A CUDA graph is recorded in the first step, in a pool of memory of its own, and replayed in the second: what it was
 given is copied to where it was recorded, but for its static inputs, and the same items run again.
 
 Nothing is computed while Python runs. The items are kept, and each of many orders computes them from the beginning.
@@ -18,7 +18,7 @@ Nothing is computed while Python runs. The items are kept, and each of many orde
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,12 +28,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fxshard.ir import ops
 from tests.cross_cuda.clocks import Clock, MockStream, Streams, Work, _Storage
 from tests.cross_cuda.dry_run import Call, DryRun
 from tests.cross_cuda.numeric import interpreter
-from tests.cross_cuda.numeric.exchanges import exchanged
-from tests.cross_cuda.numeric.executor import ALLOCATOR, POISON, Item, Order, run_all
+from tests.cross_cuda.numeric.exchanges import Collective, RankCall, groups_of
+from tests.cross_cuda.numeric.executor import ALLOCATOR, POISON, Item
 from tests.cross_cuda.numeric.kernels import KERNELS
+from tests.cross_cuda.numeric.remembered import Launch
 
 
 class Shadow(NamedTuple):
@@ -52,17 +54,15 @@ class Shadow(NamedTuple):
 class ComputingStreams(Streams):
     """Streams whose memory has shadows, and which keep what they were given; see [Note: shadows]."""
 
-    num_ranks: int = 2
+    ranks: Sequence[int] = (0, 1)
     items: list[Item] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.memory: list[Shadow] = []
         self._shadows: dict[int, Shadow] = {}
-        self._to_hand_out: dict[str, list[tuple[Shadow, Clock | None]]] = {}
-        self._idle: dict[tuple[str, int], list[Shadow]] = {}
-        self.records = False  # whether a CUDA graph is recorded
-        self._private: set[int] = set()  # shadows that it keeps
+        self._to_hand_out: dict[tuple[str, str], list[tuple[Shadow, Clock | None]]] = {}  # by stream and pool
+        self._idle: dict[tuple[str, str, int], list[Shadow]] = {}  # also by size
 
     def given(self, op: str, reads: Sequence[Tensor], writes: Sequence[Tensor], work: Work | None) -> None:
         """Keep an item for later."""
@@ -73,11 +73,11 @@ class ComputingStreams(Streams):
     def _keep(self, stream: MockStream, op: str, work: Work, *touched: frozenset[int]) -> None:
         self.items.append(Item(stream.name, stream.clock[stream.name], dict(stream.clock), op, work, *touched))
 
-    def real(self, tensor: Tensor, rank: int) -> Tensor:
-        """Return a view of a rank's shadow of a fake tensor, and of any other tensor itself."""
+    def real(self, tensor: Tensor, index: int) -> Tensor:
+        """Return a view of a fake tensor's shadow of the rank of that index, and of any other tensor itself."""
         if not isinstance(tensor, FakeTensor):
             return tensor.detach()
-        shadow = self.shadow_of(tensor).of_ranks[rank]
+        shadow = self.shadow_of(tensor).of_ranks[index]
         layout = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
         with _disable_current_modes(), torch.no_grad():
             return torch.empty(0, dtype=tensor.dtype).set_(shadow, *layout)
@@ -102,30 +102,27 @@ class ComputingStreams(Streams):
         for name in storage.recorded:
             clock = self.named(name).clock
             until = {one: max(clock.get(one, 0), (until or {}).get(one, 0)) for one in {*clock, *(until or {})}}
-        if storage.home != self.host.name and shadow.number not in self._private:
-            self._to_hand_out.setdefault(storage.home, []).append((shadow, until))
+        if storage.home != self.host.name:
+            self._to_hand_out.setdefault((storage.home, storage.pool), []).append((shadow, until))
 
     def _allocated(self, home: MockStream, num_bytes: int) -> Shadow:
-        if self.records:
-            self._private.add(len(self.memory))
-            return self._made(num_bytes)
-        freed = self._to_hand_out.pop(home.name, [])
-        for shadow, until in freed:
+        place = home.name, self.pool
+        for shadow, until in self._to_hand_out.pop(place, []):
             poison = POISON, shadow.fill, frozenset[int](), frozenset([shadow.number])
             if until is None:
                 self._keep(home, *poison)
-                home.end_op()
-                self._idle.setdefault((home.name, shadow.of_ranks[0].nbytes()), []).append(shadow)
+                home.tick()  # no op, behind which a fault could be put
+                self._idle.setdefault((*place, shadow.of_ranks[0].nbytes()), []).append(shadow)
             else:
                 needs = {name: max(until.get(name, 0), home.clock.get(name, 0)) for name in {*until, *home.clock}}
                 self.items.append(Item(ALLOCATOR, 0, needs, *poison))
-        if idle := self._idle.get((home.name, num_bytes)):
+        if idle := self._idle.get((*place, num_bytes)):
             return idle.pop()
         return self._made(num_bytes)
 
     def _made(self, num_bytes: int) -> Shadow:
         with _disable_current_modes():
-            made = [torch.empty(num_bytes, dtype=torch.uint8).untyped_storage() for _ in range(self.num_ranks)]
+            made = [torch.empty(num_bytes, dtype=torch.uint8).untyped_storage() for _ in self.ranks]
         self.memory.append(Shadow(len(self.memory), tuple(made)))
         return self.memory[-1]
 
@@ -143,8 +140,10 @@ class ComputingRun(DryRun):
 
     streams: ComputingStreams
 
-    def __init__(self, streams: ComputingStreams) -> None:
+    def __init__(self, streams: ComputingStreams, launch: Launch = interpreter.launch) -> None:
+        """`launch` runs kernels."""
         super().__init__(streams)
+        self._launch_kernel = launch
         self._begin: list[Shadow] = []
         self._initial: list[tuple[Tensor, Tensor]] = []
         self._graphs: dict[int, _Graph] = {}
@@ -152,33 +151,31 @@ class ComputingRun(DryRun):
     def put(self, fake: Tensor, values: Sequence[Tensor]) -> None:
         """Give a fake tensor values on each rank, with which everything begins; what lies beside it becomes 0."""
         self._begin.append(self.streams.shadow_of(fake))
-        for rank, value in enumerate(values):
-            self._initial.append((self.streams.real(fake, rank), value))
+        for i, value in enumerate(values):
+            self._initial.append((self.streams.real(fake, i), value))
 
     def get(self, fake: Tensor) -> list[Tensor]:
         """Return a view for each rank of what will be in a fake tensor."""
-        return [self.streams.real(fake, rank) for rank in range(self.streams.num_ranks)]
+        return [self.streams.real(fake, i) for i in range(len(self.streams.ranks))]
 
-    def compute(self, order: Order, items: Sequence[Item]) -> None:
-        """Compute everything in an order of the streams: all items, or what a fault has made of them."""
-        with _disable_current_modes(), torch.no_grad():
-            for shadow in self.streams.memory:
-                shadow.fill()
-            for shadow in self._begin:
-                shadow.fill(0)
-            for target, values in self._initial:
-                target.copy_(values)
-            run_all(items, order)
+    def begin(self) -> None:
+        """Fill all memory with what it begins with."""
+        for shadow in self.streams.memory:
+            shadow.fill()
+        for shadow in self._begin:
+            shadow.fill(0)
+        for target, values in self._initial:
+            target.copy_(values)
 
     def graphed(self, model: Callable[[list[Any]], Any], inputs: list[Any], static: Sequence[int]) -> Any:
         """Record a CUDA graph, or replay it."""
         graph = self._graphs.get(id(model))
         if graph is None:
-            self.streams.records = True
+            self.streams.pool = f"graph {len(self._graphs)}"
             own = [one.clone() if _is_on_device(one) and i not in static else one for i, one in enumerate(inputs)]
             start = len(self.streams.items)
             graph = _Graph(own, model([*own]), self.streams.items[start:])
-            self.streams.records, self._graphs[id(model)] = False, graph
+            self.streams.pool, self._graphs[id(model)] = "", graph
         else:
             for i, (one, given) in enumerate(zip(graph.inputs, inputs, strict=True)):
                 if _is_on_device(one) and i not in static and not self.streams.forgets("copy"):
@@ -190,17 +187,31 @@ class ComputingRun(DryRun):
 
     def work_of(self, call: Call) -> Work:
         """Return what computes a call on the shadows of all ranks."""
-        ranks = range(self.streams.num_ranks)
-        args = [self._on_the_cpu(call.args, call.kwargs, rank) for rank in ranks]
+        op, ranks = call.function, self.streams.ranks
+        args = [self._on_the_cpu(call.args, call.kwargs, i) for i in range(len(ranks))]
+        if not isinstance(op, torch._ops.OpOverload):
+            return functools.partial(_launch_on_all, self._launch_kernel, op, [given for given, _ in args])
         leaves = tree_leaves((call.args, call.kwargs))
         given = {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, Tensor)}
         made = [(i, leaf) for i, leaf in enumerate(tree_leaves(call.results)) if isinstance(leaf, Tensor)]
         made = [(i, leaf) for i, leaf in made if leaf.untyped_storage()._cdata not in given]
-        targets = [[(i, self.streams.real(leaf, rank)) for i, leaf in made] for rank in ranks]
-        return functools.partial(_run_on_all, call.function, args, targets)
+        targets = [[(i, self.streams.real(leaf, index)) for i, leaf in made] for index in range(len(ranks))]
+        names = [argument.name for argument in op._schema.arguments]
+        if "group_name" not in names:
+            is_on_device = any(leaf.is_cuda for leaf in leaves if isinstance(leaf, Tensor))
+            function = KERNELS.get(op.name(), op) if is_on_device else op
+            return functools.partial(_run_on_all, function, args, targets)
+        named = [dict(zip(names, given, strict=False)) | others for given, others in args]
+        groups = groups_of(named[0]["group_name"], ranks)
+        if op is ops.KEEP_ROWS:  # it would look for its rank when it is computed
+            places = [group.index(rank) for group, rank in zip(groups, ranks, strict=True)]
+            args = [((one["parameters"], one["num_ranks"], i), {}) for one, i in zip(named, places, strict=True)]
+            return functools.partial(_run_on_all, ops.rows_kept, args, targets)
+        calls = zip(ranks, groups, named, targets, strict=True)
+        return Collective([RankCall(op, *call) for call in calls])
 
-    def _on_the_cpu(self, args: Any, kwargs: Any, rank: int) -> tuple[Any, dict[str, Any]]:
-        args, kwargs = tree_map_only(Tensor, lambda tensor: self.streams.real(tensor, rank), (args, kwargs))
+    def _on_the_cpu(self, args: Any, kwargs: Any, index: int) -> tuple[Any, dict[str, Any]]:
+        args, kwargs = tree_map_only(Tensor, lambda tensor: self.streams.real(tensor, index), (args, kwargs))
         args, kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), (args, kwargs))
         return args, {name: value for name, value in kwargs.items() if name not in ("pin_memory", "non_blocking")}
 
@@ -214,19 +225,18 @@ def _is_on_device(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_cuda
 
 
-def _run_on_all(op: Any, args: Sequence[Any], targets: Sequence[Sequence[tuple[int, Tensor]]]) -> None:
-    if not isinstance(op, torch._ops.OpOverload):
-        for given, _ in args:
-            interpreter.launch(op, given)
-        return
-    if op.namespace == "_c10d_functional":
-        names = [argument.name for argument in op._schema.arguments]
-        results = exchanged(op, [dict(zip(names, given, strict=False)) | named for given, named in args])
-    else:
-        function = KERNELS.get(op.name(), op)
-        results = [function(*given, **named) for given, named in args]
-    for result, wanted in zip(results, targets, strict=True):
-        leaves = tree_leaves(result)
+def _launch_on_all(launch: Launch, kernel: Any, args: Sequence[Sequence[Any]]) -> None:
+    for given in args:
+        launch(kernel, given)
+
+
+def _run_on_all(
+    function: Callable[..., Any],
+    args: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
+    targets: Sequence[Sequence[tuple[int, Tensor]]],
+) -> None:
+    for (given, named), wanted in zip(args, targets, strict=True):
+        leaves = tree_leaves(function(*given, **named))
         for i, target in wanted:
             if leaves[i] is not None:
                 target.copy_(leaves[i])

@@ -14,7 +14,7 @@ import ast
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._inductor.utils import _type_of
 from triton.language import core
 from triton.language.extra import libdevice as stub
 from triton.language.extra.cuda import libdevice
@@ -267,11 +268,19 @@ def _blocks(kernel: Any, config: Any, sizes: dict[str, int]) -> dict[str, int]:
     return blocks
 
 
+def _require_dtypes(given: Mapping[str, Any], signature: Mapping[str, str]) -> None:
+    """Raise unless each tensor is of what the kernel was compiled for: a GPU would read its bits as that."""
+    for name, value in given.items():
+        if isinstance(value, Tensor) and signature[name] != _type_of(value.dtype):
+            raise AssertionError(f"{name} is {signature[name]} in the kernel, and given {value.dtype}")
+
+
 def launch(kernel: Any, args: Sequence[Any]) -> None:
     """Run a kernel of Inductor's, a `CachingAutotuner`, on tensors of the CPU and numbers."""
     config, names = kernel.configs[0], [parameter.name for parameter in kernel.fn.params]
     constants = {parameter.name for parameter in kernel.fn.params if parameter.is_constexpr} | {*config.kwargs}
     given = dict(zip((name for name in names if name not in constants), args, strict=False))
+    _require_dtypes(given, kernel.triton_meta["signature"])
     blocks = _blocks(kernel, config, {name: value for name, value in given.items() if isinstance(value, int)})
     kept, grid = kernel._interpret_args_grid(tuple(args), triton.Config(blocks, num_warps=4))
     given = dict(zip(given, kept, strict=True))

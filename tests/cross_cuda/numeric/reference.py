@@ -58,13 +58,17 @@ class Reference:
                 if self._case.layout is layouts.encoded:
                     _encode(model)
                 model = model.to(dtype or self._dtype)
+                summed = {name: torch.zeros_like(it) for name, it in total.items()}  # as FSDP2 adds up microbatches
                 for i, tokens in enumerate(self.tokens[rank, number]):
                     loss = loss_of(model(tokens))
                     loss.backward()
                     values[f"step {number} loss {i} of rank {rank}"] = loss.detach()
-                for name, it in model.named_parameters():
-                    if it.grad is not None:
-                        total[name] += it.grad.to(total[name].dtype)
+                    for name, it in model.named_parameters():
+                        if it.grad is not None:
+                            summed[name] += it.grad
+                    model.zero_grad()
+                for name, mine in summed.items():
+                    total[name] += mine
             for name, it in master.named_parameters():
                 it.grad = values[f"step {number} gradient {name}"] = total[name] / self._num_averaged(name)
             optimizer.step()
@@ -87,6 +91,7 @@ class Reference:
             for rank, part in enumerate(parts):
                 full = f"{name} of rank {rank}" if owner is None else name
                 exact, cpu = (rows_of(wanted[full], owner, rank) for wanted in (self.exact, self.cpu))
+                assert part.dtype == cpu.dtype, f"{name} is {part.dtype}, and on the CPU {cpu.dtype}"
                 pairs.append((_error(part, exact), _error(cpu, exact)))
             found[name] = Errors(*map(max, zip(*pairs, strict=True)))
         return found
@@ -117,5 +122,6 @@ def rows_of(whole: Tensor, owner: Tensor | None, rank: int) -> Tensor:
         size, dim = ranks.shape[axis], getattr(owner.placements[axis], "dim", None)
         if dim is not None and size > 1:
             step = int(ranks.select(axis, 1).flatten()[0] - ranks.flatten()[0])
-            whole = whole.chunk(size, dim)[rank // step % size]
+            parts, place = whole.chunk(size, dim), rank // step % size
+            whole = parts[place] if place < len(parts) else whole.narrow(dim, 0, 0)
     return whole

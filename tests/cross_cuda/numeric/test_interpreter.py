@@ -15,7 +15,7 @@ from tests.cross_cuda.gpus import H100
 from tests.cross_cuda.lane import installed
 from tests.cross_cuda.numeric import interpreter
 from tests.cross_cuda.numeric.computing import ComputingRun, ComputingStreams
-from tests.cross_cuda.numeric.executor import first
+from tests.cross_cuda.numeric.executor import first, run_all
 
 pytestmark = [pytest.mark.cuda_lane, pytest.mark.timeout(900)]
 
@@ -55,7 +55,7 @@ def _computed(function: Function, *given: Tensor) -> list[Tensor]:
     lane, mode, run = (
         installed(),
         FakeTensorMode(allow_non_fake_inputs=True),
-        ComputingRun(ComputingStreams(num_ranks=1)),
+        ComputingRun(ComputingStreams(ranks=[0])),
     )
     torch._dynamo.reset()
     with lane.compiling(H100, machine_code=False), mode:
@@ -66,7 +66,8 @@ def _computed(function: Function, *given: Tensor) -> list[Tensor]:
         for fake, values in zip(fakes, given, strict=True):
             run.put(fake, [values])
         found = [run.get(result)[0] for result in compiled(*fakes)]
-    run.compute(first(), run.streams.items)
+    run.begin()
+    run_all(run.streams.items, first())
     return found
 
 
