@@ -34,7 +34,7 @@ CEILINGS = (
     Ceiling(
         "lines of `fxshard/` and `passes/` without `tools/` and `testing/`",
         _lines(text for name, text in SOURCES.items() if not name.startswith(TOOLS)),
-        33_650,
+        34_350,
     ),
     Ceiling(
         "lines of `tools/` and `testing/`",
@@ -44,8 +44,8 @@ CEILINGS = (
     Ceiling(
         "lines of the core: top level, `sharding`, `compile`, `ir`, `passes`, `ranks`, `runtime`",
         _lines(text for name, text in SOURCES.items() if name.rpartition("/")[0].partition("/")[0] in CORE),
-        23_100,
+        23_800,
     ),
-    Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 58_760),
-    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 53_200),
+    Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 59_360),
+    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 54_100),
 )
