@@ -22,8 +22,8 @@ Every public name of torch's FSDP2, and how ours stands to it. *same*: same argu
 TAIL = """
 ## Ours alone
 
-On a sharded module: `reduce_waiting_gradients`. Beside it: `adopt`, `release`, `no_sync`, `overlap_step`, `whole_matrices`, \
-`release_accumulators`, checkpoints and full state, `explain` and the passes: \
+On a sharded module: `reduce_waiting_gradients`. Beside it: `adopt`, `release`, `no_sync`, `overlap_step`, \
+`whole_matrices`, `release_accumulators`, checkpoints and full state, `explain` and the passes: \
 [guides](guides/), [checkpoints](checkpoints.md), [explain](explain.md).
 """
 

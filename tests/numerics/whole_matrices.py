@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -36,8 +36,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        y: Tensor = self.head(x)
-        return y
+        return cast(Tensor, self.head(x))
 
 
 class Mixture(nn.Module):
@@ -86,7 +85,7 @@ class Unstacked:
 class Shampoo(Optimizer):
     """Multiplies a gradient with the inverse root of the sum of its squares, after momentum, and counts all it can.
 
-    It keeps tensors of the shape of a matrix, others, in a list, numbers, and a number in its groups.
+    It keeps tensors of the shape of a matrix, others, numbers, and one in its groups.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
@@ -99,7 +98,10 @@ class Shampoo(Optimizer):
         for group in self.param_groups:
             group["calls"] += 1
             for p in group["params"]:
-                if p.grad is not None:
+                if group.get("plain"):
+                    self.state[p]["last"] = p.grad.clone()
+                    p.sub_(p.grad, alpha=group["lr"])
+                elif p.grad is not None:
                     self._update(p, group["lr"] * scale * getattr(p, "lr_factor", 1.0))
 
     def _update(self, p: Tensor, lr: float) -> None:
@@ -195,18 +197,12 @@ def check(
     return model, optimizer
 
 
-def on_a_line() -> None:
-    """All ranks share all parameters."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def without_other_axes(*shape: int) -> None:
+    """All ranks share all parameters, or there are replicas."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     check(mesh, muon_of_matrices, dtype=torch.float32)
-    check(mesh, Shampoo)
-
-
-def on_replicas() -> None:
-    """Two replicas of the model."""
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
-    check(mesh, muon_of_matrices, dtype=torch.float32)
-    check(mesh, Shampoo)
+    for make in (Shampoo, functools.partial(torch.optim.Adafactor, lr=0.1, foreach=False)):
+        check(mesh, make)
 
 
 def _tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -217,8 +213,7 @@ def _tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 def beside_tensor_parallelism() -> None:
     """Matrices are cut along both axes, in rows twice or in rows and columns."""
-    shape = (dist.get_world_size() // 2, 2)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     check(mesh, Shampoo, kind=functools.partial(Net, 14), shard=_tensor_parallel, exactly=False)
 
 
@@ -228,11 +223,6 @@ def _expert_parallel(model: Any, mesh: DeviceMesh, **kwargs: Any) -> nn.Module:
         part = distribute_tensor(getattr(model, name).detach(), mesh["ep"], [Shard(0)], src_data_rank=None)
         setattr(model, name, nn.Parameter(part))
     return sharded(model, mesh["dp"], **kwargs)
-
-
-def _expert_parallel_in_rows(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Cut each expert besides."""
-    return _expert_parallel(model, mesh, shard_placement_fn=lambda p: Shard(2 if p.dim() == 3 else 0))
 
 
 @contextmanager
@@ -251,22 +241,23 @@ def counting_bytes() -> Iterator[list[int]]:
 
 def experts() -> None:
     """An expert that lies on one rank is updated there, and nothing moves; one that is cut comes together."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "ep"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     options: Any = {"kind": Mixture, "dtype": torch.float32, "rows": rows_of_mixture}
     options["reference"] = functools.partial(Unstacked, muon)
-    for shard in (_expert_parallel, _expert_parallel_in_rows):
+    for dim in (0, 2):
+        shard = functools.partial(_expert_parallel, shard_placement_fn=lambda p, d=dim: Shard(d if p.dim() == 3 else 0))
         model, optimizer = check(mesh, muon, shard=shard, **options)
         for p in model.parameters():
             p.grad = torch.zeros_like(p) if p.dim() == 3 else None
         optimizer.step()  # with the state that it has taken back
         with counting_bytes() as counts:
             optimizer.step()
-        assert bool(counts) == (shard is _expert_parallel_in_rows)
+        assert bool(counts) == (dim == 2)
 
 
 def every_mesh() -> None:
-    """Run what needs several axes."""
-    on_a_line()
-    on_replicas()
+    """Run what needs several axes, and more ranks than rows."""
+    without_other_axes(4)
+    without_other_axes(2, 2)
     beside_tensor_parallelism()
     experts()
