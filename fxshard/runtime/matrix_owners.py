@@ -43,10 +43,14 @@ class Team:
         """The place of this rank in the group."""
         return self.group.rank()
 
+    @functools.cached_property
+    def coordinates(self) -> list[list[int]]:
+        """Where on the mesh each rank is."""
+        return [(self.mesh.mesh == rank).nonzero()[0].tolist() for rank in dist.get_process_group_ranks(self.group)]
+
     def boxes(self, shape: Sequence[int], placements: Sequence[Placement]) -> list[Box]:
         """Return what each rank has of a tensor of this shape."""
-        found = ((self.mesh.mesh == rank).nonzero()[0] for rank in dist.get_process_group_ranks(self.group))
-        return [box_of(shape, placements, self.mesh.shape, coordinate.tolist()) for coordinate in found]
+        return [box_of(shape, placements, self.mesh.shape, coordinate) for coordinate in self.coordinates]
 
 
 def box_of(

@@ -97,10 +97,8 @@ class WholeMatrices(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Step as the optimizer would step unsharded parameters; all ranks call it, with what its own `step` takes."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         with torch.no_grad():
             _step_eagerly(self, options)
         return loss
@@ -221,11 +219,9 @@ class WholeMatrices(Optimizer):
                     seen["params"] += [this.wholes[each] for each in whole[parameter] if each in this.wholes]
                 elif with_others:
                     seen["params"].append(parameter)
-        state: defaultdict[Any, Any] = defaultdict(dict)
-        state.update({key: value for key, value in self.state.items() if key not in whole})
+        state = defaultdict[Any, Any](dict, {key: value for key, value in self.state.items() if key not in whole})
         state.update({parameter: self._held[matrix] for parameter, matrix in own.items() if matrix in self._held})
-        given = self._given
-        hooks: dict[str, Any] = {name: OrderedDict() for name in self._hooks}
+        given, hooks = self._given, {name: OrderedDict[int, Any]() for name in self._hooks}
         copied = object.__new__(type(given))
         copied.__dict__ = {**vars(given), **hooks, "param_groups": groups, "state": state}
         (without_hooks(type(given).step) or type(given).step)(copied, **options)
@@ -233,8 +229,7 @@ class WholeMatrices(Optimizer):
             group.update({name: value for name, value in seen.items() if name != "params"})
         self._held.update({matrix: state[parameter] for parameter, matrix in own.items() if parameter in state})
         self.state.update({key: value for key, value in state.items() if key not in own})
-        kept = {"param_groups", "state", *hooks}
-        vars(given).update({name: value for name, value in vars(copied).items() if name not in kept})
+        vars(given).update({k: v for k, v in vars(copied).items() if k not in {"param_groups", "state", *hooks}})
 
     def _send_back(self, this: StepRound) -> None:
         """Launch what brings updated rows back to the ranks that hold them."""
