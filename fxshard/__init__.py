@@ -15,6 +15,7 @@ from fxshard.api import (
     release,
     release_accumulators,
     share_comm_ctx,
+    whole_matrices,
 )
 from fxshard.compile.backend import fxshard as _backend
 from fxshard.compile.dynamo import register_backend as _register_backend
@@ -90,6 +91,7 @@ __all__ = [
     "release_accumulators",
     "save_checkpoint",
     "share_comm_ctx",
+    "whole_matrices",
 ]
 
 _register_backend(_backend, "fxshard")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.optim import Optimizer
 
 from fxshard.compile.backend import frames_of
 from fxshard.cost import measured
@@ -21,6 +22,7 @@ from fxshard.ir.history import CAPTURED
 from fxshard.runtime import overlapped_step
 from fxshard.runtime.frame import Frame
 from fxshard.runtime.unit import Unit
+from fxshard.runtime.whole_matrices import WholeMatrices
 from fxshard.sharding import adopt as adopt_module
 from fxshard.sharding import forward_methods, fsdp2_settings, per_parameter, shard_module, sharded_module
 from fxshard.sharding import release as release_module
@@ -213,6 +215,47 @@ def overlap_step(optimizer: AnyOptimizer) -> AnyOptimizer:
         raise ConfigError(f"overlap_step expects an optimizer of torch, got {type(optimizer).__name__}.")
     overlapped_step.overlap_step(inner)
     return optimizer
+
+
+def whole_matrices(
+    optimizer: Optimizer,
+    *,
+    elementwise: Callable[[dict[str, Any]], bool] | None = None,
+    rows: Callable[[nn.Parameter], Sequence[int] | None] | None = None,
+    bucket_mib: float | None = None,
+) -> WholeMatrices:
+    """Let an optimizer that needs whole matrices (Muon, Shampoo, SOAP, Adafactor) step sharded parameters.
+
+        optimizer = fxshard.whole_matrices(torch.optim.Muon(matrices, lr=0.02))
+
+    Each matrix has one owner among the ranks that hold its rows. A step brings its gradient and rows there, runs the
+    optimizer's own update on it, and brings the rows back: what the optimizer of the unsharded model computes. Owners
+    have nearly equal costs of Newton-Schulz. A matrix that lies on one rank, such as a whole expert, does not move. The
+    idea is that of Canzona (arXiv 2602.06079).
+
+    Use the result in place of the optimizer, also for schedulers, `GradScaler` and `overlap_step`. State stays with
+    owners. All ranks must call `state_dict()`, which cuts it; full states and checkpoints work as with any optimizer.
+
+    Args:
+        optimizer: its step treats parameters one by one, and keeps what it knows of each in `optimizer.state`.
+        elementwise: called with each of its groups; True for groups whose update of an element depends on nothing else
+            (AdamW beside Muon in one optimizer). They step as rows, without communication.
+        rows: called with each parameter that is to be whole; how many rows (of the first dimension) each of the
+            matrices has that it stacks: `[d] * heads`, or `[1] * E` for experts `[E, m, n]`, which the optimizer sees
+            as E matrices `[m, n]`. None is one matrix.
+        bucket_mib: of whole parameters per rank in a round; one round is on the link while another is computed.
+            Default: 32 for optimizers of torch; others take all in one call of `step`. Give a size if that may be
+            called several times, with a part of the parameters each.
+
+    Raises:
+        ConfigError: it is no optimizer of torch, or is LBFGS. In a step: what `rows` gives does not fit.
+    """
+    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, torch.optim.LBFGS | WholeMatrices):
+        raise ConfigError(
+            f"whole_matrices expects an optimizer of torch that treats parameters one by one, got "
+            f"{type(optimizer).__name__}."
+        )
+    return WholeMatrices(optimizer, elementwise, rows, bucket_mib)
 
 
 @dataclass(frozen=True, kw_only=True)

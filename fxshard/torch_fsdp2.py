@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import _composable_state as composable_state
 from torch.distributed import fsdp
@@ -297,6 +298,14 @@ def data_mesh(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
 
     shard = axis(dims.shard_names)
     return _concatenated([axis(dims.replicate_names), shard]) if dims.replicate_names else shard
+
+
+def group_along(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup:
+    """Return the group of the ranks that differ from this one along some axes of a mesh only; collective if new."""
+    if len(axes) == 1:
+        return mesh.get_group(axes[0])
+    names = tuple(cast("tuple[str, ...]", mesh.mesh_dim_names)[axis] for axis in axes)
+    return (mesh if names == mesh.mesh_dim_names else mesh[names])._flatten().get_group()
 
 
 def why_not_beside(mesh: DeviceMesh, other: DeviceMesh) -> str | None:

@@ -28,6 +28,9 @@ FUNCTIONS: dict[str, Callable[[], Any]] = {
     "release_accumulators expects the model, got int": lambda: ours.release_accumulators(1),
     "share_comm_ctx expects modules that fully_shard has sharded, got Linear": lambda: ours.share_comm_ctx([LAYER]),
     "overlap_step expects an optimizer of torch, got Linear": lambda: ours.overlap_step(LAYER),
+    "whole_matrices expects an optimizer of torch that treats parameters one by one, got LBFGS": lambda: (
+        ours.whole_matrices(torch.optim.LBFGS([X]))
+    ),
     "ShardedStage expects a module that fully_shard has sharded, got Linear": lambda: ShardedStage(LAYER, 0, 1, CPU),
     "explain expects an nn.Module, got function": lambda: ours.explain(lambda x: x, X, world_size=2),
     "no graph with sharded parameters was captured from ReLU": lambda: ours.explain(nn.ReLU(), X, world_size=2),

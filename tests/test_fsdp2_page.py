@@ -23,7 +23,7 @@ TAIL = """
 ## Ours alone
 
 On a sharded module: `reduce_waiting_gradients`. Beside it: `adopt`, `release`, `no_sync`, `overlap_step`, \
-`release_accumulators`, checkpoints and full state, `explain` and the passes: \
+`whole_matrices`, `release_accumulators`, checkpoints and full state, `explain` and the passes: \
 [guides](guides/), [checkpoints](checkpoints.md), [explain](explain.md).
 """
 

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from fxshard import torch_private
 from fxshard.runtime.step_hooks import step_hooks
 
-_BY_PARAMETER = frozenset(
+BY_PARAMETER = frozenset(
     getattr(torch.optim, name)
     for name in (
         *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop"),
@@ -48,7 +48,7 @@ def overlap_step(optimizer: Optimizer) -> None:
     if not hooks.overlapped:
         atexit.register(_wait_for_last_step)
     hooks.overlapped.add(optimizer)
-    if type(optimizer) in _BY_PARAMETER:
+    if type(optimizer) in BY_PARAMETER:
         # Nothing here holds the optimizer, which would hold its state until the garbage collector comes.
         step = types.MethodType(_in_two_parts(optimizer), weakref.proxy(optimizer))
         optimizer.step = step  # type: ignore[method-assign]
@@ -79,7 +79,7 @@ def _in_two_parts(optimizer: Optimizer) -> Callable[..., Any]:
 
 
 def _step(optimizer: Optimizer, whole: Callable[[], Any]) -> Any:
-    hooks, plain = step_hooks(), _without_hooks(type(optimizer).step)
+    hooks, plain = step_hooks(), without_hooks(type(optimizer).step)
     owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     first = owned & hooks.read_first()
     is_seen = plain is None or any(map(_is_foreign, torch_private.step_hooks_of(optimizer)))
@@ -97,7 +97,7 @@ def _step(optimizer: Optimizer, whole: Callable[[], Any]) -> Any:
 _step_eagerly = torch.compiler.disable(_step)
 
 
-def _without_hooks(step: Any) -> Callable[[Optimizer], Any] | None:
+def without_hooks(step: Any) -> Callable[[Optimizer], Any] | None:
     """Return what torch's `Optimizer` has wrapped with its hooks; `None` if somebody has wrapped that once more."""
     plain = getattr(step, "__wrapped__", None)
     is_torchs = hasattr(step, "hooked") and plain is not None and not hasattr(plain, "hooked")

@@ -337,8 +337,7 @@ def _refuse_adafactor(optimizer: torch.optim.Optimizer, units: Iterable[Unit], w
     if found := [m.fqn for m in members if m.parameter.dim() >= dims and m.parameter.grad is not None]:
         raise ConfigError(
             f"Adafactor ({type(optimizer).__module__}) cannot step sharded parameters: {', '.join(found)}. It needs "
-            "norms and means of whole ones. Use an optimizer that treats elements one by one (torch.optim.AdamW), or "
-            "leave them whole (ignored_params) and average their gradients over the ranks yourself."
+            "norms and means of whole ones: use fxshard.whole_matrices(optimizer)."
         )
 
 

@@ -40,12 +40,13 @@ def _held_by(model: nn.Module, optim: Optimizer) -> OptimizerState:
     """
     names_of(model, optim)
     fqns = {p: fqn for fqn, p in named_parameters(model)}
+    state_dict = optim.state_dict()  # first: `WholeMatrices` then has its state in `state`
     states = {p: state for p, state in optim.state.items() if state}
     groups = [
         {**{key: value for key, value in group.items() if key != PARAMS}, PARAMS: group[PARAMS]}
         for group in optim.param_groups
     ]
-    held = OptimizerState.of({**optim.state_dict(), STATE: states, GROUPS: groups}, fqns)
+    held = OptimizerState.of({**state_dict, STATE: states, GROUPS: groups}, fqns)
     if held.others:
         raise ConfigError(
             f"the optimizer has state under keys that are not parameters: {[*held.others]}. A checkpoint names state "

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -127,10 +128,20 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc] # see above
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
     ) -> Work:
-        # Every peer sends what this rank would send to itself.
-        sizes = list(input_splits) or [input.shape[0] // self._world_size] * self._world_size
+        sizes, received = (
+            list(splits) or [tensor.shape[0] // self._world_size] * self._world_size
+            for splits, tensor in ((input_splits, input), (output_splits, output))
+        )
         own = input.split(sizes)[self._rank]
-        return self._launch("all_to_all", [Move(output, own, writes=self._world_size)], whole=[input])
+        if set(received) == {own.shape[0]}:  # every peer sends what this rank would send to itself
+            return self._launch("all_to_all", [Move(output, own, writes=self._world_size)], whole=[input])
+        # Else what this rank sends, over and over. Its part of a link is the larger of both directions.
+        row_bytes = math.prod(input.shape[1:]) * input.element_size()
+        there, back = sum(sizes) - sizes[self._rank], sum(received) - received[self._rank]
+        moves = [Move(part, input[: part.shape[0]]) for part in output.split(max(1, input.shape[0])) if input.numel()]
+        return self._launch(
+            "all_to_all", moves, outputs=[output], whole=[input], other_bytes=max(there, back) * row_bytes
+        )
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         return self._launch("all_to_all", _spread([inputs[self._rank]], [outputs]), whole=inputs)
@@ -164,8 +175,12 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc] # see above
         *,
         outputs: Sequence[Tensor] | None = None,
         whole: Sequence[Tensor] | None = None,
+        other_bytes: int | None = None,
     ) -> Work:
-        """Launch the moves; `outputs` where they are not those of the moves, `whole` where others than them count."""
+        """Launch the moves; `outputs` where they are not those of the moves, `whole` where others than them count.
+
+        `other_bytes`: those from or to other ranks, where these are not their part of `whole`.
+        """
         outputs = [move.output for move in moves] if outputs is None else outputs
         whole = outputs if whole is None else whole
         others = sorted({tensor.device.type for tensor in whole} - set(self.engine.devices))
@@ -174,7 +189,10 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc] # see above
                 f"emulated_link: {op} of tensors on {', '.join(others)} is not implemented; "
                 f"this link moves those on {', '.join(self.engine.devices)}."
             )
-        work = self.engine.launch(op, sum(tensor.nbytes for tensor in whole), self._world_size, moves, outputs)
+        nbytes = sum(tensor.nbytes for tensor in whole)
+        if other_bytes is not None and self._world_size > 1:  # the engine takes away this rank's part
+            nbytes = other_bytes * self._world_size // (self._world_size - 1)
+        work = self.engine.launch(op, nbytes, self._world_size, moves, outputs)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

@@ -100,6 +100,14 @@ def test_all_to_all_receives_from_every_peer_what_this_rank_keeps(link: Emulated
     torch.testing.assert_close(torch.cat(pieces), single, rtol=0, atol=0)
 
 
+def test_an_uneven_all_to_all_receives_what_this_rank_sends() -> None:
+    with emulated_link(4, gigabytes_per_s=1.0) as link:
+        out = torch.empty(7)
+        dist.all_to_all_single(out, ramp(3), [0, 3, 3, 1], [0, 1, 1, 1])
+        assert out.equal(ramp(3).repeat(3)[:7])
+        assert link.transfers[-1].bytes == 7 * 4 * 4 // 3, "a link takes what comes from others, three of four ranks"
+
+
 def test_functional_collectives_compute_the_same(link: EmulatedLink, name: Any) -> None:
     x, wait = ramp(W), OPS.wait_tensor
     assert wait(OPS.all_gather_into_tensor(x, W, name)).equal(x.repeat(W))

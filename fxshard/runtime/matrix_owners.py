@@ -1,0 +1,216 @@
+"""Which rank updates which matrix, and which part of a sharded tensor each rank has.
+
+The ranks that hold parts of a tensor are a `Team`: those along the mesh axes that cut it. All of them compute the same
+owners from shapes and placements, so nothing is exchanged to agree on them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from fxshard import torch_fsdp2
+from fxshard.errors import ConfigError
+from fxshard.runtime.parameters import local_of
+
+Box = tuple[tuple[int, int], ...]
+"""The first index and the one after the last, of each dimension."""
+
+
+@dataclass(frozen=True, eq=False)
+class Team:
+    """The ranks that differ along some axes of a mesh only, and hold the parts of a tensor."""
+
+    mesh: DeviceMesh
+    axes: tuple[int, ...]
+
+    @functools.cached_property
+    def group(self) -> dist.ProcessGroup:
+        """Their process group; collective the first time if there are several axes."""
+        return torch_fsdp2.group_along(self.mesh, self.axes)
+
+    @property
+    def rank(self) -> int:
+        """The place of this rank in the group."""
+        return self.group.rank()
+
+    @functools.cached_property
+    def coordinates(self) -> list[list[int]]:
+        """Where on the mesh each rank is."""
+        return [(self.mesh.mesh == rank).nonzero()[0].tolist() for rank in dist.get_process_group_ranks(self.group)]
+
+    def boxes(self, shape: Sequence[int], placements: Sequence[Placement]) -> list[Box]:
+        """Return what each rank has of a tensor of this shape."""
+        return [box_of(shape, placements, self.mesh.shape, coordinate) for coordinate in self.coordinates]
+
+
+def box_of(
+    shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int], coordinate: Sequence[int]
+) -> Box:
+    """Return what the rank at `coordinate` of a mesh of `sizes` has of a tensor, cut as `torch.chunk` cuts.
+
+    Axes that cut one dimension do so in their order, but those of strided placements come last: FSDP2 cuts the rows
+    that tensor parallelism has left, although its axis stands before.
+    """
+    box = [(0, size) for size in shape]
+    cuts = [
+        (getattr(each, "split_factor", 0), i, each.dim) for i, each in enumerate(placements) if hasattr(each, "dim")
+    ]
+    for _, axis, dim in sorted(cuts):
+        first, last = box[dim]
+        rows = -(-(last - first) // sizes[axis])
+        begin = min(first + coordinate[axis] * rows, last)
+        box[dim] = begin, min(begin + rows, last)
+    return tuple(box)
+
+
+def cutting_axes(tensor: DTensor) -> tuple[int, ...]:
+    """Return the axes of its mesh along which ranks hold different parts."""
+    found = enumerate(zip(tensor.placements, tensor.device_mesh.shape, strict=True))
+    return tuple(axis for axis, (placement, size) in found if hasattr(placement, "dim") and size > 1)
+
+
+@dataclass(frozen=True, eq=False)
+class RowSplit:
+    """Which part of some rows of a tensor each rank of a team has."""
+
+    team: Team
+    boxes: Sequence[Box]  # what each rank has of the tensor
+    rows: tuple[int, int]  # of the tensor, from and to
+
+    @functools.cached_property
+    def parts(self) -> dict[int, Box]:
+        """What the ranks have of the rows, by rank, without those that have nothing."""
+        found = {}
+        for rank, ((first, last), *others) in enumerate(self.boxes):
+            box = ((max(first, self.rows[0]), min(last, self.rows[1])), *others)
+            if all(begin < end for begin, end in box):
+                found[rank] = box
+        return found
+
+    def in_local(self, local: Tensor) -> Tensor:
+        """Return the view of what this rank has of the rows, of what it has of the tensor."""
+        origin = [first for first, _ in self.boxes[self.team.rank]]
+        return _slice(local, self.parts[self.team.rank], origin)
+
+    def in_whole(self, whole: Tensor, rank: int) -> Tensor:
+        """Return the view of what a rank has of the rows, of all of them."""
+        return _slice(whole, self.parts[rank], [self.rows[0], *[0] * (whole.dim() - 1)])
+
+
+def _slice(tensor: Tensor, box: Box, origin: Sequence[int]) -> Tensor:
+    """Return the view of a box, of a tensor whose first element has the indices `origin`."""
+    for dim, ((first, last), start) in enumerate(zip(box, origin, strict=True)):
+        if (first - start, last - first) != (0, tensor.shape[dim]):
+            tensor = tensor.narrow(dim, first - start, last - first)
+    return tensor
+
+
+class Traveller(NamedTuple):
+    """A tensor that lies on the ranks of a team in parts, and with its owner as a whole."""
+
+    split: RowSplit
+    owner: int  # a rank of the team
+    local: Tensor  # what this rank has of the tensor
+    whole: Tensor | None  # the rows, on their owner
+
+
+@dataclass(eq=False)
+class Matrix:
+    """What one owner updates: a parameter, or rows of one that stacks several matrices."""
+
+    parameter: DTensor
+    place: int  # of the parameter among those of the optimizer
+    split: RowSplit
+    drops_first: bool  # whether the optimizer sees it without the first dimension, which is 1
+    owner: int = 0  # a rank of the team
+
+    @property
+    def team(self) -> Team:
+        """The ranks that hold it."""
+        return self.split.team
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As a part of the parameter: with the first dimension."""
+        first, last = self.split.rows
+        return (last - first, *self.parameter.shape[1:])
+
+    @property
+    def seen_shape(self) -> tuple[int, ...]:
+        """As the optimizer sees it."""
+        return self.shape[1:] if self.drops_first else self.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        return math.prod(self.shape) * self.parameter.element_size()
+
+    def traveller(self, local: Tensor, whole: Tensor | None) -> Traveller:
+        """Describe a tensor like the parameter: what this rank has of it, and its owner of the matrix."""
+        return Traveller(self.split, self.owner, local, None if whole is None else whole.detach().reshape(self.shape))
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether this rank updates it."""
+        return self.owner == self.team.rank
+
+    @property
+    def stays(self) -> bool:
+        """Whether one rank holds all of it, and so owns it."""
+        return len(self.split.parts) == 1
+
+    @property
+    def cost(self) -> int:
+        """What Newton-Schulz takes, up to a factor: two products with the smaller square, and one of it with itself."""
+        small, large = sorted((self.seen_shape[0], math.prod(self.seen_shape[1:])))
+        return small * small * (2 * large + small)
+
+
+def matrices_of(parameter: DTensor, place: int, team: Team, rows: Sequence[int] | None) -> list[Matrix]:
+    """Return the matrices that a parameter has; `rows` are those of each along the first dimension, `None` for one.
+
+    Raises:
+        ConfigError: they are not those of the parameter, or its local tensor does not fit its placements.
+    """
+    shape, held = tuple(parameter.shape), tuple(local_of(parameter).shape)
+    boxes = team.boxes(shape, parameter.placements)
+    if (own := tuple(last - first for first, last in boxes[team.rank])) != held:
+        raise ConfigError(
+            f"whole_matrices: this rank has {held} of the parameter {shape} number {place} of the optimizer, where its "
+            f"placements {parameter.placements} say {own}. Shard it with fully_shard."
+        )
+    given = [shape[0]] if rows is None else list(rows)
+    if sum(given) != shape[0] or (rows is not None and min(given, default=0) < 1):
+        raise ConfigError(
+            f"whole_matrices: rows gave {given} for the parameter {shape} number {place} of the optimizer. They must "
+            "be positive and sum to its first dimension; None leaves it one matrix."
+        )
+    drops = rows is not None and len(shape) > 2 and set(given) == {1}
+    ends = list(itertools.accumulate(given))
+    spans = zip([0, *ends[:-1]], ends, strict=True)
+    return [Matrix(parameter, place, RowSplit(team, boxes, span), drops) for span in spans]
+
+
+def assign_owners(matrices: Iterable[Matrix]) -> list[Matrix]:
+    """Give each matrix its owner, so that the ranks of a team have nearly equal costs; return the costliest first.
+
+    A matrix that lies on one rank is updated there. Of the others the costliest goes to the rank with the least to do,
+    and so on (longest processing time first).
+    """
+    ordered = sorted(matrices, key=lambda matrix: (not matrix.stays, -matrix.cost, matrix.place, matrix.split.rows))
+    loads: dict[Team, list[int]] = {}
+    for matrix in ordered:
+        load = loads.setdefault(matrix.team, [0] * len(matrix.split.boxes))
+        matrix.owner = next(iter(matrix.split.parts)) if matrix.stays else load.index(min(load))
+        load[matrix.owner] += matrix.cost
+    return ordered

@@ -1,0 +1,262 @@
+"""Optimizers that need whole matrices, on sharded parameters: `fxshard.whole_matrices`.
+
+[Note: whole matrices]
+Each matrix has an *owner*, one of the ranks that hold its rows (`matrix_owners.py`). A step has four parts: an
+all_to_all brings gradients and rows to owners, the owner runs the user's optimizer on whole tensors, an all_to_all
+brings the new rows back. For that the optimizer is copied, with the owner's parameters and state: the user's object
+keeps its groups, which schedulers write, and nothing is to be put back where a step fails. torch's optimizers step in
+rounds, so that what the next round needs travels meanwhile; others step once, with all.
+
+State stays with the owner. Where someone reads it (`state_dict()`, and so every checkpoint), it becomes DTensors like
+those of any sharded optimizer, and the next step takes it back: a checkpoint does not show who owned what.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from operator import is_
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fxshard.ir.launches import Launch, on_group
+from fxshard.runtime import matrix_state
+from fxshard.runtime.matrix_owners import Matrix, Team, assign_owners, cutting_axes, matrices_of
+from fxshard.runtime.matrix_state import State
+from fxshard.runtime.overlapped_step import BY_PARAMETER, without_hooks
+from fxshard.runtime.parameters import adopt_attributes, local_of
+from fxshard.runtime.rank_check import Agreement
+from fxshard.runtime.row_exchange import RowExchange
+from fxshard.runtime.step_hooks import step_hooks
+
+
+class OwnerPlan(NamedTuple):
+    """Who updates what, of the parameters that an optimizer has now."""
+
+    parameters: list[Tensor]  # all, in the order of the groups
+    matrices: list[Matrix]  # the costliest first
+    of: dict[Tensor, list[Matrix]]  # those of each parameter, by rows
+
+
+@dataclass(eq=False)
+class StepRound:
+    """Matrices that are updated together, and what is on its way for them."""
+
+    matrices: Sequence[Matrix] = ()
+    states: Mapping[Tensor, State] = field(default_factory=dict)  # of their parameters, that owners are to get
+    wholes: dict[Matrix, nn.Parameter] = field(default_factory=dict)  # those that this rank owns
+    under_way: list[RowExchange] = field(default_factory=list)
+
+    def finish(self) -> None:
+        """Wait for what is on its way."""
+        for exchange in self.under_way:
+            exchange.finish()
+        self.under_way.clear()
+
+
+class WholeMatrices(Optimizer):
+    """An optimizer whose steps see whole matrices, with the groups of another one; see [Note: whole matrices]."""
+
+    _step_supports_amp_scaling = False  # what torch's GradScaler asks: it is to unscale gradients itself
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        elementwise: Callable[[dict[str, Any]], bool] | None,
+        rows: Callable[[nn.Parameter], Sequence[int] | None] | None,
+        bucket_mib: float | None,
+    ) -> None:
+        """Take over the groups, the state and the hooks of an optimizer."""
+        self._given = optimizer
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+        self._hooks = [name for name in vars(self) if name.startswith("_optimizer_")]
+        self.__dict__ |= {name: vars(optimizer)[name] for name in self._hooks}
+        self._elementwise, self._rows = elementwise or (lambda group: False), rows or (lambda parameter: None)
+        self._steps_in_rounds = type(optimizer) in BY_PARAMETER or bucket_mib is not None
+        self._bucket_bytes = (32 if bucket_mib is None else bucket_mib) * 2**20  # of whole parameters per rank
+        self._plan = OwnerPlan([], [], {})
+        self._held: dict[Matrix, State] = {}  # of those that this rank owns
+        self._is_away = False  # whether any rank holds state that `state` does not have
+        self._agreements: dict[str, Agreement] = {}
+        if optimizer in step_hooks().overlapped:
+            step_hooks().overlapped.add(self)
+
+    def __getattr__(self, name: str) -> Any:
+        """What the optimizer has besides."""
+        if name == "_given":
+            raise AttributeError(name)
+        return getattr(self._given, name)
+
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """Step as the optimizer would step unsharded parameters; all ranks call it, with what its own `step` takes."""
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        with torch.no_grad():
+            _step_eagerly(self, options)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of a sharded optimizer: tensors are DTensors; collective after a step."""
+        self.shard_state()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of a sharded optimizer, of this class or another one."""
+        super().load_state_dict(state_dict)
+        self._held.clear()
+        self._is_away = False
+        self._given.param_groups, self._given.state = self.param_groups, self.state
+
+    @torch.no_grad()
+    def shard_state(self) -> None:
+        """Move what owners hold into `state`, cut over the ranks; collective after a step."""
+        if not self._is_away:
+            return
+        for team, matrices in _by_team(self._plan.matrices).items():
+            for parameter, state in matrix_state.shard_states(team, matrices, self._held).items():
+                self.state[parameter] = state
+        self._held.clear()
+        self._is_away = False
+
+    def _step(self, options: Mapping[str, Any]) -> None:
+        plan = self._current_plan()
+        todo = [matrix for matrix in plan.matrices if matrix.parameter.grad is not None]
+        rounds = list(self._rounds(todo)) or [StepRound()]
+        with ExitStack() as agreed:
+            for team, matrices in _by_team(todo).items():
+                agreed.enter_context(self._agreed(team, matrices))
+            self._send_in(rounds[0])
+            for before, this, following in zip([None, *rounds], rounds, [*rounds[1:], None], strict=False):
+                if following is not None:
+                    self._send_in(following)
+                this.finish()
+                self._update(this, options, with_others=before is None)
+                if before is not None:
+                    before.finish()
+                self._send_back(this)
+            rounds[-1].finish()
+
+    def _current_plan(self) -> OwnerPlan:
+        """Return who updates what; made anew, from rows, when the parameters are others than before."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        known = self._plan.parameters
+        if len(parameters) == len(known) and all(map(is_, parameters, known)):
+            return self._plan
+        self.shard_state()
+        team_of = functools.cache(Team)
+        of: dict[Tensor, list[Matrix]] = {}
+        places = {id(parameter): place for place, parameter in enumerate(parameters)}
+        for group in self.param_groups:
+            for parameter in () if self._elementwise(group) else group["params"]:
+                if isinstance(parameter, DTensor) and (axes := cutting_axes(parameter)):
+                    team, rows = team_of(parameter.device_mesh, axes), self._rows(cast(Any, parameter))
+                    of[parameter] = matrices_of(parameter, places[id(parameter)], team, rows)
+        self._plan = OwnerPlan(parameters, assign_owners(matrix for found in of.values() for matrix in found), of)
+        return self._plan
+
+    def _agreed(self, team: Team, matrices: Sequence[Matrix]) -> Any:
+        """Around a step: the ranks of a team must update the same matrices."""
+        name, nbytes = team.group.group_name, sum(matrix.nbytes for matrix in matrices)
+        places = ", ".join(str(place) for place in sorted({matrix.place for matrix in matrices}))
+        text = f"all_to_all of gradients of parameters {places} of an optimizer, {nbytes} bytes,{on_group(name)}"
+        launch = Launch(name, text, "outside of graphs", "all_to_all", "whole matrices")
+        return self._agreements.setdefault(text, Agreement("matrices")).before([launch])
+
+    def _rounds(self, todo: Sequence[Matrix]) -> Iterator[StepRound]:
+        """Yield what is updated together: a bucket of one team, or all. State that lies in `state` goes to owners."""
+        owned = dict.fromkeys(matrix.parameter for matrix in todo)
+        states: dict[Tensor, State] = {parameter: state for parameter in owned if (state := self.state.get(parameter))}
+        self.state.update({parameter: {} for parameter in owned})  # not empty: torch would take a step of zeros for it
+        self._is_away |= bool(owned)
+        if not self._steps_in_rounds:
+            yield StepRound(todo, states)
+            return
+        for team, matrices in _by_team(todo).items():
+            taken, nbytes = list[Matrix](), 0
+            for matrix in matrices:
+                if taken and nbytes + matrix.nbytes > self._bucket_bytes * team.group.size():
+                    yield StepRound(taken, states)
+                    taken, nbytes = [], 0
+                taken.append(matrix)
+                nbytes += matrix.nbytes
+            yield StepRound(taken, states)
+
+    def _send_in(self, this: StepRound) -> None:
+        """Launch what brings gradients, parameters and state to owners."""
+        for team, matrices in _by_team(this.matrices).items():
+            travellers = []
+            for matrix in matrices:
+                rows, grad = local_of(matrix.parameter), local_of(cast(Tensor, matrix.parameter.grad))
+                if matrix.parameter in this.states:
+                    brought, filled = matrix_state.bring(matrix, this.states[matrix.parameter])
+                    travellers += brought
+                    if filled is not None:
+                        self._held[matrix] = filled
+                if matrix.is_owned:
+                    take = matrix.split.in_local if matrix.stays else lambda like, m=matrix: like.new_empty(m.shape)
+                    this.wholes[matrix] = _as_parameter(matrix, take(rows), take(grad))
+                if not matrix.stays:
+                    seen = this.wholes.get(matrix)
+                    travellers.append(matrix.traveller(grad, None if seen is None else seen.grad))
+                    travellers.append(matrix.traveller(rows, seen))
+            this.under_way.append(RowExchange(team, travellers, inward=True))
+
+    def _update(self, this: StepRound, options: Mapping[str, Any], *, with_others: bool) -> None:
+        """Let the optimizer step the matrices of a round that this rank owns, and what is not whole with the first."""
+        own, whole = {whole: matrix for matrix, whole in this.wholes.items()}, self._plan.of
+        groups = [{**group, "params": []} for group in self.param_groups]
+        for group, seen in zip(self.param_groups, groups, strict=True):
+            for parameter in group["params"]:
+                if parameter in whole:
+                    seen["params"] += [this.wholes[each] for each in whole[parameter] if each in this.wholes]
+                elif with_others:
+                    seen["params"].append(parameter)
+        state = defaultdict[Any, Any](dict, {key: value for key, value in self.state.items() if key not in whole})
+        state.update({parameter: self._held[matrix] for parameter, matrix in own.items() if matrix in self._held})
+        given, hooks = self._given, {name: OrderedDict[int, Any]() for name in self._hooks}
+        copied = object.__new__(type(given))
+        copied.__dict__ = {**vars(given), **hooks, "param_groups": groups, "state": state}
+        (without_hooks(type(given).step) or type(given).step)(copied, **options)
+        for group, seen in zip(self.param_groups, groups, strict=True):
+            group.update({name: value for name, value in seen.items() if name != "params"})
+        self._held.update({matrix: state[parameter] for parameter, matrix in own.items() if parameter in state})
+        self.state.update({key: value for key, value in state.items() if key not in own})
+        vars(given).update({k: v for k, v in vars(copied).items() if k not in {"param_groups", "state", *hooks}})
+
+    def _send_back(self, this: StepRound) -> None:
+        """Launch what brings updated rows back to the ranks that hold them."""
+        for team, matrices in _by_team(this.matrices).items():
+            moved = [each for each in matrices if not each.stays]
+            travellers = [each.traveller(local_of(each.parameter), this.wholes.get(each)) for each in moved]
+            this.under_way.append(RowExchange(team, travellers, inward=False))
+        this.wholes.clear()
+
+
+# A whole train step may be compiled: then Dynamo is on, and must leave this alone.
+_step_eagerly = torch.compiler.disable(WholeMatrices._step)
+
+
+def _by_team(matrices: Sequence[Matrix]) -> dict[Team, list[Matrix]]:
+    """Return the matrices of each team; teams in the order of their first parameters, the same on all ranks."""
+    found: dict[Team, list[Matrix]] = {}
+    for matrix in matrices:
+        found.setdefault(matrix.team, []).append(matrix)
+    return dict(sorted(found.items(), key=lambda item: min(matrix.place for matrix in item[1])))
+
+
+def _as_parameter(matrix: Matrix, whole: Tensor, grad: Tensor) -> nn.Parameter:
+    """Return what the optimizer sees in place of the sharded parameter, with its attributes."""
+    parameter = nn.Parameter(whole.view(matrix.seen_shape), requires_grad=matrix.parameter.requires_grad)
+    adopt_attributes(parameter, matrix.parameter.__dict__)
+    if grad.dtype != whole.dtype:
+        parameter.grad_dtype = grad.dtype
+    parameter.grad = grad.view(matrix.seen_shape)
+    return parameter
