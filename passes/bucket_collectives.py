@@ -46,20 +46,20 @@ class BucketCollectives(GraphPass):
     Attributes:
         size: "unit", one launch per unit and direction; "auto", buckets that use the link well, as
             `cost/bucket_sizes.py` finds for `hardware`; or MiB (of the whole buffer) that a bucket is filled up to.
-        peak_share: how many more unsharded bytes the merged launches of "auto" may hold at any time than a launch for
-            each unit, in units of the largest unit in the graph. The same holds for the gradients of a reduction.
+        peak_share: how many more unsharded bytes, and bytes of gradients, the merged launches of "auto" may hold at any
+            time than a launch for each unit, in units of the largest unit in the graph.
+        hands_off: whether the next graph runs beside the last reduction of a graph that is a part of the model, so that
+            "auto" does not split it: to join what parts of it bring the graph would wait for them.
 
-    Buckets are filled in the order in which forward and backward meet the units, within a bucket in registration order.
-    What a split launch brings is gathered where it is first read, or reduced after its last gradient. Besides, "auto"
-    splits a unit where others come in between (an embedding and a head), and makes small what is read first and what is
-    reduced last: [Note: the two ends of a graph] in `cost/bucket_sizes.py`.
+    Buckets are filled in the order in which the graph meets the units, within a bucket in registration order. What a
+    split launch brings is gathered where it is first read, or reduced after its last gradient. "auto" also splits where
+    other units come in between, and at [Note: the two ends of a graph] (`cost/bucket_sizes.py`).
 
-    Numerics: unchanged; but a ring adds several ranks' gradients in an order that depends on their place in the buffer,
-        so sums over three ranks or more may be rounded differently.
+    Numerics: unchanged; but a ring adds in an order that depends on the place in the buffer: sums over three ranks or
+        more may be rounded differently.
     Memory: a merged unit is gathered earlier than it is read, within the budget and `peak_share`; a split one later.
     No-op: size="unit", one rank, or where no launch is too small or too large.
-    Limits: merges neighbours among the launches of one dtype, if they are of one process group; a parameter is never
-        split; a launch with anything else in it is left alone.
+    Limits: merges neighbours of one dtype and process group; no parameter is split; other launches are left alone.
     Source: Li et al., "PyTorch Distributed" (VLDB 2020), which buckets gradients so.
     """
 
@@ -67,6 +67,7 @@ class BucketCollectives(GraphPass):
 
     size: str | float = "unit"
     peak_share: float = 1.0
+    hands_off: bool = False
 
     def __post_init__(self) -> None:
         bucket_sizes.check(self.size)
@@ -129,17 +130,16 @@ class BucketCollectives(GraphPass):
         places = sorted(reduction.last_term for reduction in reductions)
         ends = [] if ctx.plan.is_part else places[-1:]
         splitters = [_Splitter(timeline, places, at_end=reduction.last_term in ends) for reduction in reductions]
-        cut = (_split_reduction(each, s, limits, ctx) for each, s in zip(reductions, splitters, strict=True))
+        whole = places[-1:] if self.size == "auto" and self.hands_off and ctx.plan.is_part else []
+        most = [replace(limits, most=math.inf) if each.last_term in whole else limits for each in reductions]
+        cut = map(functools.partial(_split_reduction, ctx=ctx), reductions, splitters, most)
         pieces = sorted(itertools.chain.from_iterable(cut), key=lambda piece: piece.last_term)
 
         def may_join(bucket: Sequence[ReduceBucket], piece: ReduceBucket) -> bool:
             joined = (*bucket, piece)
             units = [unit for part in joined for unit in part.calls]
-            return (
-                held_bytes(joined, ctx.plan) <= limits.more
-                and bucket[0].dtype is piece.dtype
-                and _can_share_launch(units, ctx, "reduces_whole")
-            )
+            fits = held_bytes(joined, ctx.plan) <= limits.more and bucket[0].dtype is piece.dtype
+            return fits and _can_share_launch(units, ctx, "reduces_whole")
 
         buckets = bucket_sizes.merge(pieces, lambda piece: piece.nbytes(ctx.plan), limits, may_join)
         return [(_join(bucket), _why(bucket, held_bytes(bucket, ctx.plan), limits, ctx)) for bucket in buckets]

@@ -186,6 +186,15 @@ def test_auto_cuts_nothing_at_the_ends_of_a_part_of_the_model() -> None:
     assert (gathered(forward), gathered(backward), reduced(backward)) == (["0", "1"], ["1", "0"], ["1", "0"])
 
 
+@pytest.mark.parametrize(("hands_off", "parts"), [(True, 1), (False, 3)])
+def test_auto_does_not_split_the_last_reduction_that_the_next_graph_hides(hands_off: bool, parts: int) -> None:
+    traced = dataclasses.replace(two_of_three(), plan=dataclasses.replace(two_of_three().plan, is_part=True))
+    gm, ctx = traced.at("backward", after=InsertCollectives)
+    ctx = dataclasses.replace(ctx, hardware=dataclasses.replace(LONG, link_latency=1.5))  # a unit is too large for it
+    run_pass(BucketCollectives(size="auto", hands_off=hands_off), gm, ctx)
+    assert reduced(gm) == ["1"] * 3 + ["0"] * parts
+
+
 def test_auto_cuts_nothing_at_the_ends_that_is_there_within_a_latency() -> None:
     backward, _ = bucketed(two_of_three(), "backward", "auto", hardware=LONG)
     assert (gathered(backward), reduced(backward)) == (["1", "0"], ["1", "0"])
