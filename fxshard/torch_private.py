@@ -45,7 +45,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.autograd import Variable, profiler
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store, _world
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.node import _get_qualified_name
@@ -92,8 +92,7 @@ NO_VALUE = (DataDependentOutputException, DynamicOutputShapeException)
 """Raised where code asks a fake tensor for what only data knows; `error.func` is the op."""
 
 REDUCES_IN_STORAGE_DTYPE = hasattr(FSDPParam, "unsharded_grad_dtype")
-"""What `MixedPrecisionPolicy(reduce_dtype=None)` means in this torch: the parameter's dtype, as FSDP2 from 2.15 on, or
-the dtype of the gradient, as FSDP2 before."""
+"""Whether `MixedPrecisionPolicy(reduce_dtype=None)` means the parameter's dtype (FSDP2 from 2.15 on) or the gradient's."""
 
 default_store = _get_default_store
 """The store at which the ranks of the default process group met."""
@@ -128,10 +127,8 @@ def is_of_torch(node: fx.Node) -> bool:
 
 
 SET_GRAD_ENABLED, EXIT_AUTOCAST = torch._C._set_grad_enabled, torch.amp.autocast_mode._exit_autocast
-"""What Dynamo's graphs call to change torch's state."""
-
 LOG_USAGE = torch._C._log_api_usage_once
-"""What they call without effect."""
+"""What Dynamo's graphs call to change torch's state, and without effect."""
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 """What Dynamo makes of `torch.utils.checkpoint`: `tag_activation_checkpoint(function, *inputs)`."""
@@ -251,11 +248,7 @@ def _looks(value: Any) -> str:
 
 
 def run_this_frame_eagerly(function: Function) -> Function:
-    """Decorate a function that Dynamo may inline but must never compile for itself.
-
-    While a compiled function runs, Dynamo is offered every Python frame. A frame whose code is skipped runs as it is,
-    the frames that it calls are still offered, and a trace that reaches the function inlines it as usual.
-    """
+    """Decorate a function that Dynamo may inline but must never compile for itself; frames that it calls are offered."""
     skip_code(function.__code__)
     return function
 
@@ -450,6 +443,11 @@ def gloo_of_one_thread(given: Any, interfaces: Sequence[str]) -> Any:
     options._timeout = given.timeout
     options.global_ranks_in_group, options.group_name = given.global_ranks_in_group, given.group_id
     return gloo(given.store, given.group_rank, given.group_size, options)
+
+
+def num_groups() -> int:
+    """Return how many process groups this rank has; `new_group(use_local_synchronization=True)` names one by it."""
+    return len(_world.pg_names)
 
 
 def backend_for(group: dist.ProcessGroup, device_type: str) -> Any:

@@ -42,6 +42,7 @@ from torch._C._distributed_c10d import FileStore
 from torch._dynamo import guards
 
 from fxshard.runtime import gloo
+from fxshard.runtime.process_groups import align_names
 from tests.state.processes import server
 
 WORLD_SIZE = 2
@@ -124,6 +125,7 @@ def settle() -> None:
         world.monitored_barrier(timedelta(seconds=SETTLE_TIMEOUT_S / 4), False)
     except RuntimeError as error:
         raise RankError(f"the body left the ranks out of step: {error}") from None
+    align_names(world)  # FSDP2 makes groups, too
 
 
 def _outcome_of(job: Job) -> Outcome:

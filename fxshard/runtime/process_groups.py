@@ -107,6 +107,7 @@ def _is_made_together() -> bool:
 def _made(groups: Iterable[Sequence[int]], mesh: DeviceMesh, description: str) -> dist.ProcessGroup | None:
     """Make groups of the kind that a mesh has, of some of its ranks; return the one of this rank."""
     like = mesh_axes.shard_group(mesh)
+    align_names(like)
     made = [
         dist.new_group(
             list(ranks),
@@ -118,3 +119,13 @@ def _made(groups: Iterable[Sequence[int]], mesh: DeviceMesh, description: str) -
         for ranks in groups
     ]
     return next((group for group in made if isinstance(group, dist.ProcessGroup)), None)
+
+
+def align_names(group: dist.ProcessGroup) -> None:
+    """Let the ranks of a group count alike: torch names the next group of ranks after how many each of them has.
+
+    Collective. A rank that has fewer (others logged in a group of their own) makes groups of itself alone.
+    """
+    counts = gather_texts("process groups", str(torch_private.num_groups()), group, remedy="All ranks must make them.")
+    for _ in range(max(map(int, counts)) - torch_private.num_groups()):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="fxshard_names")

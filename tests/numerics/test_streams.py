@@ -184,6 +184,16 @@ def test_groups_without_a_backend_have_twins_too() -> None:
 
 
 @two_ranks
+def test_a_group_of_one_rank_alone_does_not_stop_ranks_from_making_one_together() -> None:
+    """A script may log in a group of rank 0: torch then names the next group of both ranks otherwise on each."""
+    dist.new_group([0])
+    model: Any = fxshard.fully_shard(nn.Linear(4, 4))
+    model.set_separate_reduce_scatter_group(True)
+    model(torch.ones(2, 4)).sum().backward()
+    assert model.weight.grad.full_tensor().tolist() == [[2.0] * 4] * 4
+
+
+@two_ranks
 def test_enabling_twice_makes_one_group_and_disabling_takes_it_back() -> None:
     model = MLP()
     fxshard.fully_shard(model)
