@@ -92,7 +92,7 @@ NO_VALUE = (DataDependentOutputException, DynamicOutputShapeException)
 """Raised where code asks a fake tensor for what only data knows; `error.func` is the op."""
 
 REDUCES_IN_STORAGE_DTYPE = hasattr(FSDPParam, "unsharded_grad_dtype")
-"""Whether `MixedPrecisionPolicy(reduce_dtype=None)` means the parameter's dtype (FSDP2 from 2.15 on) or the gradient's."""
+"""Whether `MixedPrecisionPolicy(reduce_dtype=None)` means the dtype of the parameter (torch 2.15) or the gradient."""
 
 default_store = _get_default_store
 """The store at which the ranks of the default process group met."""
@@ -248,7 +248,7 @@ def _looks(value: Any) -> str:
 
 
 def run_this_frame_eagerly(function: Function) -> Function:
-    """Decorate a function that Dynamo may inline but must never compile for itself; frames that it calls are offered."""
+    """Decorate a function that Dynamo may inline but must never compile for itself; it is offered what that calls."""
     skip_code(function.__code__)
     return function
 

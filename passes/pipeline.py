@@ -119,8 +119,7 @@ def default(
             DedupUnshard(),  # again: it has left double reads, and a graph without backward has seen no joint stage
             OffloadShards(),  # before it: what is gathered and reduced is on the device
             InsertCollectives(),  # after the split: each graph gathers where it reads and reduces where it writes
-            # Before tensors are cut: for one launch.
-            BucketCollectives(size=bucket, peak_share=bucket_peak_share, hands_off=hands_off),
+            BucketCollectives(size=bucket, peak_share=bucket_peak_share, hands_off=hands_off),  # before tensors are cut
             CoalesceCollectives(fuses_copies=compiled, same_sums=not compiled, hands_off=hands_off),
             *deferring,  # before waits sink, behind it
             SinkWaits(max_buffers=reduce_scatter_max_input_buffers),

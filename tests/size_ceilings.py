@@ -48,5 +48,5 @@ CEILINGS = (
         23_650,
     ),
     Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 60_330),
-    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 54_140),
+    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 54_150),
 )
