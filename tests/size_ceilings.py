@@ -34,18 +34,18 @@ CEILINGS = (
     Ceiling(
         "lines of `fxshard/` and `passes/` without `tools/` and `testing/`",
         _lines(text for name, text in SOURCES.items() if not name.startswith(TOOLS)),
-        33_650,
+        34_410,
     ),
     Ceiling(
         "lines of `tools/` and `testing/`",
         _lines(text for name, text in SOURCES.items() if name.startswith(TOOLS)),
-        5_200,
+        5_300,
     ),
     Ceiling(
         "lines of the core: top level, `sharding`, `compile`, `ir`, `passes`, `ranks`, `runtime`",
         _lines(text for name, text in SOURCES.items() if name.rpartition("/")[0].partition("/")[0] in CORE),
         23_100,
     ),
-    Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 58_760),
-    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 53_200),
+    Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 59_260),
+    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 54_100),
 )

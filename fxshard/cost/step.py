@@ -48,14 +48,16 @@ class GraphOfStep:
         calls: Mapping[fx.Node, GraphOfStep] | None = None,
         *,
         copies_out: bool = False,
+        resident: bool = False,
     ) -> None:
         """`timeline` is that of `graph`; `calls` are the graphs that run in the place of some of its nodes.
 
-        With `copies_out` parameters are copied out of what was gathered, as FSDP2 does.
+        With `copies_out` parameters are copied out of what was gathered, as FSDP2 does; `resident` ones are gathered in
+        the first microbatch alone.
         """
-        self.timeline, self.calls = timeline, calls or {}
+        self.timeline, self.calls, self.resident = timeline, calls or {}, resident
         groups = launch_groups.groups_of(graph, GATHERS)
-        self.first = tuple(groups[0].launches) if groups else ()
+        self.first = tuple(node for node in groups[0].nodes if node in timeline.queues) if groups else ()
         self.last = groups[-1].launches[-1] if groups else None
         self.events = sorted([*timeline.needs, *self.calls])  # nodes compare by their place in the graph
         self.copies: dict[fx.Node, float] = {}  # wait for a gather -> seconds of the copy behind it
@@ -84,6 +86,7 @@ class Clock:
     Attributes:
         hardware: for what the host and collectives do to compute; `None`: nothing.
         reduces: whether the graph that runs reduces gradients, or leaves them for a later microbatch.
+        again: whether an earlier microbatch of the step has run.
         now: seconds since it began.
         exposed: those that compute stood at waits.
         exposed_by: name of what it waited for -> the same.
@@ -96,6 +99,7 @@ class Clock:
 
     hardware: HardwareSpec | None = None
     reduces: bool = True
+    again: bool = False
     now: float = 0.0
     exposed: float = 0.0
     exposed_by: dict[str, float] = field(default_factory=dict)
@@ -105,10 +109,14 @@ class Clock:
     begun: dict[fx.Node, float] = field(default_factory=dict)
     intervals: list[Interval] | None = None
 
-    def run_all(self, graphs: Sequence[GraphOfStep], *, unreduced: int = 0) -> None:
-        """Run graphs in a row, to the end of all that they launched; the first `unreduced` reduce no gradients."""
-        for number, (graph, following) in enumerate(zip_longest(graphs, graphs[1:])):
-            self.reduces = number >= unreduced
+    def run_all(self, graphs: Sequence[GraphOfStep], *, microbatches: int = 1, reduces_each: bool = True) -> None:
+        """Run the graphs of a microbatch so many times, to the end of all that they launched.
+
+        Each microbatch reduces its gradients, or the last one for all.
+        """
+        row = [*graphs] * microbatches
+        for number, (graph, following) in enumerate(zip_longest(row, row[1:])):
+            self.again, self.reduces = number >= len(graphs), reduces_each or number >= len(row) - len(graphs)
             self.run(graph, following)
         self._wait(max(self.free.values(), default=0.0), "the last launches")
 
@@ -127,20 +135,28 @@ class Clock:
             if node in graph.calls:
                 self.run(called.pop(0), called[0] if called else None)
                 continue
-            ready = max((done[source] for source in timeline.needs[node] if source in done), default=0.0)
             if node in timeline.queues:
-                if node not in done and (self.reduces or node.target not in _REDUCING):
-                    done[node] = self._launch(timeline, node, ready)
+                if node not in done and self._launches(graph, node):
+                    self._launch(timeline, node, done)
                 if node is graph.last:
                     self._begin(following)
-            else:
-                self._wait(ready, timeline.launches[source].label if (source := _latest(timeline, node, done)) else "")
+            elif any(source in done for source in timeline.needs[node]):
+                source = _latest(timeline, node, done)
+                self._wait(_ready(timeline, node, done), timeline.launches[source].label if source else "")
                 self._compute(graph.copies.get(node, 0.0), 0)
         self._compute(timeline.compute_seconds - began, graph.num_kernels - kernels)
 
     def _begin(self, following: GraphOfStep | None) -> None:
         if following is not None:
-            self.begun = {each: self._launch(following.timeline, each, 0.0) for each in following.first}
+            for node in following.first:
+                if self._launches(following, node):
+                    self._launch(following.timeline, node, self.begun)
+
+    def _launches(self, graph: GraphOfStep, node: fx.Node) -> bool:
+        """Whether a graph launches in this microbatch what it has in it."""
+        if node.target in _REDUCING:
+            return self.reduces
+        return not (graph.resident and self.again and node.target in GATHERS)
 
     def _compute(self, seconds: float, kernels: int) -> None:
         start = self.now
@@ -165,13 +181,12 @@ class Clock:
             self._note("compute", f"wait for {what}", self.now, until)
             self.now = until
 
-    def _launch(self, timeline: Timeline, node: fx.Node, ready: float) -> float:
+    def _launch(self, timeline: Timeline, node: fx.Node, done: dict[fx.Node, float]) -> None:
         queue = timeline.queues[node]
-        start = max(self.now, ready, self.free.get(queue, 0.0))
-        self.free[queue] = start + timeline.seconds[node]
+        start = max(self.now, _ready(timeline, node, done), self.free.get(queue, 0.0))
+        done[node] = self.free[queue] = start + timeline.seconds[node]
         self.taken[queue] = timeline.shares.get(node, 0.0)
         self._note(queue, node.name, start, self.free[queue])
-        return self.free[queue]
 
     def _note(self, stream: str, name: str, start: float, end: float) -> None:
         if self.intervals is not None and end > start:
@@ -179,6 +194,11 @@ class Clock:
 
 
 _REDUCING = (*REDUCTIONS, *ALL_REDUCES)
+
+
+def _ready(timeline: Timeline, node: fx.Node, done: Mapping[fx.Node, float]) -> float:
+    """When all is done that a node needs."""
+    return max((done[source] for source in timeline.needs[node] if source in done), default=0.0)
 
 
 def _latest(timeline: Timeline, node: fx.Node, done: Mapping[fx.Node, float]) -> fx.Node | None:

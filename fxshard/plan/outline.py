@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,11 +36,15 @@ class OutlinedModel:
         outer: of what is around the blocks.
         blocks: of one block of each kind.
         order: for each call of a block in `outer`, by the number that the call carries, the frame of `blocks`.
+        names: of these blocks.
+        resident: frames of `blocks` whose parameters stay gathered throughout a step.
     """
 
     outer: Explanation
     blocks: Explanation | None
     order: tuple[int, ...]
+    names: tuple[str, ...] = ()
+    resident: frozenset[int] = frozenset()
 
 
 class _BlockCall(nn.Module):
@@ -48,13 +52,15 @@ class _BlockCall(nn.Module):
 
     def __init__(self, number: int, results: str, structure: Any) -> None:
         super().__init__()
-        self.number, self.results, self.structure = number, results, structure
+        self.number, self.results = number, results
+        # A function, which copies of the module share: to copy the structure of a single tensor, torch warns of.
+        self.arrange: Callable[[Any], Any] = lambda made: pytree.tree_unflatten(made, structure)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         sources = text_of([t for t in tensors if t.is_floating_point()])
         made = planned_block(tensors, self.number, self.results, sources)
-        return pytree.tree_unflatten(made, self.structure)
+        return self.arrange(made)
 
 
 def outline(
@@ -86,9 +92,16 @@ def outline(
         model, args, kwargs, world_size=world_size, options={**options, "regional": True}, saves_all=saves_all
     )
     outer = explained(outer_model, args, kwargs, world_size=world_size, options=options, saves_all=saves_all)
-    frame_of = {name: i for i, frame in enumerate(traced.frames) for call in frame.calls for name in call}
-    order = tuple(frame_of[names[id(block)]] for block, _ in called)
-    return OutlinedModel(outer=_in_one_graph(outer), blocks=traced, order=order)
+    called_names = tuple(names[id(block)] for block, _ in called)
+    return OutlinedModel(
+        outer=_in_one_graph(outer), blocks=traced, order=order_of(traced, called_names), names=called_names
+    )
+
+
+def order_of(blocks: Explanation, names: Sequence[str]) -> tuple[int, ...]:
+    """The frames of the blocks of these names."""
+    frame_of = {name: i for i, frame in enumerate(blocks.frames) for call in frame.calls for name in call}
+    return tuple(frame_of[name] for name in names)
 
 
 def _in_one_graph(outer: Explanation) -> Explanation:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable
 from typing import Any
 
-from fxshard.tools.cli_common import at_least, mesh_size
+from fxshard.tools.cli_common import at_least, mesh_size, positive
 from fxshard.tools.launch.console import open_console, print_line
 
 PLAN_TEXT = """\
@@ -46,6 +47,10 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add("--reduce-last", "reduce gradients in the last microbatch alone", action="store_true")
     schedules = f"of fxshard, FSDP2 and FSDP2 compiled {default}"
     add("--schedule", schedules, metavar="NAME,...", default="fxshard,FSDP2")
+    budget = "also recommend what each block does within so much memory of a rank, on the first schedule; needs scipy"
+    add("--memory-budget-gib", budget, metavar="X", type=positive)
+    kinds = "of reshard, keep, subgroup, resident, offload and checkpoint: what may be recommended (default: all)"
+    add("--policies", kinds, metavar="NAME,...")
 
 
 def _list(item: Callable[[str], Any]) -> Callable[[str], list[Any]]:
@@ -53,25 +58,43 @@ def _list(item: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     return lambda text: [item(part) for part in text.split(",")]
 
 
+def _kinds(checkpointing: str) -> list[str]:
+    """All policies, without those that compute again what a built-in shape computes again by itself."""
+    from fxshard.plan.policies import KINDS
+
+    return [kind for kind in KINDS if kind != "checkpoint" or checkpointing == "none"]
+
+
 def _plan(args: argparse.Namespace) -> int:
-    from fxshard.plan.plan import PlanSettings, plan
+    from fxshard.plan.plan import PlanSettings, plan, ranks_text
+    from fxshard.plan.recommend import recommend
+    from fxshard.tools.plan.recommendation import advice, table_of
     from fxshard.tools.plan.targets import builder
 
     console, errors = open_console(), open_console(stderr=True)
+    build = builder(args.model, sequence=args.sequence, checkpointing=args.checkpointing)
+    settings = PlanSettings(
+        accumulation=args.accumulation,
+        reduces_each=not args.reduce_last,
+        schedules=tuple(args.schedule.split(",")),
+    )
+    run: dict[str, Any] = {"hardware": args.hardware, "settings": settings, "name": args.model}
     found = plan(
-        builder(args.model, sequence=args.sequence, checkpointing=args.checkpointing),
+        build,
         world_sizes=args.world_size,
         batches=args.batch,
-        hardware=args.hardware,
-        settings=PlanSettings(
-            accumulation=args.accumulation,
-            reduces_each=not args.reduce_last,
-            schedules=tuple(args.schedule.split(",")),
-        ),
-        name=args.model,
+        **run,
         progress=lambda line: print_line(errors, line, style="dim"),
     )
     if not console.is_terminal:
         console.width = 140
     console.print(found)
+    for world_size, batch in itertools.product(args.world_size, args.batch) if args.memory_budget_gib else ():
+        print_line(errors, f"policies of {ranks_text(world_size)} ranks, batch {batch}", style="dim")
+        kinds = args.policies.split(",") if args.policies else _kinds(args.checkpointing)
+        given = {"budget_gib": args.memory_budget_gib, "kinds": kinds, **run}
+        advised = recommend(build, world_size=world_size, batch=batch, **given)
+        console.print(table_of(advised))
+        for line in advice(advised):
+            print_line(console, line)
     return 0 if any(run.cost.fits for run in found.runs) else 1
