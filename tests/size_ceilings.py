@@ -39,7 +39,7 @@ CEILINGS = (
     Ceiling(
         "lines of `tools/` and `testing/`",
         _lines(text for name, text in SOURCES.items() if name.startswith(TOOLS)),
-        5_300,
+        5_400,
     ),
     Ceiling(
         "lines of the core: top level, `sharding`, `compile`, `ir`, `passes`, `ranks`, `runtime`",

@@ -95,7 +95,7 @@ def solve(problem: PolicyProblem, budget: float, *, time_limit: float = 30.0) ->
     if not fitting:
         return None
     best = min(fitting, key=problem.step_seconds)
-    seconds, bound = problem.step_seconds(best), found.mip_dual_bound or 0.0
+    seconds, bound = problem.step_seconds(best), (found.mip_dual_bound or 0.0) * _unit_of(problem)
     return PolicySolution(best, seconds, max(0.0, 1 - bound / seconds) if seconds else 0.0)
 
 
@@ -142,18 +142,22 @@ def _branch_and_bound(problem: PolicyProblem, budget: float, time_limit: float) 
     choices = [choice for unit in problem.units for choice in unit]
     owner = [i for i, unit in enumerate(problem.units) for _ in unit]
     num_units, num_choices, num_moments = len(problem.units), len(choices), len(problem.times)
-    scale = max(float(problem.nbytes.max()), 1.0)  # a solver's tolerances are those of numbers around 1
+    scale, unit = max(float(problem.nbytes.max()), 1.0), _unit_of(problem)
     held = np.stack([choice.nbytes for choice in choices], axis=1) / scale
     busy = [np.stack(seconds, axis=1) for seconds in zip(*(choice.seconds for choice in choices), strict=True)]
     one_of_each, moment = (
         sparse.csr_array((np.ones(num_choices), (owner, range(num_choices)))),
         sparse.eye_array(num_moments),
     )
-    rows = [[one_of_each, None], [sparse.csr_array(held), None], *([sparse.csr_array(-row), moment] for row in busy)]
+    rows = [
+        [one_of_each, None],
+        [sparse.csr_array(held), None],
+        *([sparse.csr_array(-row / unit), moment] for row in busy),
+    ]
     ones, below = np.ones(num_units), np.full(len(held), -np.inf)
     limits = optimize.LinearConstraint(
         sparse.block_array(rows, format="csr"),
-        lb=np.concatenate([ones, below, problem.seconds.ravel()]),
+        lb=np.concatenate([ones, below, problem.seconds.ravel() / unit]),
         ub=np.concatenate([ones, (budget - problem.nbytes) / scale, np.full(problem.seconds.size, np.inf)]),
     )
     is_choice = np.arange(num_choices + num_moments) < num_choices
@@ -164,6 +168,11 @@ def _branch_and_bound(problem: PolicyProblem, budget: float, time_limit: float) 
         bounds=optimize.Bounds(0, np.where(is_choice, 1, np.inf)),
         options={"time_limit": time_limit, "mip_rel_gap": 1e-7},
     )
+
+
+def _unit_of(problem: PolicyProblem) -> float:
+    """Seconds that count as one, for a solver's tolerances are those of numbers around 1."""
+    return problem.step_seconds((0,) * len(problem.units)) or 1.0
 
 
 def _picks_of(problem: PolicyProblem, variables: Array | None) -> Picks | None:

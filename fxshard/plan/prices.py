@@ -64,6 +64,7 @@ class Prices:
         self.turns = collections.Counter((i > 0, each or i == accumulation - 1) for i in range(accumulation))
         self.accumulates = accumulation > 1
         self.num_places = 4 * len(self.called) + 2
+        self.starts = [turn * self.num_places for turn in range(len(self.turns))]  # first moments
         graphs = [g for outer, called in self.of_policy for f in (outer, *called) for g in (f.forward, f.backward)]
         queues = sorted({queue for graph in graphs for queue in graph.timeline.queues.values()})
         self.row = {COMPUTE: 0} | {queue: 1 + i for i, queue in enumerate(queues)}
@@ -81,7 +82,7 @@ class Prices:
         )
         seconds = self._nothing()
         seconds[0, -1] = optimizer_seconds(shards, 0, self.hardware)
-        for start in self._starts():
+        for start in self.starts:
             self._add_outer(seconds, start)
         times = [number for number in self.turns.values() for _ in range(self.num_places)]
         return PolicyProblem(
@@ -94,10 +95,6 @@ class Prices:
     def _nothing(self) -> Array:
         """`[resources, moments]`: the places of each turn, and the optimizer's step."""
         return np.zeros((len(self.row), len(self.turns) * self.num_places + 1))
-
-    def _starts(self) -> list[int]:
-        """The first moment of each turn."""
-        return [turn * self.num_places for turn in range(len(self.turns))]
 
     def _add_outer(self, seconds: Array, start: int) -> None:
         """Add what runs around the blocks, at the place before each call and behind the last one."""
@@ -129,7 +126,7 @@ class Prices:
 
     def _seconds(self, frame: PlannedFrame, places: tuple[int, int], policy: Policy) -> Array:
         found = self._nothing()
-        for start, (again, reduces) in zip(self._starts(), self.turns, strict=True):
+        for start, (again, reduces) in zip(self.starts, self.turns, strict=True):
             for graph, at in zip((frame.forward, frame.backward), places, strict=True):
                 price = _price(graph, self.hardware, again=again, reduces=reduces)
                 where = (self._beside(at, -1), at, self._beside(at, 1))

@@ -114,12 +114,13 @@ def _recommended(traced: TracedPolicies, budget: float, time_limit: float, title
     assert fastest is not None
     budgets = np.linspace(least, fastest.cost.peak_bytes, _POINTS)[:-1]
     found = [mix for each in budgets if (mix := best_mix(traced, problem, float(each), time_limit))]
+    found.append(dataclasses.replace(fastest, budget=fastest.cost.peak_bytes))
     return Recommendation(
         title=title,
         blocks=traced.names,
         best=best_mix(traced, problem, budget, time_limit),
         alike=alike,
-        pareto=[*found, dataclasses.replace(fastest, budget=fastest.cost.peak_bytes)],
+        pareto=[*{tuple(mix.policies): mix for mix in reversed(found)}.values()][::-1],
     )
 
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fxshard.tools.cli_common import at_least, mesh_size, positive
 from fxshard.tools.launch.console import open_console, print_line
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fxshard.plan.plan import PlanSettings
 
 PLAN_TEXT = """\
 Simulate training steps at any number of ranks on this machine, without GPUs and without memory for the weights: step
@@ -49,6 +54,8 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add("--schedule", schedules, metavar="NAME,...", default="fxshard,FSDP2")
     budget = "also recommend what each block does within so much memory of a rank, on the first schedule; needs scipy"
     add("--memory-budget-gib", budget, metavar="X", type=positive)
+    answers = "also say from which batch, sequence and world size on things change; simulates five runs more for each"
+    add("--answers", answers, action="store_true")
     kinds = "of reshard, keep, subgroup, resident, offload and checkpoint: what may be recommended (default: all)"
     add("--policies", kinds, metavar="NAME,...")
 
@@ -66,35 +73,71 @@ def _kinds(checkpointing: str) -> list[str]:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from fxshard.plan.plan import PlanSettings, plan, ranks_text
-    from fxshard.plan.recommend import recommend
-    from fxshard.tools.plan.recommendation import advice, table_of
+    from fxshard.inspect.target import Target, checked
+    from fxshard.plan.plan import PlanSettings, plan
     from fxshard.tools.plan.targets import builder
 
     console, errors = open_console(), open_console(stderr=True)
-    build = builder(args.model, sequence=args.sequence, checkpointing=args.checkpointing)
+
+    def build_at(batch: int, sequence: int) -> Target:
+        return checked(builder(args.model, sequence=sequence, checkpointing=args.checkpointing)(batch), "the builder")
+
     settings = PlanSettings(
         accumulation=args.accumulation,
         reduces_each=not args.reduce_last,
         schedules=tuple(args.schedule.split(",")),
     )
-    run: dict[str, Any] = {"hardware": args.hardware, "settings": settings, "name": args.model}
     found = plan(
-        build,
+        lambda batch: build_at(batch, args.sequence),
         world_sizes=args.world_size,
         batches=args.batch,
-        **run,
+        hardware=args.hardware,
+        settings=settings,
+        name=args.model,
         progress=lambda line: print_line(errors, line, style="dim"),
     )
     if not console.is_terminal:
         console.width = 140
     console.print(found)
-    for world_size, batch in itertools.product(args.world_size, args.batch) if args.memory_budget_gib else ():
-        print_line(errors, f"policies of {ranks_text(world_size)} ranks, batch {batch}", style="dim")
-        kinds = args.policies.split(",") if args.policies else _kinds(args.checkpointing)
-        given = {"budget_gib": args.memory_budget_gib, "kinds": kinds, **run}
-        advised = recommend(build, world_size=world_size, batch=batch, **given)
-        console.print(table_of(advised))
-        for line in advice(advised):
-            print_line(console, line)
+    for world_size, batch in itertools.product(args.world_size, args.batch):
+        if args.memory_budget_gib:
+            _recommend(args, build_at, world_size, batch, settings, console)
+        if args.answers:
+            _answer(args, build_at, world_size, batch, settings, console)
     return 0 if any(run.cost.fits for run in found.runs) else 1
+
+
+def _recommend(
+    args: argparse.Namespace, build_at: Any, world_size: Any, batch: int, settings: PlanSettings, console: Console
+) -> None:
+    from fxshard.plan.recommend import recommend
+    from fxshard.tools.plan.recommendation import advice, table_of
+
+    advised = recommend(
+        lambda batch: build_at(batch, args.sequence),
+        world_size=world_size,
+        batch=batch,
+        budget_gib=args.memory_budget_gib,
+        hardware=args.hardware,
+        settings=settings,
+        kinds=args.policies.split(",") if args.policies else _kinds(args.checkpointing),
+        name=args.model,
+    )
+    console.print(table_of(advised))
+    for line in advice(advised):
+        print_line(console, line)
+
+
+def _answer(
+    args: argparse.Namespace, build_at: Any, world_size: Any, batch: int, settings: PlanSettings, console: Console
+) -> None:
+    from fxshard.cost.hardware import load
+    from fxshard.plan.plan import ranks_text
+    from fxshard.tools.plan.answers import answers
+
+    print_line(console, f"{ranks_text(world_size)} ranks, batch {batch}, {settings.schedules[0]}:")
+    if not isinstance(world_size, int):
+        print_line(console, "  answers are of runs without replicas")
+        return
+    for line in answers(build_at, world_size, batch, args.sequence, load(args.hardware), settings):
+        print_line(console, f"  {line}")

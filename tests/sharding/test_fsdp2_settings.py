@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -125,5 +125,5 @@ def test_a_choice_is_compiled_apart_from_none_for_a_pass_keeps_units_that_nobody
     keys = [block.__dict__[REFS]["weight"].key for block in blocks]
     assert [unit.plan.reshard_after_forward for block in blocks for unit in units_under(block)] == [False, False]
     assert keys[0] != keys[1]
-    blocks[0].set_reshard_after_forward(False)
+    cast(Any, blocks[0]).set_reshard_after_forward(False)
     assert blocks[0].__dict__[REFS]["weight"].key == keys[1]
