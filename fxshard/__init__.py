@@ -34,6 +34,7 @@ from fxshard.inspect.explanation import Explanation
 from fxshard.ir.history import PassResult, Remark
 from fxshard.passes._base import GraphPass, PassContext, Property
 from fxshard.passes.pipeline import Pipeline
+from fxshard.plan.compare import compare
 from fxshard.runtime.gloo import register as _register_gloo
 from fxshard.runtime.prefetcher import UnshardHandle
 from fxshard.sharding.fsdp2_settings import GradientReductionHandle
@@ -71,6 +72,7 @@ __all__ = [
     "WeightBucket",
     "adopt",
     "bisect_numerics",
+    "compare",
     "compiled_graphs",
     "explain",
     "explanation_of",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,40 +29,12 @@ from fxshard.sharding.no_sync import without_sync
 from fxshard.sharding.sharded_module import ShardedModule, is_compiled, plain_module
 from fxshard.unit_settings import UnitSettings
 
-Module = TypeVar("Module", bound=nn.Module)
+Modules = TypeVar("Modules", bound=nn.Module | list[Any])
 AnyOptimizer = TypeVar("AnyOptimizer")
 
 
-@overload
 def fully_shard(
-    module: Module,
-    *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: Any = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: Any = ...,
-) -> Module: ...
-
-
-@overload
-def fully_shard(
-    module: list[nn.Module],
-    *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: Any = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: Any = ...,
-) -> list[nn.Module]: ...
-
-
-def fully_shard(
-    module: Any,
+    module: Modules,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -71,7 +43,7 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
-) -> Any:
+) -> Modules:
     """Shard the parameters of `module` over the data-parallel ranks, in place, as torch's FSDP2 does.
 
     Call it bottom-up, then `torch.compile(module, backend="fxshard")`. Each call makes one unit of the parameters that
@@ -323,14 +295,14 @@ def release_accumulators(module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
         raise ConfigError(f"release_accumulators expects the model, got {type(module).__name__}.")
     units = sharded_module.units_under(plain_module(module))
-    waiting = [unit.label for unit in units if unit.accumulation.waiting]
+    waiting = [unit.label for unit in units if unit.step.accumulation.waiting]
     if waiting:
         raise ConfigError(
             f"release_accumulators: gradients of {', '.join(waiting)} wait to be reduced. Run a backward outside of "
             "no_sync() first, or drop them with reset_iter_state()."
         )
     for unit in units:
-        unit.accumulation.release()
+        unit.step.accumulation.release()
 
 
 def _require_kinds(reshard: object, mp_policy: object, offload: object) -> None:

@@ -74,7 +74,7 @@ class Options:
         verify: check every invariant of `ir/verify/verifier.py` after every pass; "debug" also re-runs the graphs on
             fake tensors.
         passes: a function from the default `Pipeline` to the one to run; passes of your own get the same checks.
-        hardware: what the cost model counts on: "h100", "h200", "cpu" or the path of a JSON file (`cost/hardware.py`);
+        hardware: what the cost model counts on: "h100", "h200", "cpu" or the path of a JSON file (`hardware.py`);
             `None` is what the ranks measured where they were sharded (`cost/measured.py`), or, where they did not,
             "cpu" for a model on the CPU, else "h100". Decides estimates, buckets and copies; no results.
         inductor: config patches passed to Inductor as they are.
@@ -196,11 +196,7 @@ class Options:
 
 
 def parse(options: Mapping[str, Any] | None, mode: str | None = None) -> Options:
-    """Turn the dict of `torch.compile` into `Options`.
-
-    Raises:
-        ConfigError: for a `mode` but "default", an unknown key (naming the nearest known one) or a value out of range.
-    """
+    """Turn the dict of `torch.compile` into `Options`; a ConfigError names what is unknown or out of range."""
     if mode not in (None, "default"):
         raise ConfigError(f"mode={mode!r} has no meaning for backend='fxshard'; pass options={{'inductor': {{...}}}}.")
     if not isinstance(options, Mapping | None):
@@ -256,11 +252,7 @@ class LauncherEnvironment:
 
 
 def launched() -> LauncherEnvironment | None:
-    """Return what the launcher told this process, `None` if there was none.
-
-    Raises:
-        ConfigError: a variable of torchrun's is missing, or is not a number.
-    """
+    """Return what the launcher told this process, `None` if there was none; a ConfigError if that is not whole."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
     if missing := [name for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
@@ -303,11 +295,7 @@ def compile_cache_dir() -> str | None:
 
 
 def measures_hardware() -> bool:
-    """Return whether ranks may measure their link: FXSHARD_CALIBRATE is not 0.
-
-    Raises:
-        ConfigError: it is neither 0 nor 1.
-    """
+    """Return whether ranks may measure their link: FXSHARD_CALIBRATE is not 0."""
     given = os.environ.get("FXSHARD_CALIBRATE", "1")
     if given not in ("0", "1"):
         raise ConfigError(

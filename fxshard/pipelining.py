@@ -64,7 +64,7 @@ class ShardedStage(PipelineStage):
         super().clear_runtime_states()
         self._num_backwards = 0
         for unit in self._units if self.has_backward else ():
-            unit.stages.add(self)
+            unit.step.stages.add(self)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Run one microbatch's forward; what is gathered for it may stay until the last backward."""
@@ -112,7 +112,7 @@ class ShardedStage(PipelineStage):
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide the gradients of the step; those of a unit of two stages when both have added to them."""
         self._leave_units()
-        members = (member for unit in self._units if unit.stages for member in unit.members)
+        members = (member for unit in self._units if unit.step.stages for member in unit.members)
         later = {id(member.parameter) for member in members}
         for parameter in self.submod.parameters():
             if parameter.grad is not None and id(parameter) not in later:
@@ -120,7 +120,7 @@ class ShardedStage(PipelineStage):
 
     def _leave_units(self) -> None:
         for unit in self._units:
-            unit.stages.discard(self)
+            unit.step.stages.discard(self)
 
     @property
     def _units(self) -> tuple[Unit, ...]:

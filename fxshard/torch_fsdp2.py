@@ -200,14 +200,12 @@ class Fsdp2Unit:
 
 
 def _public(kind: type[Record], source: object) -> Record:
-    """Return the settings that are public attributes of an object of FSDP2's."""
     named = [each for each in fields(kind) if each.metadata]
     found: dict[str, Any] = {each.name: getattr(source, each.metadata["fsdp2"], each.default) for each in named}
     return kind(**found)
 
 
 def _unless_torchs(comm: Any) -> Any:
-    """Return an object that communicates, if it is the user's."""
     return None if type(comm).__module__.startswith("torch.") else comm
 
 

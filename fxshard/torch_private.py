@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from types import CodeType
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._C._dynamo.guards import GlobalStateGuard
 from torch._C._functorch import peek_interpreter_stack
 from torch._dynamo import eval_frame, trace_rules
-from torch._dynamo.convert_frame import input_codes, output_codes
+from torch._dynamo.convert_frame import ConvertFrameAssert, input_codes, output_codes
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.external_utils import get_nonrecursive_disable_wrapper
 from torch._dynamo.utils import get_compilation_metrics
@@ -93,8 +93,7 @@ NO_VALUE = (DataDependentOutputException, DynamicOutputShapeException)
 """Raised where code asks a fake tensor for what only data knows; `error.func` is the op."""
 
 REDUCES_IN_STORAGE_DTYPE = hasattr(FSDPParam, "unsharded_grad_dtype")
-"""What `MixedPrecisionPolicy(reduce_dtype=None)` means in this torch: the parameter's dtype, as FSDP2 from 2.15 on, or
-the dtype of the gradient, as FSDP2 before."""
+"""Whether `reduce_dtype=None` means the parameter's dtype, as in FSDP2 from torch 2.15 on, or the gradient's."""
 
 default_store = _get_default_store
 """The store at which the ranks of the default process group met."""
@@ -271,12 +270,15 @@ def uncompiled_call(module: torch.nn.Module) -> Callable[..., Any]:
     return module._call_impl
 
 
-def backends_of(module: torch.nn.Module, callback: Any = None) -> list[Any]:
-    """Return what compiles the calls of a module that `torch.compile` returned, or of which `compile()` was called.
+class CompiledWith(NamedTuple):
+    """What compiles the calls of a module: Dynamo's innermost wrapper, and whether a graph break is an error."""
 
-    Each is the innermost of Dynamo's wrappers, which has the user's `compiler_name` and `kwargs`; what is no backend
-    has neither. First comes `callback`, Dynamo's on this thread.
-    """
+    backend: Any  # with the user's `compiler_name` and `kwargs`, if it is a backend
+    fullgraph: bool
+
+
+def backends_of(module: torch.nn.Module, callback: Any = None) -> list[CompiledWith]:
+    """Find what `torch.compile` or `compile()` left in a module, after `callback`, Dynamo's on this thread."""
     if isinstance(module, eval_frame.OptimizedModule):
         found = [getattr(module.dynamo_ctx, "callback", None)]
     else:
@@ -285,10 +287,10 @@ def backends_of(module: torch.nn.Module, callback: Any = None) -> list[Any]:
     return [_innermost(each) for each in (callback, *found)]
 
 
-def _innermost(callback: Any) -> Any:
+def _innermost(callback: Any, fullgraph: bool = False) -> CompiledWith:
     while (inner := getattr(callback, "_torchdynamo_orig_backend", None)) is not None:
-        callback = inner
-    return callback
+        callback, fullgraph = inner, fullgraph or isinstance(callback, ConvertFrameAssert)
+    return CompiledWith(callback, fullgraph)
 
 
 def is_never_compiled(code: CodeType) -> bool:

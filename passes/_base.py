@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from torch import fx
 from torch.fx import GraphModule
 
-from fxshard.cost.hardware import BUILTIN, HardwareSpec
+from fxshard.hardware import BUILTIN, HardwareSpec
 from fxshard.ir import text
 from fxshard.ir.graph_edit import TracedCode
 from fxshard.ir.history import PassHistory, Remark
@@ -23,10 +23,6 @@ from fxshard.ir.plan import FramePlan
 from fxshard.ir.properties import GraphKind as GraphKind
 from fxshard.ir.properties import Property as Property
 from fxshard.ir.regions import Region
-
-
-def _traces_none(name: str, text: str, gm: GraphModule, parameters: list[bool]) -> str:
-    return "nothing here can trace it"
 
 
 @dataclass(kw_only=True)
@@ -42,7 +38,7 @@ class PassContext:
     unsharded_budget_bytes: int | None = None  # at any time; `None` for no limit
     verify: bool | str = True  # after every pass; "debug" also re-runs the graph on fake tensors
     history: PassHistory = field(default_factory=PassHistory)  # where the manager keeps the graphs
-    trace_region: Callable[[str, str, GraphModule, list[bool]], Region | str] = _traces_none
+    trace_region: Callable[[str, str, GraphModule, list[bool]], Region | str] = lambda *_: "nothing here can trace it"
     declined: list[Remark] = field(default_factory=list)  # what the running pass left alone
     notes: list[Remark] = field(default_factory=list)  # why it did what it did
 

@@ -68,11 +68,7 @@ def _take_baseline(gm: GraphModule, ctx: PassContext, properties: Iterable[Prope
 
 
 def check_properties(passes: Sequence[GraphPass], given: Iterable[Property]) -> frozenset[Property]:
-    """Return the properties that hold after `passes`.
-
-    Raises:
-        InvariantError: a pass requires a property that is neither given nor ensured by a pass before it.
-    """
+    """Return the properties that hold after `passes`, or raise an InvariantError where one lacks what it requires."""
     known = set(given)
     for step in passes:
         missing = sorted(each.name for each in step.requires - known)

@@ -102,7 +102,7 @@ class AssignStreams(GraphPass):
 
 def _wait_at_once(launch: fx.Node) -> bool:
     """Move each wait right behind its launch."""
-    moved, results = False, _results_of(launch)
+    moved, results = False, list(launch.users) if launch.target in collectives.COALESCED else [launch]
     place = max(results)  # nodes compare by their place in the graph
     for wait in sorted(wait for result in results for wait in result.users):
         if place.next is not wait:
@@ -110,11 +110,6 @@ def _wait_at_once(launch: fx.Node) -> bool:
             moved = True
         place = wait
     return moved
-
-
-def _results_of(launch: fx.Node) -> list[fx.Node]:
-    """Return the tensors that a launch gives, each to be waited for."""
-    return list(launch.users) if launch.target in collectives.COALESCED else [launch]
 
 
 # ---- gathers
@@ -165,7 +160,6 @@ def _launch_copy_out(copy: fx.Node, wait: fx.Node, place: fx.Node) -> fx.Node:
 
 
 def _erase_unread(node: fx.Node) -> None:
-    """Erase a wait and its views, as far as nothing reads them."""
     for user in list(node.users):
         _erase_unread(user)
     if not node.users and node.target in ops.VIEWS | {collectives.WAIT}:

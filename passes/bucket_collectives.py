@@ -18,6 +18,7 @@ from fxshard.cost import bucket_sizes
 from fxshard.cost.bucket_sizes import MIB, Limits
 from fxshard.cost.sizes import sizes_of
 from fxshard.cost.timeline import Timeline
+from fxshard.errors import ConfigError
 from fxshard.ir.buckets import (
     CollectiveBuilder,
     GatherBucket,
@@ -69,7 +70,9 @@ class BucketCollectives(GraphPass):
 
     def __post_init__(self) -> None:
         bucket_sizes.check(self.size)
-        bucket_sizes.check_peak_share(self.peak_share)
+        share = self.peak_share
+        if isinstance(share, bool) or not isinstance(share, int | float) or not share >= 0:
+            raise ConfigError(f"bucket_peak_share must be a number, 0 or more, got {share!r}.")
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
         """Edit `gm.graph` in place; return whether anything changed."""
@@ -223,7 +226,6 @@ def _split_reduction(
 
 
 def _join(pieces: Sequence[ReduceBucket]) -> ReduceBucket:
-    """Return one launch with the gradients of all `pieces` in one tensor."""
     terms = {gradient: nodes for piece in pieces for gradient, nodes in piece.terms.items()}
     calls = {unit: call for piece in pieces for unit, call in piece.calls.items()}
     return replace(pieces[0], tensors=(tuple(terms),), terms=terms, calls=calls)

@@ -78,7 +78,6 @@ def _calls_of_last_unit(calls: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _trained_by(call: fx.Node) -> set[str]:
-    """Return the units whose gradients a call gives."""
     found, todo = set[str](), list(call.users)
     for node in todo:
         if ops.is_reduce_grad(node):

@@ -183,7 +183,6 @@ def _cut(tensors: Sequence[tuple[_T, ...]], copies: Mapping[_T, float], tensor_s
 
 
 def _together(cuts: Sequence[_Cut[_T]]) -> _Cut[_T]:
-    """Join several cuts: what one launch with all of their tensors costs."""
     return _Cut(
         tensors=tuple(itertools.chain.from_iterable(cut.tensors for cut in cuts)),
         copy_seconds=sum(cut.copy_seconds for cut in cuts),

@@ -46,7 +46,6 @@ class CopyBiases(GraphPass):
 
 
 def _copied(graph: fx.Graph, mode: Any) -> list[fx.Node]:
-    """Copy the biases in one graph; return the copies."""
     copies: list[fx.Node] = []
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.convolution.default):
         bias = node.args[2]

@@ -124,7 +124,6 @@ def _run(
 
 
 def _made_of(group: LaunchGroup) -> set[fx.Node]:
-    """Return the nodes of a group and all that they are made of."""
     found, todo = set(group.nodes), list(group.nodes)
     while todo:
         new = [source for source in todo.pop().all_input_nodes if source not in found]

@@ -160,7 +160,6 @@ class _FoldedCall:
 
 
 def _calls(graph: fx.Graph) -> Iterator[_FoldedCall]:
-    """Find the calls of regions into which something may move."""
     before, (after, sent) = _copies_out(graph), _copies_in(graph)
     for node in graph.find_nodes(op="call_function", target=regions.INVOKE):
         if node in before or node in sent:
@@ -172,7 +171,9 @@ def _copies_out(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     moves: set[fx.Node] = set()
     for node in graph.nodes:
         sources = node.all_input_nodes if node.target in ops.MOVEMENT and not _is_elsewhere(node) else []
-        if len(sources) == 1 and (sources[0] in moves or _is_gathered(sources[0])):  # a symbolic size is one, too
+        if len(sources) == 1 and (
+            sources[0] in moves or (collectives.is_wait(sources[0]) and tags.units_of(sources[0]))
+        ):
             moves.add(node)
     owner: dict[fx.Node, fx.Node] = {}
     found: dict[fx.Node, list[fx.Node]] = defaultdict(list)
@@ -219,10 +220,6 @@ def _made(buffer: fx.Node, launch: fx.Node) -> set[fx.Node]:
     read = made.union(*(node.all_input_nodes for node in made))
     readers = {user for node in read for user in node.users} - made
     return made if readers == {launch} else set()
-
-
-def _is_gathered(node: fx.Node) -> bool:
-    return collectives.is_wait(node) and bool(tags.units_of(node))
 
 
 def _is_elsewhere(node: fx.Node) -> bool:

@@ -62,7 +62,6 @@ class InsertCollectives(GraphPass):
 
 
 def _gathers(graph: fx.Graph, ctx: PassContext) -> list[UnitGather]:
-    """Return what each call of each unit reads, in program order."""
     calls: dict[tuple[str, str], list[fx.Node]] = {}
     for node in graph.nodes:
         if ops.is_unshard(node):
@@ -89,7 +88,6 @@ class _Written:
 
 
 def _writes(graph: fx.Graph) -> dict[str, _Written]:
-    """Find the gradients of each unit from the graph's outputs."""
     units: dict[str, _Written] = {}
     for position, result in enumerate(signature.results_of(graph)):
         for marker in ops.reduce_markers(result):

@@ -94,7 +94,6 @@ class OutlineRegions(GraphPass):
 
 
 def _replace(span: Span, region: Region, number: int) -> None:
-    """Replace a span by a call of its region, numbered among those of the graph."""
     first, graph = span.nodes[0], span.nodes[0].graph
     operands, results = span.operands(), span.results
     stack: dict[str, Any] = {key: first.meta[key] for key in ("nn_module_stack", "stack_trace") if key in first.meta}

@@ -57,7 +57,6 @@ class ReadResident(GraphPass):
 
 
 def _unshard_markers(graph: fx.Graph) -> dict[UnitSlot, list[fx.Node]]:
-    """Map parameter -> the markers that unshard it, in program order."""
     markers: dict[UnitSlot, list[fx.Node]] = {}
     for node in graph.nodes:
         if ops.is_unshard(node):

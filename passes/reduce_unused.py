@@ -88,7 +88,6 @@ class _Completion:
             )
 
     def _reduce_zeros(self, call: str, slot: SlotIndex) -> None:
-        """Add zeros to the gradient of a parameter."""
         shard, flat = self.unit.shards[slot[0]], self.flats[slot[0]]
         zeros, key, where = self._zeros(call, slot), str(MarkerKey(self.key, slot[0], call)), flat.meta["val"].device
         device = () if zeros.meta["val"].device == where else (where,)
@@ -140,7 +139,6 @@ class _Completion:
     def _insert(
         self, target: torch._ops.OpOverload, arguments: tuple[Any, ...], value: Callable[[], Tensor], **keywords: Any
     ) -> fx.Node:
-        """Insert a node before the unit's first gradient is reduced."""
         mode = torch_private.fake_mode_of(self.graph)
         assert mode is not None, "a graph with parameters has tensors"
         with self.graph.inserting_before(self.anchor), mode:

@@ -58,7 +58,6 @@ class ReshardPolicy(GraphPass):
 
 
 def _tag(node: fx.Node, policy: CheckpointPolicy) -> bool:
-    """Tag a node for the partitioner; return whether that changes anything."""
     changed = node.meta.get("recompute") is not policy or "ac_graph_id" in node.meta
     node.meta["recompute"] = policy
     node.meta.pop("ac_graph_id", None)

@@ -47,10 +47,10 @@ class ReshardToSubgroup(GraphPass):
         """Edit `gm.graph` in place; return whether anything changed."""
         read: dict[ShardKey, list[fx.Node]] = {}
         for marker in filter(ops.is_unshard, gm.graph.nodes):
-            key = ops.key_of(marker)
+            key, is_kept = ops.key_of(marker), any(user.target is ops.KEEP_ROWS for user in marker.users)
             if ctx.kind == "forward" and key.unit in ctx.plan.in_subgroups:
                 read.setdefault(ShardKey(key.unit, key.shard), []).append(marker)
-            elif ctx.kind == "joint" and ctx.plan.units[key.unit].subgroup and not _is_kept(marker):
+            elif ctx.kind == "joint" and ctx.plan.units[key.unit].subgroup and not is_kept:
                 read.setdefault(ShardKey(key.unit, key.shard), []).append(marker)
         for shard, markers in read.items():
             if ctx.kind == "joint":
@@ -65,13 +65,7 @@ class ReshardToSubgroup(GraphPass):
         return bool(read)
 
 
-def _is_kept(marker: fx.Node) -> bool:
-    """Return whether a marker is only there to be kept."""
-    return any(user.target is ops.KEEP_ROWS for user in marker.users)
-
-
 def _read(markers: Sequence[fx.Node], flat: fx.Node, unit: str) -> None:
-    """Replace markers by others that read the same parameters from another flat."""
     for marker in markers:
         key, graph = ops.key_of(marker), marker.graph
         with graph.inserting_before(marker):

@@ -9,7 +9,6 @@ from torch.fx import GraphModule
 
 from fxshard.errors import ConfigError
 from fxshard.ir import collectives, launch_groups
-from fxshard.ir.launch_groups import LaunchGroup
 from fxshard.passes._base import GraphPass, PassContext, Property
 
 
@@ -48,7 +47,7 @@ class SinkWaits(GraphPass):
             latest, why = end, "waited for at the end"
             if i + self.max_buffers < len(groups):
                 later = groups[i + self.max_buffers]
-                latest = _first_behind(group, later)
+                latest = next(node for node in later.nodes if node > group.nodes[-1])
                 why = f"waited for before {later.name} is reduced: {self.max_buffers} may be in flight"
             places |= dict.fromkeys(group.waits, latest)
             ctx.note(group.launches[0], why)
@@ -63,8 +62,3 @@ class SinkWaits(GraphPass):
         in_order = sorted(places, key=lambda node: (waits_behind[node], node))
         launch_groups.move({node: places[node] for node in in_order})
         return before != list(gm.graph.nodes)
-
-
-def _first_behind(group: LaunchGroup, later: LaunchGroup) -> fx.Node:
-    """Return the first node of a later group that stands behind the launches of a group."""
-    return next(node for node in later.nodes if node > group.nodes[-1])

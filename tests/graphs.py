@@ -26,8 +26,8 @@ from fxshard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully
 from fxshard.compile import dynamo
 from fxshard.compile.capture import capture
 from fxshard.compile.variants import lower
-from fxshard.cost.hardware import BUILTIN
 from fxshard.errors import InvariantError
+from fxshard.hardware import BUILTIN
 from fxshard.ir import pins
 from fxshard.ir.history import CAPTURED, PassHistory
 from fxshard.ir.plan import FramePlan
@@ -266,7 +266,7 @@ def trace(
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Frame:
         options = Options(lower=lowering, verify=verify)
-        frame = Frame(capture(gm, inputs, dynamo.flats_of(inputs), options).plan, hardware=HARDWARE.to_json())
+        frame = Frame(capture(gm, inputs, dynamo.flats_of(inputs), options).plan, hardware=HARDWARE)
         frames.append(frame)
         lower(gm, inputs, frame, pipeline, options, generate_code=lowering == "eager")
         return frame

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from fxshard import MixedPrecisionPolicy
 from fxshard.cost.bucket_sizes import MIB
-from fxshard.cost.hardware import BUILTIN
+from fxshard.hardware import BUILTIN
 from fxshard.ir import collectives, launches, ops, pins, tags
 from fxshard.passes._base import GraphKind, GraphPass, PassContext
 from fxshard.passes.bucket_collectives import BucketCollectives

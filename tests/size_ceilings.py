@@ -34,18 +34,19 @@ CEILINGS = (
     Ceiling(
         "lines of `fxshard/` and `passes/` without `tools/` and `testing/`",
         _lines(text for name, text in SOURCES.items() if not name.startswith(TOOLS)),
-        34_410,
+        34_890,
     ),
     Ceiling(
         "lines of `tools/` and `testing/`",
         _lines(text for name, text in SOURCES.items() if name.startswith(TOOLS)),
-        5_400,
+        5_560,
     ),
     Ceiling(
-        "lines of the core: top level, `sharding`, `compile`, `ir`, `passes`, `ranks`, `runtime`",
-        _lines(text for name, text in SOURCES.items() if name.rpartition("/")[0].partition("/")[0] in CORE),
-        23_100,
+        "lines of the core: top level without `hardware.py`, `sharding`, `compile`, `ir`, `passes`, `ranks`, `runtime`",
+        _lines(text for name, text in SOURCES.items() if name.rpartition("/")[0].partition("/")[0] in CORE)
+        - _lines([SOURCES["hardware.py"]]),
+        22_920,
     ),
-    Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 59_260),
-    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 54_100),
+    Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 59_760),
+    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 53_330),
 )

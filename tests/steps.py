@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 
-from fxshard.cost.hardware import HardwareSpec
+from fxshard.hardware import HardwareSpec
 from fxshard.ir import collectives, ops, regions
 from fxshard.ir.plan import ShardPlan
 from fxshard.passes._base import GraphKind, GraphPass

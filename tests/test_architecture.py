@@ -192,6 +192,15 @@ def test_what_torch_may_change_is_read_where_the_list_says() -> None:
         assert {name for name in names if not any(name in texts[file] for file in files)} == set()
 
 
+def test_a_unit_has_at_most_twelve_attributes() -> None:
+    module = ast.parse((ROOT / "fxshard/runtime/unit.py").read_text())
+    (unit,) = (node for node in module.body if isinstance(node, ast.ClassDef) and node.name == "Unit")
+    stored = [node for node in ast.walk(unit) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    found = {node.attr for node in stored if ast.unparse(node.value) == "self"}
+    assert {"members", "settings", "plan", "model"} < found
+    assert len(found) <= 12
+
+
 OF_PYTHON = {"_replace", "_fields", "_getframe", "_exit"}
 READS_BY_NAME = ("attrgetter", "getattr", "hasattr")
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fxshard
 from fxshard import ConfigError, GraphPass, InvariantError, PassContext, Pipeline, Property
 from fxshard.compile import cache
-from fxshard.cost.hardware import BUILTIN
+from fxshard.hardware import BUILTIN
 from fxshard.ir import collectives
 from fxshard.ir.plan import FramePlan
 from fxshard.options import Options

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from torch import fx
 
 from fxshard.cost.bucket_sizes import MIB
-from fxshard.cost.hardware import BUILTIN
+from fxshard.hardware import BUILTIN
 from fxshard.ir import regions
 from fxshard.ir.text import graph_text
 from fxshard.ir.variant import Variant

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fxshard.cost.hardware import HardwareSpec
+from fxshard.hardware import HardwareSpec
 from fxshard.inspect.target import checked
 from fxshard.plan.outline import outline
 from fxshard.plan.plan import SCHEDULES, PlanSettings, tokens_of

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from fxshard.cost import hardware
-from fxshard.cost.hardware import HardwareSpec
+from fxshard import hardware
 from fxshard.errors import ConfigError
+from fxshard.hardware import HardwareSpec
 from fxshard.plan.outline import outline
 from fxshard.plan.plan import FSDP2, FSDP2_COMPILED
 from fxshard.plan.run import GIB, RunCost, cost_of

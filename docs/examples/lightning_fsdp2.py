@@ -30,9 +30,9 @@ def block() -> nn.Module:
 class Task(lightning.LightningModule):
     """What Lightning trains."""
 
-    def __init__(self, lower: str) -> None:
+    def __init__(self, options: dict[str, Any]) -> None:
         super().__init__()
-        self.lower = lower
+        self.options = options
         self.net: nn.Sequential = nn.Sequential(block(), block(), nn.Linear(WIDTH, 1))
 
     def configure_model(self) -> None:
@@ -42,7 +42,7 @@ class Task(lightning.LightningModule):
         for module in list(self.net)[:-1]:
             fully_shard(module, mesh=mesh)
         fully_shard(self.net, mesh=mesh)
-        self.net.compile(backend="fxshard", options={"lower": self.lower})
+        self.net.compile(backend="fxshard", options=self.options)
 
     def training_step(self, batch: tuple[Tensor], index: int) -> Tensor:
         """Return the loss of a batch."""
@@ -61,6 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--lower", choices=["inductor", "eager"], default="inductor")
+    parser.add_argument("--regional", action="store_true", help="compile block by block")
     args = parser.parse_args()
     on_cpu = not torch.accelerator.is_available()
     ranks = int(os.environ["WORLD_SIZE"])
@@ -81,7 +82,8 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Task(args.lower), DataLoader(TensorDataset(rows), batch_size=32, shuffle=False))
+    options = {"lower": args.lower, "regional": args.regional}
+    trainer.fit(Task(options), DataLoader(TensorDataset(rows), batch_size=32, shuffle=False))
 
 
 if __name__ == "__main__":

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxshard import hardware
 from fxshard.compile import cudagraphs, dynamo
 from fxshard.compile.capture import capture
 from fxshard.compile.inductor import compile_plain, require_known_flags
 from fxshard.compile.interpreter import interpret_plain
 from fxshard.compile.one_line import first_call
 from fxshard.compile.variants import lower
-from fxshard.cost import hardware, measured
-from fxshard.cost.hardware import HardwareSpec
+from fxshard.cost import measured
 from fxshard.errors import ConfigError, FxshardError
+from fxshard.hardware import HardwareSpec
 from fxshard.ir.memory_budget import GIB
 from fxshard.options import Options, parse
 from fxshard.passes import pipeline
@@ -40,10 +41,7 @@ def fxshard(
     """Compile `gm`, a graph that Dynamo captured, and return what Dynamo calls in its place.
 
     `gm` is taken over; `example_inputs` are its real inputs; for `options` see `fxshard.options.Options`; `mode` must
-    be None or "default".
-
-    Raises:
-        ConfigError, UnsupportedGraph, NotImplementedError: see `docs/errors.md`.
+    be None or "default". `docs/errors.md` lists what it raises.
     """
     try:
         return _dispatch(gm, example_inputs, parse(options, mode))
@@ -83,7 +81,7 @@ def _refuse_writes_of_plain(gm: fx.GraphModule, example_inputs: Sequence[Any]) -
 
 def frames_of(module: nn.Module) -> list[Frame]:
     """Return the live captured graphs of a sharded module, compiled or plain, in the order of their capture."""
-    return list(dict.fromkeys(frame for unit in units_under(plain_module(module)) for frame in unit.frames))
+    return list(dict.fromkeys(frame for unit in units_under(plain_module(module)) for frame in unit.step.frames))
 
 
 def capture_only(
@@ -130,14 +128,14 @@ def _compile(
         plan,
         returned=captured.returned,
         reduced_separately=captured.reduced_separately,
-        hardware=_hardware(options, flats, device).to_json(),
+        hardware=_hardware(options, flats, device),
         unsharded_budget_bytes=None if budget is None else int(budget * GIB),
         resident_budget_bytes=int(options.resident_gib * GIB),
         max_late=options.reduce_scatter_max_input_buffers - 1,
         replays=options.cudagraphs,
     )
     for home in flats.values():
-        home.unit.frames[frame] = None
+        home.unit.step.frames[frame] = None
     chosen = pipeline.chosen(options)
     lower(gm, example_inputs, frame, chosen, options, generate_code=generate_code, saves_all=saves_all)
     names = [key or "root" for key in plan.units if key not in plan.in_subgroups]

@@ -23,8 +23,8 @@ from torch._inductor.output_code import CompiledFxGraph
 from torch._library.fake_class_registry import FakeScriptObject
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxshard.cost.hardware import HardwareSpec
 from fxshard.errors import InvariantError
+from fxshard.hardware import HardwareSpec
 from fxshard.ir import meshes
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.launches import Launch
@@ -62,13 +62,10 @@ class CompiledFacts:
         return [re.sub(r"\b(?:s|u|zuf|zf)\d+\b(?![\[:])", "n", text) for text in (*self.inputs, "->", *self.outputs)]
 
     def aligned_with(self, plain: CompiledFacts) -> tuple[list[int], list[int]] | None:
-        """How to run this graph in place of another one, of which it is a variant.
+        """Return how to run this graph in place of `plain`, of which it is a variant; `None` if they do not fit.
 
-        To trace again may save a size twice that was saved once, or the other way round; all else is equal.
-
-        Returns:
-            For each input of this graph its place in those of `plain`, and for each output of `plain` its place in
-            those of this graph; `None` if this graph takes or gives anything else.
+        For each input of this graph its place in those of `plain`, and for each output of `plain` its place here. To
+        trace again may save a size twice that was saved once, or the other way round; all else is equal.
         """
         inputs = _aligned([_typed(text) for text in self.inputs], [_typed(text) for text in plain.inputs])
         outputs = _aligned([("", text) for text in plain.outputs], [("", text) for text in self.outputs])

@@ -72,7 +72,7 @@ def _plan_of(gm: fx.GraphModule, example_inputs: Sequence[Any], flats: Mapping[i
         lent=eager.returned_names(example_inputs),
         is_part=any(id(unit) not in keys for each in units for unit in each.model.units),
         unset=frozenset(keys[id(unit)] for unit in units if unit.settings.reshard_after_forward is None),
-        model_axes=meshes.axes_of([*meshes.meshes_in(gm.graph), *split]),
+        model_axes=meshes.axes_of([*filter(None, map(meshes.mesh_of, placeholders)), *split]),
     )
     return plan.with_subgroups()
 

@@ -191,7 +191,7 @@ def compiled_around(part: nn.Module) -> nn.Module | None:
 
 def is_compiled_by(module: nn.Module, name: str) -> bool:
     """Return whether `torch.compile(module)` or `module.compile()` was given the backend called `name`."""
-    return any(getattr(each, "compiler_name", None) == name for each in torch_private.backends_of(module))
+    return any(getattr(each.backend, "compiler_name", None) == name for each in torch_private.backends_of(module))
 
 
 def refresh_compiled(root: nn.Module) -> None:

@@ -59,6 +59,5 @@ def _alive(codes: Tracker) -> list[CodeType]:
 
 
 def _functions_of(codes: dict[int, CodeType]) -> list[FunctionType]:
-    """Return all functions that run one of `codes`."""
     owners = referrers_of(*codes.values()) if codes else []
     return [owner for owner in owners if type(owner) is FunctionType and id(owner.__code__) in codes]

@@ -13,7 +13,6 @@ from torch._inductor.decomposition import select_decomp_table
 
 from fxshard.compile import cache, regions
 from fxshard.compile.cache import CompiledFacts, Strides
-from fxshard.cost import hardware
 from fxshard.ir import buckets, launches, ops, signature
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.graph_edit import TracedCode
@@ -108,7 +107,7 @@ class Stages:
     @functools.cached_property
     def digest(self) -> str | None:
         """What decides the compiled code besides the graph; `None` if it may not be cached."""
-        return cache.digest(self.options, self.frame.plan, self.pipeline, hardware.load(self.frame.hardware))
+        return cache.digest(self.options, self.frame.plan, self.pipeline, self.frame.hardware)
 
     def _named(self, kind: GraphKind) -> Stage:
         return Stage(kind, "" if self.variant == PLAIN else self.variant.name(self.frame.trained))
@@ -135,7 +134,7 @@ class Stages:
             decompositions=self._decompositions,
             traced=self.traced,
             num_results=self._num_results,
-            hardware=hardware.load(self.frame.hardware),
+            hardware=self.frame.hardware,
             unsharded_budget_bytes=self.frame.unsharded_budget_bytes,
             verify=self.options.verify,
             history=self.history,

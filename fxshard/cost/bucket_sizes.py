@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from fxshard.cost.comm import transfer_seconds
-from fxshard.cost.hardware import HardwareSpec
 from fxshard.errors import ConfigError
+from fxshard.hardware import HardwareSpec
 
 _T = TypeVar("_T")
 
@@ -68,12 +68,6 @@ def check(size: object) -> None:
         return
     if isinstance(size, bool | str) or not isinstance(size, int | float) or not 0 < size < math.inf:
         raise ConfigError(f'bucket must be "unit", "auto" or a positive number of MiB, got {size!r}.')
-
-
-def check_peak_share(share: object) -> None:
-    """Refuse what is no value of the option `bucket_peak_share`."""
-    if isinstance(share, bool) or not isinstance(share, int | float) or not share >= 0:
-        raise ConfigError(f"bucket_peak_share must be a number, 0 or more, got {share!r}.")
 
 
 def limits_of(size: str | float, hardware: HardwareSpec, world_size: int) -> Limits:

@@ -3,6 +3,7 @@
 [Note: calibration]
 The cost model asks how long the link is busy with a launch, not how long one who waits for it stands: so the latency is
 what a launch takes in a row of launches under way, and the bandwidth what each further byte adds to one.
+`fxshard calibrate` has time for more: matrix products of several sizes, and copies between host and device.
 Kernels are timed on every rank by itself, collectives on all ranks at once; of a few tries the shortest counts, which
 nothing else on the machine has disturbed. Each rank tells the others what it found, and the slowest counts: they wait
 for each other. Numbers have two digits, for the third one is another one each time.
@@ -21,9 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxshard import torch_private
-from fxshard.cost import hardware
-from fxshard.cost.hardware import HardwareSpec
+from fxshard import hardware, torch_private
+from fxshard.hardware import HardwareSpec
 from fxshard.ir.text import dtype_text
 from fxshard.runtime import gloo
 
@@ -37,6 +37,8 @@ _MANY = 16  # tensors of one launch
 _SMALL = 16  # elements that each rank sends where only the latency counts
 _LEAST_SHARE = 20  # latencies that a transfer takes which shows the bandwidth
 _LEAST_SECONDS, _MOST_SECONDS = 0.01, 0.05  # that it takes
+_SIDES = (128, 256, 512, 1024, 2048, 4096, 8192)  # of products, for `gemm_efficiency`
+_ENOUGH = 0.05  # seconds of the largest product
 _LONG = 2e-3  # seconds of one launch, where few tries must do
 
 
@@ -84,12 +86,17 @@ class Calibration:
             self._buffers = [torch.zeros(numel, device=device) for _ in range(3)][:2]  # a gather will need the third
             self._row = [torch.zeros(_SMALL * ranks[0], device=device) for _ in range(_MANY)]
 
-    def run(self) -> HardwareSpec:
-        """Measure, with all ranks."""
+    def run(self, progress: Callable[[str], None] | None = None) -> HardwareSpec:
+        """Measure, with all ranks; with `progress`, which gets a line before each part, products and copies too."""
         # The caller may trace, record or infer at the moment; none of it is to see this.
         plain = torch.autocast(self._device.type, enabled=False)
         with torch_private.without_modes(), torch.inference_mode(False), torch.no_grad(), plain:
+            if progress:
+                progress("kernels")
             kernels = self._kernels()
+            more = self._products_and_copies(progress) if progress else {}
+            if progress:
+                progress("links")
             links = [self._link(), *(self._link_of(group) for group in self._groups[1:])]
             numbers = [_rounded(number) for number in (*self._slowest(kernels), *itertools.chain(*links))]
         ranks = " x ".join(str(dist.get_world_size(group)) for group in reversed(self._groups))
@@ -100,7 +107,7 @@ class Calibration:
             links_beside |= {f"{name}_latency": of_launch, f"{name}_bandwidth": _rounded(1 / of_byte)}
         return HardwareSpec(
             name=self._device.type,
-            peak_flops={name: _rounded(peak) for name, peak in peaks.items()},
+            peak_flops=more.pop("peak_flops", None) or {name: _rounded(peak) for name, peak in peaks.items()},
             memory_bandwidth=_rounded(1 / per_byte),
             link_latency=latency,
             link_bandwidth=_rounded(1 / per_sent),
@@ -110,6 +117,7 @@ class Calibration:
             reduce_tensor_overhead=per_reduced,
             launch_overhead=per_launch,
             **links_beside,
+            **more,
             source=f"measured on {ranks} ranks of {gloo.backend_of(self._group, self._device.type)}",
         )
 
@@ -132,6 +140,34 @@ class Calibration:
             if seconds >= self._sizes.seconds or side >= self._sizes.side:
                 return seconds / (2 * side**3)
             side *= 2
+
+    def _products_and_copies(self, progress: Callable[[str], None]) -> dict[str, Any]:
+        """Share of the fastest product that those of other sizes reach, FLOP/s of it, and B/s between host and device.
+
+        Side by side the ranks take the slowest; sizes count up to the first that takes 50 ms.
+        """
+        speeds: dict[str, list[float]] = {}
+        for dtype in _DTYPES:
+            progress(f"products, {dtype_text(dtype)}")
+            found = speeds[dtype_text(dtype)] = []
+            for side in _SIDES:
+                matrix = torch.ones(side, side, dtype=dtype, device=self._device)
+                (seconds,) = self._slowest([self._shortest(partial(torch.mm, matrix, matrix))])
+                found.append(2 * side**3 / seconds)
+                if seconds > _ENOUGH:
+                    break
+        progress("copies")
+        on_device = self._buffers[0]
+        on_host = torch.empty(on_device.shape, pin_memory=self._device.type == "cuda")
+        copies = (lambda: on_device.copy_(on_host), lambda: on_host.copy_(on_device))
+        (slowest,) = self._slowest([max(map(self._shortest, copies))])
+        curve = speeds["f32" if self._device.type == "cpu" else "bf16"]
+        shares = ((side, _rounded(speed / max(curve))) for side, speed in zip(_SIDES, curve, strict=False))
+        return {
+            "peak_flops": {name: _rounded(max(found)) for name, found in speeds.items()},
+            "gemm_efficiency": tuple(shares),
+            "host_bandwidth": _rounded(on_device.nbytes / slowest),
+        }
 
     def _shortest(self, action: Callable[[], Any]) -> float:
         action()
@@ -183,7 +219,6 @@ class Calibration:
                 return sent, seconds
 
     def _gather(self, sent: Sequence[Tensor], launches: int = 1) -> None:
-        """All_gathers, launched one after the other."""
         ranks, name = dist.get_world_size(self._group), self._group.group_name
         _wait([_c10d.all_gather_into_tensor_coalesced(sent, ranks, name) for _ in range(launches)])
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxshard.cost.hardware import HardwareSpec, Link
 from fxshard.cost.sizes import Sizes, sizes_inside
 from fxshard.cost.symbols import WORLD_SIZE, Quantity
+from fxshard.hardware import HardwareSpec, Link
 from fxshard.ir import collectives, regions, tags
 from fxshard.ir.launches import kind_of
 from fxshard.ir.liveness import tensors_in

@@ -28,7 +28,7 @@ import logging
 import os
 import platform
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -36,11 +36,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxshard import options, torch_private
-from fxshard.cost import hardware
+from fxshard import hardware, options, torch_private
 from fxshard.cost.calibration import Calibration
-from fxshard.cost.hardware import HardwareSpec
 from fxshard.errors import ConfigError
+from fxshard.hardware import HardwareSpec
 from fxshard.ranks.rendezvous import Rendezvous, is_alone
 from fxshard.runtime import gloo, mesh_axes
 
@@ -97,10 +96,13 @@ def numbers_for(groups: Iterable[object], device: torch.device) -> HardwareSpec:
     return found or hardware.of_device(device)
 
 
-def measure(mesh: DeviceMesh) -> tuple[HardwareSpec, Path]:
-    """Measure now, with all ranks of the mesh, and keep the numbers for `agree`; and the file where they are."""
+def measure(mesh: DeviceMesh, progress: Callable[[str], None]) -> tuple[HardwareSpec, Path]:
+    """Measure now, with all ranks of the mesh, and keep the numbers for `agree`; and the file where they are.
+
+    Products of several sizes and copies are measured, too; `progress` gets a line before each part.
+    """
     device, axes = _here(mesh.device_type), _Axes(mesh)
-    spec = _named(axes.calibration(device).run(), device)
+    spec = _named(axes.calibration(device).run(progress), device)
     file = _file_of(axes)
     if dist.get_rank() == axes.ranks[0]:
         _write(file, spec.to_json())
@@ -135,12 +137,7 @@ def _launched_on(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 class _Axes:
-    """The axes of a mesh, that which shards first, and of the one that it is a part of.
-
-    Attributes:
-        mesh: of all axes.
-        all: their groups, which may be stand-ins.
-    """
+    """The axes of a mesh, that which shards first, and of the one that it is a part of; groups may be stand-ins."""
 
     def __init__(self, mesh: DeviceMesh, whole: DeviceMesh | None = None) -> None:
         self.mesh = whole or mesh

@@ -16,8 +16,8 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from fxshard.cost.fusion import fused_bytes
-from fxshard.cost.hardware import HardwareSpec
 from fxshard.cost.symbols import Point, Quantity, product, size_of
+from fxshard.hardware import HardwareSpec
 from fxshard.ir import collectives, ops, regions
 from fxshard.ir.liveness import Liveness, liveness, tensors_in
 from fxshard.ir.planned_block import number_of
@@ -106,7 +106,6 @@ class ComputeModel:
         return self._costs[key]
 
     def _sum(self, code: fx.GraphModule) -> NodeCost:
-        """What the nodes of a region cost, one after another."""
         if code not in self._regions:
             inner = ComputeModel(liveness(code.graph), self._hardware, self._point, fuses=self._fuses)
             costs = [inner.cost(node) for node in code.graph.nodes]

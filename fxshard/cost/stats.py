@@ -12,12 +12,12 @@ from typing import Any
 import sympy
 from torch import fx
 
-from fxshard.cost.hardware import HardwareSpec
 from fxshard.cost.memory import on_device, peak
 from fxshard.cost.sizes import sizes_of
 from fxshard.cost.symbols import Quantity, Sum, evaluate
 from fxshard.cost.timeline import Timeline
 from fxshard.errors import ConfigError
+from fxshard.hardware import HardwareSpec
 from fxshard.ir.liveness import unsharded_storages
 from fxshard.ir.plan import FramePlan
 
@@ -67,14 +67,9 @@ class GraphStats:
         return tuple(sorted(set(free)))
 
     def evaluate(self, world_size: int | None = None, **symbols: int) -> GraphStats:
-        """The same with numbers.
+        """Return the same with numbers; ranks and symbols that are not given are those that the graph was traced with.
 
-        Args:
-            world_size: ranks; by default those that the graph was traced for.
-            **symbols: values of the graph's symbols; by default those that it was traced with.
-
-        Raises:
-            ConfigError: for a name that is not a symbol of the graph, or a world size below 1.
+        Raises a ConfigError for a name that is not a symbol of the graph, or a world size below 1.
         """
         known = sorted({*self.symbols, *self.hints} - {"world_size"})
         unknown = [name for name in symbols if name not in known]

@@ -6,6 +6,7 @@ the host has launched it. A graph may call others: [Note: outlined traces] in `p
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, zip_longest
@@ -13,8 +14,8 @@ from typing import NamedTuple
 
 from torch import fx
 
-from fxshard.cost.hardware import HardwareSpec
 from fxshard.cost.timeline import Timeline
+from fxshard.hardware import HardwareSpec
 from fxshard.ir import launch_groups
 from fxshard.ir.collectives import ALL_REDUCES, GATHERS, REDUCTIONS
 
@@ -26,13 +27,39 @@ class StepTime(NamedTuple):
     exposed: float
 
 
-class Interval(NamedTuple):
-    """Something that a stream does in a step."""
+COMPUTE = "compute"
+"""The stream of the device's own kernels."""
 
-    stream: str  # "compute", or the name of a queue
-    name: str  # of a launch or copy, or what compute waits for
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Interval:
+    """Something that a stream does in a step, in seconds since the step began.
+
+    Attributes:
+        stream: `COMPUTE`, or the name of a queue.
+        name: of a launch or copy, or what compute waits for.
+        start: of the work.
+        end: of the work.
+        run: index in `Clock.runs` of the graph that it is of, -1 for none.
+        places: of the nodes that compute runs: the first one, and the one behind the last.
+        node: a launch or copy.
+        share: of compute's speed that a launch takes.
+        launched: when compute came to a launch.
+        needed: when compute came to the first wait for a launch.
+        exposed: how long compute stood at waits for a launch.
+    """
+
+    stream: str
+    name: str
     start: float
     end: float
+    run: int = -1
+    places: tuple[int, int] = (0, 0)
+    node: fx.Node | None = None
+    share: float = 0.0
+    launched: float = 0.0
+    needed: float | None = None
+    exposed: float = 0.0
 
 
 class GraphOfStep:
@@ -48,14 +75,18 @@ class GraphOfStep:
         calls: Mapping[fx.Node, GraphOfStep] | None = None,
         *,
         copies_out: bool = False,
+        names: Mapping[fx.Node, str] | None = None,
+        stage: str = "",
         resident: bool = False,
     ) -> None:
         """`timeline` is that of `graph`; `calls` are the graphs that run in the place of some of its nodes.
 
         With `copies_out` parameters are copied out of what was gathered, as FSDP2 does; `resident` ones are gathered in
-        the first microbatch alone.
+        the first microbatch alone. `names` are those of what `calls` stand for, `stage` is "forward" or "backward";
+        both decide nothing.
         """
-        self.timeline, self.calls, self.resident = timeline, calls or {}, resident
+        self.graph, self.timeline, self.calls = graph, timeline, calls or {}
+        self.names, self.stage, self.resident = names or {}, stage, resident
         groups = launch_groups.groups_of(graph, GATHERS)
         self.first = tuple(node for node in groups[0].nodes if node in timeline.queues) if groups else ()
         self.last = groups[-1].launches[-1] if groups else None
@@ -67,6 +98,13 @@ class GraphOfStep:
         kernels = accumulate((node in timeline.compute for node in graph.nodes), initial=0)
         self.kernels_before = dict(zip(graph.nodes, kernels, strict=False))
         self.num_kernels = len(timeline.compute)
+
+
+class GraphRun(NamedTuple):
+    """One of the times that a graph runs in a step."""
+
+    graph: GraphOfStep
+    name: str  # of the block that it is, "" of what is around the blocks
 
 
 def step_time(graphs: Sequence[GraphOfStep], hardware: HardwareSpec | None = None) -> StepTime:
@@ -91,10 +129,10 @@ class Clock:
         exposed: those that compute stood at waits.
         exposed_by: name of what it waited for -> the same.
         host: when the host has launched all compute so far.
-        free: queue -> when it will have done what it was given.
-        taken: queue -> the share of compute's speed that the last of that takes.
-        begun: launch of the next graph that is under way already -> when it is done.
-        intervals: what happened when, if somebody wants to know.
+        last: queue -> the last that it was given.
+        begun: launch of the next graph that is under way already -> what its queue does.
+        runs: what ran, in the order in which it began.
+        intervals: what happened when.
     """
 
     hardware: HardwareSpec | None = None
@@ -104,10 +142,10 @@ class Clock:
     exposed: float = 0.0
     exposed_by: dict[str, float] = field(default_factory=dict)
     host: float = 0.0
-    free: dict[str, float] = field(default_factory=dict)
-    taken: dict[str, float] = field(default_factory=dict)
-    begun: dict[fx.Node, float] = field(default_factory=dict)
-    intervals: list[Interval] | None = None
+    last: dict[str, Interval] = field(default_factory=dict)
+    begun: dict[fx.Node, Interval] = field(default_factory=dict)
+    runs: list[GraphRun] = field(default_factory=list)
+    intervals: list[Interval] = field(default_factory=list)
 
     def run_all(self, graphs: Sequence[GraphOfStep], *, microbatches: int = 1, reduces_each: bool = True) -> None:
         """Run the graphs of a microbatch so many times, to the end of all that they launched.
@@ -118,39 +156,43 @@ class Clock:
         for number, (graph, following) in enumerate(zip_longest(row, row[1:])):
             self.again, self.reduces = number >= len(graphs), reduces_each or number >= len(row) - len(graphs)
             self.run(graph, following)
-        self._wait(max(self.free.values(), default=0.0), "the last launches")
+        if self.last:
+            self._wait([*self.last.values()], "the last launches")
 
-    def run(self, graph: GraphOfStep, following: GraphOfStep | None) -> None:
+    def run(self, graph: GraphOfStep, following: GraphOfStep | None, name: str = "") -> None:
         """Run one graph; the gathers that the following one begins with are launched in it."""
-        timeline, done, began, kernels = graph.timeline, self.begun, 0.0, 0
-        self.begun = {}
-        called = [graph.calls[node] for node in graph.events if node in graph.calls]
-        following = called[0] if called else following
+        timeline, done, began, kernels, place = graph.timeline, self.begun, 0.0, 0, 0
+        self.begun, run = {}, len(self.runs)
+        self.runs.append(GraphRun(graph, name))
+        called = [(graph.calls[node], graph.names.get(node, "")) for node in graph.events if node in graph.calls]
+        following = called[0][0] if called else following
         if graph.last is None and called:
             self._begin(following)
         for node in graph.events:
-            before = timeline.computed_before(node)
-            self._compute(before - began, graph.kernels_before[node] - kernels)
-            began, kernels = before, graph.kernels_before[node]
+            before, here = timeline.computed_before(node), timeline.place_of(node)
+            self._compute(before - began, graph.kernels_before[node] - kernels, run, (place, here))
+            began, kernels, place = before, graph.kernels_before[node], here
             if node in graph.calls:
-                self.run(called.pop(0), called[0] if called else None)
+                inner, inner_name = called.pop(0)
+                self.run(inner, called[0][0] if called else None, inner_name)
                 continue
+            needed = [done[source] for source in timeline.needs[node] if source in done]
             if node in timeline.queues:
                 if node not in done and self._launches(graph, node):
-                    self._launch(timeline, node, done)
+                    done[node] = self._launch(timeline, node, max((each.end for each in needed), default=0.0), run)
                 if node is graph.last:
                     self._begin(following)
-            elif any(source in done for source in timeline.needs[node]):
-                source = _latest(timeline, node, done)
-                self._wait(_ready(timeline, node, done), timeline.launches[source].label if source else "")
-                self._compute(graph.copies.get(node, 0.0), 0)
-        self._compute(timeline.compute_seconds - began, graph.num_kernels - kernels)
+            elif needed:
+                self._wait(needed, *_latest_launch(timeline, needed))
+                self._compute(graph.copies.get(node, 0.0), 0, run, (here, here), "copy out")
+        end = len(timeline.nodes)
+        self._compute(timeline.compute_seconds - began, graph.num_kernels - kernels, run, (place, end))
 
     def _begin(self, following: GraphOfStep | None) -> None:
         if following is not None:
-            for node in following.first:
-                if self._launches(following, node):
-                    self._launch(following.timeline, node, self.begun)
+            run = len(self.runs)  # the next that begins
+            launched = [node for node in following.first if self._launches(following, node)]
+            self.begun = {each: self._launch(following.timeline, each, 0.0, run) for each in launched}
 
     def _launches(self, graph: GraphOfStep, node: fx.Node) -> bool:
         """Whether a graph launches in this microbatch what it has in it."""
@@ -158,11 +200,11 @@ class Clock:
             return self.reduces
         return not (graph.resident and self.again and node.target in GATHERS)
 
-    def _compute(self, seconds: float, kernels: int) -> None:
+    def _compute(self, seconds: float, kernels: int, run: int, places: tuple[int, int], name: str = COMPUTE) -> None:
         start = self.now
         if self.hardware is not None:
             self.host += kernels * self.hardware.host_overhead
-        busy = sorted((end, self.taken.get(queue, 0.0)) for queue, end in self.free.items() if end > start)
+        busy = sorted((each.end, each.share) for each in self.last.values() if each.end > start)
         while busy:
             speed = max(1 - sum(share for _, share in busy), 0.1)
             until, _ = busy.pop(0)
@@ -171,37 +213,53 @@ class Clock:
                 break
             seconds -= (until - self.now) * speed
             self.now = until
-        self.now = max(self.now + seconds, self.host)
-        self._note("compute", "compute", start, self.now)
+        self.now += seconds
+        if self.now > start:
+            self.intervals.append(
+                Interval(stream=COMPUTE, name=name, start=start, end=self.now, run=run, places=places)
+            )
+        if self.host > self.now:
+            self._stand("wait for the host", self.host)
 
-    def _wait(self, until: float, what: str) -> None:
-        if until > self.now:
-            self.exposed += until - self.now
-            self.exposed_by[what] = self.exposed_by.get(what, 0.0) + until - self.now
-            self._note("compute", f"wait for {what}", self.now, until)
-            self.now = until
+    def _wait(self, needed: Sequence[Interval], what: str, cause: Interval | None = None) -> None:
+        for each in needed:
+            each.needed = self.now if each.needed is None else each.needed
+        until = max(needed, key=_END)
+        cause = cause or until
+        if (seconds := until.end - self.now) > 0:
+            self.exposed += seconds
+            cause.exposed += seconds
+            self.exposed_by[what] = self.exposed_by.get(what, 0.0) + seconds
+            self._stand(f"wait for {what}", until.end, cause)
 
-    def _launch(self, timeline: Timeline, node: fx.Node, done: dict[fx.Node, float]) -> None:
+    def _stand(self, name: str, until: float, cause: Interval | None = None) -> None:
+        run, node = (cause.run, cause.node) if cause else (-1, None)
+        self.intervals.append(Interval(stream=COMPUTE, name=name, start=self.now, end=until, run=run, node=node))
+        self.now = until
+
+    def _launch(self, timeline: Timeline, node: fx.Node, ready: float, run: int) -> Interval:
         queue = timeline.queues[node]
-        start = max(self.now, _ready(timeline, node, done), self.free.get(queue, 0.0))
-        done[node] = self.free[queue] = start + timeline.seconds[node]
-        self.taken[queue] = timeline.shares.get(node, 0.0)
-        self._note(queue, node.name, start, self.free[queue])
+        start = max(self.now, ready, self.last[queue].end if queue in self.last else 0.0)
+        self.last[queue] = Interval(
+            stream=queue,
+            name=node.name,
+            start=start,
+            end=start + timeline.seconds[node],
+            run=run,
+            node=node,
+            share=timeline.shares.get(node, 0.0),
+            launched=self.now,
+        )
+        self.intervals.append(self.last[queue])
+        return self.last[queue]
 
-    def _note(self, stream: str, name: str, start: float, end: float) -> None:
-        if self.intervals is not None and end > start:
-            self.intervals.append(Interval(stream, name, start, end))
 
-
+_END = operator.attrgetter("end")
 _REDUCING = (*REDUCTIONS, *ALL_REDUCES)
 
 
-def _ready(timeline: Timeline, node: fx.Node, done: Mapping[fx.Node, float]) -> float:
-    """When all is done that a node needs."""
-    return max((done[source] for source in timeline.needs[node] if source in done), default=0.0)
-
-
-def _latest(timeline: Timeline, node: fx.Node, done: Mapping[fx.Node, float]) -> fx.Node | None:
-    """The launch that a wait stands for longest, `None` if it waits for copies alone."""
-    launches = [source for source in timeline.needs[node] if source in done and source in timeline.launches]
-    return max(launches, key=done.__getitem__, default=None)
+def _latest_launch(timeline: Timeline, needed: Sequence[Interval]) -> tuple[str, Interval | None]:
+    """Label and interval of the launch that a wait stands for longest, nothing if it waits for copies alone."""
+    launches = [each for each in needed if each.node in timeline.launches]
+    latest = max(launches, key=_END, default=None)
+    return (timeline.launches[latest.node].label, latest) if latest and latest.node else ("", None)

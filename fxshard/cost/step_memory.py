@@ -137,11 +137,23 @@ class StepMemory:
     backward_calls: Mapping[fx.Node, StepMemory]
 
 
+class MemoryChange(NamedTuple):
+    """A tensor that is made or freed in a step."""
+
+    run: int  # counted as `Clock.runs`; -1 once the step is over
+    place: int  # of the node in that graph before which it happens
+    is_called: bool  # whether that node stands for a graph, and it happens before this runs
+    category: str
+    nbytes: int  # below zero where it is freed
+
+
 class MemoryUse(NamedTuple):
     """What a step takes."""
 
     held: Bytes  # at the worst moment
     reserved: int  # bytes that the caching allocator has in the end, [Note: reserved memory]
+    standing: Bytes  # when a step begins
+    changes: Sequence[MemoryChange]  # from there on, in the second step
     places: Sequence[int]  # the most of the first step: until each call of a frame, in each, behind the last one
 
 
@@ -161,9 +173,10 @@ def memory_of_step(
     if gradients:
         walk.make("gradients", gradients)
     walk.step(outer)
-    places = walk.places
+    walk.changes, standing, places = [], dict(walk.held), walk.places
     walk.step(outer)
-    return MemoryUse(walk.worst, sum(each.reserved for each in walk.allocators.values()), places)
+    reserved = sum(each.reserved for each in walk.allocators.values())
+    return MemoryUse(walk.worst, reserved, standing, walk.changes, places)
 
 
 class FrameMemory(NamedTuple):
@@ -221,6 +234,9 @@ class _Walk:
     most: int = 0
     gradients: list[_MadeTensor] = field(default_factory=list)
     late: list[_MadeTensor] = field(default_factory=list)
+    changes: list[MemoryChange] = field(default_factory=list)
+    runs: int = 0  # that have begun in this step
+    at: tuple[int, int, bool] = (0, 0, False)
     places: list[int] = field(default_factory=lambda: [0])
 
     def __post_init__(self) -> None:
@@ -235,6 +251,7 @@ class _Walk:
         self.held[category] = self.held.get(category, 0) + nbytes
         self.total += nbytes
         self.places[-1] = max(self.places[-1], self.total)
+        self.changes.append(MemoryChange(*self.at, category, nbytes))
         if self.total > self.most:
             self.most, self.worst = self.total, dict(self.held)
         stream = stream if self.own_streams else MAIN
@@ -244,27 +261,31 @@ class _Walk:
         """Free one."""
         self.held[tensor.category] -= tensor.nbytes
         self.total -= tensor.nbytes
+        self.changes.append(MemoryChange(*self.at, tensor.category, -tensor.nbytes))
         self.allocators[tensor.stream].release(tensor.block)
 
     def step(self, outer: StepMemory) -> None:
         """Run a forward and a backward, and forget the gradients."""
-        self.places = [self.total]
+        self.places, self.runs = [self.total], 0
         kept = self.forward(outer)
         self.places.append(self.total)
         self.backward(outer, kept)
         self._free_all(self.late)
+        self.at = (-1, 0, False)
         self._free_all(self.gradients)
 
     def forward(self, step: StepMemory) -> _Kept:
         """Run a forward."""
         graph, calls, there = step.forward, list[_Kept](), dict[int, _MadeTensor]()
-        kept = set(graph.saved)
-        for node in graph.nodes:
+        kept, run = set(graph.saved), self._enter()
+        for place, node in enumerate(graph.nodes):
+            self.at = (run, place, node in step.forward_calls)
             self._begin(graph, node, there)
             if node in step.forward_calls:
                 self.places.append(self.total)
                 calls.append(self.forward(step.forward_calls[node]))
                 self.places.append(self.total)
+            self.at = (run, place + 1, False)
             for i in graph.freed.get(node, ()):
                 if i not in kept:
                     self.free(there.pop(i))
@@ -276,13 +297,15 @@ class _Walk:
         graph = step.backward
         alone = {id(held): (i, held) for i, held in zip(graph.saved, kept.saved, strict=True) if held is not None}
         there = dict(alone.values())  # a tensor that forward returns twice is freed once
-        late, self.late = self.late, []
-        for node in graph.nodes:
+        late, self.late, run = self.late, [], self._enter()
+        for place, node in enumerate(graph.nodes):
+            self.at = (run, place, node in step.backward_calls)
             self._begin(graph, node, there)
             if node in step.backward_calls:
                 self.places.append(self.total)
                 self.backward(step.backward_calls[node], kept.calls.pop())
                 self.places.append(self.total)
+            self.at = (run, place + 1, False)
             for tensor in (there.pop(i) for i in graph.freed.get(node, ()) if i in there):
                 keeps = tensor.category == "gradients" and not self.accumulates
                 self.gradients.append(tensor) if keeps else self.free(tensor)
@@ -291,6 +314,10 @@ class _Walk:
         self._free_all([*late, *kept.inputs, *there.values()])
         if graph.late_bytes:
             self.late.append(self.make("in flight", graph.late_bytes))
+
+    def _enter(self) -> int:
+        self.runs += 1
+        return self.runs - 1
 
     def _begin(self, graph: GraphMemory, node: fx.Node, there: dict[int, _MadeTensor]) -> None:
         buffer = None

@@ -22,10 +22,10 @@ from typing import NamedTuple
 from torch import fx
 
 from fxshard.cost.comm import launches_inside, launches_of
-from fxshard.cost.hardware import HardwareSpec
 from fxshard.cost.roofline import FREE, ComputeModel
 from fxshard.cost.sizes import Sizes
 from fxshard.cost.symbols import Quantity, Sum
+from fxshard.hardware import HardwareSpec
 from fxshard.ir import collectives, ops, tags
 from fxshard.ir.liveness import Liveness
 
@@ -85,7 +85,7 @@ class Timeline:
     def __init__(self, sizes: Sizes, hardware: HardwareSpec, *, fuses: bool = False) -> None:
         """Cost every node of a graph once; `fuses` as of `ComputeModel`."""
         live, value = sizes.live, sizes.point.value
-        self.hardware = hardware
+        self.hardware, self._value = hardware, value
         model = ComputeModel(live, hardware, sizes.point, fuses=fuses)
         costs = {node: cost for node in live.nodes if (cost := model.cost(node)) is not FREE}
         self.copies = {node: cost for node, cost in costs.items() if node.target in ops.BETWEEN_HOST_AND_DEVICE}
@@ -126,6 +126,24 @@ class Timeline:
     def launched_bytes(self, launch: fx.Node) -> float:
         """Return the bytes of a launch's whole buffer, where the graph was traced."""
         return self._bytes[launch]
+
+    @property
+    def nodes(self) -> Collection[fx.Node]:
+        """All nodes of the graph, in its order."""
+        return self._places.keys()
+
+    def work_of(self, node: fx.Node) -> tuple[float, float]:
+        """Return FLOPs and bytes of a node of compute, where the graph was traced."""
+        cost = self.compute[node]
+        return float(self._value(cost.flops)), float(self._value(cost.nbytes))
+
+    def place_of(self, node: fx.Node) -> int:
+        """Return the index of a node in the graph."""
+        return self._places[node]
+
+    def before(self, place: int) -> float:
+        """Return the seconds of compute that stand before the node of that index, or before the end."""
+        return self._before[place]
 
     def computed_before(self, node: fx.Node) -> float:
         """Return the seconds of compute that stand before a node."""
@@ -242,5 +260,4 @@ def _needs(
 
 
 def _found(made_by: Mapping[int, fx.Node], storages: Iterable[int]) -> list[fx.Node]:
-    """What makes these storages, each once."""
     return list(dict.fromkeys(made_by[i] for i in storages if i in made_by))

@@ -9,6 +9,9 @@ one is what comparing two graphs needs. Values that the network moves are exact 
 The ranks are those that share the largest unit. A launch over fewer (experts) is one among ranks next to each other. Of
 all other axes (replicas, tensor and expert parallelism) there is one place: what another collective brings are the
 values that the rank itself has, repeated or cut to the size that comes.
+
+Torch's `LocalTensorMode` does not serve (2.11, 2.13, 2.15): it looks up the process group of each launch by its name.
+Here groups are simulated and have none; beside a live one it takes that one's ranks for all.
 """
 
 from __future__ import annotations
@@ -219,13 +222,11 @@ def _call(node: fx.Node, values: Mapping[fx.Node, PerRank], num_ranks: int) -> P
 
 
 def _in_subgroups(ranks: Sequence[tuple[Any, ...]], collective: Callable[..., PerRank], size: int) -> PerRank:
-    """Run a collective among each `size` ranks next to each other."""
     blocks = [collective(ranks[first : first + size]) for first in range(0, len(ranks), size)]
     return tuple(value for block in blocks for value in block)
 
 
 def _call_region(code: fx.GraphModule, ranks: Sequence[Sequence[Any]]) -> PerRank:
-    """Run the graph of a region, which may have collectives."""
     places = [place.name for place in code.graph.find_nodes(op="placeholder")]
     reads = {node.target for node in code.graph.find_nodes(op="get_attr")}
     given = dict(zip(places, zip(*ranks, strict=True), strict=True))
@@ -263,10 +264,6 @@ def _repeated(sent: Tensor, like: Tensor) -> Tensor:
     return sent.flatten().repeat(-(-numel // sent.numel()))[:numel].view(shape)
 
 
-def _gather(ranks: Sequence[tuple[Any, ...]]) -> PerRank:
-    return tuple(torch.cat([args[0] for args in ranks]) for _ in ranks)
-
-
 def _gather_all(ranks: Sequence[tuple[Any, ...]]) -> PerRank:
     shards = list(zip(*(args[0] for args in ranks), strict=True))
     return tuple([torch.cat(shard) for shard in shards] for _ in ranks)
@@ -295,20 +292,14 @@ def _gather_parts(ranks: Sequence[tuple[Any, ...]]) -> PerRank:
     return _gather_all([(parts(*args[:4]),) for args in ranks])
 
 
-def _gather_cast(ranks: Sequence[tuple[Any, ...]]) -> PerRank:
-    return _gather_all([([tensor.to(args[1]) for tensor in args[0]],) for args in ranks])
-
-
-def _reduce_cast(ranks: Sequence[tuple[Any, ...]]) -> PerRank:
-    return _reduce_all([([tensor.to(args[1]) for tensor in args[0]], args[2]) for args in ranks])
-
-
 _COLLECTIVES: dict[Any, Callable[[Sequence[tuple[Any, ...]]], PerRank]] = {
-    collectives.ALL_GATHER: _gather,
+    collectives.ALL_GATHER: lambda ranks: tuple(torch.cat([args[0] for args in ranks]) for _ in ranks),
     collectives.ALL_GATHER_COALESCED: _gather_all,
     collectives.REDUCE_SCATTER: _reduce,
     collectives.REDUCE_SCATTER_COALESCED: _reduce_all,
     ops.PREFETCHED_ALL_GATHER: _gather_parts,
-    ops.ALL_GATHER_ON_STREAM: _gather_cast,
-    ops.REDUCE_SCATTER_ON_STREAM: _reduce_cast,
+    ops.ALL_GATHER_ON_STREAM: lambda ranks: _gather_all([([t.to(args[1]) for t in args[0]],) for args in ranks]),
+    ops.REDUCE_SCATTER_ON_STREAM: lambda ranks: _reduce_all(
+        [([t.to(args[1]) for t in args[0]], args[2]) for args in ranks]
+    ),
 }

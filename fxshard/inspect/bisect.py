@@ -169,7 +169,6 @@ def _keeping(chosen: Pipeline, keeper: _Keeper) -> Pipeline:
 
 
 def _capture(fake_model: FakeModel, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> list[Captured]:
-    """Compile and call the fake model, as `explain` does."""
     frames: list[Frame] = []
     captures: list[Captured] = []
 
@@ -247,7 +246,6 @@ class _Bisection:
             return run(record.graph, values, attributes, keep=keep)
 
     def _saved(self, stage: Stage) -> dict[str, PerRank]:
-        """What the forward that belongs to a backward leaves for it."""
         forward = str(replace(stage, kind="forward"))
         if stage.kind != "backward" or forward not in self._history.stages:
             return {}

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from fxshard.cost.hardware import HardwareSpec, describes
+from fxshard.hardware import HardwareSpec, describes
 
 _CHOSEN_BY_DEVICE = re.compile(r"\b_scaled_dot_product_|cudnn|mkldnn|_for_cpu")
 

@@ -13,10 +13,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxshard import torch_private
+from fxshard import hardware, torch_private
 from fxshard.compile import backend
 from fxshard.compile.inductor import require_known_flags
-from fxshard.cost import hardware
 from fxshard.errors import ConfigError, UnsupportedGraph
 from fxshard.inspect.explanation import Explanation, FrameExplanation
 from fxshard.inspect.fake_model import fake_model_of
@@ -137,7 +136,7 @@ def explanation(name: str, units: Sequence[Unit], device: torch.device, frames: 
         FrameExplanation(
             plan=frame.plan,
             history=frame.history,
-            hardware=hardware.load(frame.hardware or DEFAULT_HARDWARE),
+            hardware=frame.hardware,
             unsharded_budget_bytes=frame.unsharded_budget_bytes,
             calls=tuple(frame.calls),
         )

@@ -10,12 +10,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from torch import fx
-
-from fxshard.cost.hardware import HardwareSpec
 from fxshard.cost.stats import CollectiveCost, GraphStats, collectives_of, graph_stats
 from fxshard.cost.step import StepTime
 from fxshard.errors import ConfigError, nearest
+from fxshard.hardware import HardwareSpec
 from fxshard.inspect import schedules as scheduling
 from fxshard.inspect.captured import kernels, remark
 from fxshard.inspect.schedules import Schedule
@@ -161,7 +159,8 @@ class FrameExplanation:
         final = self.running(stage)
         stages = dict.fromkeys((stage, str(final.stage)))
         records = itertools.chain.from_iterable(self.graphs[name].values() for name in stages)
-        said: dict[str, list[str]] = {node.name: [] for node in final.graph.nodes if _is_explained(node)}
+        explained = (n for n in final.graph.nodes if is_launch(n) or n.target in BETWEEN_HOST_AND_DEVICE)
+        said: dict[str, list[str]] = {node.name: [] for node in explained}
         for record in records:
             for name, reasons in _reasons(record).items():
                 said.get(name, []).extend(reasons)
@@ -331,10 +330,6 @@ class Explanation:
 
     def _where(self, number: int, stage: Stage) -> str:
         return str(stage) if len(self.frames) == 1 else f"frame {number}, {stage}"
-
-
-def _is_explained(node: fx.Node) -> bool:
-    return is_launch(node) or node.target in BETWEEN_HOST_AND_DEVICE
 
 
 def _reasons(record: PassResult) -> dict[str, list[str]]:

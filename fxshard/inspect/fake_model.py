@@ -32,7 +32,7 @@ from fxshard.inspect.replica import Replica
 from fxshard.options import Options, launched_world_size
 from fxshard.runtime import mesh_axes
 from fxshard.runtime.tensor_parallel import WholeMesh
-from fxshard.runtime.unit import Unit
+from fxshard.runtime.unit import Unit, UnitGroups
 from fxshard.sharding import regional, shard_module
 from fxshard.sharding.mesh import require_mesh, resharding
 from fxshard.sharding.per_parameter import Chooser
@@ -140,12 +140,8 @@ def fake_model_of(
 ) -> FakeModel:
     """Copy a model, sharded or not, without its data; the model and a live process group are left alone.
 
-    Args:
-        model: as for `explain`.
-        world_size: ranks of an unsharded model, or (replicas, shards); default: of the mesh, the process group or the
-            launcher.
-        mesh: instead of `world_size`; `options.mesh` by default.
-        options: how an unsharded model is sharded.
+    `world_size`: ranks of an unsharded model, or (replicas, shards), by default of the mesh (`mesh`, else
+    `options.mesh`), the process group or the launcher. `options` say how an unsharded model is sharded.
     """
     model, options = plain_module(model), options or Options()
     mesh = mesh if mesh is not None else options.mesh
@@ -253,7 +249,7 @@ def _settings_in(units: Sequence[Unit], meshes: Mapping[DeviceMesh, DeviceMesh],
 def _set(unit: Unit, settings: UnitSettings) -> None:
     """Change the settings of a copy; groups that these name do not exist."""
     names = (f"{unit.plan.group}_{end}" for end in (settings.subgroup_size, "reduce"))
-    unit.subgroup, unit.reduce_group = (cast(dist.ProcessGroup, SimpleNamespace(group_name=name)) for name in names)
+    unit.groups = UnitGroups(*(cast(dist.ProcessGroup, SimpleNamespace(group_name=name)) for name in names))
     unit.settings = settings
     unit.publish()
 

@@ -22,7 +22,7 @@ from fxshard.inspect import tables
 from fxshard.inspect.explanation import Explanation, FrameExplanation
 from fxshard.ir.history import PassResult
 
-TEMPLATE = "page.html.jinja"
+TEMPLATE, STYLE = "page.html.jinja", "page.css"
 
 
 @dataclass(kw_only=True)
@@ -43,23 +43,43 @@ class Launches:
 
 def save(explanation: Explanation, path: Path) -> None:
     """Write the page; see `Explanation.save_html`."""
-    text = page(explanation)
+    write(path, page(explanation))
+
+
+def write(path: Path, text: str) -> None:
+    """Write a page to a file.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"the page cannot be written to {path}: {error.strerror}.") from error
 
 
-def page(explanation: Explanation) -> str:
-    """The whole page."""
+def rendered(template: str, package: str, **values: Any) -> str:
+    """Fill in a template of a package; `style` is the style sheet that all pages share."""
     try:
         from jinja2 import Environment, StrictUndefined
+        from markupsafe import Markup
     except ImportError as error:
         raise MissingExtraError("jinja2", "report") from error
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string((importlib.resources.files(__package__) / TEMPLATE).read_text(encoding="utf-8"))
+    text, style = (_resource(*each) for each in ((package, template), (__package__, STYLE)))
+    return environment.from_string(text).render(style=Markup(style), **values)
+
+
+def _resource(package: str, name: str) -> str:
+    return (importlib.resources.files(package) / name).read_text(encoding="utf-8")
+
+
+def page(explanation: Explanation) -> str:
+    """The whole page."""
     launches = list(launches_by_unit(explanation))
-    return template.render(
+    return rendered(
+        TEMPLATE,
+        __package__,
         title=explanation.model,
         headline=tables.headline(explanation),
         facts=_facts(explanation),
@@ -177,7 +197,6 @@ def _tiles(explanation: Explanation) -> list[tuple[str, str, str]]:
 
 
 def _stages(explanation: Explanation) -> list[dict[str, Any]]:
-    """The rows of the table of passes, by stage."""
     stages: list[dict[str, Any]] = []
     for row in tables.rows(explanation):
         stage = str(row.record.stage)

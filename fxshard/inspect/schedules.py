@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import fx, nn
 
-from fxshard.cost.hardware import HardwareSpec
 from fxshard.cost.sizes import sizes_of
 from fxshard.cost.stats import GraphStats, graph_stats
 from fxshard.cost.step import GraphOfStep, StepTime, step_time
 from fxshard.cost.timeline import Timeline
+from fxshard.hardware import HardwareSpec
 from fxshard.ir import collectives, launch_groups
 from fxshard.ir.collectives import ALL_REDUCES, GATHERS, REDUCTIONS
 from fxshard.ir.plan import FramePlan

@@ -116,7 +116,6 @@ class FxshardTrainer(Trainer):
             return loss
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Return the norm over all ranks."""
         norm = super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -168,7 +167,6 @@ class FxshardTrainer(Trainer):
 
 
 def _inner(optimizer: Any) -> Optimizer:
-    """Return torch's optimizer in accelerate's."""
     found: Optimizer = getattr(optimizer, "optimizer", optimizer)
     return found
 

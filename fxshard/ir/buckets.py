@@ -404,7 +404,6 @@ class _BucketReader:
         return self.found
 
     def _reads(self) -> dict[fx.Node, dict[UnitSlot, fx.Node]]:
-        """Map launch -> parameter -> its node."""
         found: dict[fx.Node, dict[UnitSlot, fx.Node]] = {}
         for node, value in self.flow.parameters.items():
             place = self.places.get(tags.meta_of(node).param)
@@ -446,7 +445,7 @@ class _BucketReader:
         unit, shard = owner
         self.found.outputs.setdefault(unit, {})[shard] = position
         for i, slot in enumerate(self.plan.units[unit].shards[shard].slots):
-            row = gradient.row_at(slot)
+            row, _ = gradient.at(slot)
             if row is not None:
                 self.gradients[id(row)] = (unit, (shard, i))
 
@@ -478,7 +477,7 @@ class _BucketReader:
             if unit not in served or shard in self.found.outputs.get(unit, {}):
                 continue
             slots = self.plan.units[unit].shards[shard].slots
-            found = [(qualified(unit, slot.fqn), gradient.row_at(slot)) for slot in slots]
+            found = [(qualified(unit, slot.fqn), gradient.at(slot)[0]) for slot in slots]
             rows = [(name, row) for name, row in found if row is not None]
             if rows and all(name in tags.meta_of(row.terms[0]).grads for name, row in rows):
                 return unit, shard

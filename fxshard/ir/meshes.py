@@ -7,7 +7,7 @@ of a split it has, which rows of a vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,20 +28,11 @@ class MeshAxis(NamedTuple):
     group: str  # name of the process group, empty where it is in none
 
 
-def real_object(value: Any) -> Any:
-    """Return what stands behind a fake object of a trace; anything else itself."""
-    return getattr(value, "real_obj", value)
-
-
 def mesh_of(node: fx.Node) -> DeviceMesh | None:
     """Return the mesh that a node of Dynamo's graph stands for; `None` for any other node."""
-    value = real_object(node.meta.get("example_value"))
+    value = node.meta.get("example_value")
+    value = getattr(value, "real_obj", value)
     return value if isinstance(value, DeviceMesh) else None
-
-
-def meshes_in(graph: fx.Graph) -> list[DeviceMesh]:
-    """Return the meshes that are inputs of Dynamo's graph."""
-    return [mesh for node in graph.find_nodes(op="placeholder") if (mesh := mesh_of(node)) is not None]
 
 
 def axes_of(meshes: Iterable[DeviceMesh]) -> tuple[MeshAxis, ...]:

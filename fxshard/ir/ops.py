@@ -246,49 +246,9 @@ def _parameter(shard: Tensor, text: str) -> Tensor:
     return made
 
 
-def _fake_unshard(
-    shard: Tensor, key: str, slot: int, shape: list[int], dtype: torch.dtype, device: torch.device | None = None
-) -> Tensor:
-    return shard.new_empty(shape, dtype=dtype, device=device)
-
-
-def _fake_reduce_grad(
-    grad: Tensor, key: str, slot: int, numel: int, dtype: torch.dtype, device: torch.device | None = None
-) -> Tensor:
-    return grad.new_empty((numel,), dtype=dtype, device=device)
-
-
-def _fake_prefetched_all_gather(
-    flat: Tensor, dtype: torch.dtype, starts: list[int], numels: list[int], group_size: int, *_: object
-) -> list[Tensor]:
-    return [flat.new_empty((numel * group_size,), dtype=dtype) for numel in numels]
-
-
 def implement_prefetched_all_gather(function: Callable[..., list[Tensor]]) -> None:
     """Set what `fxshard::prefetched_all_gather` does; called once by the runtime."""
     LIBRARY.impl("prefetched_all_gather", function, "CompositeExplicitAutograd")
-
-
-def _fake_all_gather_on_stream(inputs: list[Tensor], dtype: torch.dtype, group_size: int, *_: object) -> list[Tensor]:
-    return [tensor.new_empty((tensor.numel() * group_size,), dtype=dtype) for tensor in inputs]
-
-
-def _fake_reduce_scatter_on_stream(
-    inputs: list[Tensor], dtype: torch.dtype, reduce_op: str, group_size: int, *_: object
-) -> list[Tensor]:
-    return [tensor.new_empty((tensor.numel() // group_size,), dtype=dtype) for tensor in inputs]
-
-
-def _fake_copy_out(gathered: Tensor, size: list[int], stride: list[int], start: int, stream: str) -> Tensor:
-    return gathered.new_empty(size)
-
-
-def _fake_copy_to_device(shard: Tensor, device: str, stream: str) -> Tensor:
-    return shard.new_empty(shard.shape, device=device)
-
-
-def _fake_copy_to_host(gradient: Tensor, pinned: bool, stream: str) -> Tensor:
-    return gradient.new_empty(gradient.shape, device="cpu")
 
 
 def implement_on_stream(**functions: Callable[..., Any]) -> None:
@@ -344,38 +304,48 @@ def fake_kept_rows(parameters: list[Tensor], key: str, num_ranks: int, group_nam
     return parameters[0].new_empty((sum(_kept_numel(parameter, num_ranks) for parameter in parameters),))
 
 
-def _deferred_wait(launched: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    return launched  # nobody may read it yet: who waits casts it
-
-
-def _fake_deferred_wait(launched: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    return launched if dtype is None else torch.empty_like(launched, dtype=dtype)
-
-
 def _zero_gradient(parameters: list[Tensor], index: int) -> Tensor:
     return parameters[index].new_zeros(parameters[index].shape)
 
 
-LIBRARY.impl("deferred_wait", _deferred_wait, "CompositeExplicitAutograd")
-torch.library.register_fake("fxshard::deferred_wait", _fake_deferred_wait, lib=LIBRARY)
-LIBRARY.impl("zero_gradient", _zero_gradient, "CompositeExplicitAutograd")
-torch.library.register_fake("fxshard::zero_gradient", _zero_gradient, lib=LIBRARY)
-LIBRARY.impl("keep_rows", _keep_rows, "CompositeExplicitAutograd")
-torch.library.register_fake("fxshard::keep_rows", fake_kept_rows, lib=LIBRARY)
-LIBRARY.impl("addmm_acc", _addmm_acc, "CompositeExplicitAutograd")
-LIBRARY.impl("copy_in", _copy_in, "CompositeExplicitAutograd")
-LIBRARY.impl("copy", _copy, "CompositeExplicitAutograd")
-torch.library.register_fake("fxshard::copy_in", _fake_copy_in, lib=LIBRARY)
-torch.library.register_fake("fxshard::copy", _copy, lib=LIBRARY)
-torch.library.register_fake("fxshard::addmm_acc", lambda acc, left, right: None, lib=LIBRARY)
-torch.library.register_fake("fxshard::prefetched_all_gather", _fake_prefetched_all_gather, lib=LIBRARY)
-torch.library.register_fake("fxshard::all_gather_on_stream", _fake_all_gather_on_stream, lib=LIBRARY)
-torch.library.register_fake("fxshard::reduce_scatter_on_stream", _fake_reduce_scatter_on_stream, lib=LIBRARY)
-torch.library.register_fake("fxshard::copy_out", _fake_copy_out, lib=LIBRARY)
-torch.library.register_fake("fxshard::copy_to_device", _fake_copy_to_device, lib=LIBRARY)
-torch.library.register_fake("fxshard::copy_to_host", _fake_copy_to_host, lib=LIBRARY)
-torch.library.register_fake("fxshard::unshard", _fake_unshard, lib=LIBRARY)
-torch.library.register_fake("fxshard::reduce_grad", _fake_reduce_grad, lib=LIBRARY)
+_KERNELS: dict[str, Callable[..., Any]] = {
+    "deferred_wait": lambda launched, dtype=None: launched,  # nobody may read it yet: who waits casts it
+    "zero_gradient": _zero_gradient,
+    "keep_rows": _keep_rows,
+    "addmm_acc": _addmm_acc,
+    "copy_in": _copy_in,
+    "copy": _copy,
+}
+_FAKES: dict[str, Callable[..., Any]] = {
+    "deferred_wait": lambda launched, dtype=None: (
+        launched if dtype is None else torch.empty_like(launched, dtype=dtype)
+    ),
+    "zero_gradient": _zero_gradient,
+    "keep_rows": fake_kept_rows,
+    "addmm_acc": lambda acc, left, right: None,
+    "copy_in": _fake_copy_in,
+    "copy": _copy,
+    "prefetched_all_gather": lambda flat, dtype, starts, numels, size, *_: [
+        flat.new_empty((numel * size,), dtype=dtype) for numel in numels
+    ],
+    "all_gather_on_stream": lambda inputs, dtype, size, *_: [
+        x.new_empty((x.numel() * size,), dtype=dtype) for x in inputs
+    ],
+    "reduce_scatter_on_stream": lambda inputs, dtype, op, size, *_: [
+        x.new_empty((x.numel() // size,), dtype=dtype) for x in inputs
+    ],
+    "copy_out": lambda gathered, size, *_: gathered.new_empty(size),
+    "copy_to_device": lambda shard, device, stream: shard.new_empty(shard.shape, device=device),
+    "copy_to_host": lambda gradient, pinned, stream: gradient.new_empty(gradient.shape, device="cpu"),
+    "unshard": lambda shard, key, slot, shape, dtype, device=None: shard.new_empty(shape, dtype=dtype, device=device),
+    "reduce_grad": lambda grad, key, slot, numel, dtype, device=None: grad.new_empty(
+        (numel,), dtype=dtype, device=device
+    ),
+}
+for _name, _kernel in _KERNELS.items():
+    LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
+for _name, _kernel in _FAKES.items():
+    torch.library.register_fake(f"fxshard::{_name}", _kernel, lib=LIBRARY)
 
 
 def _refuse(*args: Any) -> Tensor:

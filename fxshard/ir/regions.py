@@ -23,8 +23,9 @@ through AOTAutograd once per call, and which a parameter's gather would be insid
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -78,7 +79,6 @@ def remember(region: Region) -> Region:
 
 
 def _known(name: str) -> Region:
-    """Return the newest region of a name."""
     return next(region for reference in reversed(_KNOWN[name]) if (region := reference()) is not None)
 
 
@@ -191,29 +191,8 @@ def _with_strides(value: Tensor, strides: Sequence[int]) -> Tensor:
 
 
 def _like_outputs(gm: fx.GraphModule, like: Tensor) -> list[Tensor]:
-    """Make tensors with the layouts of the graph's outputs."""
     values = [node.meta["val"] for node in results_of(gm)]
     return [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
-
-
-def _run_forward(operands: Sequence[Tensor], name: str, call: int) -> list[Tensor]:
-    return list(_known(name).forward(*operands))
-
-
-def _run_backward(inputs: Sequence[Tensor], name: str, call: int) -> list[Tensor]:
-    backward = _known(name).backward
-    assert backward is not None
-    return list(backward(*inputs))
-
-
-def _fake_forward(operands: Sequence[Tensor], name: str, call: int) -> list[Tensor]:
-    return _like_outputs(_known(name).forward, operands[0])
-
-
-def _fake_backward(inputs: Sequence[Tensor], name: str, call: int) -> list[Tensor]:
-    backward = _known(name).backward
-    assert backward is not None
-    return _like_outputs(backward, inputs[0])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -247,8 +226,14 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, None, None
     return found, None, None
 
 
-ops.LIBRARY.impl("region", _run_forward, "CompositeExplicitAutograd")
-ops.LIBRARY.impl("region_backward", _run_backward, "CompositeExplicitAutograd")
-torch.library.register_fake("fxshard::region", _fake_forward, lib=ops.LIBRARY)
-torch.library.register_fake("fxshard::region_backward", _fake_backward, lib=ops.LIBRARY)
+def _implement(op: str, graph_of: Callable[[Region], Any]) -> None:
+    """Let `op(values, name, call)` run a graph of the region of that name."""
+    ops.LIBRARY.impl(op, lambda values, name, call: list(graph_of(_known(name))(*values)), "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        f"fxshard::{op}", lambda values, name, call: _like_outputs(graph_of(_known(name)), values[0]), lib=ops.LIBRARY
+    )
+
+
+_implement("region", attrgetter("forward"))
+_implement("region_backward", attrgetter("backward"))
 torch.library.register_autograd("fxshard::region", _backward, setup_context=_setup_context, lib=ops.LIBRARY)

@@ -276,7 +276,6 @@ def call_of(node: fx.Node) -> tuple[str, str] | None:
 
 
 def _is_collective(node: fx.Node) -> bool:
-    """Return whether a node of Dynamo's graph launches a collective, or waits for one."""
     return node.op == "call_function" and any(name in str(node.target) for name in ("c10d", "_dtensor", "symm_mem"))
 
 

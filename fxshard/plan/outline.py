@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fxshard import torch_private
-from fxshard.compile.one_line.units import units_of
+from fxshard.compile.one_line.units import blocks_of
 from fxshard.errors import ConfigError
 from fxshard.inspect.explain import explained, reads_values
 from fxshard.inspect.explanation import Explanation
@@ -36,7 +36,7 @@ class OutlinedModel:
         outer: of what is around the blocks.
         blocks: of one block of each kind.
         order: for each call of a block in `outer`, by the number that the call carries, the frame of `blocks`.
-        names: of these blocks.
+        names: the same calls -> FQN of the block.
         resident: frames of `blocks` whose parameters stay gathered throughout a step.
     """
 
@@ -80,7 +80,7 @@ def outline(
         ConfigError: a block returns something else than tensors, or is called more than once.
         Exception: as `explain` raises.
     """
-    *blocks, _ = units_of(model)
+    blocks = blocks_of(model)
     names = {id(module): name for name, module in model.named_modules()}
     if not blocks:
         whole = explained(model, args, kwargs, world_size=world_size, options=options, saves_all=saves_all)
@@ -92,10 +92,8 @@ def outline(
         model, args, kwargs, world_size=world_size, options={**options, "regional": True}, saves_all=saves_all
     )
     outer = explained(outer_model, args, kwargs, world_size=world_size, options=options, saves_all=saves_all)
-    called_names = tuple(names[id(block)] for block, _ in called)
-    return OutlinedModel(
-        outer=_in_one_graph(outer), blocks=traced, order=order_of(traced, called_names), names=called_names
-    )
+    fqns = tuple(names[id(block)] for block, _ in called)
+    return OutlinedModel(outer=_in_one_graph(outer), blocks=traced, order=order_of(traced, fqns), names=fqns)
 
 
 def order_of(blocks: Explanation, names: Sequence[str]) -> tuple[int, ...]:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fxshard.cost import hardware as hardwares
-from fxshard.cost.hardware import HardwareSpec
+from fxshard import hardware as hardwares
 from fxshard.errors import ConfigError
+from fxshard.hardware import HardwareSpec
 from fxshard.inspect.tables import duration, size
 from fxshard.inspect.target import Target, checked
 from fxshard.plan.outline import outline
@@ -42,6 +42,11 @@ class PlannedRun:
     batch: int  # sequences of a rank and microbatch
     schedule: str  # a key of `SCHEDULES`
     cost: RunCost
+
+    @property
+    def name(self) -> str:
+        """Ranks, batch and schedule."""
+        return " ".join(self.cells[:3])
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -129,7 +134,7 @@ def plan(
             `(model, args, kwargs)`; the forward returns the loss.
         world_sizes: of the runs.
         batches: sequences of a rank in a microbatch.
-        hardware: a name, or the path of a JSON file: `cost/hardware.py`.
+        hardware: a name, or the path of a JSON file: `hardware.py`.
         settings: how the runs train.
         name: what the table calls the model; default: its class.
         progress: called with a line before each simulation.

@@ -15,10 +15,10 @@ from typing import Any
 from torch import nn
 
 from fxshard import torch_private
-from fxshard.compile.one_line.units import units_of
-from fxshard.cost.hardware import HardwareSpec
+from fxshard.compile.one_line.units import blocks_of
 from fxshard.cost.solver import Picks
 from fxshard.errors import ConfigError
+from fxshard.hardware import HardwareSpec
 from fxshard.inspect.explain import explained
 from fxshard.inspect.target import Target
 from fxshard.plan.outline import OutlinedModel, order_of, outline
@@ -167,5 +167,4 @@ class TracedPolicies:
 
 def _checkpointed(model: nn.Module) -> nn.Module:
     """A copy of a model whose blocks, which it shares, are computed again in backward."""
-    *blocks, _ = units_of(model)
-    return copy.deepcopy(model, {id(block): torch_private.checkpoint_wrapper(block) for block in blocks})
+    return copy.deepcopy(model, {id(block): torch_private.checkpoint_wrapper(block) for block in blocks_of(model)})

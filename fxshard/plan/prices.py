@@ -15,14 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fxshard.cost.hardware import HardwareSpec
 from fxshard.cost.solver import Array, Choice, PolicyProblem
-from fxshard.cost.step import Clock, GraphOfStep
+from fxshard.cost.step import COMPUTE, Clock, GraphOfStep, Interval
 from fxshard.cost.step_memory import FrameMemory, memory_of_frame, memory_of_step
+from fxshard.hardware import HardwareSpec
 from fxshard.plan.policies import Policy, TracedPolicies
 from fxshard.plan.run import PlannedFrame, optimizer_seconds, standing_bytes
 
-COMPUTE = "compute"
 Seconds = Mapping[str, float]
 """What is busy -> how long."""
 
@@ -36,11 +35,12 @@ class _GraphPrice(NamedTuple):
 
 
 def _price(graph: GraphOfStep, hardware: HardwareSpec, *, again: bool, reduces: bool) -> _GraphPrice:
-    clock = Clock(hardware, again=again, reduces=reduces, begun=dict.fromkeys(graph.first, 0.0), intervals=[])
+    begun = {n: Interval(stream=graph.timeline.queues[n], name=n.name, start=0, end=0, node=n) for n in graph.first}
+    clock = Clock(hardware, again=again, reduces=reduces, begun=begun)
     clock.run(graph, None)
     ahead, inside, behind = (collections.defaultdict[str, float](float) for _ in range(3))
     inside[COMPUTE] = clock.now
-    for each in clock.intervals or ():
+    for each in clock.intervals:
         if each.stream != COMPUTE:
             over = max(0.0, each.end - max(each.start, clock.now))
             behind[each.stream] += over

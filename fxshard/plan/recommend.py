@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fxshard.cost import hardware as hardwares
+from fxshard import hardware as hardwares
 from fxshard.cost.solver import Picks, PolicyProblem, greedy, solve
 from fxshard.inspect.target import checked
 from fxshard.plan.plan import SCHEDULES, PlanSettings, WorldSize, ranks_text, require_whole_nodes, tokens_of

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from fxshard.cost.hardware import HardwareSpec
 from fxshard.cost.sizes import sizes_of
-from fxshard.cost.step import Clock, GraphOfStep, Interval
-from fxshard.cost.step_memory import GraphMemory, StepMemory, forward_memory, memory_of_step
+from fxshard.cost.step import COMPUTE, Clock, GraphOfStep, Interval
+from fxshard.cost.step_memory import GraphMemory, MemoryUse, StepMemory, forward_memory, memory_of_step
+from fxshard.cost.step_record import StepRecord
 from fxshard.cost.symbols import Sum
 from fxshard.cost.timeline import Timeline
+from fxshard.hardware import HardwareSpec
 from fxshard.inspect.explanation import FrameExplanation
 from fxshard.ir.planned_block import number_of
 from fxshard.plan.outline import OutlinedModel
@@ -53,7 +54,7 @@ class RunCost:
         memory: category -> bytes at the worst moment of a step.
         reserved: bytes that torch's caching allocator takes for that, if the device has as many.
         capacity: bytes of the device.
-        intervals: what each stream does when.
+        record: what each stream does when, and what is held then.
     """
 
     seconds: float
@@ -66,7 +67,7 @@ class RunCost:
     memory: Mapping[str, int]
     reserved: int
     capacity: float
-    intervals: Sequence[Interval] = field(repr=False)
+    record: StepRecord = field(repr=False)
 
     @property
     def tokens_per_second(self) -> float:
@@ -115,7 +116,7 @@ def cost_of(
         known: number of a frame of blocks -> the frame, of an earlier simulation of the same ones; new ones are added.
     """
     outer, called = planned_frames(model, hardware, schedule, {} if known is None else known)
-    clock = Clock(hardware, intervals=[])
+    clock = Clock(hardware)
     clock.run_all([outer.forward, outer.backward], microbatches=accumulation, reduces_each=reduces_each)
     sharded = model.blocks or model.outer
     optimizer = optimizer_seconds(sharded.device_bytes, sharded.host_bytes, hardware)
@@ -138,7 +139,19 @@ def cost_of(
         memory=memory.held,
         reserved=memory.reserved,
         capacity=hardware.memory_gib * GIB,
-        intervals=clock.intervals or (),
+        record=_record(clock, memory, seconds, accumulation),
+    )
+
+
+def _record(clock: Clock, memory: MemoryUse, seconds: float, microbatches: int) -> StepRecord:
+    clock.intervals.append(Interval(stream=COMPUTE, name="optimizer", start=clock.now, end=seconds))
+    return StepRecord(
+        intervals=clock.intervals,
+        runs=clock.runs,
+        standing=memory.standing,
+        changes=memory.changes,
+        seconds=seconds,
+        microbatches=microbatches,
     )
 
 
@@ -173,7 +186,7 @@ def planned_frames(
         frame = model.blocks.frames[number]
         known[number] = _planned(frame, hardware, schedule, schedule.fuses, resident=number in model.resident)
     (outer,), called = model.outer.frames, [known[number] for number in model.order]
-    return _planned(outer, hardware, schedule, False, called), called
+    return _planned(outer, hardware, schedule, False, called, model.names), called
 
 
 def _planned(
@@ -182,23 +195,22 @@ def _planned(
     schedule: PlannedSchedule,
     fuses: bool,
     called: Sequence[PlannedFrame] = (),
+    names: Sequence[str] = (),
     resident: bool = False,
 ) -> PlannedFrame:
     graphs = [frame.running(stage).graph for stage in ("forward", "backward")]
     there, back = ({n: called[i] for n in g.nodes if (i := number_of(n)) is not None} for g in graphs)
+    called_as = {n: names[i] for g in graphs for n in g.nodes if (i := number_of(n)) is not None}
+    given: dict[str, Any] = {"copies_out": schedule.is_fsdp2, "names": called_as, "resident": resident}
     sizes, sizes_back = (sizes_of(g, frame.plan, donated=g is graphs[1]) for g in graphs)
-    timelines = [Timeline(each, hardware, fuses=fuses) for each in (sizes, sizes_back)]
+    timeline, timeline_back = (Timeline(each, hardware, fuses=fuses) for each in (sizes, sizes_back))
     ahead = {node: inner.forward for node, inner in there.items()}
     behind = {node: inner.backward for node, inner in back.items()}
-    flops = Sum(cost.flops for cost in timelines[0].compute.values()).total
-    forward, backward = (
-        GraphOfStep(graph, timeline, calls, copies_out=schedule.is_fsdp2, resident=resident)
-        for graph, timeline, calls in zip(graphs, timelines, (ahead, behind), strict=True)
-    )
+    flops = Sum(cost.flops for cost in timeline.compute.values()).total
     units = [unit for key, unit in frame.plan.units.items() if key not in frame.plan.in_subgroups]
     return PlannedFrame(
-        forward=forward,
-        backward=backward,
+        forward=GraphOfStep(graphs[0], timeline, ahead, stage="forward", **given),
+        backward=GraphOfStep(graphs[1], timeline_back, behind, stage="backward", **given),
         memory=StepMemory(
             forward=forward_memory(sizes, graphs[1], fuses=fuses, resident=resident),
             backward=GraphMemory(sizes_back, is_backward=True, fuses=fuses, resident=resident),

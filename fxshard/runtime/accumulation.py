@@ -109,7 +109,7 @@ def waiting_separately(
     """What is to be reduced by itself before a backward runs: of `candidates`, which FSDP2 reduces so, what waits."""
     found: dict[str, Waiting] = {}
     for key, slots in candidates.items():  # in an order that is the same on all ranks
-        waiting = units[key].accumulation.waiting.intersection(slots, trained.get(key, ()))
+        waiting = units[key].step.accumulation.waiting.intersection(slots, trained.get(key, ()))
         if waiting and units[key].settings.sync and _is_asked(units[key]):
             found[key] = tuple(sorted(waiting))
     return found
@@ -118,7 +118,9 @@ def waiting_separately(
 def variant_for(units: Units, trained: Slots, separate: Mapping[str, Waiting]) -> Variant:
     """Which backward of a graph is to run now; resident units are chosen elsewhere."""
     kept = {key for key in trained if not units[key].settings.sync}
-    left = {key: units[key].accumulation.waiting.difference(separate.get(key, ())) for key in trained.keys() - kept}
+    left = {
+        key: units[key].step.accumulation.waiting.difference(separate.get(key, ())) for key in trained.keys() - kept
+    }
     ended = {key for key, slots in left.items() if not slots.isdisjoint(trained[key])}
     # Of a unit that autograd asks no gradient of, the plain backward's is dropped.
     asked = {key for key in kept | ended if _is_asked(units[key])}
@@ -136,13 +138,13 @@ def sums_for(which: Variant, units: Units, trained: Slots) -> list[Tensor]:
     slots: dict[str, list[SlotIndex]] = {}
     for key, slot in in_order(which.units, trained):
         slots.setdefault(key, []).append(slot)
-    return [total for key, mine in slots.items() for total in units[key].accumulation.sums(mine)]
+    return [total for key, mine in slots.items() for total in units[key].step.accumulation.sums(mine)]
 
 
 def note_run(which: Variant, units: Units, trained: Slots) -> None:
     """A variant has run: say what waits now."""
     for key in which.accumulates:
-        units[key].accumulation.waiting.update(trained[key])
+        units[key].step.accumulation.waiting.update(trained[key])
         units[key].model.watch_steps()
     for key in which.finishes:
-        units[key].accumulation.waiting.difference_update(trained[key])
+        units[key].step.accumulation.waiting.difference_update(trained[key])

@@ -158,7 +158,7 @@ def forward_ended(units: Iterable[Unit]) -> None:
         model.look_back()
     for unit in units:
         if not unit.plan.reshard_after_forward:
-            unit.after_forward.begin()
+            unit.step.after_forward.begin()
 
 
 def enter_call(units: Sequence[Unit]) -> None:
@@ -222,7 +222,7 @@ def read_after_forward(ref: ParameterRef, registered: Tensor | None) -> Tensor |
     home = home_of(ref.flat)
     if home is None or home.unit.shards[home.shard].members[ref.slot].parameter is not registered:
         return None
-    return home.unit.after_forward.parameter((home.shard, ref.slot))
+    return home.unit.step.after_forward.parameter((home.shard, ref.slot))
 
 
 def _scope_for(unit: Unit) -> _Scope:
@@ -243,7 +243,9 @@ def _scope_for(unit: Unit) -> _Scope:
 def unsharded_of(unit: Unit) -> Parameters:
     """Return what is gathered of a unit in a running call, or between its forward and its backward; nothing else."""
     running = [each for scope in _scopes.stack for each in scope.gathered.items() if each[0][0] == id(unit)]
-    return {slot: value for _, values in (*running, *unit.after_forward.gathered) for slot, value in values.items()}
+    return {
+        slot: value for _, values in (*running, *unit.step.after_forward.gathered) for slot, value in values.items()
+    }
 
 
 def gather_unit(unit: Unit, *, after_forward: bool = False) -> Parameters:
@@ -290,11 +292,11 @@ class _UnshardUnit(torch.autograd.Function):
         _scopes.recompute = None
         unit.model.backward_runs(of_forward=not ctx.after_forward)
         if written and not unit.settings.sync:
-            unit.accumulation.add(written)
+            unit.step.accumulation.add(written)
             written = {}
         if not written:
             return (None, None, None, *(None for _ in unit.shards))
-        written = unit.accumulation.finish(written)
+        written = unit.step.accumulation.finish(written)
         if unit.settings.reduces_unused:
             written = _with_zeros(written, unit)
         for i, j in written:
@@ -302,7 +304,7 @@ class _UnshardUnit(torch.autograd.Function):
         names = ", ".join(unit.plan.shards[i].slots[j].fqn for i, j in written)
         agreed = unit.agreed("reduced", "reduce_scatter", f"gradients of {names}")
         with nullcontext() if unit.is_fake else agreed, profiler_ranges.of_unit(unit.fqn):
-            reduced = host_copies.on_host(collectives.reduce_grads(written, unit.replica_sums.plan()), unit.plan)
+            reduced = host_copies.on_host(collectives.reduce_grads(written, unit.step.replica_sums.plan()), unit.plan)
         return (None, None, None, *(reduced.get(i) for i in range(len(unit.shards))))
 
 

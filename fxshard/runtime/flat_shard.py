@@ -68,6 +68,7 @@ class Member:
     settings: ParameterSettings  # how it is sharded otherwise than its unit
     tensor_parallel: TensorParallel | None = None  # what it is besides, if it was a DTensor before
     extension: Extension | None = None  # what its tensor subclass says of its gathers, if that has hooks
+    was_on_meta: bool = False  # whether it was sharded on the meta device, and has got values since
     view: Tensor = field(init=False)  # its local tensor, a view of the flat
     pointer: int = field(init=False)  # address of `view`
     # the storage object that torch made for the DTensor itself; `p.data = ...` replaces it
@@ -226,8 +227,8 @@ class FlatShard:
         self.sink = GradientSink([member.parameter for member in members], plan)
         self.sink.hook = home.unit.settings.all_reduce_hook
         if mesh_axes.num_replicas(mesh) > 1:
-            self.sink.defers_all_reduce = home.unit.replica_sums.apart
-            self.sink.take_apart = functools.partial(home.unit.replica_sums.take, home.shard)
+            self.sink.defers_all_reduce = home.unit.step.replica_sums.apart
+            self.sink.take_apart = functools.partial(home.unit.step.replica_sums.take, home.shard)
         if plan.trainable:
             self.flat.register_post_accumulate_grad_hook(self.sink.hand_over)
         self.attach()

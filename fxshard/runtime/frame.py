@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fxshard import torch_private
 from fxshard.errors import ConfigError, InvariantError, UnsupportedGraph
+from fxshard.hardware import BUILTIN, HardwareSpec
 from fxshard.ir.collectives import SlotIndex
 from fxshard.ir.history import PassHistory
 from fxshard.ir.plan import FramePlan, ParameterKey, qualified, subgroup_key
@@ -36,7 +37,7 @@ class Frame:
     # unit key -> those of which what earlier microbatches left is reduced by itself: see `compile/fsdp2_order.py`
     reduced_separately: Mapping[str, frozenset[SlotIndex]] = field(default_factory=dict)
     history: PassHistory = field(default_factory=PassHistory)  # a backward may be compiled as late as its first run
-    hardware: str = "h100"  # what the cost model counts on: a name, or the text that `HardwareSpec.to_json` gives
+    hardware: HardwareSpec = BUILTIN["h100"]  # what the cost model counts on
     unsharded_budget_bytes: int | None = None  # what unsharded parameters may take, `None` for no limit
     resident_budget_bytes: int = 0  # what parameters may take that stay gathered while gradients accumulate
     max_late: int = 1  # how many units may have reductions in flight when a backward graph begins

@@ -154,7 +154,6 @@ class _Exchange(Work):
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """View what is sent as bytes, which gloo sends of every dtype."""
     return tensor.reshape(-1).view(torch.uint8)
 
 

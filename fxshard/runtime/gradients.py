@@ -158,7 +158,6 @@ def _have_hooks(parameters: Sequence[nn.Parameter]) -> bool:
 
 
 def _give_together(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> None:
-    """Accumulate the gradients of parameters without hooks."""
     present = list(map(_GRAD, parameters))
     if all(map(is_, present, repeat(None))):
         for parameter, grad in zip(parameters, grads, strict=True):

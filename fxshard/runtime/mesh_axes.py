@@ -72,8 +72,3 @@ def placements(mesh: DeviceMesh, *, is_scalar: bool = False, dim: int = 0) -> tu
 def ranks_of(mesh: DeviceMesh) -> list[int]:
     """Return the global ranks of all axes."""
     return cast("list[int]", mesh.mesh.flatten().tolist())
-
-
-def replica_of(mesh: DeviceMesh, rank: int) -> int:
-    """Return the place of a global rank on the axis that replicates."""
-    return ranks_of(mesh).index(rank) // num_shards(mesh)

@@ -61,7 +61,9 @@ def overlap_step(optimizer: Optimizer) -> None:
 
 def _in_two_parts(optimizer: Optimizer) -> Callable[..., Any]:
     reference, replaced = weakref.ref(optimizer), optimizer.__dict__.get("step")
-    is_seen = replaced is not None and not _is_of_scheduler(replaced, type(optimizer).step)
+    is_seen = replaced is not None and not (  # torch's schedulers wrap it, and only note that there was a step
+        hasattr(replaced, "_wrapped_by_lr_sched") and replaced.__wrapped__ is type(optimizer).step
+    )
 
     @functools.wraps(replaced or type(optimizer).step)
     def step(_: object, *args: Any, **kwargs: Any) -> Any:
@@ -100,11 +102,6 @@ def _without_hooks(step: Any) -> Callable[[Optimizer], Any] | None:
     plain = getattr(step, "__wrapped__", None)
     is_torchs = hasattr(step, "hooked") and plain is not None and not hasattr(plain, "hooked")
     return plain if is_torchs else None
-
-
-def _is_of_scheduler(step: Any, wrapped: Any) -> bool:
-    """Whether one of torch's schedulers, which only notes that there was a step, has wrapped this very function."""
-    return hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is wrapped
 
 
 @contextmanager

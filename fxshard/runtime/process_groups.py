@@ -35,15 +35,15 @@ def separate(units: Iterable[Unit], enable: bool = True) -> None:
     if not isinstance(enable, bool):
         raise ConfigError(f"set_separate_reduce_scatter_group: enable must be a bool, got {enable!r}.")
     for unit in [unit for unit in units if unit.world_size > 1]:
-        if enable and unit.reduce_group is None:
-            unit.reduce_group = _known(unit) or _twin_of(unit)
+        if enable and unit.groups.reduce is None:
+            unit.groups.reduce = _known(unit) or _twin_of(unit)
         unit.set(uses_reduce_group=enable)
 
 
 def _known(unit: Unit) -> dist.ProcessGroup | None:
     """The group that another unit of the model has for the same ranks."""
     ranks = dist.get_process_group_ranks(mesh_axes.shard_group(unit.mesh))
-    made = (other.reduce_group for other in unit.model.units)
+    made = (other.groups.reduce for other in unit.model.units)
     return next((g for g in made if g is not None and dist.get_process_group_ranks(g) == ranks), None)
 
 

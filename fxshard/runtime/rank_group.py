@@ -322,7 +322,6 @@ _REMEDY = (
 
 
 def _named(run: int, kind: str) -> str:
-    """A run, in words."""
     return f"run {run} ({kind} graph)" if kind in GRAPHS else f"run {run} ({kind}, outside of graphs)"
 
 
@@ -331,5 +330,4 @@ def _agreed(line: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """Short, and the same on every rank."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]

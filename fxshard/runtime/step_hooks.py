@@ -95,7 +95,7 @@ class ModelContext:
         if of_forward and running != self._resharded_in:
             self._resharded_in = running
             for unit in self.units:
-                unit.after_forward.end()
+                unit.step.after_forward.end()
         if running == self._begun:
             return
         self._begun = running
@@ -137,7 +137,9 @@ class ModelContext:
         self.late.drop()
         if not self._unended:
             return
-        waiting = [unit.label for unit in self.units if unit.accumulation.waiting or unit.replica_sums.waiting]
+        waiting = [
+            unit.label for unit in self.units if unit.step.accumulation.waiting or unit.step.replica_sums.waiting
+        ]
         if waiting:
             raise UnsupportedGraph(
                 "a backward failed (out of memory, an exception in a hook) while gradients waited to be reduced, and "
@@ -150,8 +152,8 @@ class ModelContext:
         """Forget the gradients of some units that wait, and what a backward that failed has left."""
         self.late.drop()
         for unit in units:
-            unit.accumulation.waiting.clear()
-            unit.replica_sums.drop()
+            unit.step.accumulation.waiting.clear()
+            unit.step.replica_sums.drop()
         self.stop_watching_if_idle()
 
     def end_step(self) -> None:
@@ -163,7 +165,7 @@ class ModelContext:
             self.reduce(unit for unit in self.units if unit.settings.sync)
         for unit in self.units:
             if is_last or unit.settings.offload is not None:  # on the host nothing is averaged before
-                unit.replica_sums.finish()
+                unit.step.replica_sums.finish()
         for unit in self.units:
             unsharded_cache.reshard_if_reduced(unit)
         self.stop_watching_if_idle()
@@ -171,7 +173,7 @@ class ModelContext:
     def reduce(self, units: Iterable[Unit]) -> None:
         """Reduce what waits in some units, and give their parameters their gradients."""
         for unit in units:
-            if waiting := tuple(sorted(unit.accumulation.waiting)):
+            if waiting := tuple(sorted(unit.step.accumulation.waiting)):
                 with torch.no_grad():
                     for shard, grad, slots in _reduce(unit, waiting):
                         shard.sink.expect(slots)
@@ -201,7 +203,7 @@ class ModelContext:
     def holds(self) -> bool:
         """Whether anything of the model waits or is resident."""
         return any(
-            unit.accumulation.waiting or unit.replica_sums.waiting or unsharded_cache.is_resident(unit)
+            unit.step.accumulation.waiting or unit.step.replica_sums.waiting or unsharded_cache.is_resident(unit)
             for unit in self.units
         )
 
@@ -223,14 +225,14 @@ class ModelContext:
         """
         self.late.arrive(keep=0)
         for unit in self._units_of(written):
-            if unit.accumulation.waiting:
+            if unit.step.accumulation.waiting:
                 raise UnsupportedGraph(
                     f"an optimizer steps while gradients of unit {unit.label!r} wait to be reduced: it would "
                     "leave them behind. Let the last backward before the step run outside of no_sync() (or with "
                     "set_requires_gradient_sync(True)), call reduce_waiting_gradients(), or drop what waits with "
                     "reset_iter_state()."
                 )
-            if unit.replica_sums.waiting:
+            if unit.step.replica_sums.waiting:
                 raise UnsupportedGraph(
                     f"an optimizer steps while reduced gradients of unit {unit.label!r} wait for their all_reduce. Let "
                     "the last backward before the step run with set_requires_all_reduce(True), or drop what waits with "
@@ -359,6 +361,6 @@ def _reduce(unit: Unit, slots: Waiting) -> list[ReducedFlat]:
         profiler_ranges.of_unit(unit.fqn),
         torch.no_grad(),
     ):
-        reduced = collectives.reduce_grads(unit.accumulation.take(slots), unit.replica_sums.plan())
+        reduced = collectives.reduce_grads(unit.step.accumulation.take(slots), unit.step.replica_sums.plan())
         reduced = host_copies.on_host(reduced, unit.plan)
     return [(unit.shards[i], grad, [slot for index, slot in slots if index == i]) for i, grad in reduced.items()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any
 
@@ -34,24 +34,34 @@ from fxshard.unit_settings import IN_GRAPHS, ReductionSettings, UnitSettings
 _VERSION = attrgetter("parameter._version")
 
 
+@dataclass
+class UnitGroups:
+    """Process groups of one unit that are not the mesh's."""
+
+    subgroup: dist.ProcessGroup | None = None  # of this rank, if fewer ranks share the parameters until backward
+    reduce: dist.ProcessGroup | None = None  # for reductions alone, once it was made
+
+
+class UnitStep:
+    """What runs one unit, and what of it waits."""
+
+    def __init__(self, unit: Unit) -> None:
+        """Nothing runs or waits."""
+        self.frames = weakref.WeakKeyDictionary[Any, None]()  # the captured graphs that read it, in their order
+        self.stages = weakref.WeakSet[Any]()  # of a pipeline, that have it and are in a step
+        self.accumulation, self.replica_sums = Accumulation(unit), ReplicaSums(unit)  # gradients that wait
+        self.after_forward = AfterForward(unit)  # parameters that may be read between forward and backward
+        self.agreements: dict[tuple[str, str], Agreement] = {}  # compared before collectives outside of graphs
+
+
 class Unit:
     """Parameters that are gathered and reduced together; see [Note: the alias] in `runtime/flat_shard.py`.
 
     Attributes:
-        modules: the modules given to one `fully_shard` call.
-        members: parameters in registration order.
-        shards: their memory.
+        members: parameters in registration order; `shards` are their memory.
         is_root: no other sharded module contains this one.
         settings: `set` changes them.
-        subgroup: of this rank, if fewer ranks share the parameters until backward.
         generation: raised by every repack and re-attachment, and by every step of an optimizer that has its parameters.
-        was_on_meta: whether its parameters were sharded on the meta device, and have got values since.
-        frames: the captured graphs that read it, in the order of their capture.
-        accumulation: its gradients of microbatches that were not reduced.
-        replica_sums: its gradients that were reduced and not averaged over replicas.
-        after_forward: its parameters while they may be read between forward and backward.
-        reduce_group: for reductions alone, once it was made.
-        stages: of a pipeline, that have it and are in a step.
         model: what it shares with the other units of its model, from when they are named.
     """
 
@@ -67,18 +77,12 @@ class Unit:
         self.modules = tuple(modules)
         self.members = members
         self.mesh = mesh
-        self.settings, self.subgroup = settings, subgroup
+        self.settings, self.groups = settings, UnitGroups(subgroup)
         self.is_root, self.fqn = True, ""
         self.shards: list[FlatShard] = []
         self.generation = 0
-        self.was_on_meta = False
-        self.frames = weakref.WeakKeyDictionary[Any, None]()
-        self.accumulation, self.after_forward = Accumulation(self), AfterForward(self)
-        self.replica_sums = ReplicaSums(self)
+        self.step = UnitStep(self)
         self.model = ModelContext((self,))
-        self._agreements: dict[tuple[str, str], Agreement] = {}
-        self.reduce_group: dist.ProcessGroup | None = None
-        self.stages = weakref.WeakSet[Any]()
         self.plan: UnitPlan
         self.pack()
 
@@ -168,7 +172,6 @@ class Unit:
         self.publish()
 
     def _layout(self) -> tuple[ShardPlan, ...]:
-        """The flats as they should be."""
         return lay_out([member.spec for member in self.members], self.world_size)
 
     def publish(self) -> None:
@@ -192,8 +195,8 @@ class Unit:
             subgroup_size=settings.subgroup_size,
         )
         self.model.forget_choice(is_other=before not in (None, self.plan))
-        self._agreements.clear()
-        self.after_forward.end()
+        self.step.agreements.clear()
+        self.step.after_forward.end()
         # Dynamo guards on the key: another list is another graph, and a choice may be where a pass made its own.
         named = settings.with_lists(lambda units: None if units is None else tuple(unit.fqn for unit in units))
         lists = prefetch_words(self.fqn, ">", named.forward_prefetch)
@@ -215,11 +218,11 @@ class Unit:
     def _own_groups(self) -> dict[str, Any]:
         """Names of the groups of its collectives that are not the mesh's."""
         settings, shared = self.settings, mesh_axes.shard_group(self.mesh)
-        reducing = self.reduce_group if settings.uses_reduce_group else None
+        reducing = self.groups.reduce if settings.uses_reduce_group else None
         gather, reduce = settings.all_gather_comm, settings.reduce_scatter_comm
         on = reducing or shared
         reduced = comm_group.name_of(on, reduce) or gloo.reducing(on, self.mesh.device_type)
-        subgroup = self.subgroup if settings.subgroup_size else None
+        subgroup = self.groups.subgroup if settings.subgroup_size else None
         return {
             "gather_group": comm_group.name_of(shared, gather),
             "reduce_group": reduced or (reducing.group_name if reducing is not None else ""),
@@ -258,7 +261,7 @@ class Unit:
     def reshard(self) -> None:
         """Free what is gathered of it outside of graphs."""
         self.model.unsharded.drop_if(lambda gathered: gathered.unit is self)
-        self.after_forward.end()
+        self.step.after_forward.end()
 
     @contextmanager
     def agreed(self, kind: str, wanted: str, what: str) -> Iterator[None]:
@@ -274,7 +277,7 @@ class Unit:
         plan = self.plan
         groups = {"all_gather": plan.gathering_group, "reduce_scatter": plan.reducing_group}
         groups["all_reduce"] = plan.replicate_group
-        averages = wanted == "reduce_scatter" and plan.replicas > 1 and not self.replica_sums.apart()
+        averages = wanted == "reduce_scatter" and plan.replicas > 1 and not self.step.replica_sums.apart()
         sizes = " and ".join(f"{dtype_text(shard.dtype)}[{shard.numel}]" for shard in plan.shards)
         launches = tuple(
             Launch(
@@ -289,7 +292,7 @@ class Unit:
         )
         key = kind, f"{what} {sizes} {len(launches)}"
         with self.model.forgetting(), telling_others(lambda: plan.groups):
-            with self._agreements.setdefault(key, Agreement(kind)).before(launches):
+            with self.step.agreements.setdefault(key, Agreement(kind)).before(launches):
                 yield
 
     def rename(self, fqn: str, member_fqns: Sequence[str]) -> None:
@@ -312,7 +315,7 @@ class Unit:
         if not self._is_attached():
             self.reattach()
         if torch_private.backward_id() is None:
-            self.replica_sums.forget()
+            self.step.replica_sums.forget()
         for shard in self.shards:
             if torch_private.backward_id() is None:
                 shard.sink.forget()
@@ -341,7 +344,7 @@ class Unit:
 
     def reattach(self) -> None:
         """Take over whatever the user put in place of our parameters, and view the flats again."""
-        before, was_on_meta = self.epoch(), any(shard.flat.is_meta for shard in self.shards)
+        before, are_on_meta = self.epoch(), any(shard.flat.is_meta for shard in self.shards)
         replaced = [member.adopt() for member in self.members]
         if len({member.local.device for member in self.members}) > 1:
             devices = ", ".join(f"{member.fqn} on {member.local.device}" for member in self.members)
@@ -351,7 +354,8 @@ class Unit:
             # and may come back (weights swapped in for an evaluation).
             self.pack()
             self._advance(before)
-            self.was_on_meta |= was_on_meta
+            for member in self.members:
+                member.was_on_meta |= are_on_meta
             return
         with torch.no_grad(), torch.inference_mode(False):
             for shard in self.shards:

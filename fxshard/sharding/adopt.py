@@ -60,11 +60,7 @@ def outermost(calls: Sequence[Any]) -> list[Any]:
 
 
 def _require_adoptable(model: nn.Module, units: list[Fsdp2Unit]) -> None:
-    """Raise for what cannot be taken over.
-
-    Raises:
-        ConfigError: as `fxshard.adopt` says.
-    """
+    """Raise a ConfigError, as `fxshard.adopt` says, for what cannot be taken over."""
     name = type(model).__name__
     for path, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):

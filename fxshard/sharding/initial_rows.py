@@ -27,7 +27,8 @@ def warn_of_equal_rows(units: Sequence[Unit]) -> None:
 
     Collective over the ranks of each mesh, through the store; it does nothing on accelerators.
     """
-    made_here = [unit for unit in units if unit.was_on_meta and unit.world_size > 1 and unit.mesh.device_type == "cpu"]
+    real = [unit for unit in units if unit.world_size > 1 and unit.mesh.device_type == "cpu"]
+    made_here = [unit for unit in real if any(member.was_on_meta for member in unit.members)]
     for unit in made_here[:1]:
         group = mesh_axes.shard_group(unit.mesh)
         if not isinstance(group, dist.ProcessGroup) or is_alone():

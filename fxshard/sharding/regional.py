@@ -29,6 +29,7 @@ from torch import nn
 
 from fxshard import torch_private
 from fxshard.runtime import uncompiled_warning
+from fxshard.torch_private import CompiledWith
 
 if TYPE_CHECKING:
     from fxshard.sharding.sharded_module import ModuleState
@@ -55,9 +56,8 @@ def compile_as_wanted(places: ShardedModules, callback: Any) -> None:
     for _, state in places.values():
         for unit in state.units:
             if unit.plan.reshard_after_forward:  # a first call of the one-line form had begun it
-                unit.after_forward.end()
-    if (backend := _ours(places[""][0], callback)) is not None:
-        _compile_as(places, backend)
+                unit.step.after_forward.end()
+    _compile_as(places, _ours(places[""][0], callback))
 
 
 def begin_in_first_call(places: ShardedModules, compiled: nn.Module, then: Callable[[], None]) -> bool:
@@ -69,7 +69,7 @@ def begin_in_first_call(places: ShardedModules, compiled: nn.Module, then: Calla
         return False
     for module, state in places.values():
         for unit in state.units:
-            unit.after_forward.begin()
+            unit.step.after_forward.begin()
         if id(module) in state.compiled.blocks:
             state.compiled.runs[id(module)] = _preceded(then, state.compiled.runs[id(module)])
     in_blocks = {
@@ -85,8 +85,6 @@ def begin_in_first_call(places: ShardedModules, compiled: nn.Module, then: Calla
 
 
 def _preceded(by: Callable[[], None], run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `run`, with `by` called before it."""
-
     def call(*args: Any, **kwargs: Any) -> Any:
         by()
         return run(*args, **kwargs)
@@ -94,13 +92,15 @@ def _preceded(by: Callable[[], None], run: Callable[..., Any]) -> Callable[..., 
     return cast("Callable[..., Any]", torch.compiler.disable(call))
 
 
-def _compile_as(places: ShardedModules, backend: Any) -> bool:
+def _compile_as(places: ShardedModules, compiled_with: CompiledWith | None) -> bool:
     """Compile block by block or not, as the options of a backend say, and return which."""
+    if compiled_with is None:
+        return False
+    backend, fullgraph = compiled_with
     options = backend.kwargs.get("options") or {}
     if options.get("regional"):
-        return compile_blocks(
-            places, backend="fxshard", options={**options, "regional": False}, dynamic=backend.dynamic
-        )
+        options = {**options, "regional": False}
+        return compile_blocks(places, backend="fxshard", options=options, dynamic=backend.dynamic, fullgraph=fullgraph)
     _forget_blocks(places)
     return False
 
@@ -146,10 +146,10 @@ def _forget_blocks(places: ShardedModules) -> None:
         module.__dict__.pop(uncompiled_warning.SEEN, None)
 
 
-def _ours(model: nn.Module, callback: Any = None) -> Any:
+def _ours(model: nn.Module, callback: Any = None) -> CompiledWith | None:
     """Return the backend "fxshard" with the options that a model was compiled with; `None` if it is another one."""
     backends = torch_private.backends_of(model, callback)
-    return next((each for each in backends if getattr(each, "compiler_name", None) == "fxshard"), None)
+    return next((each for each in backends if getattr(each.backend, "compiler_name", None) == "fxshard"), None)
 
 
 def _blocks_of(places: ShardedModules) -> list[str]:

@@ -30,9 +30,10 @@ def release(model: nn.Module, *, whole: bool) -> nn.Module:
     plain = plain_module(model)
     states = _states_in(plain)
     _require_releasable(plain, states)
+    units = [unit for state, _ in states for unit in state.units]
     if not whole:
         _require_fsdp2_can(plain, states)
-    elif on_host := [unit.label for state, _ in states for unit in state.units if _is_beside_its_device(unit)]:
+    elif on_host := [unit.label for unit in units if unit.settings.offload and unit.mesh.device_type != "cpu"]:
         warnings.warn(
             f"release({type(plain).__name__}, whole=True): whole parameters of {', '.join(on_host)} are in the host's "
             "memory, where their shards were, and buffers where you have put them. Move the model to its device.",
@@ -63,11 +64,6 @@ def _states_in(model: nn.Module) -> list[tuple[ModuleState, list[nn.Module]]]:
     return list(found.values())
 
 
-def _is_beside_its_device(unit: Unit) -> bool:
-    """Whether parameters are on the host though they are computed with on a device."""
-    return unit.settings.offload is not None and unit.mesh.device_type != "cpu"
-
-
 def _require_releasable(model: nn.Module, states: list[tuple[ModuleState, list[nn.Module]]]) -> None:
     name = type(model).__name__
     if not states:
@@ -75,7 +71,7 @@ def _require_releasable(model: nn.Module, states: list[tuple[ModuleState, list[n
     units = [unit for state, _ in states for unit in state.units]
     if any(not set(units).issuperset(unit.model.units) for unit in units):
         raise ConfigError(f"release({name}): it is part of a sharded model. Pass the outermost module.")
-    if waiting := [unit.label for unit in units if unit.accumulation.waiting or unit.replica_sums.waiting]:
+    if waiting := [unit.label for unit in units if unit.step.accumulation.waiting or unit.step.replica_sums.waiting]:
         raise ConfigError(
             f"release({name}): gradients of {', '.join(waiting)} wait to be reduced. Run a backward outside of "
             "no_sync() first, or drop them with reset_iter_state()."
@@ -170,7 +166,6 @@ class _Released:
 
 
 def _mesh_of(unit: Unit) -> dict[str, Any]:
-    """Return what tells FSDP2 the mesh of a unit."""
     for member in unit.members:
         if member.tensor_parallel and (within := member.tensor_parallel.within):
             return {"mesh": within.mesh, "dp_mesh_dims": within.dims}

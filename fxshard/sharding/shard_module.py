@@ -102,7 +102,6 @@ def shard(
 def _by_mesh(
     taken: dict[str, Taken], settings: dict[str, ParameterSettings], mesh: DeviceMesh
 ) -> dict[DeviceMesh, dict[str, Taken]]:
-    """Return what is to be sharded over which mesh."""
     parts: dict[DeviceMesh, dict[str, Taken]] = {}
     for fqn, each in taken.items():
         parts.setdefault(settings[fqn].mesh or mesh, {})[fqn] = each
@@ -181,7 +180,6 @@ def subgroup_for(mesh: DeviceMesh, told: UnitSettings) -> dist.ProcessGroup | No
 
 
 def _register(unit: Unit) -> None:
-    """Put the DTensors in the places of the parameters that they were made of."""
     for member in unit.members:
         for module, name in member.owners:
             module._parameters[name] = member.parameter

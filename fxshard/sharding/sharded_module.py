@@ -77,8 +77,9 @@ class ParameterOwner(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Refuse at once what could not stand in place of a shard; `module.weight = ...` comes through here."""
-        _require_replaceable(self, name, param)
         if param is not None:
+            if member := member_at(self, name):
+                member.require_shard(param)
             refuse_to_displace(self, name)
         super().register_parameter(name, param)
 
@@ -391,7 +392,6 @@ def _state(module: nn.Module) -> ModuleState:
 
 
 def _set_bool(module: ShardedModule, argument: str, value: object, recurse: bool, *names: str) -> None:
-    """Change the settings of these names to what an argument says."""
     _require_bool(argument, value)
     for unit in _state(module).chosen(recurse):
         unit.set(**dict.fromkeys(names, value))
@@ -425,11 +425,6 @@ def _set_prefetch(module: ShardedModule, direction: str, modules: Sequence[nn.Mo
     wanted = units or (None if modules is None or listed else ())
     for unit in state.units:
         unit.set(**{f"{direction}_prefetch": wanted})
-
-
-def _require_replaceable(module: nn.Module, name: str, value: object) -> None:
-    if value is not None and (member := member_at(module, name)):
-        member.require_shard(value)
 
 
 def _open_call(module: ShardedModule, args: Any, kwargs: Any, callback: Any = None) -> tuple[ModuleState, Any, Any]:

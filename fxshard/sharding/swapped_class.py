@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fxshard import torch_private
@@ -97,7 +97,9 @@ def _swapped_class(
     body: dict[str, Any] = {each[0]: _getter(*each) for each in sorted(names)}
     if issubclass(cls, nn.RNNBase):
         # RNNs keep their weights in a list of their own beside _parameters.
-        body["_flat_weights"] = property(_rnn_weights, lambda self, weights: None)
+        body["_flat_weights"] = property(
+            lambda self: [getattr(self, name, None) for name in self._flat_weights_names], lambda self, weights: None
+        )
     defined_in = getattr(cls.forward, "__module__", None) or ""  # that of a `torch.fx.GraphModule` is None
     if is_unit and defined_in.startswith("torch.nn"):
         # torch.compile traces the call of torch.nn's own modules from outside; ours must run first, as it is.
@@ -169,10 +171,6 @@ def _own_forward(cls: type[nn.Module]) -> Callable[..., Any]:
     made: Any = forward
     made.__code__ = made.__code__.replace()  # a code object of its own: Dynamo counts recompilations by code
     return forward
-
-
-def _rnn_weights(rnn: nn.RNNBase) -> list[Tensor | None]:
-    return [getattr(rnn, name, None) for name in rnn._flat_weights_names]
 
 
 def swap_class(module: nn.Module, is_unit: bool) -> None:

@@ -139,7 +139,6 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _is_absent(folder: Path) -> bool:
-    """Return whether nothing is there, or an empty folder, over which a rename is one step."""
     return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
 
 

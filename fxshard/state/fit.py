@@ -111,13 +111,9 @@ def state_misfits(
 ) -> Iterator[str]:
     """Compare the state of parameters that is coming with what an optimizer has, or would make.
 
-    Args:
-        coming: its tensors are taken out.
-        announced: these tensors.
-        names: of the optimizer's parameters; its groups fit.
-        present: FQN -> the state that is there now.
-        held: its tensors.
-        is_strict: whether it makes the same for all parameters of a group, each tensor shaped as its parameter.
+    The tensors of `coming`, `announced`, are taken out of it. `present` maps FQN -> the state that is there now, and
+    `held` are its tensors. `is_strict`: the optimizer makes the same for all parameters of a group, each tensor shaped
+    as its parameter.
     """
     for each in announced:
         if (now := held.get(each.path)) is not None:

@@ -257,26 +257,21 @@ def _deliver_rows(
         rounds = rounds_of(items, wire.world_size, bucket_bytes)
         transport.scatter(wire, items, rows, rounds, sharing.index(source), fulls)
     if (outer := mesh_axes.replicate_group(mesh)) is not None:
-        replica = mesh_axes.replica_of(mesh, source)
+        replica = mesh_axes.ranks_of(mesh).index(source) // mesh_axes.num_shards(mesh)
         given = rows if mesh.get_local_rank(0) == replica else None
         transport.broadcast(Wire(outer, wire.device), rows, replica, given, bucket_bytes)
 
 
 def _cut(target: LocalShard, full: Tensor) -> None:
-    """Take this rank's part of a full tensor that it has itself."""
     if target.other:
         placed = cast(DTensor, target.local)
         local_of(placed).copy_(own_part(full.to(local_of(placed).device), placed))
         return
     start, end = 0, target.nbytes
     if target.mesh is not None and target.nbytes:
-        start, end = _held_rows(target, target.mesh)
+        item = target.item(mesh_axes.num_shards(target.mesh), straight=False)
+        start, end = item.held_by(mesh_axes.shard_rank(target.mesh))
     as_bytes(target.rows).copy_(part(target.rows_of(full), start, end))
-
-
-def _held_rows(target: LocalShard, mesh: DeviceMesh) -> tuple[int, int]:
-    """Return the first and last (exclusive) byte of this rank's rows."""
-    return target.item(mesh_axes.num_shards(mesh), straight=False).held_by(mesh_axes.shard_rank(mesh))
 
 
 def require_bucket(bucket_mib: object) -> None:

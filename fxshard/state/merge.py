@@ -131,7 +131,6 @@ def _folder(path: Path) -> Path:
 
 
 def _open(folder: Path) -> CheckpointIndex:
-    """Open the checkpoint in `folder`, verified if it can be."""
     if not (folder / manifest.NAME).is_file():
         return CheckpointIndex(folder)
     verify(folder, described := Manifest.read(folder))

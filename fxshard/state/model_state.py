@@ -142,7 +142,6 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, bucket_m
 
 
 def _packed(state: Mapping[str, Any], model: nn.Module, own: Mapping[str, Any]) -> FullState:
-    """Return a state_dict as a full state by FQN."""
     if sharded := [name for name, value in state.items() if isinstance(value, DTensor)]:
         raise ConfigError(
             f"the state is sharded (DTensors): {', '.join(sharded[:5])}. Give the full state, or load this one with "

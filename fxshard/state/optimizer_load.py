@@ -81,7 +81,6 @@ def load_full_optim_state_dict(
 
 
 def _packed(state: Mapping[str, Any], names: ParameterNames) -> FullState:
-    """Return a state_dict, by id or by FQN, as a full state by FQN."""
     if STATE not in state or GROUPS not in state:
         raise ConfigError(
             f"the state must be a dict with the keys {STATE!r} and {GROUPS!r}, as full_optim_state_dict or an "
@@ -151,11 +150,6 @@ class _LoadTarget:
         return DTensor.from_local(held.local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def _is_strict(optim: Optimizer) -> bool:
-    """Return whether an optimizer keeps the same for all parameters of a group, each tensor shaped as its parameter."""
-    return type(optim).__module__.startswith("torch.optim") and not isinstance(optim, Adafactor | LBFGS)
-
-
 def _targets(
     contents: OptimizerState, announced: Sequence[Announced], names: ParameterNames, optim: Optimizer
 ) -> tuple[list[_LoadTarget], Iterator[str]]:
@@ -175,7 +169,9 @@ def _targets(
         local = torch.empty(0, device=now.local.device)
         target = replace(now, shape=each.shape, dtype=each.dtype, local=local)
         found.append(_LoadTarget(each, tensors.get(each.path, parameter), target))
-    return found, state_misfits(contents, announced, names, present, held, _is_strict(optim))
+    # torch's keep the same for all parameters of a group, each tensor shaped as its parameter
+    strict = type(optim).__module__.startswith("torch.optim") and not isinstance(optim, Adafactor | LBFGS)
+    return found, state_misfits(contents, announced, names, present, held, strict)
 
 
 def _counters(announced: Sequence[Announced], names: ParameterNames) -> set[KeyPath]:

@@ -17,7 +17,8 @@ def showing(title: str, sizes: Iterable[int]) -> Iterator[Callable[[int], None]]
 
     `title` stands before the bar, `sizes` are in bytes. Yields what to call with the number of bytes that have arrived.
     """
-    total = sum(sizes) if _is_watched() else 0
+    stderr = sys.stderr  # a daemon may have none, or has closed it
+    total = sum(sizes) if stderr is not None and not stderr.closed and stderr.isatty() else 0
     if not total:
         yield lambda _: None
         return
@@ -42,8 +43,3 @@ def bytes_bar(*, with_speed: bool = False) -> Progress:
         transient=True,
         disable=not console.is_terminal,
     )
-
-
-def _is_watched() -> bool:
-    """Return whether stderr is a terminal; a daemon may have none, or has closed it."""
-    return sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()

@@ -197,7 +197,6 @@ def _differing_claims(everyone: Mapping[int, Mapping[str, _Claim]]) -> Iterable[
 
 
 def _lacking(rank: int, everyone: Mapping[int, Mapping[str, _Claim]]) -> list[str]:
-    """Return the names of which a rank has nothing while others have."""
     return [
         name
         for name, claim in everyone[rank].items()

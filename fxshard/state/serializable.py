@@ -29,10 +29,8 @@ _DICT = "fxshard.dict"  # before a dict that is saved as one value
 def storable(value: Any, where: str) -> Any:
     """Return a copy of `value` that holds only what can be loaded without running code from the file.
 
-    Args:
-        value: numbers, strings, `None`, dtypes, devices, plain tensors, and dicts, lists, tuples and sets of them.
-            numpy's numbers become Python's.
-        where: what to call it in an error, as an expression.
+    That is numbers (numpy's become Python's), strings, `None`, dtypes, devices, plain tensors, and dicts, lists, tuples
+    and sets of them. Errors call it `where`, an expression.
     """
     kind = type(value)
     if kind in _LEAVES:

@@ -29,11 +29,8 @@ _ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 def flatten(state: Any, where: str) -> Any:
     """Return the state of a parameter with a dict of its parts for each tensor subclass; parts share its memory.
 
-    Parts of a sharded subclass are DTensors: sharded by rows where the class cuts them, else replicated.
-
-    Args:
-        state: dicts and lists of anything.
-        where: what to call it in an error.
+    Parts of a sharded subclass are DTensors: sharded by rows where the class cuts them, else replicated. Errors call it
+    `where`.
     """
 
     def taken(path: KeyPath, value: Any) -> Any:

@@ -268,7 +268,6 @@ class _Gather(_Collective):
             self._fulls[chunk.item] = torch.cat(pieces)
 
     def _nbytes(self, each: Round) -> int:
-        """Return what a round moves, in bytes of the full tensors."""
         if each.kind is Kind.PACKED:
             return sum(self.items[chunk.item].nbytes for chunk in each.chunks)
         return sum(sum(self.lengths(each, rank)) for rank in range(self.wire.world_size))
@@ -285,7 +284,6 @@ class _Scatter(_Collective):
         return self._receive(each) if self.fulls is None else self._send(each, self.fulls)
 
     def _send(self, each: Round, fulls: Sequence[Tensor]) -> UnderWay:
-        """Send everybody's rows, and take this rank's own."""
         wire, kept, ops = self.wire, [], []
         bucket = self.buckets.next(wire.world_size * each.width) if each.kind is Kind.PACKED else None
         for rank, nbytes in self.others(each):

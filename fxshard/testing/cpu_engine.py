@@ -57,7 +57,6 @@ class CpuEngine:
         self.notifier.shutdown()
 
     def _carry(self, op: str, num_bytes: int, seconds: float, moves: Sequence[Move], launched: float) -> float:
-        """Move the data; return when it arrives."""
         began = time.perf_counter()
         _run(moves)
         start = max(launched, self._free_at)
@@ -102,12 +101,12 @@ class _DoneWork(Work):
         return future
 
 
-class _TimedWork(Work):
+class _TimedWork(_DoneWork):
     def __init__(
         self, engine: CpuEngine, arrival: futures.Future[float], outputs: Sequence[Tensor], moves: Sequence[Move]
     ) -> None:
-        super().__init__()
-        self._engine, self._arrival, self._outputs = engine, arrival, outputs
+        super().__init__(outputs)
+        self._engine, self._arrival = engine, arrival
         self._held: Sequence[Move] | None = moves
 
     def wait(self, timeout: Any = None) -> bool:
@@ -125,9 +124,6 @@ class _TimedWork(Work):
 
     def is_success(self) -> bool:
         return self.is_completed() and self._arrival.exception() is None
-
-    def result(self) -> list[Tensor]:
-        return list(self._outputs)
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()

@@ -201,7 +201,6 @@ def _pairs(
 
 
 def _spread(values: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]]) -> list[Move]:
-    """Move each value into all tensors of its list."""
     return [Move(output, value) for value, pieces in zip(values, outputs, strict=True) for output in pieces]
 
 

@@ -38,9 +38,7 @@ class EmulatedHost:
 def emulated_host(*, gigabytes_per_s: float = math.inf, latency_us: float = 0.0) -> Iterator[EmulatedHost]:
     """Have copies of offloaded shards on the CPU take their time; see [Note: emulated host].
 
-    Args:
-        gigabytes_per_s: bandwidth of each direction, in 1e9 bytes.
-        latency_us: of each copy.
+    The bandwidth is that of each direction, the latency that of each copy.
     """
     speed = Speed(gigabytes_per_s=gigabytes_per_s, latency_us=latency_us)
     host = EmulatedHost(CpuEngine(speed), CpuEngine(speed))

@@ -118,7 +118,8 @@ def emulated_link(
         NotImplementedError: another device.
     """
     speed = Speed(gigabytes_per_s=gigabytes_per_s, latency_us=latency_us)
-    _require_world_size(world_size)
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+        raise ConfigError(f"emulated_link: world_size must be a positive int, got {world_size!r}.")
     kind = torch.device("cpu" if device is None else device)
     _require_ctas(ctas, kind.type)
     links = _links_for(kind, speed, ctas, _machines(world_size, ranks_per_machine, between_machines, kind.type))
@@ -144,11 +145,6 @@ def emulated_link(
             engine.close()
         if dist.group.WORLD is group:
             dist.destroy_process_group()
-
-
-def _require_world_size(world_size: int) -> None:
-    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
-        raise ConfigError(f"emulated_link: world_size must be a positive int, got {world_size!r}.")
 
 
 def _require_ctas(ctas: int | None, device_type: str) -> None:

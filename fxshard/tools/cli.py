@@ -115,7 +115,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     add(
         "--hardware",
         metavar="NAME",
-        help="what to estimate for: h100, h200, cpu, another of fxshard/cost/devices or a JSON file (default: h100)",
+        help="what to estimate for: h100, h200, cpu, another of fxshard/devices or a JSON file (default: h100)",
     )
 
 

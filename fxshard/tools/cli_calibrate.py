@@ -8,12 +8,12 @@ from pathlib import Path
 
 from fxshard.errors import ConfigError
 from fxshard.options import launched
-from fxshard.tools.cli_common import at_least, device_for
+from fxshard.tools.cli_common import at_least, device_for, in_folder
 
 CALIBRATE_TEXT = """\
-Measure what the ranks and the link between them can do, in about a second, and keep the numbers that the cost model
-counts on beside torch's compile cache. Training that is started in the same way finds them there; it measures by itself
-where it finds none and all ranks come to the first fully_shard together. Example:
+Measure what the ranks and the link between them can do: matrix products by size and dtype, copies, collectives. Keep
+the numbers that the cost model counts on beside torch's compile cache. Training that is started in the same way finds
+them there; it measures by itself where it finds none and all ranks come to the first fully_shard together. Example:
   torchrun --nproc-per-node 8 -m fxshard calibrate"""
 
 
@@ -27,7 +27,11 @@ def add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     parser.set_defaults(command=_calibrate)
     parser.add_argument(
-        "out", metavar="OUT", type=Path, nargs="?", help='also write them to this JSON file, for options["hardware"]'
+        "out",
+        metavar="OUT",
+        type=Path,
+        nargs="?",
+        help='also write them to this JSON file, for options["hardware"] and fxshard plan --hardware',
     )
     parser.add_argument(
         "--replicas",
@@ -53,9 +57,7 @@ def _calibrate(args: argparse.Namespace) -> int:
         )
     if launch.world_size % args.replicas:
         raise ConfigError(f"--replicas {args.replicas} does not divide the {launch.world_size} ranks.")
-    out: Path | None = args.out
-    if out is not None and not out.absolute().parent.is_dir():
-        raise ConfigError(f"there is no folder {out.parent} to write {out.name} to.")
+    out: Path | None = args.out and in_folder(args.out)
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -71,7 +73,8 @@ def _calibrate(args: argparse.Namespace) -> int:
     try:
         shards = launch.world_size // args.replicas
         shape, names = ((args.replicas, shards), ("replicate", "shard")) if args.replicas > 1 else ((shards,), None)
-        spec, kept = measured.measure(init_device_mesh(device.type, shape, mesh_dim_names=names))
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        spec, kept = measured.measure(mesh, _say if launch.rank == 0 else lambda line: None)
     finally:
         dist.destroy_process_group()
     if launch.rank == 0:
@@ -79,3 +82,7 @@ def _calibrate(args: argparse.Namespace) -> int:
             out.write_text(spec.to_json())
         sys.stdout.write(f"{spec.to_json()}wrote {kept}{f' and {out}' if out else ''}\n")
     return 0
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")

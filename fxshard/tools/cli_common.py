@@ -69,6 +69,13 @@ def num_ranks(wanted: int | None, device: str, *, instead: str = "--device cpu")
     return num_gpus if wanted is None else wanted
 
 
+def in_folder(path: Path) -> Path:
+    """A file to write later, or a ConfigError if it has no folder."""
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"there is no folder {path.parent} to write {path.name} to.")
+    return path
+
+
 def output_folder(wanted: Path | None, command: str) -> Path:
     """The folder `--out`, made if it is not there, or a ConfigError; by default a new temporary one."""
     if wanted is None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fxshard.tools.cli_common import at_least, mesh_size, positive
+from fxshard.tools.cli_common import at_least, in_folder, mesh_size, positive
 from fxshard.tools.launch.console import open_console, print_line
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from fxshard.plan.plan import PlanSettings
+    from fxshard.plan.recommend import Recommendation
 
 PLAN_TEXT = """\
 Simulate training steps at any number of ranks on this machine, without GPUs and without memory for the weights: step
@@ -43,7 +45,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     ranks, counts, default = _list(mesh_size), _list(at_least(1)), "(default: %(default)s)"
     add("--world-size", "ranks, or replicas x shards (4x8)", metavar="N,...", type=ranks, required=True)
     add("--batch", "sequences of a rank in a microbatch (default: 1)", metavar="N,...", type=counts, default=[1])
-    devices = f"a device of fxshard/cost/devices, or a JSON file {default}"
+    devices = f"a device of fxshard/devices, or a JSON file {default}"
     add("--hardware", devices, metavar="NAME", default="h100-sxm")
     add("--sequence", f"tokens of a sequence, 2 or more {default}", metavar="N", type=at_least(2), default=4096)
     again = f"what a built-in shape computes again {default}"
@@ -58,6 +60,8 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add("--answers", answers, action="store_true")
     kinds = "of reshard, keep, subgroup, resident, offload and checkpoint: what may be recommended (default: all)"
     add("--policies", kinds, metavar="NAME,...")
+    add("--html", "write a page: what each stream does when, memory over time", metavar="FILE", type=Path)
+    add("--trace", "write a trace for https://ui.perfetto.dev; FILE may end in .gz", metavar="FILE", type=Path)
 
 
 def _list(item: Callable[[str], Any]) -> Callable[[str], list[Any]]:
@@ -75,8 +79,10 @@ def _kinds(checkpointing: str) -> list[str]:
 def _plan(args: argparse.Namespace) -> int:
     from fxshard.inspect.target import Target, checked
     from fxshard.plan.plan import PlanSettings, plan
+    from fxshard.tools.plan import page, trace
     from fxshard.tools.plan.targets import builder
 
+    written = {save: in_folder(getattr(args, save)) for save in ("html", "trace") if getattr(args, save) is not None}
     console, errors = open_console(), open_console(stderr=True)
 
     def build_at(batch: int, sequence: int) -> Target:
@@ -99,17 +105,22 @@ def _plan(args: argparse.Namespace) -> int:
     if not console.is_terminal:
         console.width = 140
     console.print(found)
+    pareto: list[tuple[float, float]] = []
     for world_size, batch in itertools.product(args.world_size, args.batch):
         if args.memory_budget_gib:
-            _recommend(args, build_at, world_size, batch, settings, console)
+            advised = _recommend(args, build_at, world_size, batch, settings, console)
+            pareto = pareto or [(mix.cost.peak_bytes, mix.cost.seconds) for mix in advised.pareto]
         if args.answers:
             _answer(args, build_at, world_size, batch, settings, console)
+    for what, path in written.items():
+        page.save(found, path, pareto) if what == "html" else trace.save(found, path)
+        print_line(errors, f"wrote {path}", style="dim")
     return 0 if any(run.cost.fits for run in found.runs) else 1
 
 
 def _recommend(
     args: argparse.Namespace, build_at: Any, world_size: Any, batch: int, settings: PlanSettings, console: Console
-) -> None:
+) -> Recommendation:
     from fxshard.plan.recommend import recommend
     from fxshard.tools.plan.recommendation import advice, table_of
 
@@ -126,12 +137,13 @@ def _recommend(
     console.print(table_of(advised))
     for line in advice(advised):
         print_line(console, line)
+    return advised
 
 
 def _answer(
     args: argparse.Namespace, build_at: Any, world_size: Any, batch: int, settings: PlanSettings, console: Console
 ) -> None:
-    from fxshard.cost.hardware import load
+    from fxshard.hardware import load
     from fxshard.plan.plan import ranks_text
     from fxshard.tools.plan.answers import answers
 

@@ -61,7 +61,6 @@ def _merge(args: argparse.Namespace) -> int:
 
 
 def _listed(keys: list[str]) -> str:
-    """All keys, or how many stand under each entry of the checkpoint."""
     if len(keys) <= _MOST_KEYS:
         return ", ".join(keys)
     entries = collections.Counter(key.partition(".")[0] for key in keys)

@@ -80,7 +80,7 @@ def test_keeps_no_graph_that_dynamo_has_dropped(mesh: DeviceMesh) -> None:
 def test_inductor_keys_its_cache_on_the_digest_of_options_plan_and_passes(mesh: DeviceMesh) -> None:
     model = sharded_pair(mesh)
     compile_module(model, options=EAGER)(torch.ones(2, 4))
-    frame = next(frame for unit in units_under(model) for frame in unit.frames)
+    frame = next(frame for unit in units_under(model) for frame in unit.step.frames)
 
     def partitioner(options: Options, of: Frame = frame) -> Partitioner:
         stages = Stages(of, DEFAULT, options)

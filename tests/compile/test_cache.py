@@ -22,10 +22,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 import fxshard
-from fxshard import GraphPass, PassContext, Pipeline, RankMismatchError
+from fxshard import GraphPass, PassContext, Pipeline, RankMismatchError, hardware
 from fxshard.compile import cache
 from fxshard.compile.backend import frames_of
-from fxshard.cost import hardware
 from fxshard.ir import meshes
 from fxshard.options import Options
 from fxshard.passes.pipeline import DEFAULT

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fxshard.cost.hardware import HardwareSpec
+from fxshard.hardware import HardwareSpec
 from fxshard.ir.plan import FramePlan
 from tests.cost.big import WORLD_SIZE as RANKS
 from tests.cost.big import Builder

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxshard.cost import bucket_sizes
-from fxshard.cost.hardware import BUILTIN
+from fxshard.hardware import BUILTIN
 
 BIAS, MOST = 1, 100
 

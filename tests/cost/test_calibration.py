@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from fxshard.cost.calibration import calibrate
-from fxshard.cost.hardware import HardwareSpec
+from fxshard.hardware import HardwareSpec
 from fxshard.testing import Speed, emulated_link
 from tests.ranks import two_ranks
 

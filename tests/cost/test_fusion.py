@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from fxshard.cost.hardware import BUILTIN
 from fxshard.cost.roofline import ComputeModel
 from fxshard.cost.symbols import Point
+from fxshard.hardware import BUILTIN
 from fxshard.ir.liveness import liveness
 from tests.cost.by_hand import HandMade
 

@@ -18,9 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fxshard
-from fxshard.cost import hardware, measured
-from fxshard.cost.hardware import TABLE, HardwareSpec
+from fxshard import hardware
+from fxshard.cost import measured
 from fxshard.errors import ConfigError
+from fxshard.hardware import TABLE, HardwareSpec
 from fxshard.testing import Speed, emulated_link
 from tests.ranks import group_folder, join_group, two_ranks
 

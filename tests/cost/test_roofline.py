@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import fx
 
-from fxshard.cost.hardware import HardwareSpec
 from fxshard.cost.roofline import FREE, ComputeModel, NodeCost
 from fxshard.cost.symbols import Point, hints_of
+from fxshard.hardware import HardwareSpec
 from fxshard.ir.liveness import liveness
 from tests.cost.big import Builder
 

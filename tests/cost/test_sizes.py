@@ -11,10 +11,10 @@ import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxshard.cost.comm import launches_of
-from fxshard.cost.hardware import load
 from fxshard.cost.memory import live_bytes, peak
 from fxshard.cost.sizes import sizes_of
 from fxshard.cost.symbols import WORLD_SIZE, Point, Sum, evaluate, simplest, size_of
+from fxshard.hardware import load
 from fxshard.ir.liveness import UNBACKED_HINT, hint_of
 from fxshard.ir.plan import FramePlan
 from fxshard.passes._base import GraphKind

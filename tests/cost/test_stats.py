@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import fx
 
-from fxshard.cost.hardware import HardwareSpec, load
 from fxshard.cost.stats import CollectiveCost, GraphStats, collectives_of, graph_stats
 from fxshard.cost.symbols import WORLD_SIZE
 from fxshard.errors import ConfigError
+from fxshard.hardware import HardwareSpec, load
 from fxshard.ir import liveness
 from fxshard.ir.plan import FramePlan
 from fxshard.passes.insert_collectives import InsertCollectives

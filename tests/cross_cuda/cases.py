@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from fxshard.cost.hardware import BUILTIN
+from fxshard.hardware import BUILTIN
 from tests.cross_cuda import layouts
 from tests.cross_cuda.gpus import A100, B200
 from tests.cross_cuda.training import FP32, Broken, Case

@@ -49,7 +49,7 @@ def two_groups(model: GPT, mesh: DeviceMesh, shard: Shards) -> None:
     state = state_of(model)
     assert state is not None
     with unset_fake_temporarily():
-        state.nested[0].reduce_group = dist.new_group([*range(mesh.size())])  # with nobody to agree with
+        state.nested[0].groups.reduce = dist.new_group([*range(mesh.size())])  # with nobody to agree with
         model.set_separate_reduce_scatter_group()  # type: ignore[operator] # of the class that it is now
 
 

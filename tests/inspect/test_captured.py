@@ -11,8 +11,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxshard import Explanation, explain, explanation_of, fully_shard
-from fxshard.cost import hardware
+from fxshard import Explanation, explain, explanation_of, fully_shard, hardware
 from fxshard.inspect import html
 from fxshard.inspect.captured import remark
 from tests.inspect.models import EAGER, compiled_by_us

@@ -16,9 +16,9 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard import ConfigError, MixedPrecisionPolicy, explain, explanation_of
-from fxshard.cost.hardware import BUILTIN, HardwareSpec
 from fxshard.cost.sizes import sizes_of
 from fxshard.cost.timeline import Timeline
+from fxshard.hardware import BUILTIN, HardwareSpec
 from fxshard.inspect.explanation import FrameExplanation
 from fxshard.inspect.schedules import OTHERS, Schedule, least_seconds
 from fxshard.ir import launch_groups

@@ -281,16 +281,16 @@ def test_only_the_last_microbatch_reduces() -> None:
 def test_accumulators_take_one_unsharded_gradient_and_are_kept() -> None:
     run = run_of(several)
     units = units_under(cast(Any, run.model)._orig_mod)
-    buffers = [buffer for unit in units for buffer in unit.accumulation._buffers.values()]
+    buffers = [buffer for unit in units for buffer in unit.step.accumulation._buffers.values()]
     parameters = list(run.model.parameters())
     needed = sum(p.numel() for p in parameters)
     assert needed <= sum(buffer.numel() for buffer in buffers) <= needed + 3 * len(parameters)  # aligned to 16 bytes
     places = [buffer.data_ptr() for buffer in buffers]
     train_step(run, 2)
-    again = [buffer for unit in units for buffer in unit.accumulation._buffers.values()]
+    again = [buffer for unit in units for buffer in unit.step.accumulation._buffers.values()]
     assert [buffer.data_ptr() for buffer in again] == places
     fxshard.release_accumulators(run.model)
-    assert not any(unit.accumulation._buffers for unit in units)
+    assert not any(unit.step.accumulation._buffers for unit in units)
     train_step(run, 3)
 
 

@@ -140,7 +140,7 @@ def test_a_gradient_of_the_input_adds_nothing() -> None:
     x.requires_grad_()
     with fxshard.no_sync(run.model):
         torch.autograd.grad(run.scenario.loss(run.model, x, y), x)
-    assert not any(unit.accumulation.waiting for unit in units_under(cast(Any, run.model)._orig_mod))
+    assert not any(unit.step.accumulation.waiting for unit in units_under(cast(Any, run.model)._orig_mod))
 
 
 def wrapped(model: nn.Module, tools: Tools) -> nn.Module:
@@ -155,7 +155,7 @@ def with_no_sync_around_the_wrapper(run: Run, step: int) -> Tensor:
         for i in range(2):
             losses.append(loss_of(run, step, i))
             losses[-1].backward()
-    assert all(unit.accumulation.waiting for unit in units_under(run.model))
+    assert all(unit.step.accumulation.waiting for unit in units_under(run.model))
     losses.append(loss_of(run, step, 2))
     losses[-1].backward()
     return total(losses)

@@ -13,6 +13,8 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor, Partial
 
 import fxshard
+from fxshard.ir.collectives import ALONE_BYTES
+from fxshard.sharding.sharded_module import units_under
 from fxshard.tools.bench import traffic
 from tests.numerics.harness import EAGER, compile_module, full
 from tests.pairwise import each_once, slow
@@ -63,6 +65,15 @@ class Apart(Headless):
         return x
 
 
+class Wide(Headless):
+    """So large an embedding and a head that the one-line form makes units of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rows = ALONE_BYTES // (8 * WIDTH) + 1
+        self.embed, self.head = nn.Embedding(rows, WIDTH), nn.Linear(WIDTH, rows, bias=False)
+
+
 def tokens_of(rank: int, microbatch: int = 0) -> Tensor:
     return torch.randint(WORDS, (4 + rank, 3), generator=torch.Generator().manual_seed(10 * microbatch + rank))
 
@@ -80,6 +91,8 @@ def sharded(kind: type[Headless], way: str) -> tuple[nn.Module, Headless]:
     model = kind().double()
     if way == "one line":
         return compile_module(model, EAGER), model
+    if way == "one line, regional":
+        return compile_module(model, {**EAGER, "regional": True}), model
     for block in model.blocks:
         fxshard.fully_shard(block)
         if way == "in parts":
@@ -118,6 +131,18 @@ def test_a_loss_that_reads_a_root_parameter_gives_the_gradient_of_unsharded_trai
         loss_of(run, model, tokens_of(dist.get_rank()), chunks=2).backward()
         assert_same(model, expected)
         assert isinstance(model.head.weight, DTensor)
+
+
+@two_ranks
+@pytest.mark.parametrize("way", ["one line", "one line, regional"])
+def test_a_loss_reads_the_head_where_it_is_a_unit_of_its_own(way: str) -> None:
+    run, model = sharded(Wide, way)
+    expected = mean_grads(Wide().double())
+    for _ in range(2):
+        model.zero_grad()
+        loss_of(run, model, tokens_of(dist.get_rank()), chunks=2).backward()
+        assert_same(model, expected)
+    assert {"embed", "head"} < {unit.fqn for unit in units_under(model)}
 
 
 @two_ranks

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fxshard
-from fxshard.cost.hardware import BUILTIN
+from fxshard.hardware import BUILTIN
 from fxshard.passes.coalesce_collectives import CoalesceCollectives
 from fxshard.passes.pipeline import Pipeline
 from tests.models import Doing

@@ -439,11 +439,11 @@ def test_nothing_is_stepped_where_gradients_of_any_unit_wait() -> None:
     run.loss(1).backward()
     last = units_under(run.model)[0]  # not the one that is read first
     assert last is not last.model.prefetcher.first
-    last.accumulation.waiting.add((0, 0))
+    last.step.accumulation.waiting.add((0, 0))
     last.model.watch_steps()
     with pytest.raises(UnsupportedGraph, match="an optimizer steps while gradients of unit"):
         run.optim.step()
-    last.accumulation.waiting.clear()
+    last.step.accumulation.waiting.clear()
     assert all(torch.equal(full(p), old) for p, old in zip(run.named_parameters().values(), before, strict=True))
 
 

@@ -153,6 +153,30 @@ def test_one_line_has_one_graph_for_all_blocks(kind: Callable[[int], Deep]) -> N
         assert sum("blocks.0" in frame.plan.units for frame in frames_of(model)) == 1
 
 
+class Breaking(nn.Linear):
+    """A block that breaks its graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        torch._dynamo.graph_break()
+        return x.relu()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_fullgraph_holds_in_blocks(in_place: bool) -> None:
+    torch._dynamo.reset()
+    model: Any = nn.Sequential(*[Breaking(4, 4) for _ in range(2)])
+    with fake_ranks(2):
+        for part in (*model, model):
+            fully_shard(part)
+        if in_place:
+            model.compile(backend="fxshard", options=REGIONAL, fullgraph=True)
+        else:
+            model = torch.compile(model, backend="fxshard", options=REGIONAL, fullgraph=True)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
+            model(torch.ones(2, 4))
+
+
 class Broken(nn.Module):
     """Breaks its graph in a loop: Dynamo gives up on the frame, and captures those that it calls."""
 

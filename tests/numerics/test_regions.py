@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fxshard.compile.backend import frames_of
-from fxshard.cost.hardware import BUILTIN
+from fxshard.hardware import BUILTIN
 from fxshard.ir import regions
 from tests.numerics.harness import FSDP2, Run, Scenario, System, compare, fxshard_system, train
 from tests.numerics.microbatches import several

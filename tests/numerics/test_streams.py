@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import fxshard
 from fxshard import MixedPrecisionPolicy
-from fxshard.cost.hardware import BUILTIN
 from fxshard.errors import ConfigError
+from fxshard.hardware import BUILTIN
 from fxshard.testing import emulated_link
 from tests import graphs
 from tests.numerics.generated_code import Blocks, compiled
@@ -159,7 +159,7 @@ def test_the_group_has_the_timeout_of_the_meshs() -> None:
     fxshard.fully_shard(model)
     cast(fxshard.ShardedModule, model).set_separate_reduce_scatter_group()
     (unit,) = fxshard.sharding.sharded_module.units_under(model)
-    groups: list[Any] = [unit.mesh.get_group(), unit.reduce_group]
+    groups: list[Any] = [unit.mesh.get_group(), unit.groups.reduce]
     own, twin = (group._get_backend(torch.device("cpu")).options._timeout for group in groups)
     assert twin == own
 

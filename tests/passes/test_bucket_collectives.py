@@ -12,8 +12,8 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, fx, nn
 
-from fxshard.cost.hardware import BUILTIN, HardwareSpec
 from fxshard.errors import ConfigError
+from fxshard.hardware import BUILTIN, HardwareSpec
 from fxshard.ir import collectives, liveness, tags
 from fxshard.passes._base import GraphKind, PassContext
 from fxshard.passes.bucket_collectives import BucketCollectives

@@ -8,7 +8,7 @@ import pytest
 from expecttest import assert_expected_inline
 from torch import fx
 
-from fxshard.cost.hardware import HardwareSpec
+from fxshard.hardware import HardwareSpec
 from fxshard.ir import collectives, tags
 from fxshard.passes._base import GraphPass, PassContext
 from fxshard.passes.chain_reductions import ChainReductions

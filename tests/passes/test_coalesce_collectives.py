@@ -11,7 +11,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import fx, nn
 
-from fxshard.cost.hardware import BUILTIN, HardwareSpec
+from fxshard.hardware import BUILTIN, HardwareSpec
 from fxshard.ir import collectives, launches, regions, signature, tags
 from fxshard.passes._base import GraphKind, PassContext
 from fxshard.passes.bucket_collectives import BucketCollectives

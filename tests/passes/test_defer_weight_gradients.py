@@ -11,7 +11,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, fx, nn
 
-from fxshard.cost.hardware import BUILTIN, HardwareSpec
+from fxshard.hardware import BUILTIN, HardwareSpec
 from fxshard.ir import collectives, launch_groups, regions, tags
 from fxshard.passes import pipeline
 from fxshard.passes._base import GraphPass, PassContext

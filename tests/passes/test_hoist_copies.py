@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from fxshard.cost.hardware import BUILTIN
+from fxshard.hardware import BUILTIN
 from fxshard.ir import ops
 from fxshard.ir.liveness import unsharded_bytes
 from fxshard.passes._base import GraphKind, GraphPass

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from fxshard.cost.bucket_sizes import MIB
-from fxshard.cost.hardware import BUILTIN
 from fxshard.errors import ConfigError
+from fxshard.hardware import BUILTIN
 from fxshard.ir import collectives, liveness
 from fxshard.passes._base import GraphKind, GraphPass, PassContext
 from fxshard.passes.bucket_collectives import BucketCollectives

@@ -10,7 +10,7 @@ import pytest
 from expecttest import assert_expected_inline
 from torch import nn
 
-from fxshard.cost.hardware import BUILTIN, HardwareSpec
+from fxshard.hardware import BUILTIN, HardwareSpec
 from fxshard.passes.hoist_prefetch import HoistPrefetch
 from fxshard.passes.insert_collectives import InsertCollectives
 from tests import graphs

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fxshard.compile.cache import digest
-from fxshard.cost.hardware import BUILTIN
+from fxshard.hardware import BUILTIN
 from fxshard.ir.plan import FramePlan
 from fxshard.options import Options
 from fxshard.passes._base import GraphPass

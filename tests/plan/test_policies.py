@@ -11,9 +11,9 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from fxshard.cost.hardware import load
 from fxshard.cost.solver import PolicyProblem
 from fxshard.errors import ConfigError
+from fxshard.hardware import load
 from fxshard.plan.plan import SCHEDULES, PlanSettings
 from fxshard.plan.policies import KINDS, Policy, TracedPolicies, policies_of
 from fxshard.plan.prices import Prices
@@ -89,7 +89,7 @@ def test_keeping_a_block_saves_its_second_gather() -> None:
     reshard, kept = traced().simulate(picks(1, *[Policy()] * 3)), traced().simulate(picks(1, Policy(), KEEP, Policy()))
     assert kept.seconds < reshard.seconds
     gathers = [
-        sum(each.name.startswith(("unshard", "all_gather")) for each in c.intervals if each.stream != "compute")
+        sum(each.name.startswith(("unshard", "all_gather")) for each in c.record.intervals if each.stream != "compute")
         for c in (reshard, kept)
     ]
     assert gathers[0] - gathers[1] == 1
@@ -98,11 +98,20 @@ def test_keeping_a_block_saves_its_second_gather() -> None:
 def test_resident_blocks_are_gathered_once_in_all_microbatches() -> None:
     reshard, resident = (traced(3).simulate(picks(3, *[each] * 3)) for each in (Policy(), RESIDENT))
     gathers = [
-        sum("unshard_blocks" in each.name for each in c.intervals if each.stream != "compute")
+        sum("unshard_blocks" in each.name for each in c.record.intervals if each.stream != "compute")
         for c in (reshard, resident)
     ]
     assert gathers == [3 * 2 * LAYERS, LAYERS]
     assert resident.memory["unsharded"] > reshard.memory["unsharded"]
+
+
+def test_the_record_of_a_mix_has_its_peak_its_kernels_and_its_blocks() -> None:
+    cost = traced(3).simulate(picks(3, RESIDENT, OFFLOAD, Policy(checkpoints=True)))
+    record = cost.record
+    assert record.memory().nbytes.sum(1).max() == cost.peak_bytes
+    assert [run.name for run in record.runs if run.name and run.graph.stage == "forward"] == 3 * list(traced(3).names)
+    assert sum(kernel.seconds for kernel in record.kernels()) <= cost.compute
+    assert sum(each.seconds for each in record.exposed) == pytest.approx(sum(cost.exposed.values()))
 
 
 def test_offloaded_blocks_have_neither_shards_nor_optimizer_state_on_the_device() -> None:
@@ -111,7 +120,7 @@ def test_offloaded_blocks_have_neither_shards_nor_optimizer_state_on_the_device(
     assert reshard.memory["parameters"] - offload.memory["parameters"] == shards
     assert reshard.memory["optimizer"] - offload.memory["optimizer"] == 2 * shards
     assert offload.optimizer > reshard.optimizer
-    assert {each.stream for each in offload.intervals} >= {"to_device", "to_host"}
+    assert {each.stream for each in offload.record.intervals} >= {"to_device", "to_host"}
 
 
 def test_checkpointed_blocks_hold_less_and_compute_more() -> None:

@@ -167,7 +167,7 @@ def test_units_reduce_so_and_a_group_of_their_own_does_too() -> None:
     assert unit.plan.reducing_group == f"{unit.plan.group} by all_to_all"
     assert not unit.plan.reduces_whole
     module.set_separate_reduce_scatter_group()
-    assert unit.plan.reducing_group == f"{unit.reduce_group.group_name} by all_to_all"  # type: ignore[union-attr]
+    assert unit.plan.reducing_group == f"{unit.groups.reduce.group_name} by all_to_all"  # type: ignore[union-attr]
 
 
 def test_other_groups_reduce_by_themselves(mesh: DeviceMesh) -> None:

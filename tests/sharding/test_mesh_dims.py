@@ -88,5 +88,5 @@ def test_takes_a_number_of_ranks_to_reshard_to() -> None:
         mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
         kwargs = {"mesh": mesh, "dp_mesh_dims": dims(shard="dp"), "reshard_after_forward": 2}
         (unit,) = units_under(fully_shard(layer(mesh, Replicate(), Shard(0)), **kwargs))
-        assert unit.subgroup is not None
-        assert dist.get_process_group_ranks(unit.subgroup) == [0, 2]
+        assert unit.groups.subgroup is not None
+        assert dist.get_process_group_ranks(unit.groups.subgroup) == [0, 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import runpy
@@ -14,10 +15,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fxshard.cost import hardware
-from fxshard.cost.hardware import BUILTIN
+from fxshard import hardware
 from fxshard.errors import ConfigError
+from fxshard.hardware import BUILTIN
+from fxshard.plan.plan import PlanSettings
+from fxshard.plan.recommend import recommend
 from fxshard.tools import cli
+from tests.plan.models import build
 
 
 def exit_status(*argv: str) -> int:
@@ -65,15 +69,31 @@ def test_help_explains_every_argument(command: str, capsys: pytest.CaptureFixtur
         assert str([*action.option_strings, action.metavar][0]) in text
 
 
-def test_plan_prints_a_line_for_each_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_prints_a_line_for_each_run_and_draws_them(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     argv = ("plan", "tests.plan.models:build", "--world-size", "8,2x8", "--batch", "2", "--schedule", "FSDP2")
-    assert exit_status(*argv) == 0
+    page, trace = tmp_path / "plan.html", tmp_path / "plan.json"
+    assert exit_status(*argv, "--html", str(page), "--trace", str(trace)) == 0
+    assert "2x8" in page.read_text()
+    assert "2x8 2 FSDP2" in trace.read_text()
     told = capsys.readouterr()
     assert [line.split("│")[1:4] for line in told.out.splitlines() if "FSDP2" in line] == [
         ["     8 ", "     2 ", " FSDP2    "],
         ["   2x8 ", "     2 ", " FSDP2    "],
     ]
-    assert told.err.splitlines() == ["8 ranks, batch 2, FSDP2", "2x8 ranks, batch 2, FSDP2"]
+    assert told.err.splitlines() == [
+        *("8 ranks, batch 2, FSDP2", "2x8 ranks, batch 2, FSDP2"),
+        *(f"wrote {page}", f"wrote {trace}"),
+    ]
+
+
+def test_plan_draws_what_budgets_buy(tmp_path: Path) -> None:
+    argv = ("plan", "tests.plan.models:build", "--world-size", "8", "--schedule", "FSDP2")
+    page = tmp_path / "plan.html"
+    assert exit_status(*argv, "--memory-budget-gib", "1", "--policies", "keep", "--html", str(page)) == 0
+    found = recommend(build, world_size=8, settings=PlanSettings(schedules=("FSDP2",)), kinds=["keep"])
+    assert len(found.pareto) > 1
+    points = [[mix.cost.peak_bytes, mix.cost.seconds] for mix in found.pareto]
+    assert f'"pareto": {json.dumps(points)}' in page.read_text()
 
 
 @pytest.mark.parametrize(
@@ -85,6 +105,7 @@ def test_plan_prints_a_line_for_each_run(capsys: pytest.CaptureFixture[str]) -> 
         (("llama3-8b", "--world-size", "8", "--hardware", "h100-sxn"), "did you mean 'h100-sxm'?"),
         (("llama3-8b", "--world-size", "8", "--schedule", "FSDP3"), "there is no schedule FSDP3"),
         (("tests.plan.models:build", "--world-size", "8", "--checkpointing", "full"), "is for built-in shapes"),
+        (("llama3-8b", "--world-size", "8", "--html", "nowhere/plan.html"), "there is no folder nowhere to write"),
     ],
 )
 def test_plan_names_what_it_cannot_plan(
@@ -328,7 +349,16 @@ def test_ranks_of_torchrun_write_the_numbers_to_the_cache_and_to_a_file(tmp_path
     (kept,) = cache.rglob("*.json")
     assert done.stdout.endswith(f"wrote {kept} and {out}\n")
     assert out.read_text() == kept.read_text()
-    assert hardware.load(out).source.startswith(f"{out}, measured on 2 ranks of fxshard_gloo, ")
+    spec = hardware.load(out)
+    assert spec.source.startswith(f"{out}, measured on 2 ranks of fxshard_gloo, ")
+    sides, shares = zip(*spec.gemm_efficiency, strict=True)
+    assert sides[:2] == (128, 256)
+    assert max(shares) == 1.0
+    assert spec.host_bandwidth > 1e8
+    lines = ["kernels", *(f"products, {name}" for name in ("bf16", "f16", "f32", "f64")), "copies", "links"]
+    assert [line for line in done.stderr.splitlines() if line in lines] == lines
+    argv = ("plan", "tests.plan.models:build", "--world-size", "2", "--schedule", "FSDP2", "--hardware", str(out))
+    assert exit_status(*argv) == 0
 
 
 @pytest.mark.commands

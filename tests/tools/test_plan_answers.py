@@ -8,8 +8,8 @@ import pytest
 import sympy
 import torch
 
-from fxshard.cost.hardware import load
 from fxshard.cost.symbols import WORLD_SIZE
+from fxshard.hardware import load
 from fxshard.inspect.target import Target, checked
 from fxshard.plan.plan import PlanSettings
 from fxshard.tools.plan.answers import (

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
+from fxshard.ir.collectives import ALONE_BYTES
 from fxshard.options import Options
 from fxshard.runtime.unit import Unit
 from fxshard.sharding import shard_module
@@ -21,7 +22,7 @@ _log = logging.getLogger(__name__)
 def make_units(root: nn.Module, mesh: DeviceMesh, options: Options) -> tuple[Unit, ...]:
     """Shard the modules of an unsharded model as `options` say."""
     policy = MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype)
-    modules = units_of(root)
+    modules, blocks = units_of(root), set(blocks_of(root))
     offloaded, offload = offloaded_of(modules, options), options.offload or {}
     for module in modules:
         shard_module.shard(
@@ -29,7 +30,12 @@ def make_units(root: nn.Module, mesh: DeviceMesh, options: Options) -> tuple[Uni
             mesh,
             UnitSettings(
                 mp_policy=policy,
-                reshard_after_forward=options.reshard_after_forward,
+                # None is True for all but the root; a loss may read the head's weight as it may read the root's.
+                reshard_after_forward=(
+                    False
+                    if options.reshard_after_forward is None and module not in blocks
+                    else options.reshard_after_forward
+                ),
                 offload=CPUOffloadPolicy(offload.get("pin_memory", True)) if module in offloaded else None,
                 from_one_line=True,
             ),
@@ -38,10 +44,13 @@ def make_units(root: nn.Module, mesh: DeviceMesh, options: Options) -> tuple[Uni
 
 
 def units_of(root: nn.Module) -> list[nn.Module]:
-    """Choose the modules to make units of, inner ones first.
+    """Choose the modules to make units of, inner ones first: the ends of a model with blocks, its blocks, the root."""
+    blocks = blocks_of(root)
+    return [*(_ends_of(root, blocks) if blocks else ()), *blocks, root]
 
-    Those that stand in ModuleLists and Sequentials, outermost, if they share no parameter; then the root.
-    """
+
+def blocks_of(root: nn.Module) -> list[nn.Module]:
+    """Return what stands in ModuleLists and Sequentials, outermost, and shares no parameter with the rest."""
     found: dict[nn.Module, None] = {}  # a part that two others share is met twice
 
     def visit(module: nn.Module) -> None:
@@ -54,7 +63,23 @@ def units_of(root: nn.Module) -> list[nn.Module]:
                 visit(child)
 
     visit(root)
-    return [*(block for block in found if not _shares(block, root)), root]
+    return [block for block in found if not _shares(block, root)]
+
+
+def _ends_of(root: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the large layers beside the blocks, such as an embedding and a head that are not tied.
+
+    As a part of the root both would be gathered before the first block and reduced after the last one.
+    """
+    inside = {module for block in blocks for module in block.modules()}
+    beside = [each for each in root.modules() if each is not root and each not in inside]
+    return [
+        each
+        for each in beside
+        if next(each.children(), None) is None
+        and sum(p.numel() * p.element_size() for p in each.parameters()) >= ALONE_BYTES
+        and not _shares(each, root)
+    ]
 
 
 def offloaded_of(modules: Sequence[nn.Module], options: Options) -> set[nn.Module]:

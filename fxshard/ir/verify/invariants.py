@@ -218,9 +218,10 @@ def gathers_match_the_plan(subject: Subject) -> Iterator[Violation]:
                 yield launch, f"it sends {_shard(flat)}, in place of which another one is gathered"
             if flat.dtype is not expected:
                 yield launch, f"unit {flat.unit or 'root'!r} is gathered in {expected}, this is {flat.dtype}"
-            slots = [slot for slot in unit.shards[flat.shard].slots if slot_layout.lies_in(slot, flat)]
+            end = flat.start + flat.numel
+            slots = [s for s in unit.shards[flat.shard].slots if s.numel and flat.start <= s.offset < end]
             if sum(slot.numel for slot in slots) != flat.numel:
-                yield launch, f"it cuts a slot: elements {flat.start} to {flat.start + flat.numel} of {_shard(flat)}"
+                yield launch, f"it cuts a slot: elements {flat.start} to {end} of {_shard(flat)}"
             for slot in slots:
                 first = gathered.setdefault((flat.unit, calls.get(flat.unit, ""), slot.fqn), launch)
                 if first is not launch:
@@ -295,7 +296,7 @@ def gradients_reach_their_slots(subject: Subject) -> Iterator[Violation]:
             yield node, f"output {output} is not the reduced gradient of shard {shard} of unit {unit or 'root'!r}"
             continue
         for slot, place in baseline.parameter_keys_of(subject.baseline.plan, unit, shard):
-            row, promised = found.row_at(slot), subject.baseline.promised.get(place, 0)
+            (row, _), promised = found.at(slot), subject.baseline.promised.get(place, 0)
             if row is not None and not promised:
                 yield node, f"{slot.fqn} has no gradient, but {_name(row.terms[0])} is in its slot"
             elif row is not None:
@@ -310,7 +311,7 @@ def gradients_are_reduced_once(subject: Subject) -> Iterator[Violation]:
     for output, (unit, shard) in subject.baseline.gradients.items():
         if found := subject.gradients[output]:
             keys = baseline.parameter_keys_of(subject.baseline.plan, unit, shard)
-            placed.update(id(row) for slot, _ in keys if (row := found.row_at(slot)) is not None)
+            placed.update(id(row) for slot, _ in keys if (row := found.at(slot)[0]) is not None)
     sent = [(launch, row) for launch in subject.reductions for row in _rows(subject, launch)]
     counts = Counter(id(row) for _, row in sent)
     for launch, row in sent:
@@ -337,7 +338,7 @@ def reductions_match_the_plan(subject: Subject) -> Iterator[Violation]:
             if isinstance(piece, dataflow.Piece):
                 yield from ((_result_node(subject, output), why) for why in slot_layout.wrong_result(piece, unit, plan))
         for slot, _ in baseline.parameter_keys_of(subject.baseline.plan, key, shard):
-            row, sent = found.row_at(slot), found.piece_at(slot)
+            row, sent = found.at(slot)
             reduced_by = sent.launch if sent is not None else None
             if row is not None and sent is not None and reduced_by is not None:
                 wrong = [*slot_layout.wrong_ranks(reduced_by, unit)]
@@ -460,7 +461,6 @@ def _wrong_terms(subject: Subject, fqn: str, row: dataflow.GradientRow, promised
 
 
 def _is_saved(node: fx.Node) -> bool:
-    """Whether a parameter is one that forward saved for backward."""
     return node.op == "placeholder" and tags.meta_of(node).shard is None
 
 

@@ -44,11 +44,6 @@ def _is_block(copied: View, slot: Slot, flat: Flat, world_size: int) -> bool:
     )
 
 
-def lies_in(slot: Slot, flat: Flat) -> bool:
-    """Return whether a slot that has elements is among those of `flat`."""
-    return bool(slot.numel) and flat.start <= slot.offset < flat.start + flat.numel
-
-
 class ShardGradient:
     """What the gradient of one shard is made of, piece after piece."""
 
@@ -67,15 +62,9 @@ class ShardGradient:
         """The gradients that lie whole in it."""
         return [row for row, _ in self._rows.values()]
 
-    def row_at(self, slot: Slot) -> GradientRow | None:
-        """Return the gradient that lies in `slot`, `None` if no single one does."""
-        row, _ = self._rows.get((slot.offset, slot.numel), (None, None))
-        return row
-
-    def piece_at(self, slot: Slot) -> Piece | None:
-        """Return the reduced buffer in which the gradient in `slot` lies."""
-        _, piece = self._rows.get((slot.offset, slot.numel), (None, None))
-        return piece
+    def at(self, slot: Slot) -> tuple[GradientRow, Piece] | tuple[None, None]:
+        """Return the gradient that lies in `slot`, `None` if no single one does, and the reduced buffer that has it."""
+        return self._rows.get((slot.offset, slot.numel), (None, None))
 
     def is_zero(self, slot: Slot) -> bool:
         """Return whether `slot` has no gradient."""

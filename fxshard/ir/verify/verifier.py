@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import fx
 
@@ -35,7 +36,7 @@ def verify(
     """
     subject = Subject(graph=graph, baseline=expected, properties=properties)
     for invariant in INVARIANTS:
-        if not invariant.applies(subject) or (invariant.slow and not debug):
+        if not invariant.applies.holds(subject) or (invariant.slow and not debug):
             continue
         for node, why in invariant.check(subject):
             raise InvariantError(
@@ -44,12 +45,19 @@ def verify(
             )
 
 
+class When(NamedTuple):
+    """When a rule means anything for a graph: in words, and for a graph."""
+
+    words: str
+    holds: Callable[[Subject], bool]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Invariant:
     """One rule: the name and docstring of `check` are the rule's."""
 
     check: Callable[[Subject], Iterator[Violation]]  # yields where it is broken, and how
-    applies: Callable[[Subject], bool]  # whether it means anything for a graph
+    applies: When
     slow: bool = False  # checked at `verify="debug"` only
 
     @property
@@ -65,96 +73,68 @@ class Invariant:
     @property
     def when(self) -> str:
         """When it is checked, in words."""
-        words = (self.applies.__doc__ or "").strip().rstrip(".")
-        return f'{words}, at `verify="debug"` only' if self.slow else words
+        return f'{self.applies.words}, at `verify="debug"` only' if self.slow else self.applies.words
 
 
-def _always(subject: Subject) -> bool:
-    """After every pass."""
-    return True
-
-
-def _marked(subject: Subject) -> bool:
-    """Until collectives are inserted."""
-    return Property.COLLECTIVES not in subject.properties
-
-
-def _deduped(subject: Subject) -> bool:
-    """From the removal of double reads until collectives are inserted."""
-    return _marked(subject) and Property.DEDUPED in subject.properties
-
-
-def _tagged(subject: Subject) -> bool:
-    """Once markers say whether backward gathers again."""
-    return Property.RESHARD_TAGGED in subject.properties
-
-
-def _explicit(subject: Subject) -> bool:
-    """Once collectives are inserted."""
-    return Property.COLLECTIVES in subject.properties
-
-
-def _followed(subject: Subject) -> bool:
-    """Once collectives are inserted, until Inductor's own passes run."""
-    return _explicit(subject) and not _lowered(subject)
-
-
-def _unlowered(subject: Subject) -> bool:
-    """Until Inductor's own passes run."""
-    return not _lowered(subject)  # Inductor makes the layouts of a subgraph's operands equal itself
-
-
-def _lowered(subject: Subject) -> bool:
-    """Once Inductor's own passes have run."""
-    return Property.LOWERED in subject.properties
-
-
-def _scheduled(subject: Subject) -> bool:
-    """Once the launches are final."""
-    return Property.SCHEDULED in subject.properties
-
-
-def _limited(subject: Subject) -> bool:
-    """Once collectives are inserted, where a budget is set."""
-    return _explicit(subject) and subject.baseline.unsharded_budget_bytes is not None
-
+_ALWAYS = When("After every pass", lambda subject: True)
+_MARKED = When("Until collectives are inserted", lambda subject: Property.COLLECTIVES not in subject.properties)
+_DEDUPED = When(
+    "From the removal of double reads until collectives are inserted",
+    lambda subject: _MARKED.holds(subject) and Property.DEDUPED in subject.properties,
+)
+_TAGGED = When(
+    "Once markers say whether backward gathers again", lambda subject: Property.RESHARD_TAGGED in subject.properties
+)
+_EXPLICIT = When("Once collectives are inserted", lambda subject: Property.COLLECTIVES in subject.properties)
+_UNLOWERED = When(  # Inductor makes the layouts of a subgraph's operands equal itself
+    "Until Inductor's own passes run", lambda subject: Property.LOWERED not in subject.properties
+)
+_FOLLOWED = When(
+    "Once collectives are inserted, until Inductor's own passes run",
+    lambda subject: _EXPLICIT.holds(subject) and _UNLOWERED.holds(subject),
+)
+_SCHEDULED = When("Once the launches are final", lambda subject: Property.SCHEDULED in subject.properties)
+_LIMITED = When(
+    "Once collectives are inserted, where a budget is set",
+    lambda subject: _EXPLICIT.holds(subject) and subject.baseline.unsharded_budget_bytes is not None,
+)
 
 INVARIANTS: tuple[Invariant, ...] = (
-    Invariant(check=invariants.values_are_read_after_they_are_there, applies=_always),  # first: the others count on it
-    Invariant(check=invariants.signature_is_unchanged, applies=_always),
-    Invariant(check=invariants.markers_match_the_plan, applies=_marked),
-    Invariant(check=invariants.markers_keep_their_promise, applies=_marked),
-    Invariant(check=invariants.parameters_are_read_once_per_call, applies=_deduped),
-    Invariant(check=invariants.markers_say_whether_backward_gathers_again, applies=_tagged),
-    Invariant(check=invariants.what_a_subgroup_shares_is_read_from_it, applies=_tagged),
-    Invariant(check=in_step.zero_gradients_are_of_their_parameters, applies=_tagged),
-    Invariant(check=invariants.no_marker_is_left, applies=_explicit),
-    Invariant(check=invariants.launch_has_one_wait, applies=_explicit),
-    Invariant(check=invariants.deferred_waits_are_for_results, applies=_explicit),
-    Invariant(check=invariants.buffers_in_flight_are_waited_for, applies=_followed),
-    Invariant(check=invariants.side_streams_meet_the_main_one_at_waits, applies=_explicit),
-    Invariant(check=invariants.nothing_is_written_while_in_use, applies=_explicit),
-    Invariant(check=in_step.units_in_step_are_moved_whole, applies=_followed),
-    Invariant(check=objects.objects_are_given_whole_units, applies=_followed),
-    Invariant(check=invariants.gathers_match_the_plan, applies=_followed),
-    Invariant(check=invariants.parameters_are_their_slots, applies=_followed),
-    Invariant(check=invariants.gathered_buffers_are_read_as_parameters, applies=_followed),
-    Invariant(check=invariants.nothing_is_read_after_reshard, applies=_followed),
-    Invariant(check=invariants.what_a_subgroup_keeps_is_its_shard, applies=_unlowered),
-    Invariant(check=invariants.gradients_reach_their_slots, applies=_followed),
-    Invariant(check=invariants.gradients_are_reduced_once, applies=_followed),
-    Invariant(check=invariants.reductions_match_the_plan, applies=_followed),
-    Invariant(check=invariants.reduced_shards_are_averaged_over_replicas, applies=_followed),
-    Invariant(check=offload.copies_between_host_and_device_have_one_wait, applies=_explicit),
-    Invariant(check=offload.offloaded_shards_are_read_on_the_device, applies=_followed),
-    Invariant(check=offload.gradients_of_offloaded_shards_are_on_the_host, applies=_followed),
-    Invariant(check=invariants.collectives_keep_their_order, applies=_scheduled),
-    Invariant(check=invariants.launches_send_what_they_sent, applies=_scheduled),
-    Invariant(check=invariants.compute_reads_what_it_read, applies=_always),
-    Invariant(check=calls.regions_are_called_as_they_were, applies=_always),
-    Invariant(check=calls.regions_read_what_they_were_traced_with, applies=_unlowered),
-    Invariant(check=calls.results_of_regions_share_no_memory, applies=_always),
-    Invariant(check=invariants.unsharded_bytes_stay_within_the_budget, applies=_limited),
-    Invariant(check=invariants.types_agree_with_a_fake_run, applies=_always, slow=True),
+    Invariant(check=invariants.values_are_read_after_they_are_there, applies=_ALWAYS),  # first: the others count on it
+    Invariant(check=invariants.signature_is_unchanged, applies=_ALWAYS),
+    Invariant(check=invariants.markers_match_the_plan, applies=_MARKED),
+    Invariant(check=invariants.markers_keep_their_promise, applies=_MARKED),
+    Invariant(check=invariants.parameters_are_read_once_per_call, applies=_DEDUPED),
+    Invariant(check=invariants.markers_say_whether_backward_gathers_again, applies=_TAGGED),
+    Invariant(check=invariants.what_a_subgroup_shares_is_read_from_it, applies=_TAGGED),
+    Invariant(check=in_step.zero_gradients_are_of_their_parameters, applies=_TAGGED),
+    Invariant(check=invariants.no_marker_is_left, applies=_EXPLICIT),
+    Invariant(check=invariants.launch_has_one_wait, applies=_EXPLICIT),
+    Invariant(check=invariants.deferred_waits_are_for_results, applies=_EXPLICIT),
+    Invariant(check=invariants.buffers_in_flight_are_waited_for, applies=_FOLLOWED),
+    Invariant(check=invariants.side_streams_meet_the_main_one_at_waits, applies=_EXPLICIT),
+    Invariant(check=invariants.nothing_is_written_while_in_use, applies=_EXPLICIT),
+    Invariant(check=in_step.units_in_step_are_moved_whole, applies=_FOLLOWED),
+    Invariant(check=objects.objects_are_given_whole_units, applies=_FOLLOWED),
+    Invariant(check=invariants.gathers_match_the_plan, applies=_FOLLOWED),
+    Invariant(check=invariants.parameters_are_their_slots, applies=_FOLLOWED),
+    Invariant(check=invariants.gathered_buffers_are_read_as_parameters, applies=_FOLLOWED),
+    Invariant(check=invariants.nothing_is_read_after_reshard, applies=_FOLLOWED),
+    Invariant(check=invariants.what_a_subgroup_keeps_is_its_shard, applies=_UNLOWERED),
+    Invariant(check=invariants.gradients_reach_their_slots, applies=_FOLLOWED),
+    Invariant(check=invariants.gradients_are_reduced_once, applies=_FOLLOWED),
+    Invariant(check=invariants.reductions_match_the_plan, applies=_FOLLOWED),
+    Invariant(check=invariants.reduced_shards_are_averaged_over_replicas, applies=_FOLLOWED),
+    Invariant(check=offload.copies_between_host_and_device_have_one_wait, applies=_EXPLICIT),
+    Invariant(check=offload.offloaded_shards_are_read_on_the_device, applies=_FOLLOWED),
+    Invariant(check=offload.gradients_of_offloaded_shards_are_on_the_host, applies=_FOLLOWED),
+    Invariant(check=invariants.collectives_keep_their_order, applies=_SCHEDULED),
+    Invariant(check=invariants.launches_send_what_they_sent, applies=_SCHEDULED),
+    Invariant(check=invariants.compute_reads_what_it_read, applies=_ALWAYS),
+    Invariant(check=calls.regions_are_called_as_they_were, applies=_ALWAYS),
+    Invariant(check=calls.regions_read_what_they_were_traced_with, applies=_UNLOWERED),
+    Invariant(check=calls.results_of_regions_share_no_memory, applies=_ALWAYS),
+    Invariant(check=invariants.unsharded_bytes_stay_within_the_budget, applies=_LIMITED),
+    Invariant(check=invariants.types_agree_with_a_fake_run, applies=_ALWAYS, slow=True),
 )
 """Every rule, in the order in which they are checked; `docs/invariants.md` is written from this table."""

@@ -127,9 +127,7 @@ class BenchJob:
 def parse_entries(texts: Sequence[str], defaults: Sequence[str] = ()) -> tuple[Entry, ...]:
     """Turn "fxshard:bucket=auto" and the like into entries.
 
-    Args:
-        texts: a system each, for fxshard with options behind colons.
-        defaults: options `name=value` for all entries of fxshard; those of an entry itself go before them.
+    `defaults` are options `name=value` for all entries of fxshard; those of an entry itself go before them.
     """
     shared = dict(_option(text) for text in defaults)
     if not texts:

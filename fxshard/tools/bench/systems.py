@@ -169,14 +169,13 @@ def _with_inputs_there(compiled: Forward) -> Forward:
     be trained.
     """
 
+    def there(value: Tensor) -> Tensor:
+        return value.clone() if torch_private.is_wrapper(value) and not isinstance(value, DTensor) else value
+
     def forward(*inputs: Any, **named: Any) -> Any:
-        return compiled(*tree_map_only(Tensor, _there, inputs), **named)
+        return compiled(*tree_map_only(Tensor, there, inputs), **named)
 
     return forward
-
-
-def _there(value: Tensor) -> Tensor:
-    return value.clone() if torch_private.is_wrapper(value) and not isinstance(value, DTensor) else value
 
 
 def _fsdp2_best(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward:

@@ -70,15 +70,10 @@ class Traffic:
 
 
 def measure(step: Callable[[], object], itemsize: int) -> dict[str, Traffic]:
-    """Run a step under the profiler.
+    """Run a step under the profiler; return what it launched, by name of the collective.
 
-    Args:
-        step: does what is to be counted.
-        itemsize: of the elements of tensors in lists, of which the profiler does not tell the dtype.
-
-    Returns:
-        By name of the collective; what was not launched is absent. Of a process group that is written in Python only
-        reductions are seen.
+    `itemsize` is that of tensors in lists, of which the profiler does not tell the dtype. Of a process group that is
+    written in Python only reductions are seen.
     """
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         step()
@@ -149,7 +144,6 @@ def _nbytes(shape: Any, dtype: str, itemsize: int) -> int | None:
 
 
 def _of_list(shape: Any) -> int:
-    """Elements of a tensor in a list, or of all in a list of lists."""
     return sum(map(_of_list, shape)) if _is_nested(shape) else math.prod(shape)
 
 

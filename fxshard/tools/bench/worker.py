@@ -52,14 +52,7 @@ class Timed:
 
 
 class SystemRank:
-    """A system on one rank, ready to take steps.
-
-    Args:
-        task: what is trained.
-        device: "cuda" or "cpu".
-        link: that connects the ranks, if it is an emulated one.
-        make: applies the system to the model.
-    """
+    """A system on one rank, ready to take steps; `link` connects the ranks, `make` applies the system to the model."""
 
     def __init__(self, task: Task, device: str, link: EmulatedLink | None, make: Callable[[Task], Trainer]) -> None:
         self.task, self.link, self.on_gpu = task, link, device == "cuda"

@@ -14,10 +14,7 @@ from fxshard.tools.demo.text import VOCAB_SIZE
 class Block(nn.Module):
     """A pre-norm transformer block: causal self-attention, then an MLP.
 
-    Args:
-        dim: Width of the residual stream.
-        num_heads: Attention heads; divides `dim`.
-        num_layers: Depth of the whole model, which scales what is added to the residual stream.
+    `num_layers`, the depth of the whole model, scales what is added to the residual stream.
     """
 
     def __init__(self, dim: int, num_heads: int, num_layers: int) -> None:
@@ -51,14 +48,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Byte embedding, learned positions, `num_layers` blocks, and a head over the 256 bytes.
-
-    Args:
-        max_seq_len: Longest sequence it takes.
-        dim: Width of the residual stream.
-        num_layers: Number of blocks.
-        num_heads: Attention heads; divides `dim`.
-    """
+    """Byte embedding, learned positions, `num_layers` blocks, and a head over the 256 bytes."""
 
     def __init__(self, max_seq_len: int, dim: int = 256, num_layers: int = 6, num_heads: int = 4) -> None:
         super().__init__()

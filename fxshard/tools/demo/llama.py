@@ -17,14 +17,7 @@ def check_installed() -> None:
 
 
 class Llama(nn.Module):
-    """`transformers.LlamaForCausalLM` over bytes, about 5M parameters, giving logits alone.
-
-    Args:
-        max_seq_len: Longest sequence it takes.
-
-    Raises:
-        MissingExtraError: transformers is not installed.
-    """
+    """`transformers.LlamaForCausalLM` over bytes, about 5M parameters, giving logits alone."""
 
     def __init__(self, max_seq_len: int) -> None:
         super().__init__()

@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 
 
 def run_demo(config: DemoConfig, console: Console) -> int:
-    """Train sharded, then unsharded, showing both; return the exit status.
-
-    Returns:
-        0, or 1 when the loss did not fall or the two trainings differ by more than `MAX_DIFFERENCE`.
-    """
+    """Train sharded, then unsharded, showing both; return 1 if no loss fell or they differ too much, else 0."""
     read_corpus(config.seq_len + 1)
     if config.model == "hf:llama":
         check_installed()

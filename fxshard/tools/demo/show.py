@@ -151,7 +151,6 @@ def _success(outcome: Outcome) -> str:
 
 
 def _spread(num_steps: int, num_wanted: int) -> list[int]:
-    """Choose at most `num_wanted` of `num_steps` steps, evenly, with the first and the last."""
     if num_steps <= num_wanted:
         return list(range(num_steps))
     return [round(i * (num_steps - 1) / (num_wanted - 1)) for i in range(num_wanted)]

@@ -58,12 +58,8 @@ Main = Callable[[RankPlace, Any, Connection], None]
 class RankProcesses:
     """Processes on this machine, one per rank, each with a pipe to this process; the code that starts them stops them.
 
-    Args:
-        job: What they do, handed to `main`.
-        main: A function of a module.
-        num_threads: Cores that each may use.
-        place: Of the one rank that is started here, if others start the others; by default all are started here, and
-            meet at a store of this process.
+    They hand `job` to `main`, a function of a module, and may use `num_threads` cores each. `place` is that of the one
+    rank that is started here, if others start the others; by default all are, and meet at a store of this process.
     """
 
     def __init__(self, job: Job, main: Main, *, num_threads: int, place: RankPlace | None = None) -> None:
@@ -118,11 +114,7 @@ class RankProcesses:
             yield from self.listen()
 
     def listen(self, timeout_s: float = math.inf) -> list[Any]:
-        """Wait for what the ranks tell next, but not longer than `timeout_s` seconds.
-
-        Returns:
-            What they told; nothing if the time is over, or if all that happened is that a rank has ended well.
-        """
+        """Return what the ranks tell next; nothing if the time is over, or if a rank has ended well."""
         if not self._listening:
             raise RankError(f"the ranks ended early; see {self._job.out}.")
         left_s = self._heard_at + self._job.stall_s - time.monotonic()

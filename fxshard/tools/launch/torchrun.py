@@ -56,9 +56,8 @@ class _Heard:
 class Peers:
     """This process among those that run the same benchmark; see [Note: peers].
 
-    Args:
-        launched: what the launcher told; `None` if this process is the only one and starts all ranks.
-        exchange: gives what every process has given, in order of their ranks; all call it together.
+    `launched` is `None` if it is the only one and starts all ranks. `exchange` gives what every process has given, in
+    order of their ranks; all call it together.
     """
 
     def __init__(
@@ -77,9 +76,7 @@ class Peers:
     def collect(self, listen: Callable[[float], list[Any]], num_here: int) -> list[Any]:
         """Wait for an event of every rank of every process; return all of them, the same on every process.
 
-        Args:
-            listen: waits for events of the ranks here, but not longer than it is told, in seconds.
-            num_here: how many events the ranks here tell.
+        `listen` waits for events of the ranks here, which tell `num_here`, but not longer than so many seconds.
         """
         events: list[Any] = []
         while True:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import sympy
 
 from fxshard.cost.comm import transfer_seconds
-from fxshard.cost.hardware import HardwareSpec
 from fxshard.cost.symbols import WORLD_SIZE, Quantity, Sum
+from fxshard.hardware import HardwareSpec
 from fxshard.inspect.target import Target
 from fxshard.ir.collectives import GATHERS
 from fxshard.plan.outline import outline

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fxshard
-from fxshard.cost.hardware import BUILTIN
+from fxshard.hardware import BUILTIN
 from fxshard.ir.verify import verifier
 from fxshard.passes._base import GraphPass
 from fxshard.passes.bucket_collectives import BucketCollectives

@@ -351,19 +351,19 @@ def show(size: str, found: dict[str, Any], ranks: int) -> None:
     print(table(heads, rows))
 
 
-def main() -> None:
-    """Start the ranks."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def start(parser: argparse.ArgumentParser, run: Callable[[int, argparse.Namespace, str], None], sizes: str) -> None:
+    """Read the command line, with the flags that all benchmarks of state have, and start the ranks."""
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--sizes", default="2", help="of 2, 50, 200, 500 (million parameters)")
+    parser.add_argument("--sizes", default=sizes, help="of 2, 50, 200, 500 (million parameters)")
     parser.add_argument("--rounds", type=int, default=5, help="counted ones, after a first")
-    parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.start_processes(measure, (args, folder), nprocs=args.ranks, start_method="spawn")
+        multiprocessing.start_processes(run, (args, folder), nprocs=args.ranks, start_method="spawn")
 
 
 if __name__ == "__main__":
-    main()
+    flags = argparse.ArgumentParser(description=__doc__)
+    flags.add_argument("--methods", default=",".join(METHODS))
+    flags.add_argument("--json", type=Path)
+    start(flags, measure, sizes="2")

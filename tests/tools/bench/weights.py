@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, multiprocessing, nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
@@ -28,7 +26,7 @@ from torch.distributed.tensor import DTensor
 import fxshard
 from tests.peak_memory import PeakMemory
 from tests.tools.bench.markdown import table
-from tests.tools.bench.state import SHAPES, Layer, link_gigabytes_per_s
+from tests.tools.bench.state import SHAPES, Layer, link_gigabytes_per_s, start
 
 MIB = 2**20
 SIZES = {**SHAPES, "200 wide": (4, 2048)}  # parameters in M -> (number of layers, width)
@@ -155,20 +153,9 @@ def show(size: str, nbytes: int, seconds: dict[str, list[float]], peaks: list[di
     )
 
 
-def main() -> None:
-    """Start the ranks."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--sizes", default="50", help="of 2, 50, 200, 500 (million parameters)")
-    parser.add_argument("--rounds", type=int, default=5, help="counted ones, after a first")
-    parser.add_argument("--bucket-mib", type=float, default=256)
-    parser.add_argument("--dtype", default="float32", type=lambda name: getattr(torch, name))
-    parser.add_argument("--backend", default="fxshard_gloo")
-    args = parser.parse_args()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.start_processes(measure, (args, folder), nprocs=args.ranks, start_method="spawn")
-
-
 if __name__ == "__main__":
-    main()
+    flags = argparse.ArgumentParser(description=__doc__)
+    flags.add_argument("--bucket-mib", type=float, default=256)
+    flags.add_argument("--dtype", default="float32", type=lambda name: getattr(torch, name))
+    flags.add_argument("--backend", default="fxshard_gloo")
+    start(flags, measure, sizes="50")

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fxshard.cost import hardware
+from fxshard import hardware
 from fxshard.testing.link_engine import Speed
 from fxshard.tools.bench.config import COMPUTE, FXSHARD, Entry
 from tests.tools.bench.llama import Shape

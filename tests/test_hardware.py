@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from fxshard.cost.comm import transfer_seconds
-from fxshard.cost.hardware import BUILTIN, HardwareSpec, load
 from fxshard.errors import ConfigError
+from fxshard.hardware import BUILTIN, HardwareSpec, load
 
 
 def fields(**changed: Any) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def test_the_devices_that_a_plan_takes_are_there() -> None:
 
 @pytest.mark.parametrize("name", sorted(BUILTIN))
 def test_every_figure_of_a_device_has_a_source(name: str) -> None:
-    given = json.loads(resources.files("fxshard.cost").joinpath(f"devices/{name}.json").read_text())
+    given = json.loads(resources.files("fxshard").joinpath(f"devices/{name}.json").read_text())
     figures = set(given) - {"name", "source", "sources"}
     assert set(given["sources"]) == figures
     assert all(given["sources"].values())

@@ -247,11 +247,7 @@ def describes(spec: HardwareSpec, device_type: str) -> bool:
 
 
 def load(given: str | Path) -> HardwareSpec:
-    """The spec of a builtin name (`h100-sxm`, `cpu`), of a JSON file, or of its text.
-
-    Raises:
-        ConfigError: for a name that is neither, and for a file with missing, unknown or impossible fields.
-    """
+    """The spec of a builtin name (`h100-sxm`, `cpu`), of a JSON file, or of its text; a ConfigError if it is none."""
     builtin = BUILTIN.get(str(given))
     if builtin is not None:
         return builtin
