@@ -34,7 +34,7 @@ CEILINGS = (
     Ceiling(
         "lines of `fxshard/` and `passes/` without `tools/` and `testing/`",
         _lines(text for name, text in SOURCES.items() if not name.startswith(TOOLS)),
-        34_890,
+        34_910,
     ),
     Ceiling(
         "lines of `tools/` and `testing/`",
@@ -47,6 +47,6 @@ CEILINGS = (
         - _lines([SOURCES["hardware.py"]]),
         22_920,
     ),
-    Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 59_760),
-    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 53_330),
+    Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 59_780),
+    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 53_340),
 )

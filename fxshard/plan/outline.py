@@ -37,6 +37,7 @@ class OutlinedModel:
         blocks: of one block of each kind.
         order: for each call of a block in `outer`, by the number that the call carries, the frame of `blocks`.
         names: the same calls -> FQN of the block.
+        calls: what stands for these blocks in `outer`.
         resident: frames of `blocks` whose parameters stay gathered throughout a step.
     """
 
@@ -44,7 +45,23 @@ class OutlinedModel:
     blocks: Explanation | None
     order: tuple[int, ...]
     names: tuple[str, ...] = ()
+    calls: tuple[_BlockCall, ...] = ()
     resident: frozenset[int] = frozenset()
+
+    def shortened(self, model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
+        """Return a copy of the model with the first, the middle and the last block of each kind, which it shares.
+
+        Also return for each call of a block the name of the one that stands for it: itself or the middle one.
+        """
+        alike: dict[int, list[int]] = {}
+        for number, frame in enumerate(self.order):
+            alike.setdefault(frame, []).append(number)
+        kept = {each for numbers in alike.values() for each in (numbers[0], numbers[len(numbers) // 2], numbers[-1])}
+        middle = {frame: numbers[len(numbers) // 2] for frame, numbers in alike.items()}
+        blocks = [model.get_submodule(name) for name in self.names]
+        memo = {id(block): block if i in kept else self.calls[i] for i, block in enumerate(blocks)}
+        stand_ins = (i if i in kept else middle[frame] for i, frame in enumerate(self.order))
+        return copy.deepcopy(model, memo), tuple(self.names[i] for i in stand_ins)
 
 
 class _BlockCall(nn.Module):
@@ -93,7 +110,13 @@ def outline(
     )
     outer = explained(outer_model, args, kwargs, world_size=world_size, options=options, saves_all=saves_all)
     fqns = tuple(names[id(block)] for block, _ in called)
-    return OutlinedModel(outer=_in_one_graph(outer), blocks=traced, order=order_of(traced, fqns), names=fqns)
+    return OutlinedModel(
+        outer=_in_one_graph(outer),
+        blocks=traced,
+        order=order_of(traced, fqns),
+        names=fqns,
+        calls=tuple(calls[id(block)] for block, _ in called),
+    )
 
 
 def order_of(blocks: Explanation, names: Sequence[str]) -> tuple[int, ...]:

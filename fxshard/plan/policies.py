@@ -1,7 +1,8 @@
 """What each block of a run may do with its parameters and activations, and what a step with a mix of policies costs.
 
-A block of each kind is traced under every policy. So a mix is a step of graphs that would run, and `cost_of` simulates
-it.
+The whole model is traced under the first policy, three blocks of each kind under each other one: to shard blocks and to
+run them on fake tensors takes longer than to compile one. A mix is a step of graphs that would run, and `cost_of`
+simulates it.
 """
 
 from __future__ import annotations
@@ -118,11 +119,12 @@ class TracedPolicies:
             )
         self.blocks, self.frames = self.base.blocks, [*self.base.blocks.frames]
         self.orders, resident = [self.base.order], set[int]()
+        short, stand_ins = self.base.shortened(model)
         for policy in policies[1:]:
-            what = _checkpointed(model) if policy.checkpoints else model
+            what = _checkpointed(short) if policy.checkpoints else short
             given = {**options, **policy.options, "regional": True}
             blocks = explained(what, args, kwargs, options=given, **how)
-            order = tuple(len(self.frames) + number for number in order_of(blocks, self.base.names))
+            order = tuple(len(self.frames) + number for number in order_of(blocks, stand_ins))
             self.orders.append(order)
             self.frames += blocks.frames
             resident |= set(order) if policy.resident else set()

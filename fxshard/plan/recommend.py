@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fxshard import hardware as hardwares
-from fxshard.cost.solver import Picks, PolicyProblem, greedy, solve
+from fxshard.cost.solver import Picks, PolicyProblem, solve
 from fxshard.inspect.target import checked
 from fxshard.plan.plan import SCHEDULES, PlanSettings, WorldSize, ranks_text, require_whole_nodes, tokens_of
 from fxshard.plan.policies import KINDS, Policy, TracedPolicies, policies_of
@@ -67,7 +67,7 @@ def recommend(
     hardware: str = "h100-sxm",
     settings: PlanSettings | None = None,
     kinds: Iterable[str] = KINDS,
-    time_limit: float = 20.0,
+    time_limit: float = 5.0,
     name: str | None = None,
 ) -> Recommendation:
     """Choose for each block of a run whether it gathers again, keeps, offloads or computes again.
@@ -125,11 +125,8 @@ def _recommended(traced: TracedPolicies, budget: float, time_limit: float, title
 
 
 def best_mix(traced: TracedPolicies, problem: PolicyProblem, budget: float, time_limit: float) -> PolicyMix | None:
-    """The fastest simulated mix within a budget of bytes: the solver's, the greedy one's, or one policy for all."""
-    gap, candidates = None, [*traced.all_alike()]
-    if (picks := greedy(problem, budget)) is not None:
-        candidates.append(picks)
-    allowed = budget
+    """The fastest simulated mix within a budget of bytes: the solver's, or one policy for all."""
+    gap, candidates, allowed = None, [*traced.all_alike()], budget
     for _ in range(_TRIES):
         solution = solve(problem, allowed, time_limit=time_limit)
         if solution is None:

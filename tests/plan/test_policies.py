@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from fxshard.cost.solver import PolicyProblem
 from fxshard.errors import ConfigError
 from fxshard.hardware import load
+from fxshard.inspect.explain import explained
+from fxshard.plan.outline import order_of
 from fxshard.plan.plan import SCHEDULES, PlanSettings
 from fxshard.plan.policies import KINDS, Policy, TracedPolicies, policies_of
 from fxshard.plan.prices import Prices
 from fxshard.plan.recommend import Recommendation, best_mix, recommend
 from fxshard.plan.run import GIB
 from fxshard.tools.plan.recommendation import advice, table_of
-from tests.plan.models import LAYERS, ROWS, build
+from tests.plan.models import LAYERS, ROWS, WIDTH, Stack, build
 
 DEVICE = dataclasses.replace(load("h100-sxm"), link_bandwidth=2e9, network_bandwidth=0.25e9, host_bandwidth=1e9)
 KEEP, SUBGROUP = Policy(reshard_after_forward=False), Policy(reshard_after_forward=8)
@@ -83,6 +85,25 @@ def test_the_solver_counts_the_seconds_of_the_simulation_but_for_what_is_the_sam
         simulated = found.simulate(mix).seconds - found.simulate(base).seconds
         counted = asked.step_seconds(mix) - asked.step_seconds(base)
         assert counted == pytest.approx(simulated, abs=0.1 * found.simulate(base).seconds)
+
+
+@pytest.mark.parametrize("policy", [KEEP, OFFLOAD])
+def test_policies_are_traced_on_few_blocks_and_cost_what_tracing_all_says(policy: Policy) -> None:
+    model, given = Stack(8).to("meta"), (torch.empty(ROWS, WIDTH, device="meta"),)
+    how, settings = SCHEDULES["FSDP2"], PlanSettings(param_dtype=torch.float32)
+    options = settings.options(DEVICE, how)
+    found = TracedPolicies(
+        (model, given, {}), [Policy(), policy], DEVICE, how, world_size=16, options=options, tokens=ROWS, **settings.run
+    )
+    called = [name for number in {*found.orders[1]} for call in found.frames[number].calls for name in call]
+    assert called == ["blocks.0", "blocks.4", "blocks.7"]
+    every = explained(
+        model, given, {}, world_size=16, options={**options, **policy.options, "regional": True}, saves_all=True
+    )
+    frames = (every.frames[number] for number in order_of(every, found.names))
+    for number, frame in zip(found.orders[1], frames, strict=True):
+        for stage in ("forward", "backward"):
+            assert str(found.frames[number].running(stage).graph) == str(frame.running(stage).graph)
 
 
 def test_keeping_a_block_saves_its_second_gather() -> None:
