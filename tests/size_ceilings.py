@@ -48,5 +48,5 @@ CEILINGS = (
         22_920,
     ),
     Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 59_780),
-    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 53_340),
+    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 53_490),
 )

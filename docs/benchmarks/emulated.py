@@ -1,8 +1,9 @@
 """Hold the plan against the emulated link on a CPU: `python docs/benchmarks/emulated.py [NUMBER ...]`.
 
 Twelve configurations of model, ranks, bandwidth, accumulation and system. What the plan knows of the machine is
-measured first, on products, sums and small ops of other sizes; no configuration calibrates it. Leave the link a core:
-OMP_NUM_THREADS=1 on two cores.
+measured first, on products, sums and small ops of other sizes, and on a link of 16 ranks what each further tensor of a
+launch costs, which decides what is copied; no configuration calibrates it. Leave the link a core: OMP_NUM_THREADS=1 on
+two cores.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from fxshard.cost.calibration import calibrate
 from fxshard.hardware import HardwareSpec
 from fxshard.inspect.target import checked
 from fxshard.plan.outline import outline
 from fxshard.plan.plan import SCHEDULES, PlanSettings, tokens_of
 from fxshard.plan.run import RunCost, cost_of
+from fxshard.testing import emulated_link
 from fxshard.tools.plan import shapes
 from fxshard.tools.plan.shapes import DecoderShape
 
@@ -75,10 +79,13 @@ def _real(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 def machine() -> HardwareSpec:
-    """Measure products of four sizes, the memory, and what a small op costs."""
+    """Measure products of four sizes, the memory, and what a small op and a further tensor of a launch cost."""
     speeds = {side: 2 * side**3 / _seconds(_product(side)) for side in (96, 192, 320, 640)}
     best, large, small = max(speeds.values()), torch.ones(2**24), torch.ones(8)
     overhead = _seconds(lambda: small + small, repeats=2000)
+    with emulated_link(16, latency_us=LATENCY_US):
+        assert dist.group.WORLD is not None
+        link = calibrate([dist.group.WORLD], torch.device("cpu"))
     return HardwareSpec(
         name="cpu",
         peak_flops={"f32": best},
@@ -88,8 +95,8 @@ def machine() -> HardwareSpec:
         link_latency=1e-4,
         link_bandwidth=1e9,
         kernel_overhead=overhead,
-        gather_tensor_overhead=0.0,
-        reduce_tensor_overhead=0.0,
+        gather_tensor_overhead=link.gather_tensor_overhead,
+        reduce_tensor_overhead=link.reduce_tensor_overhead,
     )
 
 
