@@ -45,6 +45,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.autograd import Variable, profiler
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper as checkpoint_wrapper
 from torch.distributed.distributed_c10d import _get_default_store, _world
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -92,7 +93,7 @@ NO_VALUE = (DataDependentOutputException, DynamicOutputShapeException)
 """Raised where code asks a fake tensor for what only data knows; `error.func` is the op."""
 
 REDUCES_IN_STORAGE_DTYPE = hasattr(FSDPParam, "unsharded_grad_dtype")
-"""Whether `MixedPrecisionPolicy(reduce_dtype=None)` means the dtype of the parameter (torch 2.15) or the gradient."""
+"""Whether `reduce_dtype=None` means the parameter's dtype, as in FSDP2 from torch 2.15 on, or the gradient's."""
 
 default_store = _get_default_store
 """The store at which the ranks of the default process group met."""

@@ -77,16 +77,18 @@ class GraphOfStep:
         copies_out: bool = False,
         names: Mapping[fx.Node, str] | None = None,
         stage: str = "",
+        resident: bool = False,
     ) -> None:
         """`timeline` is that of `graph`; `calls` are the graphs that run in the place of some of its nodes.
 
-        With `copies_out` parameters are copied out of what was gathered, as FSDP2 does. `names` are those of what
-        `calls` stand for, `stage` is "forward" or "backward"; both decide nothing.
+        With `copies_out` parameters are copied out of what was gathered, as FSDP2 does; `resident` ones are gathered in
+        the first microbatch alone. `names` are those of what `calls` stand for, `stage` is "forward" or "backward";
+        both decide nothing.
         """
         self.graph, self.timeline, self.calls = graph, timeline, calls or {}
-        self.names, self.stage = names or {}, stage
+        self.names, self.stage, self.resident = names or {}, stage, resident
         groups = launch_groups.groups_of(graph, GATHERS)
-        self.first = tuple(groups[0].launches) if groups else ()
+        self.first = tuple(node for node in groups[0].nodes if node in timeline.queues) if groups else ()
         self.last = groups[-1].launches[-1] if groups else None
         self.events = sorted([*timeline.needs, *self.calls])  # nodes compare by their place in the graph
         self.copies: dict[fx.Node, float] = {}  # wait for a gather -> seconds of the copy behind it
@@ -122,6 +124,7 @@ class Clock:
     Attributes:
         hardware: for what the host and collectives do to compute; `None`: nothing.
         reduces: whether the graph that runs reduces gradients, or leaves them for a later microbatch.
+        again: whether an earlier microbatch of the step has run.
         now: seconds since it began.
         exposed: those that compute stood at waits.
         exposed_by: name of what it waited for -> the same.
@@ -134,6 +137,7 @@ class Clock:
 
     hardware: HardwareSpec | None = None
     reduces: bool = True
+    again: bool = False
     now: float = 0.0
     exposed: float = 0.0
     exposed_by: dict[str, float] = field(default_factory=dict)
@@ -143,10 +147,14 @@ class Clock:
     runs: list[GraphRun] = field(default_factory=list)
     intervals: list[Interval] = field(default_factory=list)
 
-    def run_all(self, graphs: Sequence[GraphOfStep], *, unreduced: int = 0) -> None:
-        """Run graphs in a row, to the end of all that they launched; the first `unreduced` reduce no gradients."""
-        for number, (graph, following) in enumerate(zip_longest(graphs, graphs[1:])):
-            self.reduces = number >= unreduced
+    def run_all(self, graphs: Sequence[GraphOfStep], *, microbatches: int = 1, reduces_each: bool = True) -> None:
+        """Run the graphs of a microbatch so many times, to the end of all that they launched.
+
+        Each microbatch reduces its gradients, or the last one for all.
+        """
+        row = [*graphs] * microbatches
+        for number, (graph, following) in enumerate(zip_longest(row, row[1:])):
+            self.again, self.reduces = number >= len(graphs), reduces_each or number >= len(row) - len(graphs)
             self.run(graph, following)
         if self.last:
             self._wait([*self.last.values()], "the last launches")
@@ -170,7 +178,7 @@ class Clock:
                 continue
             needed = [done[source] for source in timeline.needs[node] if source in done]
             if node in timeline.queues:
-                if node not in done and (self.reduces or node.target not in _REDUCING):
+                if node not in done and self._launches(graph, node):
                     done[node] = self._launch(timeline, node, max((each.end for each in needed), default=0.0), run)
                 if node is graph.last:
                     self._begin(following)
@@ -183,7 +191,14 @@ class Clock:
     def _begin(self, following: GraphOfStep | None) -> None:
         if following is not None:
             run = len(self.runs)  # the next that begins
-            self.begun = {each: self._launch(following.timeline, each, 0.0, run) for each in following.first}
+            launched = [node for node in following.first if self._launches(following, node)]
+            self.begun = {each: self._launch(following.timeline, each, 0.0, run) for each in launched}
+
+    def _launches(self, graph: GraphOfStep, node: fx.Node) -> bool:
+        """Whether a graph launches in this microbatch what it has in it."""
+        if node.target in _REDUCING:
+            return self.reduces
+        return not (graph.resident and self.again and node.target in GATHERS)
 
     def _compute(self, seconds: float, kernels: int, run: int, places: tuple[int, int], name: str = COMPUTE) -> None:
         start = self.now

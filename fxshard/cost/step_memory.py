@@ -40,9 +40,16 @@ class GraphMemory:
     """
 
     def __init__(
-        self, sizes: Sizes, *, is_backward: bool, fuses: bool, results: int = 0, differentiable: Collection[str] = ()
+        self,
+        sizes: Sizes,
+        *,
+        is_backward: bool,
+        fuses: bool,
+        resident: bool = False,
+        results: int = 0,
+        differentiable: Collection[str] = (),
     ) -> None:
-        """Sort the storages.
+        """Sort the storages; those of `resident` parameters are there throughout the step, and count elsewhere.
 
         Of a forward, `results` is the number of its own results, which its caller makes, and `differentiable` are the
         names of inputs that get a gradient.
@@ -64,6 +71,9 @@ class GraphMemory:
         if fuses:
             self._leave_out_fused()
         self.category = self._categories()
+        for i, storage in enumerate(live.storages):
+            if storage.maker.target is ops.COPY_TO_HOST or (resident and self.category[i] == "unsharded"):
+                self.nbytes[i] = 0
         self.made: dict[fx.Node, list[int]] = {}
         self.freed: dict[fx.Node, list[int]] = {}
         for i, storage in enumerate(live.storages):
@@ -101,7 +111,7 @@ class GraphMemory:
         return max((sum(self.nbytes[i] for s in each for i in self.live.storages_of[s]) for each in sent), default=0)
 
 
-def forward_memory(sizes: Sizes, backward: fx.Graph, *, fuses: bool) -> GraphMemory:
+def forward_memory(sizes: Sizes, backward: fx.Graph, *, fuses: bool, resident: bool = False) -> GraphMemory:
     """Sort the storages of a forward whose backward that is."""
     graph = sizes.live.nodes[0].graph
     saved = [node for node in backward.find_nodes(op="placeholder") if not node.name.startswith("tangents_")]
@@ -111,6 +121,7 @@ def forward_memory(sizes: Sizes, backward: fx.Graph, *, fuses: bool) -> GraphMem
         sizes,
         is_backward=False,
         fuses=fuses,
+        resident=resident,
         results=len(signature.results_of(graph)) - len(saved),
         differentiable={f"primals_{i + 1}" for i, each in gradients if each is not None} - shards,
     )
@@ -143,6 +154,7 @@ class MemoryUse(NamedTuple):
     reserved: int  # bytes that the caching allocator has in the end, [Note: reserved memory]
     standing: Bytes  # when a step begins
     changes: Sequence[MemoryChange]  # from there on, in the second step
+    places: Sequence[int]  # the most of the first step: until each call of a frame, in each, behind the last one
 
 
 def memory_of_step(
@@ -161,9 +173,37 @@ def memory_of_step(
     if gradients:
         walk.make("gradients", gradients)
     walk.step(outer)
-    walk.changes, standing = [], dict(walk.held)
+    walk.changes, standing, places = [], dict(walk.held), walk.places
     walk.step(outer)
-    return MemoryUse(walk.worst, sum(each.reserved for each in walk.allocators.values()), standing, walk.changes)
+    reserved = sum(each.reserved for each in walk.allocators.values())
+    return MemoryUse(walk.worst, reserved, standing, walk.changes, places)
+
+
+class FrameMemory(NamedTuple):
+    """Bytes that a frame adds to what is there."""
+
+    forward: int  # the most, while its forward runs
+    kept: int  # from then on
+    backward: int  # the most, while its backward runs
+    left: int  # from then on, until the step ends
+
+
+def memory_of_frame(frame: StepMemory, late: int, *, own_streams: bool, accumulates: bool) -> FrameMemory:
+    """Run one frame alone.
+
+    Args:
+        frame: it.
+        late: bytes that a reduction of the graph before its backward still has.
+        own_streams: as of `memory_of_step`.
+        accumulates: whether a reduced gradient is added to one that is there.
+    """
+    walk = _Walk({}, own_streams, accumulates)
+    result = walk.forward(frame)
+    forward, kept = walk.most, walk.total
+    walk.late = [walk.make("in flight", late)] if late else []
+    walk.places = [walk.total]
+    walk.backward(frame, result)
+    return FrameMemory(forward, kept, walk.places[0], walk.total - frame.backward.late_bytes)
 
 
 class _MadeTensor(NamedTuple):
@@ -197,6 +237,7 @@ class _Walk:
     changes: list[MemoryChange] = field(default_factory=list)
     runs: int = 0  # that have begun in this step
     at: tuple[int, int, bool] = (0, 0, False)
+    places: list[int] = field(default_factory=lambda: [0])
 
     def __post_init__(self) -> None:
         self.allocators = {name: CachingAllocator() for name in (MAIN, GATHERING, REDUCING)}
@@ -209,6 +250,7 @@ class _Walk:
             stream = REDUCING
         self.held[category] = self.held.get(category, 0) + nbytes
         self.total += nbytes
+        self.places[-1] = max(self.places[-1], self.total)
         self.changes.append(MemoryChange(*self.at, category, nbytes))
         if self.total > self.most:
             self.most, self.worst = self.total, dict(self.held)
@@ -224,8 +266,10 @@ class _Walk:
 
     def step(self, outer: StepMemory) -> None:
         """Run a forward and a backward, and forget the gradients."""
-        self.runs = 0
-        self.backward(outer, self.forward(outer))
+        self.places, self.runs = [self.total], 0
+        kept = self.forward(outer)
+        self.places.append(self.total)
+        self.backward(outer, kept)
         self._free_all(self.late)
         self.at = (-1, 0, False)
         self._free_all(self.gradients)
@@ -238,7 +282,9 @@ class _Walk:
             self.at = (run, place, node in step.forward_calls)
             self._begin(graph, node, there)
             if node in step.forward_calls:
+                self.places.append(self.total)
                 calls.append(self.forward(step.forward_calls[node]))
+                self.places.append(self.total)
             self.at = (run, place + 1, False)
             for i in graph.freed.get(node, ()):
                 if i not in kept:
@@ -256,7 +302,9 @@ class _Walk:
             self.at = (run, place, node in step.backward_calls)
             self._begin(graph, node, there)
             if node in step.backward_calls:
+                self.places.append(self.total)
                 self.backward(step.backward_calls[node], kept.calls.pop())
+                self.places.append(self.total)
             self.at = (run, place + 1, False)
             for tensor in (there.pop(i) for i in graph.freed.get(node, ()) if i in there):
                 keeps = tensor.category == "gradients" and not self.accumulates

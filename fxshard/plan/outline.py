@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,12 +37,31 @@ class OutlinedModel:
         blocks: of one block of each kind.
         order: for each call of a block in `outer`, by the number that the call carries, the frame of `blocks`.
         names: the same calls -> FQN of the block.
+        calls: what stands for these blocks in `outer`.
+        resident: frames of `blocks` whose parameters stay gathered throughout a step.
     """
 
     outer: Explanation
     blocks: Explanation | None
     order: tuple[int, ...]
     names: tuple[str, ...] = ()
+    calls: tuple[_BlockCall, ...] = ()
+    resident: frozenset[int] = frozenset()
+
+    def shortened(self, model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
+        """Return a copy of the model with the first, the middle and the last block of each kind, which it shares.
+
+        Also return for each call of a block the name of the one that stands for it: itself or the middle one.
+        """
+        alike: dict[int, list[int]] = {}
+        for number, frame in enumerate(self.order):
+            alike.setdefault(frame, []).append(number)
+        kept = {each for numbers in alike.values() for each in (numbers[0], numbers[len(numbers) // 2], numbers[-1])}
+        middle = {frame: numbers[len(numbers) // 2] for frame, numbers in alike.items()}
+        blocks = [model.get_submodule(name) for name in self.names]
+        memo = {id(block): block if i in kept else self.calls[i] for i, block in enumerate(blocks)}
+        stand_ins = (i if i in kept else middle[frame] for i, frame in enumerate(self.order))
+        return copy.deepcopy(model, memo), tuple(self.names[i] for i in stand_ins)
 
 
 class _BlockCall(nn.Module):
@@ -50,13 +69,15 @@ class _BlockCall(nn.Module):
 
     def __init__(self, number: int, results: str, structure: Any) -> None:
         super().__init__()
-        self.number, self.results, self.structure = number, results, structure
+        self.number, self.results = number, results
+        # A function, which copies of the module share: to copy the structure of a single tensor, torch warns of.
+        self.arrange: Callable[[Any], Any] = lambda made: pytree.tree_unflatten(made, structure)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         sources = text_of([t for t in tensors if t.is_floating_point()])
         made = planned_block(tensors, self.number, self.results, sources)
-        return pytree.tree_unflatten(made, self.structure)
+        return self.arrange(made)
 
 
 def outline(
@@ -88,10 +109,20 @@ def outline(
         model, args, kwargs, world_size=world_size, options={**options, "regional": True}, saves_all=saves_all
     )
     outer = explained(outer_model, args, kwargs, world_size=world_size, options=options, saves_all=saves_all)
-    frame_of = {name: i for i, frame in enumerate(traced.frames) for call in frame.calls for name in call}
     fqns = tuple(names[id(block)] for block, _ in called)
-    order = tuple(frame_of[fqn] for fqn in fqns)
-    return OutlinedModel(outer=_in_one_graph(outer), blocks=traced, order=order, names=fqns)
+    return OutlinedModel(
+        outer=_in_one_graph(outer),
+        blocks=traced,
+        order=order_of(traced, fqns),
+        names=fqns,
+        calls=tuple(calls[id(block)] for block, _ in called),
+    )
+
+
+def order_of(blocks: Explanation, names: Sequence[str]) -> tuple[int, ...]:
+    """The frames of the blocks of these names."""
+    frame_of = {name: i for i, frame in enumerate(blocks.frames) for call in frame.calls for name in call}
+    return tuple(frame_of[name] for name in names)
 
 
 def _in_one_graph(outer: Explanation) -> Explanation:

@@ -104,6 +104,16 @@ class PlanSettings:
     reduce_dtype: torch.dtype = torch.float32
     schedules: Sequence[str] = ("fxshard", "FSDP2")
 
+    @property
+    def run(self) -> dict[str, Any]:
+        """What `cost_of` takes of them."""
+        return {"accumulation": self.accumulation, "reduces_each": self.reduces_each, "dtype": self.param_dtype}
+
+    def options(self, hardware: HardwareSpec, schedule: PlannedSchedule) -> dict[str, Any]:
+        """The backend's options to trace with."""
+        dtypes = {"param_dtype": self.param_dtype, "reduce_dtype": self.reduce_dtype}
+        return {**dtypes, "hardware": hardware.to_json(), **schedule.options}
+
 
 def plan(
     build: Callable[[int], Any],
@@ -159,21 +169,12 @@ def _cost(
     target: Target, world_size: WorldSize, spec: HardwareSpec, how: PlanSettings, schedule: PlannedSchedule
 ) -> RunCost:
     model, args, kwargs = target
-    dtypes = {"param_dtype": how.param_dtype, "reduce_dtype": how.reduce_dtype}
-    tokens, options = _tokens((args, kwargs)), {**dtypes, "hardware": spec.to_json(), **schedule.options}
+    tokens, options = tokens_of((args, kwargs)), how.options(spec, schedule)
     traced = outline(model, args, kwargs, world_size=world_size, options=options, saves_all=not schedule.fuses)
-    return cost_of(
-        traced,
-        spec,
-        schedule,
-        tokens=tokens,
-        accumulation=how.accumulation,
-        reduces_each=how.reduces_each,
-        dtype=how.param_dtype,
-    )
+    return cost_of(traced, spec, schedule, tokens=tokens, **how.run)
 
 
-def _tokens(inputs: Any) -> int:
+def tokens_of(inputs: Any) -> int:
     """Tokens of a microbatch: elements of the first input of whole numbers, else rows of the first input."""
     tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
     if not tensors:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 
 from fxshard.cost.sizes import sizes_of
 from fxshard.cost.step import COMPUTE, Clock, GraphOfStep, Interval
-from fxshard.cost.step_memory import GraphMemory, StepMemory, forward_memory, memory_of_step
+from fxshard.cost.step_memory import GraphMemory, MemoryUse, StepMemory, forward_memory, memory_of_step
 from fxshard.cost.step_record import StepRecord
 from fxshard.cost.symbols import Sum
 from fxshard.cost.timeline import Timeline
@@ -101,6 +101,7 @@ def cost_of(
     accumulation: int = 1,
     reduces_each: bool = True,
     dtype: torch.dtype = torch.bfloat16,
+    known: MutableMapping[int, PlannedFrame] | None = None,
 ) -> RunCost:
     """Simulate a step of a traced model with a fused AdamW.
 
@@ -112,17 +113,21 @@ def cost_of(
         accumulation: microbatches of a step.
         reduces_each: whether each of them reduces its gradients, or the last one for all.
         dtype: of the compute, for the share of the data sheet.
+        known: number of a frame of blocks -> the frame, of an earlier simulation of the same ones; new ones are added.
     """
-    graphs, clock = _Graphs(model, hardware, schedule), Clock(hardware)
-    unreduced = 0 if reduces_each else accumulation - 1
-    clock.run_all(graphs.of_step * accumulation, unreduced=unreduced * len(graphs.of_step))
-    shards = (model.blocks or model.outer).device_bytes
-    optimizer = _STEPPED * shards / hardware.memory_bandwidth
-    standing = {"parameters": shards, "optimizer": _STATE * shards}
-    gradients = shards if accumulation > 1 else 0
-    memory = memory_of_step(graphs.memory, standing, gradients=gradients, own_streams=schedule.is_fsdp2)
-    flops, seconds = 3 * graphs.forward_flops * accumulation, clock.now + optimizer
-    clock.intervals.append(Interval(stream=COMPUTE, name="optimizer", start=clock.now, end=seconds))
+    outer, called = planned_frames(model, hardware, schedule, {} if known is None else known)
+    clock = Clock(hardware)
+    clock.run_all([outer.forward, outer.backward], microbatches=accumulation, reduces_each=reduces_each)
+    sharded = model.blocks or model.outer
+    optimizer = optimizer_seconds(sharded.device_bytes, sharded.host_bytes, hardware)
+    memory = memory_of_step(
+        outer.memory,
+        standing_bytes(sharded.device_bytes, sum(frame.resident_bytes for frame in called)),
+        gradients=sharded.device_bytes if accumulation > 1 else 0,
+        own_streams=schedule.is_fsdp2,
+    )
+    forward_flops = sum(frame.forward_flops for frame in (outer, *called))
+    flops, seconds = 3 * forward_flops * accumulation, clock.now + optimizer
     return RunCost(
         seconds=seconds,
         compute=clock.now - clock.exposed,
@@ -134,59 +139,85 @@ def cost_of(
         memory=memory.held,
         reserved=memory.reserved,
         capacity=hardware.memory_gib * GIB,
-        record=StepRecord(
-            intervals=clock.intervals,
-            runs=clock.runs,
-            standing=memory.standing,
-            changes=memory.changes,
-            seconds=seconds,
-            microbatches=accumulation,
-        ),
+        record=_record(clock, memory, seconds, accumulation),
     )
 
 
+def _record(clock: Clock, memory: MemoryUse, seconds: float, microbatches: int) -> StepRecord:
+    clock.intervals.append(Interval(stream=COMPUTE, name="optimizer", start=clock.now, end=seconds))
+    return StepRecord(
+        intervals=clock.intervals,
+        runs=clock.runs,
+        standing=memory.standing,
+        changes=memory.changes,
+        seconds=seconds,
+        microbatches=microbatches,
+    )
+
+
+def standing_bytes(shards: int, resident: int = 0) -> dict[str, int]:
+    """Category -> bytes that are there throughout a step, of so many bytes of shards and of resident parameters."""
+    return {"parameters": shards, "optimizer": _STATE * shards, "unsharded": resident}
+
+
+def optimizer_seconds(on_device: int, on_host: int, hardware: HardwareSpec) -> float:
+    """Seconds of an optimizer step on so many bytes of shards; the host's memory is taken to be as fast as its link."""
+    return _STEPPED * (on_device / hardware.memory_bandwidth + on_host / hardware.host_bandwidth)
+
+
 @dataclass(frozen=True, kw_only=True)
-class _PlannedFrame:
+class PlannedFrame:
     """The graphs of a frame on the clock and in memory."""
 
     forward: GraphOfStep
     backward: GraphOfStep
     memory: StepMemory
     forward_flops: float
+    resident_bytes: int  # of its parameters, if they stay throughout a step
+    shard_bytes: int  # of its units on one rank
 
 
-class _Graphs:
-    """The graphs of an outlined model; those of blocks that are alike are made once."""
+def planned_frames(
+    model: OutlinedModel, hardware: HardwareSpec, schedule: PlannedSchedule, known: MutableMapping[int, PlannedFrame]
+) -> tuple[PlannedFrame, list[PlannedFrame]]:
+    """The frame of what is around the blocks, and that of each block that it calls."""
+    for number in set(model.order) - known.keys():
+        assert model.blocks is not None
+        frame = model.blocks.frames[number]
+        known[number] = _planned(frame, hardware, schedule, schedule.fuses, resident=number in model.resident)
+    (outer,), called = model.outer.frames, [known[number] for number in model.order]
+    return _planned(outer, hardware, schedule, False, called, model.names), called
 
-    def __init__(self, model: OutlinedModel, hardware: HardwareSpec, schedule: PlannedSchedule) -> None:
-        self.hardware, self.copies_out = hardware, schedule.is_fsdp2
-        inner = [self._frame(frame, schedule.fuses) for frame in (model.blocks.frames if model.blocks else ())]
-        (outer_frame,) = model.outer.frames
-        called = [inner[number] for number in model.order]
-        outer = self._frame(outer_frame, False, called, model.names)
-        self.of_step, self.memory = [outer.forward, outer.backward], outer.memory
-        self.forward_flops = sum(frame.forward_flops for frame in (outer, *called))
 
-    def _frame(
-        self, frame: FrameExplanation, fuses: bool, called: Sequence[_PlannedFrame] = (), names: Sequence[str] = ()
-    ) -> _PlannedFrame:
-        graphs = [frame.running(stage).graph for stage in ("forward", "backward")]
-        there, back = ({n: called[i] for n in g.nodes if (i := number_of(n)) is not None} for g in graphs)
-        called_as = {n: names[i] for g in graphs for n in g.nodes if (i := number_of(n)) is not None}
-        given: dict[str, Any] = {"copies_out": self.copies_out, "names": called_as}
-        sizes, sizes_back = (sizes_of(g, frame.plan, donated=g is graphs[1]) for g in graphs)
-        timeline, timeline_back = (Timeline(each, self.hardware, fuses=fuses) for each in (sizes, sizes_back))
-        ahead = {node: inner.forward for node, inner in there.items()}
-        behind = {node: inner.backward for node, inner in back.items()}
-        flops = Sum(cost.flops for cost in timeline.compute.values()).total
-        return _PlannedFrame(
-            forward=GraphOfStep(graphs[0], timeline, ahead, stage="forward", **given),
-            backward=GraphOfStep(graphs[1], timeline_back, behind, stage="backward", **given),
-            memory=StepMemory(
-                forward=forward_memory(sizes, graphs[1], fuses=fuses),
-                backward=GraphMemory(sizes_back, is_backward=True, fuses=fuses),
-                forward_calls={node: inner.memory for node, inner in there.items()},
-                backward_calls={node: inner.memory for node, inner in back.items()},
-            ),
-            forward_flops=float(sizes.point.value(flops)),
-        )
+def _planned(
+    frame: FrameExplanation,
+    hardware: HardwareSpec,
+    schedule: PlannedSchedule,
+    fuses: bool,
+    called: Sequence[PlannedFrame] = (),
+    names: Sequence[str] = (),
+    resident: bool = False,
+) -> PlannedFrame:
+    graphs = [frame.running(stage).graph for stage in ("forward", "backward")]
+    there, back = ({n: called[i] for n in g.nodes if (i := number_of(n)) is not None} for g in graphs)
+    called_as = {n: names[i] for g in graphs for n in g.nodes if (i := number_of(n)) is not None}
+    given: dict[str, Any] = {"copies_out": schedule.is_fsdp2, "names": called_as, "resident": resident}
+    sizes, sizes_back = (sizes_of(g, frame.plan, donated=g is graphs[1]) for g in graphs)
+    timeline, timeline_back = (Timeline(each, hardware, fuses=fuses) for each in (sizes, sizes_back))
+    ahead = {node: inner.forward for node, inner in there.items()}
+    behind = {node: inner.backward for node, inner in back.items()}
+    flops = Sum(cost.flops for cost in timeline.compute.values()).total
+    units = [unit for key, unit in frame.plan.units.items() if key not in frame.plan.in_subgroups]
+    return PlannedFrame(
+        forward=GraphOfStep(graphs[0], timeline, ahead, stage="forward", **given),
+        backward=GraphOfStep(graphs[1], timeline_back, behind, stage="backward", **given),
+        memory=StepMemory(
+            forward=forward_memory(sizes, graphs[1], fuses=fuses, resident=resident),
+            backward=GraphMemory(sizes_back, is_backward=True, fuses=fuses, resident=resident),
+            forward_calls={node: inner.memory for node, inner in there.items()},
+            backward_calls={node: inner.memory for node, inner in back.items()},
+        ),
+        forward_flops=float(sizes.point.value(flops)),
+        resident_bytes=sum(unit.unsharded_bytes for unit in units) if resident else 0,
+        shard_bytes=sum(unit.shard_bytes for unit in units),
+    )

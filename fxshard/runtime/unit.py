@@ -197,11 +197,11 @@ class Unit:
         self.model.forget_choice(is_other=before not in (None, self.plan))
         self.step.agreements.clear()
         self.step.after_forward.end()
-        # Dynamo guards on the key: another list is another graph.
+        # Dynamo guards on the key: another list is another graph, and a choice may be where a pass made its own.
         named = settings.with_lists(lambda units: None if units is None else tuple(unit.fqn for unit in units))
         lists = prefetch_words(self.fqn, ">", named.forward_prefetch)
         lists += prefetch_words(self.fqn, "<", named.backward_prefetch)
-        sharing_key = self.plan.sharing_key
+        sharing_key = self.plan.sharing_key + ("" if given is None else " as chosen")
         elsewhere = kind if offload and kind != "cpu" else ""
         hooks = {shard.plan.encodes: shard.refs(f"{i} of {sharing_key}{lists}") for i, shard in self._inputs()}
         for index, shard in enumerate(self.shards):

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fxshard.tools.cli_common import at_least, in_folder, mesh_size
+from fxshard.tools.cli_common import at_least, in_folder, mesh_size, positive
 from fxshard.tools.launch.console import open_console, print_line
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fxshard.plan.plan import PlanSettings
+    from fxshard.plan.recommend import Recommendation
 
 PLAN_TEXT = """\
 Simulate training steps at any number of ranks on this machine, without GPUs and without memory for the weights: step
@@ -47,6 +54,12 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add("--reduce-last", "reduce gradients in the last microbatch alone", action="store_true")
     schedules = f"of fxshard, FSDP2 and FSDP2 compiled {default}"
     add("--schedule", schedules, metavar="NAME,...", default="fxshard,FSDP2")
+    budget = "also recommend what each block does within so much memory of a rank, on the first schedule; needs scipy"
+    add("--memory-budget-gib", budget, metavar="X", type=positive)
+    answers = "also say from which batch, sequence and world size on things change; simulates five runs more for each"
+    add("--answers", answers, action="store_true")
+    kinds = "of reshard, keep, subgroup, resident, offload and checkpoint: what may be recommended (default: all)"
+    add("--policies", kinds, metavar="NAME,...")
     add("--html", "write a page: what each stream does when, memory over time", metavar="FILE", type=Path)
     add("--trace", "write a trace for https://ui.perfetto.dev; FILE may end in .gz", metavar="FILE", type=Path)
 
@@ -56,30 +69,87 @@ def _list(item: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     return lambda text: [item(part) for part in text.split(",")]
 
 
+def _kinds(checkpointing: str) -> list[str]:
+    """All policies, without those that compute again what a built-in shape computes again by itself."""
+    from fxshard.plan.policies import KINDS
+
+    return [kind for kind in KINDS if kind != "checkpoint" or checkpointing == "none"]
+
+
 def _plan(args: argparse.Namespace) -> int:
+    from fxshard.inspect.target import Target, checked
     from fxshard.plan.plan import PlanSettings, plan
     from fxshard.tools.plan import page, trace
     from fxshard.tools.plan.targets import builder
 
     written = {save: in_folder(getattr(args, save)) for save in ("html", "trace") if getattr(args, save) is not None}
     console, errors = open_console(), open_console(stderr=True)
+
+    def build_at(batch: int, sequence: int) -> Target:
+        return checked(builder(args.model, sequence=sequence, checkpointing=args.checkpointing)(batch), "the builder")
+
+    settings = PlanSettings(
+        accumulation=args.accumulation,
+        reduces_each=not args.reduce_last,
+        schedules=tuple(args.schedule.split(",")),
+    )
     found = plan(
-        builder(args.model, sequence=args.sequence, checkpointing=args.checkpointing),
+        lambda batch: build_at(batch, args.sequence),
         world_sizes=args.world_size,
         batches=args.batch,
         hardware=args.hardware,
-        settings=PlanSettings(
-            accumulation=args.accumulation,
-            reduces_each=not args.reduce_last,
-            schedules=tuple(args.schedule.split(",")),
-        ),
+        settings=settings,
         name=args.model,
         progress=lambda line: print_line(errors, line, style="dim"),
     )
     if not console.is_terminal:
         console.width = 140
     console.print(found)
+    pareto: list[tuple[float, float]] = []
+    for world_size, batch in itertools.product(args.world_size, args.batch):
+        if args.memory_budget_gib:
+            advised = _recommend(args, build_at, world_size, batch, settings, console)
+            pareto = pareto or [(mix.cost.peak_bytes, mix.cost.seconds) for mix in advised.pareto]
+        if args.answers:
+            _answer(args, build_at, world_size, batch, settings, console)
     for what, path in written.items():
-        (page.save if what == "html" else trace.save)(found, path)
+        page.save(found, path, pareto) if what == "html" else trace.save(found, path)
         print_line(errors, f"wrote {path}", style="dim")
     return 0 if any(run.cost.fits for run in found.runs) else 1
+
+
+def _recommend(
+    args: argparse.Namespace, build_at: Any, world_size: Any, batch: int, settings: PlanSettings, console: Console
+) -> Recommendation:
+    from fxshard.plan.recommend import recommend
+    from fxshard.tools.plan.recommendation import advice, table_of
+
+    advised = recommend(
+        lambda batch: build_at(batch, args.sequence),
+        world_size=world_size,
+        batch=batch,
+        budget_gib=args.memory_budget_gib,
+        hardware=args.hardware,
+        settings=settings,
+        kinds=args.policies.split(",") if args.policies else _kinds(args.checkpointing),
+        name=args.model,
+    )
+    console.print(table_of(advised))
+    for line in advice(advised):
+        print_line(console, line)
+    return advised
+
+
+def _answer(
+    args: argparse.Namespace, build_at: Any, world_size: Any, batch: int, settings: PlanSettings, console: Console
+) -> None:
+    from fxshard.hardware import load
+    from fxshard.plan.plan import ranks_text
+    from fxshard.tools.plan.answers import answers
+
+    print_line(console, f"{ranks_text(world_size)} ranks, batch {batch}, {settings.schedules[0]}:")
+    if not isinstance(world_size, int):
+        print_line(console, "  answers are of runs without replicas")
+        return
+    for line in answers(build_at, world_size, batch, args.sequence, load(args.hardware), settings):
+        print_line(console, f"  {line}")

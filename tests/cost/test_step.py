@@ -122,7 +122,7 @@ def test_compute_waits_for_a_host_that_is_slower() -> None:
 
 def test_microbatches_that_do_not_reduce_launch_no_reduction() -> None:
     clock = Clock()
-    clock.run_all([block(3, reduces=True)] * 3, unreduced=2)
+    clock.run_all([block(3, reduces=True)], microbatches=3, reduces_each=False)
     names = [each.name for each in clock.intervals if each.stream == "0"]
     assert sum(name.startswith("reduce_scatter") for name in names) == 1
     assert sum(name.startswith("all_gather") for name in names) == 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fxshard
 from fxshard.errors import ConfigError
+from fxshard.runtime.parameters import REFS
 from fxshard.sharding import fsdp2_settings
 from fxshard.sharding.sharded_module import units_under
 
@@ -115,3 +116,14 @@ def test_settings_of_the_division_are_part_of_what_a_graph_is_compiled_for(mesh:
     model.set_force_sum_reduction_for_comms(True)
     assert (unit.plan.divide_factor, unit.plan.sums_only) == (3.0, True)
     assert unit.plan.sharing_key.count("/3 sums") == 1
+
+
+def test_a_choice_is_compiled_apart_from_none_for_a_pass_keeps_units_that_nobody_chose_for(mesh: DeviceMesh) -> None:
+    blocks = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    fxshard.fully_shard(blocks[0], mesh=mesh)
+    fxshard.fully_shard(blocks[1], mesh=mesh, reshard_after_forward=False)
+    keys = [block.__dict__[REFS]["weight"].key for block in blocks]
+    assert [unit.plan.reshard_after_forward for block in blocks for unit in units_under(block)] == [False, False]
+    assert keys[0] != keys[1]
+    cast(Any, blocks[0]).set_reshard_after_forward(False)
+    assert blocks[0].__dict__[REFS]["weight"].key == keys[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import runpy
@@ -17,7 +18,10 @@ from rich.console import Console
 from fxshard import hardware
 from fxshard.errors import ConfigError
 from fxshard.hardware import BUILTIN
+from fxshard.plan.plan import PlanSettings
+from fxshard.plan.recommend import recommend
 from fxshard.tools import cli
+from tests.plan.models import build
 
 
 def exit_status(*argv: str) -> int:
@@ -80,6 +84,16 @@ def test_plan_prints_a_line_for_each_run_and_draws_them(capsys: pytest.CaptureFi
         *("8 ranks, batch 2, FSDP2", "2x8 ranks, batch 2, FSDP2"),
         *(f"wrote {page}", f"wrote {trace}"),
     ]
+
+
+def test_plan_draws_what_budgets_buy(tmp_path: Path) -> None:
+    argv = ("plan", "tests.plan.models:build", "--world-size", "8", "--schedule", "FSDP2")
+    page = tmp_path / "plan.html"
+    assert exit_status(*argv, "--memory-budget-gib", "1", "--policies", "keep", "--html", str(page)) == 0
+    found = recommend(build, world_size=8, settings=PlanSettings(schedules=("FSDP2",)), kinds=["keep"])
+    assert len(found.pareto) > 1
+    points = [[mix.cost.peak_bytes, mix.cost.seconds] for mix in found.pareto]
+    assert f'"pareto": {json.dumps(points)}' in page.read_text()
 
 
 @pytest.mark.parametrize(
