@@ -34,7 +34,7 @@ CEILINGS = (
     Ceiling(
         "lines of `fxshard/` and `passes/` without `tools/` and `testing/`",
         _lines(text for name, text in SOURCES.items() if not name.startswith(TOOLS)),
-        34_840,
+        34_990,
     ),
     Ceiling(
         "lines of `tools/` and `testing/`",
@@ -45,8 +45,8 @@ CEILINGS = (
         "lines of the core: top level without `hardware.py`, `sharding`, `compile`, `ir`, `passes`, `ranks`, `runtime`",
         _lines(text for name, text in SOURCES.items() if name.rpartition("/")[0].partition("/")[0] in CORE)
         - _lines([SOURCES["hardware.py"]]),
-        23_640,
+        23_790,
     ),
-    Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 60_310),
-    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 54_070),
+    Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 60_530),
+    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 54_330),
 )
