@@ -129,6 +129,7 @@ class Matrix:
     """What one owner updates: a parameter, or rows of one that stacks several matrices."""
 
     parameter: DTensor
+    name: str  # of the parameter in its model, or its place
     place: int  # of the parameter among those of the optimizer
     split: RowSplit
     drops_first: bool  # whether the optimizer sees it without the first dimension, which is 1
@@ -155,6 +156,11 @@ class Matrix:
         """Bytes of all of it."""
         return math.prod(self.shape) * self.parameter.element_size()
 
+    def nbytes_of(self, rank: int) -> int:
+        """Bytes of what a rank of the team has of it."""
+        box = self.split.parts.get(rank, ((0, 0),))
+        return math.prod(last - first for first, last in box) * self.parameter.element_size()
+
     def traveller(self, local: Tensor, whole: Tensor | None) -> Traveller:
         """Describe a tensor like the parameter: what this rank has of it, and its owner of the matrix."""
         return Traveller(self.split, self.owner, local, None if whole is None else whole.detach().reshape(self.shape))
@@ -176,7 +182,7 @@ class Matrix:
         return small * small * (2 * large + small)
 
 
-def matrices_of(parameter: DTensor, place: int, team: Team, rows: Sequence[int] | None) -> list[Matrix]:
+def matrices_of(parameter: DTensor, name: str, place: int, team: Team, rows: Sequence[int] | None) -> list[Matrix]:
     """Return the matrices that a parameter has; `rows` are those of each along the first dimension, `None` for one.
 
     Raises:
@@ -186,19 +192,19 @@ def matrices_of(parameter: DTensor, place: int, team: Team, rows: Sequence[int] 
     boxes = team.boxes(shape, parameter.placements)
     if (own := tuple(last - first for first, last in boxes[team.rank])) != held:
         raise ConfigError(
-            f"whole_matrices: this rank has {held} of the parameter {shape} number {place} of the optimizer, where its "
+            f"whole_matrices: this rank has {held} of the parameter {name} {shape}, where its "
             f"placements {parameter.placements} say {own}. Shard it with fully_shard."
         )
     given = [shape[0]] if rows is None else list(rows)
     if sum(given) != shape[0] or (rows is not None and min(given, default=0) < 1):
         raise ConfigError(
-            f"whole_matrices: rows gave {given} for the parameter {shape} number {place} of the optimizer. They must "
+            f"whole_matrices: rows gave {given} for the parameter {name} {shape}. They must "
             "be positive and sum to its first dimension; None leaves it one matrix."
         )
     drops = rows is not None and len(shape) > 2 and set(given) == {1}
     ends = list(itertools.accumulate(given))
     spans = zip([0, *ends[:-1]], ends, strict=True)
-    return [Matrix(parameter, place, RowSplit(team, boxes, span), drops) for span in spans]
+    return [Matrix(parameter, name, place, RowSplit(team, boxes, span), drops) for span in spans]
 
 
 def assign_owners(matrices: Iterable[Matrix]) -> list[Matrix]:

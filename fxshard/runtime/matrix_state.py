@@ -21,6 +21,19 @@ State = dict[str, Any]
 """What an optimizer keeps of one parameter: tensors, numbers, and lists and dicts of them."""
 
 
+class AwayState(dict[str, Any]):
+    """In an optimizer's `state` while owners hold that of a parameter: empty, and who reads or writes it is told."""
+
+    def refuse(self, *_: object, **__: object) -> Any:
+        """Raise."""
+        raise ConfigError(
+            "whole_matrices: the state of this parameter is with its owner. Call optimizer.shard_state() on all ranks "
+            "before you read or write it, and state_dict() of what whole_matrices has returned to save it."
+        )
+
+    __missing__ = __setitem__ = clear = update = setdefault = __reduce__ = refuse
+
+
 @dataclass(frozen=True)
 class OwnedTensor:
     """A tensor that an owner has, as other ranks hear of it."""
@@ -81,7 +94,7 @@ def _cut(leaf: OwnedTensor, matrices: Sequence[Matrix], wholes: Sequence[Tensor 
     else:
         raise ConfigError(
             f"whole_matrices: the optimizer keeps a tensor {leaf.shape} of a matrix {first.seen_shape}, one of several "
-            f"of the parameter {tuple(parameter.shape)} number {first.place} of the optimizer. It has no place in the "
+            f"of the parameter {first.name} {tuple(parameter.shape)}. It has no place in the "
             "state of the parameter: leave rows out, or keep only tensors of the shape of a matrix."
         )
     RowExchange(team, travellers, inward=False).finish()

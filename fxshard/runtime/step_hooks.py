@@ -290,6 +290,11 @@ class StepHooks:
         units = {model.units[0].model.prefetcher.first for model in list(self.models) if model.units} - {None}
         return {id(member.parameter) for unit in units for member in cast("Unit", unit).members}
 
+    def names(self) -> dict[int, str]:
+        """The names of the parameters of all models, by their ids."""
+        members = [member for model in list(self.models) for unit in model.units for member in unit.members]
+        return {id(parameter): member.fqn for member in members for parameter in member.registered()}
+
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer is about to write the parameters in its groups."""
         if self.lays:

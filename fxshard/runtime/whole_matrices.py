@@ -8,31 +8,39 @@ keeps its groups, which schedulers write, and nothing is to be put back where a 
 rounds, so that what the next round needs travels meanwhile; others step once, with all.
 
 State stays with the owner. Where someone reads it (`state_dict()`, and so every checkpoint), it becomes DTensors like
-those of any sharded optimizer, and the next step takes it back: a checkpoint does not show who owned what.
+those of any sharded optimizer, and the next step takes it back: a checkpoint does not show who owned what. Meanwhile
+`state` has an `AwayState` of each parameter; if that was removed, so is what owners hold.
+Where the optimizer raises on one rank, the exchanges of the step still take place. Others hear of it in their next run.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fxshard import torch_private
+from fxshard.errors import ConfigError
 from fxshard.ir.launches import Launch, on_group
-from fxshard.runtime import matrix_state
+from fxshard.runtime import matrix_state, rank_check
+from fxshard.runtime.matrix_explanation import MatrixExplanation
 from fxshard.runtime.matrix_owners import Matrix, Team, assign_owners, cutting_axes, matrices_of
-from fxshard.runtime.matrix_state import State
+from fxshard.runtime.matrix_state import AwayState, State
 from fxshard.runtime.overlapped_step import BY_PARAMETER, without_hooks
 from fxshard.runtime.parameters import adopt_attributes, local_of
 from fxshard.runtime.rank_check import Agreement
+from fxshard.runtime.rank_group import REFUSED
 from fxshard.runtime.row_exchange import RowExchange
 from fxshard.runtime.step_hooks import step_hooks
 
@@ -75,6 +83,9 @@ class WholeMatrices(Optimizer):
     ) -> None:
         """Take over the groups, the state and the hooks of an optimizer."""
         self._given = optimizer
+        if away := [state for state in optimizer.state.values() if isinstance(state, AwayState)]:
+            away[0].refuse()
+        optimizer.register_step_pre_hook(functools.partial(_refuse_step_of, weakref.ref(optimizer)))
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
         self._hooks = [name for name in vars(self) if name.startswith("_optimizer_")]
@@ -85,7 +96,7 @@ class WholeMatrices(Optimizer):
         self._plan = OwnerPlan([], [], {})
         self._held: dict[Matrix, State] = {}  # of those that this rank owns
         self._is_away = False  # whether any rank holds state that `state` does not have
-        self._agreements: dict[str, Agreement] = {}
+        self._agreements: dict[tuple[str, ...], Agreement] = {}
         if optimizer in step_hooks().overlapped:
             step_hooks().overlapped.add(self)
 
@@ -94,6 +105,16 @@ class WholeMatrices(Optimizer):
         if name == "_given":
             raise AttributeError(name)
         return getattr(self._given, name)
+
+    def __getstate__(self) -> Any:
+        """Refuse copies and pickles, which would be without the optimizer and what owners hold."""
+        raise ConfigError(f"{type(self._given).__name__} cannot be copied or pickled: owners hold its state.")
+
+    def explain(self) -> MatrixExplanation:
+        """Say who updates what, at what cost, and how much travels in a step; print it. All ranks call it."""
+        plan = self._current_plan()
+        title = f"{type(self._given).__name__}: {len(plan.of)} of {len(plan.parameters)} parameters whole"
+        return MatrixExplanation.of(title, plan.matrices)
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Step as the optimizer would step unsharded parameters; all ranks call it, with what its own `step` takes."""
@@ -118,31 +139,42 @@ class WholeMatrices(Optimizer):
     @torch.no_grad()
     def shard_state(self) -> None:
         """Move what owners hold into `state`, cut over the ranks; collective after a step."""
-        if not self._is_away:
-            return
-        for team, matrices in _by_team(self._plan.matrices).items():
-            for parameter, state in matrix_state.shard_states(team, matrices, self._held).items():
-                self.state[parameter] = state
-        self._held.clear()
-        self._is_away = False
+        if self._is_away:
+            kept = [matrix for matrix in self._plan.matrices if matrix.parameter in self.state]  # by the user
+            for team, matrices in _by_team(kept).items():
+                for parameter, state in matrix_state.shard_states(team, matrices, self._held).items():
+                    self.state[parameter] = state
+            self._held.clear()
+            self._is_away = False
+        self.state.update({key: {} for key, state in self.state.items() if isinstance(state, AwayState)})
 
     def _step(self, options: Mapping[str, Any]) -> None:
-        plan = self._current_plan()
+        plan, failure = self._current_plan(), cast(Exception | None, None)
         todo = [matrix for matrix in plan.matrices if matrix.parameter.grad is not None]
-        rounds = list(self._rounds(todo)) or [StepRound()]
+        for name, parameter in {matrix.name: matrix.parameter for matrix in todo}.items():
+            _lay_gradient(parameter, name)
         with ExitStack() as agreed:
             for team, matrices in _by_team(todo).items():
                 agreed.enter_context(self._agreed(team, matrices))
+            rounds = list(self._rounds(todo)) or [StepRound()]
             self._send_in(rounds[0])
             for before, this, following in zip([None, *rounds], rounds, [*rounds[1:], None], strict=False):
                 if following is not None:
                     self._send_in(following)
                 this.finish()
-                self._update(this, options, with_others=before is None)
+                try:
+                    if failure is None:
+                        self._update(this, options, with_others=before is None)
+                except Exception as error:  # raised below, when the others have got what they wait for
+                    failure = error
                 if before is not None:
                     before.finish()
                 self._send_back(this)
             rounds[-1].finish()
+        if failure is not None:
+            names = {team.group.group_name for team in _by_team(todo)}
+            rank_check.report_failure(names, f"its optimizer failed: {failure}", REFUSED)
+            raise failure
 
     def _current_plan(self) -> OwnerPlan:
         """Return who updates what; made anew, from rows, when the parameters are others than before."""
@@ -154,27 +186,32 @@ class WholeMatrices(Optimizer):
         team_of = functools.cache(Team)
         of: dict[Tensor, list[Matrix]] = {}
         places = {id(parameter): place for place, parameter in enumerate(parameters)}
+        names = step_hooks().names()
         for group in self.param_groups:
             for parameter in () if self._elementwise(group) else group["params"]:
                 if isinstance(parameter, DTensor) and (axes := cutting_axes(parameter)):
                     team, rows = team_of(parameter.device_mesh, axes), self._rows(cast(Any, parameter))
-                    of[parameter] = matrices_of(parameter, places[id(parameter)], team, rows)
+                    name, place = names.get(id(parameter)), places[id(parameter)]
+                    of[parameter] = matrices_of(parameter, name or f"number {place}", place, team, rows)
         self._plan = OwnerPlan(parameters, assign_owners(matrix for found in of.values() for matrix in found), of)
         return self._plan
 
     def _agreed(self, team: Team, matrices: Sequence[Matrix]) -> Any:
-        """Around a step: the ranks of a team must update the same matrices."""
-        name, nbytes = team.group.group_name, sum(matrix.nbytes for matrix in matrices)
-        places = ", ".join(str(place) for place in sorted({matrix.place for matrix in matrices}))
-        text = f"all_to_all of gradients of parameters {places} of an optimizer, {nbytes} bytes,{on_group(name)}"
-        launch = Launch(name, text, "outside of graphs", "all_to_all", "whole matrices")
-        return self._agreements.setdefault(text, Agreement("matrices")).before([launch])
+        """Around a step: the ranks of a team must update the same matrices, in one order."""
+        by_place, on = {matrix.place: matrix for matrix in matrices}, team.group.group_name
+        texts = [
+            f"all_to_all of the gradient {tuple(matrix.parameter.shape)} of the parameter {matrix.name},{on_group(on)}"
+            for _, matrix in sorted(by_place.items())
+        ]
+        launches = [Launch(on, text, "outside of graphs", "all_to_all", "whole matrices") for text in texts]
+        return self._agreements.setdefault(tuple(texts), Agreement("matrices")).before(launches)
 
     def _rounds(self, todo: Sequence[Matrix]) -> Iterator[StepRound]:
         """Yield what is updated together: a bucket of one team, or all. State that lies in `state` goes to owners."""
+        self._held = {matrix: state for matrix, state in self._held.items() if matrix.parameter in self.state}
         owned = dict.fromkeys(matrix.parameter for matrix in todo)
         states: dict[Tensor, State] = {parameter: state for parameter in owned if (state := self.state.get(parameter))}
-        self.state.update({parameter: {} for parameter in owned})  # not empty: torch would take a step of zeros for it
+        self.state.update({parameter: AwayState() for parameter in owned})
         self._is_away |= bool(owned)
         if not self._steps_in_rounds:
             yield StepRound(todo, states)
@@ -224,17 +261,38 @@ class WholeMatrices(Optimizer):
         given, hooks = self._given, {name: OrderedDict[int, Any]() for name in self._hooks}
         copied = object.__new__(type(given))
         copied.__dict__ = {**vars(given), **hooks, "param_groups": groups, "state": state}
-        (without_hooks(type(given).step) or type(given).step)(copied, **options)
-        for group, seen in zip(self.param_groups, groups, strict=True):
-            group.update({name: value for name, value in seen.items() if name != "params"})
-        self._held.update({matrix: state[parameter] for parameter, matrix in own.items() if parameter in state})
-        self.state.update({key: value for key, value in state.items() if key not in own})
-        vars(given).update({k: v for k, v in vars(copied).items() if k not in {"param_groups", "state", *hooks}})
+        try:
+            with self._without_collectives(this):
+                (without_hooks(type(given).step) or type(given).step)(copied, **options)
+        finally:
+            for group, seen in zip(self.param_groups, groups, strict=True):
+                group.update({name: value for name, value in seen.items() if name != "params"})
+            self._held.update({matrix: state[parameter] for parameter, matrix in own.items() if parameter in state})
+            self.state.update({key: value for key, value in state.items() if key not in own})
+            vars(given).update({k: v for k, v in vars(copied).items() if k not in {"param_groups", "state", *hooks}})
+
+    @contextmanager
+    def _without_collectives(self, this: StepRound) -> Iterator[None]:
+        """Around the optimizer's own step: one that exchanges matrices itself would mix those of several owners."""
+        found = {(dist.group.WORLD or each.team.group, local_of(each.parameter).device) for each in this.matrices}
+        known = found | {(each.team.group, local_of(each.parameter).device) for each in this.matrices}
+        before = [torch_private.num_collectives(*each) for each in known]
+        yield
+        if before != [torch_private.num_collectives(*each) for each in known]:
+            raise ConfigError(
+                f"whole_matrices: the step of {type(self._given).__name__} launches collectives itself, which "
+                "mixes matrices of several owners. Drop its results, and give its variant for one device."
+            )
 
     def _send_back(self, this: StepRound) -> None:
         """Launch what brings updated rows back to the ranks that hold them."""
         for team, matrices in _by_team(this.matrices).items():
             moved = [each for each in matrices if not each.stays]
+            for each in matrices:
+                if each.stays and each in this.wholes:
+                    rows, whole = each.split.in_local(local_of(each.parameter)), this.wholes[each]
+                    if rows.data_ptr() != whole.data_ptr():  # the optimizer has assigned `parameter.data`
+                        rows.copy_(whole.view(each.shape))
             travellers = [each.traveller(local_of(each.parameter), this.wholes.get(each)) for each in moved]
             this.under_way.append(RowExchange(team, travellers, inward=False))
         this.wholes.clear()
@@ -244,12 +302,27 @@ class WholeMatrices(Optimizer):
 _step_eagerly = torch.compiler.disable(WholeMatrices._step)
 
 
+def _refuse_step_of(given: weakref.ref[Optimizer], stepping: Optimizer, *_: object) -> None:
+    """Refuse steps of the optimizer that was given; a hook, which it shares with ours."""
+    if stepping is given():
+        raise ConfigError(f"{type(stepping).__name__} was given to whole_matrices. Step what that has returned.")
+
+
 def _by_team(matrices: Sequence[Matrix]) -> dict[Team, list[Matrix]]:
     """Return the matrices of each team; teams in the order of their first parameters, the same on all ranks."""
     found: dict[Team, list[Matrix]] = {}
     for matrix in matrices:
         found.setdefault(matrix.team, []).append(matrix)
     return dict(sorted(found.items(), key=lambda item: min(matrix.place for matrix in item[1])))
+
+
+def _lay_gradient(parameter: DTensor, name: str) -> None:
+    """Cut a gradient as its parameter is cut, where the user has given another one."""
+    grad = parameter.grad
+    if not isinstance(grad, DTensor):
+        raise ConfigError(f"whole_matrices: the gradient of the parameter {name} is no DTensor. Assign one.")
+    if grad.placements != parameter.placements:
+        parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
 def _as_parameter(matrix: Matrix, whole: Tensor, grad: Tensor) -> nn.Parameter:

@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_map_only
 
 import fxshard
 from fxshard import torch_private
-from fxshard.compile.one_line.units import units_of
 from fxshard.passes.chain_reductions import ChainReductions
 from fxshard.passes.defer_weight_gradients import DeferWeightGradients
 from fxshard.passes.hoist_prefetch import HoistPrefetch
@@ -31,7 +30,7 @@ from fxshard.passes.pipeline import Pipeline
 from fxshard.passes.sink_waits import SinkWaits
 from fxshard.tools.bench.config import COMPUTE, FXSHARD, REFERENCE, Entry
 from fxshard.tools.bench.simplefsdp import parametrize
-from fxshard.tools.bench.task import Task
+from fxshard.tools.bench.task import Task, units_of
 
 Forward = Callable[..., Any]
 

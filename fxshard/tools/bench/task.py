@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
+from fxshard.compile.one_line.units import blocks_of
 from fxshard.errors import ConfigError
 from fxshard.inspect.target import function_of, kind_of
 from fxshard.tools.bench.config import DTYPES, BenchConfig
@@ -48,6 +49,14 @@ class Task:
                 "the loss, or an object with an attribute loss; or return (model, batch, loss_fn)."
             )
         return loss
+
+
+def units_of(model: nn.Module) -> list[nn.Module]:
+    """Return what every system shards: the blocks of a model, and what is around them.
+
+    FSDP2 cannot have units of what a forward reads in passing, such as the weight of a tied embedding.
+    """
+    return [*blocks_of(model), model]
 
 
 def make_task(config: BenchConfig, rank: int, split_over: DeviceMesh | None = None) -> Task:

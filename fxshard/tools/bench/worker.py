@@ -15,13 +15,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fxshard.compile.one_line.units import units_of
 from fxshard.testing.emulated_link import EmulatedLink, emulated_link
 from fxshard.testing.link_engine import Speed
 from fxshard.tools.bench import systems, traffic
 from fxshard.tools.bench.config import BenchConfig, BenchJob
 from fxshard.tools.bench.systems import Trainer
-from fxshard.tools.bench.task import Task, make_task
+from fxshard.tools.bench.task import Task, make_task, units_of
 from fxshard.tools.bench.traffic import Traffic
 from fxshard.tools.launch.rank_process import RankPlace, join, reporting
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 import fxshard
-from fxshard.compile.one_line.units import units_of
 from fxshard.testing import emulated_link
+from fxshard.tools.bench.task import units_of
 from tests.tools.bench import models
 
 TARGET = 1.05

@@ -21,12 +21,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import fxshard
-from fxshard.compile.one_line.units import offloaded_of, units_of
+from fxshard.compile.one_line.units import offloaded_of
 from fxshard.cost import measured
 from fxshard.options import Options
 from fxshard.runtime import mesh_axes
 from fxshard.sharding.sharded_module import units_under
 from fxshard.testing import emulated_host, emulated_link
+from fxshard.tools.bench.task import units_of
 from tests.tools.bench import models
 
 ROUNDS, WARM_UP = 24, 4
