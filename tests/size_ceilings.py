@@ -48,5 +48,5 @@ CEILINGS = (
         23_800,
     ),
     Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 61_020),
-    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 55_440),
+    Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 55_470),
 )
