@@ -46,7 +46,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd import Variable, profiler
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper as checkpoint_wrapper
-from torch.distributed.distributed_c10d import _get_default_store, _world
+from torch.distributed.distributed_c10d import _get_default_store, _hash_ranks_to_str, _world
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.node import _get_qualified_name
@@ -447,8 +447,9 @@ def gloo_of_one_thread(given: Any, interfaces: Sequence[str]) -> Any:
 
 
 def num_groups() -> int:
-    """Return how many process groups this rank has; `new_group(use_local_synchronization=True)` names one by it."""
-    return len(_world.pg_names)
+    """Return the number after which this rank names the next `new_group(use_local_synchronization=True)`."""
+    counts_calls = "group_count" in _hash_ranks_to_str.__code__.co_names  # torch 2.15; before, the groups that it has
+    return _world.group_count if counts_calls else len(_world.pg_names)
 
 
 def backend_for(group: dist.ProcessGroup, device_type: str) -> Any:
