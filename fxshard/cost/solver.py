@@ -52,8 +52,8 @@ class PolicyProblem:
 
     Attributes:
         units: the choices of each unit, of which the first is what it does unless something is gained.
-        seconds: `[resources, moments]`, what resources do whatever is chosen.
-        nbytes: `[places]`, what is held whatever is chosen.
+        seconds: `[resources, moments]`, what resources do under every choice.
+        nbytes: `[places]`, what memory takes under every choice.
         times: `[moments]`, how often each moment comes in a step.
     """
 

@@ -238,7 +238,7 @@ class BackwardDispatch(Dispatch):
         chosen = unsharded_cache.chosen_for(units, self._reads, self._frame.resident_budget_bytes, trains=True)
         chosen |= call.forward.resident  # of these the forward saved what is not the graph's to write into
         apart = frozenset(
-            key for key in trained if key not in sums.accumulates and units[key].step.replica_sums.apart()
+            key for key in trained if key not in sums.accumulates and units[key].step.replica_sums.defers_all_reduce()
         )
         which = dataclasses.replace(sums, resident=chosen, apart=apart)
         code = self._compiled(which, units)  # before anything is launched

@@ -227,7 +227,7 @@ class FlatShard:
         self.sink = GradientSink([member.parameter for member in members], plan)
         self.sink.hook = home.unit.settings.all_reduce_hook
         if mesh_axes.num_replicas(mesh) > 1:
-            self.sink.defers_all_reduce = home.unit.step.replica_sums.apart
+            self.sink.defers_all_reduce = home.unit.step.replica_sums.defers_all_reduce
             self.sink.take_apart = functools.partial(home.unit.step.replica_sums.take, home.shard)
         if plan.trainable:
             self.flat.register_post_accumulate_grad_hook(self.sink.hand_over)

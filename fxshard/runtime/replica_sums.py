@@ -49,7 +49,7 @@ class ReplicaSums:
         """Whether something is to be averaged yet."""
         return bool(self._sums)
 
-    def apart(self) -> bool:
+    def defers_all_reduce(self) -> bool:
         """Whether the graphs of the running backward leave out the all_reduce."""
         if self._unit.plan.replicas == 1:
             return False
@@ -57,7 +57,7 @@ class ReplicaSums:
 
     def plan(self) -> UnitPlan:
         """The unit's plan for what is reduced outside of graphs."""
-        return replace(self._unit.plan, all_reduces=False) if self.apart() else self._unit.plan
+        return replace(self._unit.plan, all_reduces=False) if self.defers_all_reduce() else self._unit.plan
 
     def forget(self) -> None:
         """No backward runs: the next one decides anew."""

@@ -277,7 +277,7 @@ class Unit:
         plan = self.plan
         groups = {"all_gather": plan.gathering_group, "reduce_scatter": plan.reducing_group}
         groups["all_reduce"] = plan.replicate_group
-        averages = wanted == "reduce_scatter" and plan.replicas > 1 and not self.step.replica_sums.apart()
+        averages = wanted == "reduce_scatter" and plan.replicas > 1 and not self.step.replica_sums.defers_all_reduce()
         sizes = " and ".join(f"{dtype_text(shard.dtype)}[{shard.numel}]" for shard in plan.shards)
         launches = tuple(
             Launch(

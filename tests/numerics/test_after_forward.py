@@ -118,13 +118,7 @@ def assert_same(model: nn.Module, expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(grad, expected[name], rtol=1e-9, atol=1e-12)
 
 
-@two_ranks
-@WAYS
-@pytest.mark.parametrize("kind", [Headless, Tied, Apart])
-def test_a_loss_that_reads_a_root_parameter_gives_the_gradient_of_unsharded_training(
-    way: str, kind: type[Headless]
-) -> None:
-    run, model = sharded(kind, way)
+def assert_trains_as_unsharded(run: nn.Module, model: Headless, kind: type[Headless]) -> None:
     expected = mean_grads(kind().double())
     for _ in range(2):
         model.zero_grad()
@@ -134,14 +128,19 @@ def test_a_loss_that_reads_a_root_parameter_gives_the_gradient_of_unsharded_trai
 
 
 @two_ranks
+@WAYS
+@pytest.mark.parametrize("kind", [Headless, Tied, Apart])
+def test_a_loss_that_reads_a_root_parameter_gives_the_gradient_of_unsharded_training(
+    way: str, kind: type[Headless]
+) -> None:
+    assert_trains_as_unsharded(*sharded(kind, way), kind)
+
+
+@two_ranks
 @pytest.mark.parametrize("way", ["one line", "one line, regional"])
 def test_a_loss_reads_the_head_where_it_is_a_unit_of_its_own(way: str) -> None:
     run, model = sharded(Wide, way)
-    expected = mean_grads(Wide().double())
-    for _ in range(2):
-        model.zero_grad()
-        loss_of(run, model, tokens_of(dist.get_rank()), chunks=2).backward()
-        assert_same(model, expected)
+    assert_trains_as_unsharded(run, model, Wide)
     assert {"embed", "head"} < {unit.fqn for unit in units_under(model)}
 
 
