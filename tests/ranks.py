@@ -41,6 +41,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 from torch._dynamo import guards
 
+from fxshard.cost import measured
+from fxshard.hardware import TABLE
 from fxshard.runtime import gloo
 from fxshard.runtime.process_groups import align_names
 from tests.state.processes import server
@@ -126,6 +128,8 @@ def settle() -> None:
     except RuntimeError as error:
         raise RankError(f"the body left the ranks out of step: {error}") from None
     align_names(world)  # FSDP2 makes groups, too
+    if measured.numbers_for([world], torch.device("cpu")).source != TABLE:
+        raise RankError("the body left a group whose link was measured; end in a new one: graphs count on the numbers")
 
 
 def _outcome_of(job: Job) -> Outcome:

@@ -39,12 +39,14 @@ def measuring(folder: Path, switch: str = "1") -> Iterator[None]:
 
 @contextlib.contextmanager
 def new_group(name: str, *, switch: str = "1", own_disk: bool = False) -> Iterator[Path]:
-    """Both ranks in a group of their own, with a folder for files; yields it."""
+    """Both ranks in a group of their own, with a folder for files; yields it. Another test gets the table's numbers."""
     dist.destroy_process_group()
     join_group(name)
     folder = group_folder() / f"{name}_cache{dist.get_rank() if own_disk else ''}"
     with measuring(folder, switch):
         yield folder
+    dist.destroy_process_group()
+    join_group(f"after_{name}")
 
 
 def both() -> DeviceMesh:
