@@ -9,7 +9,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, fx
@@ -321,17 +321,38 @@ def reduce_dtypes(dtypes: Mapping[SlotIndex, torch.dtype], plan: UnitPlan) -> di
     return {dtype: tuple(slots) for dtype, slots in groups.items()}
 
 
+class LaunchedGrads(NamedTuple):
+    """Gradients of one reduce dtype that are on their way."""
+
+    dtype: torch.dtype
+    pieces: list[Segment]  # the gradients in each of `launched`
+    launched: list[Tensor]  # this rank's part of their mean, `[numel / world_size]`, to be waited for
+
+
 def reduce_grads(grads: Mapping[SlotIndex, Tensor], plan: UnitPlan) -> dict[int, Tensor]:
     """Average gradients over the group, with one reduction per reduce dtype, and return this rank's shard of them.
 
     `grads` are unsharded, in their parameters' shapes and registration order. Returns shard index -> `[shard_numel]` in
     the dtype of its gradients, zeros where no gradient was given.
     """
-    reduced: dict[Segment, Tensor] = {}
+    return arrived_grads(launch_grads(grads, plan), plan)
+
+
+def launch_grads(grads: Mapping[SlotIndex, Tensor], plan: UnitPlan) -> list[LaunchedGrads]:
+    """Do the first part of `reduce_grads`, until nothing is left but to wait for the last launches."""
+    found = []
     for dtype, segment in reduce_dtypes({slot: grad.dtype for slot, grad in grads.items()}, plan).items():
         pieces = _without_large(segment, plan)
         inputs = reduce_inputs([[grads[slot] for slot in piece] for piece in pieces], plan, dtype)
         launched = launch_all_reduce(launch_reduce(inputs, dtype, plan), dtype, plan)
+        found.append(LaunchedGrads(dtype, pieces, launched))
+    return found
+
+
+def arrived_grads(launches: Iterable[LaunchedGrads], plan: UnitPlan) -> dict[int, Tensor]:
+    """Do the second part of `reduce_grads`: wait, and make gradients of shards."""
+    reduced: dict[Segment, Tensor] = {}
+    for dtype, pieces, launched in launches:
         reduced |= zip(pieces, reduced_in(launched, dtype, plan), strict=True)
     return shard_grads(reduced, plan)
 

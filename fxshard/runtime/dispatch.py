@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fxshard import torch_private
 from fxshard.errors import FxshardError, InvariantError, RankMismatchError, UnsupportedGraph
+from fxshard.ir import collectives
 from fxshard.ir.launches import Launch
 from fxshard.ir.liveness import hint_of
 from fxshard.ir.tags import ShardKey
@@ -263,8 +264,6 @@ class BackwardDispatch(Dispatch):
         left, waiting = list(results), functools.partial(code.run.waiting, self._frame.names_of(units))
         for i, (key, shard) in code.late.items():
             unit, trained = units[key], [slot for j, slot in self._frame.trained[key] if j == shard]
-            reduction = Reduction(unit.fqn, results[i], waiting)
-            sink = unit.shards[shard].sink
-            is_late = unit.model.late.defer(reduction, sink, trained)
-            left[i] = None if is_late else results[i].to(sink.plan.gradient_dtype)
+            reduction = Reduction(unit.fqn, functools.partial(collectives.WAIT, results[i]), waiting)
+            left[i] = unit.model.late.defer(reduction, unit.shards[shard].sink, trained)
         return left

@@ -17,6 +17,7 @@ It is a copy: a write to it, a hook on it or a new `requires_grad` would be lost
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
@@ -31,12 +32,16 @@ from fxshard.ir import collectives, writes
 from fxshard.ir.collectives import SlotIndex
 from fxshard.runtime import host_copies, profiler_ranges
 from fxshard.runtime.flat_shard import home_of
+from fxshard.runtime.late_gradients import Reduction
 from fxshard.runtime.parameters import ParameterRef
 
 if TYPE_CHECKING:
     from fxshard.runtime.unit import Unit
 
 Parameters = dict[SlotIndex, Tensor]
+
+_MAX_LATE = 1
+"""How many units may have reductions in flight when one of gradients outside of graphs is launched, as in FSDP2."""
 
 _RETURNED = "_fxshard_parameter"
 """Attribute of a gathered parameter that a graph has returned: its FQN."""
@@ -301,11 +306,30 @@ class _UnshardUnit(torch.autograd.Function):
             written = _with_zeros(written, unit)
         for i, j in written:
             unit.shards[i].sink.expect((j,))
-        names = ", ".join(unit.plan.shards[i].slots[j].fqn for i, j in written)
-        agreed = unit.agreed("reduced", "reduce_scatter", f"gradients of {names}")
-        with nullcontext() if unit.is_fake else agreed, profiler_ranges.of_unit(unit.fqn):
-            reduced = host_copies.on_host(collectives.reduce_grads(written, unit.step.replica_sums.plan()), unit.plan)
-        return (None, None, None, *(reduced.get(i) for i in range(len(unit.shards))))
+        return (None, None, None, *_reduce(unit, written))
+
+
+def _reduce(unit: Unit, written: Parameters) -> list[Tensor | None]:
+    """Launch the reduction of gradients; return those of the unit's shards, `None` where the runtime gives them later.
+
+    See [Note: late gradients] in `late_gradients.py`.
+    """
+    names, mean = ", ".join(unit.plan.shards[i].slots[j].fqn for i, j in written), unit.step.replica_sums.plan()
+    agreed = unit.agreed("reduced", "reduce_scatter", f"gradients of {names}")
+    unit.model.late.arrive(keep=_MAX_LATE)
+    with nullcontext(nullcontext) if unit.is_fake else agreed as waiting, profiler_ranges.of_unit(unit.fqn):
+        launched = collectives.launch_grads(written, mean)
+
+    @functools.cache
+    def arrived() -> dict[int, Tensor]:
+        return host_copies.on_host(collectives.arrived_grads(launched, mean), unit.plan)
+
+    given: list[Tensor | None] = [None] * len(unit.shards)
+    for i in dict.fromkeys(i for i, _ in written):
+        reduction = Reduction(unit.fqn, lambda i=i: arrived()[i], waiting)  # type: ignore[misc]
+        slots = [j for shard, j in written if shard == i]
+        given[i] = reduction.grad if unit.is_fake else unit.model.late.defer(reduction, unit.shards[i].sink, slots)
+    return given
 
 
 def _with_zeros(written: Parameters, unit: Unit) -> Parameters:

@@ -3,10 +3,11 @@
 [Note: late gradients]
 A block that is compiled by itself launches its reduction at the end of its backward graph. If the graph waited for it,
 nothing would run beside it. So the graph returns the buffer as it is (`HandOffReductions`), autograd is given no
-gradient for the flat, and the buffer is kept here. It is waited for
+gradient for the flat, and the buffer is kept here. So it is with gradients of parameters that code outside of graphs
+has read (`eager.py`). It is waited for
 
-- when a later graph of the same backward begins and reductions of more than `keep` units are in flight: what they send
-  and bring takes memory, and the same number is allowed inside of a graph (`reduce_scatter_max_input_buffers`);
+- when a later graph or reduction of the same backward begins and those of more than `keep` units are in flight: what
+  they send and bring takes memory, and the same number is allowed in a graph (`reduce_scatter_max_input_buffers`);
 - when an optimizer steps in a hook of the backward;
 - at the end of the backward, before anything else that ends with it: waiting sums are reduced behind it.
 
@@ -31,29 +32,29 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fxshard import torch_private
-from fxshard.ir import collectives
 from fxshard.runtime import profiler_ranges
 from fxshard.runtime.gradients import GradientSink
 
 
-class Reduction(NamedTuple):
-    """A reduction that a graph has left on the link."""
+@dataclass(eq=False)
+class Reduction:
+    """A reduction that is on the link."""
 
     unit: str  # FQN of the unit
-    grad: Tensor  # what it brings, `[shard_numel]`, to be waited for
+    arrive: Callable[[], Tensor]  # waits for it, and returns what it brings, `[shard_numel]`
     # around the wait, so that ranks that wait for each other are named
     waiting: Callable[[], AbstractContextManager[None]]
 
-    def wait(self) -> None:
-        """Have what follows on the current stream (on the CPU: the caller) wait for it."""
+    @functools.cached_property
+    def grad(self) -> Tensor:
+        """What it brings; what follows on the current stream (on the CPU: the caller) waits for it."""
         with self.waiting(), profiler_ranges.of_wait(self.unit):
-            collectives.WAIT(self.grad)
+            return self.arrive()
 
 
 @dataclass(eq=False)
@@ -63,14 +64,14 @@ class LateGradient:
     sink: GradientSink  # that gives it to the parameters
     backward: int | None  # identity of the backward
     mark: Callable[[], object | None]  # gives an object for as long as the backward runs
-    parts: list[Tensor] = field(default_factory=list)  # one for each graph run that gives one, `[shard_numel]` each
+    parts: list[Reduction] = field(default_factory=list)  # one for each graph run that gives one
     slots: set[int] = field(default_factory=set)  # of the parameters that these graphs train
     in_flight: int = 0  # how many parts are to be waited for
     is_reached: bool = False  # whether autograd has come to the flat
 
     def sum(self) -> Tensor:
         """Return all parts together, in the dtype of the gradient: they may have been reduced in another one."""
-        return functools.reduce(torch.add, [part.to(self.sink.plan.gradient_dtype) for part in self.parts])
+        return functools.reduce(torch.add, [part.grad.to(self.sink.plan.gradient_dtype) for part in self.parts])
 
 
 class BackwardMark:
@@ -95,25 +96,24 @@ class LateGradients:
         self._marks[backward] = mark = BackwardMark()
         return mark
 
-    def defer(self, reduction: Reduction, sink: GradientSink, slots: Iterable[int]) -> bool:
-        """Keep a part of a gradient for later; if a hook sees it before, wait for it now and return `False`.
+    def defer(self, reduction: Reduction, sink: GradientSink, slots: Iterable[int]) -> Tensor | None:
+        """Keep a part of a gradient for later; if a hook sees it before, wait for it now and return it.
 
         `slots` are those of the parameters that its graph trains.
         """
         if not sink.can_be_late():
-            reduction.wait()
-            return False
+            return reduction.grad.to(sink.plan.gradient_dtype)
         key = sink, torch_private.backward_id()
         if key not in self._late:
             mark = self._marks.get(key[1])
             self._late[key] = LateGradient(*key, weakref.ref(mark) if mark is not None else lambda: None)
             sink.expect_late(self._late[key])
         late = self._late[key]
-        late.parts.append(reduction.grad)
+        late.parts.append(reduction)
         late.slots.update(slots)
         late.in_flight += 1
         self._in_flight.append((reduction, late))
-        return True
+        return None
 
     def arrive(self, keep: int) -> None:
         """Wait for the oldest reductions, all but those of `keep` units, and give away the gradients that are whole."""
@@ -136,7 +136,7 @@ class LateGradients:
         due = [pair for pair in self._in_flight if pair[0].unit in oldest]
         self._in_flight = [pair for pair in self._in_flight if pair[0].unit not in oldest]
         for reduction, late in due:
-            reduction.wait()
+            _ = reduction.grad
             late.in_flight -= 1
         for late in [late for late in self._late.values() if late.is_reached and not late.in_flight]:
             self._forget(late)
@@ -154,7 +154,7 @@ class LateGradients:
         dropped = [pair for pair in self._in_flight if which(pair[1])]
         self._in_flight = [pair for pair in self._in_flight if not which(pair[1])]
         for reduction, _ in dropped:
-            reduction.wait()
+            _ = reduction.grad
         for late in filter(which, list(self._late.values())):
             self._forget(late)
 

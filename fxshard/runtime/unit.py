@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any
@@ -264,8 +265,10 @@ class Unit:
         self.step.after_forward.end()
 
     @contextmanager
-    def agreed(self, kind: str, wanted: str, what: str) -> Iterator[None]:
+    def agreed(self, kind: str, wanted: str, what: str) -> Iterator[Callable[[], AbstractContextManager[None]]]:
         """Around one collective outside of graphs, on which the ranks agree first; an all_reduce may follow it.
+
+        Yields what makes a context for a later wait for it.
 
         Args:
             kind: of run, one word: "read", "reduced", "resident", "step", "waiting" or "averaged".
@@ -291,9 +294,9 @@ class Unit:
             if op == wanted or (op == "all_reduce" and averages)
         )
         key = kind, f"{what} {sizes} {len(launches)}"
-        with self.model.forgetting(), telling_others(lambda: plan.groups):
-            with self.step.agreements.setdefault(key, Agreement(kind)).before(launches):
-                yield
+        agreement = self.step.agreements.setdefault(key, Agreement(kind))
+        with self.model.forgetting(), telling_others(lambda: plan.groups), agreement.before(launches):
+            yield functools.partial(agreement.after, launches)
 
     def rename(self, fqn: str, member_fqns: Sequence[str]) -> None:
         """Name the unit and its members from a new outermost module."""

@@ -126,6 +126,17 @@ def test_no_more_are_late_than_may_be_in_flight(link: EmulatedLink, max_buffers:
     assert backward == expected
 
 
+def test_a_reduction_outside_of_graphs_runs_beside_the_next_module(link: EmulatedLink) -> None:
+    model, reference = sharded(link), sharded(link)
+    for parameter in reference.parameters():
+        parameter.register_hook(lambda grad: None)  # it must see its gradient at once
+    for _ in range(2):
+        assert torch.equal(step(model), step(reference))
+    assert issued(model)[1] == "c rs3 c rs2 c w3 rs1 c w2 rs0 w1 w0"
+    assert issued(reference)[1] == "c rs3 w3 c rs2 w2 c rs1 w1 c rs0 w0"
+    assert late(model) == 0
+
+
 def _with_tensor_hook(model: Blocks, seen: list[Tensor]) -> None:
     next(iter(model.blocks[2].parameters())).register_hook(lambda grad: seen.append(grad.to_local().clone()))
 
