@@ -114,14 +114,13 @@ def outline(
         return OutlinedModel(model=model, outer=_in_one_graph(whole), blocks=None, order=())
     called = _called(model, blocks, names, args, kwargs, options)
     calls = {id(block): _BlockCall(number, block, *result) for number, (block, result) in enumerate(called)}
-    outer_model = copy.deepcopy(model, dict(calls))
-    outer = _in_one_graph(trace(outer_model, options={**options, "lower": "eager"}, saves_all=True))
+    around = copy.deepcopy(model, dict(calls))
+    outer = _in_one_graph(trace(around, options={**options, "lower": "eager"}, saves_all=True))
     forward, backward = (outer.frames[0].running(stage).graph for stage in ("forward", "backward"))
     again = {number_of(node) for node in forward.nodes if node.meta.get("recompute") in _AGAIN}
     model = checkpointed(model, [block for i, (block, _) in enumerate(called) if i in again])
     traced = trace(model, options={**options, "regional": True}, saves_all=saves_all)
-    fqns = tuple(names[id(block)] for block, _ in called)
-    order = order_of(traced, fqns)
+    order = order_of(traced, fqns := tuple(names[id(block)] for block, _ in called))
     for number in backward_numbers(backward).values():
         if "backward" not in traced.frames[order[number]].scheduled:
             raise ConfigError(
