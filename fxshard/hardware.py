@@ -120,9 +120,13 @@ class HardwareSpec:
         self._require_nodes()
 
     def _require_nodes(self) -> None:
-        if self.collective_share >= 1:
+        if (
+            self.collective_share >= 1
+            or max(*self.attention_efficiency, *(share for _, share in self.gemm_efficiency)) > 1
+        ):
             raise ConfigError(
-                f"hardware {self.name!r}: collective_share must be below 1, got {self.collective_share!r}."
+                f"hardware {self.name!r}: collective_share must be below 1, and efficiencies at most 1, got "
+                f"{self.collective_share!r}, {self.gemm_efficiency!r} and {self.attention_efficiency!r}."
             )
         nodes = self.ranks_per_node
         if type(nodes) is not int or nodes < 0 or (nodes and self.network_bandwidth is None):
@@ -134,7 +138,7 @@ class HardwareSpec:
     def _shares(self) -> dict[str, Any]:
         """Bring the efficiencies into the form that compares equal, and return their numbers."""
         try:
-            curve = tuple((side, share) for side, share in self.gemm_efficiency)
+            curve = tuple(sorted((side, share) for side, share in self.gemm_efficiency))
             forward, backward = self.attention_efficiency
         except (TypeError, ValueError) as error:
             raise ConfigError(

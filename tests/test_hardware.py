@@ -125,7 +125,7 @@ def test_a_device_reaches_no_more_than_its_data_sheet(name: str) -> None:
 
 
 def test_a_product_between_two_listed_sizes_reaches_a_share_between_theirs() -> None:
-    spec = dataclasses.replace(BUILTIN["cpu"], gemm_efficiency=((64, 0.25), (256, 1.0)))
+    spec = dataclasses.replace(BUILTIN["cpu"], gemm_efficiency=((256, 1.0), (64, 0.25)))
     assert [spec.gemm_share(2 * side**3) for side in (1, 64, 128, 256, 4096)] == pytest.approx([0.25, 0.25, 0.5, 1, 1])
     assert BUILTIN["cpu"].gemm_share(2.0) == 1.0
 
@@ -181,7 +181,9 @@ def test_a_collective_takes_its_kernels_and_its_part_of_the_memory_bandwidth() -
     [
         ({"ranks_per_node": 8}, "with several nodes network_bandwidth is needed, too. Got 8 and None."),
         ({"ranks_per_node": 1.5, "network_bandwidth": 1.0}, "ranks_per_node must be a whole number"),
-        ({"collective_share": 1.0}, "collective_share must be below 1, got 1.0"),
+        ({"collective_share": 1.0}, "collective_share must be below 1, and efficiencies at most 1, got 1.0"),
+        ({"attention_efficiency": [63, 51]}, "efficiencies at most 1"),
+        ({"gemm_efficiency": [[512, 14.0]]}, "efficiencies at most 1"),
         ({"gemm_efficiency": [1, 2]}, "gemm_efficiency must be pairs (side, share)"),
         ({"attention_efficiency": [1.0]}, "attention_efficiency (forward, backward)"),
         ({"attention_efficiency": [1.0, 0.0]}, "attention_efficiency=0.0"),

@@ -50,6 +50,7 @@ class NodeCost:
     flops: Quantity  # of matrix products, convolutions and attention; other ops count as none, their bytes decide
     nbytes: Quantity  # read from and written to device memory
     seconds: Quantity  # `max(flops / peak, nbytes / bandwidth)` plus the overhead of a kernel
+    starts: bool = True  # whether it begins a kernel, and is not a further op of one
 
 
 FREE = NodeCost(flops=0, nbytes=0, seconds=0.0)
@@ -170,7 +171,8 @@ class ComputeModel:
         dtype = next((shape.dtype for shape in shapes if shape.dtype.is_floating_point), torch.float32)
         computing, moving = flops / (self._hardware.peak(dtype) * share), nbytes / self._hardware.memory_bandwidth
         longer = computing if self._point.value(computing) > self._point.value(moving) else moving
-        return NodeCost(flops=flops, nbytes=nbytes, seconds=longer + self._hardware.kernel_overhead * starts)
+        seconds = longer + self._hardware.kernel_overhead * starts
+        return NodeCost(flops=flops, nbytes=nbytes, seconds=seconds, starts=starts)
 
 
 def _bytes_moved(target: Any, read: tuple[_Shape, ...], written: tuple[_Shape, ...]) -> Quantity:
@@ -214,7 +216,14 @@ def _is_mutable(target: Any) -> bool:
 def _formula(target: Any) -> Any:
     """Torch's FLOP formula of an op, `None` for ops whose FLOPs do not count."""
     packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+    if packet is _aten._grouped_mm:
+        return _grouped_flops
     return flop_registry.get(_SAME_FLOPS.get(packet, packet))
+
+
+def _grouped_flops(a: Any, b: Any, *args: Any, **kwargs: Any) -> Quantity:
+    """Of products of groups of rows or columns, which add up to a dim of the operand that is 2-D, or of batches."""
+    return 2 * (a[0] if len(a) == len(b) == 3 else 1) * a[-2] * a[-1] * b[-1]
 
 
 def _apply(formula: Any, arguments: Any, result: Any) -> Quantity:

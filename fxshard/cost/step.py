@@ -95,9 +95,10 @@ class GraphOfStep:
         for launch in (launch for group in groups for launch in group.launches if copies_out):
             waits = (event for event in self.events if launch in timeline.needs.get(event, ()))
             self.copies[next(waits)] = 2 * timeline.launched_bytes(launch) / timeline.hardware.memory_bandwidth
-        kernels = accumulate((node in timeline.compute for node in graph.nodes), initial=0)
+        begun = {node for node, cost in timeline.compute.items() if cost.starts}
+        kernels = accumulate((node in begun for node in graph.nodes), initial=0)
         self.kernels_before = dict(zip(graph.nodes, kernels, strict=False))
-        self.num_kernels = len(timeline.compute)
+        self.num_kernels = len(begun)
 
 
 class GraphRun(NamedTuple):

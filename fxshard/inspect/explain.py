@@ -151,6 +151,7 @@ def explanation(name: str, units: Sequence[Unit], device: torch.device, frames: 
     captured = {name for frame in kept for call in frame.calls for name in call}
     offloaded = [unit for unit in units if unit.settings.offload is not None]
     host_bytes = sum(unit.plan.shard_bytes for unit in offloaded)
+    trained, trained_on_host = (sum(unit.plan.trained_bytes for unit in each) for each in (units, offloaded))
     return Explanation(
         model=name,
         world_size=units[0].world_size,
@@ -161,6 +162,7 @@ def explanation(name: str, units: Sequence[Unit], device: torch.device, frames: 
         device=device.type,
         device_bytes=sum(unit.plan.shard_bytes for unit in units) - host_bytes,
         host_bytes=host_bytes,
+        trained_bytes=(trained - trained_on_host, trained_on_host),
         offloaded=tuple(unit.label for unit in offloaded),
         uncaptured={unit.label: unit.plan.unsharded_bytes for unit in units if unit.fqn not in captured},
     )

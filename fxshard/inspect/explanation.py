@@ -181,6 +181,7 @@ class Explanation:
         device: the kind that the graphs were captured for; see [Note: the device of the capture].
         device_bytes: of one rank's shards on the device; gradients and optimizer state are where their shards are.
         host_bytes: the same of those in the host's memory.
+        trained_bytes: those of `device_bytes`, and of `host_bytes`, that get gradients.
         offloaded: names of the units that these are of.
         uncaptured: units that no frame reads -> bytes that are gathered of them, where code that runs uncompiled does.
     """
@@ -194,6 +195,7 @@ class Explanation:
     replicas: int = 1
     device_bytes: int = 0
     host_bytes: int = 0
+    trained_bytes: tuple[int, int] = (0, 0)
     offloaded: tuple[str, ...] = ()
     uncaptured: Mapping[str, int] = field(default_factory=dict)
 

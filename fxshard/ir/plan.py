@@ -215,6 +215,11 @@ class UnitPlan(ReductionSettings):
         return sum(shard.numel * shard.dtype.itemsize for shard in self.shards)
 
     @property
+    def trained_bytes(self) -> int:
+        """Those of `shard_bytes` that get gradients."""
+        return sum(shard.numel * shard.dtype.itemsize for shard in self.shards if shard.trainable)
+
+    @property
     def node_name(self) -> str:
         """The unit's name as part of a graph node's name."""
         return re.sub(r"[.']", "_", re.sub(r"[<>]", "", self.fqn)) or "root"

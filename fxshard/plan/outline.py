@@ -4,7 +4,8 @@
 The time of a trace must not grow with the depth. Blocks are compiled one by one (`regional=True`), and those that are
 alike share a trace. What is around them runs uncompiled there and is in no graph; so it is traced as a model of its
 own, in which each block is one op, `fxshard::planned_block`, that returns tensors like the block's results. A step is
-then the graphs of the outer model, at each such op interrupted by the graphs of the block.
+then the graphs of the outer model, at each such op interrupted by the graphs of the block. Where the model's code
+checkpoints the call of a block, the block is traced inside a checkpoint of its own, and is what computes itself again.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fxshard import torch_private
 from fxshard.compile.one_line.units import blocks_of
@@ -25,7 +27,7 @@ from fxshard.errors import ConfigError
 from fxshard.inspect.explain import explained, reads_values
 from fxshard.inspect.explanation import Explanation
 from fxshard.inspect.replica import Replica
-from fxshard.ir.planned_block import planned_block, text_of
+from fxshard.ir.planned_block import number_of, planned_block, text_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,7 @@ class OutlinedModel:
     """The graphs of a model, see [Note: outlined traces].
 
     Attributes:
+        model: it, with checkpoints around the blocks that its code checkpoints.
         outer: of what is around the blocks.
         blocks: of one block of each kind.
         order: for each call of a block in `outer`, by the number that the call carries, the frame of `blocks`.
@@ -41,6 +44,7 @@ class OutlinedModel:
         resident: frames of `blocks` whose parameters stay gathered throughout a step.
     """
 
+    model: nn.Module
     outer: Explanation
     blocks: Explanation | None
     order: tuple[int, ...]
@@ -48,8 +52,8 @@ class OutlinedModel:
     calls: tuple[_BlockCall, ...] = ()
     resident: frozenset[int] = frozenset()
 
-    def shortened(self, model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
-        """Return a copy of the model with the first, the middle and the last block of each kind, which it shares.
+    def shortened(self) -> tuple[nn.Module, tuple[str, ...]]:
+        """Return a copy of `model` with the first, the middle and the last block of each kind, which it shares.
 
         Also return for each call of a block the name of the one that stands for it: itself or the middle one.
         """
@@ -58,23 +62,27 @@ class OutlinedModel:
             alike.setdefault(frame, []).append(number)
         kept = {each for numbers in alike.values() for each in (numbers[0], numbers[len(numbers) // 2], numbers[-1])}
         middle = {frame: numbers[len(numbers) // 2] for frame, numbers in alike.items()}
-        blocks = [model.get_submodule(name) for name in self.names]
+        blocks = [self.model.get_submodule(name) for name in self.names]
         memo = {id(block): block if i in kept else self.calls[i] for i, block in enumerate(blocks)}
         stand_ins = (i if i in kept else middle[frame] for i, frame in enumerate(self.order))
-        return copy.deepcopy(model, memo), tuple(self.names[i] for i in stand_ins)
+        return copy.deepcopy(self.model, memo), tuple(self.names[i] for i in stand_ins)
 
 
 class _BlockCall(nn.Module):
     """What stands for a block in the outer model."""
 
-    def __init__(self, number: int, results: str, structure: Any) -> None:
+    def __init__(self, number: int, block: nn.Module, results: str, structure: Any) -> None:
         super().__init__()
         self.number, self.results = number, results
+        trains = any(parameter.requires_grad for parameter in block.parameters())
+        self.trained = torch.empty(1, requires_grad=True) if trains else None  # in the place of its parameters
         # A function, which copies of the module share: to copy the structure of a single tensor, torch warns of.
         self.arrange: Callable[[Any], Any] = lambda made: pytree.tree_unflatten(made, structure)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if self.trained is not None and not any(t.requires_grad for t in tensors):
+            tensors.append(self.trained)
         sources = text_of([t for t in tensors if t.is_floating_point()])
         made = planned_block(tensors, self.number, self.results, sources)
         return self.arrange(made)
@@ -91,32 +99,55 @@ def outline(
 ) -> OutlinedModel:
     """Trace a model that is not sharded, with one block of each kind; arguments as of `explained`.
 
-    A model without blocks is traced as a whole.
+    A model without blocks is traced as a whole. What is around blocks runs uncompiled, whatever the options say.
 
     Raises:
-        ConfigError: a block returns something else than tensors, or is called more than once.
+        ConfigError: a block returns something else than tensors, is called more than once, or runs without gradients
+            and has a backward.
         Exception: as `explain` raises.
     """
     blocks = blocks_of(model)
     names = {id(module): name for name, module in model.named_modules()}
+    trace = functools.partial(explained, args=args, kwargs=kwargs, world_size=world_size)
     if not blocks:
-        whole = explained(model, args, kwargs, world_size=world_size, options=options, saves_all=saves_all)
-        return OutlinedModel(outer=_in_one_graph(whole), blocks=None, order=())
+        whole = trace(model, options=options, saves_all=saves_all)
+        return OutlinedModel(model=model, outer=_in_one_graph(whole), blocks=None, order=())
     called = _called(model, blocks, names, args, kwargs, options)
-    calls = {id(block): _BlockCall(number, *result) for number, (block, result) in enumerate(called)}
-    outer_model = copy.deepcopy(model, dict(calls))
-    traced = explained(
-        model, args, kwargs, world_size=world_size, options={**options, "regional": True}, saves_all=saves_all
-    )
-    outer = explained(outer_model, args, kwargs, world_size=world_size, options=options, saves_all=saves_all)
-    fqns = tuple(names[id(block)] for block, _ in called)
+    calls = {id(block): _BlockCall(number, block, *result) for number, (block, result) in enumerate(called)}
+    around = copy.deepcopy(model, dict(calls))
+    outer = _in_one_graph(trace(around, options={**options, "lower": "eager"}, saves_all=True))
+    forward, backward = (outer.frames[0].running(stage).graph for stage in ("forward", "backward"))
+    again = {number_of(node) for node in forward.nodes if node.meta.get("recompute") in _AGAIN}
+    model = checkpointed(model, [block for i, (block, _) in enumerate(called) if i in again])
+    traced = trace(model, options={**options, "regional": True}, saves_all=saves_all)
+    order = order_of(traced, fqns := tuple(names[id(block)] for block, _ in called))
+    for number in backward_numbers(backward).values():
+        if "backward" not in traced.frames[order[number]].scheduled:
+            raise ConfigError(
+                f"{fqns[number]} is trained, but its forward runs without gradients, as under torch.no_grad() and in "
+                "reentrant checkpoints: use checkpoint(..., use_reentrant=False)."
+            )
     return OutlinedModel(
-        outer=_in_one_graph(outer),
+        model=model,
+        outer=outer,
         blocks=traced,
-        order=order_of(traced, fqns),
+        order=order,
         names=fqns,
-        calls=tuple(calls[id(block)] for block, _ in called),
+        calls=tuple(calls.values()),
     )
+
+
+def backward_numbers(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The nodes of a backward that stand for those of blocks; one that computes a block again stands for nothing."""
+    return {node: number for node in graph.nodes if (number := number_of(node)) is not None and not node.args[3]}
+
+
+_AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def checkpointed(model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+    """Return a copy of a model, which shares these blocks, that are computed again in backward; itself without any."""
+    return copy.deepcopy(model, {id(b): torch_private.checkpoint_wrapper(b) for b in blocks}) if blocks else model
 
 
 def order_of(blocks: Explanation, names: Sequence[str]) -> tuple[int, ...]:
@@ -160,13 +191,13 @@ def _called(
             )
         if id(block) in found:
             raise ConfigError(f"{name} is called more than once in a forward, which a plan cannot count yet.")
-        cast = [t.to(dtype) if dtype is not None and t.is_floating_point() else t for t in leaves]
-        found[id(block)] = (block, (text_of(cast), structure))
+        found[id(block)] = (block, (text_of(leaves), structure))
 
     handles = [replica.of(block).register_forward_hook(functools.partial(note, block)) for block in blocks]
     try:
         with replica.faking(), torch.no_grad():
-            fake(*fake_args, **fake_kwargs)
+            cast = {name: p.to(dtype) for name, p in fake.named_parameters() if dtype and p.is_floating_point()}
+            torch.func.functional_call(fake, cast, fake_args, fake_kwargs)
     except torch_private.NO_VALUE as error:
         raise reads_values(type(model).__name__, error) from error
     for handle in handles:

@@ -7,22 +7,18 @@ simulates it.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
-from fxshard import torch_private
 from fxshard.compile.one_line.units import blocks_of
 from fxshard.cost.solver import Picks
 from fxshard.errors import ConfigError
 from fxshard.hardware import HardwareSpec
 from fxshard.inspect.explain import explained
 from fxshard.inspect.target import Target
-from fxshard.plan.outline import OutlinedModel, order_of, outline
+from fxshard.plan.outline import OutlinedModel, checkpointed, order_of, outline
 from fxshard.plan.run import PlannedFrame, PlannedSchedule, RunCost, cost_of, planned_frames
 
 
@@ -119,9 +115,9 @@ class TracedPolicies:
             )
         self.blocks, self.frames = self.base.blocks, [*self.base.blocks.frames]
         self.orders, resident = [self.base.order], set[int]()
-        short, stand_ins = self.base.shortened(model)
+        short, stand_ins = self.base.shortened()
         for policy in policies[1:]:
-            what = _checkpointed(short) if policy.checkpoints else short
+            what = checkpointed(short, blocks_of(short)) if policy.checkpoints else short
             given = {**options, **policy.options, "regional": True}
             blocks = explained(what, args, kwargs, options=given, **how)
             order = tuple(len(self.frames) + number for number in order_of(blocks, stand_ins))
@@ -139,25 +135,26 @@ class TracedPolicies:
 
     def frames_of(self, picks: Picks) -> tuple[PlannedFrame, list[PlannedFrame]]:
         """The frame of what is around the blocks, and those of the blocks with a policy for each, by its number."""
-        return planned_frames(self._mixed(picks, 0), self.hardware, self.schedule, self._known)
+        return planned_frames(self._mixed(picks, ()), self.hardware, self.schedule, self._known)
 
     def simulate(self, picks: Picks) -> RunCost:
         """What a step costs with a policy for each block."""
         if picks not in self._costs:
             _, called = self.frames_of(picks)
-            offloads = (self.policies[pick].offloads for pick in picks)
-            offloaded = sum(frame.shard_bytes for frame, is_so in zip(called, offloads, strict=True) if is_so)
+            offloaded = [frame for frame, pick in zip(called, picks, strict=True) if self.policies[pick].offloads]
             mixed = self._mixed(picks, offloaded)
             self._costs[picks] = cost_of(mixed, self.hardware, self.schedule, known=self._known, **self.run)
         return self._costs[picks]
 
-    def _mixed(self, picks: Picks, offloaded: int) -> OutlinedModel:
-        """The model with a policy for each block, of whose shards so many bytes are on the host."""
+    def _mixed(self, picks: Picks, offloaded: Sequence[PlannedFrame]) -> OutlinedModel:
+        """The model with a policy for each block; the shards of these frames are on the host."""
+        host, trained = (sum(getattr(f, name) for f in offloaded) for name in ("shard_bytes", "trained_bytes"))
         blocks = dataclasses.replace(
             self.blocks,
             frames=tuple(self.frames),
-            device_bytes=self.blocks.device_bytes - offloaded,
-            host_bytes=offloaded,
+            device_bytes=self.blocks.device_bytes - host,
+            host_bytes=host,
+            trained_bytes=(self.blocks.trained_bytes[0] - trained, trained),
         )
         order = tuple(self.orders[pick][i] for i, pick in enumerate(picks))
         return dataclasses.replace(self.base, blocks=blocks, order=order, resident=self.resident)
@@ -165,8 +162,3 @@ class TracedPolicies:
     def all_alike(self) -> list[Picks]:
         """For each policy all blocks with it."""
         return [(number,) * len(self.names) for number in range(len(self.policies))]
-
-
-def _checkpointed(model: nn.Module) -> nn.Module:
-    """A copy of a model whose blocks, which it shares, are computed again in backward."""
-    return copy.deepcopy(model, {id(block): torch_private.checkpoint_wrapper(block) for block in blocks_of(model)})

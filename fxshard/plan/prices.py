@@ -73,15 +73,15 @@ class Prices:
     def problem(self) -> PolicyProblem:
         """What the solver chooses from."""
         traced = self.traced
-        shards = traced.blocks.device_bytes
+        shards, (trained, _) = traced.blocks.device_bytes, traced.blocks.trained_bytes
         use = memory_of_step(
             self.outer.memory,
-            standing_bytes(shards),
-            gradients=shards if self.accumulates else 0,
+            standing_bytes(shards, trained),
+            gradients=trained if self.accumulates else 0,
             own_streams=traced.schedule.is_fsdp2,
         )
         seconds = self._nothing()
-        seconds[0, -1] = optimizer_seconds(shards, 0, self.hardware)
+        seconds[0, -1] = optimizer_seconds(trained, 0, self.hardware)
         for start in self.starts:
             self._add_outer(seconds, start)
         times = [number for number in self.turns.values() for _ in range(self.num_places)]
@@ -134,7 +134,7 @@ class Prices:
                     for name, seconds in of.items():
                         found[self.row[name], start + there] += seconds
         if policy.offloads:
-            found[0, -1] = optimizer_seconds(-frame.shard_bytes, frame.shard_bytes, self.hardware)
+            found[0, -1] = optimizer_seconds(-frame.trained_bytes, frame.trained_bytes, self.hardware)
         return found
 
     def _beside(self, place: int, side: int) -> int:
@@ -149,7 +149,8 @@ class Prices:
         """What is held because of a policy; `more` is `FrameMemory` less that of the first one."""
         standing = frame.resident_bytes
         if policy.offloads:  # with several microbatches gradients stand, too
-            standing -= sum(standing_bytes(frame.shard_bytes).values()) + frame.shard_bytes * self.accumulates
+            standing -= sum(standing_bytes(frame.shard_bytes, frame.trained_bytes).values())
+            standing -= frame.trained_bytes * self.accumulates
         found = np.full(self.num_places, float(standing))
         forward, backward = places
         found[forward] += more[0]

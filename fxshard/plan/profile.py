@@ -7,6 +7,7 @@ import json
 import math
 import re
 import tempfile
+import zlib
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,17 +40,17 @@ def read(profile: Any) -> list[dict[str, Any]]:
     Raises:
         ConfigError: the file is none.
     """
-    if hasattr(profile, "export_chrome_trace"):
-        with tempfile.TemporaryDirectory() as folder:
-            profile.export_chrome_trace(f"{folder}/trace.json")
-            return read(f"{folder}/trace.json")
     try:
+        if hasattr(profile, "export_chrome_trace"):
+            with tempfile.TemporaryDirectory() as folder:
+                profile.export_chrome_trace(f"{folder}/trace.json")
+                return read(f"{folder}/trace.json")
         raw = Path(profile).read_bytes()
         events = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)["traceEvents"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        slices = (event for event in events if event.get("ph") == "X" and {"name", "dur"} <= event.keys())
+        return sorted(slices, key=lambda event: (event["ts"], -event["dur"]))
+    except (OSError, EOFError, zlib.error, RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"{profile} is no trace that torch.profiler exported: {error!r}.") from error
-    slices = (event for event in events if event.get("ph") == "X" and "dur" in event)
-    return sorted(slices, key=lambda event: (event["ts"], -event["dur"]))
 
 
 def kernels_of(events: Iterable[Mapping[str, Any]], ops: Collection[str]) -> list[ProfiledKernel]:

@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import fx
 
 from fxshard.cost.sizes import sizes_of
 from fxshard.cost.step import COMPUTE, Clock, GraphOfStep, Interval
 from fxshard.cost.step_memory import GraphMemory, MemoryUse, StepMemory, forward_memory, memory_of_step
 from fxshard.cost.step_record import StepRecord
-from fxshard.cost.symbols import Sum
 from fxshard.cost.timeline import Timeline
 from fxshard.hardware import HardwareSpec
 from fxshard.inspect.explanation import FrameExplanation
 from fxshard.ir.planned_block import number_of
-from fxshard.plan.outline import OutlinedModel
+from fxshard.plan.outline import OutlinedModel, backward_numbers
 
 GIB = 2**30
 _STATE = 2  # bytes of AdamW's state for each byte of parameters
@@ -119,15 +119,14 @@ def cost_of(
     clock = Clock(hardware)
     clock.run_all([outer.forward, outer.backward], microbatches=accumulation, reduces_each=reduces_each)
     sharded = model.blocks or model.outer
-    optimizer = optimizer_seconds(sharded.device_bytes, sharded.host_bytes, hardware)
+    optimizer = optimizer_seconds(*sharded.trained_bytes, hardware)
     memory = memory_of_step(
         outer.memory,
-        standing_bytes(sharded.device_bytes, sum(frame.resident_bytes for frame in called)),
-        gradients=sharded.device_bytes if accumulation > 1 else 0,
+        standing_bytes(sharded.device_bytes, sharded.trained_bytes[0], sum(frame.resident_bytes for frame in called)),
+        gradients=sharded.trained_bytes[0] if accumulation > 1 else 0,
         own_streams=schedule.is_fsdp2,
     )
-    forward_flops = sum(frame.forward_flops for frame in (outer, *called))
-    flops, seconds = 3 * forward_flops * accumulation, clock.now + optimizer
+    flops, seconds = accumulation * sum(frame.flops for frame in (outer, *called)), clock.now + optimizer
     return RunCost(
         seconds=seconds,
         compute=clock.now - clock.exposed,
@@ -155,13 +154,13 @@ def _record(clock: Clock, memory: MemoryUse, seconds: float, microbatches: int) 
     )
 
 
-def standing_bytes(shards: int, resident: int = 0) -> dict[str, int]:
-    """Category -> bytes that are there throughout a step, of so many bytes of shards and of resident parameters."""
-    return {"parameters": shards, "optimizer": _STATE * shards, "unsharded": resident}
+def standing_bytes(shards: int, trained: int, resident: int = 0) -> dict[str, int]:
+    """Category -> bytes that are there throughout a step: shards, those with optimizer state, resident parameters."""
+    return {"parameters": shards, "optimizer": _STATE * trained, "unsharded": resident}
 
 
 def optimizer_seconds(on_device: int, on_host: int, hardware: HardwareSpec) -> float:
-    """Seconds of an optimizer step on so many bytes of shards; the host's memory is taken to be as fast as its link."""
+    """Seconds of an optimizer step on bytes of trained shards; the host's memory counts as fast as its link."""
     return _STEPPED * (on_device / hardware.memory_bandwidth + on_host / hardware.host_bandwidth)
 
 
@@ -172,9 +171,10 @@ class PlannedFrame:
     forward: GraphOfStep
     backward: GraphOfStep
     memory: StepMemory
-    forward_flops: float
+    flops: float  # of forward and backward, without what is computed again
     resident_bytes: int  # of its parameters, if they stay throughout a step
     shard_bytes: int  # of its units on one rank
+    trained_bytes: int  # those that get gradients
 
 
 def planned_frames(
@@ -186,7 +186,24 @@ def planned_frames(
         frame = model.blocks.frames[number]
         known[number] = _planned(frame, hardware, schedule, schedule.fuses, resident=number in model.resident)
     (outer,), called = model.outer.frames, [known[number] for number in model.order]
-    return _planned(outer, hardware, schedule, False, called, model.names), called
+    return _planned(outer, hardware, schedule, schedule.fuses and not called, called, model.names), called
+
+
+def _flops(forward: Timeline, backward: Timeline, *, trains_all: bool) -> float:
+    """Three times those of forward; fewer where backward leaves out the gradients of frozen parameters."""
+    names = {node.name for node in forward.compute}  # backward calls by the same names what it computes again
+    there = sum(forward.work_of(node)[0] for node in forward.compute)
+    back = sum(backward.work_of(node)[0] for node in backward.compute if node.name not in names)
+    return there + (2 * there if trains_all else min(2 * there, back))
+
+
+def _graphs_of(frame: FrameExplanation) -> tuple[fx.Graph, fx.Graph]:
+    """Forward and backward; that of a frame where nothing gets a gradient is empty."""
+    if "backward" in frame.scheduled:
+        return frame.running("forward").graph, frame.running("backward").graph
+    empty = fx.Graph()
+    empty.output(())
+    return frame.running("inference").graph, empty
 
 
 def _planned(
@@ -198,15 +215,15 @@ def _planned(
     names: Sequence[str] = (),
     resident: bool = False,
 ) -> PlannedFrame:
-    graphs = [frame.running(stage).graph for stage in ("forward", "backward")]
-    there, back = ({n: called[i] for n in g.nodes if (i := number_of(n)) is not None} for g in graphs)
-    called_as = {n: names[i] for g in graphs for n in g.nodes if (i := number_of(n)) is not None}
+    graphs = _graphs_of(frame)
+    numbers = {n: i for n in graphs[0].nodes if (i := number_of(n)) is not None}, backward_numbers(graphs[1])
+    there, back = ({node: called[i] for node, i in each.items()} for each in numbers)
+    called_as = {node: names[i] for each in numbers for node, i in each.items()}
     given: dict[str, Any] = {"copies_out": schedule.is_fsdp2, "names": called_as, "resident": resident}
     sizes, sizes_back = (sizes_of(g, frame.plan, donated=g is graphs[1]) for g in graphs)
     timeline, timeline_back = (Timeline(each, hardware, fuses=fuses) for each in (sizes, sizes_back))
     ahead = {node: inner.forward for node, inner in there.items()}
     behind = {node: inner.backward for node, inner in back.items()}
-    flops = Sum(cost.flops for cost in timeline.compute.values()).total
     units = [unit for key, unit in frame.plan.units.items() if key not in frame.plan.in_subgroups]
     return PlannedFrame(
         forward=GraphOfStep(graphs[0], timeline, ahead, stage="forward", **given),
@@ -217,7 +234,8 @@ def _planned(
             forward_calls={node: inner.memory for node, inner in there.items()},
             backward_calls={node: inner.memory for node, inner in back.items()},
         ),
-        forward_flops=float(sizes.point.value(flops)),
+        flops=_flops(timeline, timeline_back, trains_all=all(shard.trainable for u in units for shard in u.shards)),
         resident_bytes=sum(unit.unsharded_bytes for unit in units) if resident else 0,
         shard_bytes=sum(unit.shard_bytes for unit in units),
+        trained_bytes=sum(unit.trained_bytes for unit in units),
     )

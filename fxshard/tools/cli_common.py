@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +40,7 @@ def positive(text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not value > 0:
+    if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
     return value
 
@@ -70,9 +71,11 @@ def num_ranks(wanted: int | None, device: str, *, instead: str = "--device cpu")
 
 
 def in_folder(path: Path) -> Path:
-    """A file to write later, or a ConfigError if it has no folder."""
+    """A file to write later, or a ConfigError if it has no folder or cannot be written."""
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"there is no folder {path.parent} to write {path.name} to.")
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise ConfigError(f"{path} cannot be written: it is a folder, or you may not write there.")
     return path
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fxshard.errors import ConfigError
 from fxshard.tools.cli_common import at_least, in_folder, mesh_size, positive
 from fxshard.tools.launch.console import open_console, print_line
 
@@ -69,11 +70,16 @@ def _list(item: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     return lambda text: [item(part) for part in text.split(",")]
 
 
-def _kinds(checkpointing: str) -> list[str]:
-    """All policies, without those that compute again what a built-in shape computes again by itself."""
-    from fxshard.plan.policies import KINDS
+def _kinds(args: argparse.Namespace) -> list[str]:
+    """What may be recommended: all, but for what a built-in shape computes again by itself; wrong ones are refused."""
+    from fxshard.plan.policies import KINDS, policies_of
 
-    return [kind for kind in KINDS if kind != "checkpoint" or checkpointing == "none"]
+    if args.policies and not args.memory_budget_gib:
+        raise ConfigError("--policies says what may be recommended, and needs --memory-budget-gib.")
+    some = [kind for kind in KINDS if kind != "checkpoint" or args.checkpointing == "none"]
+    given: list[str] = args.policies.split(",") if args.policies else some
+    policies_of(given, shards=1, ranks_per_node=0, accumulation=1)
+    return given
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -84,14 +90,13 @@ def _plan(args: argparse.Namespace) -> int:
 
     written = {save: in_folder(getattr(args, save)) for save in ("html", "trace") if getattr(args, save) is not None}
     console, errors = open_console(), open_console(stderr=True)
+    args.policies = _kinds(args)
 
     def build_at(batch: int, sequence: int) -> Target:
         return checked(builder(args.model, sequence=sequence, checkpointing=args.checkpointing)(batch), "the builder")
 
     settings = PlanSettings(
-        accumulation=args.accumulation,
-        reduces_each=not args.reduce_last,
-        schedules=tuple(args.schedule.split(",")),
+        accumulation=args.accumulation, reduces_each=not args.reduce_last, schedules=tuple(args.schedule.split(","))
     )
     found = plan(
         lambda batch: build_at(batch, args.sequence),
@@ -131,7 +136,7 @@ def _recommend(
         budget_gib=args.memory_budget_gib,
         hardware=args.hardware,
         settings=settings,
-        kinds=args.policies.split(",") if args.policies else _kinds(args.checkpointing),
+        kinds=args.policies,
         name=args.model,
     )
     console.print(table_of(advised))

@@ -65,6 +65,24 @@ def test_the_peak_is_that_of_the_dtype() -> None:
     assert cost == NodeCost(flops=8192, nbytes=nbytes, seconds=nbytes / 256 + 0.5)
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "flops"),
+    [
+        ((64, 16), (4, 16, 8), 2 * 64 * 16 * 8),  # rows in four groups, each times its own matrix
+        ((16, 64), (64, 8), 2 * 16 * 64 * 8),  # the gradients of these matrices: four groups along the inner dim
+        ((4, 16, 8), (4, 8, 32), 4 * 2 * 16 * 8 * 32),
+        ((4, 16, 8), (8, 64), 2 * 16 * 8 * 64),
+    ],
+)
+def test_a_grouped_product_costs_what_its_groups_cost(a: tuple[int, ...], b: tuple[int, ...], flops: int) -> None:
+    def grouped(build: Builder) -> fx.Node:
+        operands = [build.input(name, shape, torch.bfloat16) for name, shape in (("a", a), ("b", b))]
+        offsets = None if len(a) == len(b) == 3 else build.input("offsets", (4,), torch.int32)
+        return build.call(aten._grouped_mm.default, *operands, offsets)
+
+    assert cost_of(grouped).flops == flops
+
+
 def test_a_pointwise_op_is_bound_by_its_bytes() -> None:
     cost = cost_of(lambda build: build.call(aten.relu.default, matrix(build, "x", 4, 8)))
     assert cost == NodeCost(flops=0, nbytes=2 * 32 * F32, seconds=2 * 32 * F32 / 256 + 0.5)

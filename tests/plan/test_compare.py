@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -185,8 +186,17 @@ def test_what_cannot_be_compared_is_refused(written: Any, tmp_path: Path) -> Non
     two = dataclasses.replace(planned(), runs=[*planned().runs, *planned().runs])
     with pytest.raises(ConfigError, match="compare takes a plan of one run, and this one has 2"):
         fxshard.compare(two, tmp_path)
-    with pytest.raises(ConfigError, match=r"is no trace that torch.profiler exported"):
-        fxshard.compare(planned(), tmp_path / "nowhere.json")
+    whole = gzip.compress(json.dumps({"traceEvents": []}).encode() * 50)
+    damaged = {
+        "cut": whole[: len(whole) // 2],
+        "other": whole[:20] + b"xxxx" + whole[24:],
+        "none": b'{"traceEvents": [1]}',
+    }
+    for name, content in damaged.items():
+        (tmp_path / name).write_bytes(content)
+    for name in ("nowhere.json", *damaged):
+        with pytest.raises(ConfigError, match=r"is no trace that torch.profiler exported"):
+            fxshard.compare(planned(), tmp_path / name)
     other = {"ph": "X", "cat": "kernel", "name": "copy_kernel", "ts": 1.0, "dur": 1.0}
     with pytest.raises(ConfigError, match=r"the profile has 1 kernels, and none is of the plan's"):
         fxshard.compare(planned(), written([other]))

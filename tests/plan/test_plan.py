@@ -226,6 +226,14 @@ def test_a_config_of_hugging_face_makes_a_model_that_returns_its_loss(config: Pa
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
 
 
+def test_a_config_that_cannot_take_the_sequence_or_is_no_language_model_is_refused(config: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has 2048 positions \(max_position_embeddings\), and --sequence is 4096"):
+        builder(str(config), sequence=4096)
+    config.write_text('{"model_type": "vit", "hidden_size": 64}')
+    with pytest.raises(ConfigError, match=r"Write a MODULE:FUNCTION that builds what is no causal language model"):
+        builder(str(config), sequence=16)(1)
+
+
 @pytest.mark.slow
 def test_a_config_of_hugging_face_is_planned(config: Path) -> None:
     found = plan(builder(str(config), sequence=16), world_sizes=[8], batches=[2])

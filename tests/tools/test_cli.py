@@ -106,6 +106,10 @@ def test_plan_draws_what_budgets_buy(tmp_path: Path) -> None:
         (("llama3-8b", "--world-size", "8", "--schedule", "FSDP3"), "there is no schedule FSDP3"),
         (("tests.plan.models:build", "--world-size", "8", "--checkpointing", "full"), "is for built-in shapes"),
         (("llama3-8b", "--world-size", "8", "--html", "nowhere/plan.html"), "there is no folder nowhere to write"),
+        (("llama3-8b", "--world-size", "8", "--html", "."), ". cannot be written: it is a folder"),
+        (("llama3-8b", "--world-size", "8", "--policies", "keep"), "and needs --memory-budget-gib"),
+        (("llama3-8b", "--world-size", "8", "--policies", "x", "--memory-budget-gib", "9"), "there is no policy x"),
+        (("llama3-8b", "--world-size", "8", "--memory-budget-gib", "inf"), "must be a number above 0"),
     ],
 )
 def test_plan_names_what_it_cannot_plan(

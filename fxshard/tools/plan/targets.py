@@ -51,10 +51,17 @@ def _hugging_face(path: Path, sequence: int) -> Callable[[int], Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is no config of a model that transformers knows: {error}.") from error
     config.use_cache = False
+    if sequence > (most := getattr(config, "max_position_embeddings", None) or sequence):
+        raise ConfigError(f"{path} has {most} positions (max_position_embeddings), and --sequence is {sequence}.")
 
     def build(batch: int) -> Any:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+            try:
+                model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+            except ValueError as error:
+                raise ConfigError(
+                    f"{path}: {str(error)[:200]}. Write a MODULE:FUNCTION that builds what is no causal language model."
+                ) from error
         tokens, labels = inputs(batch, sequence)
         return model, (), {"input_ids": tokens, "labels": labels}
 

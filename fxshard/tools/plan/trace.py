@@ -85,7 +85,8 @@ def _launch(record: StepRecord, each: Interval) -> _TraceEvent:
 def _arrow(each: Interval, number: int, place: _TraceEvent) -> Iterator[_TraceEvent]:
     flow = {"pid": place["pid"], "name": "launch", "cat": "launch", "id": number, "bp": "e"}
     yield {**flow, "ph": "s", "ts": round(each.launched * 1e9) / 1e3}
-    yield {**flow, "ph": "t", "ts": round(each.start * 1e9) / 1e3, "tid": place["tid"]}
+    steps = "f" if each.needed is None else "t"  # a launch that no graph waits for is where its arrow ends
+    yield {**flow, "ph": steps, "ts": round(each.start * 1e9) / 1e3, "tid": place["tid"]}
     if each.needed is not None:
         yield {**flow, "ph": "f", "ts": max(round(each.needed * 1e9), round(each.start * 1e9)) / 1e3}
 
