@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from operator import is_
@@ -197,14 +197,15 @@ class WholeMatrices(Optimizer):
         return self._plan
 
     def _agreed(self, team: Team, matrices: Sequence[Matrix]) -> Any:
-        """Around a step: the ranks of a team must update the same matrices, in one order."""
+        """Around a step: the ranks of a team must update the same matrices, in one order, with the same settings."""
         by_place, on = {matrix.place: matrix for matrix in matrices}, team.group.group_name
         texts = [
             f"all_to_all of the gradient {tuple(matrix.parameter.shape)} of the parameter {matrix.name},{on_group(on)}"
             for _, matrix in sorted(by_place.items())
         ]
         launches = [Launch(on, text, "outside of graphs", "all_to_all", "whole matrices") for text in texts]
-        return self._agreements.setdefault(tuple(texts), Agreement("matrices")).before(launches)
+        values = "; ".join(_settings_text(group, self.defaults) for group in self.param_groups)
+        return self._agreements.setdefault(tuple(texts), Agreement("matrices")).before(launches, values=values)
 
     def _rounds(self, todo: Sequence[Matrix]) -> Iterator[StepRound]:
         """Yield what is updated together: a bucket of one team, or all. State that lies in `state` goes to owners."""
@@ -314,6 +315,19 @@ def _by_team(matrices: Sequence[Matrix]) -> dict[Team, list[Matrix]]:
     for matrix in matrices:
         found.setdefault(matrix.team, []).append(matrix)
     return dict(sorted(found.items(), key=lambda item: min(matrix.place for matrix in item[1])))
+
+
+def _settings_text(group: Mapping[str, Any], names: Iterable[str]) -> str:
+    """Return the settings of a group that are numbers or words, to as many digits as any machine computes alike."""
+    return ", ".join(f"{name}={text}" for name in names if (text := _value_text(group.get(name))))
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_value_text, value))})"
+    if isinstance(value, Tensor):  # on an accelerator it is not read: that would wait for all that runs
+        value = value.item() if value.dim() == 0 and value.device.type == "cpu" else None
+    return f"{value:.6g}" if isinstance(value, float) else str(value) if isinstance(value, int | str) else ""
 
 
 def _lay_gradient(parameter: DTensor, name: str) -> None:
