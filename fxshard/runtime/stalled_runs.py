@@ -10,8 +10,8 @@ the groups, half an hour. So a thread looks at each run that has not ended after
   of them will come. (Who shares experts with a rank that gets no rows waits for it there, while it waits for all in the
   next block.) A rank that is in the same run counts, too, if it waits for one that has not come. A circle is believed
   when it is seen `SIGHTINGS` times without change.
-- The ranks for which this one waits lead to one that got such an error, or whose run has failed by itself (it ran out of
-  memory), and has begun nothing since.
+- The ranks for which this one waits lead to one that got such an error, or whose run has failed by itself (it ran out
+  of memory), and has begun nothing since.
 
 On `fxshard_gloo` the thread shuts the connections of the run's groups down, the wait fails, and what was found becomes
 the error. Other backends have no such connections of ours: there the thread logs what it found. A rank that is slow is

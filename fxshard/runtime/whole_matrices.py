@@ -16,6 +16,7 @@ Where the optimizer raises on one rank, the exchanges of the step still take pla
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ from fxshard.errors import ConfigError
 from fxshard.ir.launches import Launch, on_group
 from fxshard.runtime import matrix_state, rank_check
 from fxshard.runtime.matrix_explanation import MatrixExplanation
-from fxshard.runtime.matrix_owners import Matrix, Team, assign_owners, cutting_axes, matrices_of
+from fxshard.runtime.matrix_owners import Matrix, Team, assign_owners, cutting_axes, share_out
 from fxshard.runtime.matrix_state import AwayState, State
 from fxshard.runtime.overlapped_step import BY_PARAMETER, without_hooks
 from fxshard.runtime.parameters import adopt_attributes, local_of
@@ -80,6 +81,7 @@ class WholeMatrices(Optimizer):
         elementwise: Callable[[dict[str, Any]], bool] | None,
         rows: Callable[[nn.Parameter], Sequence[int] | None] | None,
         bucket_mib: float | None,
+        over_replicas: bool | None,
     ) -> None:
         """Take over the groups, the state and the hooks of an optimizer."""
         self._given = optimizer
@@ -93,6 +95,7 @@ class WholeMatrices(Optimizer):
         self._elementwise, self._rows = elementwise or (lambda group: False), rows or (lambda parameter: None)
         self._steps_in_rounds = type(optimizer) in BY_PARAMETER or bucket_mib is not None
         self._bucket_bytes = (32 if bucket_mib is None else bucket_mib) * 2**20  # of whole parameters per rank
+        self._over_replicas = over_replicas
         self._plan = OwnerPlan([], [], {})
         self._held: dict[Matrix, State] = {}  # of those that this rank owns
         self._is_away = False  # whether any rank holds state that `state` does not have
@@ -114,7 +117,7 @@ class WholeMatrices(Optimizer):
         """Say who updates what, at what cost, and how much travels in a step; print it. All ranks call it."""
         plan = self._current_plan()
         title = f"{type(self._given).__name__}: {len(plan.of)} of {len(plan.parameters)} parameters whole"
-        return MatrixExplanation.of(title, plan.matrices)
+        return MatrixExplanation.of(title, by_team(plan.matrices))
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Step as the optimizer would step unsharded parameters; all ranks call it, with what its own `step` takes."""
@@ -141,7 +144,7 @@ class WholeMatrices(Optimizer):
         """Move what owners hold into `state`, cut over the ranks; collective after a step."""
         if self._is_away:
             kept = [matrix for matrix in self._plan.matrices if matrix.parameter in self.state]  # by the user
-            for team, matrices in _by_team(kept).items():
+            for team, matrices in by_team(kept).items():
                 for parameter, state in matrix_state.shard_states(team, matrices, self._held).items():
                     self.state[parameter] = state
             self._held.clear()
@@ -154,9 +157,9 @@ class WholeMatrices(Optimizer):
         for name, parameter in {matrix.name: matrix.parameter for matrix in todo}.items():
             _lay_gradient(parameter, name)
         with ExitStack() as agreed:
-            for team, matrices in _by_team(todo).items():
+            for team, matrices in by_team(todo).items():
                 agreed.enter_context(self._agreed(team, matrices))
-            rounds = list(self._rounds(todo)) or [StepRound()]
+            rounds = self._rounds(todo) or [StepRound()]
             self._send_in(rounds[0])
             for before, this, following in zip([None, *rounds], rounds, [*rounds[1:], None], strict=False):
                 if following is not None:
@@ -172,7 +175,7 @@ class WholeMatrices(Optimizer):
                 self._send_back(this)
             rounds[-1].finish()
         if failure is not None:
-            names = {team.group.group_name for team in _by_team(todo)}
+            names = {team.group.group_name for team in by_team(todo)}
             rank_check.report_failure(names, f"its optimizer failed: {failure}", REFUSED)
             raise failure
 
@@ -184,16 +187,20 @@ class WholeMatrices(Optimizer):
             return self._plan
         self.shard_state()
         team_of = functools.cache(Team)
-        of: dict[Tensor, list[Matrix]] = {}
+        by_team: dict[Team, list[tuple[Any, ...]]] = {}
         places = {id(parameter): place for place, parameter in enumerate(parameters)}
         names = step_hooks().names()
         for group in self.param_groups:
             for parameter in () if self._elementwise(group) else group["params"]:
                 if isinstance(parameter, DTensor) and (axes := cutting_axes(parameter)):
-                    team, rows = team_of(parameter.device_mesh, axes), self._rows(cast(Any, parameter))
                     name, place = names.get(id(parameter)), places[id(parameter)]
-                    of[parameter] = matrices_of(parameter, name or f"number {place}", place, team, rows)
-        self._plan = OwnerPlan(parameters, assign_owners(matrix for found in of.values() for matrix in found), of)
+                    found = parameter, name or f"number {place}", place, self._rows(cast(Any, parameter))
+                    by_team.setdefault(team_of(parameter.device_mesh, axes), []).append(found)
+        plans = [share_out(team, found, self._over_replicas) for team, found in by_team.items()]
+        of = {parameter: found for plan in plans for parameter, found in plan.items()}
+        ordered = sorted(of, key=lambda parameter: places[id(parameter)])
+        matrices = assign_owners(matrix for parameter in ordered for matrix in of[parameter])
+        self._plan = OwnerPlan(parameters, matrices, {parameter: of[parameter] for parameter in ordered})
         return self._plan
 
     def _agreed(self, team: Team, matrices: Sequence[Matrix]) -> Any:
@@ -207,29 +214,31 @@ class WholeMatrices(Optimizer):
         values = "; ".join(_settings_text(group, self.defaults) for group in self.param_groups)
         return self._agreements.setdefault(tuple(texts), Agreement("matrices")).before(launches, values=values)
 
-    def _rounds(self, todo: Sequence[Matrix]) -> Iterator[StepRound]:
-        """Yield what is updated together: a bucket of one team, or all. State that lies in `state` goes to owners."""
+    def _rounds(self, todo: Sequence[Matrix]) -> list[StepRound]:
+        """Return the rounds of a step. State that lies in `state` goes to owners."""
         self._held = {matrix: state for matrix, state in self._held.items() if matrix.parameter in self.state}
         owned = dict.fromkeys(matrix.parameter for matrix in todo)
         states: dict[Tensor, State] = {parameter: state for parameter in owned if (state := self.state.get(parameter))}
         self.state.update({parameter: AwayState() for parameter in owned})
         self._is_away |= bool(owned)
-        if not self._steps_in_rounds:
-            yield StepRound(todo, states)
-            return
-        for team, matrices in _by_team(todo).items():
-            taken, nbytes = list[Matrix](), 0
+        return [StepRound(matrices, states) for matrices in self.rounds_of(todo)]
+
+    def rounds_of(self, todo: Sequence[Matrix]) -> list[list[Matrix]]:
+        """Return which matrices are updated together: a bucket of one team, or all."""
+        found = list[list[Matrix]]()
+        for team, matrices in by_team(todo).items() if self._steps_in_rounds else ():
+            nbytes, most = math.inf, self._bucket_bytes * len(team.ranks)
             for matrix in matrices:
-                if taken and nbytes + matrix.nbytes > self._bucket_bytes * team.group.size():
-                    yield StepRound(taken, states)
-                    taken, nbytes = [], 0
-                taken.append(matrix)
                 nbytes += matrix.nbytes
-            yield StepRound(taken, states)
+                if nbytes > most:
+                    found.append([])
+                    nbytes = matrix.nbytes
+                found[-1].append(matrix)
+        return found if self._steps_in_rounds else [list(todo)] * bool(todo)
 
     def _send_in(self, this: StepRound) -> None:
         """Launch what brings gradients, parameters and state to owners."""
-        for team, matrices in _by_team(this.matrices).items():
+        for team, matrices in by_team(this.matrices).items():
             travellers = []
             for matrix in matrices:
                 rows, grad = local_of(matrix.parameter), local_of(cast(Tensor, matrix.parameter.grad))
@@ -287,7 +296,7 @@ class WholeMatrices(Optimizer):
 
     def _send_back(self, this: StepRound) -> None:
         """Launch what brings updated rows back to the ranks that hold them."""
-        for team, matrices in _by_team(this.matrices).items():
+        for team, matrices in by_team(this.matrices).items():
             moved = [each for each in matrices if not each.stays]
             for each in matrices:
                 if each.stays and each in this.wholes:
@@ -309,7 +318,7 @@ def _refuse_step_of(given: weakref.ref[Optimizer], stepping: Optimizer, *_: obje
         raise ConfigError(f"{type(stepping).__name__} was given to whole_matrices. Step what that has returned.")
 
 
-def _by_team(matrices: Sequence[Matrix]) -> dict[Team, list[Matrix]]:
+def by_team(matrices: Sequence[Matrix]) -> dict[Team, list[Matrix]]:
     """Return the matrices of each team; teams in the order of their first parameters, the same on all ranks."""
     found: dict[Team, list[Matrix]] = {}
     for matrix in matrices:
