@@ -244,7 +244,7 @@ def whole_matrices(
         rows: called with each parameter that is to be whole; how many rows (of the first dimension) each of the
             matrices has that it stacks: `[d] * heads`, or `[1] * E` for experts `[E, m, n]`, which the optimizer sees
             as E matrices `[m, n]`. None is one matrix.
-        bucket_mib: of whole parameters per rank in a round; one round is on the link while another is computed.
+        bucket_mib: of whole parameters of each owner in a round; one round is on the link while another is computed.
             Default: 32 for optimizers of torch; others take all in one call of `step`. Give a size if that may be
             called several times, with a part of the parameters each.
         over_replicas: whether replicas (HSDP) share matrices: each computes its part and holds the state of that alone,

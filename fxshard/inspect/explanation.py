@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from fxshard.cost.optimizer_step import OptimizerCost
 from fxshard.cost.stats import CollectiveCost, GraphStats, collectives_of, graph_stats
 from fxshard.cost.step import StepTime
 from fxshard.errors import ConfigError, nearest
@@ -182,6 +183,7 @@ class Explanation:
         device_bytes: of one rank's shards on the device; gradients and optimizer state are where their shards are.
         host_bytes: the same of those in the host's memory.
         offloaded: names of the units that these are of.
+        optimizers: name -> what the steps of optimizers cost that were given.
         uncaptured: units that no frame reads -> bytes that are gathered of them, where code that runs uncompiled does.
     """
 
@@ -196,6 +198,7 @@ class Explanation:
     host_bytes: int = 0
     offloaded: tuple[str, ...] = ()
     uncaptured: Mapping[str, int] = field(default_factory=dict)
+    optimizers: Mapping[str, tuple[OptimizerCost, ...]] = field(default_factory=dict)
 
     @property
     def graphs(self) -> Mapping[str, Mapping[str, PassResult]]:

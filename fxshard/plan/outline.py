@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,13 @@ from torch.utils import _pytree as pytree
 
 from fxshard import torch_private
 from fxshard.compile.one_line.units import blocks_of
+from fxshard.cost.optimizer_step import OptimizerBuilder
 from fxshard.errors import ConfigError
 from fxshard.inspect.explain import explained, reads_values
 from fxshard.inspect.explanation import Explanation
 from fxshard.inspect.replica import Replica
 from fxshard.ir.planned_block import planned_block, text_of
+from fxshard.plan.optimizers import adamw
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +90,11 @@ def outline(
     world_size: int | tuple[int, int],
     options: dict[str, Any],
     saves_all: bool = False,
+    optimizers: Mapping[str, OptimizerBuilder] | None = None,
 ) -> OutlinedModel:
     """Trace a model that is not sharded, with one block of each kind; arguments as of `explained`.
+
+    `optimizers`: by default AdamW for all.
 
     A model without blocks is traced as a whole.
 
@@ -97,16 +102,23 @@ def outline(
         ConfigError: a block returns something else than tensors, or is called more than once.
         Exception: as `explain` raises.
     """
-    blocks = blocks_of(model)
+    blocks, steps = blocks_of(model), optimizers or {"AdamW": adamw}
     names = {id(module): name for name, module in model.named_modules()}
     if not blocks:
-        whole = explained(model, args, kwargs, world_size=world_size, options=options, saves_all=saves_all)
+        how: dict[str, Any] = {"world_size": world_size, "options": options, "saves_all": saves_all}
+        whole = explained(model, args, kwargs, **how, optimizers=steps)
         return OutlinedModel(outer=_in_one_graph(whole), blocks=None, order=())
     called = _called(model, blocks, names, args, kwargs, options)
     calls = {id(block): _BlockCall(number, *result) for number, (block, result) in enumerate(called)}
     outer_model = copy.deepcopy(model, dict(calls))
     traced = explained(
-        model, args, kwargs, world_size=world_size, options={**options, "regional": True}, saves_all=saves_all
+        model,
+        args,
+        kwargs,
+        world_size=world_size,
+        options={**options, "regional": True},
+        saves_all=saves_all,
+        optimizers=steps,
     )
     outer = explained(outer_model, args, kwargs, world_size=world_size, options=options, saves_all=saves_all)
     fqns = tuple(names[id(block)] for block, _ in called)

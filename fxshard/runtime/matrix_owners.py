@@ -7,6 +7,7 @@ are one team: an owner gets parts from its own replica, and sends the new rows t
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import math
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from fxshard import torch_fsdp2
 from fxshard.errors import ConfigError
-from fxshard.hardware import BUILTIN
+from fxshard.hardware import BUILTIN, HardwareSpec
 from fxshard.runtime.parameters import local_of
 
 Box = tuple[tuple[int, int], ...]
@@ -298,11 +299,15 @@ def assign_owners(matrices: Iterable[Matrix]) -> list[Matrix]:
 
 
 def share_out(
-    team: Team, parameters: Sequence[tuple[DTensor, str, int, Sequence[int] | None]], over_replicas: bool | None
+    team: Team,
+    parameters: Sequence[tuple[DTensor, str, int, Sequence[int] | None]],
+    over_replicas: bool | None,
+    hardware: HardwareSpec | None,
 ) -> dict[Tensor, list[Matrix]]:
     """Return the matrices of parameters that a team holds; of all replicas, if they are to share or it takes less time.
 
-    `parameters`: each with its name, place and rows, as `matrices_of` takes them.
+    `parameters`: each with its name, place and rows, as `matrices_of` takes them. `hardware`: by default that of nodes
+    with eight accelerators.
     """
 
     def shared_by(some: Team) -> dict[Tensor, list[Matrix]]:
@@ -312,21 +317,43 @@ def share_out(
     if replicas is None:
         return narrow
     wide = shared_by(replicas)
-    return wide if over_replicas or _seconds_saved(narrow, wide, team, replicas) > 0 else narrow
+    return wide if over_replicas or _seconds_saved(narrow, wide, hardware or _usual(team)) > 0 else narrow
+
+
+def _usual(team: Team) -> HardwareSpec:
+    return BUILTIN["cpu" if team.mesh.device_type == "cpu" else "h100-sxm"]
 
 
 def _seconds_saved(
-    narrow: Mapping[Tensor, list[Matrix]], wide: Mapping[Tensor, list[Matrix]], team: Team, replicas: Team
+    narrow: Mapping[Tensor, list[Matrix]], wide: Mapping[Tensor, list[Matrix]], hardware: HardwareSpec
 ) -> float:
-    """What a step takes less where replicas share: Newton-Schulz in bf16, against rows on the link between replicas."""
-    device = team.mesh.device_type
-    spec, shards = BUILTIN["cpu" if device == "cpu" else "h100-sxm"], len(team.coordinates)
-    repeats = len(replicas.coordinates) // shards
-    loads = [[0] * len(each.coordinates) for each in (team, replicas)]
-    for load, found in zip(loads, (narrow, wide), strict=True):
-        for matrix in assign_owners(itertools.chain.from_iterable(found.values())):
-            load[matrix.owner] += matrix.cost
-    computing = NEWTON_SCHULZ * (max(loads[0]) - max(loads[1])) / spec.peak(torch.bfloat16)
-    moved = (1 - 1 / repeats) * sum(each.nbytes for found in narrow.values() for each in found) / shards
-    near, far = spec.link(shards).bandwidth, spec.replica_link(repeats, shards).bandwidth
-    return float(computing + 3 * moved / near - moved / far)
+    """What a step takes less where replicas share: Newton-Schulz in bf16, and exchanges."""
+    computing, moving = [], []
+    for found in (narrow, wide):
+        matrices = assign_owners(itertools.chain.from_iterable(found.values()))
+        team, loads = matrices[0].team, collections.Counter[int]()
+        for matrix in matrices:
+            loads[matrix.owner] += matrix.cost
+        computing.append(NEWTON_SCHULZ * max(loads.values()) / hardware.peak(torch.bfloat16))
+        moving.append(sum(exchange_seconds(team, matrices, hardware)))
+    return float(computing[0] + moving[0] - computing[1] - moving[1])
+
+
+def exchange_seconds(team: Team, matrices: Iterable[Matrix], hardware: HardwareSpec) -> tuple[float, float]:
+    """Return what an exchange with owners takes, and the one back: the rank with most to send or to get decides.
+
+    Each rank sends to all others at once, so that what goes between nodes has the network beside the link in the node.
+    """
+    inside, ranks = hardware.ranks_per_node, len(team.ranks)
+    whole = Traffic.of(team, matrices)
+    spans = inside and len({rank // inside for rank in team.ranks}) > 1
+    between = Traffic.of(team, matrices, inside) if spans else None
+    found = []
+    for direction in (slice(0, 2), slice(2, 4)):
+        near = max(counts.max() for counts in whole[direction])
+        seconds = near / (hardware.link_bandwidth if inside else hardware.link(ranks).bandwidth) if near else 0.0
+        if between and near:
+            far = max(counts.max() for counts in between[direction]) / cast(float, hardware.network_bandwidth)
+            seconds = hardware.network_latency + max(seconds, far)
+        found.append(float(seconds + hardware.link_latency * bool(near)))
+    return found[0], found[1]

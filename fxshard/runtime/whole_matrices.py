@@ -15,8 +15,8 @@ Where the optimizer raises on one rank, the exchanges of the step still take pla
 
 from __future__ import annotations
 
+import collections
 import functools
-import math
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 
 from fxshard import torch_private
 from fxshard.errors import ConfigError
+from fxshard.hardware import HardwareSpec
 from fxshard.ir.launches import Launch, on_group
 from fxshard.runtime import matrix_state, rank_check
 from fxshard.runtime.matrix_explanation import MatrixExplanation
@@ -78,10 +79,10 @@ class WholeMatrices(Optimizer):
     def __init__(
         self,
         optimizer: Optimizer,
-        elementwise: Callable[[dict[str, Any]], bool] | None,
-        rows: Callable[[nn.Parameter], Sequence[int] | None] | None,
-        bucket_mib: float | None,
-        over_replicas: bool | None,
+        elementwise: Callable[[dict[str, Any]], bool] | None = None,
+        rows: Callable[[nn.Parameter], Sequence[int] | None] | None = None,
+        bucket_mib: float | None = None,
+        over_replicas: bool | None = None,
     ) -> None:
         """Take over the groups, the state and the hooks of an optimizer."""
         self._given = optimizer
@@ -90,18 +91,28 @@ class WholeMatrices(Optimizer):
         optimizer.register_step_pre_hook(functools.partial(_refuse_step_of, weakref.ref(optimizer)))
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
-        self._hooks = [name for name in vars(self) if name.startswith("_optimizer_")]
+        self._hooks = _hooks_of(optimizer)
         self.__dict__ |= {name: vars(optimizer)[name] for name in self._hooks}
         self._elementwise, self._rows = elementwise or (lambda group: False), rows or (lambda parameter: None)
         self._steps_in_rounds = type(optimizer) in BY_PARAMETER or bucket_mib is not None
         self._bucket_bytes = (32 if bucket_mib is None else bucket_mib) * 2**20  # of whole parameters per rank
-        self._over_replicas = over_replicas
+        self._over_replicas, self._hardware = over_replicas, cast(HardwareSpec | None, None)
         self._plan = OwnerPlan([], [], {})
         self._held: dict[Matrix, State] = {}  # of those that this rank owns
         self._is_away = False  # whether any rank holds state that `state` does not have
         self._agreements: dict[tuple[str, ...], Agreement] = {}
         if optimizer in step_hooks().overlapped:
             step_hooks().overlapped.add(self)
+
+    @property
+    def given(self) -> Optimizer:
+        """The optimizer that was given."""
+        return self._given
+
+    def matrices_on(self, hardware: HardwareSpec) -> list[Matrix]:
+        """Return all matrices, with the owners that they have on some hardware."""
+        self._hardware = hardware
+        return self._current_plan().matrices
 
     def __getattr__(self, name: str) -> Any:
         """What the optimizer has besides."""
@@ -196,7 +207,7 @@ class WholeMatrices(Optimizer):
                     name, place = names.get(id(parameter)), places[id(parameter)]
                     found = parameter, name or f"number {place}", place, self._rows(cast(Any, parameter))
                     by_team.setdefault(team_of(parameter.device_mesh, axes), []).append(found)
-        plans = [share_out(team, found, self._over_replicas) for team, found in by_team.items()]
+        plans = [share_out(team, found, self._over_replicas, self._hardware) for team, found in by_team.items()]
         of = {parameter: found for plan in plans for parameter, found in plan.items()}
         ordered = sorted(of, key=lambda parameter: places[id(parameter)])
         matrices = assign_owners(matrix for parameter in ordered for matrix in of[parameter])
@@ -224,17 +235,19 @@ class WholeMatrices(Optimizer):
         return [StepRound(matrices, states) for matrices in self.rounds_of(todo)]
 
     def rounds_of(self, todo: Sequence[Matrix]) -> list[list[Matrix]]:
-        """Return which matrices are updated together: a bucket of one team, or all."""
-        found = list[list[Matrix]]()
-        for team, matrices in by_team(todo).items() if self._steps_in_rounds else ():
-            nbytes, most = math.inf, self._bucket_bytes * len(team.ranks)
+        """Return which matrices are updated together: of one team a bucket of each owner, so that all work, or all."""
+        if not self._steps_in_rounds:
+            return [list(todo)] * bool(todo)
+        rounds = dict[Any, list[Matrix]]()
+        for team, matrices in by_team(todo).items():
+            numbers, sizes = collections.Counter[int](), collections.Counter[int]()
             for matrix in matrices:
-                nbytes += matrix.nbytes
-                if nbytes > most:
-                    found.append([])
-                    nbytes = matrix.nbytes
-                found[-1].append(matrix)
-        return found if self._steps_in_rounds else [list(todo)] * bool(todo)
+                sizes[matrix.owner] += matrix.nbytes
+                if sizes[matrix.owner] > self._bucket_bytes and sizes[matrix.owner] > matrix.nbytes:
+                    numbers[matrix.owner] += 1
+                    sizes[matrix.owner] = matrix.nbytes
+                rounds.setdefault((team, numbers[matrix.owner]), []).append(matrix)
+        return list(rounds.values())
 
     def _send_in(self, this: StepRound) -> None:
         """Launch what brings gradients, parameters and state to owners."""
@@ -268,18 +281,17 @@ class WholeMatrices(Optimizer):
                     seen["params"].append(parameter)
         state = defaultdict[Any, Any](dict, {key: value for key, value in self.state.items() if key not in whole})
         state.update({parameter: self._held[matrix] for parameter, matrix in own.items() if matrix in self._held})
-        given, hooks = self._given, {name: OrderedDict[int, Any]() for name in self._hooks}
-        copied = object.__new__(type(given))
-        copied.__dict__ = {**vars(given), **hooks, "param_groups": groups, "state": state}
+        given, copied = self._given, copy_of(self._given, groups, state)
         try:
             with self._without_collectives(this):
-                (without_hooks(type(given).step) or type(given).step)(copied, **options)
+                step_without_hooks(copied, **options)
         finally:
             for group, seen in zip(self.param_groups, groups, strict=True):
                 group.update({name: value for name, value in seen.items() if name != "params"})
             self._held.update({matrix: state[parameter] for parameter, matrix in own.items() if parameter in state})
             self.state.update({key: value for key, value in state.items() if key not in own})
-            vars(given).update({k: v for k, v in vars(copied).items() if k not in {"param_groups", "state", *hooks}})
+            kept = {"param_groups", "state", *self._hooks}
+            vars(given).update({name: value for name, value in vars(copied).items() if name not in kept})
 
     @contextmanager
     def _without_collectives(self, this: StepRound) -> Iterator[None]:
@@ -306,6 +318,23 @@ class WholeMatrices(Optimizer):
             travellers = [each.traveller(local_of(each.parameter), this.wholes.get(each)) for each in moved]
             this.under_way.append(RowExchange(team, travellers, inward=False))
         this.wholes.clear()
+
+
+def copy_of(given: Optimizer, groups: list[dict[str, Any]], state: Any) -> Optimizer:
+    """Return a copy of an optimizer with other parameters and state, and without hooks."""
+    hooks = {name: OrderedDict[int, Any]() for name in _hooks_of(given)}
+    copied: Optimizer = object.__new__(type(given))
+    copied.__dict__ = {**vars(given), **hooks, "param_groups": groups, "state": state}
+    return copied
+
+
+def step_without_hooks(optimizer: Optimizer, **options: Any) -> None:
+    """Step as the class does, without torch's hooks around it."""
+    (without_hooks(type(optimizer).step) or type(optimizer).step)(optimizer, **options)
+
+
+def _hooks_of(optimizer: Optimizer) -> list[str]:
+    return [name for name in vars(optimizer) if name.startswith("_optimizer_")]
 
 
 # A whole train step may be compiled: then Dynamo is on, and must leave this alone.

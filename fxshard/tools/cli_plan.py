@@ -54,6 +54,8 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add("--reduce-last", "reduce gradients in the last microbatch alone", action="store_true")
     schedules = f"of fxshard, FSDP2 and FSDP2 compiled {default}"
     add("--schedule", schedules, metavar="NAME,...", default="fxshard,FSDP2")
+    steps = f"AdamW for all, Muon for matrices of blocks, or MODULE:FUNCTION of yours {default}"
+    add("--optimizer", steps, metavar="NAME,...", default="AdamW")
     budget = "also recommend what each block does within so much memory of a rank, on the first schedule; needs scipy"
     add("--memory-budget-gib", budget, metavar="X", type=positive)
     answers = "also say from which batch, sequence and world size on things change; simulates five runs more for each"
@@ -77,10 +79,11 @@ def _kinds(checkpointing: str) -> list[str]:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    from fxshard.inspect.tables import step_text
     from fxshard.inspect.target import Target, checked
     from fxshard.plan.plan import PlanSettings, plan
     from fxshard.tools.plan import page, trace
-    from fxshard.tools.plan.targets import builder
+    from fxshard.tools.plan.targets import builder, optimizers_of
 
     written = {save: in_folder(getattr(args, save)) for save in ("html", "trace") if getattr(args, save) is not None}
     console, errors = open_console(), open_console(stderr=True)
@@ -92,6 +95,7 @@ def _plan(args: argparse.Namespace) -> int:
         accumulation=args.accumulation,
         reduces_each=not args.reduce_last,
         schedules=tuple(args.schedule.split(",")),
+        optimizers={name: optimizers_of(name) for name in args.optimizer.split(",")},
     )
     found = plan(
         lambda batch: build_at(batch, args.sequence),
@@ -105,6 +109,9 @@ def _plan(args: argparse.Namespace) -> int:
     if not console.is_terminal:
         console.width = 140
     console.print(found)
+    for run in found.runs if args.optimizer != "AdamW" else ():
+        for step in run.cost.steps:
+            print_line(console, f"{run.name}: {step_text(step)}")
     pareto: list[tuple[float, float]] = []
     for world_size, batch in itertools.product(args.world_size, args.batch):
         if args.memory_budget_gib:
