@@ -18,16 +18,15 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from fxshard import torch_private
 from fxshard.hardware import HardwareSpec
 from fxshard.runtime.matrix_explanation import MatrixExplanation
-from fxshard.runtime.matrix_owners import Matrix, Traffic, exchange_seconds
+from fxshard.runtime.matrix_owners import Matrix, MatrixTraffic, exchange_seconds
 from fxshard.runtime.parameters import adopt_attributes, local_of
 from fxshard.runtime.whole_matrices import WholeMatrices, by_team, copy_of, step_without_hooks
 
@@ -72,7 +71,7 @@ class OptimizerCost:
         return max((share.received for share in self.matrices.owners.values()), default=0) if self.matrices else 0
 
 
-class _Meter(TorchDispatchMode):
+class _OpMeter(torch_private.DispatchMode):
     """Counts what ops on fake tensors do."""
 
     def __init__(self, hardware: HardwareSpec) -> None:
@@ -118,7 +117,7 @@ def _nbytes(value: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(value))
 
 
-class _Steps:
+class _FakeSteps:
     """Steps an optimizer on fake tensors; matrices that are alike once."""
 
     def __init__(self, given: Optimizer, hardware: HardwareSpec) -> None:
@@ -136,14 +135,14 @@ class _Steps:
         """Count the step of parameters that have these shapes here: FLOPs, seconds, bytes moved and bytes of state."""
         state = defaultdict[Any, Any](dict)
         groups: list[dict[str, Any]] = [{**group, "params": []} for group in self.given.param_groups]
-        with FakeTensorMode(), torch.no_grad():
+        with torch_private.FakeMode(), torch.no_grad():
             for parameter, shape in parameters:
                 fake = nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="cpu"))
                 adopt_attributes(fake, parameter.__dict__)
                 fake.grad = torch.empty_like(fake)
                 groups[self.group_of[parameter]]["params"].append(fake)
             copied = copy_of(self.given, groups, state)
-            for meter in (_Meter(self.hardware), _Meter(self.hardware)):
+            for meter in (_OpMeter(self.hardware), _OpMeter(self.hardware)):
                 with meter:
                     step_without_hooks(copied)
         return np.array([meter.flops, meter.seconds, meter.nbytes, _nbytes(list(state.values()))])
@@ -153,12 +152,12 @@ def cost_of_step(optimizer: Optimizer, hardware: HardwareSpec) -> OptimizerCost:
     """Return what a step of an optimizer costs in which all parameters have gradients."""
     given = optimizer.given if isinstance(optimizer, WholeMatrices) else optimizer
     matrices = optimizer.matrices_on(hardware) if isinstance(optimizer, WholeMatrices) else []
-    steps, whole = _Steps(given, hardware), {matrix.parameter for matrix in matrices}
+    steps, whole = _FakeSteps(given, hardware), {matrix.parameter for matrix in matrices}
     rest = (p for p in steps.group_of if p not in whole)
     others = steps.of((p, (local_of(p) if isinstance(p, DTensor) else p).shape) for p in rest)
     ranks = sorted({rank for matrix in matrices for rank in matrix.team.ranks}) or [0]
     rounds = [
-        _Round.of(taken, steps, ranks)
+        _TimedRound.of(taken, steps, ranks)
         for taken in (optimizer.rounds_of(matrices) if whole else [[]])  # type: ignore
     ]
     work = sum((each.work for each in rounds), others[:, None])
@@ -176,7 +175,7 @@ def cost_of_step(optimizer: Optimizer, hardware: HardwareSpec) -> OptimizerCost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Round:
+class _TimedRound:
     """What is updated together; arrays have a number for each rank."""
 
     work: Counted  # [4, ranks]
@@ -186,12 +185,12 @@ class _Round:
     seconds: tuple[float, float]  # of the exchanges
 
     @classmethod
-    def of(cls, matrices: Sequence[Matrix], steps: _Steps, ranks: Sequence[int]) -> _Round:
+    def of(cls, matrices: Sequence[Matrix], steps: _FakeSteps, ranks: Sequence[int]) -> _TimedRound:
         """Sum up a round."""
         work, (wholes, sent_in, sent_back) = np.zeros((4, len(ranks))), np.zeros((3, len(ranks)))
         place, seconds = {rank: i for i, rank in enumerate(ranks)}, [0.0, 0.0]
         for team, its in by_team(matrices).items():
-            at, traffic = [place[rank] for rank in team.ranks], Traffic.of(team, its)
+            at, traffic = [place[rank] for rank in team.ranks], MatrixTraffic.of(team, its)
             sent_in[at] += traffic.to_owners + traffic.at_owners
             sent_back[at] += traffic.from_owners + traffic.back
             seconds = [a + b for a, b in zip(seconds, exchange_seconds(team, its, steps.hardware), strict=True)]
@@ -201,7 +200,7 @@ class _Round:
         return cls(work=work, wholes=wholes, sent_in=sent_in, sent_back=sent_back, seconds=(seconds[0], seconds[1]))
 
 
-def _most_held(rounds: Sequence[_Round]) -> Counted:
+def _most_held(rounds: Sequence[_TimedRound]) -> Counted:
     """Return the most bytes that whole tensors and exchanges of rounds take, by rank."""
     nothing = np.zeros_like(rounds[0].wholes)
     found = [nothing]
@@ -211,7 +210,7 @@ def _most_held(rounds: Sequence[_Round]) -> Counted:
     return cast(Counted, np.max(found, axis=0))
 
 
-def _clocked(rounds: Sequence[_Round]) -> float:
+def _clocked(rounds: Sequence[_TimedRound]) -> float:
     """Return when the last rank is done with all rounds."""
     now, link, back = np.zeros_like(rounds[0].wholes), 0.0, 0.0
     arrived = link = rounds[0].seconds[0]

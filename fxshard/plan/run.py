@@ -122,8 +122,7 @@ def cost_of(
     outer, called = planned_frames(model, hardware, schedule, {} if known is None else known)
     clock = Clock(hardware)
     clock.run_all([outer.forward, outer.backward], microbatches=accumulation, reduces_each=reduces_each)
-    sharded = model.blocks or model.outer
-    steps = ShardSteps(sharded, hardware, optimizer)
+    steps = ShardSteps(sharded := model.blocks or model.outer, hardware, optimizer)
     stepping = steps.seconds(sharded.device_bytes, sharded.host_bytes)
     memory = memory_of_step(
         outer.memory,
@@ -132,8 +131,8 @@ def cost_of(
         gradients=sharded.device_bytes if accumulation > 1 else 0,
         own_streams=schedule.is_fsdp2,
     )
-    forward_flops = sum(frame.forward_flops for frame in (outer, *called))
-    flops, seconds = 3 * forward_flops * accumulation, clock.now + stepping
+    flops = 3 * accumulation * sum(frame.forward_flops for frame in (outer, *called))
+    seconds = clock.now + stepping
     return RunCost(
         seconds=seconds,
         compute=clock.now - clock.exposed,

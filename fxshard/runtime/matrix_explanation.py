@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fxshard.runtime.matrix_owners import Matrix, Team, Traffic
+from fxshard.runtime.matrix_owners import Matrix, MatrixTraffic, Team
 
 
 @dataclass
@@ -32,7 +32,7 @@ class MatrixExplanation:
         """Sum up what each rank owns; gradients count in the dtype of their parameters."""
         owners = {rank: OwnerShare() for rank in sorted({rank for team in by_team for rank in team.ranks})}
         for team, matrices in by_team.items():
-            traffic = Traffic.of(team, matrices)
+            traffic = MatrixTraffic.of(team, matrices)
             for i, rank in enumerate(team.ranks):
                 share = owners[rank]
                 share.bytes_in += int(traffic.at_owners[i])

@@ -170,7 +170,7 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // 16) * 16
 
 
-class Traffic(NamedTuple):
+class MatrixTraffic(NamedTuple):
     """Bytes on the link in a step, by rank of a team; gradients count in the dtype of their parameters."""
 
     to_owners: Counts  # that a rank sends: gradients and rows
@@ -179,7 +179,7 @@ class Traffic(NamedTuple):
     back: Counts  # that it gets
 
     @classmethod
-    def of(cls, team: Team, matrices: Iterable[Matrix], inside: int = 1) -> Traffic:
+    def of(cls, team: Team, matrices: Iterable[Matrix], inside: int = 1) -> MatrixTraffic:
         """Count what matrices of a team move between nodes of so many ranks."""
         found, node = cls(*np.zeros((4, len(team.ranks)), dtype=np.int64)), np.array(team.ranks) // inside
         for matrix in matrices:
@@ -345,9 +345,9 @@ def exchange_seconds(team: Team, matrices: Iterable[Matrix], hardware: HardwareS
     Each rank sends to all others at once, so that what goes between nodes has the network beside the link in the node.
     """
     inside, ranks = hardware.ranks_per_node, len(team.ranks)
-    whole = Traffic.of(team, matrices)
+    whole = MatrixTraffic.of(team, matrices)
     spans = inside and len({rank // inside for rank in team.ranks}) > 1
-    between = Traffic.of(team, matrices, inside) if spans else None
+    between = MatrixTraffic.of(team, matrices, inside) if spans else None
     found = []
     for direction in (slice(0, 2), slice(2, 4)):
         near = max(counts.max() for counts in whole[direction])

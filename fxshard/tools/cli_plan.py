@@ -14,7 +14,7 @@ from fxshard.tools.launch.console import open_console, print_line
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fxshard.plan.plan import PlanSettings
+    from fxshard.plan.plan import Plan, PlanSettings
     from fxshard.plan.recommend import Recommendation
 
 PLAN_TEXT = """\
@@ -79,7 +79,6 @@ def _kinds(checkpointing: str) -> list[str]:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from fxshard.inspect.tables import step_text
     from fxshard.inspect.target import Target, checked
     from fxshard.plan.plan import PlanSettings, plan
     from fxshard.tools.plan import page, trace
@@ -94,7 +93,7 @@ def _plan(args: argparse.Namespace) -> int:
     settings = PlanSettings(
         accumulation=args.accumulation,
         reduces_each=not args.reduce_last,
-        schedules=tuple(args.schedule.split(",")),
+        schedules=args.schedule.split(","),
         optimizers={name: optimizers_of(name) for name in args.optimizer.split(",")},
     )
     found = plan(
@@ -106,12 +105,7 @@ def _plan(args: argparse.Namespace) -> int:
         name=args.model,
         progress=lambda line: print_line(errors, line, style="dim"),
     )
-    if not console.is_terminal:
-        console.width = 140
-    console.print(found)
-    for run in found.runs if args.optimizer != "AdamW" else ():
-        for step in run.cost.steps:
-            print_line(console, f"{run.name}: {step_text(step)}")
+    _print_runs(found, console, with_steps=args.optimizer != "AdamW")
     pareto: list[tuple[float, float]] = []
     for world_size, batch in itertools.product(args.world_size, args.batch):
         if args.memory_budget_gib:
@@ -123,6 +117,18 @@ def _plan(args: argparse.Namespace) -> int:
         page.save(found, path, pareto) if what == "html" else trace.save(found, path)
         print_line(errors, f"wrote {path}", style="dim")
     return 0 if any(run.cost.fits for run in found.runs) else 1
+
+
+def _print_runs(found: Plan, console: Console, *, with_steps: bool) -> None:
+    """The table, and what the steps of optimizers cost."""
+    from fxshard.inspect.tables import step_text
+
+    if not console.is_terminal:
+        console.width = 140
+    console.print(found)
+    for run in found.runs if with_steps else ():
+        for step in run.cost.steps:
+            print_line(console, f"{run.name}: {step_text(step)}")
 
 
 def _recommend(
