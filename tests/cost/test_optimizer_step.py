@@ -18,6 +18,7 @@ from fxshard.plan.optimizers import muon
 from fxshard.plan.plan import PlanSettings, plan
 from fxshard.runtime.matrix_owners import NEWTON_SCHULZ
 from fxshard.testing import emulated_link
+from fxshard.tools.plan.targets import optimizers_of
 from tests.numerics.harness import EAGER
 from tests.numerics.whole_matrices import batch, counting_bytes, muon_of_matrices, net, sharded, take_steps
 from tests.plan.models import LAYERS, WIDTH, build
@@ -116,3 +117,6 @@ def test_a_plan_has_a_run_for_each_optimizer() -> None:
 def test_refuses_what_makes_no_optimizers() -> None:
     with pytest.raises(ConfigError, match="the function for optimizers returned str"):
         costs(lambda model: ["adam"])
+    with pytest.raises(ConfigError, match="'Adam' is no optimizer to plan: give AdamW, Muon, or MODULE:FUNCTION"):
+        optimizers_of("Adam")
+    assert optimizers_of("Muon") is optimizers_of("fxshard.plan.optimizers:muon") is muon
