@@ -223,6 +223,7 @@ def whole_matrices(
     elementwise: Callable[[dict[str, Any]], bool] | None = None,
     rows: Callable[[nn.Parameter], Sequence[int] | None] | None = None,
     bucket_mib: float | None = None,
+    over_replicas: bool | None = None,
 ) -> WholeMatrices:
     """Let an optimizer that needs whole matrices (Muon, Shampoo, SOAP, Adafactor) step sharded parameters.
 
@@ -243,9 +244,11 @@ def whole_matrices(
         rows: called with each parameter that is to be whole; how many rows (of the first dimension) each of the
             matrices has that it stacks: `[d] * heads`, or `[1] * E` for experts `[E, m, n]`, which the optimizer sees
             as E matrices `[m, n]`. None is one matrix.
-        bucket_mib: of whole parameters per rank in a round; one round is on the link while another is computed.
+        bucket_mib: of whole parameters of each owner in a round; one round is on the link while another is computed.
             Default: 32 for optimizers of torch; others take all in one call of `step`. Give a size if that may be
             called several times, with a part of the parameters each.
+        over_replicas: whether replicas (HSDP) share matrices: each computes its part and holds the state of that alone,
+            and rows come back over the replicas' link. False: each computes all. Default: what should take less time.
 
     Raises:
         ConfigError: it is no optimizer of torch, or is LBFGS. In a step: what `rows` gives does not fit.
@@ -255,7 +258,7 @@ def whole_matrices(
             f"whole_matrices expects an optimizer of torch that treats parameters one by one, got "
             f"{type(optimizer).__name__}."
         )
-    return WholeMatrices(optimizer, elementwise, rows, bucket_mib)
+    return WholeMatrices(optimizer, elementwise, rows, bucket_mib, over_replicas)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ CEILINGS = (
         "lines of the core: top level without `hardware.py`, `sharding`, `compile`, `ir`, `passes`, `ranks`, `runtime`",
         _lines(text for name, text in SOURCES.items() if name.rpartition("/")[0].partition("/")[0] in CORE)
         - _lines([SOURCES["hardware.py"]]),
-        23_810,
+        24_030,
     ),
     Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 61_245),
     Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 55_530),

@@ -104,7 +104,7 @@ TORCH_ATTRIBUTES = (
     TorchAttribute(
         "_schema",
         "an op",
-        "cost/roofline.py ir/collectives.py ir/liveness.py ir/surroundings.py ir/writes.py",
+        "cost/optimizer_step.py cost/roofline.py ir/collectives.py ir/liveness.py ir/surroundings.py ir/writes.py",
         "its writes, and which results are views",
     ),
     TorchAttribute(

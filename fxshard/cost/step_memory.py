@@ -158,7 +158,12 @@ class MemoryUse(NamedTuple):
 
 
 def memory_of_step(
-    outer: StepMemory, standing: Mapping[str, int], *, gradients: int = 0, own_streams: bool = False
+    outer: StepMemory,
+    standing: Mapping[str, int],
+    *,
+    gradients: int = 0,
+    own_streams: bool = False,
+    stepping: int = 0,
 ) -> MemoryUse:
     """Run two steps on an allocator, the first of which finds it empty.
 
@@ -168,8 +173,9 @@ def memory_of_step(
         gradients: bytes of them that are held from the beginning, as with several microbatches.
         own_streams: whether gathers and reductions have streams of their own, and parameters are copied out of what was
             gathered.
+        stepping: bytes that the step of the optimizer takes besides.
     """
-    walk = _Walk(standing, own_streams, accumulates=gradients > 0)
+    walk = _Walk(standing, own_streams, accumulates=gradients > 0, stepping=stepping)
     if gradients:
         walk.make("gradients", gradients)
     walk.step(outer)
@@ -228,6 +234,7 @@ class _Walk:
     standing: Mapping[str, int]
     own_streams: bool
     accumulates: bool  # whether a reduced gradient is added to one that is there
+    stepping: int = 0  # bytes that the step of the optimizer takes besides
     held: Bytes = field(default_factory=dict)
     worst: Bytes = field(default_factory=dict)
     total: int = 0
@@ -272,6 +279,7 @@ class _Walk:
         self.backward(outer, kept)
         self._free_all(self.late)
         self.at = (-1, 0, False)
+        self._free_all([self.make("optimizer", self.stepping)] if self.stepping else [])
         self._free_all(self.gradients)
 
     def forward(self, step: StepMemory) -> _Kept:

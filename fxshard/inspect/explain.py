@@ -7,6 +7,7 @@ import functools
 import os
 import traceback
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from fxshard import hardware, torch_private
 from fxshard.compile import backend
 from fxshard.compile.inductor import require_known_flags
+from fxshard.cost.optimizer_step import OptimizerBuilder, OptimizerCost, cost_of_step
 from fxshard.errors import ConfigError, UnsupportedGraph
+from fxshard.hardware import HardwareSpec
 from fxshard.inspect.explanation import Explanation, FrameExplanation
-from fxshard.inspect.fake_model import fake_model_of
+from fxshard.inspect.fake_model import FakeModel, fake_model_of
 from fxshard.options import parse
 from fxshard.passes import pipeline
 from fxshard.runtime.frame import Frame
@@ -34,6 +37,7 @@ def explain(
     world_size: int | tuple[int, int] | None = None,
     mesh: DeviceMesh | None = None,
     options: Mapping[str, Any] | None = None,
+    optimizer: OptimizerBuilder | None = None,
     **kwargs: Any,
 ) -> Explanation:
     """Show what every pass does to a model, without a cluster: no process group, no data, no code generation.
@@ -52,6 +56,8 @@ def explain(
             numbers are a mesh of two axes: how many replicas, and over how many ranks each is sharded.
         mesh: instead of `world_size`.
         options: as for `torch.compile(model, backend="fxshard", options=...)`.
+        optimizer: called with the sharded copy, returns its optimizer or several, as the training script makes them
+            (`fxshard.whole_matrices` among them): what their steps cost is in `Explanation.optimizers`.
         **kwargs: of the model's forward.
 
     Returns:
@@ -64,7 +70,8 @@ def explain(
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"explain expects an nn.Module, got {type(model).__name__}.")
-    return explained(model, args, kwargs, world_size=world_size, mesh=mesh, options=options)
+    builders = {"optimizer": optimizer} if optimizer else {}
+    return explained(model, args, kwargs, world_size=world_size, mesh=mesh, options=options, optimizers=builders)
 
 
 def explained(
@@ -76,6 +83,7 @@ def explained(
     mesh: DeviceMesh | None = None,
     options: Mapping[str, Any] | None = None,
     saves_all: bool = False,
+    optimizers: Mapping[str, OptimizerBuilder] = MappingProxyType({}),
 ) -> Explanation:
     """Do what `explain` does; with `saves_all` forward keeps for backward what it would keep without a compiler."""
     parsed = parse({"hardware": DEFAULT_HARDWARE, **(options or {})})
@@ -97,7 +105,19 @@ def explained(
         raise reads_values(name, error) from error
     if not frames:
         raise nothing_captured(name)
-    return explanation(name, units_under(fake_model.model), fake_model.replica.device, frames)
+    found = explanation(name, units_under(fake_model.model), fake_model.replica.device, frames)
+    costs = {each: _costs_of(build, fake_model, found.hardware) for each, build in optimizers.items()}
+    return dataclasses.replace(found, optimizers=costs)
+
+
+def _costs_of(build: OptimizerBuilder, fake_model: FakeModel, spec: HardwareSpec) -> tuple[OptimizerCost, ...]:
+    """What the optimizers cost that a function of the user's makes of a model."""
+    with fake_model.replica.faking():
+        made = build(fake_model.model)
+        several = [made] if isinstance(made, torch.optim.Optimizer) else list(made)
+        if wrong := [type(each).__name__ for each in several if not isinstance(each, torch.optim.Optimizer)]:
+            raise ConfigError(f"the function for optimizers returned {wrong[0]}; return optimizers of torch.")
+    return tuple(cost_of_step(each, spec) for each in several)
 
 
 def explanation_of(model: nn.Module) -> Explanation:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from fxshard.cost.optimizer_step import OptimizerCost
 from fxshard.cost.stats import CollectiveCost, GraphStats, collectives_of, graph_stats
 from fxshard.cost.step import StepTime
 from fxshard.errors import ConfigError, nearest
@@ -183,6 +184,7 @@ class Explanation:
         host_bytes: the same of those in the host's memory.
         trained_bytes: those of `device_bytes`, and of `host_bytes`, that get gradients.
         offloaded: names of the units that these are of.
+        optimizers: name -> what the steps of optimizers cost that were given.
         uncaptured: units that no frame reads -> bytes that are gathered of them, where code that runs uncompiled does.
     """
 
@@ -198,6 +200,7 @@ class Explanation:
     trained_bytes: tuple[int, int] = (0, 0)
     offloaded: tuple[str, ...] = ()
     uncaptured: Mapping[str, int] = field(default_factory=dict)
+    optimizers: Mapping[str, tuple[OptimizerCost, ...]] = field(default_factory=dict)
 
     @property
     def graphs(self) -> Mapping[str, Mapping[str, PassResult]]:

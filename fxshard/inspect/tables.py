@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fxshard.cost.optimizer_step import OptimizerCost
 from fxshard.inspect.captured import remark
 from fxshard.inspect.explanation import DYNAMO, Explanation, FrameExplanation
 from fxshard.ir.history import CAPTURED, PassResult
@@ -219,12 +221,26 @@ def _remarks(explanation: Explanation) -> Iterator[str]:
     if len(explanation.calls) > 1:
         seconds, exposed = map(duration, explanation.step)
         yield f"all {len(explanation.calls):,} calls in a row: {seconds}, {exposed or 'nothing'} of it exposed"
+    for cost in itertools.chain.from_iterable(explanation.optimizers.values()):
+        yield step_text(cost)
     if explanation.uncaptured:
         names, total = ", ".join(explanation.uncaptured), sum(explanation.uncaptured.values())
         yield f"no frame reads {names}: {size(total)} are gathered where uncompiled code reads them"
     running = [frame.running(stage).graph for frame in explanation.frames for stage in frame.scheduled]
     if foreign := remark(explanation.device, explanation.hardware, running):
         yield foreign
+
+
+def step_text(cost: OptimizerCost) -> str:
+    """What a step of an optimizer costs the rank with most of each, and how much more that is than the mean."""
+    work = f"{duration(cost.seconds)} a step, {duration(max(cost.computing))} of it compute"
+    if len(cost.computing) > 1:
+        work += f" ({max(cost.computing) / (sum(cost.computing) / len(cost.computing)):.2f} of the mean)"
+    parts = [work, scaled(max(cost.flops), "FLOP"), f"{size(max(cost.state_bytes)) or 'no'} state"]
+    if cost.matrices is not None:
+        parts += [f"{size(cost.received_bytes) or '0 B'} received, {duration(cost.exposed) or 'nothing'} exposed"]
+        parts += [f"{size(max(cost.buffer_bytes)) or '0 B'} of buffers"]
+    return f"{cost.matrices.title if cost.matrices else cost.name}: {', '.join(part for part in parts if part)}"
 
 
 def launches(collectives: Mapping[str, int]) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +23,13 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxshard import torch_private
 from fxshard.compile.one_line.units import blocks_of
+from fxshard.cost.optimizer_step import OptimizerBuilder
 from fxshard.errors import ConfigError
 from fxshard.inspect.explain import explained, reads_values
 from fxshard.inspect.explanation import Explanation
 from fxshard.inspect.replica import Replica
 from fxshard.ir.planned_block import number_of, planned_block, text_of
+from fxshard.plan.optimizers import adamw
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +98,11 @@ def outline(
     world_size: int | tuple[int, int],
     options: dict[str, Any],
     saves_all: bool = False,
+    optimizers: Mapping[str, OptimizerBuilder] | None = None,
 ) -> OutlinedModel:
     """Trace a model that is not sharded, with one block of each kind; arguments as of `explained`.
+
+    `optimizers`: by default AdamW for all.
 
     A model without blocks is traced as a whole. What is around blocks runs uncompiled, whatever the options say.
 
@@ -106,11 +111,11 @@ def outline(
             and has a backward.
         Exception: as `explain` raises.
     """
-    blocks = blocks_of(model)
+    blocks, steps = blocks_of(model), optimizers or {"AdamW": adamw}
     names = {id(module): name for name, module in model.named_modules()}
     trace = functools.partial(explained, args=args, kwargs=kwargs, world_size=world_size)
     if not blocks:
-        whole = trace(model, options=options, saves_all=saves_all)
+        whole = trace(model, options=options, saves_all=saves_all, optimizers=steps)
         return OutlinedModel(model=model, outer=_in_one_graph(whole), blocks=None, order=())
     called = _called(model, blocks, names, args, kwargs, options)
     calls = {id(block): _BlockCall(number, block, *result) for number, (block, result) in enumerate(called)}
@@ -119,7 +124,7 @@ def outline(
     forward, backward = (outer.frames[0].running(stage).graph for stage in ("forward", "backward"))
     again = {number_of(node) for node in forward.nodes if node.meta.get("recompute") in _AGAIN}
     model = checkpointed(model, [block for i, (block, _) in enumerate(called) if i in again])
-    traced = trace(model, options={**options, "regional": True}, saves_all=saves_all)
+    traced = trace(model, options={**options, "regional": True}, saves_all=saves_all, optimizers=steps)
     order = order_of(traced, fqns := tuple(names[id(block)] for block, _ in called))
     for number in backward_numbers(backward).values():
         if "backward" not in traced.frames[order[number]].scheduled:

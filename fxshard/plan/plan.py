@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,12 +11,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fxshard import hardware as hardwares
+from fxshard.cost.optimizer_step import OptimizerBuilder
 from fxshard.errors import ConfigError
 from fxshard.hardware import HardwareSpec
 from fxshard.inspect.tables import duration, size
 from fxshard.inspect.target import Target, checked
+from fxshard.plan.optimizers import adamw
 from fxshard.plan.outline import outline
-from fxshard.plan.run import PlannedSchedule, RunCost, cost_of
+from fxshard.plan.run import PlannedFrame, PlannedSchedule, RunCost, cost_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,6 +44,7 @@ class PlannedRun:
     batch: int  # sequences of a rank and microbatch
     schedule: str  # a key of `SCHEDULES`
     cost: RunCost
+    optimizer: str = ""  # a key of `PlanSettings.optimizers`; empty where these are one
 
     @property
     def name(self) -> str:
@@ -55,7 +58,7 @@ class PlannedRun:
         return (
             ranks_text(self.world_size),
             str(self.batch),
-            self.schedule,
+            f"{self.schedule}, {self.optimizer}" if self.optimizer else self.schedule,
             duration(cost.seconds),
             f"{cost.tokens_per_second:,.0f}",
             f"{cost.mfu:.1%}",
@@ -96,6 +99,7 @@ class PlanSettings:
         param_dtype: of gathered parameters and of compute.
         reduce_dtype: of gradients while they are reduced.
         schedules: keys of `SCHEDULES`.
+        optimizers: name -> what makes one or several of a sharded model, as the training script does; each has a run.
     """
 
     accumulation: int = 1
@@ -103,6 +107,7 @@ class PlanSettings:
     param_dtype: torch.dtype = torch.bfloat16
     reduce_dtype: torch.dtype = torch.float32
     schedules: Sequence[str] = ("fxshard", "FSDP2")
+    optimizers: Mapping[str, OptimizerBuilder] = field(default_factory=lambda: {"AdamW": adamw})
 
     @property
     def run(self) -> dict[str, Any]:
@@ -155,8 +160,10 @@ def plan(
         for world_size in world_sizes:
             for schedule in how.schedules:
                 progress(f"{ranks_text(world_size)} ranks, batch {batch}, {schedule}")
-                cost = _cost(target, world_size, spec, how, SCHEDULES[schedule])
-                runs.append(PlannedRun(world_size=world_size, batch=batch, schedule=schedule, cost=cost))
+                for optimizer, cost in _costs(target, world_size, spec, how, SCHEDULES[schedule]).items():
+                    said = optimizer if len(how.optimizers) > 1 else ""
+                    where: dict[str, Any] = {"world_size": world_size, "batch": batch, "schedule": schedule}
+                    runs.append(PlannedRun(**where, optimizer=said, cost=cost))
     return Plan(model=name or "", hardware=spec, runs=tuple(runs))
 
 
@@ -165,13 +172,18 @@ def ranks_text(world_size: WorldSize) -> str:
     return str(world_size) if isinstance(world_size, int) else "x".join(map(str, world_size))
 
 
-def _cost(
+def _costs(
     target: Target, world_size: WorldSize, spec: HardwareSpec, how: PlanSettings, schedule: PlannedSchedule
-) -> RunCost:
+) -> dict[str, RunCost]:
     model, args, kwargs = target
     tokens, options = tokens_of((args, kwargs)), how.options(spec, schedule)
-    traced = outline(model, args, kwargs, world_size=world_size, options=options, saves_all=not schedule.fuses)
-    return cost_of(traced, spec, schedule, tokens=tokens, **how.run)
+    given: dict[str, Any] = {"world_size": world_size, "options": options, "saves_all": not schedule.fuses}
+    traced = outline(model, args, kwargs, **given, optimizers=how.optimizers)
+    known: dict[int, PlannedFrame] = {}
+    return {
+        name: cost_of(traced, spec, schedule, tokens=tokens, known=known, optimizer=name, **how.run)
+        for name in how.optimizers
+    }
 
 
 def tokens_of(inputs: Any) -> int:

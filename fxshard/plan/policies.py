@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxshard.compile.one_line.units import blocks_of
+from fxshard.cost.optimizer_step import OptimizerBuilder
 from fxshard.cost.solver import Picks
 from fxshard.errors import ConfigError
 from fxshard.hardware import HardwareSpec
@@ -97,6 +98,7 @@ class TracedPolicies:
         *,
         world_size: int | tuple[int, int],
         options: Mapping[str, Any],
+        optimizers: Mapping[str, OptimizerBuilder] | None = None,
         **run: Any,
     ) -> None:
         """Trace; `options` are those of the backend, `run` what `cost_of` takes besides.
@@ -107,7 +109,8 @@ class TracedPolicies:
         model, args, kwargs = target
         self.policies, self.hardware, self.schedule, self.run = policies, hardware, schedule, run
         how: dict[str, Any] = {"world_size": world_size, "saves_all": not schedule.fuses}
-        self.base = outline(model, args, kwargs, options={**options, **policies[0].options}, **how)
+        first = {**options, **policies[0].options}
+        self.base = outline(model, args, kwargs, options=first, optimizers=optimizers, **how)
         if self.base.blocks is None:
             raise ConfigError(
                 f"{type(model).__name__} has no blocks to choose policies for: put its layers into a ModuleList or a "

@@ -20,7 +20,7 @@ from fxshard.cost.step import COMPUTE, Clock, GraphOfStep, Interval
 from fxshard.cost.step_memory import FrameMemory, memory_of_frame, memory_of_step
 from fxshard.hardware import HardwareSpec
 from fxshard.plan.policies import Policy, TracedPolicies
-from fxshard.plan.run import PlannedFrame, optimizer_seconds, standing_bytes
+from fxshard.plan.run import PlannedFrame, ShardSteps
 
 Seconds = Mapping[str, float]
 """What is busy -> how long."""
@@ -59,6 +59,7 @@ class Prices:
         self.traced, self.hardware = traced, traced.hardware
         self.of_policy = [traced.frames_of(picks) for picks in traced.all_alike()]
         self.outer, self.called = self.of_policy[0]
+        self.steps = ShardSteps(traced.blocks, traced.hardware)
         accumulation, each = traced.run.get("accumulation", 1), traced.run.get("reduces_each", True)
         # (an earlier microbatch has run, this one reduces) -> how many are so
         self.turns = collections.Counter((i > 0, each or i == accumulation - 1) for i in range(accumulation))
@@ -76,12 +77,13 @@ class Prices:
         shards, (trained, _) = traced.blocks.device_bytes, traced.blocks.trained_bytes
         use = memory_of_step(
             self.outer.memory,
-            standing_bytes(shards, trained),
+            self.steps.standing_bytes(shards, trained),
+            stepping=self.steps.buffer_bytes,
             gradients=trained if self.accumulates else 0,
             own_streams=traced.schedule.is_fsdp2,
         )
         seconds = self._nothing()
-        seconds[0, -1] = optimizer_seconds(trained, 0, self.hardware)
+        seconds[0, -1] = self.steps.seconds(trained, 0)
         for start in self.starts:
             self._add_outer(seconds, start)
         times = [number for number in self.turns.values() for _ in range(self.num_places)]
@@ -134,7 +136,7 @@ class Prices:
                     for name, seconds in of.items():
                         found[self.row[name], start + there] += seconds
         if policy.offloads:
-            found[0, -1] = optimizer_seconds(-frame.trained_bytes, frame.trained_bytes, self.hardware)
+            found[0, -1] = self.steps.seconds(-frame.trained_bytes, frame.trained_bytes)
         return found
 
     def _beside(self, place: int, side: int) -> int:
@@ -149,7 +151,7 @@ class Prices:
         """What is held because of a policy; `more` is `FrameMemory` less that of the first one."""
         standing = frame.resident_bytes
         if policy.offloads:  # with several microbatches gradients stand, too
-            standing -= sum(standing_bytes(frame.shard_bytes, frame.trained_bytes).values())
+            standing -= sum(self.steps.standing_bytes(frame.shard_bytes, frame.trained_bytes).values())
             standing -= frame.trained_bytes * self.accumulates
         found = np.full(self.num_places, float(standing))
         forward, backward = places

@@ -98,6 +98,7 @@ def recommend(
         schedule,
         world_size=world_size,
         options=how.options(spec, schedule),
+        optimizers=how.optimizers,
         tokens=tokens_of(target[1:]),
         **how.run,
     )

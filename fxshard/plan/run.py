@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxshard.cost.optimizer_step import OptimizerCost
 from fxshard.cost.sizes import sizes_of
 from fxshard.cost.step import COMPUTE, Clock, GraphOfStep, Interval
 from fxshard.cost.step_memory import GraphMemory, MemoryUse, StepMemory, forward_memory, memory_of_step
 from fxshard.cost.step_record import StepRecord
 from fxshard.cost.timeline import Timeline
 from fxshard.hardware import HardwareSpec
-from fxshard.inspect.explanation import FrameExplanation
+from fxshard.inspect.explanation import Explanation, FrameExplanation
 from fxshard.ir.planned_block import number_of
 from fxshard.plan.outline import OutlinedModel, backward_numbers
 
 GIB = 2**30
-_STATE = 2  # bytes of AdamW's state for each byte of parameters
-_STEPPED = 10  # of AdamW's tensors four are read and three written; to clip, gradients are read twice and written
+_CLIPPED = 3  # to clip, gradients are read twice and written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,7 @@ class RunCost:
         compute: seconds of forward and backward without waits.
         exposed: seconds that compute stands at waits, by what it waits for.
         optimizer: seconds of the optimizer and of clipping.
+        steps: what the step of each optimizer costs.
         tokens: of a step.
         flops: of the model in a step, without what is computed again.
         mfu: share of the data sheet's FLOP/s that `flops` are.
@@ -61,6 +62,7 @@ class RunCost:
     compute: float
     exposed: Mapping[str, float]
     optimizer: float
+    steps: tuple[OptimizerCost, ...]
     tokens: int
     flops: float
     mfu: float
@@ -102,8 +104,9 @@ def cost_of(
     reduces_each: bool = True,
     dtype: torch.dtype = torch.bfloat16,
     known: MutableMapping[int, PlannedFrame] | None = None,
+    optimizer: str = "",
 ) -> RunCost:
-    """Simulate a step of a traced model with a fused AdamW.
+    """Simulate a step of a traced model.
 
     Args:
         model: the traced model.
@@ -114,24 +117,29 @@ def cost_of(
         reduces_each: whether each of them reduces its gradients, or the last one for all.
         dtype: of the compute, for the share of the data sheet.
         known: number of a frame of blocks -> the frame, of an earlier simulation of the same ones; new ones are added.
+        optimizer: the name of one that the model was traced with; default: the first one.
     """
     outer, called = planned_frames(model, hardware, schedule, {} if known is None else known)
     clock = Clock(hardware)
     clock.run_all([outer.forward, outer.backward], microbatches=accumulation, reduces_each=reduces_each)
-    sharded = model.blocks or model.outer
-    optimizer = optimizer_seconds(*sharded.trained_bytes, hardware)
+    steps = ShardSteps(sharded := model.blocks or model.outer, hardware, optimizer)
+    trained, trained_on_host = sharded.trained_bytes
+    stepping = steps.seconds(trained, trained_on_host)
     memory = memory_of_step(
         outer.memory,
-        standing_bytes(sharded.device_bytes, sharded.trained_bytes[0], sum(frame.resident_bytes for frame in called)),
-        gradients=sharded.trained_bytes[0] if accumulation > 1 else 0,
+        steps.standing_bytes(sharded.device_bytes, trained, sum(frame.resident_bytes for frame in called)),
+        stepping=steps.buffer_bytes,
+        gradients=trained if accumulation > 1 else 0,
         own_streams=schedule.is_fsdp2,
     )
-    flops, seconds = accumulation * sum(frame.flops for frame in (outer, *called)), clock.now + optimizer
+    flops = accumulation * sum(frame.flops for frame in (outer, *called))
+    seconds = clock.now + stepping
     return RunCost(
         seconds=seconds,
         compute=clock.now - clock.exposed,
         exposed=clock.exposed_by,
-        optimizer=optimizer,
+        optimizer=stepping,
+        steps=steps.costs,
         tokens=tokens * accumulation,
         flops=flops,
         mfu=flops / seconds / hardware.data_sheet(dtype),
@@ -154,14 +162,27 @@ def _record(clock: Clock, memory: MemoryUse, seconds: float, microbatches: int) 
     )
 
 
-def standing_bytes(shards: int, trained: int, resident: int = 0) -> dict[str, int]:
-    """Category -> bytes that are there throughout a step: shards, those with optimizer state, resident parameters."""
-    return {"parameters": shards, "optimizer": _STATE * trained, "unsharded": resident}
+class ShardSteps:
+    """What optimizers take for a part of the trained shards: its share of what they take for all."""
 
+    def __init__(self, sharded: Explanation, hardware: HardwareSpec, name: str = "") -> None:
+        """`name`: of those that the model was traced with; default: the first one."""
+        self.costs = sharded.optimizers[name or next(iter(sharded.optimizers))]
+        self.hardware, self.all = hardware, max(sum(sharded.trained_bytes), 1)
+        self.state = int(sum(max(cost.state_bytes) for cost in self.costs))
+        self.buffer_bytes = int(max(max(cost.buffer_bytes) for cost in self.costs))
 
-def optimizer_seconds(on_device: int, on_host: int, hardware: HardwareSpec) -> float:
-    """Seconds of an optimizer step on bytes of trained shards; the host's memory counts as fast as its link."""
-    return _STEPPED * (on_device / hardware.memory_bandwidth + on_host / hardware.host_bandwidth)
+    def standing_bytes(self, shards: int, trained: int, resident: int = 0) -> dict[str, int]:
+        """Category -> bytes that are there throughout a step: of shards, of trained ones, of resident parameters."""
+        return {"parameters": shards, "optimizer": self.state * trained // self.all, "unsharded": resident}
+
+    def seconds(self, on_device: int, on_host: int) -> float:
+        """Seconds of a step on bytes of trained shards, with clipping; the host's memory is as fast as its link."""
+        device, host = 1 / self.hardware.memory_bandwidth, 1 / self.hardware.host_bandwidth
+        moved = sum(max(cost.moved_bytes) for cost in self.costs) / self.all
+        share = (on_device + on_host) / self.all
+        stepping = sum(cost.seconds for cost in self.costs) * share + moved * on_host * (host - device)
+        return stepping + _CLIPPED * (on_device * device + on_host * host)
 
 
 @dataclass(frozen=True, kw_only=True)

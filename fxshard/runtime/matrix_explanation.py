@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch.distributed as dist
-
-from fxshard.runtime.matrix_owners import Matrix
+from fxshard.runtime.matrix_owners import Matrix, MatrixTraffic, Team
 
 
 @dataclass
 class OwnerShare:
-    """What one rank updates, of the matrices that this rank has a part of."""
+    """What one rank updates, of the matrices that this rank has a part of; bytes are of a step."""
 
     matrices: list[str] = field(default_factory=list)  # name and shape of each
     cost: int = 0  # of them in Newton-Schulz; only its ratio to others has a meaning
-    bytes_back: int = 0  # per step: rows that go back to other ranks; twice as much comes, with gradients
+    bytes_in: int = 0  # gradients and rows that come to it from others
+    bytes_back: int = 0  # updated rows that it sends to others
+    received: int = 0  # all that this rank gets: `bytes_in`, and rows of others' matrices
 
 
 @dataclass(frozen=True)
@@ -26,15 +28,21 @@ class MatrixExplanation:
     owners: dict[int, OwnerShare]  # by rank
 
     @classmethod
-    def of(cls, title: str, matrices: list[Matrix]) -> MatrixExplanation:
+    def of(cls, title: str, by_team: Mapping[Team, Sequence[Matrix]]) -> MatrixExplanation:
         """Sum up what each rank owns; gradients count in the dtype of their parameters."""
-        groups = {matrix.team.group: dist.get_process_group_ranks(matrix.team.group) for matrix in matrices}
-        owners = {rank: OwnerShare() for rank in sorted({rank for ranks in groups.values() for rank in ranks})}
-        for matrix in sorted(matrices, key=lambda matrix: (matrix.place, matrix.split.rows)):
-            share = owners[groups[matrix.team.group][matrix.owner]]
+        owners = {rank: OwnerShare() for rank in sorted({rank for team in by_team for rank in team.ranks})}
+        for team, matrices in by_team.items():
+            traffic = MatrixTraffic.of(team, matrices)
+            for i, rank in enumerate(team.ranks):
+                share = owners[rank]
+                share.bytes_in += int(traffic.at_owners[i])
+                share.bytes_back += int(traffic.from_owners[i])
+                share.received += int(traffic.at_owners[i] + traffic.back[i])
+        all_teams = itertools.chain.from_iterable(by_team.values())
+        for matrix in sorted(all_teams, key=lambda matrix: (matrix.place, matrix.split.rows)):
+            share = owners[matrix.team.ranks[matrix.owner]]
             share.matrices.append(f"{matrix.name} {list(matrix.seen_shape)}")
             share.cost += matrix.cost
-            share.bytes_back += matrix.nbytes - matrix.nbytes_of(matrix.owner)
         return cls(title, owners)
 
     def __str__(self) -> str:
@@ -45,8 +53,8 @@ class MatrixExplanation:
         table = Table("rank", "cost/mean", "KiB in", "KiB back", "owns", title=self.title)
         mean = sum(share.cost for share in self.owners.values()) / max(len(self.owners), 1)
         for rank, share in self.owners.items():
-            back, cost = share.bytes_back / 2**10, share.cost / (mean or 1)
-            table.add_row(str(rank), f"{cost:.2f}", f"{2 * back:.1f}", f"{back:.1f}", "\n".join(share.matrices))
+            into, back, cost = share.bytes_in / 2**10, share.bytes_back / 2**10, share.cost / (mean or 1)
+            table.add_row(str(rank), f"{cost:.2f}", f"{into:.1f}", f"{back:.1f}", "\n".join(share.matrices))
         console = Console(width=100)
         with console.capture() as captured:
             console.print(table)

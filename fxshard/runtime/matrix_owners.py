@@ -1,18 +1,23 @@
 """Which rank updates which matrix, and which part of a sharded tensor each rank has.
 
 The ranks that hold parts of a tensor are a `Team`: those along the mesh axes that cut it. All of them compute the same
-owners from shapes and placements, so nothing is exchanged to agree on them.
+owners from shapes and placements, so nothing is exchanged to agree on them. Where it pays, the ranks of all replicas
+are one team: an owner gets parts from its own replica, and sends the new rows to all.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,10 +25,14 @@ from torch.distributed.tensor import DTensor, Placement
 
 from fxshard import torch_fsdp2
 from fxshard.errors import ConfigError
+from fxshard.hardware import BUILTIN, HardwareSpec
 from fxshard.runtime.parameters import local_of
 
 Box = tuple[tuple[int, int], ...]
 """The first index and the one after the last, of each dimension."""
+
+Counts = np.ndarray[Any, np.dtype[np.int64]]
+"""A number for each rank of a team."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,25 +41,50 @@ class Team:
 
     mesh: DeviceMesh
     axes: tuple[int, ...]
+    _boxes: dict[Any, list[Box]] = field(default_factory=dict, repr=False)
+    _splits: dict[Any, RowSplit] = field(default_factory=dict, repr=False)
 
     @functools.cached_property
     def group(self) -> dist.ProcessGroup:
         """Their process group; collective the first time if there are several axes."""
         return torch_fsdp2.group_along(self.mesh, self.axes)
 
-    @property
+    @functools.cached_property
     def rank(self) -> int:
         """The place of this rank in the group."""
-        return self.group.rank()
+        return self.coordinates.index(tuple(cast("list[int]", self.mesh.get_coordinate())))
 
     @functools.cached_property
-    def coordinates(self) -> list[list[int]]:
-        """Where on the mesh each rank is."""
-        return [(self.mesh.mesh == rank).nonzero()[0].tolist() for rank in dist.get_process_group_ranks(self.group)]
+    def coordinates(self) -> list[tuple[int, ...]]:
+        """Where on the mesh each rank is, in the order of the group."""
+        own, sizes = cast("list[int]", self.mesh.get_coordinate()), enumerate(self.mesh.shape)
+        spans = [range(size) if axis in self.axes else (own[axis],) for axis, size in sizes]
+        return sorted(itertools.product(*spans), key=lambda at: int(self.mesh.mesh[at]))
+
+    @functools.cached_property
+    def ranks(self) -> list[int]:
+        """What the ranks are called outside of the group."""
+        return [int(self.mesh.mesh[at]) for at in self.coordinates]
+
+    @property
+    def replicas(self) -> Team | None:
+        """The team with all replicas of these parts; `None` if there are no others."""
+        axes = tuple(axis for axis, size in enumerate(self.mesh.shape) if size > 1)
+        return None if axes == self.axes else Team(self.mesh, axes)
 
     def boxes(self, shape: Sequence[int], placements: Sequence[Placement]) -> list[Box]:
         """Return what each rank has of a tensor of this shape."""
-        return [box_of(shape, placements, self.mesh.shape, coordinate) for coordinate in self.coordinates]
+        key = tuple(shape), tuple(placements)
+        if key not in self._boxes:
+            self._boxes[key] = [box_of(shape, placements, self.mesh.shape, at) for at in self.coordinates]
+        return self._boxes[key]
+
+    def split(self, tensor: DTensor, rows: tuple[int, int]) -> RowSplit:
+        """Return which part of some rows of a tensor each rank has; those of equal tensors are one object."""
+        key = tuple(tensor.shape), tuple(tensor.placements), rows
+        if key not in self._splits:
+            self._splits[key] = RowSplit(self, self.boxes(tensor.shape, tensor.placements), rows)
+        return self._splits[key]
 
 
 def box_of(
@@ -86,6 +120,7 @@ class RowSplit:
     team: Team
     boxes: Sequence[Box]  # what each rank has of the tensor
     rows: tuple[int, int]  # of the tensor, from and to
+    _sources: dict[int, Collection[int]] = field(default_factory=dict, repr=False)
 
     @functools.cached_property
     def parts(self) -> dict[int, Box]:
@@ -96,6 +131,21 @@ class RowSplit:
             if all(begin < end for begin, end in box):
                 found[rank] = box
         return found
+
+    def sources(self, owner: int) -> Collection[int]:
+        """Return the ranks that send their parts to an owner: of those that have the same one the nearest."""
+        if owner not in self._sources:
+            found, at = dict[Box, int](), self.team.coordinates
+            far = {rank: sum(map(operator.ne, at[rank], at[owner])) for rank in self.parts}
+            for rank in sorted(self.parts, key=far.__getitem__):
+                found.setdefault(self.parts[rank], rank)
+            self._sources[owner] = set(found.values())
+        return self._sources[owner]
+
+    def packed_bytes(self, itemsize: int) -> Counts:
+        """Return what the part of each rank takes on the link."""
+        parts = (self.parts.get(rank, ((0, 0),)) for rank in range(len(self.boxes)))
+        return np.array([aligned(math.prod(last - first for first, last in part) * itemsize) for part in parts])
 
     def in_local(self, local: Tensor) -> Tensor:
         """Return the view of what this rank has of the rows, of what it has of the tensor."""
@@ -113,6 +163,33 @@ def _slice(tensor: Tensor, box: Box, origin: Sequence[int]) -> Tensor:
         if (first - start, last - first) != (0, tensor.shape[dim]):
             tensor = tensor.narrow(dim, first - start, last - first)
     return tensor
+
+
+def aligned(nbytes: int) -> int:
+    """Return what a part of so many bytes takes in a buffer: a multiple of the size of any element."""
+    return -(-nbytes // 16) * 16
+
+
+class MatrixTraffic(NamedTuple):
+    """Bytes on the link in a step, by rank of a team; gradients count in the dtype of their parameters."""
+
+    to_owners: Counts  # that a rank sends: gradients and rows
+    at_owners: Counts  # that it gets as an owner
+    from_owners: Counts  # updated rows that it sends as an owner
+    back: Counts  # that it gets
+
+    @classmethod
+    def of(cls, team: Team, matrices: Iterable[Matrix], inside: int = 1) -> MatrixTraffic:
+        """Count what matrices of a team move between nodes of so many ranks."""
+        found, node = cls(*np.zeros((4, len(team.ranks)), dtype=np.int64)), np.array(team.ranks) // inside
+        for matrix in matrices:
+            moved = np.where(node == node[matrix.owner], 0, matrix.split.packed_bytes(matrix.parameter.element_size()))
+            sources = list(matrix.split.sources(matrix.owner))
+            found.to_owners[sources] += 2 * moved[sources]
+            found.at_owners[matrix.owner] += 2 * moved[sources].sum()
+            found.from_owners[matrix.owner] += moved.sum()
+            found.back[:] += moved
+        return found
 
 
 class Traveller(NamedTuple):
@@ -156,11 +233,6 @@ class Matrix:
         """Bytes of all of it."""
         return math.prod(self.shape) * self.parameter.element_size()
 
-    def nbytes_of(self, rank: int) -> int:
-        """Bytes of what a rank of the team has of it."""
-        box = self.split.parts.get(rank, ((0, 0),))
-        return math.prod(last - first for first, last in box) * self.parameter.element_size()
-
     def traveller(self, local: Tensor, whole: Tensor | None) -> Traveller:
         """Describe a tensor like the parameter: what this rank has of it, and its owner of the matrix."""
         return Traveller(self.split, self.owner, local, None if whole is None else whole.detach().reshape(self.shape))
@@ -180,6 +252,10 @@ class Matrix:
         """What Newton-Schulz takes, up to a factor: two products with the smaller square, and one of it with itself."""
         small, large = sorted((self.seen_shape[0], math.prod(self.seen_shape[1:])))
         return small * small * (2 * large + small)
+
+
+NEWTON_SCHULZ = 10
+"""FLOPs for each unit of `Matrix.cost`: five steps, and two for a multiplication and an addition."""
 
 
 def matrices_of(parameter: DTensor, name: str, place: int, team: Team, rows: Sequence[int] | None) -> list[Matrix]:
@@ -204,7 +280,7 @@ def matrices_of(parameter: DTensor, name: str, place: int, team: Team, rows: Seq
     drops = rows is not None and len(shape) > 2 and set(given) == {1}
     ends = list(itertools.accumulate(given))
     spans = zip([0, *ends[:-1]], ends, strict=True)
-    return [Matrix(parameter, name, place, RowSplit(team, boxes, span), drops) for span in spans]
+    return [Matrix(parameter, name, place, team.split(parameter, span), drops) for span in spans]
 
 
 def assign_owners(matrices: Iterable[Matrix]) -> list[Matrix]:
@@ -220,3 +296,64 @@ def assign_owners(matrices: Iterable[Matrix]) -> list[Matrix]:
         matrix.owner = next(iter(matrix.split.parts)) if matrix.stays else load.index(min(load))
         load[matrix.owner] += matrix.cost
     return ordered
+
+
+def share_out(
+    team: Team,
+    parameters: Sequence[tuple[DTensor, str, int, Sequence[int] | None]],
+    over_replicas: bool | None,
+    hardware: HardwareSpec | None,
+) -> dict[Tensor, list[Matrix]]:
+    """Return the matrices of parameters that a team holds; of all replicas, if they are to share or it takes less time.
+
+    `parameters`: each with its name, place and rows, as `matrices_of` takes them. `hardware`: by default that of nodes
+    with eight accelerators.
+    """
+
+    def shared_by(some: Team) -> dict[Tensor, list[Matrix]]:
+        return {each[0]: matrices_of(*each[:3], some, each[3]) for each in parameters}
+
+    narrow, replicas = shared_by(team), team.replicas if over_replicas is not False else None
+    if replicas is None:
+        return narrow
+    wide = shared_by(replicas)
+    return wide if over_replicas or _seconds_saved(narrow, wide, hardware or _usual(team)) > 0 else narrow
+
+
+def _usual(team: Team) -> HardwareSpec:
+    return BUILTIN["cpu" if team.mesh.device_type == "cpu" else "h100-sxm"]
+
+
+def _seconds_saved(
+    narrow: Mapping[Tensor, list[Matrix]], wide: Mapping[Tensor, list[Matrix]], hardware: HardwareSpec
+) -> float:
+    """What a step takes less where replicas share: Newton-Schulz in bf16, and exchanges."""
+    computing, moving = [], []
+    for found in (narrow, wide):
+        matrices = assign_owners(itertools.chain.from_iterable(found.values()))
+        team, loads = matrices[0].team, collections.Counter[int]()
+        for matrix in matrices:
+            loads[matrix.owner] += matrix.cost
+        computing.append(NEWTON_SCHULZ * max(loads.values()) / hardware.peak(torch.bfloat16))
+        moving.append(sum(exchange_seconds(team, matrices, hardware)))
+    return float(computing[0] + moving[0] - computing[1] - moving[1])
+
+
+def exchange_seconds(team: Team, matrices: Iterable[Matrix], hardware: HardwareSpec) -> tuple[float, float]:
+    """Return what an exchange with owners takes, and the one back: the rank with most to send or to get decides.
+
+    Each rank sends to all others at once, so that what goes between nodes has the network beside the link in the node.
+    """
+    inside, ranks = hardware.ranks_per_node, len(team.ranks)
+    whole = MatrixTraffic.of(team, matrices)
+    spans = inside and len({rank // inside for rank in team.ranks}) > 1
+    between = MatrixTraffic.of(team, matrices, inside) if spans else None
+    found = []
+    for direction in (slice(0, 2), slice(2, 4)):
+        near = max(counts.max() for counts in whole[direction])
+        seconds = near / (hardware.link_bandwidth if inside else hardware.link(ranks).bandwidth) if near else 0.0
+        if between and near:
+            far = max(counts.max() for counts in between[direction]) / cast(float, hardware.network_bandwidth)
+            seconds = hardware.network_latency + max(seconds, far)
+        found.append(float(seconds + hardware.link_latency * bool(near)))
+    return found[0], found[1]

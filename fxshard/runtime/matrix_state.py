@@ -86,7 +86,8 @@ def _cut(leaf: OwnedTensor, matrices: Sequence[Matrix], wholes: Sequence[Tensor 
         travellers = [each.traveller(local, whole) for each, whole in zip(matrices, wholes, strict=True)]
     elif first.shape == tuple(parameter.shape):
         shape = leaf.shape
-        placements = [Shard(0) if axis in team.axes else Replicate() for axis in range(mesh.ndim)]
+        cut = cutting_axes(parameter)
+        placements = [Shard(0) if axis in cut else Replicate() for axis in range(mesh.ndim)]
         boxes = team.boxes(shape, placements)
         sizes = [last - begin for begin, last in boxes[team.rank]]
         local = torch.zeros(sizes, dtype=leaf.dtype, device=rows.device)
@@ -112,9 +113,9 @@ def bring(matrix: Matrix, state: State) -> tuple[list[Traveller], State | None]:
             matrix.split.rows if is_like else (0, leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else 0)
         )
         if isinstance(leaf, DTensor) and cutting_axes(leaf):
-            local, boxes = local_of(leaf), matrix.team.boxes(leaf.shape, leaf.placements)
+            local = local_of(leaf)
             value = local.new_empty((last - first, *leaf.shape[1:])) if is_owner else None
-            travellers.append(Traveller(RowSplit(matrix.team, boxes, (first, last)), matrix.owner, local, value))
+            travellers.append(Traveller(matrix.team.split(leaf, (first, last)), matrix.owner, local, value))
         elif is_owner and isinstance(leaf, Tensor):
             whole = local_of(leaf) if isinstance(leaf, DTensor) else leaf
             value = whole[first:last].clone() if is_like else whole.clone()

@@ -129,9 +129,14 @@ class Agreement:
         self._ran = False
 
     @contextmanager
-    def before(self, launches: Sequence[Launch], *, is_known: bool = True) -> Iterator[None]:
-        """Around one run that makes these launches; unless it is known that all ranks make them, wait for them."""
+    def before(self, launches: Sequence[Launch], *, is_known: bool = True, values: str = "") -> Iterator[None]:
+        """Around one run that makes these launches; unless it is known that all ranks make them, wait for them.
+
+        `values`: what else must be the same; ranks wait for no one where only these are new.
+        """
         sequences = self._sequences_of(launches)
+        if values:
+            sequences = {group: each._replace(values=values) for group, each in sequences.items()}
         for rank_group in sequences:
             if rank_group.is_look_due:
                 rank_group.look_back(is_over=False)

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -47,6 +47,12 @@ class CollectiveSequence(NamedTuple):
     digest: str  # of what must be the same on all ranks
     text: str  # the collectives, one per line, with what need not be the same after a "#"
     key: str  # where the text stands in the store
+    values: str = ""  # that must be the same, too, but make no path of their own: they may change in each run
+
+    @property
+    def whole_digest(self) -> str:
+        """Of all that must be the same."""
+        return _hash(self.digest + self.values) if self.values else self.digest
 
     @classmethod
     def of(cls, kind: str, launches: Iterable[Launch]) -> CollectiveSequence:
@@ -67,10 +73,11 @@ class RunEntry(NamedTuple):
 
     run: int  # its number
     kind: str  # of the run
-    digest: str  # of the run
+    digest: str  # of the run, with its values
     key: str  # where the text stands in the store
     since: int  # the first run that `history` counts, the one after the last error
     history: str  # a hash of the digests of all runs from there to this one
+    values: str = ""
 
 
 class RankGroup:
@@ -103,8 +110,10 @@ class RankGroup:
         if sequence.key not in self._written:
             self._meeting.write(f"text/{sequence.key}", sequence.text)
             self._written.add(sequence.key)
-        self._history = _hash(self._history + sequence.digest)
-        entry = RunEntry(self._run, sequence.kind, sequence.digest, sequence.key, self._since, self._history)
+        digest = sequence.whole_digest
+        self._history = _hash(self._history + digest)
+        past = self._since, self._history, sequence.values
+        entry = RunEntry(self._run, sequence.kind, digest, sequence.key, *past)
         self._past.append((entry, sequence))
         self._untold.append(entry)
         if sequence.kind in (FAILED, REFUSED):
@@ -186,7 +195,7 @@ class RankGroup:
     def _differing(self, ranks: Sequence[int]) -> tuple[int, RunEntry] | None:
         """The first of `ranks` that has come to this run with something else, and what."""
         for rank, theirs in self._arrived_each(ranks).items():
-            if (theirs.run, theirs.digest) != (self._run, self._now.digest):
+            if (theirs.run, theirs.digest) != (self._run, self._now.whole_digest):
                 return rank, theirs
         return None
 
@@ -280,11 +289,11 @@ class RankGroup:
         known = {entry.run: mine for entry, mine in self._past if first <= entry.run <= run} or {run: self._now}
         for read in self._meeting.read(*(self._slot(rank, each) for each in known)):
             entry = RunEntry(*read)
-            if entry.run in known and entry.digest != known[entry.run].digest:
+            if entry.run in known and entry.digest != known[entry.run].whole_digest:
                 theirs, run = entry, entry.run
                 break
         else:
-            if theirs.run == run and theirs.digest == known[run].digest:
+            if theirs.run == run and theirs.digest == known[run].whole_digest:
                 first = min(known)
                 return f"ranks {rank} and {self.rank} launched different collectives before run {first}. {_REMEDY}"
         return (
@@ -305,7 +314,11 @@ class RankGroup:
                 f"{where}. Every rank must make the same calls of the compiled model."
             )
         found = first_difference(ours.text.splitlines(), text.splitlines(), "nothing more", _agreed)
-        at, mine, other = cast("tuple[int, str, str]", found)  # for the digests differ
+        if found is None:
+            sides = sorted([(self.rank, ours.kind, ours.values), (rank, theirs.kind, theirs.values)])
+            lines = "\n".join(f"    rank {r} ({kind}): {values}" for r, kind, values in sides)
+            return f"the ranks have different values in run {run}. Give all ranks the same:\n{lines}"
+        at, mine, other = found
         sides = sorted([(self.rank, ours.kind, mine), (rank, theirs.kind, other)])
         lines = "\n".join(f"    rank {r} ({kind}): {launch}" for r, kind, launch in sides)
         return (

@@ -9,10 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxshard.runtime.matrix_owners import Team, Traveller
-
-_ALIGNMENT = 16
-"""Bytes at which a part begins in a buffer: a multiple of the size of any element."""
+from fxshard.runtime.matrix_owners import Team, Traveller, aligned
 
 
 class PackedPart(NamedTuple):
@@ -24,7 +21,7 @@ class PackedPart(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes in the buffer."""
-        return -(-self.view.numel() * self.view.element_size() // _ALIGNMENT) * _ALIGNMENT
+        return aligned(self.view.numel() * self.view.element_size())
 
 
 class RowExchange:
@@ -36,9 +33,10 @@ class RowExchange:
         sent, self._received, moves = list[PackedPart](), list[PackedPart](), False
         for split, owner, local, whole in travellers:
             moves |= split.parts.keys() != {owner}
-            if owner != team.rank and team.rank in split.parts:
+            ranks = split.sources(owner) if inward else split.parts
+            if owner != team.rank and team.rank in ranks:
                 (sent if inward else self._received).append(PackedPart(owner, split.in_local(local)))
-            for rank in split.parts if owner == team.rank else ():
+            for rank in ranks if owner == team.rank else ():
                 view = split.in_whole(cast(Tensor, whole), rank)
                 if rank != owner:
                     (self._received if inward else sent).append(PackedPart(rank, view))

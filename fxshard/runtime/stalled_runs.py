@@ -10,7 +10,8 @@ the groups, half an hour. So a thread looks at each run that has not ended after
   of them will come. (Who shares experts with a rank that gets no rows waits for it there, while it waits for all in the
   next block.) A rank that is in the same run counts, too, if it waits for one that has not come. A circle is believed
   when it is seen `SIGHTINGS` times without change.
-- The ranks for which this one waits lead to one that got such an error, and has begun nothing since.
+- The ranks for which this one waits lead to one that got such an error, or whose run has failed by itself (it ran out
+  of memory), and has begun nothing since.
 
 On `fxshard_gloo` the thread shuts the connections of the run's groups down, the wait fails, and what was found becomes
 the error. Other backends have no such connections of ours: there the thread logs what it found. A rank that is slow is
@@ -228,7 +229,7 @@ def watching(
     if not rank_groups:
         yield run
         return
-    watch, why = _watch_in(os.getpid()), ""
+    watch, words = _watch_in(os.getpid()), ""
     if watch.was_ended and goes_on:
         watch.was_ended = False
         _tell(Place())
@@ -236,14 +237,17 @@ def watching(
     watch.runs.append(run)
     try:
         yield run
-    except RuntimeError as error:
-        why = run.reason() or ("" if isinstance(error, FxshardError) else run.why_it_failed())
-        watch.was_ended = bool(why)
+    except Exception as error:
+        is_ours = isinstance(error, FxshardError)
+        why = run.reason() or ("" if is_ours or not isinstance(error, RuntimeError) else run.why_it_failed())
+        words = why or ("" if is_ours else f"{type(error).__name__}: {error}")
+        watch.was_ended = bool(words)
+        run.number = run.number or (next(watch.numbers) if words else 0)
         for rank_group in rank_groups if why else ():
             rank_group.forget()
-        if not why or isinstance(error, FxshardError):
+        if not why or is_ours:
             raise
         raise RankMismatchError(why) from error
     finally:
         watch.runs.remove(run)
-        run.forget(why)
+        run.forget(words)

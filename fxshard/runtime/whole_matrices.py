@@ -15,10 +15,11 @@ Where the optimizer raises on one rank, the exchanges of the step still take pla
 
 from __future__ import annotations
 
+import collections
 import functools
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from operator import is_
@@ -32,10 +33,11 @@ from torch.optim import Optimizer
 
 from fxshard import torch_private
 from fxshard.errors import ConfigError
+from fxshard.hardware import HardwareSpec
 from fxshard.ir.launches import Launch, on_group
 from fxshard.runtime import matrix_state, rank_check
 from fxshard.runtime.matrix_explanation import MatrixExplanation
-from fxshard.runtime.matrix_owners import Matrix, Team, assign_owners, cutting_axes, matrices_of
+from fxshard.runtime.matrix_owners import Matrix, Team, assign_owners, cutting_axes, share_out
 from fxshard.runtime.matrix_state import AwayState, State
 from fxshard.runtime.overlapped_step import BY_PARAMETER, without_hooks
 from fxshard.runtime.parameters import adopt_attributes, local_of
@@ -77,9 +79,10 @@ class WholeMatrices(Optimizer):
     def __init__(
         self,
         optimizer: Optimizer,
-        elementwise: Callable[[dict[str, Any]], bool] | None,
-        rows: Callable[[nn.Parameter], Sequence[int] | None] | None,
-        bucket_mib: float | None,
+        elementwise: Callable[[dict[str, Any]], bool] | None = None,
+        rows: Callable[[nn.Parameter], Sequence[int] | None] | None = None,
+        bucket_mib: float | None = None,
+        over_replicas: bool | None = None,
     ) -> None:
         """Take over the groups, the state and the hooks of an optimizer."""
         self._given = optimizer
@@ -88,17 +91,28 @@ class WholeMatrices(Optimizer):
         optimizer.register_step_pre_hook(functools.partial(_refuse_step_of, weakref.ref(optimizer)))
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
-        self._hooks = [name for name in vars(self) if name.startswith("_optimizer_")]
+        self._hooks = _hooks_of(optimizer)
         self.__dict__ |= {name: vars(optimizer)[name] for name in self._hooks}
         self._elementwise, self._rows = elementwise or (lambda group: False), rows or (lambda parameter: None)
         self._steps_in_rounds = type(optimizer) in BY_PARAMETER or bucket_mib is not None
         self._bucket_bytes = (32 if bucket_mib is None else bucket_mib) * 2**20  # of whole parameters per rank
+        self._over_replicas, self._hardware = over_replicas, cast(HardwareSpec | None, None)
         self._plan = OwnerPlan([], [], {})
         self._held: dict[Matrix, State] = {}  # of those that this rank owns
         self._is_away = False  # whether any rank holds state that `state` does not have
         self._agreements: dict[tuple[str, ...], Agreement] = {}
         if optimizer in step_hooks().overlapped:
             step_hooks().overlapped.add(self)
+
+    @property
+    def given(self) -> Optimizer:
+        """The optimizer that was given."""
+        return self._given
+
+    def matrices_on(self, hardware: HardwareSpec) -> list[Matrix]:
+        """Return all matrices, with the owners that they have on some hardware."""
+        self._hardware = hardware
+        return self._current_plan().matrices
 
     def __getattr__(self, name: str) -> Any:
         """What the optimizer has besides."""
@@ -114,7 +128,7 @@ class WholeMatrices(Optimizer):
         """Say who updates what, at what cost, and how much travels in a step; print it. All ranks call it."""
         plan = self._current_plan()
         title = f"{type(self._given).__name__}: {len(plan.of)} of {len(plan.parameters)} parameters whole"
-        return MatrixExplanation.of(title, plan.matrices)
+        return MatrixExplanation.of(title, by_team(plan.matrices))
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Step as the optimizer would step unsharded parameters; all ranks call it, with what its own `step` takes."""
@@ -141,7 +155,7 @@ class WholeMatrices(Optimizer):
         """Move what owners hold into `state`, cut over the ranks; collective after a step."""
         if self._is_away:
             kept = [matrix for matrix in self._plan.matrices if matrix.parameter in self.state]  # by the user
-            for team, matrices in _by_team(kept).items():
+            for team, matrices in by_team(kept).items():
                 for parameter, state in matrix_state.shard_states(team, matrices, self._held).items():
                     self.state[parameter] = state
             self._held.clear()
@@ -154,9 +168,9 @@ class WholeMatrices(Optimizer):
         for name, parameter in {matrix.name: matrix.parameter for matrix in todo}.items():
             _lay_gradient(parameter, name)
         with ExitStack() as agreed:
-            for team, matrices in _by_team(todo).items():
+            for team, matrices in by_team(todo).items():
                 agreed.enter_context(self._agreed(team, matrices))
-            rounds = list(self._rounds(todo)) or [StepRound()]
+            rounds = self._rounds(todo) or [StepRound()]
             self._send_in(rounds[0])
             for before, this, following in zip([None, *rounds], rounds, [*rounds[1:], None], strict=False):
                 if following is not None:
@@ -172,7 +186,7 @@ class WholeMatrices(Optimizer):
                 self._send_back(this)
             rounds[-1].finish()
         if failure is not None:
-            names = {team.group.group_name for team in _by_team(todo)}
+            names = {team.group.group_name for team in by_team(todo)}
             rank_check.report_failure(names, f"its optimizer failed: {failure}", REFUSED)
             raise failure
 
@@ -184,51 +198,60 @@ class WholeMatrices(Optimizer):
             return self._plan
         self.shard_state()
         team_of = functools.cache(Team)
-        of: dict[Tensor, list[Matrix]] = {}
+        by_team: dict[Team, list[tuple[Any, ...]]] = {}
         places = {id(parameter): place for place, parameter in enumerate(parameters)}
         names = step_hooks().names()
         for group in self.param_groups:
             for parameter in () if self._elementwise(group) else group["params"]:
                 if isinstance(parameter, DTensor) and (axes := cutting_axes(parameter)):
-                    team, rows = team_of(parameter.device_mesh, axes), self._rows(cast(Any, parameter))
                     name, place = names.get(id(parameter)), places[id(parameter)]
-                    of[parameter] = matrices_of(parameter, name or f"number {place}", place, team, rows)
-        self._plan = OwnerPlan(parameters, assign_owners(matrix for found in of.values() for matrix in found), of)
+                    found = parameter, name or f"number {place}", place, self._rows(cast(Any, parameter))
+                    by_team.setdefault(team_of(parameter.device_mesh, axes), []).append(found)
+        plans = [share_out(team, found, self._over_replicas, self._hardware) for team, found in by_team.items()]
+        of = {parameter: found for plan in plans for parameter, found in plan.items()}
+        ordered = sorted(of, key=lambda parameter: places[id(parameter)])
+        matrices = assign_owners(matrix for parameter in ordered for matrix in of[parameter])
+        self._plan = OwnerPlan(parameters, matrices, {parameter: of[parameter] for parameter in ordered})
         return self._plan
 
     def _agreed(self, team: Team, matrices: Sequence[Matrix]) -> Any:
-        """Around a step: the ranks of a team must update the same matrices, in one order."""
+        """Around a step: the ranks of a team must update the same matrices, in one order, with the same settings."""
         by_place, on = {matrix.place: matrix for matrix in matrices}, team.group.group_name
         texts = [
             f"all_to_all of the gradient {tuple(matrix.parameter.shape)} of the parameter {matrix.name},{on_group(on)}"
             for _, matrix in sorted(by_place.items())
         ]
         launches = [Launch(on, text, "outside of graphs", "all_to_all", "whole matrices") for text in texts]
-        return self._agreements.setdefault(tuple(texts), Agreement("matrices")).before(launches)
+        values = "; ".join(_settings_text(group, self.defaults) for group in self.param_groups)
+        return self._agreements.setdefault(tuple(texts), Agreement("matrices")).before(launches, values=values)
 
-    def _rounds(self, todo: Sequence[Matrix]) -> Iterator[StepRound]:
-        """Yield what is updated together: a bucket of one team, or all. State that lies in `state` goes to owners."""
+    def _rounds(self, todo: Sequence[Matrix]) -> list[StepRound]:
+        """Return the rounds of a step. State that lies in `state` goes to owners."""
         self._held = {matrix: state for matrix, state in self._held.items() if matrix.parameter in self.state}
         owned = dict.fromkeys(matrix.parameter for matrix in todo)
         states: dict[Tensor, State] = {parameter: state for parameter in owned if (state := self.state.get(parameter))}
         self.state.update({parameter: AwayState() for parameter in owned})
         self._is_away |= bool(owned)
+        return [StepRound(matrices, states) for matrices in self.rounds_of(todo)]
+
+    def rounds_of(self, todo: Sequence[Matrix]) -> list[list[Matrix]]:
+        """Return which matrices are updated together: of one team a bucket of each owner, so that all work, or all."""
         if not self._steps_in_rounds:
-            yield StepRound(todo, states)
-            return
-        for team, matrices in _by_team(todo).items():
-            taken, nbytes = list[Matrix](), 0
+            return [list(todo)] * bool(todo)
+        rounds = dict[Any, list[Matrix]]()
+        for team, matrices in by_team(todo).items():
+            numbers, sizes = collections.Counter[int](), collections.Counter[int]()
             for matrix in matrices:
-                if taken and nbytes + matrix.nbytes > self._bucket_bytes * team.group.size():
-                    yield StepRound(taken, states)
-                    taken, nbytes = [], 0
-                taken.append(matrix)
-                nbytes += matrix.nbytes
-            yield StepRound(taken, states)
+                sizes[matrix.owner] += matrix.nbytes
+                if sizes[matrix.owner] > self._bucket_bytes and sizes[matrix.owner] > matrix.nbytes:
+                    numbers[matrix.owner] += 1
+                    sizes[matrix.owner] = matrix.nbytes
+                rounds.setdefault((team, numbers[matrix.owner]), []).append(matrix)
+        return list(rounds.values())
 
     def _send_in(self, this: StepRound) -> None:
         """Launch what brings gradients, parameters and state to owners."""
-        for team, matrices in _by_team(this.matrices).items():
+        for team, matrices in by_team(this.matrices).items():
             travellers = []
             for matrix in matrices:
                 rows, grad = local_of(matrix.parameter), local_of(cast(Tensor, matrix.parameter.grad))
@@ -258,18 +281,17 @@ class WholeMatrices(Optimizer):
                     seen["params"].append(parameter)
         state = defaultdict[Any, Any](dict, {key: value for key, value in self.state.items() if key not in whole})
         state.update({parameter: self._held[matrix] for parameter, matrix in own.items() if matrix in self._held})
-        given, hooks = self._given, {name: OrderedDict[int, Any]() for name in self._hooks}
-        copied = object.__new__(type(given))
-        copied.__dict__ = {**vars(given), **hooks, "param_groups": groups, "state": state}
+        given, copied = self._given, copy_of(self._given, groups, state)
         try:
             with self._without_collectives(this):
-                (without_hooks(type(given).step) or type(given).step)(copied, **options)
+                step_without_hooks(copied, **options)
         finally:
             for group, seen in zip(self.param_groups, groups, strict=True):
                 group.update({name: value for name, value in seen.items() if name != "params"})
             self._held.update({matrix: state[parameter] for parameter, matrix in own.items() if parameter in state})
             self.state.update({key: value for key, value in state.items() if key not in own})
-            vars(given).update({k: v for k, v in vars(copied).items() if k not in {"param_groups", "state", *hooks}})
+            kept = {"param_groups", "state", *self._hooks}
+            vars(given).update({name: value for name, value in vars(copied).items() if name not in kept})
 
     @contextmanager
     def _without_collectives(self, this: StepRound) -> Iterator[None]:
@@ -286,7 +308,7 @@ class WholeMatrices(Optimizer):
 
     def _send_back(self, this: StepRound) -> None:
         """Launch what brings updated rows back to the ranks that hold them."""
-        for team, matrices in _by_team(this.matrices).items():
+        for team, matrices in by_team(this.matrices).items():
             moved = [each for each in matrices if not each.stays]
             for each in matrices:
                 if each.stays and each in this.wholes:
@@ -296,6 +318,23 @@ class WholeMatrices(Optimizer):
             travellers = [each.traveller(local_of(each.parameter), this.wholes.get(each)) for each in moved]
             this.under_way.append(RowExchange(team, travellers, inward=False))
         this.wholes.clear()
+
+
+def copy_of(given: Optimizer, groups: list[dict[str, Any]], state: Any) -> Optimizer:
+    """Return a copy of an optimizer with other parameters and state, and without hooks."""
+    hooks = {name: OrderedDict[int, Any]() for name in _hooks_of(given)}
+    copied: Optimizer = object.__new__(type(given))
+    copied.__dict__ = {**vars(given), **hooks, "param_groups": groups, "state": state}
+    return copied
+
+
+def step_without_hooks(optimizer: Optimizer, **options: Any) -> None:
+    """Step as the class does, without torch's hooks around it."""
+    (without_hooks(type(optimizer).step) or type(optimizer).step)(optimizer, **options)
+
+
+def _hooks_of(optimizer: Optimizer) -> list[str]:
+    return [name for name in vars(optimizer) if name.startswith("_optimizer_")]
 
 
 # A whole train step may be compiled: then Dynamo is on, and must leave this alone.
@@ -308,12 +347,25 @@ def _refuse_step_of(given: weakref.ref[Optimizer], stepping: Optimizer, *_: obje
         raise ConfigError(f"{type(stepping).__name__} was given to whole_matrices. Step what that has returned.")
 
 
-def _by_team(matrices: Sequence[Matrix]) -> dict[Team, list[Matrix]]:
+def by_team(matrices: Sequence[Matrix]) -> dict[Team, list[Matrix]]:
     """Return the matrices of each team; teams in the order of their first parameters, the same on all ranks."""
     found: dict[Team, list[Matrix]] = {}
     for matrix in matrices:
         found.setdefault(matrix.team, []).append(matrix)
     return dict(sorted(found.items(), key=lambda item: min(matrix.place for matrix in item[1])))
+
+
+def _settings_text(group: Mapping[str, Any], names: Iterable[str]) -> str:
+    """Return the settings of a group that are numbers or words, to as many digits as any machine computes alike."""
+    return ", ".join(f"{name}={text}" for name in names if (text := _value_text(group.get(name))))
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_value_text, value))})"
+    if isinstance(value, Tensor):  # on an accelerator it is not read: that would wait for all that runs
+        value = value.item() if value.dim() == 0 and value.device.type == "cpu" else None
+    return f"{value:.6g}" if isinstance(value, float) else str(value) if isinstance(value, int | str) else ""
 
 
 def _lay_gradient(parameter: DTensor, name: str) -> None:

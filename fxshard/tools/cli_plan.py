@@ -15,7 +15,7 @@ from fxshard.tools.launch.console import open_console, print_line
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fxshard.plan.plan import PlanSettings
+    from fxshard.plan.plan import Plan, PlanSettings
     from fxshard.plan.recommend import Recommendation
 
 PLAN_TEXT = """\
@@ -55,6 +55,8 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add("--reduce-last", "reduce gradients in the last microbatch alone", action="store_true")
     schedules = f"of fxshard, FSDP2 and FSDP2 compiled {default}"
     add("--schedule", schedules, metavar="NAME,...", default="fxshard,FSDP2")
+    steps = f"AdamW for all, Muon for matrices of blocks, or MODULE:FUNCTION of yours {default}"
+    add("--optimizer", steps, metavar="NAME,...", default="AdamW")
     budget = "also recommend what each block does within so much memory of a rank, on the first schedule; needs scipy"
     add("--memory-budget-gib", budget, metavar="X", type=positive)
     answers = "also say from which batch, sequence and world size on things change; simulates five runs more for each"
@@ -86,7 +88,7 @@ def _plan(args: argparse.Namespace) -> int:
     from fxshard.inspect.target import Target, checked
     from fxshard.plan.plan import PlanSettings, plan
     from fxshard.tools.plan import page, trace
-    from fxshard.tools.plan.targets import builder
+    from fxshard.tools.plan.targets import builder, optimizers_of
 
     written = {save: in_folder(getattr(args, save)) for save in ("html", "trace") if getattr(args, save) is not None}
     console, errors = open_console(), open_console(stderr=True)
@@ -96,7 +98,10 @@ def _plan(args: argparse.Namespace) -> int:
         return checked(builder(args.model, sequence=sequence, checkpointing=args.checkpointing)(batch), "the builder")
 
     settings = PlanSettings(
-        accumulation=args.accumulation, reduces_each=not args.reduce_last, schedules=tuple(args.schedule.split(","))
+        accumulation=args.accumulation,
+        reduces_each=not args.reduce_last,
+        schedules=tuple(args.schedule.split(",")),
+        optimizers={name: optimizers_of(name) for name in args.optimizer.split(",")},
     )
     found = plan(
         lambda batch: build_at(batch, args.sequence),
@@ -107,9 +112,7 @@ def _plan(args: argparse.Namespace) -> int:
         name=args.model,
         progress=lambda line: print_line(errors, line, style="dim"),
     )
-    if not console.is_terminal:
-        console.width = 140
-    console.print(found)
+    _print_runs(found, console, with_steps=args.optimizer != "AdamW")
     pareto: list[tuple[float, float]] = []
     for world_size, batch in itertools.product(args.world_size, args.batch):
         if args.memory_budget_gib:
@@ -121,6 +124,18 @@ def _plan(args: argparse.Namespace) -> int:
         page.save(found, path, pareto) if what == "html" else trace.save(found, path)
         print_line(errors, f"wrote {path}", style="dim")
     return 0 if any(run.cost.fits for run in found.runs) else 1
+
+
+def _print_runs(found: Plan, console: Console, *, with_steps: bool) -> None:
+    """The table, and what the steps of optimizers cost."""
+    from fxshard.inspect.tables import step_text
+
+    if not console.is_terminal:
+        console.width = 140
+    console.print(found)
+    for run in found.runs if with_steps else ():
+        for step in run.cost.steps:
+            print_line(console, f"{run.name}: {step_text(step)}")
 
 
 def _recommend(

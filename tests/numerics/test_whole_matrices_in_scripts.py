@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch.optim import Optimizer
 
 import fxshard
 from fxshard.errors import ConfigError, RankMismatchError
+from fxshard.runtime.row_exchange import RowExchange
 from tests.numerics.whole_matrices import Shampoo, assert_equal, batch, muon_of_matrices, net, sharded, take_steps
 from tests.ranks import fresh_ranks, two_ranks
 
@@ -159,6 +162,32 @@ def test_refuses_parameters_in_another_order_on_another_rank() -> None:
     optimizer = fxshard.whole_matrices(torch.optim.Muon(matrices[:: -1 if dist.get_rank() else 1]))
     with pytest.raises(RankMismatchError, match=r"of the parameter head.weight"):
         take_steps(model, optimizer, [0])
+
+
+@two_ranks
+def test_settings_that_differ_are_an_error_in_the_first_step_and_later_in_the_next_backward() -> None:
+    for step in (0, 1):
+        model = sharded(net(), mesh())
+        optimizer = fxshard.whole_matrices(muon_of_matrices(model.parameters()))
+        take_steps(model, optimizer, range(step))
+        optimizer.param_groups[0]["ns_steps"] = 5 - dist.get_rank()
+        with pytest.raises(RankMismatchError, match=r"different values in run \d+(.|\n)*rank 1 .*ns_steps=4") as error:
+            take_steps(model, optimizer, [1, 2])
+        assert ("found after the run" in str(error.value)) == (step == 1)
+
+
+@fresh_ranks
+def test_a_rank_that_runs_out_of_memory_in_an_exchange_ends_the_wait_of_the_others() -> None:
+    (model, optimizer) = trained()[1]
+    model(batch(1, torch.float64)).square().sum().backward()
+    if dist.get_rank() == 0:
+        full = mock.patch.object(RowExchange, "_buffer", side_effect=torch.OutOfMemoryError("no more memory"))
+        with full, pytest.raises(torch.OutOfMemoryError):
+            optimizer.step()
+        time.sleep(9)  # alive, as a rank that saves before it ends
+    else:
+        with pytest.raises(RankMismatchError, match="rank 0 has got an error: OutOfMemoryError: no more memory"):
+            optimizer.step()
 
 
 class Normed(Optimizer):

@@ -255,9 +255,26 @@ def experts() -> None:
         assert bool(counts) == (dim == 2)
 
 
+def replicas() -> None:
+    """Replicas share matrices, or each computes all; what arrives is what `explain` says."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    received = []
+    for over in (True, False):
+        for make in (muon_of_matrices, Shampoo):
+            model, optimizer = check(mesh, make, dtype=torch.float32, exactly=make is not Shampoo, over_replicas=over)
+            with counting_bytes() as counts:
+                take_steps(model, optimizer, [3])
+            owners = optimizer.explain().owners
+            assert sum(counts) == owners[dist.get_rank()].received
+            assert len(owners) == (4 if over else 2)
+        received.append(sum(counts))
+    assert received[0] < received[1]
+
+
 def every_mesh() -> None:
     """Run what needs several axes, and more ranks than rows."""
     without_other_axes(4)
     without_other_axes(2, 2)
+    replicas()
     beside_tensor_parallelism()
     experts()

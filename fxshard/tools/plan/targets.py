@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from fxshard.cost.optimizer_step import OptimizerBuilder
 from fxshard.errors import ConfigError, MissingExtraError, nearest
 from fxshard.inspect import target
+from fxshard.plan.optimizers import OPTIMIZERS
 from fxshard.tools.plan.shapes import SHAPES, decoder, inputs
 
 
@@ -32,6 +34,14 @@ def builder(name: str, *, sequence: int, checkpointing: str = "none") -> Callabl
         f"{name!r} is no model to plan: give MODULE:FUNCTION, a config.json of Hugging Face or one of "
         f"{', '.join(SHAPES)} (did you mean {nearest(name, SHAPES)!r}?)."
     )
+
+
+def optimizers_of(name: str) -> OptimizerBuilder:
+    """Return what makes the optimizers that `name` means of a sharded model: a key of `OPTIMIZERS`, or a function."""
+    if ":" not in name and name not in OPTIMIZERS:
+        known = ", ".join(OPTIMIZERS)
+        raise ConfigError(f"{name!r} is no optimizer to plan: give {known}, or MODULE:FUNCTION that takes the model.")
+    return OPTIMIZERS.get(name) or target.function_of(name, "return optimizers of a model", gives=("model",))
 
 
 def _built(name: str, batch: int) -> Any:
