@@ -243,9 +243,9 @@ def whole_matrices(
         rows: called with each parameter that is to be whole; how many rows (of the first dimension) each of the
             matrices has that it stacks: `[d] * heads`, or `[1] * E` for experts `[E, m, n]`, which the optimizer sees
             as E matrices `[m, n]`. None is one matrix.
-        bucket_mib: of whole parameters per rank in a round; one round is on the link while another is computed.
-            Default: 32 for optimizers of torch; others take all in one call of `step`. Give a size if that may be
-            called several times, with a part of the parameters each.
+        bucket_mib: of whole parameters per rank in a round, at most; one round is on the link while another is
+            computed. Default: 32 for optimizers of torch; others take all in one call of `step`. Give a size if that
+            may be called several times, with a part of the parameters each.
 
     Raises:
         ConfigError: it is no optimizer of torch, or is LBFGS. In a step: what `rows` gives does not fit.

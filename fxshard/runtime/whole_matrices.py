@@ -44,6 +44,10 @@ from fxshard.runtime.rank_group import REFUSED
 from fxshard.runtime.row_exchange import RowExchange
 from fxshard.runtime.step_hooks import step_hooks
 
+ROUNDS = 8
+"""How many rounds a step has where buckets alone would make fewer. What the first one brings, and the last one sends
+back, is not hidden."""
+
 
 class OwnerPlan(NamedTuple):
     """Who updates what, of the parameters that an optimizer has now."""
@@ -217,9 +221,11 @@ class WholeMatrices(Optimizer):
             yield StepRound(todo, states)
             return
         for team, matrices in _by_team(todo).items():
+            ranks, share = team.group.size(), sum(matrix.nbytes for matrix in matrices) / ROUNDS
             taken, nbytes = list[Matrix](), 0
             for matrix in matrices:
-                if taken and nbytes + matrix.nbytes > self._bucket_bytes * team.group.size():
+                after = nbytes + matrix.nbytes  # of fewer matrices than ranks, some owners would have none
+                if taken and (after > self._bucket_bytes * ranks or (after > share and len(taken) >= ranks)):
                     yield StepRound(taken, states)
                     taken, nbytes = [], 0
                 taken.append(matrix)
