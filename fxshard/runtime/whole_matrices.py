@@ -46,6 +46,10 @@ from fxshard.runtime.rank_group import REFUSED
 from fxshard.runtime.row_exchange import RowExchange
 from fxshard.runtime.step_hooks import step_hooks
 
+ROUNDS = 8
+"""How many rounds a step has where buckets alone would make fewer. What the first one brings, and the last one sends
+back, is not hidden."""
+
 
 class OwnerPlan(NamedTuple):
     """Who updates what, of the parameters that an optimizer has now."""
@@ -241,9 +245,13 @@ class WholeMatrices(Optimizer):
         rounds = dict[Any, list[Matrix]]()
         for team, matrices in by_team(todo).items():
             numbers, sizes = collections.Counter[int](), collections.Counter[int]()
+            whole = collections.Counter[int]()
+            for matrix in matrices:
+                whole[matrix.owner] += matrix.nbytes
+            most = min(self._bucket_bytes, max(whole.values()) / ROUNDS)
             for matrix in matrices:
                 sizes[matrix.owner] += matrix.nbytes
-                if sizes[matrix.owner] > self._bucket_bytes and sizes[matrix.owner] > matrix.nbytes:
+                if sizes[matrix.owner] > most and sizes[matrix.owner] > matrix.nbytes:
                     numbers[matrix.owner] += 1
                     sizes[matrix.owner] = matrix.nbytes
                 rounds.setdefault((team, numbers[matrix.owner]), []).append(matrix)

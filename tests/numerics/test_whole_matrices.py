@@ -175,11 +175,12 @@ def test_a_closure_computes_the_loss_once_per_step() -> None:
     assert calls[1] != calls[0]
 
 
+@pytest.mark.parametrize("bucket_mib", [1e-5, None])
 @two_ranks
-def test_rounds_hold_a_bucket_and_change_nothing() -> None:
+def test_rounds_hold_a_bucket_or_an_eighth_and_change_nothing(bucket_mib: float | None) -> None:
     plain, model = net(dtype=torch.float32), sharded(net(dtype=torch.float32), mesh_of_all())
     expected = muon_of_matrices(plain.parameters())
-    optimizer = fxshard.whole_matrices(muon_of_matrices(model.parameters()), bucket_mib=1e-5)
+    optimizer = fxshard.whole_matrices(muon_of_matrices(model.parameters()), bucket_mib=bucket_mib)
     take_steps(plain, expected, range(2))
     with counting_bytes() as counts:
         take_steps(model, optimizer, range(2))

@@ -3,11 +3,14 @@
 Rank 0 of 8 on an emulated link, or with `torchrun` all ranks on gloo. `torch.optim.Muon` steps the matrices of a model:
 over the DTensors of FSDP2, by `whole_matrices`, and by hand (momentum of rows, a gather of each update, Newton-Schulz
 on every rank). All take turns. Then whole training steps of fxshard: AdamW for all, and Muon for the matrices, also
-without Newton-Schulz (`ns_steps=0`). Prints medians in milliseconds.
+without Newton-Schulz (`ns_steps=0`). Two bounds say what is left to gain: the link takes no time within Muon's step
+(as if all of its transfers were hidden), and nothing is exchanged at all (as if each rank had its matrices whole).
+Prints medians in milliseconds.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import sys
@@ -23,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import _muon
 
 import fxshard
-from fxshard.testing import emulated_link
+from fxshard.testing import EmulatedLink, Speed, emulated_link
 from tests.tools.bench import models
 
 
@@ -55,7 +58,7 @@ def sharded(name: str, shard: Callable[..., Any]) -> tuple[Any, ...]:
     return model, batch, loss_of, matrices, [p for p in model.parameters() if not any(p is m for m in matrices)]
 
 
-def steps_of(name: str) -> dict[str, Callable[[], Any]]:
+def steps_of(name: str, link: EmulatedLink | None) -> dict[str, Callable[[], Any]]:
     """Return what is timed, by name."""
     found: dict[str, Callable[[], Any]] = {}
     for system, shard, make in (
@@ -70,38 +73,74 @@ def steps_of(name: str) -> dict[str, Callable[[], Any]]:
                 torch.randn_like(rows), p.device_mesh, p.placements, shape=p.shape, stride=p.stride()
             )
         found[system] = make(matrices).step
-    for system, ns_steps in (("training: AdamW", None), ("training: Muon", 5), ("training: Muon, ns_steps=0", 0)):
-        found[system] = training(name, ns_steps)
+    found["training: AdamW"] = training(name, None)
+    for ns_steps in (5, 0):
+        muon = functools.partial(torch.optim.Muon, ns_steps=ns_steps)
+        found[f"training: Muon, ns_steps={ns_steps}"] = training(name, functools.partial(as_it_is, muon))
+        if link is not None:
+            found[f"  transfers at once, ns_steps={ns_steps}"] = training(
+                name, functools.partial(at_no_time, muon, link)
+            )
+        found[f"  nothing exchanged, ns_steps={ns_steps}"] = training(name, functools.partial(on_own, muon))
     return found
 
 
-def training(name: str, ns_steps: int | None) -> Callable[[], Any]:
-    """Return a training step with Muon for the matrices, or AdamW for all."""
-    model, batch, loss_of, matrices, others = sharded(name, fxshard.fully_shard)
-    call: Any = torch.compile(model, backend="fxshard")
-    optimizers: list[Any] = [torch.optim.AdamW(others if ns_steps is not None else model.parameters(), fused=True)]
-    if ns_steps is not None:
-        optimizers.append(fxshard.whole_matrices(torch.optim.Muon(matrices, ns_steps=ns_steps)))
+def as_it_is(muon: Callable[..., Any], matrices: list[Any]) -> Callable[[], Any]:
+    """Return a step of `whole_matrices`."""
+    step: Callable[[], Any] = fxshard.whole_matrices(muon(matrices)).step
+    return step
+
+
+def at_no_time(muon: Callable[..., Any], link: EmulatedLink, matrices: list[Any]) -> Callable[[], Any]:
+    """Return a step of `whole_matrices` whose transfers arrive at once."""
+    optimizer, speed = fxshard.whole_matrices(muon(matrices)), link.engine.speed
 
     def step() -> None:
-        loss_of(call(batch), batch).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        link.engine.speed = Speed(gigabytes_per_s=1e9)
+        optimizer.step()
+        link.engine.speed = speed
 
     return step
 
 
-def main(model: str, gigabytes_per_s: str = "1.075", rounds: str = "7") -> None:
-    """Measure, and print."""
+def on_own(muon: Callable[..., Any], matrices: list[Any]) -> Callable[[], Any]:
+    """Return a step of the matrices that this rank owns, with gradients that it has."""
+    plan = fxshard.whole_matrices(muon(matrices))._current_plan()
+    own = [torch.nn.Parameter(torch.randn(each.seen_shape)) for each in plan.matrices if each.is_owned]
+    for parameter in own:
+        parameter.grad = torch.randn_like(parameter)
+    return muon(own).step
+
+
+def training(name: str, make: Callable[[list[Any]], Callable[[], Any]] | None) -> Callable[[], Any]:
+    """Return a training step with AdamW, and what `make` gives for the matrices if it is given."""
+    model, batch, loss_of, matrices, others = sharded(name, fxshard.fully_shard)
+    call: Any = torch.compile(model, backend="fxshard")
+    adamw = torch.optim.AdamW(others if make is not None else model.parameters(), fused=True)
+    step_matrices = None if make is None else make(matrices)
+
+    def step() -> None:
+        loss_of(call(batch), batch).backward()
+        adamw.step()
+        if step_matrices is not None:
+            step_matrices()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    return step
+
+
+def main(model: str, gigabytes_per_s: str = "1.075", rounds: str = "7", only: str = "") -> None:
+    """Measure those whose names contain `only`, and print."""
     torch.set_num_threads(1)
     with ExitStack() as stack:
+        link = None
         if "RANK" in os.environ:
             dist.init_process_group("fxshard_gloo")
             stack.callback(dist.destroy_process_group)
         else:
-            stack.enter_context(emulated_link(8, gigabytes_per_s=float(gigabytes_per_s), latency_us=30))
-        steps = steps_of(model)
+            link = stack.enter_context(emulated_link(8, gigabytes_per_s=float(gigabytes_per_s), latency_us=30))
+        steps = {system: step for system, step in steps_of(model, link).items() if only in system}
         times: dict[str, list[float]] = {system: [] for system in steps}
         for _ in range(int(rounds) + 2):
             for system, step in steps.items():
@@ -111,7 +150,7 @@ def main(model: str, gigabytes_per_s: str = "1.075", rounds: str = "7") -> None:
                 times[system].append((time.perf_counter() - began) * 1e3)
         if dist.get_rank() == 0:
             for system, (_, _, *kept) in times.items():
-                print(f"{system:28} {statistics.median(kept):9.1f}  ({min(kept):.1f} to {max(kept):.1f})")
+                print(f"{system:32} {statistics.median(kept):9.1f}  ({min(kept):.1f} to {max(kept):.1f})")
 
 
 if __name__ == "__main__":
