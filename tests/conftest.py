@@ -66,6 +66,7 @@ def fake_group() -> Iterator[None]:
     yield
     torch._dynamo.reset()
     dist.destroy_process_group()
+    pytest_collection_finish()  # a search for live objects may have thawed them all
 
 
 @pytest.fixture
