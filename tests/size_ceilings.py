@@ -47,6 +47,6 @@ CEILINGS = (
         - _lines([SOURCES["hardware.py"]]),
         23_810,
     ),
-    Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 61_020),
+    Ceiling("lines of `tests/`", _lines(_texts("tests", "*.py").values()), 61_006),
     Ceiling("words of `docs/`", sum(len(text.split()) for text in _texts("docs", "*.md").values()), 55_470),
 )

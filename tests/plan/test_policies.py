@@ -65,16 +65,11 @@ def test_policies_are_those_that_make_a_difference() -> None:
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_the_solver_counts_the_bytes_of_the_simulation(accumulation: int) -> None:
     found, asked = traced(accumulation), problem(accumulation)
-    late = found.frames_of(found.all_alike()[0])[1][
-        0
-    ].memory.backward.late_bytes  # offloaded blocks end their reduction
-    mixes = [
-        *found.all_alike(),
-        *itertools.islice(itertools.product(range(len(found.policies)), repeat=LAYERS), 0, None, 37),
-    ]
-    for mix in mixes:
+    backward = found.frames_of(found.all_alike()[0])[1][0].memory.backward  # offloaded blocks end their reduction late
+    some = itertools.islice(itertools.product(range(len(found.policies)), repeat=LAYERS), 0, None, 37)
+    for mix in (*found.all_alike(), *some):
         held, offloads = found.simulate(mix).peak_bytes, any(found.policies[pick].offloads for pick in mix)
-        assert held <= asked.peak_bytes(mix) <= held + late * offloads
+        assert held <= asked.peak_bytes(mix) <= held + backward.late_bytes * offloads
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
