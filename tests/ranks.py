@@ -123,7 +123,7 @@ def settle() -> None:
     # What is left belongs to libraries. To look through it takes a quarter of the time of a test, so it stays frozen
     # where fxshard searches, too: a body makes what is to be found.
     gc.freeze()
-    vars(live_objects)["_BY_PYTHON"] = sys.maxsize
+    vars(live_objects)["_thaw"] = lambda: None  # to count the frozen ones takes as long as to search
     if not dist.is_initialized():
         raise RankError("the body left no process group; run it with fresh_ranks")
     world: Any = dist.group.WORLD
