@@ -58,6 +58,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _frozen_again() -> None:
+    """Freeze anew what a module before this one has thawed: fxshard's search for live objects does."""
+    pytest_collection_finish()
+
+
 @pytest.fixture
 def fake_group() -> Iterator[None]:
     """Pretend to be rank 0 of 2; collectives return at once and move nothing."""
@@ -66,6 +72,7 @@ def fake_group() -> Iterator[None]:
     yield
     torch._dynamo.reset()
     dist.destroy_process_group()
+    pytest_collection_finish()
 
 
 @pytest.fixture

@@ -332,10 +332,10 @@ def check_sums_in_few_bits(scenario: Scenario) -> None:
         compare(ours, reference, rtol=0.0, atol=0.0)
 
 
-def check(scenario: Scenario) -> None:
-    """Hold ours, in float64 and lowered to the interpreter, to both references."""
+def check(scenario: Scenario, *, rtol: float = 0.0, atol: float = 0.0) -> None:
+    """Hold ours, in float64 and lowered to the interpreter, to both references; `rtol` and `atol` are for FSDP2."""
     ours = train(scenario, fxshard_system(dtype=torch.float64))
-    compare(ours, train(scenario, replace(FSDP2, dtype=torch.float64)), rtol=0.0, atol=0.0)
+    compare(ours, train(scenario, replace(FSDP2, dtype=torch.float64)), rtol=rtol, atol=atol)
     compare(ours, train(scenario, UNSHARDED), rtol=1e-9, atol=1e-11)
 
 
@@ -346,9 +346,7 @@ def check_unsharded(scenario: Scenario) -> None:
 
 def check_close(scenario: Scenario) -> None:
     """Hold ours, in float64, to both references where FSDP2 adds up the parts of a gradient in another order."""
-    ours = train(scenario, fxshard_system(dtype=torch.float64))
-    compare(ours, train(scenario, replace(FSDP2, dtype=torch.float64)), rtol=1e-9, atol=1e-11)
-    compare(ours, train(scenario, UNSHARDED), rtol=1e-9, atol=1e-11)
+    check(scenario, rtol=1e-9, atol=1e-11)
 
 
 def check_inductor(scenario: Scenario, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:

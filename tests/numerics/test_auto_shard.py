@@ -53,7 +53,7 @@ from tests.numerics.models import (
     tokens,
 )
 from tests.numerics.scenarios import SCENARIOS
-from tests.ranks import two_ranks
+from tests.ranks import fresh_ranks, two_ranks
 from tests.watching import bytes_of_rows, storage_bytes
 
 
@@ -68,7 +68,7 @@ def test_shards_at_the_first_call_with_an_optimizer_built_before() -> None:
 
 
 @pytest.mark.slow
-@two_ranks
+@fresh_ranks
 def test_trains_what_the_garbage_collector_was_told_to_overlook() -> None:
     """As programs do that freeze what they have set up: the optimizer must be found all the same."""
     torch.manual_seed(0)

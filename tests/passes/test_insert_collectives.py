@@ -28,12 +28,9 @@ def inserted(traced: Traced, kind: GraphKind) -> str:
     return text(gm)
 
 
-def test_gathers_each_unit_where_forward_first_reads_it() -> None:
-    assert_golden(inserted(graphs.two_layers(), "forward"), "insert_collectives_forward")
-
-
-def test_reduces_each_unit_right_after_its_last_gradient() -> None:
-    assert_golden(inserted(graphs.two_layers(), "backward"), "insert_collectives_backward")
+@pytest.mark.parametrize("kind", SPLIT)
+def test_gathers_each_unit_at_its_first_read_and_reduces_it_after_its_last_gradient(kind: GraphKind) -> None:
+    assert_golden(inserted(graphs.two_layers(), kind), f"insert_collectives_{kind}")
 
 
 @pytest.mark.parametrize("kind", SPLIT)

@@ -30,9 +30,9 @@ RESIDENT, OFFLOAD = Policy(reshard_after_forward=False, resident=True), Policy(o
 
 
 @functools.cache
-def traced(accumulation: int = 1, schedule: str = "FSDP2") -> TracedPolicies:
+def traced(accumulation: int) -> TracedPolicies:
     settings = PlanSettings(param_dtype=torch.float32, accumulation=accumulation, reduces_each=False)
-    how, (model, args) = SCHEDULES[schedule], build()
+    how, (model, args) = SCHEDULES["FSDP2"], build()
     policies = policies_of(KINDS, shards=16, ranks_per_node=8, accumulation=accumulation)
     options = settings.options(DEVICE, how)
     return TracedPolicies(
@@ -41,7 +41,7 @@ def traced(accumulation: int = 1, schedule: str = "FSDP2") -> TracedPolicies:
 
 
 @functools.cache
-def problem(accumulation: int = 1) -> PolicyProblem:
+def problem(accumulation: int) -> PolicyProblem:
     return Prices(traced(accumulation)).problem()
 
 
@@ -65,16 +65,11 @@ def test_policies_are_those_that_make_a_difference() -> None:
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_the_solver_counts_the_bytes_of_the_simulation(accumulation: int) -> None:
     found, asked = traced(accumulation), problem(accumulation)
-    late = found.frames_of(found.all_alike()[0])[1][
-        0
-    ].memory.backward.late_bytes  # offloaded blocks end their reduction
-    mixes = [
-        *found.all_alike(),
-        *itertools.islice(itertools.product(range(len(found.policies)), repeat=LAYERS), 0, None, 37),
-    ]
-    for mix in mixes:
+    backward = found.frames_of(found.all_alike()[0])[1][0].memory.backward  # offloaded blocks end their reduction late
+    some = itertools.islice(itertools.product(range(len(found.policies)), repeat=LAYERS), 0, None, 37)
+    for mix in (*found.all_alike(), *some):
         held, offloads = found.simulate(mix).peak_bytes, any(found.policies[pick].offloads for pick in mix)
-        assert held <= asked.peak_bytes(mix) <= held + late * offloads
+        assert held <= asked.peak_bytes(mix) <= held + backward.late_bytes * offloads
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
@@ -107,7 +102,10 @@ def test_policies_are_traced_on_few_blocks_and_cost_what_tracing_all_says(policy
 
 
 def test_keeping_a_block_saves_its_second_gather() -> None:
-    reshard, kept = traced().simulate(picks(1, *[Policy()] * 3)), traced().simulate(picks(1, Policy(), KEEP, Policy()))
+    reshard, kept = (
+        traced(1).simulate(picks(1, *[Policy()] * 3)),
+        traced(1).simulate(picks(1, Policy(), KEEP, Policy())),
+    )
     assert kept.seconds < reshard.seconds
     gathers = [
         sum(each.name.startswith(("unshard", "all_gather")) for each in c.record.intervals if each.stream != "compute")
@@ -136,7 +134,7 @@ def test_the_record_of_a_mix_has_its_peak_its_kernels_and_its_blocks() -> None:
 
 
 def test_offloaded_blocks_have_neither_shards_nor_optimizer_state_on_the_device() -> None:
-    reshard, offload = (traced().simulate(picks(1, *[each] * 3)) for each in (Policy(), OFFLOAD))
+    reshard, offload = (traced(1).simulate(picks(1, *[each] * 3)) for each in (Policy(), OFFLOAD))
     shards = LAYERS * 256 * 256 // 16 * 4
     assert reshard.memory["parameters"] - offload.memory["parameters"] == shards
     assert reshard.memory["optimizer"] - offload.memory["optimizer"] == 2 * shards
@@ -145,13 +143,13 @@ def test_offloaded_blocks_have_neither_shards_nor_optimizer_state_on_the_device(
 
 
 def test_checkpointed_blocks_hold_less_and_compute_more() -> None:
-    plain, again = (traced(1, "FSDP2").simulate(picks(1, *[Policy(checkpoints=each)] * 3)) for each in (False, True))
+    plain, again = (traced(1).simulate(picks(1, *[Policy(checkpoints=each)] * 3)) for each in (False, True))
     assert again.compute > plain.compute
     assert again.flops == plain.flops
 
 
 def test_the_best_mix_is_that_of_simulating_all() -> None:
-    found, asked = traced(), problem()
+    found, asked = traced(1), problem(1)
     every = [*itertools.product(range(len(found.policies)), repeat=LAYERS)]
     peaks = sorted({found.simulate(mix).peak_bytes for mix in found.all_alike()})
     for budget in peaks:

@@ -162,20 +162,19 @@ def test_an_output_folder_that_cannot_be_made_is_a_clear_error(
     assert "cannot be used as a folder" in capsys.readouterr().err
 
 
-def test_more_ranks_than_gpus_is_a_clear_error(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("gpus", "option", "value", "error"),
+    [
+        (1, "--ranks", "2", "--ranks 2 needs 2 GPUs, and there are 1"),
+        (0, "--device", "cuda", "--device cuda needs a GPU"),
+    ],
+)
+def test_more_gpus_than_there_are_is_a_clear_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gpus: int, option: str, value: str, error: str
 ) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    assert exit_status("demo", "--ranks", "2") == 2
-    assert "--ranks 2 needs 2 GPUs, and there are 1" in capsys.readouterr().err
-
-
-def test_asking_for_cuda_without_a_gpu_is_a_clear_error(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert exit_status("demo", "--device", "cuda") == 2
-    assert "--device cuda needs a GPU" in capsys.readouterr().err
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    assert exit_status("demo", option, value) == 2
+    assert error in capsys.readouterr().err
 
 
 # ---- explain
