@@ -162,13 +162,13 @@ def _neighbours(problem: PolicyProblem, picks: Picks) -> Iterator[tuple[int, int
                 yield i, pick
 
 
-class _Found(NamedTuple):
+class _Bounded(NamedTuple):
     picks: Picks | None  # `None` where none fit, or the time was too short
     bound: float  # seconds that no choices beat
     is_proven: bool
 
 
-def _branch_and_bound(problem: PolicyProblem, budget: float, time_limit: float) -> _Found:
+def _branch_and_bound(problem: PolicyProblem, budget: float, time_limit: float) -> _Bounded:
     """Run `milp` over one variable for each choice, 0 or 1, and one for each moment whose busiest resource is open."""
     try:
         from scipy import optimize, sparse
@@ -208,21 +208,13 @@ def _branch_and_bound(problem: PolicyProblem, budget: float, time_limit: float) 
     parts = [] if found.x is None else np.split(found.x[: len(held)], starts[1:])
     picks = tuple(int(np.argmax(part)) for part in parts) or None
     bound = 0.0 if found.mip_dual_bound is None else max(0.0, found.mip_dual_bound * unit + base)
-    return _Found(picks, bound, found.status == 0)
+    return _Bounded(picks, bound, found.status == 0)
 
 
 def _decisive(base: Array, added: Array, starts: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """`[rows]`: whether a row may be the largest one for some choices.
-
-    Args:
-        base: `[rows]`, what each is under every choice.
-        added: `[choices, rows]`, what the choices add.
-        starts: `[units]`, the first choice of each.
-    """
+    """`[rows]`: those of `base` that may be the largest one with `added` `[choices, rows]`; units have `starts`."""
     found = np.ones(len(base), dtype=bool)
     for row in range(len(base)):
         above = np.maximum.reduceat(added[:, row, None] - added, starts).sum(axis=0) + base[row] - base  # at most
-        is_below = found & (above <= 0)
-        is_below[row] = False
-        found[row] = not is_below.any()
+        found[row] = np.count_nonzero(found & (above <= 0)) == 1  # none but itself
     return found

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from fxshard.tools.launch.console import open_console, print_line
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fxshard.plan.plan import PlanSettings
+    from fxshard.plan.plan import Plan, PlanSettings
     from fxshard.plan.recommend import Recommendation
 
 PLAN_TEXT = """\
@@ -60,6 +61,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add("--answers", answers, action="store_true")
     kinds = "of reshard, keep, subgroup, resident, offload and checkpoint: what may be recommended (default: all)"
     add("--policies", kinds, metavar="NAME,...")
+    add("--write", "write what is recommended first, for fxshard.apply_policies", metavar="FILE", type=Path)
     add("--html", "write a page: what each stream does when, memory over time", metavar="FILE", type=Path)
     add("--trace", "write a trace for https://ui.perfetto.dev; FILE may end in .gz", metavar="FILE", type=Path)
 
@@ -79,10 +81,11 @@ def _kinds(checkpointing: str) -> list[str]:
 def _plan(args: argparse.Namespace) -> int:
     from fxshard.inspect.target import Target, checked
     from fxshard.plan.plan import PlanSettings, plan
-    from fxshard.tools.plan import page, trace
     from fxshard.tools.plan.targets import builder
 
-    written = {save: in_folder(getattr(args, save)) for save in ("html", "trace") if getattr(args, save) is not None}
+    written = {
+        save: in_folder(getattr(args, save)) for save in ("html", "trace", "write") if getattr(args, save) is not None
+    }
     console, errors = open_console(), open_console(stderr=True)
 
     def build_at(batch: int, sequence: int) -> Target:
@@ -105,17 +108,30 @@ def _plan(args: argparse.Namespace) -> int:
     if not console.is_terminal:
         console.width = 140
     console.print(found)
-    pareto: list[tuple[float, float]] = []
+    advised: list[Recommendation] = []
     for world_size, batch in itertools.product(args.world_size, args.batch):
-        if args.memory_budget_gib:
-            advised = _recommend(args, build_at, world_size, batch, settings, console)
-            pareto = pareto or [(mix.cost.peak_bytes, mix.cost.seconds) for mix in advised.pareto]
+        if args.memory_budget_gib or args.write:
+            advised.append(_recommend(args, build_at, world_size, batch, settings, console))
         if args.answers:
             _answer(args, build_at, world_size, batch, settings, console)
     for what, path in written.items():
-        page.save(found, path, pareto) if what == "html" else trace.save(found, path)
+        _save(what, path, found, advised)
         print_line(errors, f"wrote {path}", style="dim")
     return 0 if any(run.cost.fits for run in found.runs) else 1
+
+
+def _save(what: str, path: Path, found: Plan, advised: Sequence[Recommendation]) -> None:
+    from fxshard.tools.plan import page, trace
+
+    if what == "html":
+        page.save(
+            found, path, [(mix.cost.peak_bytes, mix.cost.seconds) for mix in advised[0].pareto] if advised else ()
+        )
+    elif what == "trace":
+        trace.save(found, path)
+    else:
+        policies = {name: policy.fields for name, policy in advised[0].policies.items()}
+        path.write_text(json.dumps(policies, indent=2) + "\n")
 
 
 def _recommend(
