@@ -7,6 +7,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from fxshard.api import (
     CompiledGraph,
     adopt,
+    apply_policies,
     compiled_graphs,
     fully_shard,
     no_sync,
@@ -72,6 +73,7 @@ __all__ = [
     "UnsupportedGraph",
     "WeightBucket",
     "adopt",
+    "apply_policies",
     "bisect_numerics",
     "compare",
     "compiled_graphs",

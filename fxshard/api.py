@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -14,11 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.optim import Optimizer
 
+from fxshard import torch_private
 from fxshard.compile.backend import frames_of
+from fxshard.compile.one_line.units import blocks_of
 from fxshard.cost import measured
 from fxshard.errors import ConfigError
 from fxshard.ir import collectives, text
 from fxshard.ir.history import CAPTURED
+from fxshard.plan.policies import Policy, read_policies
 from fxshard.runtime import overlapped_step
 from fxshard.runtime.frame import Frame
 from fxshard.runtime.unit import Unit
@@ -102,6 +106,44 @@ def fully_shard(
     for each in dict.fromkeys((chosen, *(unit.mesh for unit in units))):
         _agree([unit for unit in units if unit.mesh == each], each)
     return module
+
+
+def apply_policies(
+    model: nn.Module,
+    policies: str | Path | Mapping[str, Policy],
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+) -> nn.Module:
+    """Shard a model as a plan recommends, in place: each block with its policy, and the rest as one unit.
+
+        fxshard.apply_policies(model, "policies.json")  # of fxshard plan --memory-budget-gib 60 --write policies.json
+        model = torch.compile(model, backend="fxshard", options={"regional": True})
+
+    All ranks must be given the same policies, of each block: the file, or `recommend(...).policies`. A block that is
+    computed again in backward is put into torch's `checkpoint_wrapper`. Other arguments as of `fully_shard`.
+
+    Raises:
+        ConfigError: the policies are of other blocks (each named), the file has none, or as `fully_shard` raises.
+    """
+    chosen = policies if isinstance(policies, Mapping) else read_policies(policies)
+    names = {module: name for name, module in model.named_modules()}
+    blocks = {names[block]: block for block in blocks_of(model)}
+    if wrong := sorted(blocks.keys() ^ chosen.keys()):
+        raise ConfigError(
+            f"the policies are not of the blocks of {type(model).__name__}: only one side has {', '.join(wrong)}. "
+            "Plan the model that is to be trained."
+        )
+    for name, block in blocks.items():
+        policy = chosen[name]
+        if policy.checkpoints:
+            model.set_submodule(name, block := torch_private.checkpoint_wrapper(block))
+        offload = CPUOffloadPolicy() if policy.offloads else None
+        reshard = policy.resident or policy.reshard_after_forward
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=mp_policy, offload_policy=offload)
+        if policy.resident:
+            cast(ShardedModule, block).set_reshard_after_backward(False)
+    return fully_shard(model, mesh=mesh, mp_policy=mp_policy)
 
 
 def adopt(module: nn.Module | dist.fsdp.FSDPModule) -> nn.Module:

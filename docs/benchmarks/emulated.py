@@ -1,9 +1,9 @@
 """Hold the plan against the emulated link on a CPU: `python docs/benchmarks/emulated.py [NUMBER ...]`.
 
-Twelve configurations of model, ranks, bandwidth, accumulation and system. What the plan knows of the machine is
-measured first, on products, sums and small ops of other sizes, and on a link of 16 ranks what each further tensor of a
-launch costs, which decides what is copied; no configuration calibrates it. Leave the link a core: OMP_NUM_THREADS=1 on
-two cores.
+Twelve configurations of model, ranks, bandwidth, accumulation and system. What the plan knows of the machine is what
+`fxshard calibrate` measures first, on a link of 16 ranks; no configuration calibrates it. Beside each pair of runs
+stands one that computes alone, with all parameters, to tell compute from communication. Leave the link a core:
+OMP_NUM_THREADS=1 on two cores.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fxshard.cost.calibration import calibrate
+from fxshard.cost.calibration import Calibration
 from fxshard.hardware import HardwareSpec
 from fxshard.inspect.target import checked
 from fxshard.plan.outline import outline
@@ -39,6 +38,8 @@ MODELS = {
 }
 SYSTEMS = {"fxshard:regional=True": "fxshard", "fsdp2_best": "FSDP2 compiled"}
 """Name for `fxshard bench` -> key of `SCHEDULES`."""
+ALONE = "local_compiled"
+"""Name of what computes alone."""
 
 
 class Configuration(NamedTuple):
@@ -79,41 +80,10 @@ def _real(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 def machine() -> HardwareSpec:
-    """Measure products of four sizes, the memory, and what a small op and a further tensor of a launch cost."""
-    speeds = {side: 2 * side**3 / _seconds(_product(side)) for side in (96, 192, 320, 640)}
-    best, large, small = max(speeds.values()), torch.ones(2**24), torch.ones(8)
-    overhead = _seconds(lambda: small + small, repeats=2000)
+    """What `fxshard calibrate` measures, on a link of 16 ranks."""
     with emulated_link(16, latency_us=LATENCY_US):
         assert dist.group.WORLD is not None
-        link = calibrate([dist.group.WORLD], torch.device("cpu"))
-    return HardwareSpec(
-        name="cpu",
-        peak_flops={"f32": best},
-        gemm_efficiency=tuple((side, speed / best) for side, speed in speeds.items()),
-        memory_bandwidth=2 * large.nbytes / _seconds(lambda: torch.add(large, 1, out=large)),
-        memory_gib=16,
-        link_latency=1e-4,
-        link_bandwidth=1e9,
-        kernel_overhead=overhead,
-        gather_tensor_overhead=link.gather_tensor_overhead,
-        reduce_tensor_overhead=link.reduce_tensor_overhead,
-    )
-
-
-def _product(side: int) -> Callable[[], Tensor]:
-    left, right = torch.randn(side, side), torch.randn(side, side)
-    return lambda: left @ right
-
-
-def _seconds(run: Callable[[], Any], repeats: int = 20) -> float:
-    """The least of five means."""
-    found = []
-    for _ in range(5):
-        start = time.perf_counter()
-        for _ in range(repeats):
-            run()
-        found.append((time.perf_counter() - start) / repeats)
-    return min(found)
+        return Calibration([dist.group.WORLD], torch.device("cpu")).run(lambda line: None)
 
 
 def planned(of: Configuration, schedule: str, machine: HardwareSpec) -> tuple[RunCost, int]:
@@ -135,11 +105,11 @@ def planned(of: Configuration, schedule: str, machine: HardwareSpec) -> tuple[Ru
 
 
 def measured(of: Configuration, rounds: int) -> dict[str, Any]:
-    """What `fxshard bench` measures of both systems, by name."""
+    """What `fxshard bench` measures of the three systems, by name."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.json"
         given = {
-            "--systems": ",".join(SYSTEMS),
+            "--systems": ",".join((*SYSTEMS, ALONE)),
             "--group": "emulated",
             "--world-size": of.ranks,
             "--gigabytes-per-s": of.gigabytes_per_s,
@@ -163,12 +133,15 @@ def rows(numbers: Sequence[int], rounds: int = 15) -> Iterator[str]:
     for number in numbers:
         of = CONFIGURATIONS[number]
         found = measured(of, rounds)
-        for system, schedule in SYSTEMS.items():
-            cost, unsharded = planned(of, schedule, spec)
+        costs = {system: planned(of, schedule, spec) for system, schedule in SYSTEMS.items()}
+        cost, _ = costs[next(iter(SYSTEMS))]
+        seconds = {system: cost.seconds for system, (cost, _) in costs.items()}
+        seconds[ALONE] = cost.compute + cost.optimizer * of.ranks
+        for system, each in seconds.items():
             step, peak = found[system]["step_ms"]["median"], found[system]["unsharded_peak_bytes"]
-            error = f"{cost.seconds * 1e3 / step - 1:+.1%}"
-            times = f"{step:.1f}|{cost.seconds * 1e3:.1f}|{error}|{peak or ''}|{unsharded if peak else ''}"
-            yield f"|{of.model}|{of.ranks}|{of.gigabytes_per_s}|{of.accumulation}|{system}|{times}|"
+            times = f"{step:.1f}|{each * 1e3:.1f}|{each * 1e3 / step - 1:+.1%}"
+            peaks = f"{peak}|{costs[system][1]}" if peak else "|"
+            yield f"|{of.model}|{of.ranks}|{of.gigabytes_per_s}|{of.accumulation}|{system}|{times}|{peaks}|"
 
 
 if __name__ == "__main__":

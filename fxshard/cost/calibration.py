@@ -3,16 +3,18 @@
 [Note: calibration]
 The cost model asks how long the link is busy with a launch, not how long one who waits for it stands: so the latency is
 what a launch takes in a row of launches under way, and the bandwidth what each further byte adds to one.
-`fxshard calibrate` has time for more: matrix products of several sizes, and copies between host and device.
-Kernels are timed on every rank by itself, collectives on all ranks at once; of a few tries the shortest counts, which
-nothing else on the machine has disturbed. Each rank tells the others what it found, and the slowest counts: they wait
-for each other. Numbers have two digits, for the third one is another one each time.
+`fxshard calibrate` has time for more: products of several sizes, attention, and copies between host and device.
+Kernels are timed on every rank by itself, and the median of a few tries counts, for a step has as many good moments as
+bad ones. Collectives are timed on all ranks at once, and the shortest try counts, which nothing else on the machine has
+disturbed. Each rank tells the others what it found, and the slowest counts: they wait for each other. Numbers have two
+digits, for the third one is another one each time.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxshard import hardware, torch_private
 from fxshard.hardware import HardwareSpec
@@ -38,6 +40,7 @@ _SMALL = 16  # elements that each rank sends where only the latency counts
 _LEAST_SHARE = 20  # latencies that a transfer takes which shows the bandwidth
 _LEAST_SECONDS, _MOST_SECONDS = 0.01, 0.05  # that it takes
 _SIDES = (128, 256, 512, 1024, 2048, 4096, 8192)  # of products, for `gemm_efficiency`
+_HEADS = 8  # of attention
 _ENOUGH = 0.05  # seconds of the largest product
 _LONG = 2e-3  # seconds of one launch, where few tries must do
 
@@ -127,8 +130,8 @@ class Calibration:
         """Seconds per FLOP of each dtype, per byte of a copy, and per kernel."""
         into, source = self._buffers
         small = source[:1]
-        copy = self._shortest(lambda: into.copy_(source))
-        row = self._shortest(lambda: [small.clone() for _ in range(_KERNELS)])
+        copy = self._median(lambda: into.copy_(source))
+        row = self._median(lambda: [small.clone() for _ in range(_KERNELS)])
         return [*map(self._per_flop, _DTYPES), copy / (2 * source.nbytes), row / _KERNELS]
 
     def _per_flop(self, dtype: torch.dtype) -> float:
@@ -136,7 +139,7 @@ class Calibration:
         side = 64
         while True:
             matrix = torch.ones(side, side, dtype=dtype, device=self._device)
-            seconds = self._shortest(partial(torch.mm, matrix, matrix))
+            seconds = self._median(partial(torch.mm, matrix, matrix))
             if seconds >= self._sizes.seconds or side >= self._sizes.side:
                 return seconds / (2 * side**3)
             side *= 2
@@ -152,7 +155,7 @@ class Calibration:
             found = speeds[dtype_text(dtype)] = []
             for side in _SIDES:
                 matrix = torch.ones(side, side, dtype=dtype, device=self._device)
-                (seconds,) = self._slowest([self._shortest(partial(torch.mm, matrix, matrix))])
+                (seconds,) = self._slowest([self._median(partial(torch.mm, matrix, matrix))])
                 found.append(2 * side**3 / seconds)
                 if seconds > _ENOUGH:
                     break
@@ -160,18 +163,36 @@ class Calibration:
         on_device = self._buffers[0]
         on_host = torch.empty(on_device.shape, pin_memory=self._device.type == "cuda")
         copies = (lambda: on_device.copy_(on_host), lambda: on_host.copy_(on_device))
-        (slowest,) = self._slowest([max(map(self._shortest, copies))])
-        curve = speeds["f32" if self._device.type == "cpu" else "bf16"]
+        (slowest,) = self._slowest([max(map(self._median, copies))])
+        progress("attention")
+        dtype = torch.float32 if self._device.type == "cpu" else torch.bfloat16
+        curve = speeds[dtype_text(dtype)]
         shares = ((side, _rounded(speed / max(curve))) for side, speed in zip(_SIDES, curve, strict=False))
         return {
             "peak_flops": {name: _rounded(max(found)) for name, found in speeds.items()},
             "gemm_efficiency": tuple(shares),
+            "attention_efficiency": self._attention(dtype, max(curve)),
             "host_bandwidth": _rounded(on_device.nbytes / slowest),
         }
 
-    def _shortest(self, action: Callable[[], Any]) -> float:
+    def _attention(self, dtype: torch.dtype, peak: float) -> tuple[float, float]:
+        """Share of `peak` that causal attention reaches: forward with 2 products, backward with 5."""
+        query, key, value = (
+            torch.ones(1, _HEADS, self._sizes.side, 64, dtype=dtype, device=self._device) for _ in "qkv"
+        )
+        run = partial(nn.functional.scaled_dot_product_attention, query, key, value, is_causal=True)
+        forward = self._median(run)
+        with torch.enable_grad():
+            inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
+            result = run()
+            grad = partial(torch.autograd.grad, result, inputs, torch.ones_like(result), retain_graph=True)
+            seconds = self._slowest([forward, self._median(grad)])
+        product = _HEADS * 64 * self._sizes.side**2  # FLOPs, of which the mask leaves half
+        return _rounded(2 * product / seconds[0] / peak), _rounded(5 * product / seconds[1] / peak)
+
+    def _median(self, action: Callable[[], Any]) -> float:
         action()
-        return min(self._seconds(action) for _ in range(_TRIES))
+        return statistics.median(self._seconds(action) for _ in range(_TRIES))
 
     def _memory_gib(self) -> float:
         if self._device.type == "cuda":

@@ -5,19 +5,19 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
 from torch import fx
 
-from fxshard.cost.memory import on_device, peak
-from fxshard.cost.sizes import sizes_of
+from fxshard.cost.sizes import Sizes, sizes_of
 from fxshard.cost.symbols import Quantity, Sum, evaluate
 from fxshard.cost.timeline import Timeline
 from fxshard.errors import ConfigError
 from fxshard.hardware import HardwareSpec
+from fxshard.ir import ops, tags
 from fxshard.ir.liveness import unsharded_storages
 from fxshard.ir.plan import FramePlan
 
@@ -131,10 +131,32 @@ def graph_stats(graph: fx.Graph, plan: FramePlan, hardware: HardwareSpec, *, don
         compute_seconds=Sum(cost.seconds for cost in compute).total,
         comm_seconds=Sum(launch.seconds for launch in launches).total,
         exposed_seconds=timeline.critical_path(timeline.run()).exposed,
-        peak_bytes=peak(sizes, on_device(sizes, plan)).nbytes,
-        unsharded_peak_bytes=peak(sizes, only=unsharded_storages(sizes.live)).nbytes,
+        peak_bytes=peak_bytes(sizes, _on_device(sizes, plan)),
+        unsharded_peak_bytes=peak_bytes(sizes, unsharded_storages(sizes.live)),
         world_size=sizes.point.world_size,
         hints={symbol.name: value for symbol, value in sizes.point.hints.items()},
+    )
+
+
+def peak_bytes(sizes: Sizes, only: Collection[int] | None = None) -> Quantity:
+    """The most that is live at once of all storages, or `only` of these, as [Note: liveness] counts.
+
+    It is what is live where that is most at the traced world size and shapes; far from these another node may be worse.
+    """
+    counted = [size if only is None or i in only else 0 for i, size in enumerate(sizes.of_storage)]
+    live = sizes.live.running_sum([int(sizes.point.value(size)) for size in counted])
+    at, storages = live.index(max(live)), zip(sizes.live.storages, counted, strict=True)
+    return Sum(size for storage, size in storages if storage.birth <= at <= storage.last_use).total
+
+
+def _on_device(sizes: Sizes, plan: FramePlan) -> frozenset[int]:
+    """The storages that are not in the host's memory, as offloaded shards and their gradients are."""
+    offloaded, makers = {key for key, unit in plan.units.items() if unit.offload}, enumerate(sizes.live.storages)
+    shards = ((i, each.maker, tags.meta_of(each.maker).shard) for i, each in makers)
+    return frozenset(
+        i
+        for i, maker, shard in shards
+        if maker.target is not ops.COPY_TO_HOST and not (shard and shard.unit in offloaded)
     )
 
 

@@ -10,17 +10,16 @@ from torch import Tensor, fx
 
 
 @torch.library.custom_op("fxshard::planned_block", mutates_args=())
-def planned_block(tensors: Sequence[Tensor], number: int, results: str, sources: str) -> list[Tensor]:
-    """Stand for block `number`, whose results are as the text `results` says; its inputs are as `sources` says.
+def planned_block(tensors: Sequence[Tensor], number: int, results: str) -> list[Tensor]:
+    """Stand for block `number`, whose results are as the text says: `bfloat16 2 8 16;float32 2`, dtype and sizes.
 
-    The texts list dtype and sizes: `bfloat16 2 8 16;float32 2`. Backward is the same op the other way around, with
-    `sources` empty.
+    Backward is the same op the other way around.
     """
     raise NotImplementedError("fxshard::planned_block stands for a block in a plan, and has no kernel")
 
 
 @planned_block.register_fake
-def _(tensors: Sequence[Tensor], number: int, results: str, sources: str) -> list[Tensor]:
+def _(tensors: Sequence[Tensor], number: int, results: str) -> list[Tensor]:
     made = []
     for text in results.split(";"):
         dtype, *sizes = text.split(" ")
@@ -29,13 +28,13 @@ def _(tensors: Sequence[Tensor], number: int, results: str, sources: str) -> lis
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.number, ctx.sources = inputs[1], inputs[3]
-    ctx.differentiable = [t.is_floating_point() for t in inputs[0]]
+    ctx.number, ctx.differentiable = inputs[1], [t.is_floating_point() for t in inputs[0]]
+    ctx.sources = text_of([t for t in inputs[0] if t.is_floating_point()])
 
 
 def _backward(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:
-    made = iter(planned_block([g for g in grads if g is not None], ctx.number, ctx.sources, ""))
-    return [next(made) if each else None for each in ctx.differentiable], None, None, None
+    made = iter(planned_block([g for g in grads if g is not None], ctx.number, ctx.sources))
+    return [next(made) if each else None for each in ctx.differentiable], None, None
 
 
 torch.library.register_autograd("fxshard::planned_block", _backward, setup_context=_keep)

@@ -79,15 +79,20 @@ class _BlockCall(nn.Module):
         trains = any(parameter.requires_grad for parameter in block.parameters())
         self.trained = torch.empty(1, requires_grad=True) if trains else None  # in the place of its parameters
         # A function, which copies of the module share: to copy the structure of a single tensor, torch warns of.
-        self.arrange: Callable[[Any], Any] = lambda made: pytree.tree_unflatten(made, structure)
+        self.arrange: Callable[[Any], Any] | None = lambda made: pytree.tree_unflatten(made, structure)
+        if structure.is_leaf():
+            self.arrange = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        # Dynamo traces this once for every block: what it need not look into it should not see.
+        tensors: list[Tensor] = []
+        for given in (*args, *kwargs.values()):
+            leaves = [given] if isinstance(given, Tensor) else pytree.tree_leaves(given)
+            tensors += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if self.trained is not None and not any(t.requires_grad for t in tensors):
             tensors.append(self.trained)
-        sources = text_of([t for t in tensors if t.is_floating_point()])
-        made = planned_block(tensors, self.number, self.results, sources)
-        return self.arrange(made)
+        made = planned_block(tensors, self.number, self.results)
+        return made[0] if self.arrange is None else self.arrange(made)
 
 
 def outline(

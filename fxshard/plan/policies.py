@@ -8,8 +8,10 @@ simulates it.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fxshard.compile.one_line.units import blocks_of
@@ -57,6 +59,19 @@ class Policy:
         """Of the backend, for a model all of whose units do this."""
         offload = {"offload": {"params": 1.0}} if self.offloads else {}
         return {"reshard_after_forward": self.reshard_after_forward, **offload}
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What it has other than `Policy()`."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value != getattr(Policy, name)}
+
+
+def read_policies(path: str | Path) -> dict[str, Policy]:
+    """Read the policies of blocks: `{"layers.0": {"reshard_after_forward": false}}`, or raise a ConfigError."""
+    try:
+        return {name: Policy(**fields) for name, fields in json.loads(Path(path).read_text()).items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} has no policies of blocks: {error}. fxshard plan --write makes one.") from error
 
 
 KINDS = ("reshard", "keep", "subgroup", "resident", "offload", "checkpoint")

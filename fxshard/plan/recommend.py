@@ -57,6 +57,11 @@ class Recommendation:
     alike: Sequence[PolicyMix]
     pareto: Sequence[PolicyMix]
 
+    @property
+    def policies(self) -> dict[str, Policy]:
+        """Of the best mix, by name of the block: what `apply_policies` takes; empty if nothing fits."""
+        return dict(zip(self.blocks, self.best.policies, strict=True)) if self.best else {}
+
 
 def recommend(
     build: Callable[[int], Any],

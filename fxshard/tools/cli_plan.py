@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add("--answers", answers, action="store_true")
     kinds = "of reshard, keep, subgroup, resident, offload and checkpoint: what may be recommended (default: all)"
     add("--policies", kinds, metavar="NAME,...")
+    add("--write", "write what is recommended first, for fxshard.apply_policies", metavar="FILE", type=Path)
     add("--html", "write a page: what each stream does when, memory over time", metavar="FILE", type=Path)
     add("--trace", "write a trace for https://ui.perfetto.dev; FILE may end in .gz", metavar="FILE", type=Path)
 
@@ -76,8 +78,8 @@ def _kinds(args: argparse.Namespace) -> list[str]:
     """What may be recommended: all, but for what a built-in shape computes again by itself; wrong ones are refused."""
     from fxshard.plan.policies import KINDS, policies_of
 
-    if args.policies and not args.memory_budget_gib:
-        raise ConfigError("--policies says what may be recommended, and needs --memory-budget-gib.")
+    if args.policies and not (args.memory_budget_gib or args.write):
+        raise ConfigError("--policies says what may be recommended, and needs --memory-budget-gib or --write.")
     some = [kind for kind in KINDS if kind != "checkpoint" or args.checkpointing == "none"]
     given: list[str] = args.policies.split(",") if args.policies else some
     policies_of(given, shards=1, ranks_per_node=0, accumulation=1)
@@ -87,10 +89,11 @@ def _kinds(args: argparse.Namespace) -> list[str]:
 def _plan(args: argparse.Namespace) -> int:
     from fxshard.inspect.target import Target, checked
     from fxshard.plan.plan import PlanSettings, plan
-    from fxshard.tools.plan import page, trace
     from fxshard.tools.plan.targets import builder, optimizers_of
 
-    written = {save: in_folder(getattr(args, save)) for save in ("html", "trace") if getattr(args, save) is not None}
+    written = {
+        save: in_folder(getattr(args, save)) for save in ("html", "trace", "write") if getattr(args, save) is not None
+    }
     console, errors = open_console(), open_console(stderr=True)
     args.policies = _kinds(args)
 
@@ -113,15 +116,14 @@ def _plan(args: argparse.Namespace) -> int:
         progress=lambda line: print_line(errors, line, style="dim"),
     )
     _print_runs(found, console, with_steps=args.optimizer != "AdamW")
-    pareto: list[tuple[float, float]] = []
+    advised: list[Recommendation] = []
     for world_size, batch in itertools.product(args.world_size, args.batch):
-        if args.memory_budget_gib:
-            advised = _recommend(args, build_at, world_size, batch, settings, console)
-            pareto = pareto or [(mix.cost.peak_bytes, mix.cost.seconds) for mix in advised.pareto]
+        if args.memory_budget_gib or args.write:
+            advised.append(_recommend(args, build_at, world_size, batch, settings, console))
         if args.answers:
             _answer(args, build_at, world_size, batch, settings, console)
     for what, path in written.items():
-        page.save(found, path, pareto) if what == "html" else trace.save(found, path)
+        _save(what, path, found, advised)
         print_line(errors, f"wrote {path}", style="dim")
     return 0 if any(run.cost.fits for run in found.runs) else 1
 
@@ -136,6 +138,20 @@ def _print_runs(found: Plan, console: Console, *, with_steps: bool) -> None:
     for run in found.runs if with_steps else ():
         for step in run.cost.steps:
             print_line(console, f"{run.name}: {step_text(step)}")
+
+
+def _save(what: str, path: Path, found: Plan, advised: Sequence[Recommendation]) -> None:
+    from fxshard.tools.plan import page, trace
+
+    if what == "html":
+        page.save(
+            found, path, [(mix.cost.peak_bytes, mix.cost.seconds) for mix in advised[0].pareto] if advised else ()
+        )
+    elif what == "trace":
+        trace.save(found, path)
+    else:
+        policies = {name: policy.fields for name, policy in advised[0].policies.items()}
+        path.write_text(json.dumps(policies, indent=2) + "\n")
 
 
 def _recommend(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fxshard.cost.calibration import calibrate
+from fxshard.cost.calibration import Calibration, calibrate
 from fxshard.hardware import HardwareSpec
 from fxshard.testing import Speed, emulated_link
 from tests.ranks import two_ranks
@@ -48,6 +48,17 @@ def test_a_link_that_takes_no_time_has_a_speed_all_the_same() -> None:
     spec = on_link(4)
     assert spec.link_bandwidth > 1e8
     assert 0 < spec.link_latency < 0.1
+
+
+def test_tells_how_fast_products_of_each_size_and_attention_are() -> None:
+    told: list[str] = []
+    with emulated_link(2):
+        assert dist.group.WORLD is not None
+        spec = Calibration([dist.group.WORLD], CPU).run(told.append)
+    assert told == ["kernels", *(f"products, {name}" for name in spec.peak_flops), "copies", "attention", "links"]
+    assert max(share for _, share in spec.gemm_efficiency) == 1.0
+    assert all(0 < share < 2 for share in spec.attention_efficiency)
+    assert spec.attention_efficiency != HardwareSpec.attention_efficiency
 
 
 def test_every_number_has_two_digits() -> None:

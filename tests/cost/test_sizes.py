@@ -11,8 +11,8 @@ import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxshard.cost.comm import launches_of
-from fxshard.cost.memory import live_bytes, peak
 from fxshard.cost.sizes import sizes_of
+from fxshard.cost.stats import peak_bytes
 from fxshard.cost.symbols import WORLD_SIZE, Point, Sum, evaluate, simplest, size_of
 from fxshard.hardware import load
 from fxshard.ir.liveness import UNBACKED_HINT, hint_of
@@ -59,7 +59,7 @@ def test_the_peak_of_forward_at_another_world_size_is_that_of_a_graph_traced_the
     peaks = []
     for world_size in (2, 4):
         gm, ctx = make(world_size=world_size).at("forward", after=InsertCollectives)
-        peaks.append(Point(world_size=4, hints={}).value(peak(sizes_of(gm.graph, ctx.plan)).nbytes))
+        peaks.append(Point(world_size=4, hints={}).value(peak_bytes(sizes_of(gm.graph, ctx.plan))))
     assert peaks[0] == peaks[1]
 
 
@@ -69,8 +69,7 @@ def test_at_the_traced_world_size_memory_is_what_the_fake_tensors_say(make: Make
     gm, ctx = make().at(kind, after=InsertCollectives)
     sizes = sizes_of(gm.graph, ctx.plan)
     traced = nodes.live_bytes(gm.graph)
-    assert live_bytes(sizes) == traced
-    assert sizes.point.value(peak(sizes).nbytes) == traced[peak(sizes).node] == max(traced.values())
+    assert sizes.point.value(peak_bytes(sizes)) == max(traced.values())
 
 
 def test_a_unit_of_which_only_some_gradients_are_reduced_is_matched_by_its_tags() -> None:

@@ -1,7 +1,7 @@
 """What a graph takes, measured, beside what its explanation says.
 
 [Note: what is compared]
-An explanation counts a graph's inputs and all that the graph allocates (`fxshard/cost/memory.py`). What is measured is
+An explanation counts a graph's inputs and all that the graph allocates (`fxshard/cost/stats.py`). What is measured is
 by how much the memory in use grows over that at the graph's beginning, where of all that is counted only the inputs
 are there. So `inputs + growth` is held to the explanation's peak. Bytes are those that were asked for: what the
 allocator rounds up is not counted. Interpreted graphs allocate what the explanation counts; Inductor fuses some of it

@@ -19,9 +19,10 @@ from fxshard import hardware
 from fxshard.errors import ConfigError
 from fxshard.hardware import BUILTIN
 from fxshard.plan.plan import PlanSettings
+from fxshard.plan.policies import read_policies
 from fxshard.plan.recommend import recommend
 from fxshard.tools import cli
-from tests.plan.models import build
+from tests.plan.models import LAYERS, build
 
 
 def exit_status(*argv: str) -> int:
@@ -88,12 +89,15 @@ def test_plan_prints_a_line_for_each_run_and_draws_them(capsys: pytest.CaptureFi
 
 def test_plan_draws_what_budgets_buy(tmp_path: Path) -> None:
     argv = ("plan", "tests.plan.models:build", "--world-size", "8", "--schedule", "FSDP2")
-    page = tmp_path / "plan.html"
-    assert exit_status(*argv, "--memory-budget-gib", "1", "--policies", "keep", "--html", str(page)) == 0
+    page, policies = tmp_path / "plan.html", tmp_path / "policies.json"
+    written = ("--html", str(page), "--write", str(policies))
+    assert exit_status(*argv, "--memory-budget-gib", "1", "--policies", "keep", *written) == 0
     found = recommend(build, world_size=8, settings=PlanSettings(schedules=("FSDP2",)), kinds=["keep"])
     assert len(found.pareto) > 1
     points = [[mix.cost.peak_bytes, mix.cost.seconds] for mix in found.pareto]
     assert f'"pareto": {json.dumps(points)}' in page.read_text()
+    assert read_policies(policies) == found.policies
+    assert found.policies.keys() == {f"blocks.{i}" for i in range(LAYERS)}
 
 
 @pytest.mark.parametrize(
