@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -13,7 +13,7 @@ from torch import Tensor, fx
 def planned_block(tensors: Sequence[Tensor], number: int, results: str) -> list[Tensor]:
     """Stand for block `number`, whose results are as the text says: `bfloat16 2 8 16;float32 2`, dtype and sizes.
 
-    Backward is the same op the other way around.
+    Backward is the same op the other way around, of block `~number`.
     """
     raise NotImplementedError("fxshard::planned_block stands for a block in a plan, and has no kernel")
 
@@ -33,7 +33,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:
-    made = iter(planned_block([g for g in grads if g is not None], ctx.number, ctx.sources))
+    made = iter(planned_block([g for g in grads if g is not None], ~ctx.number, ctx.sources))
     return [next(made) if each else None for each in ctx.differentiable], None, None
 
 
@@ -47,4 +47,12 @@ def text_of(tensors: Sequence[Tensor]) -> str:
 
 def number_of(node: fx.Node) -> int | None:
     """The number of the block that a node stands for, `None` for other nodes."""
-    return node.args[1] if node.target is torch.ops.fxshard.planned_block.default else None  # type: ignore[return-value]
+    if node.target is not torch.ops.fxshard.planned_block.default:
+        return None
+    number = cast(int, node.args[1])
+    return max(number, ~number)
+
+
+def is_backward(node: fx.Node) -> bool:
+    """Whether a node that stands for a block stands for its backward: a graph may call it again before."""
+    return cast(int, node.args[1]) < 0

@@ -28,7 +28,7 @@ from fxshard.errors import ConfigError
 from fxshard.inspect.explain import explained, reads_values
 from fxshard.inspect.explanation import Explanation
 from fxshard.inspect.replica import Replica
-from fxshard.ir.planned_block import number_of, planned_block, text_of
+from fxshard.ir.planned_block import is_backward, number_of, planned_block, text_of
 from fxshard.plan.optimizers import adamw
 
 
@@ -149,7 +149,7 @@ def outline(
 
 def backward_numbers(graph: fx.Graph) -> dict[fx.Node, int]:
     """The nodes of a backward that stand for those of blocks; one that computes a block again stands for nothing."""
-    return {node: number for node in graph.nodes if (number := number_of(node)) is not None and not node.args[3]}
+    return {node: number for node in graph.nodes if (number := number_of(node)) is not None and is_backward(node)}
 
 
 _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)

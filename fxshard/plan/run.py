@@ -123,8 +123,8 @@ def cost_of(
     clock = Clock(hardware)
     clock.run_all([outer.forward, outer.backward], microbatches=accumulation, reduces_each=reduces_each)
     steps = ShardSteps(sharded := model.blocks or model.outer, hardware, optimizer)
-    trained, trained_on_host = sharded.trained_bytes
-    stepping = steps.seconds(trained, trained_on_host)
+    trained, _ = sharded.trained_bytes
+    stepping = steps.seconds(*sharded.trained_bytes)
     memory = memory_of_step(
         outer.memory,
         steps.standing_bytes(sharded.device_bytes, trained, sum(frame.resident_bytes for frame in called)),
@@ -132,8 +132,7 @@ def cost_of(
         gradients=trained if accumulation > 1 else 0,
         own_streams=schedule.is_fsdp2,
     )
-    flops = accumulation * sum(frame.flops for frame in (outer, *called))
-    seconds = clock.now + stepping
+    flops, seconds = accumulation * sum(frame.flops for frame in (outer, *called)), clock.now + stepping
     return RunCost(
         seconds=seconds,
         compute=clock.now - clock.exposed,

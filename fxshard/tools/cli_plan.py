@@ -47,8 +47,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     ranks, counts, default = _list(mesh_size), _list(at_least(1)), "(default: %(default)s)"
     add("--world-size", "ranks, or replicas x shards (4x8)", metavar="N,...", type=ranks, required=True)
     add("--batch", "sequences of a rank in a microbatch (default: 1)", metavar="N,...", type=counts, default=[1])
-    devices = f"a device of fxshard/devices, or a JSON file {default}"
-    add("--hardware", devices, metavar="NAME", default="h100-sxm")
+    add("--hardware", f"a device of fxshard/devices, or a JSON file {default}", metavar="NAME", default="h100-sxm")
     add("--sequence", f"tokens of a sequence, 2 or more {default}", metavar="N", type=at_least(2), default=4096)
     again = f"what a built-in shape computes again {default}"
     add("--checkpointing", again, choices=("none", "selective", "full"), default="none")

@@ -87,14 +87,11 @@ def test_an_optimizer_that_reads_values_is_planned() -> None:
 
 def test_a_slow_link_is_exposed_and_rounds_hide_what_they_can() -> None:
     slow: dict[str, float] = {"link_bandwidth": 1e6, "link_latency": 0.0}
-    (one,) = costs(whole, 2, **slow)
-    (many,) = costs(
-        lambda model: fxshard.whole_matrices(muon_of_matrices(model.parameters()), bucket_mib=1e-5), 2, **slow
-    )
-    assert one.matrices is not None
-    into, back = (max(getattr(s, name) for s in one.matrices.owners.values()) for name in ("bytes_in", "bytes_back"))
-    assert one.exposed >= (into + back) / 1e6
-    assert max(many.buffer_bytes) < max(one.buffer_bytes)
+    (found,) = costs(whole, 2, **slow)
+    assert found.matrices is not None
+    owners = found.matrices.owners.values()
+    moved = sum(max(getattr(share, name) for share in owners) for name in ("bytes_in", "bytes_back")) / 1e6
+    assert 0.9 * moved < found.exposed < moved
 
 
 def test_replicas_share_matrices_where_the_network_is_fast_enough() -> None:

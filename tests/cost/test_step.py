@@ -84,7 +84,7 @@ def called(inner: GraphOfStep, count: int, hardware: HardwareSpec = HARDWARE) ->
     plan, calls = HandMade(), {}
     for number in range(count):
         plan.product()
-        node = plan.call(planned_block, [plan.x], number, "float32 24 64", "float32 24 64")
+        node = plan.call(planned_block, [plan.x], number, "float32 24 64")
         calls[node] = inner
         plan.x = plan.call(operator.getitem, node, 0)
     plan.product()

@@ -103,7 +103,7 @@ def test_memory_changes_when_compute_comes_to_their_nodes() -> None:
 def test_what_a_called_graph_returns_is_made_before_it_runs_and_its_input_is_freed_behind_it() -> None:
     plan = HandMade()
     plan.product()
-    node = plan.call(torch.ops.fxshard.planned_block.default, [plan.x], 0, "float32 24 64", "float32 24 64")
+    node = plan.call(torch.ops.fxshard.planned_block.default, [plan.x], 0, "float32 24 64")
     plan.x = plan.call(operator.getitem, node, 0)
     plan.product()
     graph = plan.finish(plan.x)
