@@ -109,7 +109,7 @@ def outline(
 
     `optimizers`: by default AdamW for all.
 
-    A model without blocks is traced as a whole. What is around blocks runs uncompiled, whatever the options say.
+    A model without blocks is traced as a whole. What is around blocks runs uncompiled under all options.
 
     Raises:
         ConfigError: a block returns something else than tensors, is called more than once, or runs without gradients
