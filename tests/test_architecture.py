@@ -88,13 +88,11 @@ def test_what_the_page_names_is_defined_in_the_files_of_its_row() -> None:
 OF_THE_WHOLE = ("attacks", "cross_cuda", "cross_cuda/numeric", "gpu", "gpu_dry", "mutation", "numerics", "typing")
 """Folders of tests of the package as a whole."""
 
-HARNESSES = ("tools/bench/gpu",)
-
 
 def test_tests_follow_the_tree_of_the_package() -> None:
     folders = {str(path.parent.relative_to(ROOT / "tests")) for path in (ROOT / "tests").rglob("*.py")}
     elsewhere = {folder for folder in folders if not (ROOT / "fxshard" / folder).is_dir()}
-    assert elsewhere == {*OF_THE_WHOLE, *HARNESSES}
+    assert elsewhere == set(OF_THE_WHOLE)
 
 
 def imported(module: ast.Module) -> Iterator[str]:

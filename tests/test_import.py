@@ -28,10 +28,10 @@ GPU_MACHINE = ("torch", "triton", "numpy", "sympy", "pytest", "matplotlib")
 """What docs/gpu.md says is enough to run tests/gpu and gpu_bench, with what these need themselves."""
 
 FOR_A_GPU = [
-    *("fxshard", "fxshard.compile.backend", "fxshard.testing.cuda_engine", "tests.tools.bench.gpu_bench"),
+    *("fxshard", "fxshard.compile.backend", "fxshard.testing.cuda_engine", "benchmarks.gpu_bench"),
     *(
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for folder in ("tests/gpu", "tests/tools/bench/gpu")
+        for folder in ("tests/gpu", "benchmarks/gpu")
         for path in sorted((ROOT / folder).glob("*.py"))
     ),
 ]

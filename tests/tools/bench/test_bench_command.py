@@ -107,7 +107,7 @@ def test_a_model_that_trains_nowhere_ends_the_run_with_the_reason() -> None:
 @pytest.mark.parametrize("group", ["gloo", "emulated"])
 def test_all_systems_run_and_agree(group: str, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    done = bench("tests.tools.bench.models:tiny", "--group", group, "--rounds", "1", "--json", str(path))
+    done = bench("benchmarks.models:tiny", "--group", group, "--rounds", "1", "--json", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
     systems = by_name(json.loads(path.read_text()))
     assert systems.keys() == SYSTEMS.keys()

@@ -16,6 +16,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import fxshard
+from benchmarks import models
 from fxshard.errors import ConfigError, MissingExtraError
 from fxshard.passes import pipeline
 from fxshard.testing import emulated_link
@@ -27,7 +28,6 @@ from fxshard.tools.bench.systems import _MAKE, _without_order, make_trainer
 from fxshard.tools.bench.task import make_task
 from fxshard.tools.bench.traffic import Traffic, count
 from fxshard.tools.bench.worker import Ready
-from tests.tools.bench import models
 
 
 def result(name: str, *processes: list[float], losses: tuple[float, ...] = (3.0, 2.0, 1.0)) -> SystemResult:

@@ -17,20 +17,20 @@ import pytest
 import torch
 from torch import fx
 
+from benchmarks import gpu_bench
+from benchmarks.gpu import settings, trace
+from benchmarks.gpu.gate import Gate
+from benchmarks.gpu.page import page
+from benchmarks.gpu.result import GpuReport, Key
+from benchmarks.gpu.settings import INSTANT, MAIN, Link
+from benchmarks.gpu.stages import Plan, Stage
+from benchmarks.gpu.talk import Job, WarmUp
+from benchmarks.gpu.targets import target_rows
+from benchmarks.gpu.turns import Budget, Member
 from fxshard.tools.bench.config import COMPUTE, ONE_GPU, Entry
 from fxshard.tools.bench.result import Steps, SystemResult
 from fxshard.tools.bench.traffic import Traffic
 from fxshard.tools.bench.worker import Ready, Timed
-from tests.tools.bench import gpu_bench
-from tests.tools.bench.gpu import settings, trace
-from tests.tools.bench.gpu.gate import Gate
-from tests.tools.bench.gpu.page import page
-from tests.tools.bench.gpu.result import GpuReport, Key
-from tests.tools.bench.gpu.settings import INSTANT, MAIN, Link
-from tests.tools.bench.gpu.stages import Plan, Stage
-from tests.tools.bench.gpu.talk import Job, WarmUp
-from tests.tools.bench.gpu.targets import target_rows
-from tests.tools.bench.gpu.turns import Budget, Member
 
 ROOT = Path(__file__).parents[3]
 
@@ -226,7 +226,7 @@ def test_who_fails_is_named_with_what_it_raised(tmp_path: Path) -> None:
 
 @pytest.mark.commands
 def test_who_holds_the_device_for_too_long_ends_alone(tmp_path: Path) -> None:
-    hangs = "import pathlib, sys, time; from tests.tools.bench.gpu.gate import Gate\n"
+    hangs = "import pathlib, sys, time; from benchmarks.gpu.gate import Gate\n"
     hangs += "with Gate(pathlib.Path(sys.argv[1]), patience_s=0.2).held(): time.sleep(60)"
     ends = subprocess.run(
         [sys.executable, "-c", hangs, str(tmp_path / "gate")], cwd=ROOT, capture_output=True, text=True, check=False
@@ -282,7 +282,7 @@ def test_it_is_imported_with_torch_alone() -> None:
     block = (
         "import sys; sys.modules.update(dict.fromkeys(('rich', 'plotly', 'matplotlib', 'transformers', 'expecttest')))"
     )
-    subprocess.run([sys.executable, "-c", f"{block}; import tests.tools.bench.gpu_bench"], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-c", f"{block}; import benchmarks.gpu_bench"], cwd=ROOT, check=True)
 
 
 def test_without_a_gpu_it_says_how_to_try(
@@ -299,7 +299,7 @@ def test_without_a_gpu_it_says_how_to_try(
 def test_all_of_it_on_the_cpu(tmp_path: Path) -> None:
     systems = "compute,fsdp2,fsdp2_compiled,fxshard,fxshard_auto_100,overlapped_100"
     flags = ["--device", "cpu", "--model", "tiny", "--microbatches", "2", "--minutes", "18", "--systems", systems]
-    command = [sys.executable, "-m", "tests.tools.bench.gpu_bench", "--out", str(tmp_path), *flags]
+    command = [sys.executable, "-m", "benchmarks.gpu_bench", "--out", str(tmp_path), *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode in (0, 1), done.stdout + done.stderr
     found = json.loads((tmp_path / "gpu.json").read_text())

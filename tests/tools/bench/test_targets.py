@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import explain_405b, manager_share, pipeline_time
+from benchmarks.clock import APPLY, HISTORY, RECOMPILE, VERIFY, clocked
 from tests import graphs
-from tests.tools.bench import explain_405b, manager_share, pipeline_time
-from tests.tools.bench.clock import APPLY, HISTORY, RECOMPILE, VERIFY, clocked
 
 ROOT = Path(__file__).parents[3]
 
@@ -56,7 +56,7 @@ def test_the_pipeline_is_linear_in_the_number_of_nodes() -> None:
 @pytest.mark.bench
 @pytest.mark.timeout(1200)
 def test_llama_3_405b_is_explained_within_5_minutes_and_8_gib() -> None:
-    command = [sys.executable, "-m", "tests.tools.bench.explain_405b"]
+    command = [sys.executable, "-m", "benchmarks.explain_405b"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
     assert (found["units"], found["frames"]) == (127, 1)

@@ -1,6 +1,6 @@
 """What it costs that a backward adds to accumulators.
 
-`python -m tests.tools.bench.accumulating_backward [--model small]`
+`python -m benchmarks.accumulating_backward [--model small]`
 
 One process, rank 0 of 8 on a link that takes no time, parameters resident, so that no backward gathers: what is left of
 an accumulating backward is compute. Beside it stands the compiled backward of the model without any library, for a
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 import fxshard
+from benchmarks import models
 from fxshard.testing import emulated_link
 from fxshard.tools.bench.task import units_of
-from tests.tools.bench import models
 
 TARGET = 1.05
 

@@ -18,15 +18,15 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.gpu.gate import Gate
+from benchmarks.gpu.settings import PRECISION, Link, Model
+from benchmarks.gpu.talk import Job
+from benchmarks.llama import Llama
 from fxshard.testing import EmulatedLink, emulated_link
 from fxshard.testing.emulated_group import EmulatedGroup
 from fxshard.tools.bench import systems
 from fxshard.tools.bench.systems import Trainer
 from fxshard.tools.bench.task import Task
-from tests.tools.bench.gpu.gate import Gate
-from tests.tools.bench.gpu.settings import PRECISION, Link, Model
-from tests.tools.bench.gpu.talk import Job
-from tests.tools.bench.llama import Llama
 
 _SEED, _LR = 0, 1e-4
 _ALIGN: Final = "_align_compute_nodes_runtime_estimations_across_all_distributed_ranks"

@@ -1,4 +1,4 @@
-"""What it costs to explain Llama 3 405B at 512 ranks: `taskset -c 0 python -m tests.tools.bench.explain_405b`.
+"""What it costs to explain Llama 3 405B at 512 ranks: `taskset -c 0 python -m benchmarks.explain_405b`.
 
 The process does nothing else, so that its peak memory is that of `explain`.
 """
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 import fxshard
-from tests.tools.bench.clock import clocked, table
-from tests.tools.bench.llama import Llama, Shape
+from benchmarks.clock import clocked, table
+from benchmarks.llama import Llama, Shape
 
 WORLD_SIZE, SEQ_LEN, BATCH = 512, 8192, 1
 MAX_SECONDS, MAX_GIB = 300, 8

@@ -1,6 +1,6 @@
 """Measure what docs/benchmarks/integrations.md tells; see the commands there.
 
-torchrun --nproc-per-node 2 -m tests.integrations.measure accelerate --systems eager,regional,adopt --rounds 12
+torchrun --nproc-per-node 2 -m benchmarks.integrations accelerate --systems eager,regional,adopt --rounds 12
 """
 
 from __future__ import annotations

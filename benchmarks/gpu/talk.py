@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.settings import Link, Model
 from fxshard.tools.bench.config import Entry
 from fxshard.tools.bench.worker import Ready, Timed
-from tests.tools.bench.gpu.settings import Link, Model
 
 
 @dataclass(kw_only=True)
@@ -86,7 +86,7 @@ class End:
 
 @dataclass(frozen=True, kw_only=True)
 class Profiled:
-    """A summary as `tests.tools.bench.gpu.trace` makes it."""
+    """A summary as `benchmarks.gpu.trace` makes it."""
 
     summary: dict[str, Any]
 

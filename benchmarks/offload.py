@@ -1,4 +1,4 @@
-"""Step time against bytes kept on the device: `python -m tests.tools.bench.offload small 1.075 0.5`.
+"""Step time against bytes kept on the device: `python -m benchmarks.offload small 1.075 0.5`.
 
 Rank 0 of 8 on an emulated link of so many GB/s and 30 us, with an emulated link to the host of so many GB/s in each
 direction. Copies of a model whose units are offloaded to 0, 50 and 100 % take steps in turn; prints of each where its
@@ -21,6 +21,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import fxshard
+from benchmarks import models
 from fxshard.compile.one_line.units import offloaded_of
 from fxshard.cost import measured
 from fxshard.options import Options
@@ -28,7 +29,6 @@ from fxshard.runtime import mesh_axes
 from fxshard.sharding.sharded_module import units_under
 from fxshard.testing import emulated_host, emulated_link
 from fxshard.tools.bench.task import units_of
-from tests.tools.bench import models
 
 ROUNDS, WARM_UP = 24, 4
 PARTS = (0.0, 0.5, 1.0)

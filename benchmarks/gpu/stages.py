@@ -10,13 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from fxshard.tools.bench.comparison import rotated
-from fxshard.tools.bench.config import FXSHARD
-from fxshard.tools.bench.result import Steps, SystemResult
-from fxshard.tools.bench.worker import Ready, Timed
-from tests.tools.bench.gpu.result import GpuReport, Key
-from tests.tools.bench.gpu.settings import INSTANT, MAIN, Case, Link, Model, links
-from tests.tools.bench.gpu.talk import (
+from benchmarks.gpu.result import GpuReport, Key
+from benchmarks.gpu.settings import INSTANT, MAIN, Case, Link, Model, links
+from benchmarks.gpu.talk import (
     Consolidate,
     Consolidated,
     End,
@@ -28,7 +24,11 @@ from tests.tools.bench.gpu.talk import (
     Turn,
     WarmUp,
 )
-from tests.tools.bench.gpu.turns import Budget, Member
+from benchmarks.gpu.turns import Budget, Member
+from fxshard.tools.bench.comparison import rotated
+from fxshard.tools.bench.config import FXSHARD
+from fxshard.tools.bench.result import Steps, SystemResult
+from fxshard.tools.bench.worker import Ready, Timed
 
 _STEPS, _WARM_UP, _HOST_STEPS, _CONSOLIDATIONS = 3, 2, 5, 2
 _LATE_S: Final = 12.0  # after the end, in which an answer is still waited for

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
+from benchmarks.gpu.settings import INSTANT, Link
 from fxshard.tools.bench.comparison import median_ratio
 from fxshard.tools.bench.config import COMPUTE, ONE_GPU
 from fxshard.tools.bench.result import Results, Steps, SystemResult
-from tests.tools.bench.gpu.settings import INSTANT, Link
 
 FORMAT: Final = 1  # of the JSON; raised when a field changes its meaning
 

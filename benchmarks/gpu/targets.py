@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Final
 
-from tests.tools.bench.gpu.result import GpuReport, Key
-from tests.tools.bench.gpu.settings import LATENCY_US, SPEEDS, Link
+from benchmarks.gpu.result import GpuReport, Key
+from benchmarks.gpu.settings import LATENCY_US, SPEEDS, Link
 
 _AUTO: Final = ("fxshard_auto_100", "fxshard_auto_50")
 _OTHERS: Final = ("fsdp2", "fsdp2_compiled", "fsdp2_best", "overlapped_100", "overlapped_50")

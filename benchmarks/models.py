@@ -1,4 +1,4 @@
-"""The models that the project is measured on: `fxshard bench tests.tools.bench.models:small`."""
+"""The models that the project is measured on: `fxshard bench benchmarks.models:small`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from benchmarks.llama import Llama, split
+from benchmarks.llama import Shape as LlamaShape
 from fxshard.tools.bench.task import LossFn
-from tests.tools.bench.llama import Llama, split
-from tests.tools.bench.llama import Shape as LlamaShape
 
 Built = tuple[nn.Module, Tensor, LossFn]
 

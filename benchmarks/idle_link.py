@@ -1,4 +1,4 @@
-"""Where in a step a link stands idle: `python -m tests.tools.bench.idle_link small 0.641`.
+"""Where in a step a link stands idle: `python -m benchmarks.idle_link small 0.641`.
 
 Rank 0 of 8 on an emulated link of so many GB/s and 30 us. Prints for each part of a step (forward, backward, what
 follows) how long it takes, how long the link is busy in it, and how long it is idle before the first transfer, between
@@ -16,8 +16,8 @@ from typing import Any, cast
 import torch
 
 import fxshard
+from benchmarks import models
 from fxshard.testing import Transfer, emulated_link
-from tests.tools.bench import models
 
 ROUNDS, WARM_UP = 24, 4
 PARTS = ("forward", "backward", "optimizer")

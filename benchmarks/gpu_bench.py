@@ -1,7 +1,7 @@
-"""Sharded training on one GPU over an emulated link: `PYTHONPATH=. python -m tests.tools.bench.gpu_bench --out DIR`.
+"""Sharded training on one GPU over an emulated link: `PYTHONPATH=. python -m benchmarks.gpu_bench --out DIR`.
 
 Writes DIR/gpu.json and DIR/gpu.md, anew after every setting, so that what was measured is there whatever happens.
-Torch, triton, numpy and sympy are enough. How it measures: [Note: turns on one GPU] in tests/tools/bench/gpu/turns.py.
+Torch, triton, numpy and sympy are enough. How it measures: [Note: turns on one GPU] in benchmarks/gpu/turns.py.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any, Final
 
 import torch
 
+from benchmarks.gpu import page, settings, stages
+from benchmarks.gpu.result import GpuReport
+from benchmarks.gpu.turns import Budget
 from fxshard.tools.bench import machine
 from fxshard.tools.bench.comparison import options_in_json
-from tests.tools.bench.gpu import page, settings, stages
-from tests.tools.bench.gpu.result import GpuReport
-from tests.tools.bench.gpu.turns import Budget
 
 _CHECKPOINTING: Final = {"both": (False, True), "off": (False,), "on": (True,)}
 
@@ -111,7 +111,7 @@ def _machine(args: argparse.Namespace) -> dict[str, Any]:
 def _options(args: argparse.Namespace, plan: stages.Plan, argv: Sequence[str] | None) -> dict[str, Any]:
     given = shlex.join(sys.argv[1:] if argv is None else argv)
     return {
-        "command": f"PYTHONPATH=. python -m tests.tools.bench.gpu_bench {given}",
+        "command": f"PYTHONPATH=. python -m benchmarks.gpu_bench {given}",
         "model": args.model,
         "batch": [plan.model.batch_size, plan.model.seq_len],
         "world_size": args.world_size,

@@ -21,16 +21,11 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
 import fxshard
-from fxshard.testing import EmulatedLink
-from fxshard.tools.bench.config import FXSHARD
-from fxshard.tools.bench.traffic import Traffic
-from fxshard.tools.bench.worker import Ready, SystemRank, Timed
-from fxshard.tools.launch.rank_process import RankPlace, reporting
-from tests.tools.bench import state
-from tests.tools.bench.gpu import build, trace
-from tests.tools.bench.gpu.gate import Gate
-from tests.tools.bench.gpu.settings import INSTANT, OVERLAPPED, Link
-from tests.tools.bench.gpu.talk import (
+from benchmarks import state
+from benchmarks.gpu import build, trace
+from benchmarks.gpu.gate import Gate
+from benchmarks.gpu.settings import INSTANT, OVERLAPPED, Link
+from benchmarks.gpu.talk import (
     Answer,
     Command,
     Consolidate,
@@ -44,6 +39,11 @@ from tests.tools.bench.gpu.talk import (
     Turn,
     WarmUp,
 )
+from fxshard.testing import EmulatedLink
+from fxshard.tools.bench.config import FXSHARD
+from fxshard.tools.bench.traffic import Traffic
+from fxshard.tools.bench.worker import Ready, SystemRank, Timed
+from fxshard.tools.launch.rank_process import RankPlace, reporting
 
 _CHECK_STEPS = 3
 

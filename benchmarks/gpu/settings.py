@@ -12,10 +12,10 @@ import torch
 from torch import fx
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from benchmarks.llama import Shape
 from fxshard import hardware
 from fxshard.testing.link_engine import Speed
 from fxshard.tools.bench.config import COMPUTE, FXSHARD, Entry
-from tests.tools.bench.llama import Shape
 
 OVERLAPPED: Final = "simplefsdp_overlapped"
 LATENCY_US: Final = 30.0

@@ -1,4 +1,4 @@
-"""Two mesh axes on two links: `python -m tests.tools.bench.meshes small out 8`, and with `tp` behind it.
+"""Two mesh axes on two links: `python -m benchmarks.meshes small out 8`, and with `tp` behind it.
 
 For 2 x 4 and 4 x 8 ranks chooses both speeds so that FSDP2's gathers and reductions within a machine take half as long
 as compute, and its all_reduces between machines a quarter. Runs `fxshard bench` there, and once more with a link
@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tests.tools.bench.link_speeds import FLOOR, Report, bench, over_compute, system
+from benchmarks.link_speeds import FLOOR, Report, bench, over_compute, system
 
 SHAPES = ((2, 4), (4, 8))
 WITHIN, BETWEEN, LATENCY_US = 0.5, 0.25, 30
@@ -80,7 +80,7 @@ def table(
 def main(model: str, folder: Path, rounds: int, axis: str = "replicate", split: str = "4x2") -> None:
     """Measure, and write everything into a folder; `split` is machines x ranks of each, where layers are split."""
     folder.mkdir(parents=True, exist_ok=True)
-    target, text = f"tests.tools.bench.models:{model}", ""
+    target, text = f"benchmarks.models:{model}", ""
     if axis == "tp":
         machines, ranks = map(int, split.split("x"))
         text = split_layers(target, folder, rounds, machines, ranks)

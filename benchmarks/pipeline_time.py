@@ -1,4 +1,4 @@
-"""How the time of the pass pipeline grows with the graph: `python -m tests.tools.bench.pipeline_time --png out.png`.
+"""How the time of the pass pipeline grows with the graph: `python -m benchmarks.pipeline_time --png out.png`.
 
 Seconds are of this thread's CPU time. Python's cyclic garbage collector walks every object of the process, torch's and
 Dynamo's included, whenever enough new ones were made, and does so in the middle of whatever runs; so the pipeline is
@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 import fxshard
+from benchmarks.clock import PARTS, Clock, clocked
 from fxshard.tools.demo.gpt import GPT
-from tests.tools.bench.clock import PARTS, Clock, clocked
 
 LAYERS = (8, 32, 126)
 WORLD_SIZE, SEQ_LEN, BATCH, DIM = 4, 64, 2, 256

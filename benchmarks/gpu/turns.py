@@ -17,12 +17,12 @@ import time
 from dataclasses import dataclass
 from typing import cast
 
+from benchmarks.gpu.settings import Case, Link
+from benchmarks.gpu.talk import Answer, Command, Job
+from benchmarks.gpu.worker import rank_main
 from fxshard.tools.bench.result import SystemResult
 from fxshard.tools.bench.traffic import Traffic
 from fxshard.tools.launch.ranks import RankError, RankProcesses
-from tests.tools.bench.gpu.settings import Case, Link
-from tests.tools.bench.gpu.talk import Answer, Command, Job
-from tests.tools.bench.gpu.worker import rank_main
 
 _PATIENCE_S = 60.0  # beyond what a command should take
 

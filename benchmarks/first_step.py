@@ -1,4 +1,4 @@
-"""What the first step of a deep model costs: `python -m tests.tools.bench.first_step auto 32 gpt`.
+"""What the first step of a deep model costs: `python -m benchmarks.first_step auto 32 gpt`.
 
 One rank of a fake group of eight, in this process; collectives move nothing. Systems: `off` and `auto` are the option
 `regions`, `regional` is that option, `one_line` the same without `fully_shard`, `fsdp2` is FSDP2 with each block
@@ -25,8 +25,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 
 import fxshard
-from tests.tools.bench.llama import Llama
-from tests.tools.bench.models import DEEP, GPT, LLAMA, next_token_loss
+from benchmarks.llama import Llama
+from benchmarks.models import DEEP, GPT, LLAMA, next_token_loss
 
 WORLD_SIZE, STEPS, WARM_UP = 8, 31, 5
 

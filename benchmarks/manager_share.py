@@ -1,4 +1,4 @@
-"""How much of a cold compile the pass manager and the verifier take: `python -m tests.tools.bench.manager_share`."""
+"""How much of a cold compile the pass manager and the verifier take: `python -m benchmarks.manager_share`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch._inductor import config as inductor_config
 from torch._inductor.utils import fresh_cache
 from torch.distributed.device_mesh import DeviceMesh
 
+from benchmarks.clock import Clock, clocked, table
 from fxshard import fully_shard
 from fxshard.tools.demo.gpt import GPT
 from tests.fake_ranks import fake_ranks
-from tests.tools.bench.clock import Clock, clocked, table
 
 WORLD_SIZE, SEQ_LEN, BATCH = 4, 64, 2
 TARGET = 0.03

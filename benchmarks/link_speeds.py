@@ -1,4 +1,4 @@
-"""Steps over compute alone at several speeds of a link: `python -m tests.tools.bench.link_speeds small out 8`.
+"""Steps over compute alone at several speeds of a link: `python -m benchmarks.link_speeds small out 8`.
 
 Times compute alone, chooses link speeds from it and from what a step moves, runs `fxshard bench` at each with as many
 rounds as the last argument says, and writes its JSON, a table and the picture of the README into the folder. A speed is
@@ -86,7 +86,7 @@ def draw(reports: dict[float, Report], path: Path) -> None:
 def main(model: str, folder: Path, rounds: int) -> None:
     """Measure, and write everything into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    target = f"tests.tools.bench.models:{model}"
+    target = f"benchmarks.models:{model}"
     size = ("--world-size", WORLD_SIZE)
     alone = bench(target, f"{FLOOR},fsdp2", rounds, folder / "alone.json", *size)
     reports: dict[float, Report] = {}

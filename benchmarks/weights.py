@@ -1,6 +1,6 @@
 """Compare ways to hand whole weights to an engine: TRL's loop over FSDP2, torch's full state_dict, `full_weights`.
 
-    python -m tests.tools.bench.weights --ranks 2 --sizes 50,200 --rounds 5
+    python -m benchmarks.weights --ranks 2 --sizes 50,200 --rounds 5
 
 All ways take turns in the same processes, after a barrier. The engine on rank 0 stands in for vLLM: it copies each
 tensor into its own.
@@ -24,9 +24,9 @@ from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.distributed.tensor import DTensor
 
 import fxshard
+from benchmarks.markdown import table
+from benchmarks.state import SHAPES, Layer, link_gigabytes_per_s, start
 from tests.peak_memory import PeakMemory
-from tests.tools.bench.markdown import table
-from tests.tools.bench.state import SHAPES, Layer, link_gigabytes_per_s, start
 
 MIB = 2**20
 SIZES = {**SHAPES, "200 wide": (4, 2048)}  # parameters in M -> (number of layers, width)

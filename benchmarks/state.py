@@ -1,4 +1,4 @@
-"""The full state of AdamW on rank 0, by every way there is: `python -m tests.tools.bench.state --sizes 2,50 --ranks 2`.
+"""The full state of AdamW on rank 0, by every way there is: `python -m benchmarks.state --sizes 2,50 --ranks 2`.
 
 All ways get the same sharded model and optimizer, in the same processes, and take turns: one call of each in every
 round, in an order that rotates. The first round, in which memory is new to the process, is shown by itself.
@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fxshard
+from benchmarks.markdown import table
 from fxshard.tools.bench import machine
-from tests.tools.bench.markdown import table
 
 Full = dict[Any, Any]
 ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

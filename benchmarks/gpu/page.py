@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from benchmarks.gpu.result import GpuReport, Key
+from benchmarks.gpu.settings import CTAS, INSTANT, LATENCY_US, MAIN, SPEEDS, Link
+from benchmarks.gpu.targets import target_rows
+from benchmarks.markdown import table
 from fxshard.tools.bench.config import COMPUTE, ONE_GPU
-from tests.tools.bench.gpu.result import GpuReport, Key
-from tests.tools.bench.gpu.settings import CTAS, INSTANT, LATENCY_US, MAIN, SPEEDS, Link
-from tests.tools.bench.gpu.targets import target_rows
-from tests.tools.bench.markdown import table
 
 ROWS: Final[dict[str, tuple[str, ...]]] = {
     "compute alone": (COMPUTE,),

@@ -1,4 +1,4 @@
-"""What a step of Muon takes: `python -m tests.tools.bench.whole_matrices small 1.075`.
+"""What a step of Muon takes: `python -m benchmarks.whole_matrices small 1.075`.
 
 Rank 0 of 8 on an emulated link, or with `torchrun` all ranks on gloo. `torch.optim.Muon` steps the matrices of a model:
 over the DTensors of FSDP2, by `whole_matrices`, and by hand (momentum of rows, a gather of each update, Newton-Schulz
@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import _muon
 
 import fxshard
+from benchmarks import models
 from fxshard.testing import EmulatedLink, Speed, emulated_link
-from tests.tools.bench import models
 
 
 class ByHand(torch.optim.Muon):

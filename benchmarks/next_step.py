@@ -1,4 +1,4 @@
-"""What launching the next step's first gather hides: `python -m tests.tools.bench.next_step small 0.010`.
+"""What launching the next step's first gather hides: `python -m benchmarks.next_step small 0.010`.
 
 Rank 0 of 8 on an emulated link of 1.075 GB/s and 30 us. Two copies of a model take steps in turn, one with
 `overlap_step`; a data loader sleeps for so many seconds between two steps, which count without it.
@@ -15,8 +15,8 @@ from typing import Any, cast
 import torch
 
 import fxshard
+from benchmarks import models
 from fxshard.testing import emulated_link
-from tests.tools.bench import models
 
 ROUNDS, WARM_UP = 24, 4
 

@@ -1,0 +1,1 @@
+"""What the project is measured on, and the programs that measure: docs/benchmarks/README.md."""

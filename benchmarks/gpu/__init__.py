@@ -1,0 +1,1 @@
+"""The parts of `python -m benchmarks.gpu_bench`: sharded training on one GPU with an emulated link."""
