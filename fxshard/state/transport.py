@@ -85,16 +85,14 @@ class Buckets:
 
     def __init__(self, rounds: Iterable[Round], num_regions: int, device: torch.device) -> None:
         self._nbytes = num_regions * max((each.width for each in rounds), default=0)
-        self._device = device
-        self._buckets: list[Tensor] = []
-        self._turn = 0
+        self._device, self._buckets = device, deque[Tensor](maxlen=2)
 
     def next(self, nbytes: int) -> Tensor:
         """Return the first `nbytes` of the bucket whose turn it is."""
-        if len(self._buckets) < 2:
-            self._buckets.append(torch.empty(self._nbytes, dtype=torch.uint8, device=self._device))
-        self._turn += 1
-        return self._buckets[(self._turn - 1) % len(self._buckets)][:nbytes]
+        is_new = len(self._buckets) < 2
+        bucket = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device) if is_new else self._buckets[0]
+        self._buckets.append(bucket)
+        return bucket[:nbytes]
 
 
 @dataclass(eq=False)
@@ -208,16 +206,15 @@ class _Gather(_Collective):
         for rank, nbytes in self.others(each):
             landing = self._place(each, rank) if bucket is None else bucket[rank * each.width :][:nbytes]
             ops.append(wire.receive(landing, rank))
-        works = launched(ops)
-        own = self.own(each)
+        works, own = launched(ops), self.own(each)
+        kept = None
         if each.kind is not Kind.PACKED or bucket is None:
             self._place(each, wire.rank).copy_(own[0])
-            return UnderWay(each, works, bucket)
-        if self.result_device == wire.device:
-            return UnderWay(each, works, bucket, kept=own)
-        # One copy of the bucket to another device is cheaper than one of each tensor.
-        wire.cat(own, bucket[wire.rank * each.width :][: sum(piece.numel() for piece in own)])
-        return UnderWay(each, works, bucket)
+        elif self.result_device == wire.device:
+            kept = own
+        else:  # one copy of the bucket to another device is cheaper than one of each tensor
+            wire.cat(own, bucket[wire.rank * each.width :][: sum(piece.numel() for piece in own)])
+        return UnderWay(each, works, bucket, kept=kept)
 
     def _all_gather(self, each: Round) -> UnderWay:
         """Launch it; regions are equal, so what a rank lacks in its own is filled up."""
@@ -280,7 +277,6 @@ class _Scatter(_Collective):
     fulls: Sequence[Tensor] | None
 
     def start(self, each: Round) -> UnderWay:
-        """Launch a round as this rank's part in it is."""
         return self._receive(each) if self.fulls is None else self._send(each, self.fulls)
 
     def _send(self, each: Round, fulls: Sequence[Tensor]) -> UnderWay:
@@ -317,7 +313,6 @@ class _Scatter(_Collective):
         return UnderWay(each, works, None if is_direct else landing)
 
     def finish(self, under_way: UnderWay) -> None:
-        """Take what came through a bucket."""
         if under_way.bucket is not None:
             targets = self.own(under_way.round)
             pieces = torch.split(under_way.bucket, [target.numel() for target in targets])
@@ -336,9 +331,8 @@ def gather(
 ) -> list[Tensor]:
     """Gather on rank `recipient` of the group, or on all; return the bytes of each item there, elsewhere nothing.
 
-    `rows` are this rank's rows of each item; `rounds` come from `rounds_of`. If all want the result, straight items
-    must be even; straight items need the wire's device as `result_device`. `progress` is told where the result is
-    wanted.
+    `rows` are this rank's rows of each item. If all want the result, straight items must be even; straight items need
+    the wire's device as `result_device`.
     """
     collective = _Gather(wire, items, rows, rounds, recipient, result_device, progress)
     collective.run()

@@ -101,8 +101,7 @@ def full_weights(
 
     Args:
         model: sharded by fxshard, by FSDP2 or not at all; compiled or not.
-        bucket_mib: half of the memory that may be taken: one bucket is gathered, one read, and the loop's variable has
-            the last view of a third. A tensor with more than two thirds of it is a bucket of its own.
+        bucket_mib: half of the memory that may be taken. A tensor with more than two thirds is a bucket of its own.
         dtype: to cast what is floating-point to, before it is sent; each tensor's own by default.
         device: where the tensors are; by default where collectives work.
         ranks: who gets them: a rank or several, counted among those that share the model, or a process group, which is
@@ -111,8 +110,6 @@ def full_weights(
 
     Returns:
         An iterator of names and tensors. A tied one comes once, under its first name; buffers are this rank's.
-
-    Raises `ConfigError` as `full_state_dict` does, or `RankMismatchError` if a rank does something else or was lost.
     """
     sharing = Ranks.of(model)
     agreed = _Agreed(sharing.group if sharing.size > 1 else None)
