@@ -35,10 +35,7 @@ class Capture:
 
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], flats: Mapping[int, Home], options: Options) -> Capture:
-    """Find out what a graph reads and returns.
-
-    `example_inputs` are the real ones, or fake; `flats` come from `dynamo.flats_of`.
-    """
+    """Find out what a graph reads and returns; `example_inputs` are the real ones, or fake."""
     plan = _plan_of(gm, example_inputs, flats)
     found = reads.reads_of(gm, plan)
     for marker, key in found.items():

@@ -28,10 +28,7 @@ from fxshard.options import Options
 
 
 def trace(name: str, text: str, gm: fx.GraphModule, parameters: Sequence[bool], options: Options) -> Region | str:
-    """Return the region that calls of `gm` are, or why it can be none.
-
-    `text` is equal for equal code in every process; `parameters` says which inputs are unsharded parameters.
-    """
+    """Return the region that calls of `gm` are, or why it can be none; `text` is equal for equal code everywhere."""
     configs = [sorted(each.save_config_portable().items()) for each in (functorch_config, inductor_config)]
     decides = repr((text, torch_private.global_state(), options.lower, sorted(options.inductor.items()), configs))
     name = f"{name}:{hashlib.sha256(decides.encode()).hexdigest()[:12]}"

@@ -268,10 +268,7 @@ class _Found:
 
 
 def _difference(after: fx.Graph, expected: AllRanksRun, actual: AllRanksRun, *, launches: bool) -> _Found | None:
-    """The first node of `after` that also ran before, with other bits; else the first result that is another.
-
-    Launches and waits are compared only if `launches`: other passes may move other tensors under the same names.
-    """
+    """The first node of both graphs with other bits, else the first such result; only some passes keep `launches`."""
     for node in after.nodes:
         is_ours = bool(tags.meta_of(node).calls)
         if node.name in expected.values and node.name in actual.values and (launches or not is_ours):

@@ -47,11 +47,7 @@ def save(explanation: Explanation, path: Path) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a page to a file.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Write a page to a file; raise `ConfigError` if it cannot be written."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -30,11 +30,7 @@ T = TypeVar("T")
 
 
 class Replica:
-    """Deep copies without data; two copies that one replica makes share what their originals share.
-
-    Sharded modules become the unsharded ones that they were, compiled ones plain. What cannot be copied (a lock, an
-    open file) is shared.
-    """
+    """Deep copies without data, of unsharded modules; they share what originals share, and what cannot be copied."""
 
     def __init__(self, device: torch.device) -> None:
         """`device` is where tensors go that are on meta, or on a device that this machine does not have."""

@@ -462,10 +462,7 @@ class _BucketReader:
         return ReduceBucket(tensors=tensors, terms=terms, calls=calls, dtype=sent[0].dtype)
 
     def _owner(self, gradient: slot_layout.ShardGradient) -> tuple[str, int] | None:
-        """Return the unit and shard whose gradient this is: each slot has its own gradient in it, or none.
-
-        One node may be the gradient of parameters of several units: each result goes to another one of them.
-        """
+        """Return the unit and shard whose gradient this is: each slot has its own in it, or none."""
         pieces = [piece for piece in gradient.pieces if isinstance(piece, Piece)]
         launches = [piece.launch for piece in pieces if piece.launch is not None]
         if not launches or len(launches) < len(pieces):

@@ -83,10 +83,7 @@ class PassResult:
 
 @dataclass(eq=False)
 class PassHistory:
-    """The pass results of one frame: text of a stage -> name -> pass result, in the order in which they were made.
-
-    `regions` are those that its graphs call by name, see `ir/regions.py`.
-    """
+    """The pass results of one frame: text of a stage -> name -> result, in order; and its regions."""
 
     stages: dict[str, dict[str, PassResult]] = field(default_factory=dict)
     regions: list[object] = field(default_factory=list)

@@ -56,10 +56,7 @@ def on_group(name: str) -> str:
 
 
 def sequence(graph: fx.Graph, parts: Mapping[fx.Node, str] = MappingProxyType({})) -> tuple[Launch, ...]:
-    """Return the collectives that a run of `graph` launches, in order, with those of the user's code.
-
-    `parts` says of launches what they move of their units: other parameters of one size could be taken for them.
-    """
+    """Return the collectives that a run launches, in order; `parts` says which parameters launches of ours move."""
     found: list[Launch] = []
     for node in graph.nodes:
         if collectives.is_launch(node):

@@ -24,10 +24,7 @@ from fxshard.runtime.unit import Unit
 
 @dataclass(eq=False)
 class Frame:
-    """A captured graph and what its passes learned, shared by all calls of it.
-
-    Blocks of equal shape share a frame, so the units themselves are found at each call, from the flats that come in.
-    """
+    """A captured graph and what its passes learned, shared by all calls; each finds its units by its flats."""
 
     plan: FramePlan  # the units, by the key of their markers
     # index of a result -> the parameter that it is; see `eager.note_returned`

@@ -182,10 +182,7 @@ def _say_once() -> None:
 
 
 def disconnect(group_names: Iterable[str]) -> bool:
-    """Shut down this rank's connections of some groups, so that what waits on them fails; whether there were any.
-
-    It fails on the other ranks of these groups as well, and so does all that is launched on them later.
-    """
+    """Shut down this rank's connections of some groups, so that all waits on them fail; whether there were any."""
     done = False
     known = _connections()
     for fd, inode in itertools.chain.from_iterable(known.get(name, ()) for name in group_names):

@@ -241,10 +241,7 @@ class ModelContext:
             unsharded_cache.reshard_resident(unit)
 
     def step_ends(self, written: Collection[int]) -> list[Unit]:
-        """An optimizer has written parameters, of the units that are returned.
-
-        Forwards are void now, and what a closure gathered is old.
-        """
+        """An optimizer has written parameters, of the units that are returned: forwards are void now."""
         units = self._units_of(written)
         for unit in units:
             unit.generation += 1
@@ -333,10 +330,7 @@ def _is_adafactor(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _refuse_adafactor(optimizer: torch.optim.Optimizer, units: Iterable[Unit], written: Collection[int]) -> None:
-    """Raise if an Adafactor would step sharded parameters: torch's own silently takes norms of a rank's part.
-
-    Matrices are errors of torch's in every Adafactor; that of `transformers` steps vectors as it should.
-    """
+    """Raise if an Adafactor would step sharded parameters: torch's own silently takes norms of a rank's part."""
     dims = 1 if isinstance(optimizer, Adafactor) else 2
     members = [member for unit in units for member in unit.members if id(member.parameter) in written]
     if found := [m.fqn for m in members if m.parameter.dim() >= dims and m.parameter.grad is not None]:

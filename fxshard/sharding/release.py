@@ -86,10 +86,7 @@ def _require_releasable(model: nn.Module, states: list[tuple[ModuleState, list[n
 
 
 def _require_fsdp2_can(model: nn.Module, states: list[tuple[ModuleState, list[nn.Module]]]) -> None:
-    """Raise where FSDP2 would fail in its first step.
-
-    It reshards to a subgroup what is cut by rows alone, and gives gradients in their parameters' dtype.
-    """
+    """Raise where FSDP2 would fail: it has subgroups for rows alone, and no `grad_dtype`."""
     units = [unit for state, _ in states for unit in state.units]
     if other := [f"{m.fqn} ({m.spec.grad_dtype})" for unit in units for m in unit.members if m.spec.grad_dtype]:
         raise ConfigError(

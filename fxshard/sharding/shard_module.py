@@ -115,10 +115,7 @@ def ignore(modules: Sequence[nn.Module], parameters: frozenset[nn.Parameter]) ->
 
 
 def install(modules: Sequence[nn.Module], units: tuple[Unit, ...], mp_policy: MixedPrecisionPolicy) -> None:
-    """Make sharded modules of `modules`, which have these units, and name all units inside from there.
-
-    The name of the modules alone is that of the unit that most ranks share.
-    """
+    """Make sharded modules of `modules`, and name all units inside from there; the widest one as the modules."""
     units = tuple(sorted(units, key=lambda unit: -unit.mesh.size()))
     state = ModuleState(units, mp_policy)
     for module in modules:
@@ -132,10 +129,7 @@ def install(modules: Sequence[nn.Module], units: tuple[Unit, ...], mp_policy: Mi
 
 
 def _changeable(modules: Sequence[nn.Module], units: Sequence[Unit]) -> list[nn.Module]:
-    """Return the modules that would be asked to change what is sharded inside of them.
-
-    Those of Hugging Face have embeddings to resize. Those with parametrizations are told of which members these are.
-    """
+    """Return the modules that could be asked to change parameters: embeddings to resize, and parametrizations."""
     members = [(owner, member) for unit in units for member in unit.members for owner, _ in member.owners]
     found = []
     for module in managed_modules(modules):

@@ -70,11 +70,7 @@ class Traffic:
 
 
 def measure(step: Callable[[], object], itemsize: int) -> dict[str, Traffic]:
-    """Run a step under the profiler; return what it launched, by name of the collective.
-
-    `itemsize` is that of tensors in lists, of which the profiler does not tell the dtype. Of a process group that is
-    written in Python only reductions are seen.
-    """
+    """Run a step under the profiler; return what it launched by collective; `itemsize` is for tensors in lists."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         step()
         if dist.is_initialized():
