@@ -415,7 +415,6 @@ def _modules(module: Any) -> list[nn.Module]:
 
 
 def _require_fresh(modules: list[nn.Module]) -> None:
-    """Raise for a module that is sharded already, by us or by torch, or compiled already."""
     for module in modules:
         name = type(module).__name__
         if isinstance(module, ShardedModule):

@@ -76,7 +76,6 @@ class BucketCollectives(GraphPass):
             raise ConfigError(f"bucket_peak_share must be a number, 0 or more, got {share!r}.")
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
-        """Edit `gm.graph` in place; return whether anything changed."""
         if self.size == "unit":
             return False
         launched = buckets_of(gm.graph, ctx.plan)

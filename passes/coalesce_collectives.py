@@ -63,7 +63,6 @@ class CoalesceCollectives(GraphPass):
     hands_off: bool = False
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
-        """Edit `gm.graph` in place; return whether anything changed."""
         launched = buckets_of(gm.graph, ctx.plan)
         for launch in launched.unread:
             ctx.decline(launch, "it moves something that is not a unit's parameters or gradients")
@@ -83,7 +82,6 @@ class CoalesceCollectives(GraphPass):
         return tuple(gather for gather, _ in coalesced), "; ".join(why for _, why in coalesced)
 
     def _coalesce_gather(self, gather: UnitGather, ctx: PassContext) -> tuple[UnitGather, str]:
-        """Gather the parameters that are expensive to copy out alone, neighbours among the others together."""
         if ctx.plan.units[gather.unit].gathers_whole:
             return gather, ""
         cuts, uncuts = [], []
@@ -103,7 +101,6 @@ class CoalesceCollectives(GraphPass):
     def _coalesce_reduction(
         self, reduction: ReduceBucket, is_handed_off: bool, ctx: PassContext
     ) -> tuple[ReduceBucket, str]:
-        """Send the gradients that are expensive to copy in alone, the others together."""
         if any(ctx.plan.units[unit].reduces_whole for unit in reduction.calls):
             return reduction, "an object of the user's reduces it whole"
         copies = {gradient: _copy_in_seconds(reduction, gradient, ctx) for gradient in reduction.gradients}

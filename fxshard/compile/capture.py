@@ -112,7 +112,6 @@ def _returned(gm: fx.GraphModule, found: Mapping[fx.Node, ParameterKey]) -> dict
 
 
 def _warn_of_parts(plan: FramePlan, found: Mapping[fx.Node, ParameterKey]) -> None:
-    """Warn of units of which the graph reads less than half and gathers all."""
     read = set(found.values())
     for key, unit in plan.units.items():
         sizes = {(key, i, j): slot.numel for i, shard in enumerate(unit.shards) for j, slot in enumerate(shard.slots)}

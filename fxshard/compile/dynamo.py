@@ -124,7 +124,6 @@ def uncast_arguments(gm: fx.GraphModule, dtype: torch.dtype, casting: set[str]) 
 
 
 def _modules_around(node: fx.Node) -> set[str]:
-    """Return the FQNs of the modules in whose calls a node stands."""
     stack = node.meta.get("nn_module_stack") or {}
     return {readable(path).removeprefix("self.") for path, _ in stack.values()}
 

@@ -85,11 +85,9 @@ class _Traced:
         return min_cut_rematerialization_partition(gm, inputs, **kwargs)
 
     def keep(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
-        """Keep a graph that Inductor is about to lower."""
         return self._keep("backward" if kwargs.get("is_backward") else "forward", gm, inputs)
 
     def keep_as(self, kind: str) -> Callable[..., Any]:
-        """Keep a graph that AOTAutograd has made."""
         return lambda gm, inputs: self._keep(kind, gm, inputs)
 
     def _keep(self, kind: str, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

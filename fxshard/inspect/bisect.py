@@ -127,7 +127,6 @@ def bisect_numerics(
 
 
 def _num_ranks(model: nn.Module) -> int:
-    """Return over how many ranks the largest unit is sharded; those of others must be parts of them."""
     sizes = sorted({unit.world_size for unit in units_under(model)})
     if any(sizes[-1] % size for size in sizes):
         raise ConfigError(

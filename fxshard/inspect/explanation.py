@@ -326,7 +326,6 @@ def _stages(places: Iterable[tuple[int, Stage]]) -> str:
 
 
 def _unknown(kind: str, name: object, known: Iterable[str], where: str = "") -> str:
-    """The message for a name that does not exist: the nearest that does, and all of them."""
     names = list(dict.fromkeys(known))
     near = nearest(name, names)
     guess = f" Did you mean {near!r}?" if near else ""

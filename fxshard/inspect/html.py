@@ -151,7 +151,6 @@ def _launches_of(number: int, frame: FrameExplanation, stage: str) -> Iterable[L
 
 
 def _number(quantity: Quantity, at: GraphStats) -> float:
-    """The quantity at the world size and shapes that the graph was traced with."""
     symbols = getattr(quantity, "free_symbols", ())
     return evaluate(quantity, at.world_size, {s: at.hints[s.name] for s in symbols if s.name in at.hints})
 
@@ -168,7 +167,6 @@ def _facts(explanation: Explanation) -> list[tuple[str, str]]:
 
 
 def _tiles(explanation: Explanation) -> list[tuple[str, str, str]]:
-    """The numbers of one step, all graphs that run together: label, number, remark."""
     stats = [
         frame.stats_of(frame.history.last(stage)).evaluate()
         for frame in explanation.frames

@@ -128,7 +128,6 @@ class Replica:
         return [value for name, value in module.__dict__.items() if name not in _NOT_COPIED]
 
     def _unsharded_fake(self, sharded: nn.Parameter, ref: ParameterRef) -> Tensor:
-        """The parameter that a DTensor is a shard of."""
         rows, *others = ref.shape or (1,)
         shape = (
             sharded.shape if ref.layout is None else (*others[: ref.dim], rows, *others[ref.dim :])[: len(ref.shape)]

@@ -76,7 +76,6 @@ def _require_no_inputs(model: nn.Module, target: str) -> None:
 
 
 def _required(function: Callable[..., Any]) -> list[str]:
-    """Names of the parameters without a default."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # a builtin

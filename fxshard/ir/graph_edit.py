@@ -88,7 +88,6 @@ class _Recorder(torch_private.DispatchMode):
         self._original: Any = None
 
     def node_of(self, value: Tensor) -> fx.Node:
-        """Return the node that gives a tensor."""
         return self._made[id(value)][1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -115,7 +115,6 @@ def _launch(node: fx.Node, part: str) -> Launch:
 
 
 def _sizes(launch: fx.Node, given: Mapping[str, Any]) -> str:
-    """Return `f32[20 -> 40]` per tensor: the elements that go in and come out."""
     if "all_to_all" in str(launch.target):
         return "[?]"  # how much a rank sends to each other one is its own affair
     results = _flat(launch.meta.get("val"))

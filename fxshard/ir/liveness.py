@@ -236,7 +236,6 @@ class _Sweep:
         )
 
     def _end(self, filled: int, position: int) -> None:
-        """Note that somebody waits for what a launch or copy fills."""
         found = self.in_flight.pop(filled, None)
         if found is not None:
             self._use(found.storages, position)

@@ -125,7 +125,6 @@ class _BeforeBackward:
         self.ran: int | None = None
 
     def run(self, _: Tensor) -> None:
-        """At the gradient of an output."""
         _announce_eagerly(self)
 
     def begin(self, _: Any) -> None:
@@ -137,7 +136,6 @@ class _BeforeBackward:
         self.frame.running = self
 
     def announce(self) -> None:
-        """Once per backward, at the first gradient of an output: check that it may run, and say what it will give."""
         if self.ran == torch_private.backward_id():
             return
         self.ran = torch_private.backward_id()

@@ -159,7 +159,6 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def _exchange_group(name: str, rank: int) -> ExchangeGroup:
-    """Make that of the process groups called `name`; torch holds it weakly."""
     return ExchangeGroup(name, rank)
 
 
@@ -197,12 +196,10 @@ def disconnect(group_names: Iterable[str]) -> bool:
 
 @functools.cache
 def _connections() -> dict[str, set[tuple[int, int]]]:
-    """Sockets of each group that was made here: file descriptor and inode."""
     return {}
 
 
 def _sockets() -> set[tuple[int, int]]:
-    """All that this process has open, where /proc says so."""
     found = set()
     for entry in Path("/proc/self/fd").glob("*"):
         with suppress(OSError):  # closed meanwhile
@@ -246,7 +243,6 @@ def _threads() -> Iterator[Path]:
 
 
 def _is_busy(thread: Path) -> bool:
-    """Whether it runs or wants to: one that has nothing to do sleeps."""
     try:
         return (thread / "stat").read_text().rpartition(")")[2].split()[0] != "S"
     except OSError:

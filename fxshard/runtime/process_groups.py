@@ -67,7 +67,6 @@ def _twin_of(unit: Unit) -> dist.ProcessGroup:
 
 @functools.cache
 def _subgroups() -> weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]]:
-    """This rank's subgroup by size, of each group that shares parameters."""
     return weakref.WeakKeyDictionary()
 
 

@@ -60,7 +60,6 @@ _log = logging.getLogger(__name__)
 
 @functools.cache
 def _rank_groups() -> weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], RankGroup]]:
-    """The rank groups of each default process group that lives."""
     return weakref.WeakKeyDictionary()
 
 
@@ -154,7 +153,6 @@ class Agreement:
             yield
 
     def _sequences_of(self, launches: Sequence[Launch]) -> Mapping[RankGroup, CollectiveSequence]:
-        """The rank groups of a run, and what it launches on each."""
         world = dist.group.WORLD
         if world is None:
             return {}

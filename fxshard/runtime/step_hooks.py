@@ -83,7 +83,6 @@ class ModelContext:
 
     @property
     def _leaves_sums(self) -> bool:
-        """Whether a backward that fails may leave gradients that wait."""
         return self.holds or not all(unit.settings.sync for unit in self.units)
 
     def backward_runs(self, *, of_forward: bool = True) -> None:
@@ -341,7 +340,6 @@ def _refuse_adafactor(optimizer: torch.optim.Optimizer, units: Iterable[Unit], w
 
 
 def _place_of(unit: Unit, written: Mapping[int, int]) -> int:
-    """Return the place of a unit's first parameter among those that an optimizer has written."""
     return min(written[id(p)] for member in unit.members for p in member.registered() if id(p) in written)
 
 
@@ -352,7 +350,6 @@ def _written_by(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 
 
 def _reduce(unit: Unit, slots: Waiting) -> list[ReducedFlat]:
-    """Reduce what waits of some parameters of a unit, in agreement with the other ranks."""
     names = ", ".join(unit.plan.shards[i].slots[j].fqn for i, j in slots)
     with (
         unit.agreed("waiting", "reduce_scatter", f"waiting gradients of {names}"),

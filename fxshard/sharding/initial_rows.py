@@ -51,7 +51,6 @@ def _text(member: Member) -> str:
 
 
 def _equal(members: Iterable[Member], of_ranks: Sequence[Sequence[str]]) -> list[str]:
-    """The FQNs of those of which two ranks have the same first row."""
     found = []
     for member, *texts in zip(members, *of_ranks, strict=True):
         known = [text for text in texts if text != "-"]

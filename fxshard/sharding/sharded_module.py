@@ -152,7 +152,6 @@ class ShardedModule(ParameterOwner):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        """Refuse `DistributedDataParallel`, which alone asks for this."""
         raise ConfigError(
             f"DistributedDataParallel({type(self).__name__}): fxshard has sharded the module and reduces its "
             "gradients. Leave DistributedDataParallel out."
@@ -438,7 +437,6 @@ def _open_call(module: ShardedModule, args: Any, kwargs: Any, callback: Any = No
 
 
 def _end_forward(state: ModuleState, result: Any) -> Any:
-    """Note that the forward of a call has ended, and cast its result."""
     eager.forward_ended(state.nested)
     result = cast_output(state.mp_policy, result)
     if state.nested and torch.is_grad_enabled() and not eager.inside_call(2):

@@ -144,7 +144,6 @@ class _Saving:
         self.state: dict[str, Any]
 
     def describe(self) -> dict[str, str]:
-        """Collect the state; return what must be the same on all ranks."""
         self.target = checkpoint_dir.resolve(self._path)
         checkpoint_dir.require_apart(self.target)
         _require_kinds(self._model, self._optim)
@@ -210,7 +209,6 @@ def _writer(name: str, world_size: int) -> int:
 
 
 def _finish(folder: Path, target: Path, finished: Manifest) -> None:
-    """Complete the folder and put it in place; rank 0 alone."""
     unseen = [name for name in finished.files if not (folder / name).exists()]
     if unseen:
         raise ConfigError(
@@ -232,7 +230,6 @@ class _Loading:
         self.of_optim: checkpoint_optimizer.OptimizerStaging | None = None
 
     def describe(self) -> dict[str, str]:
-        """Return what must be the same on all ranks."""
         self.target = checkpoint_dir.resolve(self._path)
         _require_kinds(self._model, self._optim)
         facts = {"the call": "load_checkpoint", "path": str(self.target), "optimizer": "none"}
@@ -242,7 +239,6 @@ class _Loading:
         return facts | checkpoint_model.facts_of(checkpoint_model.state_of(self._model))
 
     def stage(self, folder: Path, described: Manifest) -> None:
-        """Compare everything with model and optimizer, and read it."""
         contents, optim = CheckpointIndex(folder, written_by=described.torch), self._optim
         if optim is not None and described.optimizer != (own := type(optim).__name__):
             held = f"the state of {described.optimizer}" if described.optimizer else "no optimizer"
@@ -257,7 +253,6 @@ class _Loading:
             self.extra = torch.load(folder / checkpoint_dir.EXTRA, weights_only=True, map_location="cpu")
 
     def commit(self) -> None:
-        """Write what was read into model and optimizer."""
         self.of_model.commit()
         if self.of_optim is not None:
             self.of_optim.commit()

@@ -197,7 +197,6 @@ def _bytes_of(contents: CheckpointIndex, key: str) -> memoryview:
 
 
 def _require_same(path: Path, slices: dict[str, Any], contents: CheckpointIndex, selection: _Selection) -> None:
-    """Raise unless safetensors reads the names, shapes and dtypes that were to be written."""
     found = {name: (slice_.get_shape(), slice_.get_dtype()) for name, slice_ in slices.items()}
     described = {name: shape_and_dtype(contents.tensors[key]) for name, key in selection.names.items()}
     if found != {name: (shape, _DTYPES[dtype]) for name, (shape, dtype) in described.items()}:

@@ -148,7 +148,6 @@ class _LoadTarget:
 def _targets(
     contents: OptimizerState, announced: Sequence[Announced], names: ParameterNames, optim: Optimizer
 ) -> tuple[list[_LoadTarget], Iterator[str]]:
-    """Return where everything that is coming goes, in the order in which it comes, and what does not fit there."""
     present = {fqn: subclasses.flatten(optim.state.get(p, {}), state_fact(fqn)) for fqn, p in names.parameters.items()}
     tensors = tensors_in(present)
     held = shards_in(tensors, names.parameters)

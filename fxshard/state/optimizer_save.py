@@ -132,7 +132,6 @@ class _Held:
         return cls(names, replace(found.with_beside(beside), states=states), shards_in(tensors, names.parameters))
 
     def facts(self) -> dict[str, str]:
-        """Return what ranks compare before they gather."""
         lacking = {state_fact(fqn): "" for fqn in self.names.parameters if fqn not in self.state.states}
         return self.state.facts(texts_of(self.shards, self.names.parameters)) | lacking
 

@@ -172,7 +172,6 @@ def _meshes(parameters: Iterable[Tensor]) -> Iterable[DeviceMesh]:
 
 
 def _differing_claims(everyone: Mapping[int, Mapping[str, _Claim]]) -> Iterable[str]:
-    """Return what ranks that must say the same say otherwise, by name."""
     names = dict.fromkeys(name for claims in everyone.values() for name in claims)
     for name in names:
         for sharing in dict.fromkeys(claims[name].ranks for claims in everyone.values() if name in claims):

@@ -92,7 +92,6 @@ class _Gathers(torch_private.DispatchMode):
 
 
 def _cut_parts(local: Tensor, where: str) -> list[str]:
-    """Return the names of the parts that the class gathers, by its own rule."""
     kind: Any = type(local)
     try:
         with _Gathers() as mode:
@@ -120,7 +119,6 @@ def _parts(state: Tensor, local: Tensor, where: str) -> dict[str, Any]:
 
 
 def _placed(part: Tensor, state: DTensor, local: Tensor, is_cut: bool, where: str) -> DTensor:
-    """Return a part as the DTensor that all ranks hold of it."""
     dims = [placement.dim for placement in state.placements if isinstance(placement, Shard)]
     if any(dims) or not all(type(each) in (Shard, Replicate) for each in state.placements):
         raise ConfigError(_refusal(where, type(local), f"it is placed {state.placements}, not sharded by rows"))

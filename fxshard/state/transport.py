@@ -147,12 +147,10 @@ class _Collective:
         self.finish(under_way)
 
     def lengths(self, each: Round, rank: int) -> list[int]:
-        """Return the bytes that `rank` has of each chunk of a round."""
         held = [(self.items[i].nbytes - rank * self.items[i].share, first, last) for i, first, last in each.chunks]
         return [last - first if last <= nbytes else max(0, nbytes - first) for nbytes, first, last in held]
 
     def others(self, each: Round) -> Iterator[tuple[int, int]]:
-        """Return the other ranks that have bytes of a round, and how many."""
         for rank in range(self.wire.world_size):
             if rank != self.wire.rank and (nbytes := sum(self.lengths(each, rank))):
                 yield rank, nbytes
@@ -178,7 +176,6 @@ class _Gather(_Collective):
     _fulls: dict[int, Tensor] = field(default_factory=dict, init=False)
 
     def full(self, i: int) -> Tensor:
-        """Return the bytes of a full tensor, made when the first of them arrive."""
         if i not in self._fulls:
             self._fulls[i] = torch.empty(self.items[i].nbytes, dtype=torch.uint8, device=self.result_device)
         return self._fulls[i]
@@ -246,7 +243,6 @@ class _Gather(_Collective):
         return each.kind is not Kind.PACKED and not self.rows[each.chunks[0].item].is_contiguous()
 
     def _place(self, each: Round, rank: int) -> Tensor:
-        """Return where what `rank` has of a large item belongs."""
         ((i, first, last),) = each.chunks
         start, end = self.items[i].held_by(rank, first, last)
         return self.full(i)[start:end]
@@ -297,7 +293,6 @@ class _Scatter(_Collective):
         return UnderWay(each, works, kept=kept)
 
     def _pieces(self, each: Round, rank: int, fulls: Sequence[Tensor]) -> list[Tensor]:
-        """Return what a rank is to get of the chunks of a round."""
         spans = [(i, *self.items[i].held_by(rank, first, last)) for i, first, last in each.chunks]
         return [part(fulls[i], start, end) for i, start, end in spans]
 

@@ -142,6 +142,5 @@ def _holders(optim: Optimizer) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the key of the extra state of each module; a wrapped one comes after its wrapper, and has the same."""
     for name, module in model.named_modules(remove_duplicate=False):
         yield fqn_of(model, f"{name}.{_EXTRA_STATE}" if name else _EXTRA_STATE), module

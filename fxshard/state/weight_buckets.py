@@ -120,7 +120,6 @@ class Gathering:
             self.works += launched(batch)
 
     def _launch(self, i: int, delta: Tensor | None, wire: Wire, batch: list[dist.P2POp]) -> None:
-        """Launch an all_gather, or append sends and receives to a batch."""
         held, members = self.packing.weights[i].held, dist.get_process_group_ranks(wire.group)
         receivers = [rank for rank, member in enumerate(members) if member in self.wanting]
         if not receivers:
@@ -153,13 +152,11 @@ class Gathering:
                 whole.copy_(whole.view(rows_first(held.shape, held.dim)).movedim(0, held.dim).reshape(-1))
 
     def _bytes(self, i: int) -> Tensor:
-        """Return the place of a weight in the bucket."""
         begin = self.packing.begins[i]
         return cast(Tensor, self.buffer)[begin : begin + self.packing.weights[i].held.nbytes]
 
     @staticmethod
     def _write(target: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Write rows into bytes, cast."""
         target.view(dtype).view(rows.shape).copy_(rows)
         return target
 

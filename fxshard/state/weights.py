@@ -147,7 +147,6 @@ def _described(weights: Sequence[Weight]) -> tuple[tuple[str, ...], tuple[torch.
 
 
 def _is_among(ranks: object, sharing: Ranks) -> bool:
-    """Return whether this rank gets the weights."""
     if ranks is None or ranks is dist.GroupMember.NON_GROUP_MEMBER:
         return ranks is None
     if isinstance(ranks, dist.ProcessGroup):
@@ -162,7 +161,6 @@ def _is_among(ranks: object, sharing: Ranks) -> bool:
 
 
 def _weights_of(model: nn.Module, dtype: torch.dtype | None, merge_lora: bool) -> list[Weight]:
-    """Return what stands in the state_dict, tied tensors once."""
     state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     require_values(state)
     weights: dict[int, Weight] = {}
@@ -246,7 +244,6 @@ class _Iteration:
     stream: Any = None  # that was current at the last call
 
     def run(self) -> Iterator[WeightBucket]:
-        """Yield the buckets, if this rank wants them."""
         try:
             while self.under_way or self.started < len(self.packings):
                 if self.version() != self.version_read:
@@ -261,7 +258,6 @@ class _Iteration:
             self.end()
 
     def end(self) -> None:
-        """Take part in what is left."""
         while (self.under_way or self.started < len(self.packings)) and not self.agreed.is_lost:
             self._next()
 
@@ -282,7 +278,6 @@ class _Iteration:
         self.started += 1
 
     def _land(self) -> WeightBucket:
-        """Wait for the first bucket that is under way."""
         gathering = self.under_way.popleft()
         packing, buffer = gathering.packing, gathering.buffer
         with torch.no_grad(), torch.inference_mode(False), self.agreed(waits=True):

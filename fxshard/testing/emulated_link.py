@@ -147,7 +147,6 @@ def _require_ctas(ctas: int | None, device_type: str) -> None:
 
 
 def _machines(world_size: int, ranks: int | None, between: Speed | None, device_type: str) -> tuple[int, Speed] | None:
-    """How many ranks each machine has, and how fast the link between machines is, if there are several."""
     if ranks is None and between is None:
         return None
     if ranks is None or between is None:

@@ -104,14 +104,12 @@ def average_gradients(model: nn.Module) -> None:
 
 
 def _empty_shard(model: nn.Module, mesh: DeviceMesh) -> nn.Parameter:
-    """As many numbers as a rank would hold of a sharded model."""
     parameters = list(model.parameters())
     numel = sum(parameter.numel() for parameter in parameters) // mesh.size()
     return nn.Parameter(torch.zeros(numel, device=parameters[0].device))
 
 
 def _take_gradients(shard: nn.Parameter, grad: Tensor, model: nn.Module) -> None:
-    """Free the gradients of the model, and give `shard` one."""
     shard.grad = grad
     for parameter in model.parameters():
         parameter.grad = None

@@ -118,7 +118,6 @@ def of_link(transfers: Iterable[LinkTransfer]) -> dict[str, Traffic]:
 
 
 def _is_in(outer: dict[str, Any], inner: dict[str, Any]) -> bool:
-    """Whether one event of a trace is under way while the other one begins, on the same thread."""
     return bool(outer["tid"] == inner["tid"] and outer["ts"] <= inner["ts"] <= outer["ts"] + outer["dur"])
 
 
