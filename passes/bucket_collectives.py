@@ -166,11 +166,7 @@ class _Splitter:
     at_end: bool
 
     def split(
-        self,
-        things: Sequence[_T],
-        nbytes: Callable[[_T], int],
-        place: Callable[[_T], fx.Node | None],
-        limits: Limits,
+        self, things: Sequence[_T], nbytes: Callable[[_T], int], place: Callable[[_T], fx.Node | None], limits: Limits
     ) -> Iterator[list[_T]]:
         """Cut a row of parameters or gradients, each of which is read or there at its `place`, into pieces."""
 

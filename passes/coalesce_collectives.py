@@ -11,14 +11,7 @@ from torch.fx import GraphModule
 
 from fxshard.cost.bucket_sizes import copy_seconds
 from fxshard.ir import collectives, launches
-from fxshard.ir.buckets import (
-    CollectiveBuilder,
-    GatherBucket,
-    ReduceBucket,
-    UnitGather,
-    buckets_of,
-    sum_dtype,
-)
+from fxshard.ir.buckets import CollectiveBuilder, GatherBucket, ReduceBucket, UnitGather, buckets_of, sum_dtype
 from fxshard.ir.collectives import SlotIndex, UnitSlot
 from fxshard.passes._base import GraphPass, PassContext, Property
 

@@ -85,11 +85,7 @@ def frames_of(module: nn.Module) -> list[Frame]:
 
 
 def capture_only(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    options: Options,
-    frames: list[Frame],
-    saves_all: bool = False,
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, frames: list[Frame], saves_all: bool = False
 ) -> Callable[..., Any]:
     """Do what `fxshard` does with a graph of a sharded model, without code generation; return the graph, interpreted.
 

@@ -180,9 +180,7 @@ class Compilation:
         gm = fx.GraphModule(graph.owning_module or nn.Module(), graph)
         _pass_for_dynamos(gm)
         frame = Frame(
-            self._frame.plan,
-            hardware=self._frame.hardware,
-            unsharded_budget_bytes=self._frame.unsharded_budget_bytes,
+            self._frame.plan, hardware=self._frame.hardware, unsharded_budget_bytes=self._frame.unsharded_budget_bytes
         )
         with self._context.restored():
             stages = Stages(

@@ -139,8 +139,7 @@ def _launches_of(number: int, frame: FrameExplanation, stage: str) -> Iterable[L
     for cost in frame.collectives(ran):
         unit = "not of a unit" if cost.unit is None else cost.unit or "root"
         row = found.setdefault(
-            (unit, cost.op, cost.dtype),
-            Launches(frame=number, stage=ran, unit=unit, op=cost.op, dtype=cost.dtype),
+            (unit, cost.op, cost.dtype), Launches(frame=number, stage=ran, unit=unit, op=cost.op, dtype=cost.dtype)
         )
         row.count += 1
         row.nbytes += _number(cost.nbytes, at)

@@ -229,10 +229,7 @@ class _Sweep:
         for filled in list(self.in_flight):  # never waited for
             self._end(filled, end)
         return Liveness(
-            nodes=self.nodes,
-            storages=tuple(self.storages),
-            storages_of=self.storages_of,
-            in_use=tuple(self.in_use),
+            nodes=self.nodes, storages=tuple(self.storages), storages_of=self.storages_of, in_use=tuple(self.in_use)
         )
 
     def _end(self, filled: int, position: int) -> None:
