@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import operator
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, Final, cast
 
 import torch
 from functorch.compile import min_cut_rematerialization_partition
@@ -22,9 +24,12 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxshard import torch_private
+from fxshard.errors import FxshardError
 from fxshard.ir import graph_edit, launches, ops, regions
 from fxshard.ir.regions import Region, Source
 from fxshard.options import Options
+
+_OURS: Final = str(Path(__file__).parents[1])
 
 
 def trace(name: str, text: str, gm: fx.GraphModule, parameters: Sequence[bool], options: Options) -> Region | str:
@@ -35,6 +40,9 @@ def trace(name: str, text: str, gm: fx.GraphModule, parameters: Sequence[bool], 
     try:
         traced = _traced(gm, parameters, options)
     except Exception as error:  # torch's: the same code in line may do, and if not, its error says it better
+        *_, innermost = traceback.walk_tb(error.__traceback__)
+        if innermost[0].f_code.co_filename.startswith(_OURS) and not isinstance(error, FxshardError):
+            raise  # a bug, not a reason
         return f"it could not be traced by itself: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     return traced.region(name, len(parameters))
 
