@@ -218,11 +218,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
-    """Set nothing, and say so once: torch's function of this name lets models share streams, which graphs do anyway.
-
-    Raises:
-        ConfigError: one of `modules` is not sharded.
-    """
+    """Set nothing, and say so once: torch's function of this name lets models share streams, which graphs do anyway."""
     for module in modules:
         if not isinstance(module, nn.Module) or not isinstance(plain_module(module), ShardedModule):
             raise ConfigError(
@@ -419,7 +415,6 @@ def _modules(module: Any) -> list[nn.Module]:
 
 
 def _require_fresh(modules: list[nn.Module]) -> None:
-    """Raise for a module that is sharded already, by us or by torch, or compiled already."""
     for module in modules:
         name = type(module).__name__
         if isinstance(module, ShardedModule):

@@ -7,10 +7,7 @@ from collections.abc import Iterable
 
 
 class FxshardError(Exception):
-    """Base of all errors raised by fxshard.
-
-    A message says what failed, where (parameter FQN or graph node), what was expected and found, and what to do.
-    """
+    """Base of all errors raised by fxshard: what failed, where, what was expected and found, what to do."""
 
 
 class ConfigError(FxshardError, ValueError):

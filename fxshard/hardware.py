@@ -136,7 +136,6 @@ class HardwareSpec:
             )
 
     def _shares(self) -> dict[str, Any]:
-        """Bring the efficiencies into the form that compares equal, and return their numbers."""
         try:
             curve = tuple(sorted((side, share) for side, share in self.gemm_efficiency))
             forward, backward = self.attention_efficiency
@@ -220,7 +219,6 @@ class HardwareSpec:
 
 
 def _near(name: str, known: Iterable[str]) -> str:
-    """`name`, and the known one that it was probably meant to be."""
     return f"{name!r} (did you mean {nearest(name.lower(), known)!r}?)"
 
 
@@ -235,7 +233,6 @@ def _positive(value: Any, *, or_zero: bool) -> bool:
 
 
 def _devices() -> Iterator[HardwareSpec]:
-    """The specs of the package's JSON files."""
     for file in sorted(resources.files(__package__).joinpath("devices").iterdir(), key=lambda file: file.name):
         yield read(file.read_text(), file.name)
 

@@ -39,5 +39,5 @@ def _derived_from(kind: type) -> set[type]:
 
 def _thaw() -> None:
     if gc.get_freeze_count() > _BY_PYTHON:
-        _log.info("gc.unfreeze() to find optimizers, modules and functions; it may be called again")
+        _log.warning("fxshard: undoes gc.freeze() to find optimizers and modules: freeze after the first step.")
         gc.unfreeze()

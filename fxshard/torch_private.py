@@ -217,11 +217,7 @@ def input_index(placeholder: fx.Node) -> int | None:
 
 
 def disagreements(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, str]]:
-    """Find nodes whose recorded value has another dtype or shape than running them on fake tensors gives.
-
-    Yields the node, what is recorded, and what running it gives (or why it cannot run). Subgraphs, and nodes whose
-    inputs have no recorded value, are not run.
-    """
+    """Find nodes whose value is recorded otherwise than running them gives: yield the node and both."""
     mode = fake_mode_of(graph)
     if mode is None:
         return
@@ -343,10 +339,7 @@ def policy_is_on() -> bool:
 
 @contextmanager
 def unseen_by_policies() -> Iterator[None]:
-    """Hide ops from policies of selective activation checkpointing; other dispatch modes see them.
-
-    A policy finds what it saved by the op's number, so recomputation must show it the same ops as forward.
-    """
+    """Hide ops from policies of selective checkpointing, which count ops: recomputation must show them the same."""
     if not policy_is_on():
         yield
         return
@@ -408,10 +401,7 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
 
 @contextmanager
 def named_groups(sizes: Mapping[str, int]) -> Iterator[None]:
-    """Let torch find groups of ranks that do not exist by name: Inductor looks up the size of each group in a graph.
-
-    Nothing can be sent over them. A name that stands for a real group is left alone.
-    """
+    """Let torch find groups of ranks that do not exist by name: Inductor looks up the size of each group in a graph."""
     make: Any = dist.ProcessGroup  # its stubs want a store, which only a group that talks needs
     groups = {name: make(0, size) for name, size in sizes.items() if not _is_group(name)}  # torch holds them weakly
     for name, group in groups.items():

@@ -59,11 +59,7 @@ def _take_baseline(gm: GraphModule, ctx: PassContext, properties: Iterable[Prope
     if Property.MARKED in properties:
         tags.tag_markers(gm.graph, ctx.plan)
     return baseline.baseline_of(
-        gm.graph,
-        ctx.plan,
-        ctx.kind,
-        num_results=ctx.num_results,
-        unsharded_budget_bytes=ctx.unsharded_budget_bytes,
+        gm.graph, ctx.plan, ctx.kind, num_results=ctx.num_results, unsharded_budget_bytes=ctx.unsharded_budget_bytes
     )
 
 

@@ -46,7 +46,6 @@ class AccumulateGradients(GraphPass):
     which: Variant = PLAIN
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
-        """Edit `gm.graph` in place; return whether anything changed."""
         terms = _terms(gm.graph)
         trained: dict[str, list[SlotIndex]] = {}
         for unit, slot in terms:
@@ -76,7 +75,6 @@ def _terms(graph: fx.Graph) -> dict[UnitSlot, list[fx.Node]]:
 
 
 def _add_input(graph: fx.Graph, place: UnitSlot, ctx: PassContext) -> fx.Node:
-    """Add a last input: the accumulator of a parameter, of its unsharded shape."""
     key, (i, _) = place
     unit = ctx.plan.units[key]
     dtype = accumulator_dtype(unit, unit.shards[i])

@@ -59,7 +59,6 @@ class AssignStreams(GraphPass):
             raise ConfigError(f"streams must be one of {', '.join(map(repr, MODES))}, got {self.mode!r}.")
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
-        """Edit `gm.graph` in place; return whether anything changed."""
         gathers = launch_groups.groups_of(gm.graph, collectives.GATHERS)
         reductions = launch_groups.groups_of(gm.graph, collectives.REDUCTIONS)
         if self.mode == "off":
@@ -101,7 +100,6 @@ class AssignStreams(GraphPass):
 
 
 def _wait_at_once(launch: fx.Node) -> bool:
-    """Move each wait right behind its launch."""
     moved, results = False, list(launch.users) if launch.target in collectives.COALESCED else [launch]
     place = max(results)  # nodes compare by their place in the graph
     for wait in sorted(wait for result in results for wait in result.users):
@@ -116,7 +114,6 @@ def _wait_at_once(launch: fx.Node) -> bool:
 
 
 def _tag_casts_before_gather(group: LaunchGroup, flow: Dataflow) -> bool:
-    """Run the casts of shards on the copy-in stream, and what sends them."""
     tagged: set[fx.Node] = set()
     for node in group.nodes:
         is_cast_of_shard = node.target in ops.CASTS and node in flow.values

@@ -26,7 +26,6 @@ class BindMarkers(GraphPass):
     changes_signature = True  # names of inputs
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
-        """Edit `gm.graph` in place; return whether anything changed."""
         calls: dict[tuple[str, str], int] = {}
         reads = reads_of(gm, ctx.plan)
         for read, (unit, shard, _) in reads.items():

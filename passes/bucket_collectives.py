@@ -76,7 +76,6 @@ class BucketCollectives(GraphPass):
             raise ConfigError(f"bucket_peak_share must be a number, 0 or more, got {share!r}.")
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
-        """Edit `gm.graph` in place; return whether anything changed."""
         if self.size == "unit":
             return False
         launched = buckets_of(gm.graph, ctx.plan)
@@ -167,11 +166,7 @@ class _Splitter:
     at_end: bool
 
     def split(
-        self,
-        things: Sequence[_T],
-        nbytes: Callable[[_T], int],
-        place: Callable[[_T], fx.Node | None],
-        limits: Limits,
+        self, things: Sequence[_T], nbytes: Callable[[_T], int], place: Callable[[_T], fx.Node | None], limits: Limits
     ) -> Iterator[list[_T]]:
         """Cut a row of parameters or gradients, each of which is read or there at its `place`, into pieces."""
 

@@ -38,7 +38,6 @@ class CallRegions(GraphPass):
     parts_last: bool = False
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
-        """Edit `gm.graph` in place; return whether anything changed."""
         calls, added = [node for node in gm.graph.nodes if regions.is_call(node)], dict[GraphModule, str]()
         parted = _calls_of_last_unit(calls) if self.parts_last and ctx.kind == "backward" else []
         for call in calls:

@@ -33,7 +33,6 @@ class CastShards(GraphPass):
     devices: tuple[str, ...] = ("cuda",)
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
-        """Edit `gm.graph` in place; return whether anything changed."""
         shards = [node for node in gm.graph.nodes if tags.meta_of(node).shard is not None]
         casts = [cast for shard in shards for cast in shard.users if self._is_repeated(cast)]
         for cast in casts:

@@ -35,7 +35,6 @@ class ChainReductions(GraphPass):
     reorders_only = True
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
-        """Edit `gm.graph` in place; return whether anything changed."""
         before = list(gm.graph.nodes)
         for targets in (collectives.ALL_REDUCES, (ops.COPY_TO_HOST,)):  # a copy may come behind an all_reduce
             launches = tags.launches_of(gm.graph, targets)

@@ -11,14 +11,7 @@ from torch.fx import GraphModule
 
 from fxshard.cost.bucket_sizes import copy_seconds
 from fxshard.ir import collectives, launches
-from fxshard.ir.buckets import (
-    CollectiveBuilder,
-    GatherBucket,
-    ReduceBucket,
-    UnitGather,
-    buckets_of,
-    sum_dtype,
-)
+from fxshard.ir.buckets import CollectiveBuilder, GatherBucket, ReduceBucket, UnitGather, buckets_of, sum_dtype
 from fxshard.ir.collectives import SlotIndex, UnitSlot
 from fxshard.passes._base import GraphPass, PassContext, Property
 
@@ -63,7 +56,6 @@ class CoalesceCollectives(GraphPass):
     hands_off: bool = False
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
-        """Edit `gm.graph` in place; return whether anything changed."""
         launched = buckets_of(gm.graph, ctx.plan)
         for launch in launched.unread:
             ctx.decline(launch, "it moves something that is not a unit's parameters or gradients")
@@ -83,7 +75,6 @@ class CoalesceCollectives(GraphPass):
         return tuple(gather for gather, _ in coalesced), "; ".join(why for _, why in coalesced)
 
     def _coalesce_gather(self, gather: UnitGather, ctx: PassContext) -> tuple[UnitGather, str]:
-        """Gather the parameters that are expensive to copy out alone, neighbours among the others together."""
         if ctx.plan.units[gather.unit].gathers_whole:
             return gather, ""
         cuts, uncuts = [], []
@@ -103,7 +94,6 @@ class CoalesceCollectives(GraphPass):
     def _coalesce_reduction(
         self, reduction: ReduceBucket, is_handed_off: bool, ctx: PassContext
     ) -> tuple[ReduceBucket, str]:
-        """Send the gradients that are expensive to copy in alone, the others together."""
         if any(ctx.plan.units[unit].reduces_whole for unit in reduction.calls):
             return reduction, "an object of the user's reduces it whole"
         copies = {gradient: _copy_in_seconds(reduction, gradient, ctx) for gradient in reduction.gradients}

@@ -34,7 +34,6 @@ class CopyBiases(GraphPass):
     needed: bool = not torch_private.CONVOLUTION_TAKES_VIEWS
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
-        """Edit `gm.graph` in place; return whether anything changed."""
         mode = torch_private.fake_mode_of(gm.graph)
         if not self.needed or mode is None:
             return False

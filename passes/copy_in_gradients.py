@@ -38,7 +38,6 @@ class CopyInGradients(GraphPass):
     devices: tuple[str, ...] = ("cuda",)
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
-        """Edit `gm.graph` in place; return whether anything changed."""
         changed = False
         for concat in [node for node in gm.graph.nodes if node.target in _CONCATS]:
             value, rows = concat.meta.get("val"), _rows_of(concat)

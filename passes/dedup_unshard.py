@@ -31,7 +31,6 @@ class DedupUnshard(GraphPass):
     ensures = frozenset({Property.DEDUPED})
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
-        """Edit `gm.graph` in place; return whether anything changed."""
         first: dict[tuple[fx.node.Argument, ...], fx.Node] = {}
         changed = False
         for marker in [node for node in gm.graph.nodes if ops.is_unshard(node)]:

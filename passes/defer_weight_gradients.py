@@ -45,7 +45,6 @@ class DeferWeightGradients(GraphPass):
     reorders_only = True
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
-        """Edit `gm.graph` in place; return whether anything changed."""
         if not tags.launches_of(gm.graph, collectives.REDUCTIONS):
             return False
         costs = _costs(gm.graph, ctx)
@@ -63,7 +62,6 @@ class _Costs(NamedTuple):
     between: Mapping[fx.Node, float]
 
     def of(self, launches: Iterable[fx.Node]) -> float:
-        """Return what launches keep the links busy, one after the other."""
         return sum(self.seconds[launch] + self.between[launch] for launch in launches)
 
 

@@ -35,7 +35,6 @@ class EnforceOrder(GraphPass):
     reorders_only = True
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
-        """Edit `gm.graph` in place; return whether anything changed."""
         nodes = {node.name: node for node in gm.graph.nodes}
         taken = (torch_private.CONTROL_DEPS, *(() if torch_private.PINS_ALL else _WITHOUT_RESULT))
         takes = [node for node in gm.graph.nodes if node.target not in taken]

@@ -48,7 +48,6 @@ class FoldCopies(GraphPass):
     requires = frozenset({Property.COLLECTIVES, Property.LOWERED})
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
-        """Edit `gm.graph` in place; return whether anything changed."""
         groups: dict[tuple[str, ...], list[_FoldedCall]] = defaultdict(list)
         for call in _calls(gm.graph):
             groups[call.text()].append(call)
@@ -81,19 +80,16 @@ class _FoldedCall:
 
     @property
     def given(self) -> list[fx.Node]:
-        """What the region reads now."""
         return regions.operands_of(self.node)
 
     @property
     def operands(self) -> list[fx.Node]:
-        """What it is to read, each once."""
         inside = set(self.before)
         read = [*self.given, *(source for node in self.before for source in node.all_input_nodes)]
         return [node for node in dict.fromkeys(read) if node not in inside]
 
     @property
     def kept(self) -> list[fx.Node]:
-        """The results that others read."""
         inside = set(self.after)
         found = [read for read in self.node.users if any(user not in inside for user in read.users)]
         return sorted(found, key=lambda read: int(read.args[1]))  # type: ignore[arg-type]
@@ -113,7 +109,6 @@ class _FoldedCall:
         )
 
     def code(self) -> GraphModule:
-        """Build the region's graph with the copies in it."""
         old = regions.code_of(self.node)
         assert old is not None
         graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -135,12 +130,10 @@ class _FoldedCall:
         return GraphModule(old, graph)
 
     def _in_unit(self, fqn: str) -> str:
-        """Return the name of a parameter in its unit, which is the same in all calls."""
         units = (unit for node in self.operands for unit in tags.units_of(node))
         return next((fqn.removeprefix(f"{unit}.") for unit in units if fqn.startswith(f"{unit}.")), fqn)
 
     def replace_by(self, name: str) -> None:
-        """Call the graph of that name instead."""
         graph, old, results = self.node.graph, self.node.args[0], [*self.kept, *self.sent]
         with graph.inserting_before(self.node):
             call = graph.call_function(regions.INVOKE, (graph.get_attr(name), name, *self.operands))

@@ -34,7 +34,6 @@ class FuseGradAccumulation(GraphPass):
     requires = frozenset({Property.DEDUPED})
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
-        """Edit `gm.graph` in place; return whether anything changed."""
         accumulators = [n for n in gm.graph.find_nodes(op="placeholder") if tags.meta_of(n).acc]
         fused = [_fuse(accumulator) for accumulator in accumulators]
         if any(fused):
@@ -67,7 +66,6 @@ def _fuse(accumulator: fx.Node) -> bool:
 
 
 def _product(gradient: object) -> tuple[fx.Node | None, bool]:
-    """Return the matrix product that a gradient is and nothing else reads, and whether it is its transpose."""
     is_transposed = False
     while isinstance(gradient, fx.Node) and len(gradient.users) == 1:
         if gradient.target is aten.mm.default:
@@ -84,7 +82,6 @@ def _is_transpose(node: fx.Node) -> bool:
 
 
 def _transposed(matrix: fx.Node) -> fx.Node:
-    """Return the transpose of a matrix, which may be a transpose itself."""
     if _is_transpose(matrix):
         source = matrix.args[0]
         assert isinstance(source, fx.Node)

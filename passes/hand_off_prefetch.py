@@ -43,7 +43,6 @@ class HandOffPrefetch(GraphPass):
     hands_over: bool = True
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
-        """Edit `gm.graph` in place; return whether anything changed."""
         if gm.graph.find_nodes(op="call_function", target=ops.PREFETCHED_ALL_GATHER):
             return False
         guess = self.guess and ctx.unsharded_budget_bytes is None

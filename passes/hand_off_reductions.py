@@ -38,7 +38,6 @@ class HandOffReductions(GraphPass):
     reorders_only = True
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
-        """Edit `gm.graph` in place; return whether anything changed."""
         if ctx.kind != "backward" or not ctx.plan.is_part:
             return False
         results = signature.results_of(gm.graph)

@@ -37,7 +37,6 @@ class HoistCopies(GraphPass):
     reorders_only = True
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
-        """Edit `gm.graph` in place; return whether anything changed."""
         copies = gm.graph.find_nodes(op="call_function", target=ops.COPY_TO_DEVICE)
         groups = list(map(launch_groups.group_of, copies))
         if not groups:

@@ -54,7 +54,6 @@ class HoistPrefetch(GraphPass):
             raise ConfigError(f'prefetch must be a number of units, "off" or "auto", got {self.depth!r}.')
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
-        """Edit `gm.graph` in place; return whether anything changed."""
         groups, before = launch_groups.groups_of(gm.graph, collectives.GATHERS), list(gm.graph.nodes)
         if not groups:
             return False
@@ -90,7 +89,6 @@ class HoistPrefetch(GraphPass):
     def _depths(
         self, groups: Sequence[LaunchGroup], needed_at: Sequence[fx.Node], graph: fx.Graph, ctx: PassContext
     ) -> list[int]:
-        """Return how many groups ahead each group is launched."""
         if isinstance(self.depth, int):
             return [self.depth] * len(groups)
         timeline = Timeline(sizes_of(graph, ctx.plan), ctx.hardware)

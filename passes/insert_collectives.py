@@ -42,7 +42,6 @@ class InsertCollectives(GraphPass):
     ensures = frozenset({Property.COLLECTIVES})
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
-        """Edit `gm.graph` in place; return whether anything changed."""
         builder = CollectiveBuilder(gm.graph, ctx.plan, ctx.decompositions, ctx.traced)
         gathers, writes = _gathers(gm.graph, ctx), _writes(gm.graph)
         for gather in gathers:
@@ -100,7 +99,6 @@ def _writes(graph: fx.Graph) -> dict[str, _Written]:
 
 
 def _reductions(unit: str, written: _Written, ctx: PassContext) -> list[ReduceBucket]:
-    """Make one launch per reduce dtype."""
     grads = dict(sorted(written.grads.items()))
     dtypes = {slot: buckets.sum_dtype(nodes) for slot, nodes in grads.items()}
     groups = collectives.reduce_dtypes(dtypes, ctx.plan.units[unit])

@@ -31,7 +31,6 @@ class LowerStreams(GraphPass):
     reorders_only = True
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
-        """Edit `gm.graph` in place; return whether anything changed."""
         launches = [node for node in gm.graph.nodes if node.target in collectives.LAUNCHES]
         tagged = [node for node in launches if tags.meta_of(node).stream and node.target not in _LOWERED]
         if not tagged:

@@ -37,7 +37,6 @@ class OffloadShards(GraphPass):
     requires = frozenset({Property.DEDUPED})
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
-        """Edit `gm.graph` in place; return whether anything changed."""
         offloaded = {key: unit.offload for key, unit in ctx.plan.units.items() if unit.offload is not None}
         reads: dict[tuple[ShardKey, str], list[fx.Node]] = {}
         for marker in filter(ops.is_unshard, gm.graph.nodes):
@@ -95,7 +94,6 @@ def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
 
 
 def _name(unit: str, call: str, ctx: PassContext, copy: fx.Node, stream: str, wait: fx.Node, prefix: str) -> None:
-    """Tag a copy and its wait with their unit and call, and name them by it."""
     taken = {node.name for node in copy.graph.nodes}
     suffix = ctx.plan.units[unit].node_name + ("" if call == "0" else f"_call{call}")
     tags.tag(copy, stream=stream)

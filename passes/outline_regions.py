@@ -57,7 +57,6 @@ class OutlineRegions(GraphPass):
         bucket_sizes.check(self.bucket)
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
-        """Edit `gm.graph` in place; return whether anything changed."""
         groups: dict[tuple[Any, ...], list[Span]] = defaultdict(list)
         surroundings, launch_of = Surroundings(gm.graph), self._launches(ctx)
         for span in chain.from_iterable(whole.cut(launch_of) for whole in spans_of(gm)):

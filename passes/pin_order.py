@@ -37,7 +37,6 @@ class PinOrder(GraphPass):
     reorders_only = True
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
-        """Edit `gm.graph` in place; return whether anything changed."""
         kernel: fx.Node | None = None
         launch: fx.Node | None = None  # since the last kernel
         own: fx.Node | None = None  # what last launched collectives of the model's own
@@ -64,7 +63,6 @@ class PinOrder(GraphPass):
 
 
 def _reads(node: fx.Node, call: fx.Node) -> bool:
-    """Whether a node reads what a call gives."""
     return any(call in source.all_input_nodes for source in node.all_input_nodes)
 
 

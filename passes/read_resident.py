@@ -41,7 +41,6 @@ class ReadResident(GraphPass):
     which: Variant = PLAIN
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
-        """Edit `gm.graph` in place; return whether anything changed."""
         markers = _unshard_markers(gm.graph)
         read: dict[str, list[SlotIndex]] = {}
         for unit, slot in markers:
@@ -66,7 +65,6 @@ def _unshard_markers(graph: fx.Graph) -> dict[UnitSlot, list[fx.Node]]:
 
 
 def _add_input(graph: fx.Graph, parameter: UnitSlot, ctx: PassContext) -> fx.Node:
-    """Add a last input: the parameter, unsharded, to be waited for."""
     dtype = ctx.plan.units[parameter[0]].unsharded_dtype_of(parameter[1])
     return graph_edit.add_parameter(graph, ctx.plan, parameter, "resident", dtype)
 

@@ -43,7 +43,6 @@ class ReduceUnused(GraphPass):
     changes_signature = True  # what had no gradient has one
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
-        """Edit `gm.graph` in place; return whether anything changed."""
         return any([_Completion(key, gm.graph, ctx).run() for key in ctx.plan.in_step])
 
 
@@ -62,7 +61,6 @@ class _Completion:
         self.flats = {shard.number: flat for shard, flat in tags.shards_of(graph).items() if shard.unit == key}
 
     def run(self) -> bool:
-        """Return whether anything changed."""
         trained = [slot for slot in self.slots if self.unit.shards[slot[0]].trainable]
         done = any(user.target is ops.ZERO_GRADIENT for node in self.reads.values() for user in node.users)
         if done or not trained:
@@ -100,7 +98,6 @@ class _Completion:
         self.given[slot] = marker
 
     def _zeros(self, call: str, slot: SlotIndex) -> fx.Node:
-        """Make zeros, for which backward reads all parameters of a call if it gathers them."""
         shape, dtype = list(self.unit.slot(slot).shape), self.unit.unsharded_dtype_of(slot)
         other = next(iter(self.reads.values())).meta["val"]
         if self.unit.regathers:
@@ -112,7 +109,6 @@ class _Completion:
         )
 
     def _read(self, call: str, slot: SlotIndex) -> fx.Node:
-        """Return the marker of a parameter; one is made for what the graph does not read."""
         if (call, slot) not in self.reads:
             other = next(iter(self.reads.values()))
             shape, dtype = list(self.unit.slot(slot).shape), self.unit.unsharded_dtype_of(slot)
@@ -124,7 +120,6 @@ class _Completion:
         return self.reads[call, slot]
 
     def _give(self, marker: fx.Node, flat: fx.Node) -> None:
-        """Add a reduced gradient to what the graph gives for the flat."""
         results, mine = signature.results_of(self.graph), ops.key_of(marker)[:2]
         found = (i for i, r in enumerate(results) if any(ops.key_of(m)[:2] == mine for m in ops.reduce_markers(r)))
         at = next(found, (self.ctx.num_results or 0) + self.graph.find_nodes(op="placeholder").index(flat))

@@ -39,7 +39,6 @@ class ReshardPolicy(GraphPass):
     ensures = frozenset({Property.RESHARD_TAGGED})
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
-        """Edit `gm.graph` in place; return whether anything changed."""
         changed, encoded = False, []
         for marker in [node for node in gm.graph.nodes if ops.is_unshard(node)]:
             key = ops.key_of(marker)

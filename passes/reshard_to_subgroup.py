@@ -44,7 +44,6 @@ class ReshardToSubgroup(GraphPass):
     requires = frozenset({Property.MARKED})
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
-        """Edit `gm.graph` in place; return whether anything changed."""
         read: dict[ShardKey, list[fx.Node]] = {}
         for marker in filter(ops.is_unshard, gm.graph.nodes):
             key, is_kept = ops.key_of(marker), any(user.target is ops.KEEP_ROWS for user in marker.users)

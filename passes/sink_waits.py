@@ -39,7 +39,6 @@ class SinkWaits(GraphPass):
             raise ConfigError(f"reduce_scatter_max_input_buffers must be a positive int, got {self.max_buffers!r}.")
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
-        """Edit `gm.graph` in place; return whether anything changed."""
         before, end = list(gm.graph.nodes), gm.graph.output_node()
         places: dict[fx.Node, fx.Node] = {}
         groups = launch_groups.groups_of(gm.graph, collectives.REDUCTIONS)

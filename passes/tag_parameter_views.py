@@ -28,7 +28,6 @@ class TagParameterViews(GraphPass):
     reorders_only = True
 
     def apply(self, gm: GraphModule, ctx: PassContext) -> bool:
-        """Edit `gm.graph` in place; return whether anything changed."""
         live, changed = liveness(gm.graph), False
         for node in live.nodes:
             makers = (live.storages[index].maker for index in live.storages_of[node])

@@ -42,15 +42,17 @@ def test_what_holds_nothing_is_no_holder(frozen: bool) -> None:
     assert not [found for found in referrers_of(value) if isinstance(found, tuple | list)]
 
 
-def test_frozen_objects_stay_so_where_they_do_not_count() -> None:
+def test_frozen_objects_stay_so_where_they_do_not_count(caplog: pytest.LogCaptureFixture) -> None:
     class Own(nn.Linear): ...
 
     model = Own(2, 2)
     gc.freeze()
     assert instances_of(Own, thaw=False) == []
     assert gc.get_freeze_count() > 0
+    assert caplog.messages == []
     assert instances_of(Own) == [model]
     assert gc.get_freeze_count() == 0
+    assert [message for message in caplog.messages if "undoes gc.freeze()" in message] == caplog.messages != []
 
 
 def test_a_step_of_a_model_that_is_not_ours_leaves_frozen_what_is(fake_group: None) -> None:

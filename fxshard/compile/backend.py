@@ -85,11 +85,7 @@ def frames_of(module: nn.Module) -> list[Frame]:
 
 
 def capture_only(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    options: Options,
-    frames: list[Frame],
-    saves_all: bool = False,
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, frames: list[Frame], saves_all: bool = False
 ) -> Callable[..., Any]:
     """Do what `fxshard` does with a graph of a sharded model, without code generation; return the graph, interpreted.
 
@@ -154,7 +150,6 @@ def _hardware(options: Options, flats: dict[int, Home], device: torch.device) ->
 
 
 def _require_one_way(options: Options, flats: dict[int, Home]) -> None:
-    """Raise if options that only the one-line path reads are given for a model that `fully_shard` sharded."""
     if options.one_line_only and not all(home.unit.settings.from_one_line for home in flats.values()):
         raise ConfigError(
             f"options {', '.join(options.one_line_only)} only act where torch.compile shards the model itself; this "

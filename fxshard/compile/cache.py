@@ -207,7 +207,6 @@ def _own_sources() -> str:
 
 
 def _foreign_sources(pipeline: Pipeline) -> Iterator[str]:
-    """Hash the files that define the passes which are not fxshard's own."""
     passes = chain.from_iterable(getattr(pipeline, stage.name) for stage in dataclasses.fields(pipeline))
     classes = {c for step in passes for c in type(step).__mro__}
     foreign = {c for c in classes if c.__module__.partition(".")[0] not in ("fxshard", "abc", "builtins")}

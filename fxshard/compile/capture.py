@@ -35,10 +35,7 @@ class Capture:
 
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], flats: Mapping[int, Home], options: Options) -> Capture:
-    """Find out what a graph reads and returns.
-
-    `example_inputs` are the real ones, or fake; `flats` come from `dynamo.flats_of`.
-    """
+    """Find out what a graph reads and returns; `example_inputs` are the real ones, or fake."""
     plan = _plan_of(gm, example_inputs, flats)
     found = reads.reads_of(gm, plan)
     for marker, key in found.items():
@@ -115,7 +112,6 @@ def _returned(gm: fx.GraphModule, found: Mapping[fx.Node, ParameterKey]) -> dict
 
 
 def _warn_of_parts(plan: FramePlan, found: Mapping[fx.Node, ParameterKey]) -> None:
-    """Warn of units of which the graph reads less than half and gathers all."""
     read = set(found.values())
     for key, unit in plan.units.items():
         sizes = {(key, i, j): slot.numel for i, shard in enumerate(unit.shards) for j, slot in enumerate(shard.slots)}

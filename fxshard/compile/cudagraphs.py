@@ -71,10 +71,7 @@ def _is_static(placeholder: fx.Node) -> bool:
 
 
 def left_out(options: Options, inputs: Sequence[Any], given: Mapping[str, Any]) -> None:
-    """Set the device of the forward whose backward is compiled by itself: its recording continues the forward's.
-
-    `inputs` are the forward's, `given` is what Inductor's compiler was called with.
-    """
+    """Set the device of the forward whose backward is compiled by itself: its recording continues the forward's."""
     devices = (value.device for value in inputs if isinstance(value, Tensor) and value.is_cuda)
     if options.cudagraphs and (device := next(devices, None)) is not None:
         given["boxed_forward_device_index"].set(device.index)
@@ -94,10 +91,7 @@ def require_recordable(options: Options, code: Any, kind: str) -> None:
 def guarded(
     options: Options, run: Callable[[list[Any]], Any], kind: str, skips: Mapping[str, int]
 ) -> Callable[[list[Any]], Any]:
-    """Wrap `run`: raise if a graph runs without being recorded, and copy the results of a backward.
-
-    `skips` are Inductor's counters, with "cudagraph_skips".
-    """
+    """Wrap `run`: raise if a graph runs without being recorded (`skips`), and copy the results of a backward."""
     if not options.cudagraphs:
         return run
 

@@ -76,10 +76,7 @@ def readable(name: str) -> str:
 
 
 def refuse_replaced_parameters() -> None:
-    """Raise if the code that Dynamo traces puts something in place of sharded parameters, and perhaps back again.
-
-    The graph reads the shards all the same: it would compute with other values than the code says.
-    """
+    """Raise if the code that Dynamo traces replaces sharded parameters: the graph would read the shards."""
     output = InstructionTranslator.current_tx().output
     modified = filter(output.side_effects.is_modified, output.side_effects.id_to_variable.values())
     sources = [source for variable in modified if (source := getattr(variable, "source", None)) is not None]
@@ -127,7 +124,6 @@ def uncast_arguments(gm: fx.GraphModule, dtype: torch.dtype, casting: set[str]) 
 
 
 def _modules_around(node: fx.Node) -> set[str]:
-    """Return the FQNs of the modules in whose calls a node stands."""
     stack = node.meta.get("nn_module_stack") or {}
     return {readable(path).removeprefix("self.") for path, _ in stack.values()}
 
@@ -170,10 +166,7 @@ def allow_again() -> Callable[[], None]:
 
 
 def compiled_model(root: nn.Module) -> nn.Module:
-    """Return what was given the backend for `root`: itself by `root.compile()`, or `torch.compile`'s wrapper of it.
-
-    A ConfigError where it is neither, so that a function that calls it was compiled.
-    """
+    """Return what was given the backend for `root`: itself by `root.compile()`, or the wrapper of `torch.compile`."""
     wrappers = [each for each in instances_of(OptimizedModule) if each._orig_mod is root]
     for each in (root, *wrappers):
         if is_compiled_by(each, "fxshard"):

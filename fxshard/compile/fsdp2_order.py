@@ -58,7 +58,6 @@ class _Call:
     made: set[int] = field(default_factory=set)  # ids of the fake tensors that its nodes made
 
     def see(self, node: fx.Node) -> None:
-        """Take the next of its nodes."""
         given = (value for value in node.all_input_nodes if id(_value(value)) not in self.made)
         self.has_gradient |= any(map(_has_gradient, given))
         self.made.add(id(_value(node)))

@@ -44,10 +44,7 @@ def require_known_flags(options: Options) -> None:
 
 
 def order_patches(known: Container[str]) -> dict[str, bool]:
-    """Return the configuration that keeps Inductor's own schedulers from undoing the order of collectives; ADR 0007.
-
-    `known` is what this torch has; flags that it should have and has not are named in a warning.
-    """
+    """Return the configuration that keeps the order of collectives (ADR 0007), as far as this torch has the flags."""
     if missing := tuple(f for f, since in KEEP_ORDER_FLAGS.items() if f not in known and torch.__version__ >= since):
         _say_missing(missing)
     return {name: False for name in KEEP_ORDER_FLAGS if name in known}
@@ -85,10 +82,7 @@ def compile_plain(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -
 def compile_with_inductor(
     gm: fx.GraphModule, inputs: Sequence[Any], stages: Stages, owner: CodeOwner
 ) -> Callable[..., Any]:
-    """Take a captured graph through AOTAutograd, Inductor and all `stages`.
-
-    `owner` makes the code ready to run, and is told what was found in a cache.
-    """
+    """Take a captured graph through AOTAutograd, Inductor and all `stages`; `owner` makes the code ready to run."""
     known, options = inductor_config.get_config_copy(), stages.options
     ours = order_patches(known) | cudagraphs.patches(options, known)
     patches = {**options.inductor, **ours, "custom_partitioner_fn": Partitioner(stages, owner)}

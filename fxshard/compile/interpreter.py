@@ -19,10 +19,7 @@ from fxshard.runtime.dispatch import GuardedCode
 
 
 def interpret(gm: fx.GraphModule, inputs: Sequence[Any], stages: Stages, owner: CodeOwner) -> Callable[..., Any]:
-    """Take a captured graph through AOTAutograd and all `stages`; the graphs themselves run.
-
-    `owner` makes the code ready to run.
-    """
+    """Take a captured graph through AOTAutograd and all `stages`; `owner` makes the graphs ready to run."""
 
     def compiler(kind: GraphKind) -> Callable[..., Any]:
         def compile_split(graph: fx.GraphModule, graph_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -60,10 +57,7 @@ def interpret_plain(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., 
 
 
 def guarded(run: Callable[..., Any], kind: GraphKind, launched: Sequence[Launch]) -> Callable[..., Any]:
-    """Let the ranks agree on what a graph without units launches: on another rank it may be a part of one with units.
-
-    A rank whose experts get no rows runs such a graph, with the all_to_all in which the others wait for it.
-    """
+    """Let ranks agree on the launches of a graph without units: experts that get no rows leave such a graph."""
     return GuardedCode(run, kind, launched) if launched else run
 
 

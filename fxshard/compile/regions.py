@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import operator
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, Final, cast
 
 import torch
 from functorch.compile import min_cut_rematerialization_partition
@@ -22,22 +24,25 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxshard import torch_private
+from fxshard.errors import FxshardError
 from fxshard.ir import graph_edit, launches, ops, regions
 from fxshard.ir.regions import Region, Source
 from fxshard.options import Options
 
+_OURS: Final = str(Path(__file__).parents[1])
+
 
 def trace(name: str, text: str, gm: fx.GraphModule, parameters: Sequence[bool], options: Options) -> Region | str:
-    """Return the region that calls of `gm` are, or why it can be none.
-
-    `text` is equal for equal code in every process; `parameters` says which inputs are unsharded parameters.
-    """
+    """Return the region that calls of `gm` are, or why it can be none; `text` is equal for equal code everywhere."""
     configs = [sorted(each.save_config_portable().items()) for each in (functorch_config, inductor_config)]
     decides = repr((text, torch_private.global_state(), options.lower, sorted(options.inductor.items()), configs))
     name = f"{name}:{hashlib.sha256(decides.encode()).hexdigest()[:12]}"
     try:
         traced = _traced(gm, parameters, options)
     except Exception as error:  # torch's: the same code in line may do, and if not, its error says it better
+        *_, innermost = traceback.walk_tb(error.__traceback__)
+        if innermost[0].f_code.co_filename.startswith(_OURS) and not isinstance(error, FxshardError):
+            raise  # a bug, not a reason
         return f"it could not be traced by itself: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     return traced.region(name, len(parameters))
 
@@ -88,11 +93,9 @@ class _Traced:
         return min_cut_rematerialization_partition(gm, inputs, **kwargs)
 
     def keep(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
-        """Keep a graph that Inductor is about to lower."""
         return self._keep("backward" if kwargs.get("is_backward") else "forward", gm, inputs)
 
     def keep_as(self, kind: str) -> Callable[..., Any]:
-        """Keep a graph that AOTAutograd has made."""
         return lambda gm, inputs: self._keep(kind, gm, inputs)
 
     def _keep(self, kind: str, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -113,7 +113,6 @@ class Stages:
         return Stage(kind, "" if self.variant == PLAIN else self.variant.name(self.frame.trained))
 
     def _facts(self, graph: fx.Graph, kind: GraphKind, inputs: Sequence[Any]) -> CompiledFacts:
-        """Return what is to be known of a graph before its markers are replaced; of its launches nothing yet."""
         reads: dict[str, list[SlotIndex]] = {}
         for unit, shard, slot in dict.fromkeys(ops.parameter_key_of(n) for n in graph.nodes if ops.is_unshard(n)):
             reads.setdefault(unit, []).append((shard, slot))

@@ -85,10 +85,7 @@ class CompileContext:
 
 
 class Compilation:
-    """One compilation of a captured graph; what it made, and how its variants are made later.
-
-    `found` has the kinds of the graphs that were compiled, or found in a cache.
-    """
+    """One compilation of a captured graph, and how its variants are made later; `found` are the kinds of its graphs."""
 
     def __init__(self, stages: Stages) -> None:
         self.found: set[GraphKind] = set()
@@ -183,9 +180,7 @@ class Compilation:
         gm = fx.GraphModule(graph.owning_module or nn.Module(), graph)
         _pass_for_dynamos(gm)
         frame = Frame(
-            self._frame.plan,
-            hardware=self._frame.hardware,
-            unsharded_budget_bytes=self._frame.unsharded_budget_bytes,
+            self._frame.plan, hardware=self._frame.hardware, unsharded_budget_bytes=self._frame.unsharded_budget_bytes
         )
         with self._context.restored():
             stages = Stages(

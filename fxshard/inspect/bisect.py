@@ -127,7 +127,6 @@ def bisect_numerics(
 
 
 def _num_ranks(model: nn.Module) -> int:
-    """Return over how many ranks the largest unit is sharded; those of others must be parts of them."""
     sizes = sorted({unit.world_size for unit in units_under(model)})
     if any(sizes[-1] % size for size in sizes):
         raise ConfigError(
@@ -268,10 +267,7 @@ class _Found:
 
 
 def _difference(after: fx.Graph, expected: AllRanksRun, actual: AllRanksRun, *, launches: bool) -> _Found | None:
-    """The first node of `after` that also ran before, with other bits; else the first result that is another.
-
-    Launches and waits are compared only if `launches`: other passes may move other tensors under the same names.
-    """
+    """The first node of both graphs with other bits, else the first such result; only some passes keep `launches`."""
     for node in after.nodes:
         is_ours = bool(tags.meta_of(node).calls)
         if node.name in expected.values and node.name in actual.values and (launches or not is_ours):

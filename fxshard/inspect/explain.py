@@ -111,7 +111,6 @@ def explained(
 
 
 def _costs_of(build: OptimizerBuilder, fake_model: FakeModel, spec: HardwareSpec) -> tuple[OptimizerCost, ...]:
-    """What the optimizers cost that a function of the user's makes of a model."""
     with fake_model.replica.faking():
         made = build(fake_model.model)
         several = [made] if isinstance(made, torch.optim.Optimizer) else list(made)
@@ -205,7 +204,6 @@ def nothing_captured(name: str) -> ConfigError:
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line of the user's code that led to an error."""
     library = tuple(os.path.join(os.path.dirname(path), "") for path in (str(torch.__file__), str(backend.__file__)))
     frames = traceback.extract_tb(error.__traceback__)
     outside = [frame for frame in frames if not frame.filename.startswith((*library, "<"))]

@@ -104,13 +104,7 @@ class FrameExplanation:
         return [name for name, stage in stages.items() if stage.runs and not stage.variant]
 
     def running(self, stage: str) -> PassResult:
-        """What runs of one of `scheduled`: its last graph, or that of `forward_last` for "forward" and so on.
-
-        What the codegen stage makes of it launches and computes the same.
-
-        Raises:
-            ConfigError: there is no such stage, or none whose graph runs.
-        """
+        """What runs of one of `scheduled`: its last graph, or that of `forward_last` for "forward" and so on."""
         if stage not in self.scheduled:
             raise ConfigError(_unknown("graph that runs in stage", stage, self.scheduled))
         last = str(replace(self.graphs[stage][CAPTURED].stage, phase="last"))
@@ -121,28 +115,14 @@ class FrameExplanation:
         return [str(self.running(stage).stage) for stage in self.scheduled]
 
     def schedules(self, stage: str) -> tuple[Schedule, ...]:
-        """What the compiled schedule of a stage costs, and what others would: none, one unit ahead, automatic.
-
-        Args:
-            stage: one of `scheduled`.
-
-        Raises:
-            ConfigError: there is no such stage.
-        """
+        """What the compiled schedule of a stage costs, and what others would: none, one unit ahead, automatic."""
         key = id(self.running(stage).graph)
         if key not in self._schedules:
             self._schedules[key] = scheduling.schedules(self, stage)
         return self._schedules[key]
 
     def lower_bound(self, stage: str) -> float:
-        """Seconds that no schedule of the same launches and compute can beat, by the cost model.
-
-        Args:
-            stage: one of `scheduled`.
-
-        Raises:
-            ConfigError: there is no such stage.
-        """
+        """Seconds that no schedule of the same launches and compute can beat, by the cost model."""
         return scheduling.lower_bound(self, stage)
 
     def why(self, stage: str) -> dict[str, tuple[str, ...]]:
@@ -204,20 +184,12 @@ class Explanation:
 
     @property
     def graphs(self) -> Mapping[str, Mapping[str, PassResult]]:
-        """`frames[0].graphs`.
-
-        Raises:
-            ConfigError: there are several frames.
-        """
+        """`frames[0].graphs`; raises `ConfigError` if there are several frames."""
         return self._only_frame("graphs").graphs
 
     @property
     def stats(self) -> Mapping[str, StageStats]:
-        """`frames[0].stats`.
-
-        Raises:
-            ConfigError: there are several frames.
-        """
+        """`frames[0].stats`; raises `ConfigError` if there are several frames."""
         return self._only_frame("stats").stats
 
     @property
@@ -231,10 +203,7 @@ class Explanation:
 
     @property
     def step(self) -> StepTime:
-        """What all calls of the frames take in a row, forward and backward, without code that runs uncompiled.
-
-        Gathers and reductions reach over the ends of graphs as they do where these run.
-        """
+        """What all calls of the frames take in a row, forward and backward, without code that runs uncompiled."""
         return scheduling.step([self.frames[number] for number in self.calls])
 
     @property
@@ -282,12 +251,7 @@ class Explanation:
         return "".join(_unified(self._where(*place), old[place], new[place]) for place in both)
 
     def save_html(self, path: str | Path) -> None:
-        """Write one self-contained page: the passes, their differences side by side, the collectives by unit.
-
-        Raises:
-            MissingExtraError: jinja2 is not installed.
-            ConfigError: the file cannot be written.
-        """
+        """Write one self-contained page: the passes, their differences side by side, the collectives by unit."""
         from fxshard.inspect import html
 
         html.save(self, Path(path))
@@ -362,7 +326,6 @@ def _stages(places: Iterable[tuple[int, Stage]]) -> str:
 
 
 def _unknown(kind: str, name: object, known: Iterable[str], where: str = "") -> str:
-    """The message for a name that does not exist: the nearest that does, and all of them."""
     names = list(dict.fromkeys(known))
     near = nearest(name, names)
     guess = f" Did you mean {near!r}?" if near else ""

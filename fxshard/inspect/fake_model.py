@@ -203,7 +203,6 @@ def _device(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
 
 
 def _shard_alike(model: nn.Module, units: tuple[Unit, ...], replica: Replica) -> None:
-    """Shard the copy of a sharded model in the same units."""
     unsharded = replica.unsharded_parameters()
     meshes = {unit.mesh: unit.mesh for unit in units for member in unit.members if member.tensor_parallel}
     for unit in units:

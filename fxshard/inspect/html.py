@@ -47,11 +47,7 @@ def save(explanation: Explanation, path: Path) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a page to a file.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Write a page to a file; raise `ConfigError` if it cannot be written."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -143,8 +139,7 @@ def _launches_of(number: int, frame: FrameExplanation, stage: str) -> Iterable[L
     for cost in frame.collectives(ran):
         unit = "not of a unit" if cost.unit is None else cost.unit or "root"
         row = found.setdefault(
-            (unit, cost.op, cost.dtype),
-            Launches(frame=number, stage=ran, unit=unit, op=cost.op, dtype=cost.dtype),
+            (unit, cost.op, cost.dtype), Launches(frame=number, stage=ran, unit=unit, op=cost.op, dtype=cost.dtype)
         )
         row.count += 1
         row.nbytes += _number(cost.nbytes, at)
@@ -155,7 +150,6 @@ def _launches_of(number: int, frame: FrameExplanation, stage: str) -> Iterable[L
 
 
 def _number(quantity: Quantity, at: GraphStats) -> float:
-    """The quantity at the world size and shapes that the graph was traced with."""
     symbols = getattr(quantity, "free_symbols", ())
     return evaluate(quantity, at.world_size, {s: at.hints[s.name] for s in symbols if s.name in at.hints})
 
@@ -172,7 +166,6 @@ def _facts(explanation: Explanation) -> list[tuple[str, str]]:
 
 
 def _tiles(explanation: Explanation) -> list[tuple[str, str, str]]:
-    """The numbers of one step, all graphs that run together: label, number, remark."""
     stats = [
         frame.stats_of(frame.history.last(stage)).evaluate()
         for frame in explanation.frames

@@ -30,11 +30,7 @@ T = TypeVar("T")
 
 
 class Replica:
-    """Deep copies without data; two copies that one replica makes share what their originals share.
-
-    Sharded modules become the unsharded ones that they were, compiled ones plain. What cannot be copied (a lock, an
-    open file) is shared.
-    """
+    """Deep copies without data, of unsharded modules; they share what originals share, and what cannot be copied."""
 
     def __init__(self, device: torch.device) -> None:
         """`device` is where tensors go that are on meta, or on a device that this machine does not have."""
@@ -132,7 +128,6 @@ class Replica:
         return [value for name, value in module.__dict__.items() if name not in _NOT_COPIED]
 
     def _unsharded_fake(self, sharded: nn.Parameter, ref: ParameterRef) -> Tensor:
-        """The parameter that a DTensor is a shard of."""
         rows, *others = ref.shape or (1,)
         shape = (
             sharded.shape if ref.layout is None else (*others[: ref.dim], rows, *others[ref.dim :])[: len(ref.shape)]

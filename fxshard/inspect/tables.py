@@ -38,10 +38,7 @@ class GraphRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleRow:
-    """What the tables say of one schedule of a graph that launches collectives, the `place`-th of its stage.
-
-    The last row of a stage is the time that no schedule can beat.
-    """
+    """What the tables say of the `place`-th schedule of a stage's graph; the last is the time that none can beat."""
 
     frame: int
     stage: str

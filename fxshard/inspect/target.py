@@ -20,10 +20,7 @@ _RETURN = "return (model, args) or (model, args, kwargs), args being a tuple of 
 
 
 def build(target: str) -> Target:
-    """Call the function that `module:function` names, and return the model, positional and named inputs of its forward.
-
-    It returns a model, `(model, args)` or `(model, args, kwargs)`; `args` that is no tuple or list is one argument.
-    """
+    """Call the function that `module:function` names; return the model, positional and named inputs of its forward."""
     return checked(function_of(target, _RETURN)(), target)
 
 
@@ -43,10 +40,7 @@ def checked(made: Any, target: str) -> Target:
 
 
 def function_of(target: str, returns: str, gives: Collection[str] = ()) -> Callable[..., Any]:
-    """The function that `module:function` names; the current directory is importable.
-
-    It needs no parameters but those that `gives` names. A ConfigError where there is none says what it `returns`.
-    """
+    """The function that `module:function` names, with no other parameters than those that `gives` names."""
     module_name, _, path = target.partition(":")
     if not module_name or not path:
         raise ConfigError(f"{target!r} names no function; write MODULE:FUNCTION, such as my_module:build.")
@@ -82,7 +76,6 @@ def _require_no_inputs(model: nn.Module, target: str) -> None:
 
 
 def _required(function: Callable[..., Any]) -> list[str]:
-    """Names of the parameters without a default."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # a builtin

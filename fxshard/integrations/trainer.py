@@ -51,11 +51,7 @@ class FxshardTrainer(Trainer):
     fxshard_options: ClassVar[Mapping[str, Any]] = {}
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
-        """Shard the model, then make the optimizer of its parameters.
-
-        Raises:
-            ConfigError: an argument of `Trainer` asks for another way to shard, compile or compute.
-        """
+        """Shard the model, then make the optimizer of its parameters."""
         if not self._is_sharded:
             self._require_plain()
             policy = self._policy()

@@ -412,7 +412,6 @@ class _BucketReader:
         return found
 
     def _gather(self, launch: fx.Node, reads: dict[UnitSlot, fx.Node]) -> GatherBucket | None:
-        """Return what a launch gathers; `None` if a part of it is not a unit's parameters."""
         calls, segments = tags.units_of(launch), dict[str, list[Segment]]()
         flats: dict[ShardKey, fx.Node] = {}
         for flat, sent in zip(self.flow.sent_by(launch), collectives.launch_inputs(launch), strict=True):
@@ -436,7 +435,6 @@ class _BucketReader:
         return tuple((flat.shard, i) for i in inside)
 
     def _read_gradient(self, position: int, result: fx.Node) -> None:
-        """Find where each gradient in one result comes from."""
         value = self.flow.values.get(result)
         gradient = None if isinstance(value, tuple) else slot_layout.gradient_of_shard(value)
         owner = self._owner(gradient) if gradient is not None else None
@@ -450,7 +448,6 @@ class _BucketReader:
                 self.gradients[id(row)] = (unit, (shard, i))
 
     def _reduction(self, launch: fx.Node) -> ReduceBucket | None:
-        """Return what a launch reduces; `None` if a part of it is not a unit's gradient."""
         sent = [tensor for tensor in slot_layout.sent_by(launch, self.flow) if tensor is not None]
         owners = [[self.gradients.get(id(row)) for row in tensor.rows] for tensor in sent]
         tensors = tuple(tuple(owner for owner in tensor if owner is not None) for tensor in owners)
@@ -462,10 +459,7 @@ class _BucketReader:
         return ReduceBucket(tensors=tensors, terms=terms, calls=calls, dtype=sent[0].dtype)
 
     def _owner(self, gradient: slot_layout.ShardGradient) -> tuple[str, int] | None:
-        """Return the unit and shard whose gradient this is: each slot has its own gradient in it, or none.
-
-        One node may be the gradient of parameters of several units: each result goes to another one of them.
-        """
+        """Return the unit and shard whose gradient this is: each slot has its own in it, or none."""
         pieces = [piece for piece in gradient.pieces if isinstance(piece, Piece)]
         launches = [piece.launch for piece in pieces if piece.launch is not None]
         if not launches or len(launches) < len(pieces):

@@ -189,11 +189,7 @@ def _unsharded_bytes(slot: SlotIndex, plan: UnitPlan) -> int:
 
 
 def launch_parameters(shards: Mapping[int, Tensor], plan: UnitPlan) -> dict[SlotIndex, Tensor]:
-    """Start the gather of all parameters of a unit, each as a tensor of its own; each must be waited for.
-
-    `shards` maps shard index -> this rank's flat, `[shard_numel]`. Parameters are contiguous, in the unit's unsharded
-    dtype.
-    """
+    """Start the gather of all parameters of a unit, each as a contiguous tensor of its own, to be waited for."""
     slots = {(i, j): slot for i, shard in plan.gathered for j, slot in enumerate(shard.slots)}
     segments: list[Segment] = [(index,) for index, slot in slots.items() if slot.numel]
     launched = launch_gather(gather_inputs(shards, plan, segments), plan.world_size, plan.gathering_group)
@@ -358,10 +354,7 @@ def arrived_grads(launches: Iterable[LaunchedGrads], plan: UnitPlan) -> dict[int
 
 
 def reduce_inputs(grads: Sequence[Sequence[Tensor]], unit: UnitPlan, dtype: torch.dtype) -> list[Tensor]:
-    """Return what a rank sends of its gradients: per group one tensor, `[world_size * n]`, cast and divided.
-
-    A gradient alone in its group is sent as it is, padded if its rows are uneven; several are concatenated.
-    """
+    """Return what a rank sends of its gradients: per group one tensor, `[world_size * n]`, cast, divided and padded."""
     inputs, world_size, rule = [], unit.world_size, division_of(unit, dtype)
     for group in grads:
         rows = [(grad.expand(world_size) if grad.dim() == 0 else grad) for grad in group]

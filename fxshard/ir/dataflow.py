@@ -262,7 +262,6 @@ def _cast(node: fx.Node, flow: Dataflow, plan: FramePlan) -> Value | None:
 
 
 def _resize(node: fx.Node, flow: Dataflow, plan: FramePlan) -> Value | None:
-    """Follow `expand` and `constant_pad_nd` of a gradient."""
     value = _input(node, flow)
     found = _moved(node, value.view) if isinstance(value, GradientRow) else None
     return replace(value, view=found) if isinstance(value, GradientRow) and isinstance(found, View) else None
@@ -320,7 +319,6 @@ def _concat(node: fx.Node, flow: Dataflow, plan: FramePlan) -> Value | None:
 
 
 def _copy_in(node: fx.Node, flow: Dataflow, plan: FramePlan) -> Value | None:
-    """Follow the op that casts gradients, pads their rows and puts them side by side."""
     members, world_size, dtype = node.args
     if not isinstance(members, list | tuple) or not isinstance(world_size, int) or not isinstance(dtype, torch.dtype):
         return None
@@ -366,7 +364,6 @@ def _copy_out(node: fx.Node, flow: Dataflow, plan: FramePlan) -> Value | None:
 
 
 def _copy_between(node: fx.Node, flow: Dataflow, plan: FramePlan) -> Value | None:
-    """Follow a copy to the device of a whole flat, and one to the host of a gradient."""
     value = _input(node, flow)
     if node.target is ops.COPY_TO_DEVICE:
         is_flat = isinstance(value, Flat) and not value.is_copy and tags.meta_of(node.all_input_nodes[0]).shard

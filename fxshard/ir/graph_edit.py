@@ -29,10 +29,7 @@ from fxshard.ir.text import free_name
 def add_parameter(
     graph: fx.Graph, plan: FramePlan, place: UnitSlot, tag: Literal["acc", "resident"], dtype: torch.dtype
 ) -> fx.Node:
-    """Add a last input of the unsharded shape of a parameter, in `dtype`.
-
-    `place` is (unit key, slot) of the parameter. `tag` says what the input is and begins its name.
-    """
+    """Add a last input of the unsharded shape of the parameter at a place; `tag` begins its name."""
     key, (i, j) = place
     name = plan.parameter_name(key, i, j)
     before = graph.find_nodes(op="placeholder")
@@ -91,7 +88,6 @@ class _Recorder(torch_private.DispatchMode):
         self._original: Any = None
 
     def node_of(self, value: Tensor) -> fx.Node:
-        """Return the node that gives a tensor."""
         return self._made[id(value)][1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

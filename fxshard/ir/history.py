@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -83,10 +84,7 @@ class PassResult:
 
 @dataclass(eq=False)
 class PassHistory:
-    """The pass results of one frame: text of a stage -> name -> pass result, in the order in which they were made.
-
-    `regions` are those that its graphs call by name, see `ir/regions.py`.
-    """
+    """The pass results of one frame: text of a stage -> name -> result, in order; and its regions."""
 
     stages: dict[str, dict[str, PassResult]] = field(default_factory=dict)
     regions: list[object] = field(default_factory=list)
@@ -101,7 +99,8 @@ class PassHistory:
     def add(self, result: PassResult) -> None:
         """Keep what a pass made of its stage's graph, numbered if the name is taken."""
         records = self.stages[str(result.stage)]
-        name = _unused(result.name, records)
+        numbered = (f"{result.name}_{number}" for number in itertools.count(2))
+        name = next(name for name in itertools.chain([result.name], numbered) if name not in records)
         records[name] = replace(result, name=name)
 
     def last(self, stage: Stage | str | None = None) -> PassResult:
@@ -137,12 +136,3 @@ def with_variant(history: PassHistory, other: PassHistory, kind: str) -> dict[st
             stage = records[CAPTURED].stage.free_in(stages)
             stages[str(stage)] = {key: replace(record, stage=stage) for key, record in records.items()}
     return stages
-
-
-def _unused(name: str, taken: Container[str]) -> str:
-    """Return `name`, or the first of `name_2`, `name_3`, ... that is not taken."""
-    candidate, number = name, 1
-    while candidate in taken:
-        number += 1
-        candidate = f"{name}_{number}"
-    return candidate

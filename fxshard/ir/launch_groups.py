@@ -51,10 +51,7 @@ class LaunchGroup:
 
 
 def groups_of(graph: fx.Graph, targets: Collection[object]) -> list[LaunchGroup]:
-    """Return the launch groups of launches that passes inserted, in program order.
-
-    `targets` says which kind: `collectives.GATHERS`, `REDUCTIONS` or `ALL_REDUCES`.
-    """
+    """Return the groups of launches that passes inserted, in their order: `GATHERS`, `REDUCTIONS` or `ALL_REDUCES`."""
     launches = tags.launches_of(graph, targets)
     return [
         group_of(*served)

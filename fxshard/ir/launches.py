@@ -56,10 +56,7 @@ def on_group(name: str) -> str:
 
 
 def sequence(graph: fx.Graph, parts: Mapping[fx.Node, str] = MappingProxyType({})) -> tuple[Launch, ...]:
-    """Return the collectives that a run of `graph` launches, in order, with those of the user's code.
-
-    `parts` says of launches what they move of their units: other parameters of one size could be taken for them.
-    """
+    """Return the collectives that a run launches, in order; `parts` says which parameters launches of ours move."""
     found: list[Launch] = []
     for node in graph.nodes:
         if collectives.is_launch(node):
@@ -118,7 +115,6 @@ def _launch(node: fx.Node, part: str) -> Launch:
 
 
 def _sizes(launch: fx.Node, given: Mapping[str, Any]) -> str:
-    """Return `f32[20 -> 40]` per tensor: the elements that go in and come out."""
     if "all_to_all" in str(launch.target):
         return "[?]"  # how much a rank sends to each other one is its own affair
     results = _flat(launch.meta.get("val"))

@@ -88,20 +88,12 @@ class Liveness:
 
 
 def liveness(graph: fx.Graph, *, donated: bool = False) -> Liveness:
-    """Find the storages of a graph and when they are live, in time linear in its nodes.
-
-    The graph is one of AOTAutograd's, with fake tensors as `meta["val"]`. With `donated`, as for a backward, inputs
-    that are saved activations are freed after their last use.
-    """
+    """Find the storages of a graph of AOTAutograd's and when they are live; `donated` as for a backward."""
     return _Sweep(graph, donated).run()
 
 
 def unsharded_bytes(graph: fx.Graph) -> list[tuple[fx.Node, int]]:
-    """Return for each node the bytes of unsharded parameters that are live while it runs.
-
-    Gathered buffers count, parameters copied out of them and views of either; what compute makes of them does not. So
-    do copies of offloaded shards.
-    """
+    """Return for each node the bytes of gathered buffers, parameters in them and copies of shards that are live."""
     live = liveness(graph, donated=True)  # parameters that forward kept for backward are freed like activations
     counted = unsharded_storages(live)
     sizes = [hint_of(storage.nbytes) if i in counted else 0 for i, storage in enumerate(live.storages)]
@@ -237,14 +229,10 @@ class _Sweep:
         for filled in list(self.in_flight):  # never waited for
             self._end(filled, end)
         return Liveness(
-            nodes=self.nodes,
-            storages=tuple(self.storages),
-            storages_of=self.storages_of,
-            in_use=tuple(self.in_use),
+            nodes=self.nodes, storages=tuple(self.storages), storages_of=self.storages_of, in_use=tuple(self.in_use)
         )
 
     def _end(self, filled: int, position: int) -> None:
-        """Note that somebody waits for what a launch or copy fills."""
         found = self.in_flight.pop(filled, None)
         if found is not None:
             self._use(found.storages, position)

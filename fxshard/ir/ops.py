@@ -165,10 +165,7 @@ class MarkerKey(NamedTuple):
 
 
 def marker_text(key: str, slot: int, shape: Sequence[int], dtype: torch.dtype, device: str = "") -> str:
-    """Return the arguments of a marker after the shard as one text: `2|128 384|float32|0 of 8@0 None/None keep`.
-
-    `device` is that of the parameter, if it is another one than the shard's; it stands behind the dtype.
-    """
+    """Return the arguments of a marker after the shard as one text: `2|128 384|float32|0 of 8@0 None/None keep`."""
     kind = f"{str(dtype).removeprefix('torch.')} {device}".rstrip()
     return f"{slot}|{' '.join(map(str, shape))}|{kind}|{key}"
 

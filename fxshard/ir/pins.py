@@ -35,10 +35,7 @@ def _tensor_of(node: fx.Node) -> fx.Node | None:
 
 
 def inlined(graph: fx.Graph) -> fx.Graph:
-    """Return a copy with each node in place of the `control_deps` around it, tagged with what it waits for.
-
-    A graph without any is returned itself.
-    """
+    """Return a copy with each node in place of the `control_deps` around it; a graph without any itself."""
     wrapped = set(graph.find_nodes(op="call_function", target=torch_private.CONTROL_DEPS))
     if not wrapped:
         return graph

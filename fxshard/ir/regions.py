@@ -38,10 +38,7 @@ INVOKE = torch.ops.higher_order.invoke_subgraph
 
 
 class Source(NamedTuple):
-    """Where backward takes an input from: which operand, result, saved tensor or differentiable result's gradient.
-
-    Each kind is numbered by itself.
-    """
+    """Where backward takes an input from; operands, results, saved tensors and gradients are numbered by themselves."""
 
     kind: Literal["operand", "result", "saved", "gradient"]
     number: int

@@ -250,10 +250,7 @@ def spans_of(gm: GraphModule) -> Iterator[Span]:
 
 
 def _plain_spans(graph: fx.Graph) -> Iterator[Span]:
-    """Cut the graph where the innermost call of a sharded module changes, and at collectives of the model's own.
-
-    Markers and their calls do not count.
-    """
+    """Cut the graph where the innermost call of a sharded module changes, and at collectives of the model's own."""
     current: tuple[str, str] | None = None
     nodes: list[fx.Node] = []
     for node in [*graph.nodes]:

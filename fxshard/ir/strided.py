@@ -13,10 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Elements of a buffer, as `Tensor.as_strided` takes them.
-
-    Not a tensor: one would belong to the fake mode that it was made under, and could not be compared or kept.
-    """
+    """Elements of a buffer, as `Tensor.as_strided` takes them; a tensor would belong to a fake mode."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -49,10 +46,7 @@ def whole(*shape: int) -> View:
 
 @functools.lru_cache(maxsize=4096)  # a model has many equal layers, and running an op takes longer than looking it up
 def moved(view: View, target: Any, args: tuple[Any, ...]) -> View | tuple[View, ...] | None:
-    """Return what a view op makes of `view`, `None` if that cannot be; it runs `target` on the meta device.
-
-    `args` are the op's other arguments, lists as tuples.
-    """
+    """Return what a view op makes of `view` on the meta device, `None` if that cannot be; `args` has no lists."""
     tensor = torch.empty(0, dtype=torch.int8, device="meta").as_strided(view.shape, view.stride, view.start)
     try:
         result = target(tensor, *(list(arg) if isinstance(arg, tuple) else arg for arg in args))

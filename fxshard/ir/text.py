@@ -13,6 +13,7 @@ already, a number is appended. `graph_text` and `window` give a node the same na
 from __future__ import annotations
 
 import enum
+import itertools
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -122,11 +123,8 @@ def _word(text: str) -> str:
 
 def free_name(name: str, taken: Container[str]) -> str:
     """Return `name`, with a number if it is in `taken`."""
-    candidate, number = name, 0
-    while candidate in taken:
-        number += 1
-        candidate = f"{name}_{number}"
-    return candidate
+    numbered = (f"{name}_{number}" for number in itertools.count(1))
+    return next(each for each in itertools.chain([name], numbered) if each not in taken)
 
 
 # ---- lines

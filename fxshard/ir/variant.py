@@ -73,8 +73,5 @@ def accumulator_dtype(unit: UnitPlan, shard: ShardPlan) -> torch.dtype:
 
 
 def in_order(units: Collection[str], slots: Slots) -> list[UnitSlot]:
-    """Return (unit, parameter) of each input that a variant takes for `units`, in the order of the inputs.
-
-    `slots` are those of the graph with a gradient, or for resident parameters those that it reads.
-    """
+    """Return (unit, parameter) of each input that a variant takes for `units`, of those in `slots`, in their order."""
     return [(key, slot) for key in sorted(units) for slot in sorted(slots.get(key, ()))]

@@ -70,7 +70,6 @@ def writes_of(gm: fx.GraphModule, parameters: Collection[fx.Node]) -> Iterator[W
 
 
 def _plain(value: Any) -> Tensor:
-    """Return a tensor that a subclass is made of."""
     while torch_private.is_wrapper(value):
         value = getattr(value, value.__tensor_flatten__()[0][0])
     return cast(Tensor, value)

@@ -44,10 +44,7 @@ class Accumulation:
         self._epoch = 0
 
     def sums(self, slots: Iterable[SlotIndex]) -> list[Tensor]:
-        """The accumulators of some parameters, each of its unsharded shape: zeros where nothing waits.
-
-        UnsupportedGraph if the parameters have changed since the first gradient that waits.
-        """
+        """The accumulators of some parameters, zeros where nothing waits; refused if parameters have changed."""
         slots = list(slots)
         if self.waiting and self._epoch != self._unit.epoch():
             raise UnsupportedGraph(

@@ -214,7 +214,6 @@ class _Communication(Work):
 
 @functools.cache
 def _groups() -> weakref.WeakKeyDictionary[dist.ProcessGroup, list[CommGroup]]:
-    """Those of each process group: torch holds them weakly, and all ranks must have the same."""
     return weakref.WeakKeyDictionary()
 
 

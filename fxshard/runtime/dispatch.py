@@ -260,7 +260,6 @@ class BackwardDispatch(Dispatch):
         return results
 
     def _deferred(self, results: Sequence[Any], code: Code, units: Units) -> list[Any]:
-        """Keep the gradients that are in flight; return the results with `None` in their places."""
         left, waiting = list(results), functools.partial(code.run.waiting, self._frame.names_of(units))
         for i, (key, shard) in code.late.items():
             unit, trained = units[key], [slot for j, slot in self._frame.trained[key] if j == shard]

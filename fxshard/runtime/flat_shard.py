@@ -185,10 +185,7 @@ class Member:
         return replaced
 
     def require_shard(self, new: object) -> None:
-        """Raise a ConfigError unless `new` can stand in place of the parameter.
-
-        It cannot if it is a plain tensor, a DTensor of another shape, mesh or placement, or one that was computed.
-        """
+        """Raise a ConfigError unless `new` can stand in place of the parameter."""
         old = self.parameter
         if isinstance(new, Tensor) and new.grad_fn is not None:
             raise ConfigError(
@@ -246,10 +243,7 @@ class FlatShard:
         self.sink.parameters = [member.parameter for member in self.members]
 
     def is_attached(self) -> bool:
-        """Whether nothing that the alias rests on has changed.
-
-        Without gradients `requires_grad` does not count: a reference forward may freeze parameters for itself.
-        """
+        """Whether nothing that the alias rests on has changed; `requires_grad` counts with gradients on."""
         parameters, views = list(map(_PARAMETER, self.members)), list(map(_VIEW, self.members))
         registered = map(dict.get, map(_REGISTERED, self._owners), self._names)
         return (

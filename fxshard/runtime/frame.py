@@ -24,10 +24,7 @@ from fxshard.runtime.unit import Unit
 
 @dataclass(eq=False)
 class Frame:
-    """A captured graph and what its passes learned, shared by all calls of it.
-
-    Blocks of equal shape share a frame, so the units themselves are found at each call, from the flats that come in.
-    """
+    """A captured graph and what its passes learned, shared by all calls; each finds its units by its flats."""
 
     plan: FramePlan  # the units, by the key of their markers
     # index of a result -> the parameter that it is; see `eager.note_returned`
@@ -128,7 +125,6 @@ class _BeforeBackward:
         self.ran: int | None = None
 
     def run(self, _: Tensor) -> None:
-        """At the gradient of an output."""
         _announce_eagerly(self)
 
     def begin(self, _: Any) -> None:
@@ -140,7 +136,6 @@ class _BeforeBackward:
         self.frame.running = self
 
     def announce(self) -> None:
-        """Once per backward, at the first gradient of an output: check that it may run, and say what it will give."""
         if self.ran == torch_private.backward_id():
             return
         self.ran = torch_private.backward_id()

@@ -159,7 +159,6 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def _exchange_group(name: str, rank: int) -> ExchangeGroup:
-    """Make that of the process groups called `name`; torch holds it weakly."""
     return ExchangeGroup(name, rank)
 
 
@@ -182,10 +181,7 @@ def _say_once() -> None:
 
 
 def disconnect(group_names: Iterable[str]) -> bool:
-    """Shut down this rank's connections of some groups, so that what waits on them fails; whether there were any.
-
-    It fails on the other ranks of these groups as well, and so does all that is launched on them later.
-    """
+    """Shut down this rank's connections of some groups, so that all waits on them fail; whether there were any."""
     done = False
     known = _connections()
     for fd, inode in itertools.chain.from_iterable(known.get(name, ()) for name in group_names):
@@ -200,12 +196,10 @@ def disconnect(group_names: Iterable[str]) -> bool:
 
 @functools.cache
 def _connections() -> dict[str, set[tuple[int, int]]]:
-    """Sockets of each group that was made here: file descriptor and inode."""
     return {}
 
 
 def _sockets() -> set[tuple[int, int]]:
-    """All that this process has open, where /proc says so."""
     found = set()
     for entry in Path("/proc/self/fd").glob("*"):
         with suppress(OSError):  # closed meanwhile
@@ -249,7 +243,6 @@ def _threads() -> Iterator[Path]:
 
 
 def _is_busy(thread: Path) -> bool:
-    """Whether it runs or wants to: one that has nothing to do sleeps."""
     try:
         return (thread / "stat").read_text().rpartition(")")[2].split()[0] != "S"
     except OSError:

@@ -142,7 +142,6 @@ class GradientSink:
         return self._specs[id(spec)][1]
 
     def _slices(self, grad: Tensor, slots: Sequence[int], parameters: Sequence[nn.Parameter]) -> Iterable[Tensor]:
-        """Views of `grad`, each of its parameter's local shape: a slot without its padding."""
         start = cast(int, grad.storage_offset())
         offsets = [start + self.plan.slots[i].offset for i in slots]
         strides = map(torch.Tensor.stride, map(_LOCAL, parameters))  # of a view of the flat: contiguous

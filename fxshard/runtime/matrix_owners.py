@@ -259,11 +259,7 @@ NEWTON_SCHULZ = 10
 
 
 def matrices_of(parameter: DTensor, name: str, place: int, team: Team, rows: Sequence[int] | None) -> list[Matrix]:
-    """Return the matrices that a parameter has; `rows` are those of each along the first dimension, `None` for one.
-
-    Raises:
-        ConfigError: they are not those of the parameter, or its local tensor does not fit its placements.
-    """
+    """Return the matrices that a parameter has; `rows` are those of each along the first dimension, `None` for one."""
     shape, held = tuple(parameter.shape), tuple(local_of(parameter).shape)
     boxes = team.boxes(shape, parameter.placements)
     if (own := tuple(last - first for first, last in boxes[team.rank])) != held:

@@ -169,10 +169,7 @@ def shard_rows(parameter: Tensor, rank: int, world_size: int, dim: int = 0) -> T
 
 
 def as_dtensor(full: Tensor, rows: Tensor, mesh: DeviceMesh, dim: int = 0, spec: Any = None) -> nn.Parameter:
-    """The DTensor parameter whose local tensor is `rows` of `full`, or of its local tensor; `spec` then says where.
-
-    `dim` is the dimension along which it is cut.
-    """
+    """The DTensor parameter whose local tensor is `rows` of `full`, cut along `dim`; or as `spec` says."""
     if spec is not None:
         return nn.Parameter(DTensor(rows, spec, requires_grad=False), requires_grad=full.requires_grad)
     placements = mesh_axes.placements(mesh, is_scalar=full.dim() == 0, dim=dim)

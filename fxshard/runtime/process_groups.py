@@ -67,15 +67,11 @@ def _twin_of(unit: Unit) -> dist.ProcessGroup:
 
 @functools.cache
 def _subgroups() -> weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]]:
-    """This rank's subgroup by size, of each group that shares parameters."""
     return weakref.WeakKeyDictionary()
 
 
 def subgroup_of(mesh: DeviceMesh, size: int) -> dist.ProcessGroup:
-    """Return this rank's subgroup: `size` ranks next to each other of those that share parameters on `mesh`.
-
-    Collective the first time; then it is kept.
-    """
+    """Return this rank's subgroup of `size` neighbours on `mesh`; collective the first time."""
     group = mesh_axes.shard_group(mesh)
     known = _subgroups().setdefault(group, {})
     if size not in known:
@@ -122,10 +118,7 @@ def _made(groups: Iterable[Sequence[int]], mesh: DeviceMesh, description: str) -
 
 
 def align_names(group: dist.ProcessGroup) -> None:
-    """Let the ranks of a group count alike: torch names the next group of ranks after how many each of them has.
-
-    Collective. A rank that has fewer (others logged in a group of their own) makes groups of itself alone.
-    """
+    """Let the ranks of a group have made as many groups, by which torch names the next; collective."""
     counts = gather_texts("process groups", str(torch_private.num_groups()), group, remedy="All ranks must make them.")
     for _ in range(max(map(int, counts)) - torch_private.num_groups()):
         dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="fxshard_names")

@@ -60,7 +60,6 @@ _log = logging.getLogger(__name__)
 
 @functools.cache
 def _rank_groups() -> weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], RankGroup]]:
-    """The rank groups of each default process group that lives."""
     return weakref.WeakKeyDictionary()
 
 
@@ -130,10 +129,7 @@ class Agreement:
 
     @contextmanager
     def before(self, launches: Sequence[Launch], *, is_known: bool = True, values: str = "") -> Iterator[None]:
-        """Around one run that makes these launches; unless it is known that all ranks make them, wait for them.
-
-        `values`: what else must be the same; ranks wait for no one where only these are new.
-        """
+        """Around one run that makes these launches; wait for ranks that may make others, or `values`."""
         sequences = self._sequences_of(launches)
         if values:
             sequences = {group: each._replace(values=values) for group, each in sequences.items()}
@@ -157,7 +153,6 @@ class Agreement:
             yield
 
     def _sequences_of(self, launches: Sequence[Launch]) -> Mapping[RankGroup, CollectiveSequence]:
-        """The rank groups of a run, and what it launches on each."""
         world = dist.group.WORLD
         if world is None:
             return {}
@@ -197,10 +192,7 @@ class Agreement:
 
 
 def _with_those_of_all(launches: Sequence[Launch], mine: Sequence[Launch], wider: Collection[str]) -> Iterator[Launch]:
-    """Yield the launches of a rank group, and those for units over groups with more ranks, in their order.
-
-    If it has launches for units itself, the model's own as well, without what may differ between its ranks.
-    """
+    """Yield the launches of a rank group, and those for units over groups with more ranks, in their order."""
     shares = any(launch.serves for launch in mine)
     for launch in launches:
         if launch in mine or (launch.serves and launch.group in wider):

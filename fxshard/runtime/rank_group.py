@@ -136,10 +136,7 @@ class RankGroup:
     def wait_and_compare(
         self, never: Callable[[], str] = str, *, warn: float = 30.0, limit: float | None = None
     ) -> None:
-        """Wait until all ranks have come to this run, and compare; `never` says why they will not, once it is known.
-
-        Warn after `warn` seconds, and each time the wait has doubled.
-        """
+        """Wait until all ranks have come to this run, and compare; warn after `warn` seconds, 2 x `warn`, and so on."""
         try:
             self.tell()
             self._wait(never, warn, longest_wait() if limit is None else limit)
@@ -164,10 +161,7 @@ class RankGroup:
             raise RankMismatchError(self._difference(*found, self._run, self._now))
 
     def known_difference(self) -> str:
-        """What one of some ranks does otherwise in this run, which this rank waits in, or did before; or nothing.
-
-        What was launched in an earlier run may be waited for in this one.
-        """
+        """What one of some ranks does otherwise in this run, or did before: it may be waited for here; or nothing."""
         self.tell()
         run, now = self._run, self._now
         found, before = self._differing(self._peers), self._differing_before()

@@ -57,7 +57,6 @@ class RowExchange:
 
     @staticmethod
     def _buffer(team: Team, parts: Sequence[PackedPart], device: torch.device) -> tuple[Tensor, list[int]]:
-        """Return memory for all parts, and the bytes of each rank."""
         sizes = [0] * team.group.size()
         for part in parts:
             sizes[part.peer] += part.nbytes

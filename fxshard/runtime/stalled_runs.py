@@ -133,10 +133,7 @@ def _tell(place: Place) -> None:
 
 
 def _path_from(place: Place) -> tuple[list[int], dict[int, Place]]:
-    """The ranks of which each waits for the next one, from this rank, which is at `place`, to one whose run was ended.
-
-    Or back to this rank. Empty if there is no such path. Second the places of these ranks, and of others.
-    """
+    """The ranks that wait for each other from this one on, to one whose run was ended or back; and all places."""
     rank = dist.get_rank()
     places, paths, known = {rank: place}, [([rank], True)], {rank}
     for path, may_be_present in paths:  # which grows: a search in breadth
@@ -221,10 +218,7 @@ def _watch_in(_process: int) -> _Watch:
 def watching(
     rank_groups: Collection[RankGroup], launches: Sequence[Launch], *, goes_on: bool = True
 ) -> Iterator[StalledRun]:
-    """Around a run that makes these launches, on which these rank groups agree.
-
-    `goes_on`: whether this rank makes another try, where its last run was ended.
-    """
+    """Around a run that makes these launches; `goes_on`: this rank makes another try where its last run was ended."""
     run = StalledRun(rank_groups, launches, time.monotonic() + AFTER_S)
     if not rank_groups:
         yield run

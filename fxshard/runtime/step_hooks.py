@@ -83,7 +83,6 @@ class ModelContext:
 
     @property
     def _leaves_sums(self) -> bool:
-        """Whether a backward that fails may leave gradients that wait."""
         return self.holds or not all(unit.settings.sync for unit in self.units)
 
     def backward_runs(self, *, of_forward: bool = True) -> None:
@@ -241,10 +240,7 @@ class ModelContext:
             unsharded_cache.reshard_resident(unit)
 
     def step_ends(self, written: Collection[int]) -> list[Unit]:
-        """An optimizer has written parameters, of the units that are returned.
-
-        Forwards are void now, and what a closure gathered is old.
-        """
+        """An optimizer has written parameters, of the units that are returned: forwards are void now."""
         units = self._units_of(written)
         for unit in units:
             unit.generation += 1
@@ -333,10 +329,7 @@ def _is_adafactor(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _refuse_adafactor(optimizer: torch.optim.Optimizer, units: Iterable[Unit], written: Collection[int]) -> None:
-    """Raise if an Adafactor would step sharded parameters: torch's own silently takes norms of a rank's part.
-
-    Matrices are errors of torch's in every Adafactor; that of `transformers` steps vectors as it should.
-    """
+    """Raise if an Adafactor would step sharded parameters: torch's own silently takes norms of a rank's part."""
     dims = 1 if isinstance(optimizer, Adafactor) else 2
     members = [member for unit in units for member in unit.members if id(member.parameter) in written]
     if found := [m.fqn for m in members if m.parameter.dim() >= dims and m.parameter.grad is not None]:
@@ -347,7 +340,6 @@ def _refuse_adafactor(optimizer: torch.optim.Optimizer, units: Iterable[Unit], w
 
 
 def _place_of(unit: Unit, written: Mapping[int, int]) -> int:
-    """Return the place of a unit's first parameter among those that an optimizer has written."""
     return min(written[id(p)] for member in unit.members for p in member.registered() if id(p) in written)
 
 
@@ -358,7 +350,6 @@ def _written_by(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 
 
 def _reduce(unit: Unit, slots: Waiting) -> list[ReducedFlat]:
-    """Reduce what waits of some parameters of a unit, in agreement with the other ranks."""
     names = ", ".join(unit.plan.shards[i].slots[j].fqn for i, j in slots)
     with (
         unit.agreed("waiting", "reduce_scatter", f"waiting gradients of {names}"),

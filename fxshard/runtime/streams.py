@@ -43,10 +43,7 @@ def stream_of(name: str, main: torch.cuda.Stream) -> torch.cuda.Stream:
 
 @contextmanager
 def on_side_stream(name: str, device: torch.device) -> Iterator[torch.cuda.Stream | None]:
-    """Run on the stream of that name, after what the current one has been given so far.
-
-    Yields `None` where nothing changes: without a name, or on a device that has no streams.
-    """
+    """Run on the stream of that name, after what the current one has; yield `None` where there are no streams."""
     if not name or device.type != "cuda":
         yield None
         return
@@ -71,10 +68,7 @@ def copy_out_stream(name: str, device: torch.device) -> torch.cuda.Stream | None
 
 
 def cast_to_send(parts: Sequence[Tensor], dtype: torch.dtype, joiner: torch.cuda.Stream | None) -> list[Tensor]:
-    """What a gather sends: `parts` of a shard in `dtype`.
-
-    `joiner`: another stream than the main one that may wait for the gather, and by that free what was cast.
-    """
+    """What a gather sends: `parts` of a shard in `dtype`; the stream `joiner` may wait for it and free the cast."""
     if all(part.dtype is dtype for part in parts):
         return list(parts)
     sent = [torch.empty_like(part, dtype=dtype) for part in parts]

@@ -244,10 +244,7 @@ class Unit:
             )
 
     def encode(self) -> None:
-        """Run the hooks of tensor subclasses on what the parameters are now; see [Note: extensions].
-
-        Not while what is gathered of them stays, or is in flight: the same bytes are sent again until that is dropped.
-        """
+        """Run the hooks of tensor subclasses on what the parameters are now, unless bytes of them are still in use."""
         inputs = self._inputs()
         if not inputs or torch_private.backward_id() is not None:
             return

@@ -92,10 +92,7 @@ class UnshardedCache(dict[Hashable, Gathered]):
     """Gathered parameters of one model; see [Note: unsharded cache]. A taker pops them."""
 
     def __del__(self) -> None:
-        """Wait for what is left of a model that is gone; at the end of the process there may be nobody to wait for.
-
-        The garbage collector may come while somebody traces, who must not see it.
-        """
+        """Wait for what is left of a model that is gone, unless the process ends or somebody traces."""
         if self and not sys.is_finalizing():
             with torch_private.without_modes():
                 self.drop_if()
@@ -115,10 +112,7 @@ class UnshardedCache(dict[Hashable, Gathered]):
 
 
 def chosen_for(units: Units, reads: Slots, budget_bytes: int, *, trains: bool) -> frozenset[str]:
-    """Keys of the units whose parameters come into a graph that runs now, within the user's `budget_bytes`.
-
-    A graph that does not train, without gradients, takes what is there, and no more.
-    """
+    """Keys of the units whose parameters come into a graph that runs now, within the user's `budget_bytes`."""
     found = {key: units[key] for key in reads if key in units}  # not what subgroups share
     return frozenset(key for key, unit in found.items() if _resident(unit) or (trains and _wants(unit, budget_bytes)))
 

@@ -364,7 +364,6 @@ def by_team(matrices: Sequence[Matrix]) -> dict[Team, list[Matrix]]:
 
 
 def _settings_text(group: Mapping[str, Any], names: Iterable[str]) -> str:
-    """Return the settings of a group that are numbers or words, to as many digits as any machine computes alike."""
     return ", ".join(f"{name}={text}" for name in names if (text := _value_text(group.get(name))))
 
 
@@ -386,7 +385,6 @@ def _lay_gradient(parameter: DTensor, name: str) -> None:
 
 
 def _as_parameter(matrix: Matrix, whole: Tensor, grad: Tensor) -> nn.Parameter:
-    """Return what the optimizer sees in place of the sharded parameter, with its attributes."""
     parameter = nn.Parameter(whole.view(matrix.seen_shape), requires_grad=matrix.parameter.requires_grad)
     adopt_attributes(parameter, matrix.parameter.__dict__)
     if grad.dtype != whole.dtype:

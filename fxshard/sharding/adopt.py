@@ -60,7 +60,6 @@ def outermost(calls: Sequence[Any]) -> list[Any]:
 
 
 def _require_adoptable(model: nn.Module, units: list[Fsdp2Unit]) -> None:
-    """Raise a ConfigError, as `fxshard.adopt` says, for what cannot be taken over."""
     name = type(model).__name__
     for path, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):
@@ -106,7 +105,6 @@ def unwrap_compiled(model: nn.Module) -> None:
 
 
 def _tensor_parallel(given: Fsdp2Parameter) -> TensorParallel | None:
-    """Describe a parameter that was a DTensor before FSDP2 sharded it."""
     if (before := given.before) is None:
         return None
     within = WholeMesh(*given.within) if given.within is not None else None
@@ -127,7 +125,6 @@ class _Adopted:
         ]
 
     def hand_over(self) -> None:
-        """Take FSDP2 off the modules and make our unit of its parameters."""
         told, paths = self.settings.only(unit_settings.ARGUMENTS), module_paths(self.modules)
         parts: dict[DeviceMesh, list[Member]] = {}
         for each in self.unit.parameters():
@@ -150,7 +147,6 @@ class _Adopted:
         ignore(self.modules, ignored_under(self.modules))
 
     def apply(self) -> None:
-        """Apply FSDP2's settings, now that all units are ours."""
         unit_settings.apply(self.settings, self.modules[0])
         for owner, name, before in self.methods:
             forward_methods.put_back(owner, name, before)

@@ -129,10 +129,7 @@ def refuse_kept_storage(keep: bool) -> None:
 
 
 def set_comm(units: Iterable[Unit], kind: str, comm: Any) -> None:
-    """Let an object of the user's do the collectives of units of a `kind`, "all_gather" or "reduce_scatter".
-
-    One of torch's takes that back; what it changes is where buffers lie, which Inductor decides.
-    """
+    """Let an object of the user's do a `kind` of collectives of units; one of torch's takes that back."""
     is_torchs, name = type(comm).__module__.startswith("torch."), f"set_custom_{kind}"
     if not (callable(comm) and callable(getattr(comm, "allocate", None))):
         raise ConfigError(

@@ -23,10 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 def warn_of_equal_rows(units: Sequence[Unit]) -> None:
-    """Say so once where parameters were sharded on the meta device, and ranks have the same random rows of one now.
-
-    Collective over the ranks of each mesh, through the store; it does nothing on accelerators.
-    """
+    """Say so once where ranks of a CPU mesh have the same random rows of a parameter that was on meta; collective."""
     real = [unit for unit in units if unit.world_size > 1 and unit.mesh.device_type == "cpu"]
     made_here = [unit for unit in real if any(member.was_on_meta for member in unit.members)]
     for unit in made_here[:1]:
@@ -54,7 +51,6 @@ def _text(member: Member) -> str:
 
 
 def _equal(members: Iterable[Member], of_ranks: Sequence[Sequence[str]]) -> list[str]:
-    """The FQNs of those of which two ranks have the same first row."""
     found = []
     for member, *texts in zip(members, *of_ranks, strict=True):
         known = [text for text in texts if text != "-"]

@@ -61,10 +61,7 @@ def data_axes(mesh: DeviceMesh | None, dims: Any) -> tuple[DeviceMesh, WholeMesh
 
 
 def resharding(mesh: DeviceMesh, reshard_after_forward: bool | int | None) -> bool | int | None:
-    """Return what to do after forward, with True and False for the numbers of ranks that mean the same.
-
-    A ConfigError for a number that does not divide those that share the parameters.
-    """
+    """Return what to do after forward, with True and False for the numbers of ranks that mean the same."""
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return reshard_after_forward
     num_ranks = mesh_axes.num_shards(mesh)
@@ -86,10 +83,7 @@ def say_that_one_keeps_all() -> None:
 
 
 def default_mesh(device_type: str | None = None) -> DeviceMesh:
-    """Return a mesh of all ranks; initialise a process group if there is none.
-
-    `device_type` is where the parameters are to be; default: the accelerator if there is one.
-    """
+    """Return a mesh of all ranks where parameters are to be; initialise a process group if there is none."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if not dist.is_initialized():
         if launched_world_size() > 1:

@@ -44,7 +44,6 @@ def chooser(mp_policy: MixedPrecisionPolicy, shard_placement_fn: Any, mesh: Devi
 
 
 def _mesh(fqn: str, mesh_info: object) -> DeviceMesh:
-    """Return the mesh that a parameter has for itself, or raise if `fully_shard` would not take it."""
     if not torch_fsdp2.is_our_kind(mesh_info):
         raise ConfigError(
             f"shard_placement_fn returned {mesh_info!r} for {fqn}. The mesh must have one axis, which shards, or two, "
@@ -55,7 +54,6 @@ def _mesh(fqn: str, mesh_info: object) -> DeviceMesh:
 
 
 def _dim(fqn: str, parameter: nn.Parameter, placement: object, num_ranks: int) -> int:
-    """Return the dimension along which a parameter is cut, or raise if the placement does not fit."""
     shape = list(local_of(parameter).shape if isinstance(parameter, DTensor) else parameter.shape)
     if type(placement) is not Shard:
         raise ConfigError(

@@ -61,10 +61,7 @@ def compile_as_wanted(places: ShardedModules, callback: Any) -> None:
 
 
 def begin_in_first_call(places: ShardedModules, compiled: nn.Module, then: Callable[[], None]) -> bool:
-    """Compile the blocks of a model that has just been sharded, in a call of it, which may read any parameter.
-
-    `then` is called before a block runs. Returns what `compile_blocks` does.
-    """
+    """Compile the blocks of a model that its first call has sharded; `then` is called before a block runs."""
     if not _compile_as(places, _ours(compiled)):
         return False
     for module, state in places.values():
@@ -106,10 +103,7 @@ def _compile_as(places: ShardedModules, compiled_with: CompiledWith | None) -> b
 
 
 def compile_blocks(places: ShardedModules, **kwargs: Any) -> bool:
-    """Have each block run as a compiled function, by `torch.compile(**kwargs)`, and the model around them as it is.
-
-    Returns whether there are blocks; if not, the model is to be compiled as a whole, and a warning says so.
-    """
+    """Have each block run as a compiled function, and the model around them as it is; return whether there are any."""
     _forget_blocks(places)
     blocks = [places[name] for name in _blocks_of(places)]
     if not blocks:

@@ -56,7 +56,6 @@ def release(model: nn.Module, *, whole: bool) -> nn.Module:
 
 
 def _states_in(model: nn.Module) -> list[tuple[ModuleState, list[nn.Module]]]:
-    """Return what calls of `fully_shard` have left in `model`, with their modules, in `named_modules` order."""
     found: dict[int, tuple[ModuleState, list[nn.Module]]] = {}
     for module in model.modules():
         if (state := state_of(module)) is not None:
@@ -86,10 +85,7 @@ def _require_releasable(model: nn.Module, states: list[tuple[ModuleState, list[n
 
 
 def _require_fsdp2_can(model: nn.Module, states: list[tuple[ModuleState, list[nn.Module]]]) -> None:
-    """Raise where FSDP2 would fail in its first step.
-
-    It reshards to a subgroup what is cut by rows alone, and gives gradients in their parameters' dtype.
-    """
+    """Raise where FSDP2 would fail: it has subgroups for rows alone, and no `grad_dtype`."""
     units = [unit for state, _ in states for unit in state.units]
     if other := [f"{m.fqn} ({m.spec.grad_dtype})" for unit in units for m in unit.members if m.spec.grad_dtype]:
         raise ConfigError(
@@ -147,14 +143,12 @@ class _Released:
         return replace(self.policy, **override)  # who keeps one has had the field
 
     def make_whole(self) -> None:
-        """Gather the parameters; all ranks."""
         for unit in self.units:
             with unit.agreed("released", "all_gather", "all parameters"):
                 _put(unit, _whole)
             _free(unit)
 
     def apply(self, whole: bool) -> None:
-        """Set again what was set, now that all units have changed hands."""
         for owner, name, before in self.methods:
             forward_methods.put_back(owner, name, before)
             if not whole:
@@ -208,7 +202,6 @@ def _whole_on_meta(member: Member) -> nn.Parameter:
 
 
 def _whole(member: Member) -> nn.Parameter:
-    """Gather what it was before it was sharded: a plain tensor, or a DTensor of tensor parallelism."""
     parameter, parallel = member.parameter, member.tensor_parallel
     full = full_tensor_of(cast(DTensor, parameter.detach()))
     if parallel is not None:
@@ -224,7 +217,6 @@ def _with_memory_of_its_own(member: Member) -> nn.Parameter:
 
 
 def _strip(module: nn.Module) -> None:
-    """Take everything of ours off a module but its parameters."""
     for key in [key for key in module.__dict__ if key.startswith("_fxshard_")]:
         del module.__dict__[key]
     module.__class__ = original_class(type(module))

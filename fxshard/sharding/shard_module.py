@@ -115,10 +115,7 @@ def ignore(modules: Sequence[nn.Module], parameters: frozenset[nn.Parameter]) ->
 
 
 def install(modules: Sequence[nn.Module], units: tuple[Unit, ...], mp_policy: MixedPrecisionPolicy) -> None:
-    """Make sharded modules of `modules`, which have these units, and name all units inside from there.
-
-    The name of the modules alone is that of the unit that most ranks share.
-    """
+    """Make sharded modules of `modules`, and name all units inside from there; the widest one as the modules."""
     units = tuple(sorted(units, key=lambda unit: -unit.mesh.size()))
     state = ModuleState(units, mp_policy)
     for module in modules:
@@ -132,10 +129,7 @@ def install(modules: Sequence[nn.Module], units: tuple[Unit, ...], mp_policy: Mi
 
 
 def _changeable(modules: Sequence[nn.Module], units: Sequence[Unit]) -> list[nn.Module]:
-    """Return the modules that would be asked to change what is sharded inside of them.
-
-    Those of Hugging Face have embeddings to resize. Those with parametrizations are told of which members these are.
-    """
+    """Return the modules that could be asked to change parameters: embeddings to resize, and parametrizations."""
     members = [(owner, member) for unit in units for member in unit.members for owner, _ in member.owners]
     found = []
     for module in managed_modules(modules):
@@ -155,7 +149,6 @@ def _members(
     device_type: str,
     within: WholeMesh | None,
 ) -> list[Member]:
-    """Cut the parameters to this rank's rows, on a device of that type."""
     rank, world_size = mesh_axes.shard_rank(mesh), mesh_axes.num_shards(mesh)
     members = []
     with torch.no_grad(), torch.inference_mode(False):
@@ -186,7 +179,6 @@ def _register(unit: Unit) -> None:
 
 
 def _owners(modules: Sequence[nn.Module], skip: frozenset[nn.Parameter]) -> list[Taken]:
-    """Find the parameters under `modules` that no unit has, in registration order, and where they are registered."""
     owners: dict[int, Taken] = {}
     for module in managed_modules(modules):
         refs = module.__dict__.get(REFS, {})
@@ -203,7 +195,6 @@ def ignored_under(modules: Sequence[nn.Module]) -> frozenset[nn.Parameter]:
 
 
 def _require_dense_gradients(modules: Sequence[nn.Module]) -> None:
-    """Raise for embeddings with sparse gradients: there is nothing of fixed size to reduce."""
     paths = module_paths(modules)
     sparse = [paths[id(m)] for m in managed_modules(modules) if getattr(m, "sparse", False) is True]
     if sparse:
@@ -213,7 +204,6 @@ def _require_dense_gradients(modules: Sequence[nn.Module]) -> None:
 
 
 def _require_untaken(modules: Sequence[nn.Module], taken: dict[str, Any]) -> None:
-    """Raise if nothing is left to shard because an outer module's unit has it all."""
     refs = [ref for module in managed_modules(modules) for ref in module.__dict__.get(REFS, {}).values()]
     if refs and not taken:
         home = home_of(refs[0].flat)
@@ -225,7 +215,6 @@ def _require_untaken(modules: Sequence[nn.Module], taken: dict[str, Any]) -> Non
 
 
 def _require_untied(taken: dict[str, Taken], nested: Sequence[Unit]) -> None:
-    """Raise if a parameter is shared with a unit that exists already: each would train a copy of its own."""
     originals: dict[int, str] = {}
     # All weak references to one object are one object, also after its death, so their ids can be compared.
     found = [(m.original, m.fqn) for unit in nested for m in unit.members]
@@ -309,7 +298,6 @@ def require_shardable(parameters: dict[str, nn.Parameter], mesh: DeviceMesh) -> 
 
 
 def _require_plain_gradients(parameters: dict[str, nn.Parameter]) -> None:
-    """Raise for what the user has said of whole gradients, which a sharded one would not get."""
     if hooked := [n for n, p in parameters.items() if p._backward_hooks or p._post_accumulate_grad_hooks]:
         raise ConfigError(
             f"parameters have gradient hooks from before they are sharded: {', '.join(hooked)}. A hook would be called "

@@ -152,7 +152,6 @@ class ShardedModule(ParameterOwner):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        """Refuse `DistributedDataParallel`, which alone asks for this."""
         raise ConfigError(
             f"DistributedDataParallel({type(self).__name__}): fxshard has sharded the module and reduces its "
             "gradients. Leave DistributedDataParallel out."
@@ -201,31 +200,18 @@ class ShardedModule(ParameterOwner):
             unit.model.settings = replace(unit.model.settings, is_last=is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Say whether the caller ends each step with `finalize_backward`, whatever `set_is_last_backward` says.
-
-        Call it on the outermost module, before the backwards of a step.
-        """
+        """Say whether the caller ends each step with `finalize_backward`; for the outermost module."""
         _require_bool("enabled", enabled)
         fsdp2_settings.set_ended_by_hand(_state(self).nested, enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduce, after all backwards of a step, what still waits in units with gradient sync.
-
-        What a backward with gradient sync touches it has reduced when it ends. All ranks must call this alike.
-
-        Returns:
-            With `async_op` a handle whose `wait()` has nothing to wait for.
-        """
+        """Reduce, after all backwards of a step, what still waits in units with gradient sync; on all ranks."""
         _require_bool("async_op", async_op)
         fsdp2_settings.end_step(_state(self).nested)
         return GradientReductionHandle() if async_op else None
 
     def reduce_waiting_gradients(self) -> None:
-        """Reduce now what was added up without gradient sync, here and in the modules inside.
-
-        A backward with gradient sync does the same, better, for what it touches. All ranks must call this in the same
-        way.
-        """
+        """Reduce now what was added up without gradient sync, here and inside; all ranks call this alike."""
         for unit in _state(self).nested:
             unit.model.reduce([unit])
 
@@ -428,10 +414,7 @@ def _set_prefetch(module: ShardedModule, direction: str, modules: Sequence[nn.Mo
 
 
 def _open_call(module: ShardedModule, args: Any, kwargs: Any, callback: Any = None) -> tuple[ModuleState, Any, Any]:
-    """Open the scope of a call; the outermost one first makes sure that every parameter is a view of its flat.
-
-    `callback` is Dynamo's on this thread.
-    """
+    """Open the scope of a call; the outermost one first makes sure that every parameter is a view of its flat."""
     state = _state(module)
     if not eager.inside_call():
         compiled_by, known = callback or module._compiled_call_impl, state.compiled
@@ -454,7 +437,6 @@ def _open_call(module: ShardedModule, args: Any, kwargs: Any, callback: Any = No
 
 
 def _end_forward(state: ModuleState, result: Any) -> Any:
-    """Note that the forward of a call has ended, and cast its result."""
     eager.forward_ended(state.nested)
     result = cast_output(state.mp_policy, result)
     if state.nested and torch.is_grad_enabled() and not eager.inside_call(2):

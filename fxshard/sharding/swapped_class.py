@@ -116,10 +116,7 @@ def _swapped_class(
 
 
 def _save_whole(save: Callable[..., Any]) -> Callable[..., Any]:
-    """Let Hugging Face's `save_pretrained` write whole parameters: all ranks call it, the first one writes.
-
-    Another one writes where `is_main_process` says so, and what `state_dict` has where it is given.
-    """
+    """Let Hugging Face's `save_pretrained` write whole parameters: all ranks call it, the main process writes."""
 
     @functools.wraps(save)
     def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -35,19 +35,16 @@ def save_checkpoint(
 ) -> None:
     """Write the state of `model` and `optim`, sharded, to the folder `path`, in place of the checkpoint there.
 
-    All ranks of the model call it with the same arguments; each writes the rows it has. What is not sharded (buffers,
-    `ignored_params` and their state) is written as rank 0 has it. The checkpoint that was at `path` stays until the new
-    one is complete and synced to disk: whatever kills the save, `load_checkpoint` finds one of the two. The state is
-    read, never changed; an optimizer without state is saved as that. Each error is raised on every rank.
+    All ranks of the model call it with the same arguments; each writes the rows it has, rank 0 what is not sharded. The
+    checkpoint that was at `path` stays until the new one is complete and synced to disk. The state is read, never
+    changed. Each error is raised on every rank. docs/checkpoints.md has more.
 
     Args:
-        path: a folder in a file system that all ranks share; its parents are made. While a save runs, and after one
-            that was killed, `path.fxshard-saving-...` and `path.fxshard-former` stand beside it.
+        path: a folder in a file system that all ranks share; its parents are made.
         model: sharded by fxshard or by FSDP2, or not at all; compiled or not.
         optim: the optimizer of its parameters.
         extra: what else belongs to it, the same on every rank: numbers, strings, `None`, tensors that are not sharded,
-            and dicts, lists, tuples and sets of these, such as the `state_dict()` of a scheduler. Random number
-            generators differ by rank; gather their states first.
+            and dicts, lists, tuples and sets of these, such as the `state_dict()` of a scheduler.
 
     Raises:
         ConfigError: an argument of another kind; something that a checkpoint cannot hold; `path` holds other files.
@@ -78,11 +75,10 @@ def save_checkpoint(
 def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optim: Optimizer | None = None) -> Any:
     """Read the checkpoint at `path` into `model` and `optim`, bitwise; any number of ranks may have written it.
 
-    All ranks of the model call it with the same arguments. Before anything is changed, sizes and SHA-256 of all files,
-    and all keys, shapes and dtypes are compared, and everything is read into CPU memory (this rank's rows). Parameters,
-    and the state that the optimizer has, are written in place; an optimizer without state gets it. Each error is raised
-    on every rank and leaves model and optimizer as they were, but for what hooks of the model raise or rename while it
-    is written (docs/checkpoints.md). Load only what you trust: torch's index of a checkpoint is a pickle.
+    All ranks of the model call it with the same arguments. All is compared, and read into CPU memory, before a change.
+    Parameters and state that are there are written in place. Each error is raised on every rank and leaves
+    model and optimizer as they were, but for what hooks of the model raise or rename while it is written. Load only
+    what you trust: torch's index of a checkpoint is a pickle.
 
     Args:
         path: as for `save_checkpoint`.
@@ -95,10 +91,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optim: Optim
     Raises:
         ConfigError: an argument of another kind; a parameter on the meta device.
         RankMismatchError: the ranks pass different paths, models, optimizers or groups.
-        CheckpointError: there is no checkpoint, or a file is missing or damaged, or a key, shape or dtype does not fit;
-            the message names files and FQNs.
-
-    Source: resharding is that of torch.distributed.checkpoint.
+        CheckpointError: there is no checkpoint, or a file is missing or damaged, or a key, shape or dtype does not fit.
     """
     ranks = Ranks.of(model)
     loading = _Loading(path, model, optim)
@@ -151,7 +144,6 @@ class _Saving:
         self.state: dict[str, Any]
 
     def describe(self) -> dict[str, str]:
-        """Collect the state; return what must be the same on all ranks."""
         self.target = checkpoint_dir.resolve(self._path)
         checkpoint_dir.require_apart(self.target)
         _require_kinds(self._model, self._optim)
@@ -165,31 +157,22 @@ class _Saving:
         return facts | dict(serializable.facts(self.extra, "extra"))
 
     def manifest(self, files: dict[str, FileEntry], world_size: int) -> Manifest:
-        optim, placements = self._optim, {}
-        if optim is not None:
-            placements = checkpoint_optimizer.placements_of(self._model, optim)
+        optim = self._optim
+        placements = {} if optim is None else checkpoint_optimizer.placements_of(self._model, optim)
+        name = None if optim is None else type(optim).__name__
         return Manifest(
-            files=files,
-            world_size=world_size,
-            torch=str(torch.__version__),
-            optimizer=None if optim is None else type(optim).__name__,
-            placements=placements,
+            files=files, world_size=world_size, torch=str(torch.__version__), optimizer=name, placements=placements
         )
 
 
 def _write_shards(folder: Path, state: dict[str, Any], ranks: Ranks) -> None:
     # What is on all ranks is written by the first: buffers of one module come from one rank.
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+    writer, alone = FileSystemWriter(folder), ranks.group is None
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
-            dcp.save(
-                state,
-                storage_writer=FileSystemWriter(folder),
-                planner=planner,
-                process_group=ranks.group,
-                no_dist=ranks.group is None,
-            )
+            dcp.save(state, storage_writer=writer, planner=planner, process_group=ranks.group, no_dist=alone)
         except CheckpointException as error:
             causes = (f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items())
             raise CheckpointError(f"{folder} could not be written: {'; '.join(causes)}.") from error
@@ -213,7 +196,6 @@ def _hash_files(folder: Path, extra: Any, ranks: Ranks) -> dict[str, FileEntry]:
 
 
 def _require_loadable(path: Path) -> None:
-    """Read an extra back before anything is replaced by the checkpoint that it is in."""
     try:
         torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:
@@ -227,7 +209,6 @@ def _writer(name: str, world_size: int) -> int:
 
 
 def _finish(folder: Path, target: Path, finished: Manifest) -> None:
-    """Complete the folder and put it in place; rank 0 alone."""
     unseen = [name for name in finished.files if not (folder / name).exists()]
     if unseen:
         raise ConfigError(
@@ -249,7 +230,6 @@ class _Loading:
         self.of_optim: checkpoint_optimizer.OptimizerStaging | None = None
 
     def describe(self) -> dict[str, str]:
-        """Return what must be the same on all ranks."""
         self.target = checkpoint_dir.resolve(self._path)
         _require_kinds(self._model, self._optim)
         facts = {"the call": "load_checkpoint", "path": str(self.target), "optimizer": "none"}
@@ -259,7 +239,6 @@ class _Loading:
         return facts | checkpoint_model.facts_of(checkpoint_model.state_of(self._model))
 
     def stage(self, folder: Path, described: Manifest) -> None:
-        """Compare everything with model and optimizer, and read it."""
         contents, optim = CheckpointIndex(folder, written_by=described.torch), self._optim
         if optim is not None and described.optimizer != (own := type(optim).__name__):
             held = f"the state of {described.optimizer}" if described.optimizer else "no optimizer"
@@ -274,7 +253,6 @@ class _Loading:
             self.extra = torch.load(folder / checkpoint_dir.EXTRA, weights_only=True, map_location="cpu")
 
     def commit(self) -> None:
-        """Write what was read into model and optimizer."""
         self.of_model.commit()
         if self.of_optim is not None:
             self.of_optim.commit()

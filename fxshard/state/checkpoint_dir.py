@@ -45,10 +45,7 @@ def resolve(path: object) -> Path:
 
 
 def find(path: Path) -> Path:
-    """Return the folder that holds the checkpoint of `path`; see [Note: a checkpoint is never lost].
-
-    Raises `CheckpointError` if there is none.
-    """
+    """Return the folder that holds the checkpoint of `path`; raise `CheckpointError` if there is none."""
     if _is_complete(path):
         return path
     former = _former(path)
@@ -64,10 +61,7 @@ def find(path: Path) -> Path:
 
 
 def prepare(path: Path) -> None:
-    """Make room for a save to `path`: bring back or remove what saves that were ended have left.
-
-    Raises `ConfigError` if `path` is a file, or a folder with files that are not a checkpoint's.
-    """
+    """Make room for a save to `path`; raise `ConfigError` if it is a file, or holds others than a checkpoint's."""
     missing = [folder for folder in path.parents if not folder.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     for folder in missing:
@@ -100,10 +94,7 @@ def unfinished(path: Path, name: str) -> Path:
 
 
 def commit(folder: Path, path: Path) -> None:
-    """Put `folder`, which is complete and synced, in the place of `path`.
-
-    Raises `CheckpointError`, which says which checkpoint is there, if that fails.
-    """
+    """Put `folder`, which is complete and synced, in the place of `path`; say which is there if that fails."""
     former = _former(path)
     try:
         if not _is_absent(path):

@@ -23,10 +23,7 @@ ROOT = "model"
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """Map FQN -> parameter, buffer or extra state; nothing is copied.
-
-    Raises `ConfigError` if something is on the meta device, or cannot be stored.
-    """
+    """Map FQN -> parameter, buffer or extra state; nothing is copied."""
     state = get_model_state_dict(model)
     require_values(state)
     return {fqn: serializable.nested(value, fqn) for fqn, value in state.items()}
@@ -41,10 +38,7 @@ def facts_of(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 class ModelStaging:
-    """The model's part of a checkpoint, read into CPU memory beside the model.
-
-    `state` maps FQN -> what was saved.
-    """
+    """The model's part of a checkpoint, read into CPU memory beside the model; `state` maps FQN -> what was saved."""
 
     def __init__(self, contents: CheckpointIndex, model: nn.Module) -> None:
         """Compare what the checkpoint holds with the model, then read it."""
@@ -66,11 +60,7 @@ class ModelStaging:
         refuse(tied_otherwise(self.state, tied), what, CheckpointError)
 
     def commit(self) -> None:
-        """Write the tensors that were read into the model, in place; extra state is set already.
-
-        Raises `CheckpointError` if `load_state_dict` has no place for some that `state_dict` gives; the others are
-        written.
-        """
+        """Write the tensors that were read into the model, in place; extra state is set already."""
         tensors = {fqn: value for fqn, value in self.state.items() if not is_extra(fqn)}
         found = set_model_state_dict(self._model, tensors, options=StateDictOptions(strict=False))
         if left := sorted(getattr(found, "unexpected_keys", ())):  # a load_state_dict of the user's may return nothing

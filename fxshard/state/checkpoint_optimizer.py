@@ -1,10 +1,8 @@
 """The state of an optimizer by parameter FQN: read for a save, staged and put in place by a load.
 
 torch's get_optimizer_state_dict and set_optimizer_state_dict step an optimizer that has no state yet, and cast state to
-the dtype of its parameter. But a save must change nothing, and a load must bring back every bit. The names are torch's,
-so either side reads what the other wrote: `state.<FQN>.<name>`, `param_groups.<i>.<option>`. What an optimizer adds to
-its state_dict() beside these (`loss_scale`) is stored by its key, and handed, with all the rest, to its
-load_state_dict.
+the dtype of its parameter. But a save must change nothing, and a load must bring back every bit. The names are torch's:
+`state.<FQN>.<name>`, `param_groups.<i>.<option>`; what an optimizer adds to its state_dict() is stored by its key.
 """
 
 from __future__ import annotations
@@ -34,10 +32,7 @@ ROOT = "optim"
 
 
 def _held_by(model: nn.Module, optim: Optimizer) -> OptimizerState:
-    """Describe what an optimizer holds, not what its state_dict() returns.
-
-    Raises `ConfigError` if one of its parameters is not the model's, or state has no FQN.
-    """
+    """Describe what an optimizer holds, not what its state_dict() returns."""
     names_of(model, optim)
     fqns = {p: fqn for fqn, p in named_parameters(model)}
     state_dict = optim.state_dict()  # first: `WholeMatrices` then has its state in `state`
@@ -56,11 +51,7 @@ def _held_by(model: nn.Module, optim: Optimizer) -> OptimizerState:
 
 
 def state_of(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
-    """Return the optimizer's state and groups with FQNs in place of parameters; nothing is copied or changed.
-
-    Raises `ConfigError` if it holds parameters of another model, something that cannot be stored, or sharded tensors
-    outside of the state of parameters.
-    """
+    """Return the optimizer's state and groups with FQNs in place of parameters; nothing is copied or changed."""
     held = _held_by(model, optim)
     state = {fqn: serializable.named(each, state_fact(fqn)) for fqn, each in held.states.items()}
     groups = [serializable.named(group, f"param_groups[{i}]") for i, group in enumerate(held.groups)]
@@ -104,16 +95,9 @@ class OptimizerStaging:
     """
 
     def __init__(
-        self,
-        contents: CheckpointIndex,
-        model: nn.Module,
-        optim: Optimizer,
-        placements: Mapping[str, list[int | None]],
+        self, contents: CheckpointIndex, model: nn.Module, optim: Optimizer, placements: Mapping[str, list[int | None]]
     ) -> None:
-        """Compare what the checkpoint holds with the optimizer, then read it.
-
-        Raises `CheckpointError` if a key, shape or dtype does not fit, named with its file.
-        """
+        """Compare what the checkpoint holds with the optimizer, then read it."""
         self._optim, self._names, self._own = optim, names_of(model, optim), _held_by(model, optim)
         paths = {key: path[1:] for path, key in contents.under(ROOT)}
         tensors = {key: path for key, path in paths.items() if key in contents.tensors}

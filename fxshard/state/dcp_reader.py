@@ -89,19 +89,12 @@ class CheckpointIndex:
             )
 
     def read(self, values: dict[str, Any]) -> None:
-        """Read into the tensors of `values`, and put what is not a tensor in their place; without collectives.
-
-        Raises `CheckpointError` if a file is missing or damaged.
-        """
+        """Read into the tensors of `values`, and put what is not a tensor in their place; without collectives."""
+        reader = _SelectiveReader(self.folder, self._metadata)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             try:
-                dcp.load(
-                    values,
-                    storage_reader=_SelectiveReader(self.folder, self._metadata),
-                    planner=_Planner(),
-                    no_dist=True,
-                )
+                dcp.load(values, storage_reader=reader, planner=_Planner(), no_dist=True)
             except CheckpointException as error:
                 causes = "; ".join(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values())
                 some = next(iter(values), "")

@@ -96,7 +96,7 @@ def group_misfits(coming: OptimizerState, names: ParameterNames) -> Iterator[str
 
 
 def unknown_state(keys: Collection[Any]) -> Iterator[str]:
-    """Say so if there is state under `keys`, which name no parameter."""
+    """Refuse state under `keys`, which name no parameter."""
     if keys:
         yield f"it has state of {', '.join(map(str, keys))}, which no param_group names"
 
@@ -130,7 +130,6 @@ def state_misfits(
 
 
 def _other_keys(fqn: str, coming: Any, present: Any, otherwise: Iterable[Any]) -> Iterator[str]:
-    """Compare what is coming for a parameter with the keys and classes that are present, or with other keys."""
     now = present or otherwise
     if isinstance(coming, dict) and set(now) != set(coming):
         yield f"state of {fqn} has {sorted(map(str, coming))}, expected {sorted(map(str, now))}"

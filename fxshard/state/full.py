@@ -28,16 +28,11 @@ class FullState:
     source: int | None = None  # the global rank that has them; `None` if every rank does
 
 
-def receive(
-    call: str,
-    state: Mapping[str, Any],
-    ranks: Ranks,
-    pack: Callable[[], FullState],
-) -> FullState:
+def receive(call: str, state: Mapping[str, Any], ranks: Ranks, pack: Callable[[], FullState]) -> FullState:
     """Give every rank the full state; the tensors themselves stay where they are.
 
-    `call` names the public function in messages. `state` is what this rank was given. `pack` makes a full state of it
-    where that counts. Raises `ConfigError` on every rank if one of them finds something wrong.
+    `call` names the public function in messages. `state` is what this rank was given, of which `pack` makes a full
+    state where that counts. Raises `ConfigError` on every rank if one of them finds something wrong.
     """
     source = _choose_source(call, state, ranks)
 
@@ -94,9 +89,8 @@ def require_alike(
 ) -> None:
     """Make sure, before anything is written, that every rank can take what is coming, and that it is the same.
 
-    Raises `ConfigError` on every rank if one cannot; `call` names the public function. `full` is coming and goes to
-    `targets`. `sharing` maps name -> the parameter or buffer whose ranks share it; all ranks share the rest. `own` is
-    what else must be the same on all ranks: name -> in words.
+    `full` is coming and goes to `targets`. `sharing` maps name -> the parameter or buffer whose ranks share it; all
+    ranks share the rest. `own` is what else must be the same on all ranks: name -> in words.
     """
     if full.source is not None:  # what is not cut into rows is sent to all
         whole = {each.name for each, target in zip(full.announced, targets, strict=True) if target.mesh is None}

@@ -134,17 +134,11 @@ def value_text(tensor: Tensor) -> str:
 
 
 def gather_all(
-    held: Sequence[LocalShard],
-    *,
-    recipient: int | None,
-    cpu_offload: bool,
-    bucket_mib: float,
-    title: str,
+    held: Sequence[LocalShard], *, recipient: int | None, cpu_offload: bool, bucket_mib: float, title: str
 ) -> list[Tensor] | None:
     """Make every tensor full, on global rank `recipient`, or on all if that is `None`; return new tensors there.
 
-    Every rank calls it with the same tensors. `title` stands before a bar that shows how much has arrived; without one
-    there is no bar.
+    Every rank calls it with the same tensors. `title` stands before a bar that shows how much has arrived, if any.
     """
     wanted = recipient is None or not dist.is_initialized() or dist.get_rank() == recipient
     results: list[Tensor | None] = [None] * len(held)
@@ -169,7 +163,7 @@ def gather_all(
 
 
 def _full(tensor: DTensor, to_cpu: bool) -> Tensor:
-    """Make it full, in memory of its own: along axes of one rank torch gives the tensor itself."""
+    # Along axes of one rank torch gives the tensor itself.
     full = full_tensor_of(tensor)
     if full.untyped_storage().data_ptr() == local_of(tensor).untyped_storage().data_ptr():
         return copied(full, to_cpu=to_cpu)
@@ -212,16 +206,11 @@ def device_of(held: Sequence[LocalShard]) -> torch.device:
 
 
 def deliver(
-    targets: Sequence[LocalShard],
-    fulls: Sequence[Tensor] | None,
-    source: int | None,
-    ranks: Ranks,
-    bucket_mib: float,
+    targets: Sequence[LocalShard], fulls: Sequence[Tensor] | None, source: int | None, ranks: Ranks, bucket_mib: float
 ) -> None:
-    """Fill this rank's rows of every target, and the whole of those that are not cut into rows.
+    """Fill this rank's rows of every target, which are contiguous, and the whole of those that are not cut into rows.
 
-    The rows of `targets` are contiguous; the targets are the same on all ranks. `fulls` are the full tensors, on the
-    global rank `source`, or on every rank if that is `None`.
+    `fulls` are the full tensors, on the global rank `source`, or on every rank if that is `None`.
     """
     if source is None or ranks.group is None or ranks.size == 1:
         for target, full in zip(targets, fulls or (), strict=True):

@@ -49,10 +49,7 @@ class _WithFactors:
 
 
 def base_name(model: nn.Module, name: str) -> tuple[str, Merge | None] | None:
-    """Return what the base model calls a tensor of `model`, and what is added to it; `None` for what it lacks.
-
-    It lacks adapters, and what an active adapter has replaced (`modules_to_save`).
-    """
+    """Return what the base model calls a tensor of `model`, and what is added to it; `None` for what it lacks."""
     module: nn.Module | None = model
     kept, merge, steps = [], None, name.split(".")
     while steps:

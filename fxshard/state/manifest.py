@@ -87,10 +87,7 @@ class Manifest:
 
     @staticmethod
     def mark(folder: Path) -> tuple[int, ...] | None:
-        """Return what no other manifest in `folder` would have, even one of equal content; `None` if there is none.
-
-        Raises `OSError` if nobody can tell, for example if this process may not look.
-        """
+        """Return what no other manifest in `folder` would have, even one of equal content; `None` if there is none."""
         try:
             with (folder / NAME).open("rb") as file:  # a network file system looks at the server when a file is opened
                 found = os.fstat(file.fileno())
@@ -156,10 +153,7 @@ class Reading:
 
 
 def verify(folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1) -> None:
-    """Compare all files with the manifest; each rank reads its share of them.
-
-    Raises `CheckpointError`, which names missing or damaged files and what they hold.
-    """
+    """Compare all files with the manifest; each rank reads its share of them."""
     found = {name: manifest.problem(folder, name) for name in sorted(manifest.files)[rank::world_size]}
     problems = [f"{name} {problem}{_held_by(folder, manifest, name)}" for name, problem in found.items() if problem]
     if problems:

@@ -76,17 +76,10 @@ def merge(
         checkpoint: a folder of `save_checkpoint`, whose files are compared with their manifest first, or of
             `torch.distributed.checkpoint.save`.
         out: the file; written under another name beside it, then renamed. A link stays, and what it names is replaced.
-        everything: whether to add what stands beside the model, under its keys in the checkpoint: for the optimizer
-            `optim.state.<FQN>.<name>`. What is not a tensor becomes JSON in the file's metadata, where it can.
+        everything: whether to add what stands beside the model, under its keys in the checkpoint. What is not a tensor
+            becomes JSON in the file's metadata, where it can.
         overwrite: whether `out` may exist.
         on_progress: called with bytes written and bytes in all.
-
-    Raises:
-        ConfigError: `out` exists, is a folder or lies in the checkpoint, or its folder does not exist; a name would
-            stand for two tensors.
-        CheckpointError: files are missing or damaged, or hold a dtype that safetensors has no name for; `out` could not
-            be written.
-        MissingExtraError: safetensors is not installed.
     """
     try:
         from safetensors import safe_open
@@ -204,7 +197,6 @@ def _bytes_of(contents: CheckpointIndex, key: str) -> memoryview:
 
 
 def _require_same(path: Path, slices: dict[str, Any], contents: CheckpointIndex, selection: _Selection) -> None:
-    """Raise unless safetensors reads the names, shapes and dtypes that were to be written."""
     found = {name: (slice_.get_shape(), slice_.get_dtype()) for name, slice_ in slices.items()}
     described = {name: shape_and_dtype(contents.tensors[key]) for name, key in selection.names.items()}
     if found != {name: (shape, _DTYPES[dtype]) for name, (shape, dtype) in described.items()}:

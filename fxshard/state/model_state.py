@@ -24,10 +24,7 @@ _CALL, _LOAD_CALL = "full_state_dict", "load_full_state_dict"
 
 
 def state_of_module(model: nn.Module) -> dict[str, Any]:
-    """Return the parameters and buffers themselves, by their FQNs.
-
-    The dict is of the class that `state_dict` gives, and carries the versions of the modules as that one does.
-    """
+    """Return the parameters and buffers themselves by FQN, in a dict of the class and versions of `state_dict`."""
     state = model.state_dict(keep_vars=True)
     named = copy.copy(state)
     named.clear()
@@ -44,17 +41,10 @@ def full_state_dict(
 ) -> dict[str, Any]:
     """Return the `state_dict` of the unsharded model: its keys, order, full parameters and buffers.
 
-    Args:
-        model: as for `full_optim_state_dict`; so are the others.
-        recipient_rank: who gets it; `None` for all.
-        cpu_offload: whether the result is on the CPU.
-        bucket_mib: size of a bucket.
+    Arguments are as for `full_optim_state_dict`. Buffers are those of the rank that gets it.
 
     Returns:
-        The state where it is wanted, `{}` elsewhere. Buffers are those of the rank that gets it.
-
-    Raises:
-        ConfigError: as for `full_optim_state_dict`, or parameters are on the meta device.
+        The state where it is wanted, `{}` elsewhere.
     """
     ranks = Ranks.of(model)
 
@@ -72,13 +62,8 @@ def full_state_dict(
     recipient, state, held, facts = ranks.together(held_here, _CALL)
     sharing = {name: value for name, value in state.items() if isinstance(value, DTensor)}
     ranks.compare(_CALL, facts, sharing)
-    fulls = gather_all(
-        list(held.values()),
-        recipient=recipient,
-        cpu_offload=cpu_offload,
-        bucket_mib=bucket_mib,
-        title="model state",
-    )
+    shards, title = list(held.values()), "model state"
+    fulls = gather_all(shards, recipient=recipient, cpu_offload=cpu_offload, bucket_mib=bucket_mib, title=title)
     if fulls is None:
         return {}
     arrived = dict(zip(held, fulls, strict=True))
@@ -104,9 +89,6 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, bucket_m
         state: the full state, on one rank (the others pass `{}`) or on every rank: then the values of sharded
             parameters must be the same, and of buffers and extra state each rank takes its own.
         bucket_mib: as for `full_optim_state_dict`.
-
-    Raises:
-        ConfigError: keys, shapes or dtypes do not fit (what does not is named, on every rank); nothing was written.
     """
     ranks = Ranks.of(model)
 
@@ -156,7 +138,7 @@ def _packed(state: Mapping[str, Any], model: nn.Module, own: Mapping[str, Any]) 
 
 
 def _require_registered(model: nn.Module, own: Mapping[str, Any]) -> None:
-    """Raise for what stands in the state_dict but nowhere else: writing into it would change nothing."""
+    # Writing into what stands in the state_dict but nowhere else would change nothing.
     known = {id(each) for each in (*model.parameters(), *model.buffers())}
     tensors = {name: value for name, value in own.items() if isinstance(value, Tensor) and not is_extra(name)}
     if made := [name for name, value in tensors.items() if id(value) not in known]:

@@ -38,14 +38,10 @@ def load_full_optim_state_dict(
     has been checked; the old state lives until the new one is there.
 
     Args:
-        model: as for `full_optim_state_dict`.
+        model: as for `full_optim_state_dict`; so is `bucket_mib`.
         optim: with the same param groups; its own state is replaced.
-        state: the full state, by id or FQN, on one rank (the others pass `{}`) or the same on every rank: all that
-            ranks share of it is compared.
-        bucket_mib: as for `full_optim_state_dict`.
-
-    Raises:
-        ConfigError: groups, keys, shapes or dtypes do not fit (what does not is named, on every rank).
+        state: the full state, by id or FQN, on one rank (the others pass `{}`) or the same on every rank.
+        bucket_mib: as there.
     """
     ranks = Ranks.of(model)
 
@@ -75,9 +71,8 @@ def load_full_optim_state_dict(
         each.allocate()
     deliver(targets, given.tensors, given.source, ranks, bucket_mib)
     # load_state_dict and its hooks are the user's.
-    ranks.together(
-        lambda: _install(optim, names, contents, {each.announced.path: each.finished() for each in places}), _CALL
-    )
+    tensors = {each.announced.path: each.finished() for each in places}
+    ranks.together(lambda: _install(optim, names, contents, tensors), _CALL)
 
 
 def _packed(state: Mapping[str, Any], names: ParameterNames) -> FullState:
@@ -153,7 +148,6 @@ class _LoadTarget:
 def _targets(
     contents: OptimizerState, announced: Sequence[Announced], names: ParameterNames, optim: Optimizer
 ) -> tuple[list[_LoadTarget], Iterator[str]]:
-    """Return where everything that is coming goes, in the order in which it comes, and what does not fit there."""
     present = {fqn: subclasses.flatten(optim.state.get(p, {}), state_fact(fqn)) for fqn, p in names.parameters.items()}
     tensors = tensors_in(present)
     held = shards_in(tensors, names.parameters)

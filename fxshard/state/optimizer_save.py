@@ -79,13 +79,8 @@ def full_optim_state_dict(
     lacking = ranks.compare(_CALL, facts, sharing)
     if any(lacking):
         held.complete(lacking, ranks)
-    fulls = gather_all(
-        list(held.shards.values()),
-        recipient=recipient,
-        cpu_offload=cpu_offload,
-        bucket_mib=bucket_mib,
-        title="optimizer state",
-    )
+    shards, title = list(held.shards.values()), "optimizer state"
+    fulls = gather_all(shards, recipient=recipient, cpu_offload=cpu_offload, bucket_mib=bucket_mib, title=title)
     if fulls is None:
         return {}
     states = put_back(held.state.states, dict(zip(held.shards, fulls, strict=True)))
@@ -137,7 +132,6 @@ class _Held:
         return cls(names, replace(found.with_beside(beside), states=states), shards_in(tensors, names.parameters))
 
     def facts(self) -> dict[str, str]:
-        """Return what ranks compare before they gather."""
         lacking = {state_fact(fqn): "" for fqn in self.names.parameters if fqn not in self.state.states}
         return self.state.facts(texts_of(self.shards, self.names.parameters)) | lacking
 

@@ -21,10 +21,7 @@ from fxshard.state.serializable import facts
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerState:
-    """What an optimizer keeps.
-
-    The tensors of `states` may be taken out; then a `LeafMark` stands for each, whose path begins with the FQN.
-    """
+    """What an optimizer keeps; a `LeafMark` stands for each tensor of `states` that is taken out."""
 
     states: dict[str, Any]  # FQN -> its state, with a dict of its parts for each tensor subclass
     others: dict[Any, Any]  # state that belongs to no parameter

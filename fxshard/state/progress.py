@@ -13,10 +13,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def showing(title: str, sizes: Iterable[int]) -> Iterator[Callable[[int], None]]:
-    """Show a bar on stderr while the block runs, if that is a terminal and there are bytes to move.
-
-    `title` stands before the bar, `sizes` are in bytes. Yields what to call with the number of bytes that have arrived.
-    """
+    """Show a bar on stderr while the block runs; yield what to call with the number of bytes that have arrived."""
     stderr = sys.stderr  # a daemon may have none, or has closed it
     total = sum(sizes) if stderr is not None and not stderr.closed and stderr.isatty() else 0
     if not total:

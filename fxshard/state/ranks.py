@@ -1,7 +1,4 @@
-"""The ranks that hold a state together: what must be the same on all, and how they raise together what one found.
-
-A rank that raised alone would leave the others waiting in the next collective.
-"""
+"""The ranks that hold a state together: what must be the same on all, and how they raise together what one found."""
 
 from __future__ import annotations
 
@@ -47,7 +44,6 @@ class _Failure:
 
     @classmethod
     def of(cls, error: BaseException, otherwise: type[FxshardError]) -> _Failure:
-        """Make one of an error; `otherwise` is raised for what is no error of ours."""
         if isinstance(error, ConfigError | CheckpointError | RankMismatchError):
             return cls(type(error), str(error))
         if isinstance(error, CheckpointException):
@@ -65,10 +61,7 @@ class Ranks:
 
     @classmethod
     def of(cls, model: object) -> Ranks:
-        """Return the ranks that share the parameters of `model`; all ranks for what is no model, or not sharded.
-
-        Raises `ConfigError` on all of them if they have no process group.
-        """
+        """Return the ranks that share the parameters of `model`; all ranks for what is no model, or not sharded."""
         meshes = list(_meshes(plain_module(model).parameters())) if isinstance(model, nn.Module) else []
         device = torch.empty(0, device=meshes[0].device_type).device if meshes else torch.device("cpu")
         ranks = {id(mesh): set(mesh_axes.ranks_of(mesh)) for mesh in meshes}
@@ -125,11 +118,10 @@ class Ranks:
         sharing: Mapping[str, Tensor] | None = None,
         kind: type[FxshardError] = ConfigError,
     ) -> list[list[str]]:
-        """Compare `facts`, name -> text, among the ranks; return for each rank the names that it lacks.
+        """Compare `facts`, name -> text, among the ranks; return for each rank what it lacks, if any differ.
 
-        It lacks what it has nothing of while others have; the list is empty if all ranks have the same. `sharing` maps
-        name -> the parameter whose ranks must have the same; all ranks must have the rest. Raises an error of a kind
-        on every rank if ranks differ; `call` names the public function.
+        `sharing` maps name -> the parameter whose ranks must have the same; all ranks must have the rest. `call` names
+        the public function in the error of `kind`, which is raised on every rank.
         """
         digest = hashlib.sha256(repr(list(facts.items())).encode(errors="replace")).digest()
         if len(set(self.exchange(digest))) == 1:
@@ -155,8 +147,7 @@ class Ranks:
     def together(self, work: Callable[[], T], call: str = "") -> T:
         """Do `work`, which has no collectives, on every rank; if it fails on some, raise on all what they found.
 
-        `call` names the public function in messages. Then what is no `FxshardError` becomes a `ConfigError`, else a
-        `CheckpointError`. The class is that of the first rank's error.
+        With `call`, the public function, what is no `FxshardError` becomes a `ConfigError`, else a `CheckpointError`.
         """
         value, failure, cause = None, None, None
         try:
@@ -177,12 +168,10 @@ class Ranks:
 
 
 def _meshes(parameters: Iterable[Tensor]) -> Iterable[DeviceMesh]:
-    found = {id(p.device_mesh): p.device_mesh for p in parameters if isinstance(p, DTensor)}
-    return found.values()
+    return {id(p.device_mesh): p.device_mesh for p in parameters if isinstance(p, DTensor)}.values()
 
 
 def _differing_claims(everyone: Mapping[int, Mapping[str, _Claim]]) -> Iterable[str]:
-    """Return what ranks that must say the same say otherwise, by name."""
     names = dict.fromkeys(name for claims in everyone.values() for name in claims)
     for name in names:
         for sharing in dict.fromkeys(claims[name].ranks for claims in everyone.values() if name in claims):
@@ -243,11 +232,7 @@ def _is_slice(mesh: DeviceMesh, of: DeviceMesh) -> bool:
 
 
 def require_one_set(model: nn.Module) -> None:
-    """Raise `ConfigError` if parameters are sharded over several sets of ranks.
-
-    torch's index of a checkpoint would hold the rows of one of them. Beside tensor-parallel parameters others are on a
-    slice of their mesh, and the same on every one of its slices.
-    """
+    """Refuse parameters on several sets of ranks: torch's index would hold the rows of one. Slices of a mesh may be."""
     found: dict[tuple[int, ...], str] = {}
     meshes: dict[tuple[int, ...], DeviceMesh] = {}
     for name, parameter in model.named_parameters():
@@ -264,10 +249,7 @@ def require_one_set(model: nn.Module) -> None:
 
 
 def require_equal_slices(model: nn.Module, ranks: Ranks) -> None:
-    """Raise `ConfigError` on every rank if ranks have other values of a parameter at one place of its mesh.
-
-    A parameter on a slice of the others' mesh is to be the same on every slice: a checkpoint holds it once.
-    """
+    """Raise on every rank if slices of a mesh have other values of a parameter: a checkpoint holds it once."""
     sharded = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
     most = max((len(ranks_of(p)) for p in sharded.values()), default=0)
     own = {

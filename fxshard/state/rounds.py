@@ -61,11 +61,7 @@ class Round(NamedTuple):
 
 
 def rounds_of(items: Sequence[Item], world_size: int, bucket_bytes: int) -> list[Round]:
-    """Cut and group items into rounds; the same on every rank, if the order of `items` is.
-
-    `world_size` ranks hold shares. `bucket_bytes` is what the regions of a bucket may add up to; one has at least 64
-    bytes.
-    """
+    """Cut and group items into rounds, the same on every rank; a bucket has at least 64 bytes for each."""
     return list(_rounds(items, max(64, bucket_bytes // max(world_size, 2))))
 
 

@@ -27,11 +27,7 @@ _DICT = "fxshard.dict"  # before a dict that is saved as one value
 
 
 def storable(value: Any, where: str) -> Any:
-    """Return a copy of `value` that holds only what can be loaded without running code from the file.
-
-    That is numbers (numpy's become Python's), strings, `None`, dtypes, devices, plain tensors, and dicts, lists, tuples
-    and sets of them. Errors call it `where`, an expression.
-    """
+    """Return a copy of `value` that holds only what can be loaded without running code from the file."""
     kind = type(value)
     if kind in _LEAVES:
         return value
@@ -66,7 +62,7 @@ def nested(value: Any, where: str) -> Any:
     """Return what optimizers and modules keep: tensors, also sharded ones, anywhere in dicts and lists.
 
     torch saves the values of dicts one by one, by keys that are strings; a dict that has other keys, or none, becomes
-    one value, which `unpacked` turns back. Raises `ConfigError` as `storable` does.
+    one value, which `unpacked` turns back.
     """
     if isinstance(value, Tensor) and _is_dense(value):
         return value.detach().resolve_conj().resolve_neg()
@@ -97,10 +93,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def facts(value: Any, name: str = "", texts: Mapping[KeyPath, str] | None = None) -> Iterator[tuple[str, str]]:
-    """Yield the name of each value inside, and words that are equal where values are.
-
-    Of what is neither plain nor a tensor these are its kind. `texts` stand for tensors that were taken out.
-    """
+    """Yield the name of each value inside, and words that are equal where values are; `texts` of tensors taken out."""
     if isinstance(value, LeafMark):
         yield name, (texts or {}).get(value.path, "tensor")
     elif isinstance(value, Tensor):

@@ -29,8 +29,7 @@ _ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 def flatten(state: Any, where: str) -> Any:
     """Return the state of a parameter with a dict of its parts for each tensor subclass; parts share its memory.
 
-    Parts of a sharded subclass are DTensors: sharded by rows where the class cuts them, else replicated. Errors call it
-    `where`.
+    Parts of a sharded subclass are DTensors: sharded by rows where the class cuts them, else replicated.
     """
 
     def taken(path: KeyPath, value: Any) -> Any:
@@ -43,10 +42,7 @@ def flatten(state: Any, where: str) -> Any:
 
 
 def unflatten(state: Any, where: str) -> Any:
-    """Return what `flatten` was given, of its parts or of others: full tensors, or those of other ranks.
-
-    Raises `ConfigError` if the class was not imported, or the blocks do not end where the rows of this rank end.
-    """
+    """Return what `flatten` was given, of its parts or of others: full tensors, or those of other ranks."""
     if isinstance(state, Mapping) and KIND in state:
         return _whole(state, where)
     if type(state) is dict:
@@ -96,7 +92,6 @@ class _Gathers(torch_private.DispatchMode):
 
 
 def _cut_parts(local: Tensor, where: str) -> list[str]:
-    """Return the names of the parts that the class gathers, by its own rule."""
     kind: Any = type(local)
     try:
         with _Gathers() as mode:
@@ -124,7 +119,6 @@ def _parts(state: Tensor, local: Tensor, where: str) -> dict[str, Any]:
 
 
 def _placed(part: Tensor, state: DTensor, local: Tensor, is_cut: bool, where: str) -> DTensor:
-    """Return a part as the DTensor that all ranks hold of it."""
     dims = [placement.dim for placement in state.placements if isinstance(placement, Shard)]
     if any(dims) or not all(type(each) in (Shard, Replicate) for each in state.placements):
         raise ConfigError(_refusal(where, type(local), f"it is placed {state.placements}, not sharded by rows"))
@@ -145,11 +139,9 @@ def _whole(parts: Mapping[str, Any], where: str) -> Tensor:
     locals_ = {name: local_of(each) if isinstance(each, DTensor) else each for name, each in tensors.items()}
     first = tensors[cut[0]]
     own = locals_[cut[0]].shape[0] * shape[0] // first.shape[0]
-    for name in cut:
-        if locals_[name].shape[0] * shape[0] != own * tensors[name].shape[0]:
-            raise ConfigError(
-                _refusal(where, kind, f"the rows of this rank, {own} of {shape[0]}, do not end where a block ends")
-            )
+    if any(locals_[name].shape[0] * shape[0] != own * tensors[name].shape[0] for name in cut):
+        why = f"the rows of this rank, {own} of {shape[0]}, do not end where a block ends"
+        raise ConfigError(_refusal(where, kind, why))
     local = _rebuilt(kind, locals_, found["context"], torch.Size((own, *shape[1:])))
     if not isinstance(first, DTensor):
         return local

@@ -85,16 +85,14 @@ class Buckets:
 
     def __init__(self, rounds: Iterable[Round], num_regions: int, device: torch.device) -> None:
         self._nbytes = num_regions * max((each.width for each in rounds), default=0)
-        self._device = device
-        self._buckets: list[Tensor] = []
-        self._turn = 0
+        self._device, self._buckets = device, deque[Tensor](maxlen=2)
 
     def next(self, nbytes: int) -> Tensor:
         """Return the first `nbytes` of the bucket whose turn it is."""
-        if len(self._buckets) < 2:
-            self._buckets.append(torch.empty(self._nbytes, dtype=torch.uint8, device=self._device))
-        self._turn += 1
-        return self._buckets[(self._turn - 1) % len(self._buckets)][:nbytes]
+        is_new = len(self._buckets) < 2
+        bucket = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device) if is_new else self._buckets[0]
+        self._buckets.append(bucket)
+        return bucket[:nbytes]
 
 
 @dataclass(eq=False)
@@ -149,12 +147,10 @@ class _Collective:
         self.finish(under_way)
 
     def lengths(self, each: Round, rank: int) -> list[int]:
-        """Return the bytes that `rank` has of each chunk of a round."""
         held = [(self.items[i].nbytes - rank * self.items[i].share, first, last) for i, first, last in each.chunks]
         return [last - first if last <= nbytes else max(0, nbytes - first) for nbytes, first, last in held]
 
     def others(self, each: Round) -> Iterator[tuple[int, int]]:
-        """Return the other ranks that have bytes of a round, and how many."""
         for rank in range(self.wire.world_size):
             if rank != self.wire.rank and (nbytes := sum(self.lengths(each, rank))):
                 yield rank, nbytes
@@ -180,7 +176,6 @@ class _Gather(_Collective):
     _fulls: dict[int, Tensor] = field(default_factory=dict, init=False)
 
     def full(self, i: int) -> Tensor:
-        """Return the bytes of a full tensor, made when the first of them arrive."""
         if i not in self._fulls:
             self._fulls[i] = torch.empty(self.items[i].nbytes, dtype=torch.uint8, device=self.result_device)
         return self._fulls[i]
@@ -208,16 +203,15 @@ class _Gather(_Collective):
         for rank, nbytes in self.others(each):
             landing = self._place(each, rank) if bucket is None else bucket[rank * each.width :][:nbytes]
             ops.append(wire.receive(landing, rank))
-        works = launched(ops)
-        own = self.own(each)
+        works, own = launched(ops), self.own(each)
+        kept = None
         if each.kind is not Kind.PACKED or bucket is None:
             self._place(each, wire.rank).copy_(own[0])
-            return UnderWay(each, works, bucket)
-        if self.result_device == wire.device:
-            return UnderWay(each, works, bucket, kept=own)
-        # One copy of the bucket to another device is cheaper than one of each tensor.
-        wire.cat(own, bucket[wire.rank * each.width :][: sum(piece.numel() for piece in own)])
-        return UnderWay(each, works, bucket)
+        elif self.result_device == wire.device:
+            kept = own
+        else:  # one copy of the bucket to another device is cheaper than one of each tensor
+            wire.cat(own, bucket[wire.rank * each.width :][: sum(piece.numel() for piece in own)])
+        return UnderWay(each, works, bucket, kept=kept)
 
     def _all_gather(self, each: Round) -> UnderWay:
         """Launch it; regions are equal, so what a rank lacks in its own is filled up."""
@@ -249,7 +243,6 @@ class _Gather(_Collective):
         return each.kind is not Kind.PACKED and not self.rows[each.chunks[0].item].is_contiguous()
 
     def _place(self, each: Round, rank: int) -> Tensor:
-        """Return where what `rank` has of a large item belongs."""
         ((i, first, last),) = each.chunks
         start, end = self.items[i].held_by(rank, first, last)
         return self.full(i)[start:end]
@@ -280,7 +273,6 @@ class _Scatter(_Collective):
     fulls: Sequence[Tensor] | None
 
     def start(self, each: Round) -> UnderWay:
-        """Launch a round as this rank's part in it is."""
         return self._receive(each) if self.fulls is None else self._send(each, self.fulls)
 
     def _send(self, each: Round, fulls: Sequence[Tensor]) -> UnderWay:
@@ -301,7 +293,6 @@ class _Scatter(_Collective):
         return UnderWay(each, works, kept=kept)
 
     def _pieces(self, each: Round, rank: int, fulls: Sequence[Tensor]) -> list[Tensor]:
-        """Return what a rank is to get of the chunks of a round."""
         spans = [(i, *self.items[i].held_by(rank, first, last)) for i, first, last in each.chunks]
         return [part(fulls[i], start, end) for i, start, end in spans]
 
@@ -317,7 +308,6 @@ class _Scatter(_Collective):
         return UnderWay(each, works, None if is_direct else landing)
 
     def finish(self, under_way: UnderWay) -> None:
-        """Take what came through a bucket."""
         if under_way.bucket is not None:
             targets = self.own(under_way.round)
             pieces = torch.split(under_way.bucket, [target.numel() for target in targets])
@@ -336,9 +326,8 @@ def gather(
 ) -> list[Tensor]:
     """Gather on rank `recipient` of the group, or on all; return the bytes of each item there, elsewhere nothing.
 
-    `rows` are this rank's rows of each item; `rounds` come from `rounds_of`. If all want the result, straight items
-    must be even; straight items need the wire's device as `result_device`. `progress` is told where the result is
-    wanted.
+    `rows` are this rank's rows of each item. If all want the result, straight items must be even; straight items need
+    the wire's device as `result_device`.
     """
     collective = _Gather(wire, items, rows, rounds, recipient, result_device, progress)
     collective.run()

@@ -41,10 +41,7 @@ def require_writable(tensors: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def extra_states(model: nn.Module, state: Mapping[str, Any]) -> Iterator[Callable[[], None]]:
-    """Yield what sets the extra state of modules, code of the user's, from a state by FQN.
-
-    It raises `ConfigError` if a module does not take its own, named. If the block raises, what was set is taken back.
-    """
+    """Yield what sets the extra state of modules, by the user's code; it is taken back if the block raises."""
     wanted = {name: value for name, value in state.items() if is_extra(name)}
     modules = dict(_owners(model)) if wanted else {}
     former: list[tuple[nn.Module, Any]] = []
@@ -74,9 +71,8 @@ def extra_states(model: nn.Module, state: Mapping[str, Any]) -> Iterator[Callabl
 def handover(optim: Optimizer | None, whole: Mapping[str, Any] | None) -> Iterator[Callable[[], None]]:
     """Yield what hands an optimizer that adds to its state_dict all that was saved, `None` if nothing is added.
 
-    Only the optimizer itself knows what its additions belong to: it sees them with the state and the groups that were
-    saved with them. The tensors and options that it shows stay as they are; the load writes these next. Raises
-    `ConfigError` if the optimizer does not take it. If the block raises, what was there before is handed over again.
+    Only the optimizer itself knows what its additions belong to, so it sees all that was saved. The tensors and options
+    that it shows stay as they are; the load writes these next. If the block raises, the former is handed over again.
     """
     former: dict[str, Any] = {}
     copies: list[tuple[Tensor, Tensor]] = []
@@ -133,8 +129,7 @@ def _hand_over(optim: Optimizer, state: dict[str, Any]) -> None:
 
 def _holders(optim: Optimizer) -> Iterator[tuple[dict[str, Any], str]]:
     """Find the attributes by which an optimizer, and those that it wraps, hold the state and groups that it shows."""
-    # load_state_dict of a wrapped optimizer puts others there, and the wrapper would show what `step` no longer
-    # reads.
+    # load_state_dict of a wrapped optimizer puts others there; the wrapper would show what `step` no longer reads.
     shown = {id(group) for group in optim.param_groups}
     optimizers = [optim]
     for each in optimizers:
@@ -147,6 +142,5 @@ def _holders(optim: Optimizer) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the key of the extra state of each module; a wrapped one comes after its wrapper, and has the same."""
     for name, module in model.named_modules(remove_duplicate=False):
         yield fqn_of(model, f"{name}.{_EXTRA_STATE}" if name else _EXTRA_STATE), module

@@ -49,10 +49,7 @@ class Packing(NamedTuple):
 
 
 def pack(weights: Sequence[Weight], bucket_mib: float) -> tuple[list[Packing], int]:
-    """Cut weights into buckets; return also how many bytes one has, unless a single tensor has more.
-
-    Three exist at a time. There are sixteen, unless they were small, so that gathers overlap with reads.
-    """
+    """Cut weights into buckets, sixteen unless they were small; return also how many bytes one has at most."""
     capacity = min(int(2 * bucket_mib * MIB / 3), max(sum(each.held.nbytes for each in weights) // 16, _SMALL))
     packings: list[Packing] = []
     now = Packing([], [], 0)
@@ -69,10 +66,7 @@ def pack(weights: Sequence[Weight], bucket_mib: float) -> tuple[list[Packing], i
 
 
 class Buffers:
-    """Memory of buckets, which is used again when nobody holds a view of it.
-
-    Three take turns: one is being gathered, one is read, and the reader's variable still has the last view of a third.
-    """
+    """Memory of three buckets, used again when nobody has a view of it: one gathered, one read, one in a variable."""
 
     def __init__(self, needs: Sequence[int], capacity: int, device: torch.device) -> None:
         """Take memory for buckets that need so many bytes, but for those that need more than `capacity`."""
@@ -126,7 +120,6 @@ class Gathering:
             self.works += launched(batch)
 
     def _launch(self, i: int, delta: Tensor | None, wire: Wire, batch: list[dist.P2POp]) -> None:
-        """Launch an all_gather, or append sends and receives to a batch."""
         held, members = self.packing.weights[i].held, dist.get_process_group_ranks(wire.group)
         receivers = [rank for rank, member in enumerate(members) if member in self.wanting]
         if not receivers:
@@ -137,11 +130,10 @@ class Gathering:
             first = spans[wire.rank][0] * held.shape[held.dim] // held.nbytes
             rows = rows + delta.movedim(held.dim, 0)[first : first + rows.shape[0]].to(rows)
         places = [self._bytes(i)[start : max(start, end)] for start, end in spans] if self.buffer is not None else []
-        own = (
-            as_bytes(rows.to(self.device, held.dtype))
-            if not places
-            else self._write(places[wire.rank], rows, held.dtype)
-        )
+        if places:
+            own = self._write(places[wire.rank], rows, held.dtype)
+        else:
+            own = as_bytes(rows.to(self.device, held.dtype))
         self.kept.append(own)
         if self.gathers and len(receivers) == wire.world_size and item.share * wire.world_size == item.nbytes:
             self.works.append(wire.all_gather(self._bytes(i), own))
@@ -160,13 +152,11 @@ class Gathering:
                 whole.copy_(whole.view(rows_first(held.shape, held.dim)).movedim(0, held.dim).reshape(-1))
 
     def _bytes(self, i: int) -> Tensor:
-        """Return the place of a weight in the bucket."""
         begin = self.packing.begins[i]
         return cast(Tensor, self.buffer)[begin : begin + self.packing.weights[i].held.nbytes]
 
     @staticmethod
     def _write(target: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Write rows into bytes, cast."""
         target.view(dtype).view(rows.shape).copy_(rows)
         return target
 

@@ -101,8 +101,7 @@ def full_weights(
 
     Args:
         model: sharded by fxshard, by FSDP2 or not at all; compiled or not.
-        bucket_mib: half of the memory that may be taken: one bucket is gathered, one read, and the loop's variable has
-            the last view of a third. A tensor with more than two thirds of it is a bucket of its own.
+        bucket_mib: half of the memory that may be taken. A tensor with more than two thirds is a bucket of its own.
         dtype: to cast what is floating-point to, before it is sent; each tensor's own by default.
         device: where the tensors are; by default where collectives work.
         ranks: who gets them: a rank or several, counted among those that share the model, or a process group, which is
@@ -111,8 +110,6 @@ def full_weights(
 
     Returns:
         An iterator of names and tensors. A tied one comes once, under its first name; buffers are this rank's.
-
-    Raises `ConfigError` as `full_state_dict` does, or `RankMismatchError` if a rank does something else or was lost.
     """
     sharing = Ranks.of(model)
     agreed = _Agreed(sharing.group if sharing.size > 1 else None)
@@ -150,7 +147,6 @@ def _described(weights: Sequence[Weight]) -> tuple[tuple[str, ...], tuple[torch.
 
 
 def _is_among(ranks: object, sharing: Ranks) -> bool:
-    """Return whether this rank gets the weights."""
     if ranks is None or ranks is dist.GroupMember.NON_GROUP_MEMBER:
         return ranks is None
     if isinstance(ranks, dist.ProcessGroup):
@@ -165,7 +161,6 @@ def _is_among(ranks: object, sharing: Ranks) -> bool:
 
 
 def _weights_of(model: nn.Module, dtype: torch.dtype | None, merge_lora: bool) -> list[Weight]:
-    """Return what stands in the state_dict, tied tensors once."""
     state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     require_values(state)
     weights: dict[int, Weight] = {}
@@ -249,7 +244,6 @@ class _Iteration:
     stream: Any = None  # that was current at the last call
 
     def run(self) -> Iterator[WeightBucket]:
-        """Yield the buckets, if this rank wants them."""
         try:
             while self.under_way or self.started < len(self.packings):
                 if self.version() != self.version_read:
@@ -264,7 +258,6 @@ class _Iteration:
             self.end()
 
     def end(self) -> None:
-        """Take part in what is left."""
         while (self.under_way or self.started < len(self.packings)) and not self.agreed.is_lost:
             self._next()
 
@@ -285,7 +278,6 @@ class _Iteration:
         self.started += 1
 
     def _land(self) -> WeightBucket:
-        """Wait for the first bucket that is under way."""
         gathering = self.under_way.popleft()
         packing, buffer = gathering.packing, gathering.buffer
         with torch.no_grad(), torch.inference_mode(False), self.agreed(waits=True):

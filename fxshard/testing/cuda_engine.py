@@ -39,10 +39,7 @@ class _TimedTransfer(NamedTuple):
 
 
 class CudaEngine:
-    """Moves data in a stream of its own, at the pace of the link; see [Note: the link on a GPU].
-
-    Tensors on the CPU (pickled objects, say) are copied at once and do not count.
-    """
+    """Moves data in a stream of its own, at the pace of the link, CPU tensors at once; [Note: the link on a GPU]."""
 
     devices: tuple[str, ...] = ("cpu", "cuda")
 

@@ -118,11 +118,7 @@ def can_carry(move: Move) -> bool:
 
 
 def carry(move: Move, clock: Tensor, *, ctas: int, is_first: bool, from_ns: int, to_ns: int) -> None:
-    """Launch the kernel for a move that it can do (`can_carry`), in the current stream.
-
-    `clock` is [2], int64, on the GPU, one for all launches of a transfer. `from_ns` and `to_ns` say when copying begins
-    and when the launch ends, after the beginning of the transfer.
-    """
+    """Launch the kernel for a move that it can do; `clock`, [2] int64, is one for all launches of a transfer."""
     is_scaled = move.scale != 1
     target, source = (tensor.view(-1).view(_unit(move)) for tensor in (move.output, move.source))
     numel = target.numel() // move.writes

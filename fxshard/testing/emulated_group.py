@@ -31,10 +31,7 @@ _ProcessGroup: Any = dist.ProcessGroup  # its stubs ask for every overload of a 
 
 
 class EmulatedGroup(_ProcessGroup):  # type: ignore[misc] # see above
-    """Rank 0 of identical ranks; see [Note: emulated link].
-
-    Methods have torch's names, old and new: 2.11 knows the `_base` and `_tensor_coalesced` ones.
-    """
+    """Rank 0 of identical ranks, with torch's names, old and new, as methods; see [Note: emulated link]."""
 
     def __init__(self, rank: int, world_size: int, engine: Engine, links: Links | None = None) -> None:
         super().__init__(rank, world_size)
@@ -177,10 +174,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc] # see above
         whole: Sequence[Tensor] | None = None,
         other_bytes: int | None = None,
     ) -> Work:
-        """Launch the moves; `outputs` where they are not those of the moves, `whole` where others than them count.
-
-        `other_bytes`: those from or to other ranks, where these are not their part of `whole`.
-        """
+        """Launch the moves; `outputs`, `whole` and `other_bytes` where they are not those of the moves."""
         outputs = [move.output for move in moves] if outputs is None else outputs
         whole = outputs if whole is None else whole
         others = sorted({tensor.device.type for tensor in whole} - set(self.engine.devices))

@@ -36,10 +36,7 @@ class EmulatedHost:
 
 @contextmanager
 def emulated_host(*, gigabytes_per_s: float = math.inf, latency_us: float = 0.0) -> Iterator[EmulatedHost]:
-    """Have copies of offloaded shards on the CPU take their time; see [Note: emulated host].
-
-    The bandwidth is that of each direction, the latency that of each copy.
-    """
+    """Have copies of offloaded shards on the CPU take their time, in each direction; see [Note: emulated host]."""
     speed = Speed(gigabytes_per_s=gigabytes_per_s, latency_us=latency_us)
     host = EmulatedHost(CpuEngine(speed), CpuEngine(speed))
     library = torch.library.Library("fxshard", "IMPL")

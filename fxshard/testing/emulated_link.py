@@ -59,11 +59,7 @@ class EmulatedLink:
 
     @property
     def transfers(self) -> list[LinkTransfer]:
-        """The transfers in the order in which the link carried them; one is there once it has been waited for.
-
-        Those between machines are behind those within this one. On a GPU one is there once it has been launched outside
-        of a capture; looking blocks the host until all have arrived.
-        """
+        """The transfers, within this machine first; one is there once it has been waited for. On a GPU this waits."""
         within, *others = (engine.transfers for engine in self.links.engines)
         return within + others[0] if others else within
 
@@ -73,15 +69,7 @@ class EmulatedLink:
             engine.clear()
 
     def set_speed(self, *, gigabytes_per_s: float = math.inf, latency_us: float = 0.0, ctas: int | None = None) -> None:
-        """Change the speed of what is launched from now on within a machine; what is under way arrives first.
-
-        The cost model counts on the new speed for what is sharded from now on, and measures it then.
-
-        Arguments are those of `emulated_link`; with `ctas=None` these stay as they are.
-
-        Raises:
-            ConfigError: an argument means nothing.
-        """
+        """Change the speed of later launches within a machine, and of measurements; what is under way arrives first."""
         speed = Speed(gigabytes_per_s=gigabytes_per_s, latency_us=latency_us)
         _require_ctas(ctas, self.mesh.device_type)
         self.engine.set_speed(speed, ctas)
@@ -159,7 +147,6 @@ def _require_ctas(ctas: int | None, device_type: str) -> None:
 
 
 def _machines(world_size: int, ranks: int | None, between: Speed | None, device_type: str) -> tuple[int, Speed] | None:
-    """How many ranks each machine has, and how fast the link between machines is, if there are several."""
     if ranks is None and between is None:
         return None
     if ranks is None or between is None:

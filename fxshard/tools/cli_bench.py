@@ -29,6 +29,7 @@ from fxshard.tools.cli_common import (
     EXIT_PROBLEM,
     at_least,
     device_for,
+    in_folder,
     mesh_size,
     num_ranks,
     output_folder,
@@ -157,8 +158,8 @@ def _require_files(args: argparse.Namespace, peers: Peers) -> None:
     if peers.rank != 0:
         return
     for path in (args.json, args.plot):
-        if path is not None and not path.resolve().parent.is_dir():
-            raise ConfigError(f"there is no folder {path.parent} to write {path.name} to.")
+        if path is not None:
+            in_folder(path)
     if args.plot is not None:
         require_plot(args.plot)
 

@@ -56,10 +56,7 @@ def device_for(wanted: str) -> str:
 
 
 def num_ranks(wanted: int | None, device: str, *, instead: str = "--device cpu") -> int:
-    """How many ranks to start on this machine: `wanted`, or one per GPU, or 2 on the CPU.
-
-    A ConfigError if there are fewer GPUs than ranks names `instead`.
-    """
+    """How many ranks to start here: `wanted`, or one per GPU, or 2 on the CPU; `instead` is for too few GPUs."""
     import torch
 
     num_gpus = torch.cuda.device_count()

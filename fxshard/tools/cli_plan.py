@@ -69,7 +69,6 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def _list(item: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """What argparse turns values with commas between them into."""
     return lambda text: [item(part) for part in text.split(",")]
 
 
@@ -128,7 +127,6 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _print_runs(found: Plan, console: Console, *, with_steps: bool) -> None:
-    """The table, and what the steps of optimizers cost."""
     from fxshard.inspect.tables import step_text
 
     if not console.is_terminal:

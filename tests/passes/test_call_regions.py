@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 import torch
@@ -156,3 +157,13 @@ def test_says_why_code_could_not_be_traced() -> None:
         why = traced(fails, torch.empty(2, 3))
     assert isinstance(why, str)
     assert why.startswith("it could not be traced by itself: ")
+
+
+@pytest.mark.parametrize("lower", ["eager", "inductor"])
+def test_a_bug_in_the_code_around_the_trace_is_no_reason(lower: str) -> None:
+    gm = fx.GraphModule(nn.Module(), fx.symbolic_trace(double).graph)
+    with FakeMode():
+        (x,) = gm.graph.find_nodes(op="placeholder")
+        x.meta["example_value"] = torch.empty(2, 3, requires_grad=True)
+        with pytest.raises((TypeError, RuntimeError), match=r"not iterable|support iteration"):
+            compile_regions.trace("Code", "", gm, cast("list[bool]", 0), Options(lower=lower))

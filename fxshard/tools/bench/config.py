@@ -125,10 +125,7 @@ class BenchJob:
 
 
 def parse_entries(texts: Sequence[str], defaults: Sequence[str] = ()) -> tuple[Entry, ...]:
-    """Turn "fxshard:bucket=auto" and the like into entries.
-
-    `defaults` are options `name=value` for all entries of fxshard; those of an entry itself go before them.
-    """
+    """Turn "fxshard:bucket=auto" and the like into entries; `defaults` are options for all entries of fxshard."""
     shared = dict(_option(text) for text in defaults)
     if not texts:
         raise ConfigError(f"--systems names nothing to compare; systems: {', '.join(SYSTEMS)}.")

@@ -149,11 +149,7 @@ class Report(Results):
         return {name: ran[name] for name in (*floors[:1], *PEERS) if name in ran}
 
     def expected(self, result: SystemResult) -> SystemResult | None:
-        """Whose losses a system must have: training without any library, as far as they can be compared.
-
-        On an emulated link the peers hold copies of this rank's shards, so that gathered parameters are not those of
-        the model. Sharded systems are compared with the first of them there.
-        """
+        """Whose losses a system must have: unsharded training's; on an emulated link the first sharded system's."""
         if self.options["group"] == "emulated" and result.is_sharded:
             return next((other for other in self.systems if other.is_sharded and other.losses), None)
         return self.reference

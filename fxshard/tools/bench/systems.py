@@ -104,14 +104,12 @@ def average_gradients(model: nn.Module) -> None:
 
 
 def _empty_shard(model: nn.Module, mesh: DeviceMesh) -> nn.Parameter:
-    """As many numbers as a rank would hold of a sharded model."""
     parameters = list(model.parameters())
     numel = sum(parameter.numel() for parameter in parameters) // mesh.size()
     return nn.Parameter(torch.zeros(numel, device=parameters[0].device))
 
 
 def _take_gradients(shard: nn.Parameter, grad: Tensor, model: nn.Module) -> None:
-    """Free the gradients of the model, and give `shard` one."""
     shard.grad = grad
     for parameter in model.parameters():
         parameter.grad = None
@@ -162,11 +160,7 @@ def _fsdp2_compiled(model: nn.Module, mesh: DeviceMesh, entry: Entry) -> Forward
 
 
 def _with_inputs_there(compiled: Forward) -> Forward:
-    """Have compiled code of a block get no result of a collective that is still on its way: a copy waits for it.
-
-    Where layers are split, the first block's input is one, and torch (2.13) loses its gradient: the embedding would not
-    be trained.
-    """
+    """Copy inputs that a collective still fills: torch (2.13) loses their gradients in compiled code of a block."""
 
     def there(value: Tensor) -> Tensor:
         return value.clone() if torch_private.is_wrapper(value) and not isinstance(value, DTensor) else value

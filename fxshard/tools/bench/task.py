@@ -52,19 +52,12 @@ class Task:
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:
-    """Return what every system shards: the blocks of a model, and what is around them.
-
-    FSDP2 cannot have units of what a forward reads in passing, such as the weight of a tied embedding.
-    """
+    """Return what every system shards: the blocks of a model, and what is around them."""
     return [*blocks_of(model), model]
 
 
 def make_task(config: BenchConfig, rank: int, split_over: DeviceMesh | None = None) -> Task:
-    """Build the model with the weights that all ranks share, and the batch of `rank`.
-
-    The user's function is called twice: the model of the first call is kept, batch and loss function of the second. It
-    is given the mesh that it is to split the layers over, if there is one.
-    """
+    """Build the model with the weights that all ranks share, and the batch of `rank`, by two calls of the function."""
     dtype = DTYPES[config.dtype] if config.dtype is not None else None
     given = () if split_over is None else (split_over,)
     model = _build(config.target, _WEIGHT_SEED, given)[0].to(config.device, dtype)  # of what is floating-point

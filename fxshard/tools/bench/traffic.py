@@ -70,11 +70,7 @@ class Traffic:
 
 
 def measure(step: Callable[[], object], itemsize: int) -> dict[str, Traffic]:
-    """Run a step under the profiler; return what it launched, by name of the collective.
-
-    `itemsize` is that of tensors in lists, of which the profiler does not tell the dtype. Of a process group that is
-    written in Python only reductions are seen.
-    """
+    """Run a step under the profiler; return what it launched by collective; `itemsize` is for tensors in lists."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         step()
         if dist.is_initialized():
@@ -122,7 +118,6 @@ def of_link(transfers: Iterable[LinkTransfer]) -> dict[str, Traffic]:
 
 
 def _is_in(outer: dict[str, Any], inner: dict[str, Any]) -> bool:
-    """Whether one event of a trace is under way while the other one begins, on the same thread."""
     return bool(outer["tid"] == inner["tid"] and outer["ts"] <= inner["ts"] <= outer["ts"] + outer["dur"])
 
 

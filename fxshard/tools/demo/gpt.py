@@ -12,10 +12,7 @@ from fxshard.tools.demo.text import VOCAB_SIZE
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block: causal self-attention, then an MLP.
-
-    `num_layers`, the depth of the whole model, scales what is added to the residual stream.
-    """
+    """A pre-norm transformer block; `num_layers` of the whole model scales what is added to the residual stream."""
 
     def __init__(self, dim: int, num_heads: int, num_layers: int) -> None:
         super().__init__()

@@ -15,10 +15,7 @@ _RECENT_STEPS = 5
 
 @dataclass
 class Outcome:
-    """Losses, times, bytes, graphs and units; grows with every event.
-
-    `state_bytes` is the most that a sharded rank stores.
-    """
+    """Losses, times, bytes, graphs and units so far; `state_bytes` is the most that a sharded rank stores."""
 
     config: DemoConfig
     graphs: list[Graph] = field(default_factory=list)

@@ -37,10 +37,7 @@ def run_demo(config: DemoConfig, console: Console) -> int:
 
 
 def events_of_ranks(config: DemoConfig) -> Generator[Event]:
-    """Start `config.ranks` processes and yield what they tell, until all have ended well.
-
-    However the iteration ends (a rank dies, Ctrl-C, the iterator is closed), no process is left.
-    """
+    """Start `config.ranks` processes and yield what they tell; however the iteration ends, no process is left."""
     ranks = RankProcesses(config, rank_main, num_threads=max(1, (os.cpu_count() or 1) // config.ranks))
     try:
         ranks.start()

@@ -17,10 +17,7 @@ _ENOUGH_BYTES: Final = 4 << 20
 
 
 def read_corpus(min_bytes: int, folder: Path | None = None) -> Tensor:
-    """Return the sources in `folder`, one after the other, as uint8 `[num_bytes]`; by default the standard library's.
-
-    A ConfigError if the folder holds less than `min_bytes` of text.
-    """
+    """Return the sources in `folder`, by default the standard library's, as uint8 `[num_bytes]`, at least so many."""
     folder = folder or Path(sysconfig.get_path("stdlib"))
     text = bytearray()
     for source in sorted(folder.glob("*.py")):

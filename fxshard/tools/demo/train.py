@@ -115,11 +115,7 @@ def _batches(config: DemoConfig, rows: slice) -> Batch:
 
     def batch(step: int) -> tuple[Tensor, Tensor]:
         tokens, targets = global_batch(
-            corpus,
-            step=step,
-            seed=config.seed,
-            num_rows=config.ranks * config.batch_size,
-            seq_len=config.seq_len,
+            corpus, step=step, seed=config.seed, num_rows=config.ranks * config.batch_size, seq_len=config.seq_len
         )
         return tokens[rows].to(config.device), targets[rows].to(config.device)
 

@@ -49,10 +49,7 @@ def log_path(folder: Path, rank: int) -> Path:
 
 @contextlib.contextmanager
 def reporting(place: RankPlace, folder: Path, events: Connection) -> Iterator[None]:
-    """Send output to the log of the rank; what is raised ends the process with status 1 and is told to the parent.
-
-    The process ends when its parent does, wherever it is: ranks that wait for each other would not notice.
-    """
+    """Send output to the log of the rank, and errors to the parent; the process ends when its parent does."""
     _redirect_output(log_path(folder, place.rank))
     threading.Thread(target=_end_with_parent, name="fxshard-parent", daemon=True).start()
     try:
@@ -67,10 +64,7 @@ def reporting(place: RankPlace, folder: Path, events: Connection) -> Iterator[No
 
 
 def join(place: RankPlace, ranks: int, *, device: str, stall_s: float) -> None:
-    """Make the default process group of `ranks` ranks: NCCL, one GPU per rank, on "cuda", else gloo.
-
-    See [Note: gloo] for which.
-    """
+    """Make the default process group: NCCL, one GPU per rank, on "cuda", else gloo; see [Note: gloo] for which."""
     gpu = torch.device("cuda", place.local_rank) if device == "cuda" else None
     if gpu is not None:
         torch.cuda.set_device(gpu)  # before anything else: a rank that does not choose takes memory of GPU 0

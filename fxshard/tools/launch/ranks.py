@@ -25,10 +25,7 @@ _GRACE_S: Final = 2.0  # for a process to end by itself
 
 
 class RankError(FxshardError, RuntimeError):
-    """A rank died, raised or fell silent, so the others were stopped.
-
-    Where `was_killed`, a signal ended the rank, and so it is to blame before those that only miss it.
-    """
+    """A rank died, raised or fell silent, so the others were stopped; one that `was_killed` is to blame first."""
 
     def __init__(self, message: str, *, was_killed: bool = False) -> None:
         super().__init__(message)
@@ -187,13 +184,7 @@ def _ranks_ignore_ctrl_c() -> Iterator[None]:
 
 @contextlib.contextmanager
 def environment_of_ranks(num_threads: int, *, on_loopback: bool = True) -> Iterator[None]:
-    """Set, for the processes started inside, what is not set already.
-
-    Few threads; idle threads that sleep (spinning ones slow a busy machine down several times); compilation in the rank
-    itself, since a pool of compilers starts slower than a small model compiles; gloo on the loopback interface, if all
-    ranks are on this machine; and no word from multiprocessing about the semaphores (of tqdm, inside torch) that it
-    cleans up after a stopped rank.
-    """
+    """Set, for the processes started inside, what is not set: few threads that sleep, gloo on the loopback."""
     wanted = {
         "OMP_NUM_THREADS": str(num_threads),
         "OMP_WAIT_POLICY": "PASSIVE",

@@ -74,10 +74,7 @@ class Peers:
         return self._exchange(own)
 
     def collect(self, listen: Callable[[float], list[Any]], num_here: int) -> list[Any]:
-        """Wait for an event of every rank of every process; return all of them, the same on every process.
-
-        `listen` waits for events of the ranks here, which tell `num_here`, but not longer than so many seconds.
-        """
+        """Wait for an event of every rank, the same on every process; `listen` waits for the `num_here` here."""
         events: list[Any] = []
         while True:
             try:
@@ -126,10 +123,7 @@ class Peers:
 
 @contextlib.contextmanager
 def joined(launched: LauncherEnvironment, timeout_s: float) -> Iterator[Peers]:
-    """Meet the other processes of the launcher.
-
-    A process that is silent for `timeout_s` seconds, but at least a minute, counts as gone.
-    """
+    """Meet the other processes of the launcher; one that is silent for `timeout_s` (60 at least) counts as gone."""
     launcher = os.getppid()
 
     def exchange(own: Any) -> list[Any]:

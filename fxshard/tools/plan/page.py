@@ -22,22 +22,12 @@ ParetoPoint = tuple[float, float]
 
 
 def save(plan: Plan, path: Path, pareto: Sequence[ParetoPoint] = ()) -> None:
-    """Write the page.
-
-    Raises:
-        ConfigError: it cannot be written.
-        MissingExtraError: jinja2 is not installed.
-    """
+    """Write the page; raise `ConfigError` if that fails, `MissingExtraError` without jinja2."""
     html.write(path, page(plan, pareto))
 
 
 def page(plan: Plan, pareto: Sequence[ParetoPoint] = ()) -> str:
-    """The whole page.
-
-    Args:
-        plan: its runs; the page shows the first, and the user chooses another.
-        pareto: in the order of their peaks, what a solver found that no other plan is better than in both.
-    """
+    """The whole page, of the plan's runs and the points that no other plan is better than in both."""
     return html.rendered(
         TEMPLATE,
         __package__,

@@ -18,10 +18,7 @@ from fxshard.tools.plan.shapes import SHAPES, decoder, inputs
 
 
 def builder(name: str, *, sequence: int, checkpointing: str = "none") -> Callable[[int], Any]:
-    """Return what builds, for a batch size, the model that `name` means, with its inputs, or raise a ConfigError.
-
-    `name` is `my_module:build`, called with `batch=` if it takes that, a key of `SHAPES`, or a path of a `config.json`.
-    """
+    """Return what builds the model that `name` means (`my_module:build`, a shape, a `config.json`) for a batch size."""
     if name in SHAPES:
         return lambda batch: (decoder(SHAPES[name], sequence, checkpointing), inputs(batch, sequence), {})
     if checkpointing != "none":

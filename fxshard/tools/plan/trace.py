@@ -24,11 +24,7 @@ _TraceEvent = dict[str, Any]
 
 
 def save(plan: Plan, path: Path) -> None:
-    """Write the trace of a plan's runs, compressed if the file's name ends in `.gz`.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Write the trace of a plan's runs, compressed if the file's name ends in `.gz`."""
     runs = [(run.name, run.cost.record) for run in plan.runs]
     text = json.dumps({"traceEvents": list(events(runs)), "displayTimeUnit": "ms"}).encode()
     try:
