@@ -202,7 +202,8 @@ class Member:
         raise ConfigError(
             f"{self.fqn} is sharded: it can only be replaced by a DTensor of shape {list(old.shape)} with placements "
             f"{placements} on its mesh, got {found}. To change its values use parameter.copy_(dtensor) under "
-            "torch.no_grad(), or load_state_dict; to replace it, do so before fully_shard."
+            "torch.no_grad(), or load_state_dict; to replace it, do so before fully_shard. torch.func over parameters "
+            "(gradients per sample, ensembles) needs a model that is not sharded."
         )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fxshard import torch_private
-from fxshard.errors import InvariantError
+from fxshard.errors import InvariantError, UnsupportedGraph
 from fxshard.ir.plan import ShardPlan
 
 if TYPE_CHECKING:
@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 
 _GRAD, _SPEC, _LOCAL, _SHAPE = map(attrgetter, ("grad", "_spec", "_local_tensor", "_local_tensor.shape"))
 _REQUIRES_GRAD = attrgetter("requires_grad")
+_NEVER_CALLED = (
+    "torch.autograd.graph.register_multi_grad_hook(mode='all') of sharded parameters would never be called: no node of "
+    "the backward leads to them. Use mode='any', or register_post_accumulate_grad_hook of each."
+)
+
 _HOOKS, _POST_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 
 # The constructor, not from_local: no autograd, no checks, nothing but the wrapper. Its __init__ does nothing, slowly.
@@ -183,6 +188,8 @@ def _give_one_by_one(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]
     """Accumulate gradients as autograd does: tensor hooks, then the gradient, then post-accumulate hooks."""
     for parameter, grad in zip(parameters, grads, strict=True):
         for hook in (parameter._backward_hooks or {}).values():
+            if getattr(hook, "__qualname__", "").startswith("register_multi_grad_hook.<locals>.get_inner_hook"):
+                raise UnsupportedGraph(_NEVER_CALLED)
             replaced = hook(grad)
             grad = grad if replaced is None else replaced
         with torch.no_grad():

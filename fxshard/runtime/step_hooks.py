@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch.optim import Adafactor
+from torch.optim import Adafactor, Rprop
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
@@ -273,7 +273,7 @@ class StepHooks:
         is_fused = any(group.get("fused") for group in optimizer.param_groups)
         lays = self.lays and (not torch.compiler.is_compiling() or is_fused)
         in_backward = not torch.compiler.is_compiling() and torch_private.backward_id() is not None
-        if self.holds or lays or in_backward or _is_adafactor(optimizer):
+        if self.holds or lays or in_backward or _needs_whole(optimizer):
             _step_begins_eagerly(self, optimizer)
 
     def ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -296,8 +296,8 @@ class StepHooks:
         if self.lays:
             lay_as_parameters(optimizer)
         written = _written_by(optimizer)
-        if _is_adafactor(optimizer):
-            _refuse_adafactor(optimizer, [unit for model in list(self.models) for unit in model.units], written)
+        if _needs_whole(optimizer):
+            _refuse_shards(optimizer, [unit for model in list(self.models) for unit in model.units], written)
         for model in list(self.models):
             model.step_begins(written)
 
@@ -324,18 +324,24 @@ def step_hooks() -> StepHooks:
     return hooks
 
 
-def _is_adafactor(optimizer: torch.optim.Optimizer) -> bool:
-    return isinstance(optimizer, Adafactor) or type(optimizer).__name__ == "Adafactor"  # as that of transformers
+def _needs_whole(optimizer: torch.optim.Optimizer) -> bool:
+    return (
+        isinstance(optimizer, Adafactor | Rprop) or type(optimizer).__name__ == "Adafactor"
+    )  # as that of transformers
 
 
-def _refuse_adafactor(optimizer: torch.optim.Optimizer, units: Iterable[Unit], written: Collection[int]) -> None:
-    """Raise if an Adafactor would step sharded parameters: torch's own silently takes norms of a rank's part."""
-    dims = 1 if isinstance(optimizer, Adafactor) else 2
+def _refuse_shards(optimizer: torch.optim.Optimizer, units: Iterable[Unit], written: Collection[int]) -> None:
+    """Raise if an Adafactor or Rprop would step sharded parameters: torch's Adafactor takes norms of a rank's part.
+
+    Matrices are errors of torch's in every Adafactor; that of `transformers` steps vectors as it should. Rprop has ops
+    that DTensor has not.
+    """
+    dims = 1 if isinstance(optimizer, Adafactor | Rprop) else 2
     members = [member for unit in units for member in unit.members if id(member.parameter) in written]
     if found := [m.fqn for m in members if m.parameter.dim() >= dims and m.parameter.grad is not None]:
         raise ConfigError(
-            f"Adafactor ({type(optimizer).__module__}) cannot step sharded parameters: {', '.join(found)}. It needs "
-            "norms and means of whole ones: use fxshard.whole_matrices(optimizer)."
+            f"{type(optimizer).__name__} ({type(optimizer).__module__}) cannot step sharded parameters: "
+            f"{', '.join(found)}. It needs whole ones: use fxshard.whole_matrices(optimizer)."
         )
 
 

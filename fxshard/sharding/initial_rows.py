@@ -23,9 +23,12 @@ _log = logging.getLogger(__name__)
 
 
 def warn_of_equal_rows(units: Sequence[Unit]) -> None:
-    """Say so once where ranks of a CPU mesh have the same random rows of a parameter that was on meta; collective."""
+    """Say so once where parameters got values after they were sharded, and ranks have the same random rows of one now.
+
+    Collective over the ranks of each mesh, through the store; it does nothing on accelerators.
+    """
     real = [unit for unit in units if unit.world_size > 1 and unit.mesh.device_type == "cpu"]
-    made_here = [unit for unit in real if any(member.was_on_meta for member in unit.members)]
+    made_here = [unit for unit in real if any(m.was_on_meta or m.parameter._version for m in unit.members)]
     for unit in made_here[:1]:
         group = mesh_axes.shard_group(unit.mesh)
         if not isinstance(group, dist.ProcessGroup) or is_alone():

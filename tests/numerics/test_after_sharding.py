@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -11,9 +11,11 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
-from torch.optim import Adafactor, AdamW, Optimizer
+from torch.optim import Adafactor, AdamW, Optimizer, Rprop
 
 import fxshard
 from tests.models import Doing
@@ -184,9 +186,10 @@ def train_alike(model: nn.Module, plain: nn.Module, build: Callable[..., Optimiz
         slow(partial(Adafactor, foreach=True), mlp, r"0\.weight, 0\.bias, 2\.weight, 2\.bias"),
         (Adafactor, scaled, "scale, shift"),  # torch's own numbers are those of a rank's rows
         (HF_ADAFACTOR, mlp, r"0\.weight, 2\.weight"),
+        (Rprop, mlp, r"0\.weight, 0\.bias, 2\.weight, 2\.bias"),
     ],
 )
-def test_refuses_adafactor_of_sharded_parameters(
+def test_refuses_optimizers_that_need_whole_parameters(
     how: str, build: Callable[..., Optimizer], model: Callable[[], nn.Module], named: str
 ) -> None:
     compiled = sharded(model(), how, batch())
@@ -196,7 +199,7 @@ def test_refuses_adafactor_of_sharded_parameters(
         if overlaps:
             fxshard.overlap_step(optim)
         compiled(batch()).square().sum().backward()
-        with pytest.raises(fxshard.ConfigError, match=rf"Adafactor \(.*\) cannot step.*: {named}\. .*whole_matrices"):
+        with pytest.raises(fxshard.ConfigError, match=rf"\(.*\) cannot step.*: {named}\. .*whole_matrices"):
             optim.step()
     for parameter, expected in zip(compiled.parameters(), before, strict=True):
         assert torch.equal(full(parameter), expected)
@@ -209,6 +212,36 @@ def test_trains_vectors_with_the_adafactor_of_transformers(how: str) -> None:
     plain = scaled()
     torch.manual_seed(0)
     train_alike(sharded(scaled(), how, batch()), plain, HF_ADAFACTOR)
+
+
+@two_ranks
+@both_ways
+def test_trains_with_rprop_on_whole_parameters(how: str) -> None:
+    def build(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        optim = Rprop(parameters)
+        is_sharded = isinstance(optim.param_groups[0]["params"][0], DTensor)
+        return fxshard.whole_matrices(optim) if is_sharded else optim
+
+    torch.manual_seed(0)
+    plain = mlp()
+    torch.manual_seed(0)
+    train_alike(sharded(mlp(), how, batch()), plain, build)
+
+
+@two_ranks
+@both_ways
+def test_a_hook_of_several_gradients_that_would_never_be_called_is_refused(how: str) -> None:
+    seen: list[Tensor] = []
+    model = sharded(mlp(), how, batch())
+    handle = register_multi_grad_hook(tuple(model.parameters()), seen.append, mode="any")
+    model(batch()).sum().backward()
+    assert len(seen) == 1
+    handle.remove()
+    register_multi_grad_hook(tuple(model.parameters()), lambda grads: None)
+    with pytest.raises(
+        fxshard.UnsupportedGraph, match=r"register_multi_grad_hook\(mode='all'\).*would never be called"
+    ):
+        model(batch()).sum().backward()
 
 
 @two_ranks

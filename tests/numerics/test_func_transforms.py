@@ -128,6 +128,19 @@ def test_refuses_a_transform_inside_of_what_is_compiled(transform: Apply) -> Non
 
 
 @two_ranks
+@pytest.mark.parametrize("form", ["compiled", "uncompiled"])
+def test_refuses_a_transform_of_the_parameters(form: str) -> None:
+    run, _ = sharded(form)
+    whole = {name: full(parameter) for name, parameter in run.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(run, parameters, (x(),)).pow(2).sum()
+
+    with pytest.raises(fxshard.ConfigError, match=r"0.weight is sharded: .*torch.func over parameters .*not sharded"):
+        torch.func.grad(loss)(whole)
+
+
+@two_ranks
 def test_maps_a_batch_inside_of_what_is_compiled() -> None:
     _, model = sharded("uncompiled")
     compiled: Any = torch.compile(partial(vmap, model), backend="fxshard", options=EAGER)

@@ -73,6 +73,17 @@ def test_equal_rows_are_named_once(compiled: bool) -> None:
 
 
 @two_ranks
+def test_equal_rows_are_named_where_real_values_are_initialised_anew() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5))
+    fxshard.fully_shard(model)
+    for part in model:
+        nn.init.xavier_uniform_(part.get_parameter("weight"))
+    (line,) = said(model)
+    assert "the same rows of 0.weight, 1.weight: " in line
+
+
+@two_ranks
 @pytest.mark.parametrize("values", [seeds, ones, loaded])
 def test_nothing_is_said_of_other_values(values: Callable[[nn.Module], None]) -> None:
     model = on_meta()
